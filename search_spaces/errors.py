@@ -1,0 +1,49 @@
+"""Errors of describing a search. Each class says what the caller does next.
+
+    SearchSpaceError
+    ├── InvalidStudy        (ValueError)  reject the study; holds every problem found, not only the first
+    ├── InvalidConfiguration(ValueError)  reject this configuration; the study goes on
+    └── InvalidRecipe       (ValueError)  reject this recipe
+
+Every message says what is wrong, the value seen, what would be accepted, and where.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["InvalidConfiguration", "InvalidRecipe", "InvalidStudy", "Problem", "SearchSpaceError"]
+
+
+class SearchSpaceError(Exception):
+    """Root of this package's errors."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a study: `field` is its dotted place in the file ("objectives.1.metric")."""
+
+    field: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}" if self.field else self.message
+
+
+class InvalidStudy(SearchSpaceError, ValueError):
+    """The study cannot be run as written. `problems` lists everything that was found, in file order."""
+
+    def __init__(self, problems: tuple[Problem, ...]) -> None:
+        super().__init__(problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        return "\n".join(str(problem) for problem in self.problems)
+
+
+class InvalidConfiguration(SearchSpaceError, ValueError):
+    """A configuration lies outside its search space."""
+
+
+class InvalidRecipe(SearchSpaceError, ValueError):
+    """A recipe is malformed or names something that does not exist."""

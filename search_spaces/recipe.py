@@ -1,0 +1,308 @@
+"""Recipe: the one form between search spaces and everything downstream.
+
+A search space decodes a configuration into a Recipe; materialising, scoring, exporting, drawing and caching know only
+recipes. A recipe names its models by alias and by content fingerprint; its digest uses fingerprints only, so the same
+merge has the same digest whatever its models are called and wherever their files are.
+
+This file knows nothing of tensors: which tensor belongs to which component is decided where tensors are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self
+
+from search_spaces.errors import InvalidRecipe
+
+__all__ = ["COMPONENTS", "Component", "LayerRecipe", "Merge", "Recipe", "Source"]
+
+Component = Literal["attention", "mlp", "norm"]
+COMPONENTS: tuple[Component, ...] = ("attention", "mlp", "norm")
+
+# Coefficients are rounded to this many decimals before hashing and before merging: two configurations that differ by
+# less are the same merge.
+COEFFICIENT_DECIMALS = 6
+
+FORMAT = "mergesearch-recipe/1"
+
+Coefficient = float | tuple[float, ...]
+
+
+@dataclass(frozen=True, order=True)
+class Source:
+    """One operand of a merge: a model's alias and, for decoder layers, which of its layers (0-based)."""
+
+    model: str
+    layer: int | None = None
+
+
+@dataclass(frozen=True)
+class Merge:
+    """How the tensors of one component are computed from the same tensors of `sources`.
+
+    `coefficients` maps a name to a number (shared by all sources) or to a tuple with one number per source, in the
+    order of `sources`. Sources are the operands; methods on task vectors (task_arithmetic, ties) subtract the
+    recipe's base model, which is not listed. SLERP's two sources are its ends: t = 0 is the first.
+    """
+
+    method: str
+    sources: tuple[Source, ...]
+    coefficients: Mapping[str, Coefficient] = field(default_factory=dict)
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise InvalidRecipe(f"merge: method {self.method!r} has no sources; give at least one")
+        rounded: dict[str, Coefficient] = {}
+        for name in sorted(self.coefficients):
+            value = self.coefficients[name]
+            if isinstance(value, tuple):
+                if len(value) != len(self.sources):
+                    raise InvalidRecipe(
+                        f"merge: {self.method}.{name} has {len(value)} numbers for {len(self.sources)} sources; "
+                        "give one per source"
+                    )
+                rounded[name] = tuple(_rounded(v) for v in value)
+            else:
+                rounded[name] = _rounded(value)
+        object.__setattr__(self, "coefficients", rounded)
+
+    def __hash__(self) -> int:
+        return hash((self.method, self.sources, tuple(self.coefficients.items()), self.seed))
+
+    def number(self, name: str) -> float:
+        """The shared coefficient `name`. Raises InvalidRecipe if it is missing or per source."""
+        value = self.coefficients.get(name)
+        if value is None or isinstance(value, tuple):
+            raise InvalidRecipe(f"merge: {self.method} needs one number {name!r}, found {value!r}")
+        return value
+
+    def per_source(self, name: str) -> tuple[float, ...]:
+        """Coefficient `name` for each source; a shared number is repeated. Raises InvalidRecipe if missing."""
+        value = self.coefficients.get(name)
+        if value is None:
+            raise InvalidRecipe(f"merge: {self.method} needs {name!r}, found only {sorted(self.coefficients)}")
+        return value if isinstance(value, tuple) else (value,) * len(self.sources)
+
+    def to_json(self) -> dict[str, Any]:
+        document: dict[str, Any] = {
+            "method": self.method,
+            "sources": [[source.model, source.layer] for source in self.sources],
+        }
+        if self.coefficients:
+            document["coefficients"] = {
+                name: list(value) if isinstance(value, tuple) else value for name, value in self.coefficients.items()
+            }
+        if self.seed is not None:
+            document["seed"] = self.seed
+        return document
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        try:
+            return cls(
+                method=str(document["method"]),
+                sources=tuple(Source(str(model), layer) for model, layer in document["sources"]),
+                coefficients={
+                    name: tuple(float(v) for v in value) if isinstance(value, list) else float(value)
+                    for name, value in document.get("coefficients", {}).items()
+                },
+                seed=document.get("seed"),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise InvalidRecipe(f"merge: not a merge: {document!r} ({error})") from error
+
+
+@dataclass(frozen=True)
+class LayerRecipe:
+    """One layer of the merged model. `scale` multiplies the residual stream after the layer (1 = unchanged)."""
+
+    attention: Merge
+    mlp: Merge
+    norm: Merge
+    scale: float = 1.0
+    alignment: str | None = None
+
+    def component(self, name: Component) -> Merge:
+        merge: Merge = getattr(self, name)
+        return merge
+
+    def to_json(self) -> dict[str, Any]:
+        document: dict[str, Any] = {name: self.component(name).to_json() for name in COMPONENTS}
+        if self.scale != 1.0:
+            document["scale"] = self.scale
+        if self.alignment is not None:
+            document["alignment"] = self.alignment
+        return document
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        try:
+            return cls(
+                **{name: Merge.from_json(document[name]) for name in COMPONENTS},
+                scale=float(document.get("scale", 1.0)),
+                alignment=document.get("alignment"),
+            )
+        except (KeyError, TypeError) as error:
+            raise InvalidRecipe(f"layer: not a layer recipe: {document!r} ({error})") from error
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A concrete merge of whole models.
+
+    `models` maps every alias used to its content fingerprint; `base` is the alias of the base model; `layers` are the
+    merged model's layers in order; `embedding` is the input embedding (a tied output head follows it); `head` is the
+    final norm and, where untied, the output head.
+    """
+
+    models: Mapping[str, str]
+    base: str
+    layers: tuple[LayerRecipe, ...]
+    embedding: Merge
+    head: Merge
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "models", dict(sorted(self.models.items())))
+        used = {self.base} | {source.model for merge in self.merges() for source in merge.sources}
+        if missing := sorted(used - set(self.models)):
+            raise InvalidRecipe(f"recipe: {missing} not in models; known are {sorted(self.models)}")
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def merges(self) -> tuple[Merge, ...]:
+        """Every merge of the recipe, layer by layer, then embedding and head."""
+        in_layers = tuple(layer.component(name) for layer in self.layers for name in COMPONENTS)
+        return (*in_layers, self.embedding, self.head)
+
+    def canonical(self) -> Recipe:
+        """The equal recipe in canonical form: no source without influence, one-hot linear merges as passthrough,
+        sources ordered by (fingerprint, layer)."""
+
+        def rewrite(merge: Merge) -> Merge:
+            return _canonical(merge, base=self.base, fingerprints=self.models)
+
+        return replace(
+            self,
+            layers=tuple(
+                replace(layer, **{name: rewrite(layer.component(name)) for name in COMPONENTS}) for layer in self.layers
+            ),
+            embedding=rewrite(self.embedding),
+            head=rewrite(self.head),
+        )
+
+    @property
+    def digest(self) -> str:
+        """sha256 (hex) of the canonical JSON with aliases replaced by fingerprints."""
+        cached: str | None = self.__dict__.get("_digest")
+        if cached is None:
+            document = self.canonical().to_json()
+            del document["models"]
+            text = json.dumps(_renamed(document, self.models), sort_keys=True, separators=(",", ":"))
+            cached = hashlib.sha256(text.encode()).hexdigest()
+            object.__setattr__(self, "_digest", cached)
+        return cached
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "models": dict(self.models),
+            "base": self.base,
+            "embedding": self.embedding.to_json(),
+            "layers": [layer.to_json() for layer in self.layers],
+            "head": self.head.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """Raises InvalidRecipe, saying what is missing, if `document` is not what `to_json` writes."""
+        if document.get("format") != FORMAT:
+            raise InvalidRecipe(f"recipe: format is {document.get('format')!r}; this version reads {FORMAT!r}")
+        try:
+            return cls(
+                models={str(alias): str(print_) for alias, print_ in document["models"].items()},
+                base=str(document["base"]),
+                layers=tuple(LayerRecipe.from_json(layer) for layer in document["layers"]),
+                embedding=Merge.from_json(document["embedding"]),
+                head=Merge.from_json(document["head"]),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise InvalidRecipe(f"recipe: missing or malformed {error}") from error
+
+
+def _rounded(value: float) -> float:
+    if value != value or value in (float("inf"), float("-inf")):
+        raise InvalidRecipe(f"merge: coefficient {value} is not a finite number")
+    return round(float(value), COEFFICIENT_DECIMALS) + 0.0  # + 0.0 turns -0.0 into 0.0
+
+
+def _passthrough(source: Source) -> Merge:
+    return Merge("passthrough", (source,))
+
+
+def _canonical(merge: Merge, *, base: str, fingerprints: Mapping[str, str]) -> Merge:
+    base_source = Source(base, merge.sources[0].layer)
+    coefficients, sources = dict(merge.coefficients), merge.sources
+
+    if merge.method == "slerp":
+        t, (first, second) = merge.number("t"), sources
+        if t == 0 or first == second:
+            return _passthrough(first)
+        if t == 1:
+            return _passthrough(second)
+        if _order(second, fingerprints) < _order(first, fingerprints):
+            return Merge("slerp", (second, first), {"t": 1 - t})
+        return merge
+
+    if merge.method in ("linear", "task_arithmetic"):
+        name = "weight" if merge.method == "linear" else "lambda"
+        weights = merge.per_source(name)
+        kept = [(source, weight) for source, weight in zip(sources, weights, strict=True) if weight != 0]
+        if merge.method == "task_arithmetic":
+            # The base's own task vector is zero.
+            kept = [(source, weight) for source, weight in kept if source != base_source]
+            if not kept:
+                return _passthrough(base_source)
+        elif len(kept) == 1 and kept[0][1] == 1:
+            return _passthrough(kept[0][0])
+        if kept:
+            sources = tuple(source for source, _ in kept)
+            values = tuple(weight for _, weight in kept)
+            coefficients[name] = values[0] if len(set(values)) == 1 else values
+    elif merge.method == "ties" and merge.number("lambda") == 0:
+        return _passthrough(base_source)
+
+    order = sorted(range(len(sources)), key=lambda i: _order(sources[i], fingerprints))
+    return Merge(
+        merge.method,
+        tuple(sources[i] for i in order),
+        {
+            name: tuple(value[i] for i in order) if isinstance(value, tuple) else value
+            for name, value in coefficients.items()
+        },
+        merge.seed,
+    )
+
+
+def _order(source: Source, fingerprints: Mapping[str, str]) -> tuple[str, int]:
+    return fingerprints[source.model], -1 if source.layer is None else source.layer
+
+
+def _renamed(document: Any, names: Mapping[str, str]) -> Any:
+    """`document` (a recipe's JSON) with aliases replaced wherever a model is named."""
+    if isinstance(document, dict):
+        return {
+            key: [[names[model], layer] for model, layer in value]
+            if key == "sources"
+            else names[value]
+            if key == "base"
+            else _renamed(value, names)
+            for key, value in document.items()
+        }
+    if isinstance(document, list):
+        return [_renamed(item, names) for item in document]
+    return document

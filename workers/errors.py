@@ -1,0 +1,46 @@
+"""Errors of what runs beside the models. Each class says what the caller does next.
+
+    WorkerError
+    ├── InvalidModel      (ValueError)    reject the study or merge: a checkpoint cannot be used; holds every problem
+    ├── InvalidTask       (ValueError)    reject the study: a task or its data cannot be used
+    ├── TrialFailed       (RuntimeError)  fail this trial with this reason; the study goes on
+    ├── EngineUnavailable (RuntimeError)  the engine did not start or died; try again on another replica, then stop
+    └── EvidenceMismatch  (RuntimeError)  stop the study: what was scored is not what was asked for
+
+All of them cross process boundaries: constructor arguments are exactly what `super().__init__` gets.
+"""
+
+from __future__ import annotations
+
+__all__ = ["EngineUnavailable", "EvidenceMismatch", "InvalidModel", "InvalidTask", "TrialFailed", "WorkerError"]
+
+
+class WorkerError(Exception):
+    """Root of this package's errors."""
+
+
+class InvalidModel(WorkerError, ValueError):
+    """Checkpoints that cannot be merged. `problems` lists everything that was found."""
+
+    def __init__(self, problems: tuple[str, ...]) -> None:
+        super().__init__(problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        return "\n".join(self.problems)
+
+
+class InvalidTask(WorkerError, ValueError):
+    """A task that cannot be evaluated: unknown, malformed data, too few samples, executes code."""
+
+
+class TrialFailed(WorkerError, RuntimeError):
+    """This candidate cannot be scored (NaN logits, for one); its message becomes the trial's reason."""
+
+
+class EngineUnavailable(WorkerError, RuntimeError):
+    """No engine could be started; the message says why and where its log is."""
+
+
+class EvidenceMismatch(WorkerError, RuntimeError):
+    """A result does not belong to the recipe, the sources or the prompts it was asked for."""

@@ -1,0 +1,213 @@
+"""What crosses the boundary between the service and the scoring replicas: plain data, no torch, no Ray, no vLLM."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from search_spaces.recipe import Recipe
+
+__all__ = [
+    "EngineOptions",
+    "Evidence",
+    "Family",
+    "ModelSource",
+    "SampleResult",
+    "ScoreRequest",
+    "ScoreResult",
+    "Scorer",
+    "Span",
+    "TaskInfo",
+    "TaskSpec",
+    "VerificationReport",
+    "digest_of",
+]
+
+
+def digest_of(document: Any) -> str:
+    """sha256 (hex) of a JSON document, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """One checkpoint: the alias it has in recipes, where it is (absolute), and its content fingerprint."""
+
+    alias: str
+    directory: str
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Family:
+    """A base model and its experts: what one engine can merge."""
+
+    base: ModelSource
+    experts: tuple[ModelSource, ...]
+
+    @property
+    def models(self) -> tuple[ModelSource, ...]:
+        return (self.base, *self.experts)
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        return {model.alias: model.fingerprint for model in self.models}
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How a replica starts its engine. `dtype` auto: bfloat16 on GPU, float32 on CPU. `threads` 0: cores - 1."""
+
+    backend: str = "vllm"
+    tensor_parallel_size: int = 1
+    dtype: str = "auto"
+    max_model_len: int = 2048
+    add_bos_token: bool | None = None
+    chat_template: bool | str = False
+    system_prompt: str | None = None
+    threads: int = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """A task as a replica builds it. `task` is an lm-eval name, an absolute YAML file, or an inline JSONL task
+    ({"file": absolute, "prompt": jinja, "answer": jinja, "until": [...], "max_tokens": n}).
+
+    `content` is the sha256 of the data file where there is one, so that changed data is noticed. `permutation_seed`
+    fixes the order in which samples are used: position i is the same sample in every replica and every run.
+    """
+
+    task: str | Mapping[str, Any]
+    metric: str
+    filter: str | None = None
+    split: str | None = None
+    num_fewshot: int | None = None
+    content: str | None = None
+    permutation_seed: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def digest(self) -> str:
+        return digest_of(self.to_json())
+
+
+@dataclass(frozen=True)
+class TaskInfo:
+    """What building a task found: how many samples there are, whether larger is better, how many prompts were cut
+    to `max_model_len`, and the groups (subtasks) that the permutation is stratified by."""
+
+    num_samples: int
+    higher_is_better: bool
+    output_type: str
+    num_truncated: int = 0
+    groups: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Positions [start, stop) of a task's permutation, to be scored for `objective`."""
+
+    objective: str
+    task: TaskSpec
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """One chunk of work: score these spans with this recipe."""
+
+    study: str
+    recipe: Recipe
+    spans: tuple[Span, ...]
+
+    @property
+    def num_samples(self) -> int:
+        return sum(span.stop - span.start for span in self.spans)
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """One scored sample. `document` is its index in the task's data, `position` in the permutation; `value` the
+    metric on this sample; `response` what the model said: the completion, or the options' log-probabilities (JSON)."""
+
+    objective: str
+    position: int
+    document: str
+    value: float
+    response: str
+    is_truncated: bool = False
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the engine held while it scored: the digest the engine itself reports, not the one that was asked for.
+
+    `prompts` maps an objective to the sha256 of the token ids of every prompt of its span, in order;
+    `weights_checksum` is of the engine's parameters after the swap; `replica` and `swap_count` say which engine.
+    """
+
+    recipe_digest: str
+    bank_fingerprint: str
+    prompts: Mapping[str, str]
+    weights_checksum: str
+    replica: str
+    swap_count: int
+    engine: str
+
+
+@dataclass(frozen=True)
+class ScoreResult:
+    """The samples of one request, the evidence, and seconds spent: materialise, swap, score, wait (for the lock)."""
+
+    samples: tuple[SampleResult, ...]
+    evidence: Evidence
+    timings_s: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class VerificationReport:
+    """Stored samples of one recipe against plain transformers on the exported weights.
+
+    `differences` lists every sample with another value: {objective, position, engine, reference, top2_gap}, the gap
+    being the reference's smallest difference between its two best log-probabilities where the answers part.
+    `num_beyond` counts those whose gap exceeds `tolerance`: such a difference no rounding explains.
+    """
+
+    recipe_digest: str
+    num_samples: int
+    num_equal: int
+    max_logprob_difference: float
+    tolerance: float
+    differences: tuple[Mapping[str, Any], ...]
+    num_beyond: int
+
+
+class Scorer(Protocol):
+    """Scoring as trial actors see it: replicas of warm engines behind Ray Serve, or the fake in `workers.fake`.
+
+    Implementations are picklable and may be used from several threads. `score` may be called again with the same
+    request after a failure; it changes nothing but which recipe an engine holds.
+    """
+
+    def score(self, request: ScoreRequest) -> ScoreResult:
+        """Score one chunk. Raises TrialFailed (this candidate cannot be scored), EngineUnavailable (no replica)."""
+        ...
+
+    def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:
+        """Build tasks and say what they hold. Raises InvalidTask."""
+        ...
+
+    def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
+        """Score `spans` with plain transformers on the exported checkpoint and compare with `samples`."""
+        ...
+
+    def statistics(self) -> Mapping[str, Any]:
+        """Engine statistics over all replicas: starts, swaps, swap_s (list), busy_s, bank placement and bytes."""
+        ...
