@@ -1,0 +1,38 @@
+"""What a searcher is: a pure function from what is known to the next configuration.
+
+Searchers keep no state between proposals. Proposal n depends on the seed, n and the observations given, so that a
+search killed and resumed proposes what the undisturbed one would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from search_spaces.parameters import Parameters
+
+__all__ = ["Observation", "Searcher"]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A configuration's costs at one rung: one per objective, smaller is better, None if the candidate failed.
+
+    `fidelity` is the rung's share of the full budget, in (0, 1]."""
+
+    configuration: Mapping[str, Any]
+    fidelity: float
+    costs: tuple[float, ...] | None
+
+
+class Searcher(Protocol):
+    """One search algorithm."""
+
+    name: str
+
+    def propose(
+        self, parameters: Parameters, *, number: int, seed: int, observations: Sequence[Observation]
+    ) -> dict[str, Any]:
+        """The configuration of trial `number`: valid in `parameters`, with inactive parameters left out."""
+        ...

@@ -1,0 +1,121 @@
+"""What the store returns and everything in `service` passes around: plain data, no SQL, no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from search_spaces.recipe import Recipe
+
+__all__ = [
+    "Comparison",
+    "Estimate",
+    "Origin",
+    "RungRecord",
+    "StudyRecord",
+    "StudyState",
+    "TrialRecord",
+    "TrialState",
+]
+
+
+class TrialState(StrEnum):
+    """As in Optuna. PRUNED: scored, but not promoted to the full budget."""
+
+    WAITING = "WAITING"
+    RUNNING = "RUNNING"
+    COMPLETE = "COMPLETE"
+    PRUNED = "PRUNED"
+    FAIL = "FAIL"
+
+    @property
+    def is_finished(self) -> bool:
+        return self in (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
+
+
+class Origin(StrEnum):
+    """Where a trial comes from: `source` (base, expert), `published` (a recipe from the literature), `search`
+    (the searcher), `user`."""
+
+    SOURCE = "source"
+    PUBLISHED = "published"
+    SEARCH = "search"
+    USER = "user"
+
+
+class StudyState(StrEnum):
+    """CREATED -> RUNNING -> COMPLETE | FAILED; STOPPED can be resumed."""
+
+    CREATED = "CREATED"
+    RUNNING = "RUNNING"
+    STOPPED = "STOPPED"
+    COMPLETE = "COMPLETE"
+    FAILED = "FAILED"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over `samples` scored samples, its standard error and 95 % interval, in the metric's own unit."""
+
+    value: float
+    standard_error: float
+    samples: int
+    ci95: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class RungRecord:
+    """One finished rung of a trial: per objective, the mean over the rung's samples and its standard error."""
+
+    rung: int
+    num_samples: Mapping[str, int]
+    values: Mapping[str, float]
+    standard_errors: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class TrialRecord:
+    """One trial. `number` is unique in its study and never reused; `bracket` is None outside brackets (sources,
+    published). `rungs` holds finished rungs in order, `values` those of the last one at full budget, else empty."""
+
+    number: int
+    origin: Origin
+    label: str
+    state: TrialState
+    recipe: Recipe
+    configuration: Mapping[str, Any] | None = None
+    bracket: int | None = None
+    reason: str | None = None
+    rungs: tuple[RungRecord, ...] = ()
+    samples_scored: int = 0
+    samples_reused: int = 0
+    timings_s: Mapping[str, float] = field(default_factory=dict)
+    values: Mapping[str, float] = field(default_factory=dict)
+    standard_errors: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StudyRecord:
+    """A study as stored. `document` is the canonical study file; `facts` what was found when it was first run (model
+    fingerprints, number of layers, task sizes, prompt hashes, versions)."""
+
+    id: str
+    name: str
+    state: StudyState
+    document: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    created_at: float
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A finalist, source or published recipe on the holdout data. `differences` are paired with the best finalist,
+    per objective and as the mean of the accuracy objectives under the key "mean"."""
+
+    label: str
+    trial: int
+    values: Mapping[str, Estimate]
+    differences: Mapping[str, Estimate] = field(default_factory=dict)
