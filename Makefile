@@ -1,0 +1,44 @@
+# mergesearch: `make demo` runs a real search on the shipped model family, `make test` every check. Both install first.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+EXTRAS ?= cpu,test
+# uv does not read pip's configuration; without local wheels it takes torch's CPU builds from where torch publishes them.
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+TORCH_BACKEND := $(if $(strip $(UV_FIND_LINKS)),,--torch-backend cpu)
+comma := ,
+STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
+
+DEMO_DIR ?= runs/demo
+PYTEST_ARGS ?=
+
+.PHONY: install demo test lint bench clean
+.DELETE_ON_ERROR:
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml deploy/constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or later"; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"Python {v.major}.{v.minor} is too old: 3.11 or later is needed (make PYTHON=python3.11 ...)")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python $(TORCH_BACKEND) --constraint deploy/constraints.txt --editable '.[$(EXTRAS)]'
+	@touch $@
+
+demo: install
+	$(BIN)/mergesearch demo --out $(DEMO_DIR)
+
+test: lint
+	$(BIN)/python -m pytest tests $(PYTEST_ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+bench: install
+	$(BIN)/python -m tests.benchmarks $(ONLY)
+
+clean:
+	rm -rf .bench .pytest_cache .mypy_cache .ruff_cache build *.egg-info
