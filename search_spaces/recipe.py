@@ -189,7 +189,8 @@ class Recipe:
         return replace(
             self,
             layers=tuple(
-                replace(layer, **{name: rewrite(layer.component(name)) for name in COMPONENTS}) for layer in self.layers
+                replace(layer, attention=rewrite(layer.attention), mlp=rewrite(layer.mlp), norm=rewrite(layer.norm))
+                for layer in self.layers
             ),
             embedding=rewrite(self.embedding),
             head=rewrite(self.head),

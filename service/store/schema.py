@@ -1,0 +1,158 @@
+"""Tables. SQL is the truth: everything else can be rebuilt from these rows. Written for SQLite and PostgreSQL alike."""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    JSON,
+    Boolean,
+    Column,
+    Float,
+    ForeignKeyConstraint,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+)
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "brackets",
+    "documents",
+    "events",
+    "evidence",
+    "metadata",
+    "rungs",
+    "samples",
+    "studies",
+    "trials",
+]
+
+# Raised with every change of the tables; a database of another version is refused.
+SCHEMA_VERSION = 1
+
+metadata = MetaData()
+
+schema_version = Table("schema_version", metadata, Column("version", Integer, primary_key=True))
+
+studies = Table(
+    "studies",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("name", String(128), nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("reason", Text),
+    Column("document", JSON, nullable=False),
+    Column("facts", JSON, nullable=False),
+    Column("created_at", Float, nullable=False),
+    # The number of the driver that owns the study: writes under an older one are refused.
+    Column("attempt", Integer, nullable=False, default=0),
+    Column("heartbeat_at", Float),
+)
+
+
+def _in_study() -> ForeignKeyConstraint:
+    return ForeignKeyConstraint(["study"], ["studies.id"], ondelete="CASCADE")
+
+
+trials = Table(
+    "trials",
+    metadata,
+    Column("study", String(64), primary_key=True),
+    Column("number", Integer, primary_key=True, autoincrement=False),
+    Column("origin", String(16), nullable=False),
+    Column("label", Text, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("reason", Text),
+    Column("bracket", Integer),
+    Column("configuration", JSON),
+    Column("recipe", JSON, nullable=False),
+    Column("recipe_digest", String(64), nullable=False),
+    Column("samples_scored", Integer, nullable=False, default=0),
+    Column("samples_reused", Integer, nullable=False, default=0),
+    Column("timings_s", JSON, nullable=False),
+    _in_study(),
+)
+
+# A bracket's size is fixed when it opens, so that a study may later be given more trials.
+brackets = Table(
+    "brackets",
+    metadata,
+    Column("study", String(64), primary_key=True),
+    Column("bracket", Integer, primary_key=True, autoincrement=False),
+    Column("first_rung", Integer, nullable=False),
+    Column("size", Integer, nullable=False),
+    _in_study(),
+)
+
+rungs = Table(
+    "rungs",
+    metadata,
+    Column("study", String(64), primary_key=True),
+    Column("trial", Integer, primary_key=True, autoincrement=False),
+    Column("rung", Integer, primary_key=True, autoincrement=False),
+    Column("samples", JSON, nullable=False),
+    Column("values", JSON, nullable=False),
+    Column("standard_errors", JSON, nullable=False),
+    _in_study(),
+)
+
+# Samples belong to a recipe, not to a trial: trials of the same recipe share them.
+samples = Table(
+    "samples",
+    metadata,
+    Column("study", String(64), primary_key=True),
+    Column("recipe_digest", String(64), primary_key=True),
+    Column("split", String(8), primary_key=True),
+    Column("objective", String(64), primary_key=True),
+    Column("position", Integer, primary_key=True, autoincrement=False),
+    Column("document", String(64), nullable=False),
+    Column("value", Float, nullable=False),
+    Column("response", Text, nullable=False),
+    Column("is_truncated", Boolean, nullable=False),
+    Column("evidence", Integer, nullable=False),
+    _in_study(),
+)
+
+evidence = Table(
+    "evidence",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("study", String(64), nullable=False),
+    Column("trial", Integer, nullable=False),
+    Column("recipe_digest", String(64), nullable=False),
+    Column("bank_fingerprint", String(64), nullable=False),
+    Column("prompts", JSON, nullable=False),
+    Column("weights_checksum", Text, nullable=False),
+    Column("replica", Text, nullable=False),
+    Column("swap_count", Integer, nullable=False),
+    Column("engine", Text, nullable=False),
+    Column("timings_s", JSON, nullable=False),
+    Column("num_samples", Integer, nullable=False),
+    Column("finished_at", Float, nullable=False),
+    _in_study(),
+    Index("evidence_by_study", "study"),
+)
+
+events = Table(
+    "events",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("study", String(64), nullable=False),
+    Column("time", Float, nullable=False),
+    Column("kind", String(32), nullable=False),
+    Column("payload", JSON, nullable=False),
+    _in_study(),
+    Index("events_by_study", "study", "id"),
+)
+
+# Results of a study's closing stages by name: "holdout", "verification", "export".
+documents = Table(
+    "documents",
+    metadata,
+    Column("study", String(64), primary_key=True),
+    Column("name", String(32), primary_key=True),
+    Column("document", JSON, nullable=False),
+    _in_study(),
+)
