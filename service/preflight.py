@@ -1,0 +1,342 @@
+"""Everything that can be checked before an engine starts, and the plan that follows from it.
+
+Reads headers, configurations and task data; loads no weights. All problems of a study are reported together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+from search_spaces.published import sources_and_published
+
+from search_spaces.base import SearchSpace
+from search_spaces.errors import InvalidStudy, Problem, SearchSpaceError
+from search_spaces.fidelity import Bracket, hyperband_brackets, rungs
+from search_spaces.lfs import LfsSpace
+from search_spaces.objectives import Objective
+from search_spaces.study import InlineTask, ObjectiveSpec, Study
+from service.tune.plan import Plan
+from service.types import Origin
+from workers.errors import InvalidModel, InvalidTask
+from workers.types import EngineOptions, Family, ModelSource, TaskInfo, TaskSpec
+
+__all__ = ["Examination", "MemoryPlan", "examine"]
+
+# Trials in flight per replica: one being scored, one waiting at the replica, one on its way.
+TRIALS_IN_FLIGHT_PER_REPLICA = 3
+
+# Proposals may run this far ahead of what is in flight.
+PROPOSALS_AHEAD = 2
+
+# Samples per request: what a crash can lose, and what a replica does between two looks at its queue.
+CHUNK_SAMPLES = 512
+
+# What an engine's process takes beside weights and caches (interpreter, torch, vLLM, activations): measured 1.6 GiB.
+ENGINE_OVERHEAD_BYTES = 2 * 2**30
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes one replica needs on this machine, and what there is."""
+
+    bank_bytes: int
+    engine_bytes: int
+    replicas: int
+    available_bytes: int
+
+    @property
+    def needed_bytes(self) -> int:
+        # Replicas on one machine map the same files.
+        return self.bank_bytes + self.replicas * self.engine_bytes
+
+
+@dataclass(frozen=True)
+class Examination:
+    """A study that can run: its models, its space, its tasks and how much of them each rung takes."""
+
+    study: Study
+    family: Family
+    space: SearchSpace
+    num_layers: int
+    num_parameters: int
+    objectives: tuple[Objective, ...]
+    tasks: Mapping[str, TaskSpec]
+    task_infos: Mapping[str, TaskInfo]
+    holdout_tasks: Mapping[str, TaskSpec]
+    holdout_infos: Mapping[str, TaskInfo]
+    rung_samples: tuple[Mapping[str, int], ...]
+    cycle: tuple[Bracket, ...]
+    memory: MemoryPlan
+    bank_fingerprint: str
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def concurrency(self) -> int:
+        return TRIALS_IN_FLIGHT_PER_REPLICA * self.study.engine.replicas
+
+    @property
+    def engine_options(self) -> EngineOptions:
+        engine = self.study.engine
+        return EngineOptions(
+            backend=engine.backend,
+            tensor_parallel_size=engine.tensor_parallel_size,
+            dtype=engine.dtype,
+            max_model_len=engine.max_model_len,
+            add_bos_token=engine.add_bos_token,
+            chat_template=engine.chat_template,
+            system_prompt=engine.system_prompt,
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """What a study is found to be when it is first run; a resumed run must find the same."""
+        return {
+            "fingerprints": self.family.fingerprints,
+            "num_layers": self.num_layers,
+            "tasks": {name: spec.digest for name, spec in self.tasks.items()},
+            "holdout_tasks": {name: spec.digest for name, spec in self.holdout_tasks.items()},
+            "rung_samples": [dict(samples) for samples in self.rung_samples],
+            "lag": self.concurrency + PROPOSALS_AHEAD,
+        }
+
+    def plan(self, study_id: str, facts: Mapping[str, Any]) -> Plan:
+        """The driver's plan; what `facts` fixed at the study's first run stays as it was."""
+        return Plan(
+            study_id=study_id,
+            seed=self.study.search.seed,
+            objectives=self.objectives,
+            tasks=self.tasks,
+            holdout_tasks=self.holdout_tasks,
+            rung_samples=self.rung_samples,
+            holdout_samples={name: info.num_samples for name, info in self.holdout_infos.items()},
+            cycle=self.cycle,
+            eta=self.study.fidelity.eta,
+            max_trials=self.study.search.max_trials,
+            lag=facts["lag"],
+            chunk_samples=CHUNK_SAMPLES,
+            bank_fingerprint=self.bank_fingerprint,
+            extras=self.extras(),
+        )
+
+    def extras(self) -> tuple[tuple[Origin, str, Any], ...]:
+        """Source and published recipes, scored before the search."""
+        aliases = tuple(expert.alias for expert in self.family.experts)
+        found = sources_and_published(
+            base=self.family.base.alias,
+            experts=aliases,
+            fingerprints=self.family.fingerprints,
+            num_layers=self.num_layers,
+        )
+        return tuple((Origin(origin), label, recipe) for origin, label, recipe in found)
+
+    def expected_samples(self) -> dict[str, int]:
+        """Samples the study will score if no trial fails and no two recipes are equal: search, holdout, and what the
+        search would cost with every trial at full budget."""
+        totals = [sum(samples.values()) for samples in self.rung_samples]
+        remaining = self.study.search.max_trials
+        search = len(self.extras()) * totals[-1]
+        index = 0
+        while remaining > 0:
+            bracket = self.cycle[index % len(self.cycle)]
+            bracket = replace(bracket, num_configurations=min(bracket.num_configurations, remaining))
+            remaining, index = remaining - bracket.num_configurations, index + 1
+            paid = 0
+            for rung, size in enumerate(bracket.sizes, start=bracket.first_rung):
+                search += size * (totals[rung] - paid)
+                paid = totals[rung]
+        # The front has a handful of members beside sources and published recipes.
+        holdout = sum(info.num_samples for info in self.holdout_infos.values()) * (len(self.extras()) + 4)
+        full = (len(self.extras()) + self.study.search.max_trials) * totals[-1]
+        return {"search": search, "holdout": holdout, "full_budget": full}
+
+
+def examine(study: Study, *, available_bytes: int | None = None) -> Examination:
+    """Check everything that headers, configurations and task data allow.
+
+    `available_bytes` is the memory of one machine; None: this machine's. Raises InvalidStudy with every problem.
+    """
+    problems: list[Problem] = []
+    family, facts = _examine_models(study, problems)
+    tasks, infos = _examine_tasks(study.objectives, "objectives", study, problems)
+    holdout_tasks, holdout_infos = _examine_tasks(study.holdout, "holdout", study, problems)
+    objectives = _objectives(study, infos, problems)
+    rung_samples, cycle = _examine_fidelity(study, infos, problems)
+    space = _examine_space(study, family, facts["num_layers"], problems) if family else None
+    memory = _memory(study, facts, available_bytes) if family else None
+    if memory is not None and memory.needed_bytes > memory.available_bytes:
+        problems.append(
+            Problem(
+                "engine",
+                f"needs {_gib(memory.needed_bytes)} of memory, {_gib(memory.available_bytes)} are available: "
+                f"source weights {_gib(memory.bank_bytes)} + {memory.replicas} engine(s) of "
+                f"{_gib(memory.engine_bytes)}; use fewer replicas, a smaller dtype or a larger machine",
+            )
+        )
+    if problems or family is None or space is None or memory is None:
+        raise InvalidStudy(tuple(problems))
+    return Examination(
+        study=study,
+        family=family,
+        space=space,
+        num_layers=facts["num_layers"],
+        num_parameters=facts["num_parameters"],
+        objectives=objectives,
+        tasks=tasks,
+        task_infos=infos,
+        holdout_tasks=holdout_tasks,
+        holdout_infos=holdout_infos,
+        rung_samples=rung_samples,
+        cycle=cycle,
+        memory=memory,
+        bank_fingerprint=facts["bank_fingerprint"],
+        warnings=tuple(facts["warnings"]),
+    )
+
+
+def _examine_models(study: Study, problems: list[Problem]) -> tuple[Family | None, dict[str, Any]]:
+    from workers.bank import bank_fingerprint
+    from workers.checkpoints import check_family, check_tokenizer, fingerprint, open_checkpoint
+
+    directories = {"base": study.models.base, **study.models.experts}
+    try:
+        check_family(Path(study.models.base), {alias: Path(d) for alias, d in study.models.experts.items()})
+        check_tokenizer(Path(study.models.base))
+    except InvalidModel as error:
+        problems.extend(Problem("models", text) for text in error.problems)
+        return None, {}
+    sources = {a: ModelSource(a, str(Path(d).resolve()), fingerprint(Path(d))) for a, d in directories.items()}
+    base = sources.pop("base")
+    family = Family(base, tuple(sources.values()))
+    checkpoint = open_checkpoint(Path(base.directory))
+    num_parameters = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
+    return family, {
+        "num_layers": int(checkpoint.config["num_hidden_layers"]),
+        "num_parameters": num_parameters,
+        "bank_bytes": sum(
+            tensor.num_bytes for m in family.models for tensor in open_checkpoint(Path(m.directory)).tensors.values()
+        ),
+        "bank_fingerprint": bank_fingerprint(family),
+        "warnings": (),
+    }
+
+
+def _examine_tasks(
+    specs: tuple[ObjectiveSpec, ...], section: str, study: Study, problems: list[Problem]
+) -> tuple[dict[str, TaskSpec], dict[str, TaskInfo]]:
+    from workers.tasks import check_task, content_hash
+
+    tasks: dict[str, TaskSpec] = {}
+    infos: dict[str, TaskInfo] = {}
+    for index, spec in enumerate(specs):
+        try:
+            content = None
+            task: str | dict[str, Any]
+            if isinstance(spec.task, InlineTask):
+                task = spec.task.model_dump(mode="json")
+                content = content_hash(spec.task.file)
+            else:
+                task = spec.task
+                if Path(task).suffix in (".yaml", ".yml"):
+                    content = content_hash(task)
+            tasks[spec.name] = TaskSpec(
+                task=task,
+                metric=spec.metric,
+                filter=spec.filter,
+                split=spec.split,
+                num_fewshot=spec.num_fewshot,
+                content=content,
+                permutation_seed=study.search.seed,
+            )
+            infos[spec.name] = check_task(tasks[spec.name])
+        except InvalidTask as error:
+            problems.append(Problem(f"{section}.{index}.task", str(error)))
+    return tasks, infos
+
+
+def _objectives(study: Study, infos: Mapping[str, TaskInfo], problems: list[Problem]) -> tuple[Objective, ...]:
+    objectives = []
+    for index, spec in enumerate(study.objectives):
+        if spec.name not in infos:
+            continue
+        direction = spec.direction or ("maximize" if infos[spec.name].higher_is_better else "minimize")
+        try:
+            objectives.append(Objective(spec.name, spec.metric, direction, spec.range))
+        except SearchSpaceError as error:
+            problems.append(Problem(f"objectives.{index}", str(error)))
+    return tuple(objectives)
+
+
+def _examine_fidelity(
+    study: Study, infos: Mapping[str, TaskInfo], problems: list[Problem]
+) -> tuple[tuple[Mapping[str, int], ...], tuple[Bracket, ...]]:
+    fidelity = study.fidelity
+    sizes: tuple[int | None, ...]
+    if fidelity.rungs is not None:
+        sizes = fidelity.rungs
+    elif fidelity.scheduler == "none":
+        sizes = (fidelity.max_samples,)
+    else:
+        assert fidelity.min_samples is not None
+        assert fidelity.max_samples is not None
+        sizes = rungs(fidelity.min_samples, fidelity.max_samples, fidelity.eta)
+    for name, info in infos.items():
+        if sizes[-1] is not None and info.num_samples < sizes[-1]:
+            problems.append(
+                Problem(
+                    "fidelity.rungs" if fidelity.rungs else "fidelity.max_samples",
+                    f"{sizes[-1]} samples asked for, objective {name!r} has {info.num_samples}; "
+                    f"use at most {info.num_samples}",
+                )
+            )
+    samples = tuple(
+        {name: info.num_samples if size is None else size for name, info in infos.items()} for size in sizes
+    )
+    if fidelity.scheduler == "none":
+        return samples, (Bracket(study.search.max_trials, first_rung=0, num_rungs=1, eta=fidelity.eta),)
+    return samples, hyperband_brackets(len(sizes), fidelity.eta)
+
+
+def _examine_space(study: Study, family: Family, num_layers: int, problems: list[Problem]) -> SearchSpace | None:
+    spec = study.search_space
+    try:
+        return LfsSpace(
+            base=family.base.alias,
+            experts=tuple(expert.alias for expert in family.experts),
+            fingerprints=family.fingerprints,
+            num_layers=num_layers,
+            layer_groups=spec.layer_groups,
+            component_groups=spec.component_groups,
+            methods=spec.methods,
+            method_per=spec.method_per,
+            preset=spec.preset,
+        )
+    except SearchSpaceError as error:
+        problems.append(Problem("search_space", str(error)))
+        return None
+
+
+def _memory(study: Study, facts: Mapping[str, Any], available_bytes: int | None) -> MemoryPlan:
+    from workers.engine_options import resolved_dtype, uses_gpu
+
+    engine = study.engine
+    on_gpu = uses_gpu()
+    weights = facts["num_parameters"] * DTYPE_BYTES[resolved_dtype(engine.dtype)]
+    # On CPU vLLM computes from a packed copy; the plain weights stay beside it to be written to.
+    copies = 1 if on_gpu else 2
+    kv_cache = 0 if on_gpu else 2**30
+    return MemoryPlan(
+        bank_bytes=facts["bank_bytes"],
+        engine_bytes=copies * weights + kv_cache + ENGINE_OVERHEAD_BYTES,
+        replicas=engine.replicas,
+        available_bytes=psutil.virtual_memory().total if available_bytes is None else available_bytes,
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

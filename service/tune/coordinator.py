@@ -1,0 +1,487 @@
+"""The coordinator of one study: turns stored facts into the next evaluation, and results into stored facts.
+
+It keeps the books between the rung table (which decides), the searcher (which proposes), the store (which remembers)
+and Ray Tune (which executes). It knows nothing of Ray: `driver.py` connects it to Tune.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from search_spaces.base import SearchSpace
+from search_spaces.errors import SearchSpaceError
+from search_spaces.recipe import Recipe
+from service.errors import StudyFailed
+from service.selection import held_out
+from service.statistics import estimate
+from service.store import BracketRecord, Store, StudyWriter
+from service.tune.evaluations import ChunkFailed, Evaluation
+from service.tune.plan import Plan
+from service.tune.rung_table import Closing, Proposal, RungTable
+from service.tune.searchers.base import Observation
+from service.types import Origin, RungRecord, TrialRecord, TrialState
+from workers.errors import EvidenceMismatch
+from workers.types import ScoreResult, Span, TaskSpec
+
+__all__ = ["Coordinator", "Proposer"]
+
+logger = logging.getLogger(__name__)
+
+# The search ends after this many proposals in a row whose recipe was scored already.
+MAX_DUPLICATES_IN_A_ROW = 16
+
+# A trial whose actor dies this often is given up: the actor does nothing but send requests.
+MAX_LOST_ACTORS = 3
+
+
+class Proposer(Protocol):
+    """Asks the searcher beside the driver's own work."""
+
+    def submit(self, *, number: int, observations: Sequence[Observation], pending: Sequence[Mapping[str, Any]]) -> None:
+        """Start computing proposal `number`."""
+        ...
+
+    def result(self, *, timeout_s: float) -> dict[str, Any] | None:
+        """The configuration asked for, or None if it is not ready within `timeout_s`."""
+        ...
+
+
+class Coordinator:
+    """One study's progress. Not thread-safe: Tune's controller loop is its only caller.
+
+    `observer` is told the name of every step as it happens ("ask", "chunk", "commit", "rung", "promotion", ...), for
+    progress displays and for tests that stop the process there. `is_out_of_budget` is asked before new trials start.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        space: SearchSpace,
+        store: Store,
+        writer: StudyWriter,
+        proposer: Proposer,
+        observer: Callable[[str], None] = lambda _: None,
+        is_out_of_budget: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self.plan = plan
+        self.end_of_search: str | None = None
+        self.holdout_failures: dict[int, str] = {}
+        self._space = space
+        self._store = store
+        self._writer = writer
+        self._proposer = proposer
+        self._observer = observer
+        self._is_out_of_budget = is_out_of_budget
+        self._in_flight: dict[int, Evaluation] = {}
+        self._lost_actors: dict[int, int] = {}
+        self._asked: Proposal | None = None
+        self._asked_at = 0.0
+        self._holdout: deque[int] | None = None
+        self._trials: dict[int, TrialRecord] = {}
+        self._digests: dict[str, int] = {}
+        self._values = {split: store.sample_values(plan.study_id, split) for split in ("search", "holdout")}
+        self._checksums: dict[str, str] = {}
+        self._prompts: dict[str, str] = {}
+        self._scored = sum(len(p) for by in self._values.values() for o in by.values() for p in o.values())
+        self.table = RungTable(
+            num_rungs=len(plan.rung_samples),
+            eta=plan.eta,
+            cycle=plan.cycle,
+            num_extras=len(plan.extras),
+            max_trials=plan.max_trials,
+            lag=plan.lag,
+        )
+        self._replay()
+
+    # -- for the driver --------------------------------------------------------------------------------------------
+
+    @property
+    def trials(self) -> tuple[TrialRecord, ...]:
+        """Every trial as far as it is, in order of number."""
+        return tuple(self._trials[number] for number in sorted(self._trials))
+
+    @property
+    def num_samples_scored(self) -> int:
+        """Samples scored over all attempts, search and holdout."""
+        return self._scored
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def is_holdout_stage(self) -> bool:
+        return self._holdout is not None
+
+    @property
+    def is_finished(self) -> bool:
+        """True once nothing is left to do."""
+        if self._in_flight or not self.table.is_finished:
+            return False
+        return not self.plan.holdout_samples or (self._holdout is not None and not self._holdout)
+
+    def next_evaluation(self, *, timeout_s: float = 0.0) -> Evaluation | None:
+        """The next work to be done, or None if there is none before something in flight is finished.
+
+        Waits up to `timeout_s` for the searcher if nothing else is to be done.
+        """
+        while True:
+            self._maybe_start_holdout()
+            asked = self._ask(timeout_s=0.0)
+            for number, rung, split in self._ready():
+                trial = self._trials[number]
+                busy = (flying.recipe.digest == trial.recipe.digest for flying in self._in_flight.values())
+                if number in self._in_flight or any(busy):
+                    continue
+                evaluation = self._evaluation(trial, rung, split)
+                self._in_flight[number] = evaluation
+                if evaluation.chunks:
+                    return evaluation
+                self._finish(evaluation)
+                break
+            else:
+                if asked or (self._asked is not None and timeout_s > 0 and self._ask(timeout_s=timeout_s)):
+                    continue
+                return None
+
+    def on_outcome(self, evaluation: Evaluation, outcome: ScoreResult | ChunkFailed) -> bool:
+        """Take in what a trial actor reported. Returns True if that ends the evaluation.
+
+        Raises EvidenceMismatch if the result is not of the recipe, sources or prompts asked for, and StudyFailed if
+        no engine can be had; both stop the study.
+        """
+        if isinstance(outcome, ChunkFailed):
+            if outcome.kind == "evidence":
+                raise EvidenceMismatch(outcome.reason)
+            if outcome.kind == "engine":
+                raise StudyFailed(f"no engine to score with: {outcome.reason}")
+            self._fail(evaluation, outcome.reason)
+            return True
+        self._observer("chunk")
+        trial = evaluation.trial
+        result = replace(outcome, evidence=replace(outcome.evidence, prompts=self._check_evidence(evaluation, outcome)))
+        self._writer.record_chunk(trial, evaluation.split, result)
+        self._observer("commit")
+        values = self._values[evaluation.split].setdefault(evaluation.recipe.digest, {})
+        for sample in result.samples:
+            values.setdefault(sample.objective, {})[sample.position] = sample.value
+        self._scored += len(result.samples)
+        record = self._trials[trial]
+        if evaluation.split == "search":
+            record = replace(record, samples_scored=record.samples_scored + len(result.samples))
+            if record.state is TrialState.WAITING:
+                record = replace(record, state=TrialState.RUNNING)
+        timings = {n: record.timings_s.get(n, 0.0) + s for n, s in result.timings_s.items()}
+        self._trials[trial] = replace(record, timings_s={**record.timings_s, **timings})
+        if self._missing(record.recipe, evaluation.rung, evaluation.split):
+            return False
+        self._finish(evaluation)
+        return True
+
+    def on_lost(self, evaluation: Evaluation, reason: str) -> None:
+        """The trial actor died. Its evaluation is taken up again from the last stored chunk."""
+        number = evaluation.trial
+        if self._in_flight.pop(number, None) is None:
+            return
+        self._lost_actors[number] = self._lost_actors.get(number, 0) + 1
+        logger.warning("trial %d: its actor died (%s)", number, reason)
+        if self._lost_actors[number] >= MAX_LOST_ACTORS:
+            self._fail(evaluation, f"its trial actor died {MAX_LOST_ACTORS} times; the last time: {reason}")
+        elif self._holdout is not None:
+            self._holdout.append(number)
+
+    # -- starting and resuming -------------------------------------------------------------------------------------
+
+    def _replay(self) -> None:
+        """Rebuild the table from the store; write what a crash left undecided."""
+        for bracket in self._store.brackets(self.plan.study_id):
+            self.table.open_bracket(bracket.bracket, first_rung=bracket.first_rung, size=bracket.size)
+        for trial in self._store.trials(self.plan.study_id):
+            self._remember(trial)
+        for number, (origin, label, recipe) in enumerate(self.plan.extras):
+            if number not in self._trials:
+                self._add(TrialRecord(number, origin, label, TrialState.WAITING, recipe))
+        closings: list[Closing] = []
+        for rung in range(len(self.plan.rung_samples)):
+            for trial in self.trials:
+                stored = [record for record in trial.rungs if record.rung == rung]
+                closing = None
+                if stored:
+                    closing = self.table.record(trial.number, rung, self._costs(stored[0].values))
+                elif trial.state is TrialState.FAIL and rung == self._rung_of_failure(trial):
+                    closing = self.table.fail(trial.number)
+                if closing:
+                    closings.append(closing)
+        for closing in closings:
+            self._apply(closing)
+        for row in self._store.evidence(self.plan.study_id):
+            self._checksums[row["recipe_digest"]] = row["weights_checksum"]
+            self._prompts.update(row["prompts"])
+
+    def _rung_of_failure(self, trial: TrialRecord) -> int:
+        if trial.rungs:
+            return trial.rungs[-1].rung + 1
+        if trial.bracket is None:
+            return self.table.last_rung
+        return next(b for b in self._store.brackets(self.plan.study_id) if b.bracket == trial.bracket).first_rung
+
+    def _remember(self, trial: TrialRecord) -> None:
+        self._trials[trial.number] = trial
+        self._digests.setdefault(trial.recipe.digest, trial.number)
+        self.table.add_trial(trial.number, trial.bracket)
+
+    def _add(self, trial: TrialRecord) -> None:
+        self._writer.add_trial(trial)
+        self._remember(trial)
+
+    def _maybe_start_holdout(self) -> None:
+        if self._holdout is None and self.plan.holdout_samples and self.table.is_finished and not self._in_flight:
+            self._holdout = deque(trial.number for trial in held_out(self.trials, self.plan.objectives))
+            self._writer.add_event("holdout_started", {"trials": list(self._holdout)})
+
+    # -- proposals -------------------------------------------------------------------------------------------------
+
+    def _ask(self, *, timeout_s: float) -> bool:
+        """Take the searcher's answer if there is one and ask for the next. Returns True if a trial was added."""
+        if self._holdout is not None:
+            return False
+        if self._asked is None:
+            self._check_limits()
+            proposal = self.table.proposal()
+            if proposal is None:
+                return False
+            self._observer("ask")
+            self._asked, self._asked_at = proposal, time.monotonic()
+            self._proposer.submit(
+                number=proposal.number,
+                observations=self._observations(proposal),
+                pending=tuple(c for n in proposal.pending if (c := self._trials[n].configuration) is not None),
+            )
+        configuration = self._proposer.result(timeout_s=timeout_s)
+        if configuration is None:
+            return False
+        proposal, self._asked = self._asked, None
+        self._propose(proposal, configuration, ask_s=time.monotonic() - self._asked_at)
+        return True
+
+    def _propose(self, proposal: Proposal, configuration: Mapping[str, Any], *, ask_s: float) -> None:
+        try:
+            recipe = self._space.to_recipe(configuration)
+        except SearchSpaceError as error:
+            raise StudyFailed(f"trial {proposal.number}: the searcher left the search space: {error}") from error
+        if proposal.opens is not None:
+            first_rung, size = proposal.opens.first_rung, proposal.opens.num_configurations
+            self._writer.open_bracket(BracketRecord(proposal.bracket, first_rung, size))
+            self.table.open_bracket(proposal.bracket, first_rung=first_rung, size=size)
+        self._add(
+            TrialRecord(
+                number=proposal.number,
+                origin=Origin.SEARCH,
+                label=f"trial {proposal.number}",
+                state=TrialState.WAITING,
+                recipe=recipe,
+                configuration=configuration,
+                bracket=proposal.bracket,
+                timings_s={"ask": ask_s},
+            )
+        )
+        if self._num_duplicates_in_a_row() >= MAX_DUPLICATES_IN_A_ROW:
+            self._end_search(
+                f"the last {MAX_DUPLICATES_IN_A_ROW} proposals were recipes scored already: the space is exhausted"
+            )
+
+    def _num_duplicates_in_a_row(self) -> int:
+        count = 0
+        for trial in reversed(self.trials):
+            if trial.origin is not Origin.SEARCH or self._digests[trial.recipe.digest] == trial.number:
+                break
+            count += 1
+        return count
+
+    def _check_limits(self) -> None:
+        if not self.table.is_search_over and (reason := self._is_out_of_budget()) is not None:
+            self._end_search(reason)
+
+    def _end_search(self, reason: str) -> None:
+        self.end_of_search = reason
+        self._writer.add_event("search_ended", {"reason": reason})
+        for bracket in self.table.end_search():
+            self._writer.resize_bracket(bracket, self.table.size(bracket))
+            if closing := self.table.close_rung(bracket):
+                self._apply(closing)
+
+    def _observations(self, proposal: Proposal) -> tuple[Observation, ...]:
+        """What the proposal may know. Trials that the space cannot express are left out."""
+        full = sum(self.plan.rung_samples[-1].values())
+        observations = []
+        for number, rung in proposal.visible:
+            trial = self._trials[number]
+            configuration = trial.configuration or self._space.from_recipe(trial.recipe)
+            if configuration is None:
+                continue
+            values = next(record.values for record in trial.rungs if record.rung == rung)
+            fidelity = sum(self.plan.rung_samples[rung].values()) / full
+            observations.append(Observation(configuration, fidelity, self._costs(values)))
+        for number in proposal.failed:
+            if (configuration := self._trials[number].configuration) is not None:
+                observations.append(Observation(configuration, 1.0, None))
+        return tuple(observations)
+
+    # -- evaluations -----------------------------------------------------------------------------------------------
+
+    def _ready(self) -> list[tuple[int, int, str]]:
+        if self._holdout is not None:
+            return [(number, 0, "holdout") for number in self._holdout]
+        return [(number, rung, "search") for number, rung in self.table.ready()]
+
+    def _targets(self, rung: int, split: str) -> tuple[Mapping[str, int], Mapping[str, TaskSpec]]:
+        if split == "holdout":
+            return self.plan.holdout_samples, self.plan.holdout_tasks
+        return self.plan.rung_samples[rung], self.plan.tasks
+
+    def _missing(self, recipe: Recipe, rung: int, split: str) -> list[Span]:
+        """Spans that no stored sample covers. Chunks are stored whole, so what is there is a prefix or has holes
+        only where an attempt was cut off."""
+        samples, tasks = self._targets(rung, split)
+        known = self._values[split].get(recipe.digest, {})
+        spans: list[Span] = []
+        for objective, stop in samples.items():
+            positions = [p for p in range(stop) if p not in known.get(objective, {})]
+            while positions:
+                start = positions[0]
+                length = next((i for i, p in enumerate(positions) if p != start + i), len(positions))
+                spans.append(Span(objective, tasks[objective], start, start + length))
+                positions = positions[length:]
+        return spans
+
+    def _evaluation(self, trial: TrialRecord, rung: int, split: str) -> Evaluation:
+        if split == "holdout" and self._holdout is not None:
+            self._holdout.remove(trial.number)
+        spans = self._missing(trial.recipe, rung, split)
+        chunks = _chunks(spans, self.plan.chunk_samples)
+        return Evaluation(self.plan.study_id, trial.number, rung, split, trial.recipe, chunks)
+
+    def _finish(self, evaluation: Evaluation) -> None:
+        """All samples of the evaluation are stored: finish its rung and promote where that closes one."""
+        number = evaluation.trial
+        self._in_flight.pop(number, None)
+        if evaluation.split == "holdout":
+            self._observer("holdout")
+            return
+        trial = self._trials[number]
+        rung = self._rung_record(trial, evaluation.rung)
+        is_last = evaluation.rung == self.table.last_rung
+        rungs = (*trial.rungs, rung)
+        # Every rung counts in full here: what neither promotion nor an equal recipe had scored was paid for.
+        reused = sum(sum(record.num_samples.values()) for record in rungs) - trial.samples_scored
+        finished = replace(trial, rungs=rungs, samples_reused=reused)
+        if is_last:
+            finished = replace(
+                finished,
+                state=TrialState.COMPLETE,
+                values=rung.values,
+                standard_errors=rung.standard_errors,
+            )
+        self._writer.finish_rung(number, rung, samples_reused=reused, state=finished.state if is_last else None)
+        self._trials[number] = finished
+        self._observer("rung")
+        if closing := self.table.record(number, evaluation.rung, self._costs(rung.values)):
+            self._apply(closing)
+
+    def _apply(self, closing: Closing) -> None:
+        self._observer("promotion")
+        pruned = [n for n in closing.pruned if not self._trials[n].state.is_finished]
+        if not pruned:
+            return
+        reason = f"not promoted from rung {closing.rung} of bracket {closing.bracket}"
+        self._writer.finish_trials(pruned, TrialState.PRUNED, reason)
+        for number in pruned:
+            self._trials[number] = replace(self._trials[number], state=TrialState.PRUNED, reason=reason)
+
+    def _fail(self, evaluation: Evaluation, reason: str) -> None:
+        number = evaluation.trial
+        self._in_flight.pop(number, None)
+        if evaluation.split == "holdout":
+            self.holdout_failures[number] = reason
+            self._writer.add_event("holdout_failed", {"trial": number, "reason": reason})
+            return
+        self._writer.finish_trials([number], TrialState.FAIL, reason)
+        self._trials[number] = replace(self._trials[number], state=TrialState.FAIL, reason=reason)
+        if closing := self.table.fail(number):
+            self._apply(closing)
+
+    def _rung_record(self, trial: TrialRecord, rung: int) -> RungRecord:
+        samples = self.plan.rung_samples[rung]
+        known = self._values["search"][trial.recipe.digest]
+        estimates = {
+            objective: estimate([known[objective][position] for position in range(stop)])
+            for objective, stop in samples.items()
+        }
+        return RungRecord(
+            rung=rung,
+            num_samples=dict(samples),
+            values={objective: found.value for objective, found in estimates.items()},
+            standard_errors={objective: found.standard_error for objective, found in estimates.items()},
+        )
+
+    def _costs(self, values: Mapping[str, float]) -> tuple[float, ...]:
+        return tuple(objective.cost(values[objective.name]) for objective in self.plan.objectives)
+
+    # -- evidence --------------------------------------------------------------------------------------------------
+
+    def _check_evidence(self, evaluation: Evaluation, result: ScoreResult) -> dict[str, str]:
+        """Prompt hashes by "split objective[start:stop]". Raises EvidenceMismatch."""
+        evidence, digest = result.evidence, evaluation.recipe.digest
+        where = f"trial {evaluation.trial}, replica {evidence.replica}"
+        if evidence.recipe_digest != digest:
+            raise EvidenceMismatch(f"{where}: the engine held recipe {evidence.recipe_digest}, not {digest}")
+        if evidence.bank_fingerprint != self.plan.bank_fingerprint:
+            raise EvidenceMismatch(
+                f"{where}: its bank holds sources {evidence.bank_fingerprint}, the study's are "
+                f"{self.plan.bank_fingerprint}: a model directory has changed"
+            )
+        known = self._checksums.setdefault(digest, evidence.weights_checksum)
+        if known != evidence.weights_checksum:
+            raise EvidenceMismatch(
+                f"{where}: recipe {digest} was scored with weights of checksum {known} before, now "
+                f"{evidence.weights_checksum}"
+            )
+        positions: dict[str, list[int]] = {}
+        for sample in result.samples:
+            positions.setdefault(sample.objective, []).append(sample.position)
+        prompts = {}
+        for objective, at in positions.items():
+            key = f"{evaluation.split} {objective}[{min(at)}:{max(at) + 1}]"
+            prompts[key] = evidence.prompts[objective]
+            if self._prompts.setdefault(key, prompts[key]) != prompts[key]:
+                raise EvidenceMismatch(
+                    f"{where}: the prompts of {key} have hash {prompts[key]}, earlier {self._prompts[key]}: "
+                    "task data or tokenizer have changed"
+                )
+        return prompts
+
+
+def _chunks(spans: Sequence[Span], limit: int) -> tuple[tuple[Span, ...], ...]:
+    """Spans packed into chunks of at most `limit` samples, in order; longer spans are cut."""
+    chunks: list[tuple[Span, ...]] = []
+    current: list[Span] = []
+    room = limit
+    for span in spans:
+        start = span.start
+        while start < span.stop:
+            stop = min(span.stop, start + room)
+            current.append(replace(span, start=start, stop=stop))
+            room -= stop - start
+            start = stop
+            if room == 0:
+                chunks.append(tuple(current))
+                current, room = [], limit
+    if current:
+        chunks.append(tuple(current))
+    return tuple(chunks)

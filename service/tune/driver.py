@@ -1,0 +1,182 @@
+"""Runs a study's evaluations on Ray Tune.
+
+Tune is the event loop that keeps a few trial actors busy. Rungs, promotions and results live in the coordinator and in
+SQL, because Tune restores neither schedulers nor rungs after a crash: each evaluation of a trial at a rung is one Tune
+trial, so that a promotion, a trial resumed after a crash and a new one all take the same way.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import tune
+from ray.tune.schedulers import FIFOScheduler
+from ray.tune.search import Searcher
+
+from service.tune.coordinator import Coordinator
+from service.tune.evaluations import Evaluation
+from service.tune.trainable import EvaluationTrainable
+from workers.types import Scorer
+
+__all__ = ["run_evaluations"]
+
+logger = logging.getLogger(__name__)
+
+TRIAL_ACTOR_CPUS = 0.05
+
+# While nothing is in flight, waiting for the searcher is the only thing to do; this bounds one wait.
+SEARCHER_WAIT_S = 60.0
+
+# Tune's own files are not used: no experiment snapshots while the study runs, no per-trial logs.
+TUNE_ENVIRONMENT = {
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
+    "TUNE_GLOBAL_CHECKPOINT_S": "86400",
+    "TUNE_WARN_SLOW_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "86400",
+    "RAY_AIR_NEW_OUTPUT": "0",
+}
+
+
+class _EvaluationSource(Searcher):
+    """Gives Tune the coordinator's evaluations, at most `concurrency` at a time."""
+
+    def __init__(self, coordinator: Coordinator, concurrency: int) -> None:
+        super().__init__(metric=None, mode=None)
+        self._coordinator = coordinator
+        self._concurrency = concurrency
+        self._evaluations: dict[str, Evaluation] = {}
+
+    def suggest(self, trial_id: str) -> Any:
+        coordinator = self._coordinator
+        if coordinator.num_in_flight >= self._concurrency:
+            return None
+        idle = coordinator.num_in_flight == 0
+        evaluation = coordinator.next_evaluation(timeout_s=SEARCHER_WAIT_S if idle else 0.0)
+        if evaluation is None:
+            return Searcher.FINISHED if coordinator.is_finished else None
+        self._evaluations[trial_id] = evaluation
+        return {"evaluation": evaluation}
+
+    def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
+        evaluation = self._evaluations.pop(trial_id, None)
+        if error and evaluation is not None:
+            self._coordinator.on_lost(evaluation, "see the driver's log for Ray's message")
+
+    def save_to_dir(self, checkpoint_dir: str, session_str: str = "default") -> None:
+        """Nothing: the coordinator is rebuilt from SQL."""
+
+    def save(self, checkpoint_path: str) -> None:
+        """Nothing, as above."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Nothing, as above."""
+
+
+class _ChunkScheduler(FIFOScheduler):
+    """Hands every chunk to the coordinator; an evaluation stops when the coordinator has all it needs."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        super().__init__()
+        self._coordinator = coordinator
+
+    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
+        evaluation: Evaluation = trial.config["evaluation"]
+        done = self._coordinator.on_outcome(evaluation, result["outcome"])
+        return str(FIFOScheduler.STOP if done else FIFOScheduler.CONTINUE)
+
+
+class _Observer(tune.Callback):
+    """Drops samples from what Tune keeps, and reports that time passes."""
+
+    def __init__(self, tick: Callable[[], None]) -> None:
+        self._tick = tick
+
+    def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        self._tick()
+
+    def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **_: Any) -> None:
+        result.pop("outcome", None)
+
+
+def run_evaluations(
+    coordinator: Coordinator,
+    scorer: Scorer,
+    *,
+    name: str,
+    storage_dir: Path,
+    concurrency: int,
+    tick: Callable[[], None] = lambda: None,
+) -> None:
+    """Run until the coordinator has nothing left to do. Ray must be up. `tick` is called several times a second.
+
+    Raises what the coordinator raises (EvidenceMismatch, StudyFailed, StaleAttempt); what was stored stays.
+    """
+    for variable, value in TUNE_ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(concurrency)
+    trainable = tune.with_resources(
+        tune.with_parameters(EvaluationTrainable, scorer=scorer),
+        tune.PlacementGroupFactory([{"CPU": TRIAL_ACTOR_CPUS}]),
+    )
+    tuner = tune.Tuner(
+        trainable,
+        tune_config=tune.TuneConfig(
+            search_alg=_EvaluationSource(coordinator, concurrency),
+            scheduler=_ChunkScheduler(coordinator),
+            num_samples=-1,
+            reuse_actors=True,
+            trial_name_creator=_trial_name,
+            trial_dirname_creator=_trial_name,
+        ),
+        run_config=tune.RunConfig(
+            name=name,
+            storage_path=str(storage_dir),
+            verbose=0,
+            callbacks=[_Observer(tick)],
+            failure_config=tune.FailureConfig(max_failures=0),
+        ),
+    )
+    tuner.fit()
+
+
+def _trial_name(trial: Any) -> str:
+    return f"{trial.config['evaluation']!r}-{trial.trial_id}"
+
+
+@ray.remote(num_cpus=0)
+class _ProposerActor:
+    """The searcher in a process of its own: a surrogate's fit must not hold up Tune's loop."""
+
+    def __init__(self, algorithm: str, parameters: Any) -> None:
+        from service.tune.searchers import get_searcher
+
+        self._searcher = get_searcher(algorithm)
+        self._parameters = parameters
+
+    def propose(self, **call: Any) -> dict[str, Any]:
+        return self._searcher.propose(self._parameters, **call)
+
+
+class RayProposer:
+    """`coordinator.Proposer` on a Ray actor."""
+
+    def __init__(self, *, algorithm: str, parameters: Any, seed: int) -> None:
+        self._actor: Any = _ProposerActor.remote(algorithm, parameters)  # type: ignore[attr-defined]
+        self._seed = seed
+        self._pending: Any = None
+
+    def submit(self, **call: Any) -> None:
+        self._pending = self._actor.propose.remote(seed=self._seed, **call)
+
+    def result(self, *, timeout_s: float) -> dict[str, Any] | None:
+        ready, _ = ray.wait([self._pending], timeout=timeout_s)
+        if not ready:
+            return None
+        configuration: dict[str, Any] = ray.get(self._pending)
+        return configuration

@@ -1,0 +1,38 @@
+"""The plan of one study as its driver needs it: data only, fixed for all attempts at the study."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from search_spaces.fidelity import Bracket
+from search_spaces.objectives import Objective
+from search_spaces.recipe import Recipe
+from service.types import Origin
+from workers.types import TaskSpec
+
+__all__ = ["Plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the driver needs to know of a study, fixed for all its attempts.
+
+    `rung_samples[r]` and `holdout_samples` say how many samples of each objective are scored; `tasks` and
+    `holdout_tasks` what they are. `extras` are the source and published recipes.
+    """
+
+    study_id: str
+    seed: int
+    objectives: tuple[Objective, ...]
+    tasks: Mapping[str, TaskSpec]
+    holdout_tasks: Mapping[str, TaskSpec]
+    rung_samples: tuple[Mapping[str, int], ...]
+    holdout_samples: Mapping[str, int]
+    cycle: tuple[Bracket, ...]
+    eta: int
+    max_trials: int
+    lag: int
+    chunk_samples: int
+    bank_fingerprint: str
+    extras: tuple[tuple[Origin, str, Recipe], ...]

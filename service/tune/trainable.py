@@ -1,0 +1,49 @@
+"""The trial actor: it owns no weights and no engine, it sends chunks of samples to the scorer and reports what comes
+back, one chunk per `step`. Each result reaches SQL before the next chunk is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray import tune
+
+from service.tune.evaluations import ChunkFailed, Evaluation
+from workers.errors import EngineUnavailable, EvidenceMismatch, TrialFailed
+from workers.types import Scorer, ScoreRequest, ScoreResult
+
+__all__ = ["EvaluationTrainable"]
+
+
+class EvaluationTrainable(tune.Trainable):
+    """Scores one evaluation, a chunk per step. Reports {"outcome": ScoreResult | ChunkFailed}."""
+
+    def setup(self, config: dict[str, Any], scorer: Scorer) -> None:
+        self._scorer = scorer
+        self.reset_config(config)
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        self._evaluation: Evaluation = new_config["evaluation"]
+        self._next_chunk = 0
+        return True
+
+    def step(self) -> dict[str, Any]:
+        evaluation = self._evaluation
+        request = ScoreRequest(evaluation.study, evaluation.recipe, evaluation.chunks[self._next_chunk])
+        self._next_chunk += 1
+        outcome: ScoreResult | ChunkFailed
+        try:
+            outcome = self._scorer.score(request)
+        except TrialFailed as error:
+            outcome = ChunkFailed("trial", str(error))
+        except EvidenceMismatch as error:
+            outcome = ChunkFailed("evidence", str(error))
+        except EngineUnavailable as error:
+            outcome = ChunkFailed("engine", str(error))
+        return {"outcome": outcome}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Nothing: what was scored is in SQL."""
+
+    def load_checkpoint(self, checkpoint: Any) -> None:
+        """Nothing: an evaluation starts from what SQL says is missing."""
