@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
@@ -112,8 +112,10 @@ class Merge:
                 },
                 seed=document.get("seed"),
             )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise InvalidRecipe(f"merge: not a merge: {document!r} ({error})") from error
+        except InvalidRecipe:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InvalidRecipe(f"merge: not a merge: {document!r} ({error!r})") from error
 
 
 @dataclass(frozen=True)
@@ -146,8 +148,10 @@ class LayerRecipe:
                 scale=float(document.get("scale", 1.0)),
                 alignment=document.get("alignment"),
             )
-        except (KeyError, TypeError) as error:
-            raise InvalidRecipe(f"layer: not a layer recipe: {document!r} ({error})") from error
+        except InvalidRecipe:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InvalidRecipe(f"layer: not a layer recipe: {document!r} ({error!r})") from error
 
 
 @dataclass(frozen=True)
@@ -179,22 +183,20 @@ class Recipe:
         in_layers = tuple(layer.component(name) for layer in self.layers for name in COMPONENTS)
         return (*in_layers, self.embedding, self.head)
 
-    def canonical(self) -> Recipe:
-        """The equal recipe in canonical form: no source without influence, one-hot linear merges as passthrough,
-        sources ordered by (fingerprint, layer)."""
-
-        def rewrite(merge: Merge) -> Merge:
-            return _canonical(merge, base=self.base, fingerprints=self.models)
-
-        return replace(
-            self,
-            layers=tuple(
-                replace(layer, attention=rewrite(layer.attention), mlp=rewrite(layer.mlp), norm=rewrite(layer.norm))
-                for layer in self.layers
-            ),
-            embedding=rewrite(self.embedding),
-            head=rewrite(self.head),
+    def rewritten(self, rewrite: Callable[[Merge], Merge]) -> Recipe:
+        """The recipe with every merge replaced by what `rewrite` makes of it."""
+        layers = tuple(
+            replace(layer, attention=rewrite(layer.attention), mlp=rewrite(layer.mlp), norm=rewrite(layer.norm))
+            for layer in self.layers
         )
+        return replace(self, layers=layers, embedding=rewrite(self.embedding), head=rewrite(self.head))
+
+    def canonical(self) -> Recipe:
+        """The equal recipe in canonical form: no source without influence, a merge that is one of its sources as
+        passthrough, sources ordered by (fingerprint, layer), no model that is not used."""
+        recipe = self.rewritten(lambda merge: _canonical(merge, base=self.base, fingerprints=self.models))
+        used = {self.base} | {source.model for merge in recipe.merges() for source in merge.sources}
+        return replace(recipe, models={alias: self.models[alias] for alias in used})
 
     @property
     def digest(self) -> str:
@@ -221,8 +223,9 @@ class Recipe:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """Raises InvalidRecipe, saying what is missing, if `document` is not what `to_json` writes."""
-        if document.get("format") != FORMAT:
-            raise InvalidRecipe(f"recipe: format is {document.get('format')!r}; this version reads {FORMAT!r}")
+        found = document.get("format") if isinstance(document, Mapping) else document
+        if found != FORMAT:
+            raise InvalidRecipe(f"recipe: format is {found!r}; this version reads {FORMAT!r}")
         try:
             return cls(
                 models={str(alias): str(print_) for alias, print_ in document["models"].items()},
@@ -232,7 +235,7 @@ class Recipe:
                 head=Merge.from_json(document["head"]),
             )
         except (KeyError, TypeError, AttributeError) as error:
-            raise InvalidRecipe(f"recipe: missing or malformed {error}") from error
+            raise InvalidRecipe(f"recipe: missing or malformed: {error!r}") from error
 
 
 def _rounded(value: float) -> float:
@@ -250,6 +253,8 @@ def _canonical(merge: Merge, *, base: str, fingerprints: Mapping[str, str]) -> M
     coefficients, sources = dict(merge.coefficients), merge.sources
 
     if merge.method == "slerp":
+        if len(sources) != 2:
+            raise InvalidRecipe(f"merge: slerp has {len(sources)} sources; it takes 2")
         t, (first, second) = merge.number("t"), sources
         if t == 0 or first == second:
             return _passthrough(first)
@@ -268,6 +273,8 @@ def _canonical(merge: Merge, *, base: str, fingerprints: Mapping[str, str]) -> M
             kept = [(source, weight) for source, weight in kept if source != base_source]
             if not kept:
                 return _passthrough(base_source)
+            if len(kept) == 1 and kept[0][1] == 1:
+                return _passthrough(kept[0][0])
         elif len(kept) == 1 and kept[0][1] == 1:
             return _passthrough(kept[0][0])
         if kept:

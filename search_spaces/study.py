@@ -1,14 +1,36 @@
 """The study file: what to merge, what to search, what "better" means, and how much it may cost.
 
-Frozen, validated models of every field users may write. Validation that needs the file system, the models or the
-tasks is not done here.
+What is wrong with a study is reported all together. Validation that needs the models or the tasks is not done here;
+of the file system only the study file itself is read.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field, ValidationError
+
+from search_spaces.documents import read_document
+from search_spaces.errors import InvalidStudy, Problem
+from search_spaces.study_checks import WORDS, ValidParts, contradictions, without_consequences
+from search_spaces.study_sections import (
+    Engine,
+    Fidelity,
+    InlineTask,
+    Limits,
+    Models,
+    Name,
+    ObjectiveSpec,
+    Search,
+    SearchSpaceSpec,
+    Section,
+    Verify,
+)
+from search_spaces.validation import in_file_order, problems_of
 
 __all__ = [
     "Engine",
@@ -21,93 +43,148 @@ __all__ = [
     "SearchSpaceSpec",
     "Study",
     "Verify",
+    "load_study",
+    "parse_study",
+    "same_but_limits",
+    "study_json_schema",
 ]
 
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+AnySection = TypeVar("AnySection", bound=Section)
 
 
-class Models(_Section):
-    base: str
-    experts: dict[str, str]
+class Study(Section):
+    """A merge search as a user writes it down."""
 
-
-class SearchSpaceSpec(_Section):
-    kind: Literal["lfs"]
-    layer_groups: int = 4
-    component_groups: Literal[1, 3] = 3
-    methods: tuple[str, ...] = ("task_arithmetic", "ties", "slerp", "linear")
-    method_per: Literal["layer_group", "component"] = "layer_group"
-    preset: Literal["paper"] | None = None
-
-
-class Search(_Section):
-    algorithm: Literal["auto", "smac", "random"] = "auto"
-    max_trials: int = 60
-    seed: int = 0
-
-
-class Fidelity(_Section):
-    scheduler: Literal["hyperband", "none"] = "hyperband"
-    min_samples: int | None = None
-    max_samples: int | None = None
-    eta: int = 3
-    rungs: tuple[int, ...] | None = None
-
-
-class InlineTask(_Section):
-    file: str
-    prompt: str = "{{prompt}}"
-    answer: str = "{{answer}}"
-    until: tuple[str, ...] = ("\n",)
-    max_tokens: int = 64
-
-
-class ObjectiveSpec(_Section):
-    name: str
-    task: str | InlineTask
-    metric: str
-    filter: str | None = None
-    split: str | None = None
-    num_fewshot: int | None = None
-    direction: Literal["maximize", "minimize"] | None = None
-    range: tuple[float, float] | None = None
-
-
-class Verify(_Section):
-    trials: int = 3
-    samples: int = 16
-
-
-class Engine(_Section):
-    backend: Literal["vllm"] = "vllm"
-    replicas: int = 1
-    tensor_parallel_size: int = 1
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    max_model_len: int = 2048
-    add_bos_token: bool | None = None
-    chat_template: bool | str = False
-    system_prompt: str | None = None
-    verify: Verify | Literal[False] = Verify()
-
-
-class Limits(_Section):
-    max_gpu_hours: float | None = None
-    max_wall_clock_s: float | None = None
-    max_layers: int | None = None
-
-
-class Study(_Section):
-    name: str
+    name: Name
     models: Models
     search_space: SearchSpaceSpec
     search: Search = Search()
     fidelity: Fidelity = Fidelity()
     objectives: Annotated[tuple[ObjectiveSpec, ...], Field(min_length=1)]
+    """What the search optimises; several give a Pareto front."""
     holdout: tuple[ObjectiveSpec, ...] = ()
+    """Other data for the same objectives, by name: finalists are scored on it at the end, nothing is selected by it."""
     engine: Engine = Engine()
     limits: Limits = Limits()
 
     def canonical(self) -> dict[str, Any]:
+        """The study as plain data with every default written out; `parse_study` gives the same study back."""
         return self.model_dump(mode="json")
+
+
+def study_json_schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of the study file."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Study.model_json_schema()}
+
+
+def load_study(file: Path | str) -> Study:
+    """The study in a YAML or JSON file. Relative paths in it are taken from the file's directory.
+
+    Raises InvalidStudy with every problem found."""
+    file = Path(file)
+    return parse_study(read_document(file), file.absolute().parent)
+
+
+def parse_study(document: Mapping[str, Any], directory: Path | None = None) -> Study:
+    """The study that `document` describes. Relative paths are taken from `directory`; None leaves them as they are.
+
+    Raises InvalidStudy with every problem found."""
+    try:
+        text = json.dumps(document)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidStudy((Problem("", f"the study is not plain data: {error}"),)) from error
+    study, errors = None, []
+    try:
+        # JSON, so that strict types mean what a study file can hold: 3 is no text, "3" no number, true no 1.
+        study = Study.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+    problems = without_consequences(problems_of(errors, study_json_schema(), WORDS), document)
+    problems += [problem for problem in contradictions(_valid_parts(document)) if problem not in problems]
+    if problems or study is None:
+        raise InvalidStudy(in_file_order(problems, document))
+    return study if directory is None else _resolved(study, directory)
+
+
+def same_but_limits(stored: Study, given: Study) -> tuple[str, ...]:
+    """The dotted fields in which `given` is another study than `stored`; none if it may resume it.
+
+    `limits` may differ and `search.max_trials` may be larger."""
+    before, after = _flat(stored.canonical()), _flat(given.canonical())
+    absent = object()
+    changed = {name for name in before.keys() | after.keys() if before.get(name, absent) != after.get(name, absent)}
+    changed = {name for name in changed if not name.startswith("limits.")}
+    if given.search.max_trials > stored.search.max_trials:
+        changed.discard("search.max_trials")
+    return tuple(sorted(changed))
+
+
+def _valid_parts(document: Mapping[str, Any]) -> ValidParts:
+    def valid(section: type[AnySection], value: Any) -> AnySection | None:
+        try:
+            return section.model_validate_json(json.dumps(value), strict=True)
+        except ValidationError:
+            return None
+
+    def entries(key: str) -> list[Any]:
+        values = document.get(key)
+        return list(values) if isinstance(values, list | tuple) else []
+
+    def specs(key: str) -> dict[int, ObjectiveSpec]:
+        found = enumerate(valid(ObjectiveSpec, value) for value in entries(key))
+        return {index: spec for index, spec in found if spec is not None}
+
+    return ValidParts(
+        models=valid(Models, document.get("models")),
+        search_space=valid(SearchSpaceSpec, document.get("search_space")),
+        fidelity=valid(Fidelity, document.get("fidelity", {})),
+        objectives=specs("objectives"),
+        holdout=specs("holdout"),
+        objective_names=tuple(str(e["name"]) for e in entries("objectives") if isinstance(e, Mapping) and "name" in e),
+    )
+
+
+# Paths.
+
+
+def _resolved(study: Study, directory: Path) -> Study:
+    models = study.models
+    experts = {alias: _model(value, directory) for alias, value in models.experts.items()}
+    return study.model_copy(
+        update={
+            "models": models.model_copy(update={"base": _model(models.base, directory), "experts": experts}),
+            "objectives": tuple(_with_task(spec, directory) for spec in study.objectives),
+            "holdout": tuple(_with_task(spec, directory) for spec in study.holdout),
+        }
+    )
+
+
+def _model(value: str, directory: Path) -> str:
+    """The directory that `value` names; a hub id (`name` or `owner/name`, and no such directory) stays as it is."""
+    file = _absolute(value, directory)
+    looks_like_path = value.startswith(("/", ".", "~")) or value.endswith("/") or value.count("/") > 1
+    return file if looks_like_path or os.path.isdir(file) else value
+
+
+def _with_task(spec: ObjectiveSpec, directory: Path) -> ObjectiveSpec:
+    if isinstance(spec.task, InlineTask):
+        task: InlineTask | str = spec.task.model_copy(update={"file": _absolute(spec.task.file, directory)})
+    else:
+        is_file = spec.task.endswith((".yaml", ".yml"))
+        task = _absolute(spec.task, directory) if is_file else spec.task
+    return spec.model_copy(update={"task": task})
+
+
+def _absolute(value: str, directory: Path) -> str:
+    return os.path.abspath(directory / Path(value).expanduser())
+
+
+def _flat(value: Any, place: str = "") -> dict[str, Any]:
+    """Leaves of nested mappings and lists by dotted place."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if not pairs:
+        return {place: value}
+    flat: dict[str, Any] = {}
+    for key, inner in pairs:
+        flat |= _flat(inner, f"{place}.{key}" if place else str(key))
+    return flat

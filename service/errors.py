@@ -1,10 +1,10 @@
 """Errors of running studies. Each class says what the caller does next.
 
-    ServiceError
-    ├── NotFound       (KeyError)      there is no such study, trial or file
-    ├── Conflict       (RuntimeError)  the state forbids it: another run holds the directory, another study lives there
-    ├── StaleAttempt   (RuntimeError)  stop: a newer driver owns the study
-    └── StudyFailed    (RuntimeError)  the study cannot go on; finished work is kept
+ServiceError
+├── NotFound       (KeyError)      there is no such study, trial or file
+├── Conflict       (RuntimeError)  the state forbids it: another run holds the directory, another study lives there
+├── StaleAttempt   (RuntimeError)  stop: a newer driver owns the study
+└── StudyFailed    (RuntimeError)  the study cannot go on; finished work is kept
 """
 
 from __future__ import annotations

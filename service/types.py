@@ -108,6 +108,7 @@ class StudyRecord:
     facts: Mapping[str, Any]
     created_at: float
     reason: str | None = None
+    wall_clock_s: float = 0.0
 
 
 @dataclass(frozen=True)

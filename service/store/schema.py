@@ -49,6 +49,8 @@ studies = Table(
     # The number of the driver that owns the study: writes under an older one are refused.
     Column("attempt", Integer, nullable=False, default=0),
     Column("heartbeat_at", Float),
+    # Seconds that drivers have worked on the study, over all attempts.
+    Column("wall_clock_s", Float, nullable=False, default=0.0),
 )
 
 

@@ -97,6 +97,7 @@ class Store:
                     facts=dict(facts),
                     created_at=record.created_at,
                     attempt=0,
+                    wall_clock_s=0.0,
                 )
             )
         return record
@@ -121,6 +122,7 @@ class Store:
                     facts=row["facts"],
                     created_at=row["created_at"],
                     reason=row["reason"],
+                    wall_clock_s=row["wall_clock_s"],
                 )
                 for row in rows
             )
@@ -233,9 +235,10 @@ class StudyWriter:
                 )
             yield connection
 
-    def heartbeat(self) -> None:
+    def heartbeat(self, *, wall_clock_s: float) -> None:
+        """The driver is alive, and all attempts together have worked this long."""
         with self._transaction() as connection:
-            self._update_study(connection, heartbeat_at=time.time())
+            self._update_study(connection, heartbeat_at=time.time(), wall_clock_s=wall_clock_s)
 
     def set_state(self, state: StudyState, reason: str | None = None) -> None:
         with self._transaction() as connection:
@@ -259,6 +262,13 @@ class StudyWriter:
                 [{"bracket": record.bracket, "first_rung": record.first_rung, "size": record.size}],
             )
 
+    def resize_bracket(self, bracket: int, size: int) -> None:
+        """The search ended before the bracket was full."""
+        table = schema.brackets
+        with self._transaction() as connection:
+            where = (table.c.study == self.study_id) & (table.c.bracket == bracket)
+            connection.execute(sa.update(table).where(where).values(size=size))
+
     def add_trial(self, trial: TrialRecord) -> None:
         with self._transaction() as connection:
             connection.execute(
@@ -281,7 +291,9 @@ class StudyWriter:
             self._add_event(connection, "trial", {"trial": trial.number, "label": trial.label})
 
     def record_chunk(self, trial: int, split: Split, result: ScoreResult) -> None:
-        """Store a chunk's samples with the evidence of what the engine held, and add its cost to the trial."""
+        """Store a chunk's samples with the evidence of what the engine held, and add its cost to the trial.
+
+        `samples_scored` counts what the search cost; holdout samples are not part of it."""
         evidence = result.evidence
         table = schema.trials
         with self._transaction() as connection:
@@ -327,7 +339,7 @@ class StudyWriter:
                 sa.update(table)
                 .where(where)
                 .values(
-                    samples_scored=table.c.samples_scored + len(result.samples),
+                    samples_scored=table.c.samples_scored + (len(result.samples) if split == "search" else 0),
                     timings_s=_added(timings, result.timings_s),
                     state=sa.case(
                         (table.c.state == TrialState.WAITING.value, TrialState.RUNNING.value), else_=table.c.state
@@ -338,7 +350,7 @@ class StudyWriter:
     def finish_rung(
         self, trial: int, rung: RungRecord, *, samples_reused: int, state: TrialState | None = None
     ) -> None:
-        """Store a finished rung; `state` also ends the trial (COMPLETE at full budget)."""
+        """Store a finished rung and the trial's count of reused samples; `state` also ends the trial."""
         table = schema.trials
         with self._transaction() as connection:
             self._insert_once(
@@ -354,7 +366,7 @@ class StudyWriter:
                     }
                 ],
             )
-            changes: dict[str, Any] = {"samples_reused": table.c.samples_reused + samples_reused}
+            changes: dict[str, Any] = {"samples_reused": samples_reused}
             if state is not None:
                 changes["state"] = state.value
             connection.execute(

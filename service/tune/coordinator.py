@@ -242,7 +242,11 @@ class Coordinator:
 
     def _maybe_start_holdout(self) -> None:
         if self._holdout is None and self.plan.holdout_samples and self.table.is_finished and not self._in_flight:
-            self._holdout = deque(trial.number for trial in held_out(self.trials, self.plan.objectives))
+            self._holdout = deque(
+                trial.number
+                for trial in held_out(self.trials, self.plan.objectives)
+                if self._missing(trial.recipe, 0, "holdout")
+            )
             self._writer.add_event("holdout_started", {"trials": list(self._holdout)})
 
     # -- proposals -------------------------------------------------------------------------------------------------
@@ -395,10 +399,10 @@ class Coordinator:
             self._apply(closing)
 
     def _apply(self, closing: Closing) -> None:
-        self._observer("promotion")
         pruned = [n for n in closing.pruned if not self._trials[n].state.is_finished]
         if not pruned:
             return
+        self._observer("promotion")
         reason = f"not promoted from rung {closing.rung} of bracket {closing.bracket}"
         self._writer.finish_trials(pruned, TrialState.PRUNED, reason)
         for number in pruned:

@@ -43,7 +43,14 @@ TUNE_ENVIRONMENT = {
 }
 
 
-class _EvaluationSource(Searcher):
+class _NotPickled:
+    """Tune pickles what it is given, for a restore that never happens here."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
+class _EvaluationSource(_NotPickled, Searcher):
     """Gives Tune the coordinator's evaluations, at most `concurrency` at a time."""
 
     def __init__(self, coordinator: Coordinator, concurrency: int) -> None:
@@ -78,7 +85,7 @@ class _EvaluationSource(Searcher):
         """Nothing, as above."""
 
 
-class _ChunkScheduler(FIFOScheduler):
+class _ChunkScheduler(_NotPickled, FIFOScheduler):
     """Hands every chunk to the coordinator; an evaluation stops when the coordinator has all it needs."""
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -91,7 +98,7 @@ class _ChunkScheduler(FIFOScheduler):
         return str(FIFOScheduler.STOP if done else FIFOScheduler.CONTINUE)
 
 
-class _Observer(tune.Callback):
+class _Observer(_NotPickled, tune.Callback):
     """Drops samples from what Tune keeps, and reports that time passes."""
 
     def __init__(self, tick: Callable[[], None]) -> None:

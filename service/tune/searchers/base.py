@@ -32,7 +32,15 @@ class Searcher(Protocol):
     name: str
 
     def propose(
-        self, parameters: Parameters, *, number: int, seed: int, observations: Sequence[Observation]
+        self,
+        parameters: Parameters,
+        *,
+        number: int,
+        seed: int,
+        observations: Sequence[Observation],
+        pending: Sequence[Mapping[str, Any]] = (),
     ) -> dict[str, Any]:
-        """The configuration of trial `number`: valid in `parameters`, with inactive parameters left out."""
+        """The configuration of trial `number`: valid in `parameters`, with inactive parameters left out.
+
+        `pending` are configurations proposed before whose results are not to be known yet."""
         ...

@@ -1,0 +1,120 @@
+"""Reading one YAML or JSON document that a person wrote, strictly: what is ambiguous is refused, with its line.
+
+YAML is read as YAML 1.2's core schema has it (`no` and `12:30` are text, `1e-3` is a number). Refused are repeated
+keys, keys that are not text, aliases (which can make a small file huge) and more than one document.
+This file does not know what a study is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from search_spaces.errors import InvalidStudy, Problem
+
+__all__ = ["read_document"]
+
+MAX_BYTES = 1_000_000
+
+
+def read_document(file: Path) -> dict[str, Any]:
+    """The mapping in `file`: JSON where its name ends in .json, else YAML.
+
+    Raises InvalidStudy: unreadable, over 1 MB, not UTF-8, malformed (with line and column), not a mapping."""
+    text = _text(file)
+    try:
+        is_json = file.suffix == ".json"
+        document = json.loads(text, object_pairs_hook=_mapping) if is_json else yaml.load(text, _Loader)
+    except json.JSONDecodeError as error:
+        raise _refused(file, f"line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from error
+    except yaml.reader.ReaderError as error:
+        raise _refused(file, f"character {error.position}: #x{error.character:04x} is not allowed in YAML") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise _refused(file, f"{place}{error.problem or error.context}") from error
+    except RecursionError as error:
+        raise _refused(file, "is nested too deeply") from error
+    except ValueError as error:
+        raise _refused(file, str(error)) from error
+    if not isinstance(document, dict):
+        found = "empty" if document is None else f"a {type(document).__name__}"
+        raise _refused(file, f"is {found}, not a mapping; write `name: ...`, `models: ...` and so on")
+    return document
+
+
+def _text(file: Path) -> str:
+    try:
+        size = file.stat().st_size
+        if size > MAX_BYTES:
+            raise _refused(file, f"has {size} bytes; at most {MAX_BYTES} are read")
+        return file.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise _refused(file, f"cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise _refused(file, f"is not UTF-8 text (byte {error.start})") from error
+
+
+def _refused(file: Path, message: str) -> InvalidStudy:
+    return InvalidStudy((Problem("", f"{file}: {message}"),))
+
+
+def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r} is given twice")
+    return mapping
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with the core schema's scalars, without aliases and repeated keys."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own form)
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event: Any = self.get_event()  # type: ignore[no-untyped-call]
+            raise yaml.MarkedYAMLError(
+                problem="aliases (*name) are not read; write it out", problem_mark=event.start_mark
+            )
+        return super().compose_node(parent, index)
+
+    def read_mapping(self, node: yaml.MappingNode) -> dict[str, Any]:
+        mapping: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                problem = f"key {key_node.value!r} is not text; put it in quotes"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
+            if key in mapping:
+                raise yaml.MarkedYAMLError(problem=f"key {key!r} is given twice", problem_mark=key_node.start_mark)
+            mapping[key] = self.construct_object(value_node, deep=True)
+        return mapping
+
+    def read_int(self, node: yaml.ScalarNode) -> int:
+        text = node.value
+        return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
+
+    def read_float(self, node: yaml.ScalarNode) -> float:
+        return float(node.value.lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+_CORE_SCHEMA = {
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    "float": (
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+}
+for _name, (_pattern, _first) in _CORE_SCHEMA.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"^(?:{_pattern})$"), _first)
+_Loader.add_constructor("tag:yaml.org,2002:map", _Loader.read_mapping)
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.read_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.read_float)

@@ -1,0 +1,93 @@
+"""Rungs and brackets of successive halving, as pure functions of budgets and eta.
+
+A budget is a number of samples of every objective. Li et al., "Hyperband" (2018), algorithm 1; bracket sizes as SMAC
+computes them. This file does not know trials, scores or who waits for whom.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Bracket", "bracket_plan", "fidelities", "hyperband_brackets", "rungs"]
+
+
+def rungs(min_samples: int, max_samples: int, eta: int) -> tuple[int, ...]:
+    """Sample counts of the rungs from `min_samples` to `max_samples`, growing by about `eta`, strictly increasing.
+
+    round(log_eta(max / min)) + 1 rungs, the i-th at round(min * eta^i), the last at exactly `max_samples`.
+    Raises ValueError where that leaves a single rung, and for min > max, eta < 2 or samples < 1."""
+    if min_samples < 1:
+        raise ValueError(f"min_samples={min_samples} is below 1")
+    if eta < 2:
+        raise ValueError(f"eta={eta} is below 2; each rung needs at least twice the samples of the one before")
+    if min_samples > max_samples:
+        raise ValueError(f"min_samples={min_samples} is above max_samples={max_samples}")
+    num_rungs = round(math.log(max_samples / min_samples, eta)) + 1
+    if num_rungs < 2:
+        raise ValueError(
+            f"min_samples={min_samples} to max_samples={max_samples} leaves one rung at eta={eta}; "
+            f"write `rungs: [{max_samples}]` or `scheduler: none`, or widen the range"
+        )
+    return (*(min_samples * eta**i for i in range(num_rungs - 1)), max_samples)
+
+
+def fidelities(rungs: Sequence[int]) -> tuple[float, ...]:
+    """Each rung's share of the full budget, in (0, 1]; the last is 1."""
+    return tuple(samples / rungs[-1] for samples in rungs)
+
+
+@dataclass(frozen=True)
+class Bracket:
+    """One ladder: `num_configurations` start at rung `first_rung` (0-based) and climb to rung `num_rungs` - 1."""
+
+    num_configurations: int
+    first_rung: int
+    num_rungs: int
+    eta: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many configurations are scored at each rung, from `first_rung` on."""
+        sizes = [self.num_configurations]
+        while len(sizes) < self.num_rungs - self.first_rung:
+            sizes.append(self.num_promoted(sizes[-1]))
+        return tuple(sizes)
+
+    def num_promoted(self, num_scored: int) -> int:
+        """Of `num_scored` configurations at a rung, floor(n / eta) go on, at least one."""
+        return max(1, num_scored // self.eta)
+
+
+def hyperband_brackets(num_rungs: int, eta: int) -> tuple[Bracket, ...]:
+    """One Hyperband iteration: brackets s = s_max..0, s_max = num_rungs - 1.
+
+    Bracket s starts ceil(eta^s * (s_max + 1) / (s + 1)) configurations at rung s_max - s: for three rungs and eta 3,
+    9 at the first rung, 5 at the second, 3 at the last."""
+    if num_rungs < 1 or eta < 2:
+        raise ValueError(f"num_rungs={num_rungs}, eta={eta}: at least one rung and eta 2 are needed")
+    s_max = num_rungs - 1
+    # Integer arithmetic: a floating-point ceiling would add a configuration where the quotient is whole.
+    return tuple(
+        Bracket(-(-(eta**s * (s_max + 1)) // (s + 1)), first_rung=s_max - s, num_rungs=num_rungs, eta=eta)
+        for s in range(s_max, -1, -1)
+    )
+
+
+def bracket_plan(num_rungs: int, eta: int, max_trials: int) -> tuple[Bracket, ...]:
+    """Brackets in the order they run, iteration after iteration, until `max_trials` configurations have started.
+
+    The last bracket is cut to what is left of `max_trials`."""
+
+    def cut() -> Iterator[Bracket]:
+        left = max_trials
+        for bracket in itertools.cycle(hyperband_brackets(num_rungs, eta)):
+            if left <= 0:
+                return
+            started = min(left, bracket.num_configurations)
+            yield Bracket(started, bracket.first_rung, num_rungs, eta)
+            left -= started
+
+    return tuple(cut())

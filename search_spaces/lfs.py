@@ -1,0 +1,323 @@
+"""LFS, layer-wise fusion: Su and Geiping, "Fine, I'll Merge It Myself: A Multi-Fidelity Framework for Automated Model
+Merging" (2025), sections 3.2.1 and A.6, Table 11.
+
+The layers fall into G consecutive groups, as even as possible; each layer's tensors into C component groups (1: the
+whole layer; 3: mlp, attention, norm). A layer group chooses its method and the experts that take part; a component
+group has the method's numbers. The embedding follows the first layer group; the final norm and the output head follow
+the last. With C = 3 both use the group's `norm` numbers, which Table 11 calls "other".
+
+Which experts take part is one bit per expert and layer group. **No bit set means no selection was made: all take
+part.** So every configuration is a merge of at least one expert, nothing is repaired or thrown away, a surrogate sees
+exactly what it proposed, and all experts together, the likeliest good choice, are a little likelier than each smaller
+set. SLERP merges two models, so there the experts that take part are its pair: every pair of experts, or one expert
+with the base. Its bits would say the same twice and do not exist (with `method_per: component` they do, for the
+component groups that use another method).
+
+Departures from the published code: parameters exist only under the method that uses them, and `t` is the
+interpolation parameter itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from search_spaces.base import LayerGroup, SpaceDescription
+from search_spaces.errors import InvalidConfiguration, InvalidStudy, Problem
+from search_spaces.lfs_methods import METHODS, Cell
+from search_spaces.parameters import Categorical, Condition, Configuration, Parameter, Parameters
+from search_spaces.recipe import COMPONENTS, Component, LayerRecipe, Merge, Recipe, Source
+
+__all__ = ["PAPER", "LfsSpace", "paper_contradictions", "split_layers"]
+
+COMPONENT_GROUPS: dict[int, dict[str, tuple[Component, ...]]] = {
+    1: {"layer": COMPONENTS},
+    3: {"mlp": ("mlp",), "attention": ("attention",), "norm": ("norm",)},
+}
+
+# `preset: paper`: section 4.1 and A.6.
+PAPER: dict[str, Any] = {
+    "layer_groups": 4,
+    "component_groups": 3,
+    "methods": tuple(METHODS),
+    "method_per": "layer_group",
+}
+
+
+class LfsSpace:
+    """The LFS search space over one base model and its experts. Immutable."""
+
+    kind = "lfs"
+
+    def __init__(
+        self,
+        *,
+        base: str,
+        experts: Sequence[str],
+        fingerprints: Mapping[str, str],
+        num_layers: int,
+        layer_groups: int = 4,
+        component_groups: int = 3,
+        methods: Sequence[str] = tuple(METHODS),
+        method_per: Literal["layer_group", "component"] = "layer_group",
+        preset: Literal["paper"] | None = None,
+    ) -> None:
+        """`fingerprints` maps the aliases `base` and `experts` to content fingerprints.
+
+        Raises InvalidStudy: no experts, more layer groups than layers, an unknown method, or a `preset` that the
+        other arguments contradict."""
+        given = {
+            "layer_groups": layer_groups,
+            "component_groups": component_groups,
+            "methods": tuple(methods),
+            "method_per": method_per,
+        }
+        if problems := tuple(_problems(given, num_layers=num_layers, num_experts=len(experts), preset=preset)):
+            raise InvalidStudy(problems)
+        self._base = base
+        self._experts = tuple(experts)
+        self._fingerprints = {alias: fingerprints[alias] for alias in (base, *experts)}
+        self._layer_groups = split_layers(num_layers, layer_groups)
+        self._components = COMPONENT_GROUPS[component_groups]
+        self._methods = tuple(name for name in METHODS if name in methods)
+        self._is_per_component = method_per == "component" and component_groups > 1
+        self._pairs = {
+            f"{first}+{second}": (first, second)
+            for first, second in (
+                *itertools.combinations(self._experts, 2),
+                *((base, expert) for expert in self._experts),
+            )
+        }
+        self.parameters = Parameters(p for group in self._layer_groups for p in self._group_parameters(group.name))
+
+    def describe(self) -> SpaceDescription:
+        return SpaceDescription(self.kind, self._layer_groups, dict(self._components))
+
+    def to_recipe(self, configuration: Configuration) -> Recipe:
+        self.parameters.check(configuration)
+        groups = [self._decode_group(group.name, configuration) for group in self._layer_groups]
+        layers = tuple(
+            LayerRecipe(
+                attention=_at_layer(merges["attention"], layer),
+                mlp=_at_layer(merges["mlp"], layer),
+                norm=_at_layer(merges["norm"], layer),
+            )
+            for group, merges in zip(self._layer_groups, groups, strict=True)
+            for layer in range(group.start, group.stop)
+        )
+        recipe = Recipe(self._fingerprints, self._base, layers, embedding=groups[0]["norm"], head=groups[-1]["norm"])
+        return recipe.canonical()
+
+    def from_recipe(self, recipe: Recipe) -> dict[str, Any] | None:
+        renamed = self._in_my_names(recipe.canonical())
+        if renamed is None or len(renamed.layers) != self._layer_groups[-1].stop:
+            return None
+        configuration: dict[str, Any] = {}
+        for group in self._layer_groups:
+            merges = _shared_merges(renamed.layers[group.start : group.stop], start=group.start)
+            found = None if merges is None else self._encode_group(group.name, merges)
+            if found is None:
+                return None
+            configuration |= found
+        try:
+            return configuration if self.to_recipe(configuration).digest == recipe.digest else None
+        except InvalidConfiguration:  # a number outside its range
+            return None
+
+    # Names. A choice that a space leaves no room for is no parameter.
+
+    def _method_key(self, group: str, components: str) -> str:
+        return f"{group}.{components}.method" if self._is_per_component else f"{group}.method"
+
+    def _pair_key(self, group: str, components: str) -> str:
+        return f"{group}.{components}.slerp.pair" if self._is_per_component else f"{group}.slerp.pair"
+
+    def _bit_key(self, group: str, expert: str) -> str:
+        return f"{group}.use.{expert}"
+
+    def _uses(self, group: str, components: str, *methods: str) -> tuple[Condition, ...]:
+        """The conditions under which one of `methods` is used, empty if that is certain."""
+        if set(self._methods) <= set(methods):
+            return ()
+        return (Condition(self._method_key(group, components), tuple(m for m in self._methods if m in methods)),)
+
+    def _cell(self, group: str, components: str, method: str) -> Cell:
+        bits = {
+            expert: (Condition(self._bit_key(group, expert), (True,)),) if len(self._experts) > 1 else ()
+            for expert in self._experts
+        }
+        uses = self._uses(group, components, method)
+        return Cell(f"{group}.{components}", self._base, self._experts, uses, bits)
+
+    # Parameters.
+
+    def _group_parameters(self, group: str) -> Iterator[Parameter]:
+        searched = tuple(self._components) if self._is_per_component else (next(iter(self._components)),)
+        if len(self._methods) > 1:
+            for components in searched:
+                yield Categorical(self._method_key(group, components), self._methods)
+        if len(self._experts) > 1:
+            if with_bits := tuple(method for method in self._methods if method != "slerp"):
+                conditions = () if self._is_per_component else self._uses(group, searched[0], *with_bits)
+                for expert in self._experts:
+                    yield Categorical(self._bit_key(group, expert), (True, False), conditions=conditions)
+            if "slerp" in self._methods:
+                for components in searched:
+                    uses_slerp = self._uses(group, components, "slerp")
+                    yield Categorical(self._pair_key(group, components), tuple(self._pairs), conditions=uses_slerp)
+        for components in self._components:
+            for method in self._methods:
+                yield from METHODS[method].parameters(self._cell(group, components, method))
+
+    # From a configuration to merges.
+
+    def _decode_group(self, group: str, configuration: Configuration) -> dict[Component, Merge]:
+        merges: dict[Component, Merge] = {}
+        for components, members in self._components.items():
+            method = configuration.get(self._method_key(group, components), self._methods[0])
+            operands = (
+                self._pair(group, components, configuration)
+                if method == "slerp"
+                else self._participants(group, configuration)
+            )
+            merge = METHODS[method].decode(self._cell(group, components, method), operands, configuration)
+            merges |= dict.fromkeys(members, merge)
+        return merges
+
+    def _participants(self, group: str, configuration: Configuration) -> tuple[str, ...]:
+        chosen = tuple(expert for expert in self._experts if configuration.get(self._bit_key(group, expert)))
+        return chosen or self._experts
+
+    def _pair(self, group: str, components: str, configuration: Configuration) -> tuple[str, str]:
+        if len(self._experts) == 1:
+            return (self._base, self._experts[0])
+        return self._pairs[configuration[self._pair_key(group, components)]]
+
+    # From merges back to a configuration.
+
+    def _in_my_names(self, recipe: Recipe) -> Recipe | None:
+        """`recipe` with this space's aliases for the same fingerprints; None if it uses other models."""
+        mine = {fingerprint: alias for alias, fingerprint in reversed(self._fingerprints.items())}
+        names = {alias: mine.get(fingerprint) for alias, fingerprint in recipe.models.items()}
+        if None in names.values() or names[recipe.base] != self._base:
+            return None
+
+        def rename(merge: Merge) -> Merge:
+            return replace(merge, sources=tuple(Source(str(names[s.model]), s.layer) for s in merge.sources))
+
+        known = {**recipe.models, **self._fingerprints}
+        return replace(recipe, models=known, base=self._base).rewritten(rename)
+
+    def _encode_group(self, group: str, merges: Mapping[Component, Merge]) -> dict[str, Any] | None:
+        by_components = {components: merges[members[0]] for components, members in self._components.items()}
+        if any(merges[m] != by_components[name] for name, members in self._components.items() for m in members):
+            return None
+        choices: list[dict[str, str]] = (
+            [dict.fromkeys(by_components, method) for method in self._methods]
+            if not self._is_per_component
+            else [
+                dict(zip(by_components, methods, strict=True))
+                for methods in itertools.product(self._methods, repeat=len(by_components))
+            ]
+        )
+        for methods in choices:
+            for experts in self._candidate_participants([by_components[c] for c in methods if methods[c] != "slerp"]):
+                if (found := self._encode_with(group, by_components, methods, experts)) is not None:
+                    return found
+        return None
+
+    def _candidate_participants(self, merges: Sequence[Merge]) -> list[tuple[str, ...]]:
+        named = {source.model for merge in merges for source in merge.sources} - {self._base}
+        if named:
+            return [tuple(expert for expert in self._experts if expert in named)]
+        # Base layers: task vectors times 0, or (linear) one expert with weight 0.
+        return [self._experts, self._experts[:1]]
+
+    def _encode_with(
+        self, group: str, merges: Mapping[str, Merge], methods: Mapping[str, str], experts: tuple[str, ...]
+    ) -> dict[str, Any] | None:
+        configuration: dict[str, Any] = {}
+        # Where each component group has its own method, the bits exist whatever the methods are.
+        others = self._methods if self._is_per_component else methods.values()
+        if len(self._experts) > 1 and set(others) != {"slerp"}:
+            configuration = {self._bit_key(group, expert): expert in experts for expert in self._experts}
+        for components, merge in merges.items():
+            method = methods[components]
+            operands: tuple[str, ...] | None = experts
+            if len(self._methods) > 1:
+                configuration[self._method_key(group, components)] = method
+            if method == "slerp":
+                shared = merges.values() if not self._is_per_component else (merge,)
+                operands = self._pair_of({source.model for other in shared for source in other.sources})
+                if operands is not None and len(self._experts) > 1:
+                    configuration[self._pair_key(group, components)] = "+".join(operands)
+            if operands is None:
+                return None
+            values = METHODS[method].encode(self._cell(group, components, method), operands, merge)
+            if values is None:
+                return None
+            configuration |= values
+        return configuration
+
+    def _pair_of(self, models: set[str]) -> tuple[str, str] | None:
+        wanted = models | {self._experts[0] if models == {self._base} else self._base} if len(models) == 1 else models
+        return next((pair for pair in self._pairs.values() if set(pair) == wanted), None)
+
+
+def split_layers(num_layers: int, num_groups: int) -> tuple[LayerGroup, ...]:
+    """`num_groups` consecutive groups of `num_layers` layers; sizes differ by at most one, longer ones first."""
+    size, longer = divmod(num_layers, num_groups)
+    starts = [i * size + min(i, longer) for i in range(num_groups + 1)]
+    return tuple(LayerGroup(f"g{i + 1}", starts[i], starts[i + 1]) for i in range(num_groups))
+
+
+def _at_layer(merge: Merge, layer: int | None) -> Merge:
+    return replace(merge, sources=tuple(Source(source.model, layer) for source in merge.sources))
+
+
+def _shared_merges(layers: Sequence[LayerRecipe], *, start: int) -> dict[Component, Merge] | None:
+    """The merges that all `layers` have in common but for the layer's number; None if they differ."""
+    stripped: list[dict[Component, Merge]] = []
+    for layer, recipe in enumerate(layers, start):
+        merges = {component: recipe.component(component) for component in COMPONENTS}
+        own = all(source.layer == layer for merge in merges.values() for source in merge.sources)
+        if not own or recipe.scale != 1 or recipe.alignment is not None:
+            return None
+        stripped.append({component: _at_layer(merge, None) for component, merge in merges.items()})
+    return stripped[0] if all(merges == stripped[0] for merges in stripped) else None
+
+
+def _problems(given: Mapping[str, Any], *, num_layers: int, num_experts: int, preset: str | None) -> Iterator[Problem]:
+    if num_experts < 1:
+        yield Problem("models.experts", "lfs: there are no experts; name at least one")
+    if not 1 <= given["layer_groups"] <= num_layers:
+        yield Problem(
+            "search_space.layer_groups",
+            f"lfs: layer_groups={given['layer_groups']} for a model of {num_layers} layers; use 1 to {num_layers}",
+        )
+    if given["component_groups"] not in COMPONENT_GROUPS:
+        yield Problem("search_space.component_groups", f"lfs: {given['component_groups']} is not accepted; use 1 or 3")
+    if unknown := sorted(set(given["methods"]) - set(METHODS)):
+        yield Problem("search_space.methods", f"lfs: unknown methods {unknown}; available: {', '.join(METHODS)}")
+    if not given["methods"]:
+        yield Problem("search_space.methods", f"lfs: there are no methods; name some of {', '.join(METHODS)}")
+    if preset == "paper":
+        yield from paper_contradictions(given)
+
+
+def paper_contradictions(given: Mapping[str, Any]) -> Iterator[Problem]:
+    """A Problem for each field of `given` that is not as in the published space."""
+    for name, published in PAPER.items():
+        same = set(given[name]) == set(published) if name == "methods" else given[name] == published
+        if not same:
+            yield Problem(
+                f"search_space.{name}",
+                f"preset: paper means {name}={_shown(published)}, but {_shown(given[name])} is given; "
+                "leave out one of the two",
+            )
+
+
+def _shown(value: Any) -> str:
+    return f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value)

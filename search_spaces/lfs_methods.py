@@ -1,0 +1,178 @@
+"""The merge methods of LFS: the parameters each searches, and how their values become a Merge and back.
+
+Ranges: Su and Geiping, "Fine, I'll Merge It Myself", appendix A.6. Merges here carry no layer; `lfs` puts it on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from search_spaces.parameters import Condition, Configuration, Float, Parameter
+from search_spaces.recipe import COEFFICIENT_DECIMALS, Merge, Source
+
+__all__ = ["METHODS", "Cell", "MergeMethod"]
+
+# TIES keeps this share of a task vector where a recipe leaves it open (lambda = 0): the paper's default.
+DEFAULT_DENSITY = 0.2
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One layer group's component group: the smallest thing that has coefficients of its own.
+
+    `conditions` say when a method is used here (none if there is no choice); `takes_part` maps an expert to the
+    conditions under which it is an operand."""
+
+    name: str
+    base: str
+    experts: tuple[str, ...]
+    conditions: tuple[Condition, ...]
+    takes_part: Mapping[str, tuple[Condition, ...]]
+
+
+class MergeMethod(Protocol):
+    """A method as LFS searches it. `operands` are aliases: the experts that take part, for SLERP the pair."""
+
+    name: str
+
+    def parameters(self, cell: Cell) -> tuple[Parameter, ...]: ...
+
+    def decode(self, cell: Cell, operands: tuple[str, ...], configuration: Configuration) -> Merge: ...
+
+    def encode(self, cell: Cell, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
+        """Values that decode to `merge` (canonical), or None where this method cannot express it."""
+        ...
+
+
+class TaskArithmetic:
+    """base + lambda * (sum of the task vectors); lambda in [0, 1], shared by the experts that take part."""
+
+    name = "task_arithmetic"
+
+    def parameters(self, cell: Cell) -> tuple[Parameter, ...]:
+        return (Float(f"{cell.name}.task_arithmetic.lambda", 0.0, 1.0, conditions=cell.conditions),)
+
+    def decode(self, cell: Cell, operands: tuple[str, ...], configuration: Configuration) -> Merge:
+        return _merge(self.name, operands, {"lambda": configuration[f"{cell.name}.task_arithmetic.lambda"]})
+
+    def encode(self, cell: Cell, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
+        key = f"{cell.name}.task_arithmetic.lambda"
+        if (only := _passed_through(merge)) is not None:
+            return {key: 0.0} if only == cell.base else {key: 1.0} if operands == (only,) else None
+        value = merge.coefficients.get("lambda")
+        if merge.method != self.name or set(_models(merge)) != set(operands) or not isinstance(value, float):
+            return None
+        return {key: value}
+
+
+class Ties:
+    """TIES: keep the share k of largest magnitudes, elect signs, add lambda times the mean of those that agree;
+    lambda in [0, 1], k in [0.1, 0.99]."""
+
+    name = "ties"
+
+    def parameters(self, cell: Cell) -> tuple[Parameter, ...]:
+        return (
+            Float(f"{cell.name}.ties.lambda", 0.0, 1.0, conditions=cell.conditions),
+            Float(f"{cell.name}.ties.k", 0.1, 0.99, conditions=cell.conditions),
+        )
+
+    def decode(self, cell: Cell, operands: tuple[str, ...], configuration: Configuration) -> Merge:
+        values = {name: configuration[f"{cell.name}.ties.{name}"] for name in ("lambda", "k")}
+        return _merge(self.name, operands, values)
+
+    def encode(self, cell: Cell, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
+        lambda_key, k_key = f"{cell.name}.ties.lambda", f"{cell.name}.ties.k"
+        if _passed_through(merge) == cell.base:
+            return {lambda_key: 0.0, k_key: DEFAULT_DENSITY}
+        if merge.method != self.name or set(_models(merge)) != set(operands):
+            return None
+        return {lambda_key: merge.number("lambda"), k_key: merge.number("k")}
+
+
+class Linear:
+    """The weighted mean of the experts that take part, weights on the simplex.
+
+    Searched as one weight in [0, 1] per expert, stored divided by their sum; all zero means equal weights, and so do
+    weights that do not exist (see `lfs` on no bit being set). A single expert is averaged with the base, which gets
+    what is left of 1."""
+
+    name = "linear"
+
+    def parameters(self, cell: Cell) -> tuple[Parameter, ...]:
+        return tuple(
+            Float(self._key(cell, expert), 0.0, 1.0, conditions=cell.conditions + cell.takes_part[expert])
+            for expert in cell.experts
+        )
+
+    def decode(self, cell: Cell, operands: tuple[str, ...], configuration: Configuration) -> Merge:
+        searched = tuple(configuration.get(self._key(cell, expert), 0.0) for expert in operands)
+        if len(operands) == 1:
+            return _merge(self.name, (cell.base, *operands), {"weight": (1 - searched[0], searched[0])})
+        return _merge(self.name, operands, {"weight": _on_simplex(searched)})
+
+    def encode(self, cell: Cell, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
+        if (only := _passed_through(merge)) is not None:
+            weights = {only: 1.0}
+        elif merge.method == self.name:
+            weights = dict(zip(_models(merge), merge.per_source("weight"), strict=True))
+        else:
+            return None
+        allowed = {cell.base, *operands} if len(operands) == 1 else set(operands)
+        if not set(weights) <= allowed or not _is_on_simplex(tuple(weights.values())):
+            return None
+        return {self._key(cell, expert): weights.get(expert, 0.0) for expert in operands}
+
+    def _key(self, cell: Cell, expert: str) -> str:
+        return f"{cell.name}.linear.weight.{expert}"
+
+
+class Slerp:
+    """Spherical interpolation between the two models of a pair; t in [0, 1], 0 is the first."""
+
+    name = "slerp"
+
+    def parameters(self, cell: Cell) -> tuple[Parameter, ...]:
+        return (Float(f"{cell.name}.slerp.t", 0.0, 1.0, conditions=cell.conditions),)
+
+    def decode(self, cell: Cell, operands: tuple[str, ...], configuration: Configuration) -> Merge:
+        return _merge(self.name, operands, {"t": configuration[f"{cell.name}.slerp.t"]})
+
+    def encode(self, cell: Cell, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
+        key = f"{cell.name}.slerp.t"
+        if (only := _passed_through(merge)) is not None:
+            return {key: float(operands.index(only))} if only in operands else None
+        if merge.method != self.name or set(_models(merge)) != set(operands):
+            return None
+        t = merge.number("t")
+        return {key: t if _models(merge) == operands else round(1 - t, COEFFICIENT_DECIMALS)}
+
+
+# In the order in which they are searched and tried when a recipe is read back.
+METHODS: dict[str, MergeMethod] = {method.name: method for method in (TaskArithmetic(), Ties(), Slerp(), Linear())}
+
+
+def _merge(method: str, models: tuple[str, ...], coefficients: dict[str, float | tuple[float, ...]]) -> Merge:
+    return Merge(method, tuple(Source(model) for model in models), coefficients)
+
+
+def _models(merge: Merge) -> tuple[str, ...]:
+    return tuple(source.model for source in merge.sources)
+
+
+def _passed_through(merge: Merge) -> str | None:
+    return merge.sources[0].model if merge.method == "passthrough" else None
+
+
+def _on_simplex(weights: tuple[float, ...]) -> tuple[float, ...]:
+    if _is_on_simplex(weights):
+        return weights  # already stored once: dividing again would move the last decimal
+    total = sum(weights)
+    return tuple(weight / total if total > 0 else 1 / len(weights) for weight in weights)
+
+
+def _is_on_simplex(weights: tuple[float, ...]) -> bool:
+    # Each stored weight is off by at most half a unit of the last decimal.
+    return abs(sum(weights) - 1) <= len(weights) * 10.0**-COEFFICIENT_DECIMALS

@@ -1,0 +1,147 @@
+"""Objectives, costs, and comparing candidates in several objectives.
+
+A cost is what every comparison uses: smaller is better, 0 is perfect and 1 is worthless, so that the reference point
+1.1 in every objective has a meaning. Values are in the metric's own unit and direction.
+
+Non-dominated ranks and crowding distances: Deb et al., "NSGA-II" (2002), sections III-A and III-B. Hypervolume:
+While et al., "A Fast Way of Calculating Exact Hypervolumes" (2012), the exclusive-volume recursion.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from search_spaces.errors import InvalidStudy, Problem
+
+__all__ = [
+    "REFERENCE_COST",
+    "Candidate",
+    "Costs",
+    "Direction",
+    "Objective",
+    "crowding_distances",
+    "dominates",
+    "hypervolume",
+    "non_dominated_ranks",
+    "promotion_order",
+]
+
+Direction = Literal["maximize", "minimize"]
+Costs: TypeAlias = tuple[float, ...]
+
+# The reference point of every hypervolume, in each objective: just beyond the worst cost, so that extremes count.
+REFERENCE_COST = 1.1
+
+
+# Metrics of lm-eval that grow beyond 1 although larger is better.
+SCALED_METRICS = frozenset({"bleu", "chrf", "likelihood"})
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A metric and the direction in which it is better. `range` says where its values lie if not in [0, 1].
+
+    Raises InvalidStudy without a `range` where values are known to leave [0, 1]: minimised metrics (perplexity, for
+    one) and those on another scale."""
+
+    name: str
+    metric: str
+    direction: Direction
+    range: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.range is None and (self.direction == "minimize" or self.metric in SCALED_METRICS):
+            raise _needs_range(f"objective {self.name!r}: {self.metric} ({self.direction}d) is not a share in [0, 1]")
+        if self.range is not None and not self.range[0] < self.range[1]:
+            raise InvalidStudy((Problem("", f"objective {self.name!r}: range {list(self.range)} is empty"),))
+
+    def cost(self, value: float) -> float:
+        """`value` as a cost: 0 at the better end of the range, 1 at the worse one; not clipped, so order is kept.
+
+        Raises InvalidStudy if no range is stated and `value` is outside [0, 1], ValueError if it is not finite."""
+        if not math.isfinite(value):
+            raise ValueError(f"objective {self.name!r}: {self.metric}={value} is not a finite number")
+        low, high = self.range or (0.0, 1.0)
+        if self.range is None and not low <= value <= high:
+            raise _needs_range(f"objective {self.name!r}: {self.metric}={value:g} is outside [0, 1]")
+        share = (value - low) / (high - low)
+        return 1 - share if self.direction == "maximize" else share
+
+    def is_better(self, value: float, than: float) -> bool:
+        return value > than if self.direction == "maximize" else value < than
+
+
+def _needs_range(claim: str) -> InvalidStudy:
+    return InvalidStudy((Problem("", f"{claim}; state where its values lie, e.g. range: [0, 100]"),))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A trial up for promotion: its number and its costs, None if it failed."""
+
+    number: int
+    costs: Costs | None
+
+
+def dominates(costs: Costs, other: Costs) -> bool:
+    """`costs` are nowhere larger than `other` and somewhere smaller."""
+    return all(a <= b for a, b in zip(costs, other, strict=True)) and costs != other
+
+
+def non_dominated_ranks(costs: Sequence[Costs]) -> tuple[int, ...]:
+    """Rank of each point: 0 on the front, 1 on the front of the rest, and so on."""
+    ranks: dict[int, int] = {}
+    rank = 0
+    while len(ranks) < len(costs):
+        left = [i for i in range(len(costs)) if i not in ranks]
+        front = [i for i in left if not any(dominates(costs[j], costs[i]) for j in left)]
+        ranks.update(dict.fromkeys(front, rank))
+        rank += 1
+    return tuple(ranks[i] for i in range(len(costs)))
+
+
+def crowding_distances(costs: Sequence[Costs]) -> tuple[float, ...]:
+    """How alone each point of one front is, larger is lonelier; the ends of every objective are infinitely alone."""
+    distances = [0.0] * len(costs)
+    for objective in range(len(costs[0]) if costs else 0):
+        order = sorted(range(len(costs)), key=lambda i: costs[i][objective])
+        low, high = costs[order[0]][objective], costs[order[-1]][objective]
+        if low == high:
+            continue
+        distances[order[0]] = distances[order[-1]] = math.inf
+        for before, i, after in zip(order, order[1:], order[2:], strict=False):
+            distances[i] += (costs[after][objective] - costs[before][objective]) / (high - low)
+    return tuple(distances)
+
+
+def promotion_order(candidates: Sequence[Candidate]) -> tuple[int, ...]:
+    """Trial numbers, the one to promote first first: by non-dominated rank, then crowding (lonelier first), then
+    number; failed candidates last. With one objective that is the order of cost, then number."""
+    scored = [candidate for candidate in candidates if candidate.costs is not None]
+    costs = [candidate.costs for candidate in scored if candidate.costs is not None]
+    ranks = non_dominated_ranks(costs)
+    keys: dict[int, tuple[float, float]] = {}
+    for rank in set(ranks):
+        front = [i for i in range(len(scored)) if ranks[i] == rank]
+        for i, distance in zip(front, crowding_distances([costs[i] for i in front]), strict=True):
+            keys[scored[i].number] = (rank, -distance)
+    last = (math.inf, math.inf)
+    return tuple(sorted((c.number for c in candidates), key=lambda number: (keys.get(number, last), number)))
+
+
+def hypervolume(costs: Sequence[Costs], reference: float = REFERENCE_COST) -> float:
+    """Volume of cost space between `costs` and the point with `reference` in every objective; larger is better.
+
+    Exact for any number of objectives; points beyond the reference add nothing."""
+    inside = [point for point in set(costs) if all(cost < reference for cost in point)]
+    front = [point for point in inside if not any(dominates(other, point) for other in inside)]
+    # Sorted so that limiting the rest to a point leaves many dominated ones, which the recursion then drops.
+    front.sort(reverse=True)
+    volume = 0.0
+    for i, point in enumerate(front):
+        limited = [tuple(max(a, b) for a, b in zip(point, other, strict=True)) for other in front[i + 1 :]]
+        volume += math.prod(reference - cost for cost in point) - hypervolume(limited, reference)
+    return volume

@@ -1,0 +1,227 @@
+"""Parameters: the searched dimensions, the conditions under which they exist, and what a configuration may hold.
+
+A configuration is a dict from parameter name to value and holds active parameters only. This file does not know what
+a parameter stands for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from search_spaces.errors import InvalidConfiguration
+
+__all__ = ["Categorical", "Choice", "Condition", "Configuration", "Float", "Integer", "Parameter", "Parameters"]
+
+Choice: TypeAlias = str | int | float | bool
+Configuration: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Holds where `parent` is active and has one of `values`."""
+
+    parent: str
+    values: tuple[Choice, ...]
+
+
+@dataclass(frozen=True)
+class Float:
+    """A real number in [low, high], both ends included; searched uniformly."""
+
+    name: str
+    low: float
+    high: float
+    default: float | None = None
+    conditions: tuple[Condition, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
+            raise ValueError(f"parameter {self.name!r}: range [{self.low}, {self.high}] is empty or not finite")
+        _check_default(self)
+
+    @property
+    def default_value(self) -> float:
+        return (self.low + self.high) / 2 if self.default is None else self.default
+
+    @property
+    def accepts(self) -> str:
+        return f"a number in [{self.low:g}, {self.high:g}]"
+
+    def contains(self, value: object) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and self.low <= value <= self.high
+
+    def sample(self, rng: np.random.Generator) -> float:
+        return min(float(rng.uniform(self.low, self.high)), self.high)
+
+
+@dataclass(frozen=True)
+class Integer:
+    """A whole number in [low, high], both ends included; searched uniformly."""
+
+    name: str
+    low: int
+    high: int
+    default: int | None = None
+    conditions: tuple[Condition, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.low > self.high:
+            raise ValueError(f"parameter {self.name!r}: range [{self.low}, {self.high}] is empty")
+        _check_default(self)
+
+    @property
+    def default_value(self) -> int:
+        return (self.low + self.high) // 2 if self.default is None else self.default
+
+    @property
+    def accepts(self) -> str:
+        return f"a whole number in [{self.low}, {self.high}]"
+
+    def contains(self, value: object) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and self.low <= value <= self.high
+
+    def sample(self, rng: np.random.Generator) -> int:
+        return int(rng.integers(self.low, self.high, endpoint=True))
+
+
+@dataclass(frozen=True)
+class Categorical:
+    """One of `choices`, without order. The default is the first."""
+
+    name: str
+    choices: tuple[Choice, ...]
+    default: Choice | None = None
+    conditions: tuple[Condition, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(set(self.choices)) != len(self.choices) or not self.choices:
+            raise ValueError(f"parameter {self.name!r}: choices {self.choices} are empty or repeat")
+        _check_default(self)
+
+    @property
+    def default_value(self) -> Choice:
+        return self.choices[0] if self.default is None else self.default
+
+    @property
+    def accepts(self) -> str:
+        return "one of " + ", ".join(repr(choice) for choice in self.choices)
+
+    def contains(self, value: object) -> bool:
+        # True == 1 in Python: a choice must agree in type too.
+        return any(type(value) is type(choice) and value == choice for choice in self.choices)
+
+    def sample(self, rng: np.random.Generator) -> Choice:
+        return self.choices[int(rng.integers(len(self.choices)))]
+
+
+Parameter: TypeAlias = Float | Integer | Categorical
+
+
+class Parameters:
+    """An ordered, immutable collection of parameters. A parent stands before the parameters that depend on it."""
+
+    def __init__(self, parameters: Iterable[Parameter]) -> None:
+        """Raises ValueError for a repeated name, or a condition whose parent is missing, later or never true."""
+        self._by_name: dict[str, Parameter] = {}
+        for parameter in parameters:
+            if parameter.name in self._by_name:
+                raise ValueError(f"parameter {parameter.name!r} is given twice")
+            for condition in parameter.conditions:
+                self._check_condition(parameter, condition)
+            self._by_name[parameter.name] = parameter
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._by_name)
+
+    def __iter__(self) -> Iterator[Parameter]:
+        return iter(self._by_name.values())
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
+    def __getitem__(self, name: str) -> Parameter:
+        return self._by_name[name]
+
+    def active(self, configuration: Configuration) -> tuple[str, ...]:
+        """Names of the parameters that exist given the values in `configuration`, in order."""
+        active: set[str] = set()
+        for parameter in self:
+            if self._is_active(parameter, configuration, active):
+                active.add(parameter.name)
+        return tuple(name for name in self._by_name if name in active)
+
+    def check(self, configuration: Configuration) -> None:
+        """Accept exactly the configurations of this space.
+
+        Raises InvalidConfiguration: a name unknown, a value out of range or of the wrong type, an active parameter
+        missing, an inactive one given."""
+        for name in configuration:
+            if name not in self._by_name:
+                near = difflib.get_close_matches(str(name), self._by_name, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(self._by_name)}"
+                raise InvalidConfiguration(f"configuration: unknown parameter {name!r}; {hint}")
+        active: set[str] = set()
+        for parameter in self:
+            name = parameter.name
+            if not self._is_active(parameter, configuration, active):
+                if name in configuration:
+                    raise InvalidConfiguration(
+                        f"configuration: {name!r} is given but does not exist here; it needs {_needs(parameter)}"
+                    )
+                continue
+            active.add(name)
+            if name not in configuration:
+                raise InvalidConfiguration(f"configuration: {name!r} is missing; give {parameter.accepts}")
+            if not parameter.contains(configuration[name]):
+                raise InvalidConfiguration(
+                    f"configuration: {name}={configuration[name]!r} is not accepted; give {parameter.accepts}"
+                )
+
+    def sample(self, rng: np.random.Generator) -> dict[str, Any]:
+        """A configuration drawn uniformly, parents first. The same generator state gives the same configuration."""
+        configuration: dict[str, Any] = {}
+        for parameter in self:
+            if self._is_active(parameter, configuration, configuration):
+                configuration[parameter.name] = parameter.sample(rng)
+        return configuration
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [{"type": type(parameter).__name__.lower(), **asdict(parameter)} for parameter in self]
+
+    def _is_active(self, parameter: Parameter, configuration: Configuration, active: Container[str]) -> bool:
+        return all(
+            condition.parent in active and configuration.get(condition.parent) in condition.values
+            for condition in parameter.conditions
+        )
+
+    def _check_condition(self, parameter: Parameter, condition: Condition) -> None:
+        parent = self._by_name.get(condition.parent)
+        if parent is None:
+            raise ValueError(f"parameter {parameter.name!r}: its parent {condition.parent!r} must stand before it")
+        if not any(parent.contains(value) for value in condition.values):
+            raise ValueError(
+                f"parameter {parameter.name!r}: {condition.parent!r} is never one of {condition.values}; "
+                f"it is {parent.accepts}"
+            )
+
+
+def _check_default(parameter: Parameter) -> None:
+    if parameter.default is not None and not parameter.contains(parameter.default):
+        raise ValueError(f"parameter {parameter.name!r}: default {parameter.default!r} is not {parameter.accepts}")
+
+
+def _needs(parameter: Parameter) -> str:
+    return " and ".join(
+        f"{condition.parent} = {' or '.join(repr(value) for value in condition.values)}"
+        for condition in parameter.conditions
+    )

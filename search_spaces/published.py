@@ -1,0 +1,54 @@
+"""Recipes that every search is compared with: the sources themselves, and merges the literature recommends.
+
+Uniform average: Wortsman et al., "Model soups" (2022). Task arithmetic: Ilharco et al. (2022), with 1/n and its
+recommended 0.3 to 0.4. TIES: Yadav et al. (2023), k = 0.2 and lambda = 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
+
+__all__ = ["KnownRecipe", "sources_and_published"]
+
+
+class KnownRecipe(NamedTuple):
+    """A recipe nobody has to search for. `label` is unique within a study ("expert:math")."""
+
+    origin: Literal["source", "published"]
+    label: str
+    recipe: Recipe
+
+
+def sources_and_published(
+    *, base: str, experts: Sequence[str], fingerprints: Mapping[str, str], num_layers: int
+) -> tuple[KnownRecipe, ...]:
+    """The base, each expert, then the published merges of all experts; canonical, without equal recipes."""
+    known: dict[str, KnownRecipe] = {}
+    for origin, label, merge in _merges(base, tuple(experts)):
+        recipe = _everywhere(merge, base=base, fingerprints=fingerprints, num_layers=num_layers)
+        known.setdefault(recipe.digest, KnownRecipe(origin, label, recipe))
+    return tuple(known.values())
+
+
+def _merges(base: str, experts: tuple[str, ...]) -> Iterator[tuple[Literal["source", "published"], str, Merge]]:
+    sources = tuple(Source(expert) for expert in experts)
+    yield "source", "base", Merge("passthrough", (Source(base),))
+    for source in sources:
+        yield "source", f"expert:{source.model}", Merge("passthrough", (source,))
+    share = 1 / len(experts)
+    yield "published", "uniform average", Merge("linear", sources, {"weight": share})
+    for label, lambda_ in (("1/n", share), ("0.3", 0.3), ("0.4", 0.4)):
+        yield "published", f"task arithmetic {label}", Merge("task_arithmetic", sources, {"lambda": lambda_})
+    yield "published", "TIES k 0.2 lambda 1.0", Merge("ties", sources, {"k": 0.2, "lambda": 1.0})
+
+
+def _everywhere(merge: Merge, *, base: str, fingerprints: Mapping[str, str], num_layers: int) -> Recipe:
+    def at(layer: int) -> Merge:
+        sources = tuple(Source(source.model, layer) for source in merge.sources)
+        return Merge(merge.method, sources, merge.coefficients, merge.seed)
+
+    layers = tuple(LayerRecipe(at(layer), at(layer), at(layer)) for layer in range(num_layers))
+    return Recipe(fingerprints, base, layers, embedding=merge, head=merge).canonical()

@@ -1,0 +1,166 @@
+"""What contradicts what in a study, and what is not available yet.
+
+Each check sees only sections that are valid by themselves, so that all problems can be reported at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from search_spaces.errors import Problem
+from search_spaces.lfs import paper_contradictions
+from search_spaces.study_sections import LINE, NAME, Fidelity, InlineTask, Models, ObjectiveSpec, SearchSpaceSpec
+from search_spaces.validation import Vocabulary
+
+__all__ = ["WORDS", "ValidParts", "contradictions", "without_consequences"]
+
+WORDS = Vocabulary(
+    later_values={
+        "search_space.kind": ("dis", "sfs", "m3", "hm3"),
+        "search_space.methods.*": (
+            *("nuslerp", "multislerp", "karcher", "dare_linear", "dare_ties", "della", "della_linear", "breadcrumbs"),
+            *("breadcrumbs_ties", "model_stock", "sce", "ram", "ramplus_tl", "nearswap", "arcee_fusion"),
+            *("passthrough", "pcb", "consensus", "wudi"),
+        ),
+        "search.algorithm": ("tpe", "gp", "nsga2", "nsga3", "cmaes", "grid", "de", "moead", "es", "m3", "hm3"),
+        "fidelity.scheduler": ("asha", "racing"),
+        "engine.backend": ("transformers",),
+    },
+    later_keys={
+        "constraints": "constraints are not available yet; leave them out",
+        **{
+            f"{section}.*.{key}": message
+            for section in ("objectives", "holdout")
+            for key, message in {
+                "cost": "cost objectives are not available yet; available: objectives with a task and a metric",
+                "rungs": "rungs of one objective are not available yet; available: fidelity.rungs, for all objectives",
+            }.items()
+        },
+    },
+    patterns={
+        NAME: "1 to 63 letters, digits, dots, dashes or underscores, the first a letter or digit",
+        LINE: "one line of text",
+    },
+)
+
+
+@dataclass
+class ValidParts:
+    """The sections and list entries (by position) that are valid by themselves."""
+
+    models: Models | None = None
+    search_space: SearchSpaceSpec | None = None
+    fidelity: Fidelity | None = None
+    objectives: Mapping[int, ObjectiveSpec] = field(default_factory=dict)
+    holdout: Mapping[int, ObjectiveSpec] = field(default_factory=dict)
+    objective_names: tuple[str, ...] = ()
+    """Also of objectives that are not valid."""
+
+
+def without_consequences(problems: list[Problem], document: Mapping[str, Any]) -> list[Problem]:
+    """Drop what follows from asking for something not available yet: the other keys of another kind of space, the
+    task and metric that a cost objective lacks."""
+    space = document.get("search_space")
+    kind = space.get("kind") if isinstance(space, Mapping) else None
+    is_later_kind = kind in WORDS.later_values["search_space.kind"]
+    costs = {problem.field.removesuffix("cost") for problem in problems if problem.field.endswith(".cost")}
+    return [
+        problem
+        for problem in problems
+        if not (is_later_kind and problem.field.startswith("search_space.") and problem.field != "search_space.kind")
+        and not any(problem.field in (f"{place}task", f"{place}metric") for place in costs)
+    ]
+
+
+def contradictions(parts: ValidParts) -> Iterator[Problem]:
+    if parts.models is not None and "base" in parts.models.experts:
+        yield Problem("models.experts.base", 'an expert cannot be called "base"; that is the base model; rename it')
+    if parts.search_space is not None:
+        yield from _space_contradictions(parts.search_space)
+    if parts.fidelity is not None:
+        yield from _fidelity_contradictions(parts.fidelity)
+    for section, specs in (("objectives", parts.objectives), ("holdout", parts.holdout)):
+        yield from _objective_contradictions(section, specs)
+    yield from _holdout_contradictions(parts.objectives, parts.holdout, parts.objective_names)
+
+
+def _space_contradictions(space: SearchSpaceSpec) -> Iterator[Problem]:
+    for index, method in enumerate(space.methods):
+        if method in space.methods[:index]:
+            yield Problem(f"search_space.methods.{index}", f"{method} is given twice")
+    if space.preset == "paper":
+        yield from paper_contradictions(space.model_dump())
+
+
+def _fidelity_contradictions(fidelity: Fidelity) -> Iterator[Problem]:
+    low, high, steps = fidelity.min_samples, fidelity.max_samples, fidelity.rungs
+    for name in ("min_samples", "max_samples") if steps is not None else ():
+        if getattr(fidelity, name) is not None:
+            yield Problem(f"fidelity.{name}", "says again what rungs says; leave out one of the two")
+    if steps is not None and any(a >= b for a, b in itertools.pairwise(steps)):
+        yield Problem("fidelity.rungs", f"{list(steps)} does not increase; give each rung more samples than the last")
+    if fidelity.scheduler == "none":
+        if low is not None:
+            yield Problem(
+                "fidelity.min_samples", "means nothing with scheduler: none, which has one rung; leave it out"
+            )
+        if steps is not None and len(steps) > 1:
+            yield Problem("fidelity.rungs", f"{list(steps)}: scheduler: none has one rung; give [{steps[-1]}]")
+    elif steps is None and low is None and high is not None:
+        yield Problem("fidelity.max_samples", f"{high} is given without min_samples; give both, or rungs")
+    elif steps is None and low is not None and high is None:
+        yield Problem("fidelity.min_samples", f"{low} is given without max_samples; give both, or rungs")
+    elif steps is None:
+        try:
+            _ = fidelity.rung_samples
+        except ValueError as error:
+            yield Problem("fidelity.min_samples" if low is not None else "fidelity", str(error))
+
+
+def _objective_contradictions(section: str, specs: Mapping[int, ObjectiveSpec]) -> Iterator[Problem]:
+    names: dict[str, int] = {}
+    for index, spec in specs.items():
+        place = f"{section}.{index}"
+        if spec.name in names:
+            yield Problem(f"{place}.name", f"{spec.name} is also {section}.{names[spec.name]}; give another name")
+        names.setdefault(spec.name, index)
+        if spec.range is not None and not spec.range[0] < spec.range[1]:
+            yield Problem(f"{place}.range", f"{list(spec.range)} is empty; give [lowest, highest]")
+        if spec.direction == "minimize" and spec.range is None:
+            yield Problem(f"{place}.range", f"is missing; {spec.metric} is minimised, so give its [lowest, highest]")
+        if isinstance(spec.task, InlineTask):
+            for key in ("filter", "split", "num_fewshot"):
+                if getattr(spec, key) is not None:
+                    yield Problem(f"{place}.{key}", "is for lm-eval tasks; a JSONL task has none; leave it out")
+
+
+def _holdout_contradictions(
+    objectives: Mapping[int, ObjectiveSpec], holdout: Mapping[int, ObjectiveSpec], names: tuple[str, ...]
+) -> Iterator[Problem]:
+    by_name = {spec.name: spec for spec in objectives.values()}
+    for index, spec in holdout.items():
+        paired = by_name.get(spec.name)
+        if spec.name not in names:
+            yield Problem(
+                f"holdout.{index}.name",
+                f"{spec.name} is not an objective; a holdout entry has the name of the objective it belongs to: "
+                f"{', '.join(names)}",
+            )
+        elif paired is not None and paired.metric != spec.metric:
+            yield Problem(
+                f"holdout.{index}.metric",
+                f"{spec.metric} is not the metric of objective {spec.name}; give {paired.metric}",
+            )
+        for other in objectives.values():
+            if _data(other) == _data(spec):
+                yield Problem(
+                    f"holdout.{index}.task",
+                    f"is the search data of objective {other.name}; holdout data must be others: another file or split",
+                )
+
+
+def _data(spec: ObjectiveSpec) -> tuple[str, str | None]:
+    return (spec.task.file if isinstance(spec.task, InlineTask) else spec.task, spec.split)

@@ -1,0 +1,178 @@
+"""The sections of a study file as frozen, validated models: types, ranges, defaults.
+
+What contradicts what is `study_checks`' business, reading a file is `study`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from search_spaces import fidelity as ladders
+
+__all__ = [
+    "LINE",
+    "NAME",
+    "Engine",
+    "Fidelity",
+    "InlineTask",
+    "Limits",
+    "Models",
+    "Name",
+    "ObjectiveSpec",
+    "Search",
+    "SearchSpaceSpec",
+    "Section",
+    "Verify",
+]
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+LINE = r"^[^\x00-\x1f\x7f]+$"
+
+Name = Annotated[str, Field(pattern=NAME)]
+Line = Annotated[str, Field(pattern=LINE)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class Models(Section):
+    base: Line
+    """The base model: a directory, or a hub id."""
+    experts: Annotated[dict[Name, Line], Field(min_length=1)]
+    """Models fine-tuned from the base: alias to directory or hub id. The base's alias is "base"."""
+
+
+class SearchSpaceSpec(Section):
+    kind: Literal["lfs"]
+    """lfs: one merge method per layer group, its numbers per component group."""
+    layer_groups: Annotated[int, Field(ge=1)] = 4
+    """How many groups of adjacent layers choose for themselves; at most the number of layers."""
+    component_groups: Literal[1, 3] = 3
+    """1: a layer is one piece; 3: mlp, attention and norms have numbers of their own."""
+    methods: Annotated[
+        tuple[Literal["task_arithmetic", "ties", "slerp", "linear"], ...],
+        Field(min_length=1),
+    ] = ("task_arithmetic", "ties", "slerp", "linear")
+    method_per: Literal["layer_group", "component"] = "layer_group"
+    """Who chooses the method: each layer group, or each component group in it."""
+    preset: Literal["paper"] | None = None
+    """paper: exactly the published space; what contradicts it is refused."""
+
+
+class Search(Section):
+    algorithm: Literal["auto", "smac", "random"] = "auto"
+    max_trials: Annotated[int, Field(ge=1, le=1_000_000)] = 60
+    """Configurations the searcher proposes; sources and published recipes come on top."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+
+
+class Fidelity(Section):
+    scheduler: Literal["hyperband", "none"] = "hyperband"
+    min_samples: Annotated[int, Field(ge=1)] | None = None
+    """Samples of every objective at the first rung."""
+    max_samples: Annotated[int, Field(ge=1)] | None = None
+    """Samples of every objective at the last rung, the full budget."""
+    eta: Annotated[int, Field(ge=2)] = 3
+    """One configuration in eta is promoted, to about eta times the samples."""
+    rungs: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] | None = None
+    """The rungs written out, instead of min_samples and max_samples."""
+
+    @property
+    def rung_samples(self) -> tuple[int, ...] | None:
+        """Samples of every objective at each rung; None: one rung with all samples of each task.
+
+        Raises ValueError for a section that `parse_study` would refuse."""
+        if self.rungs is not None:
+            return self.rungs
+        if self.scheduler == "none":
+            return None if self.max_samples is None else (self.max_samples,)
+        if self.min_samples is None or self.max_samples is None:
+            raise ValueError(
+                f"{self.scheduler} needs min_samples and max_samples, or rungs; "
+                "write `scheduler: none` to score every trial on all samples"
+            )
+        return ladders.rungs(self.min_samples, self.max_samples, self.eta)
+
+
+class InlineTask(Section):
+    """Samples in a JSONL file: the whole greedy completion must equal the answer, white space around it aside."""
+
+    file: Line
+    prompt: Annotated[str, Field(min_length=1)] = "{{prompt}}"
+    """Jinja template over a line's keys."""
+    answer: Annotated[str, Field(min_length=1)] = "{{answer}}"
+    until: tuple[Annotated[str, Field(min_length=1)], ...] = ("\n",)
+    """A completion ends at the first of these, or at the end of text."""
+    max_tokens: Annotated[int, Field(ge=1)] = 64
+
+
+def _tag_of_task(value: object) -> str | None:
+    return "<name>" if isinstance(value, str) else "<inline>" if isinstance(value, Mapping | InlineTask) else None
+
+
+def _tag_of_verify(value: object) -> str | None:
+    return "<off>" if value is False else "<on>" if isinstance(value, Mapping | Verify) else None
+
+
+def _tag_of_template(value: object) -> str | None:
+    return "<bool>" if isinstance(value, bool) else "<name>" if isinstance(value, str) else None
+
+
+def _one_of(tag_of: Any, accepted: str) -> Discriminator:
+    return Discriminator(tag_of, custom_error_type="union", custom_error_message=f"give {accepted}")
+
+
+class ObjectiveSpec(Section):
+    name: Name
+    task: Annotated[
+        Annotated[Line, Tag("<name>")] | Annotated[InlineTask, Tag("<inline>")],
+        _one_of(_tag_of_task, "the name of an lm-eval task, a YAML file or {file: data.jsonl}"),
+    ]
+    """An lm-eval task's name, an lm-eval YAML file, or a JSONL file written inline."""
+    metric: Line
+    filter: Line | None = None
+    """Which of the task's filters; needed where it has several."""
+    split: Line | None = None
+    num_fewshot: Annotated[int, Field(ge=0)] | None = None
+    direction: Literal["maximize", "minimize"] | None = None
+    """Default: as the task's metric says."""
+    range: tuple[float, float] | None = None
+    """The metric's lowest and highest value, where these are not 0 and 1."""
+
+
+class Verify(Section):
+    trials: Annotated[int, Field(ge=1)] = 3
+    samples: Annotated[int, Field(ge=1)] = 16
+
+
+class Engine(Section):
+    backend: Literal["vllm"] = "vllm"
+    replicas: Annotated[int, Field(ge=1)] = 1
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: bfloat16 on GPU, float32 on CPU."""
+    max_model_len: Annotated[int, Field(ge=1)] = 2048
+    """Tokens of a prompt and its completion together."""
+    add_bos_token: bool | None = None
+    """Default: as the model's own tokenizer does."""
+    chat_template: Annotated[
+        Annotated[bool, Tag("<bool>")] | Annotated[Line, Tag("<name>")],
+        _one_of(_tag_of_template, "true, false or the name of a template"),
+    ] = False
+    system_prompt: str | None = None
+    verify: Annotated[
+        Annotated[Verify, Tag("<on>")] | Annotated[Literal[False], Tag("<off>")],
+        _one_of(_tag_of_verify, "false or {trials: 3, samples: 16}"),
+    ] = Verify()
+    """How many trials are scored again, on how many samples, by plain transformers; false: none."""
+
+
+class Limits(Section):
+    max_gpu_hours: Annotated[float, Field(gt=0)] | None = None
+    max_wall_clock_s: Annotated[float, Field(gt=0)] | None = None
+    max_layers: Annotated[int, Field(ge=1)] | None = None
+    """Layers a merged model may have."""

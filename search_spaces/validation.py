@@ -1,0 +1,171 @@
+"""What a validation error means to the person who wrote the file: the value seen, what is accepted, the nearest name.
+
+Turns pydantic's errors into Problems with the help of the model's JSON Schema. This file does not know what a study
+is; names that exist but are not built yet are given to it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import ErrorDetails
+
+from search_spaces.errors import Problem
+
+__all__ = ["Vocabulary", "in_file_order", "is_tag", "problems_of"]
+
+ACCEPTED = {
+    "string_type": "text",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing_size": "a smaller whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "model_type": "a mapping (key: value)",
+    "model_attributes_type": "a mapping (key: value)",
+    "dict_type": "a mapping (key: value)",
+    "tuple_type": "a list",
+}
+BOUNDS = {"greater_than_equal": ("ge", "at least"), "greater_than": ("gt", "more than")}
+BOUNDS |= {"less_than_equal": ("le", "at most"), "less_than": ("lt", "less than")}
+MAX_SHOWN = 60
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a schema cannot say. Places have "*" for positions in lists ("objectives.*.cost").
+
+    `later_values` are names by place, and `later_keys` messages by place, of what is not available yet; `patterns`
+    say in words what a regular expression accepts."""
+
+    later_values: Mapping[str, tuple[str, ...]]
+    later_keys: Mapping[str, str]
+    patterns: Mapping[str, str]
+
+
+def is_tag(part: str | int) -> bool:
+    """Whether a part of a location names a branch of a union ("<inline>"), not a place in the file."""
+    return isinstance(part, str) and part.startswith("<") and part.endswith(">")
+
+
+def problems_of(errors: Iterable[ErrorDetails], schema: Mapping[str, Any], words: Vocabulary) -> list[Problem]:
+    """One Problem per error of validating against `schema`, in the errors' order."""
+    problems: list[Problem] = []
+    for error in errors:
+        if error["type"] == "too_short" and len(error["input"]) >= error["ctx"]["min_length"]:
+            continue  # pydantic counts valid entries only, and has already said what is wrong with the others
+        place = tuple(part for part in error["loc"] if not is_tag(part) and part != "[key]")
+        pattern = ".".join("*" if isinstance(part, int) else part for part in place)
+        field = ".".join(map(str, place))
+        if error["type"] == "extra_forbidden":
+            message = words.later_keys.get(pattern) or _unknown_key(str(place[-1]), _node(schema, place[:-1]))
+        elif error["type"] in ("literal_error", "enum"):
+            message = _unknown_value(error["input"], _node(schema, place), words.later_values.get(pattern, ()))
+        elif error["type"] == "missing":
+            message = f"is missing; {_wanted(_node(schema, place))}"
+        elif error["type"] == "string_pattern_mismatch":
+            message = f"{_shown(error['input'])} is not accepted; give {words.patterns[error['ctx']['pattern']]}"
+        else:
+            message = _message(error)
+        problem = Problem(field, message)
+        if problem not in problems:
+            problems.append(problem)
+    return problems
+
+
+def in_file_order(problems: Iterable[Problem], document: Mapping[str, Any]) -> tuple[Problem, ...]:
+    """`problems` as a reader of `document` meets them."""
+
+    def position(problem: Problem) -> tuple[int, ...]:
+        place: Any = document
+        positions: list[int] = []
+        for part in problem.field.split("."):
+            if isinstance(place, Mapping):
+                positions.append(list(place).index(part) if part in place else len(place))
+                place = place.get(part)
+            elif isinstance(place, list) and part.isdigit():
+                positions.append(int(part))
+                place = place[int(part)] if int(part) < len(place) else None
+        return tuple(positions)
+
+    return tuple(sorted(problems, key=position))
+
+
+def _message(error: ErrorDetails) -> str:
+    kind, context = error["type"], error.get("ctx", {})
+    value = _shown(error["input"])
+    if accepted := ACCEPTED.get(kind):
+        return f"{value} is not accepted; give {accepted}"
+    if bound := BOUNDS.get(kind):
+        return f"{value} is not accepted; give {bound[1]} {context[bound[0]]}"
+    if kind in ("too_short", "string_too_short"):
+        return f"is empty; give at least {context['min_length']}"
+    if kind in ("too_long", "string_too_long"):
+        return f"{value} is too long; give at most {context['max_length']}"
+    return f"{value} is not accepted; {error['msg']}"
+
+
+def _unknown_key(key: str, node: Mapping[str, Any]) -> str:
+    known = tuple(node.get("properties", {}))
+    return f"unknown key; {_nearest(key, known)}known keys: {', '.join(known)}"
+
+
+def _unknown_value(value: Any, node: Mapping[str, Any], later: tuple[str, ...]) -> str:
+    available = _choices(node)
+    if isinstance(value, str) and value in later:
+        return f"{_shown(value)} is not available yet; available: {', '.join(available)}"
+    near = _nearest(value, available) if isinstance(value, str) else ""
+    return f"{_shown(value)} is not known; {near}available: {', '.join(available)}"
+
+
+def _wanted(node: Mapping[str, Any]) -> str:
+    if choices := _choices(node):
+        return f"available: {', '.join(choices)}"
+    words = {"string": "text", "object": "a mapping (key: value)", "array": "a list", "integer": "a whole number"}
+    return f"give {words.get(node.get('type', ''), 'a value')}"
+
+
+def _choices(node: Mapping[str, Any]) -> tuple[str, ...]:
+    values = node.get("enum", [node["const"]] if "const" in node else [])
+    return tuple(value if isinstance(value, str) else _shown(value) for value in values)
+
+
+def _nearest(name: str, known: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f'did you mean "{near[0]}"? ' if near else ""
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def _node(schema: Mapping[str, Any], place: tuple[str | int, ...]) -> Mapping[str, Any]:
+    """The part of a JSON Schema that describes `place`; empty if there is none."""
+    nodes = [schema]
+    for part in place:
+        nodes = [child for node in nodes for child in _children(_branches(node, schema), part)]
+    found = [branch for node in nodes for branch in _branches(node, schema)]
+    wanted = ("properties", "enum", "const", "type")
+    return next((node for key in wanted for node in found if key in node), {})
+
+
+def _branches(node: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    if "$ref" in node:
+        yield from _branches(schema["$defs"][node["$ref"].rsplit("/", 1)[-1]], schema)
+    for branch in (*node.get("anyOf", ()), *node.get("oneOf", ())):
+        yield from _branches(branch, schema)
+    yield node
+
+
+def _children(branches: Iterable[Mapping[str, Any]], part: str | int) -> Iterator[Mapping[str, Any]]:
+    for node in branches:
+        if isinstance(part, int):
+            yield node.get("items", {})
+        else:
+            yield node.get("properties", {}).get(part, {})

@@ -1,0 +1,274 @@
+"""The `mergesearch` command. Parses, calls, prints; decides nothing.
+
+What is heavy (torch, Ray, vLLM, even pydantic) is imported by the verb that needs it, so that help is instant.
+Exit codes: 0 done, 1 the study failed or could not go on, 2 the input is at fault, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from service.results import RunRecord
+
+__all__ = ["main"]
+
+SCHEMAS = ("study", "trial", "summary", "pareto", "recipe")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.call(options) or 0)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        code = _exit_code(error)
+        if code is None:
+            raise
+        print(_told(error, as_json=getattr(options, "json", False)), file=sys.stderr)
+        return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mergesearch",
+        description="Finds the best merges of language models: a Pareto front with held-out scores, as checkpoints.",
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    verbs = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def verb(name: str, call: Any, text: str) -> argparse.ArgumentParser:
+        command = verbs.add_parser(name, help=text, description=text)
+        command.set_defaults(call=call)
+        command.add_argument("--json", action="store_true", help="machine-readable output on standard output")
+        return command
+
+    command = verb("run", _run, "Run a study file in a directory, or resume it there.")
+    command.add_argument("study", type=Path, metavar="STUDY", help="study file (YAML or JSON)")
+    command.add_argument("--out", type=Path, required=True, metavar="DIR", help="where results and state are kept")
+    command.add_argument("--check", action="store_true", help="check everything, print the plan, start nothing")
+    command.add_argument("--export", choices=["best"], help="write the best merge to DIR/export")
+
+    command = verb("demo", _demo, "Search the shipped tiny model family and export its best merge.")
+    command.add_argument("--out", type=Path, default=Path("mergesearch-demo"), metavar="DIR")
+
+    command = verb("export", _export, "Write a trial's merged model as safetensors.")
+    command.add_argument("run", type=Path, metavar="DIR", help="directory of a run")
+    command.add_argument("trial", metavar="TRIAL", help='trial number, or "best"')
+    command.add_argument("--out", type=Path, required=True, metavar="DIR")
+    command.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the engine's")
+
+    command = verb("merge", _merge, "Merge models by a recipe file, without a search.")
+    command.add_argument("recipe", type=Path, metavar="RECIPE", help="recipe.json of a run or export")
+    command.add_argument("--out", type=Path, required=True, metavar="DIR")
+    command.add_argument(
+        "--model", action="append", default=[], metavar="ALIAS=DIR", help="where a model of the recipe is; repeat"
+    )
+    command.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
+
+    command = verb("trials", _trials, "List a run's trials.")
+    command.add_argument("run", type=Path, metavar="DIR")
+
+    command = verb("pareto", _pareto, "Show a run's Pareto front.")
+    command.add_argument("run", type=Path, metavar="DIR")
+
+    command = verb("schema", _schema, "Print the JSON Schema of a file that people write or read.")
+    command.add_argument("name", choices=SCHEMAS)
+    return parser
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        from importlib.metadata import version
+
+        print(version("mergesearch"))
+        parser.exit()
+
+
+# -- verbs -----------------------------------------------------------------------------------------------------------
+
+
+def _run(options: argparse.Namespace) -> int:
+    from search_spaces.study import load_study
+
+    study = load_study(options.study)
+    if options.check:
+        return _check(study, as_json=options.json)
+    return _run_in(study, options.out, export_best=options.export == "best", as_json=options.json)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from search_spaces.study import load_study
+    from workers.tiny_family import family_dir
+
+    study = load_study(family_dir() / "study.yaml")
+    return _run_in(study, options.out, export_best=True, as_json=options.json)
+
+
+def _run_in(study: Any, directory: Path, *, export_best: bool, as_json: bool) -> int:
+    from rich.console import Console
+
+    from service.documents import schemas  # noqa: F401  (fails here, not after hours, if templates are missing)
+    from service.progress import ProgressStyle, ProgressView
+    from service.run import export_trial, run_study
+
+    view = ProgressView(ProgressStyle.JSON if as_json else ProgressStyle.AUTO)
+    try:
+        with view:
+            result = run_study(study, directory, view=view)
+            exported = export_trial(directory, "best", directory / "export", view=view) if export_best else None
+    except KeyboardInterrupt:
+        print(f"interrupted; the same command resumes the study in {directory}", file=sys.stderr)
+        return 130
+    if as_json:
+        _print_json(_summary(result))
+    else:
+        _print_results(Console(), result, directory, exported)
+    return 0
+
+
+def _check(study: Any, *, as_json: bool) -> int:
+    from service.check import check
+
+    plan = check(study)
+    if as_json:
+        _print_json(plan.to_json())
+    else:
+        print(plan.to_text())
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from service.progress import ProgressView
+    from service.run import export_trial
+
+    with ProgressView() as view:
+        out = export_trial(options.run, options.trial, options.out, dtype=options.dtype, view=view)
+    _print_json({"directory": str(out)}) if options.json else print(f"merged model: {out}")
+    return 0
+
+
+def _merge(options: argparse.Namespace) -> int:
+    from service.merge import merge_recipe
+
+    directories = dict(_alias_and_directory(text) for text in options.model)
+    out = merge_recipe(options.recipe, directories, options.out, dtype=options.dtype)
+    _print_json({"directory": str(out)}) if options.json else print(f"merged model: {out}")
+    return 0
+
+
+def _trials(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from service.results import trial_document
+    from service.tables import trials_table
+
+    result = _read(options.run)
+    documents = [trial_document(trial) for trial in result.trials]
+    if options.json:
+        _print_json(documents)
+    else:
+        Console().print(trials_table(documents, [objective.name for objective in result.objectives]))
+    return 0
+
+
+def _pareto(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from service.results import pareto
+    from service.tables import pareto_table
+
+    document = pareto(_read(options.run))
+    _print_json(document) if options.json else Console().print(pareto_table(document))
+    return 0
+
+
+def _schema(options: argparse.Namespace) -> int:
+    from service.documents import schemas
+
+    _print_json(schemas()[options.name])
+    return 0
+
+
+# -- helpers -----------------------------------------------------------------------------------------------------------
+
+
+def _read(directory: Path) -> RunRecord:
+    from service.run import read_record
+
+    return read_record(directory)
+
+
+def _summary(result: RunRecord) -> Any:
+    from service.results import summary
+
+    return summary(result)
+
+
+def _print_results(console: Any, result: RunRecord, directory: Path, exported: Path | None) -> None:
+    from service.results import pareto, summary
+    from service.tables import holdout_table, pareto_table
+
+    document = summary(result)
+    console.print(pareto_table(pareto(result)))
+    if document["holdout"]:
+        console.print(holdout_table(document))
+    console.print(f"report:       {directory / 'report.html'}", highlight=False, soft_wrap=True)
+    if exported is not None:
+        console.print(f"merged model: {exported}", highlight=False, soft_wrap=True)
+
+
+def _alias_and_directory(text: str) -> tuple[str, Path]:
+    from search_spaces.errors import InvalidRecipe
+
+    alias, equals, directory = text.partition("=")
+    if not (alias and equals and directory):
+        raise InvalidRecipe(f"--model {text!r}: write ALIAS=DIR, e.g. --model math=/models/math")
+    return alias, Path(directory)
+
+
+def _print_json(document: Any) -> None:
+    print(json.dumps(document, indent=2))
+
+
+def _exit_code(error: Exception) -> int | None:
+    """None: a fault of ours, to be shown with its traceback."""
+    from search_spaces.errors import SearchSpaceError
+    from service.errors import Conflict, NotFound, ServiceError
+    from workers.errors import EngineUnavailable, InvalidModel, InvalidTask
+
+    if isinstance(error, SearchSpaceError | InvalidModel | InvalidTask | Conflict | NotFound):
+        return 2
+    if isinstance(error, ServiceError | EngineUnavailable | ConnectionError):
+        return 1
+    return None
+
+
+def _told(error: Exception, *, as_json: bool) -> str:
+    from search_spaces.errors import InvalidStudy
+
+    if as_json:
+        problems = (
+            [{"field": problem.field, "message": problem.message} for problem in error.problems]
+            if isinstance(error, InvalidStudy)
+            else [{"field": "", "message": str(error)}]
+        )
+        return json.dumps({"error": type(error).__name__, "problems": problems})
+    lines = str(error).splitlines()
+    return "\n".join(f"mergesearch: {line}" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

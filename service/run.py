@@ -1,0 +1,148 @@
+"""`mergesearch run`: one study in one directory, without a server.
+
+The directory holds the study's database, its result files and a lock, so that two runs cannot share it. Running the
+same study there again resumes it, whatever interrupted it before.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+from search_spaces.study import Study, same_but_limits
+from service.errors import Conflict, NotFound
+from service.execution import execute
+from service.preflight import Examination, examine
+from service.progress import ProgressView
+from service.ray_session import ray_session
+from service.report import render_report
+from service.results import RunRecord, write_results
+from service.run_record import run_record
+from service.store import Store
+from service.types import StudyRecord, StudyState
+from workers.types import Scorer
+
+__all__ = ["DATABASE", "OpenScorer", "locked", "open_scorer", "read_run", "run_study"]
+
+DATABASE = "study.db"
+LOCK = ".lock"
+
+OpenScorer = Callable[[Examination, ProgressView], AbstractContextManager[Scorer]]
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold `directory` for this process; the lock ends with the process, however it ends. Raises Conflict."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / LOCK).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise Conflict(
+                f"{directory}: process {file.read().strip() or 'unknown'} is running a study here; "
+                "wait for it, stop it, or give another directory"
+            ) from error
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+@contextmanager
+def open_scorer(examination: Examination, view: ProgressView) -> Iterator[Scorer]:
+    """Scoring replicas on Ray Serve for the length of a run. Raises EngineUnavailable if none starts."""
+    from workers.replica import deploy_scorer
+
+    view.note(f"Starting {examination.study.engine.replicas} engine(s) ...")
+    with deploy_scorer(
+        examination.family, examination.engine_options, replicas=examination.study.engine.replicas
+    ) as scorer:
+        yield scorer
+
+
+def run_study(
+    study: Study,
+    directory: Path,
+    *,
+    view: ProgressView,
+    open_scorer: OpenScorer = open_scorer,
+    observer: Callable[[str], None] = lambda _: None,
+) -> RunRecord:
+    """Run the study in `directory` to its end, or resume it there, and write its result files.
+
+    Raises InvalidStudy (nothing was started), Conflict (another run or another study is there), StudyFailed and
+    EngineUnavailable (result files show what was reached).
+    """
+    with locked(directory):
+        store = Store(f"sqlite:///{directory / DATABASE}")
+        try:
+            examination = examine(study)
+            record = _created_or_resumed(store, study, examination, directory)
+            for warning in examination.warnings:
+                view.note(f"warning: {warning}")
+            try:
+                if record.state is not StudyState.COMPLETE:
+                    with ray_session() as session:
+                        if session.dashboard_url:
+                            view.note(f"Ray dashboard: {session.dashboard_url}")
+                        with open_scorer(examination, view) as scorer:
+                            execute(
+                                store,
+                                record.id,
+                                examination,
+                                scorer,
+                                work_dir=directory.resolve() / "ray",
+                                view=view,
+                                observer=observer,
+                            )
+            finally:
+                result = run_record(store, record.id, examination.objectives)
+                write_results(directory, result, report=render_report(result))
+            return result
+        finally:
+            store.close()
+
+
+def read_run(directory: Path) -> tuple[Store, StudyRecord]:
+    """The store and the study of a run's directory. Raises NotFound."""
+    if not (directory / DATABASE).is_file():
+        raise NotFound(f"{directory}: no run here (no {DATABASE}); give the directory that `mergesearch run` was given")
+    store = Store(f"sqlite:///{directory / DATABASE}")
+    studies = store.studies()
+    if not studies:
+        store.close()
+        raise NotFound(f"{directory}: its {DATABASE} holds no study")
+    return store, studies[0]
+
+
+def _created_or_resumed(store: Store, study: Study, examination: Examination, directory: Path) -> StudyRecord:
+    facts = {**examination.facts(), "version": version("mergesearch")}
+    studies = store.studies()
+    if not studies:
+        return store.create_study(name=study.name, document=study.canonical(), facts=facts)
+    record = studies[0]
+    before = Study.model_validate(record.document)
+    if differing := same_but_limits(before, study):
+        raise Conflict(
+            f"{directory}: holds another study ({before.name!r}); these fields differ: {', '.join(differing)}; "
+            "only limits and a larger search.max_trials may change; give another directory"
+        )
+    for key in ("fingerprints", "tasks", "holdout_tasks"):
+        if record.facts[key] != facts[key]:
+            changed = sorted(name for name in facts[key] if record.facts[key].get(name) != facts[key][name])
+            raise Conflict(
+                f"{directory}: {key} of {', '.join(changed)} have changed since the study was started here; "
+                "results before and after would not be comparable; give another directory"
+            )
+    if before != study:
+        writer = store.open_attempt(record.id)
+        writer.set_document(study.canonical())
+        if record.state is StudyState.COMPLETE:
+            writer.set_state(StudyState.STOPPED, "limits or max_trials were raised")
+        record = store.study(record.id)
+    return record

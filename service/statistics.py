@@ -1,0 +1,202 @@
+"""Means, paired differences and their 95 % intervals, from values of single samples.
+
+Every interval is two-sided with 95 % nominal coverage. Metrics that are 0 or 1 on each sample get intervals that stay
+inside the metric's range and keep a width at 0 % and 100 %; other metrics get Student's t. Values are larger or
+smaller is better as their metric says: nothing here knows the direction.
+
+Sources:
+    Wilson 1927, "Probable inference, the law of succession, and statistical inference", JASA 22 (one proportion;
+        recommended by Brown, Cai and DasGupta 2001, "Interval estimation for a binomial proportion", Stat. Sci. 16).
+    Bonett and Price 2012, "Adjusted Wald confidence interval for a difference of binomial proportions based on paired
+        data", J. Educ. Behav. Stat. 37 (difference of two paired proportions; recommended by Fagerland, Lydersen and
+        Laake 2014, Stat. Med. 33).
+    Zou and Donner 2008, "Construction of confidence limits about effect measures: a general approach", Stat. Med. 27
+        (limits of a sum of independent estimates from the limits of its terms).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy import special
+
+from service.types import Comparison, Estimate
+
+__all__ = ["compare", "estimate", "independent_difference", "mean_of", "paired_difference"]
+
+LEVEL = 0.95
+# The normal quantile of a two-sided interval at LEVEL: 1.95996.
+Z = float(special.ndtri(0.5 + LEVEL / 2))
+
+Bounds = tuple[float, float]
+
+
+def estimate(values: ArrayLike, *, bounds: Bounds | None = None) -> Estimate:
+    """The mean of one value per sample, with its standard error and 95 % interval.
+
+    `bounds` is the range the metric cannot leave; (0, 1) is assumed where every value is 0 or 1. Values that all lie
+    on a bound (exact match, say) get Wilson's interval; others Student's t, cut to the bounds. The standard error is
+    the sample standard deviation over sqrt(n), hence 0 where all values are equal: only the interval is honest there.
+    A single sample has no spread: it gets the largest that the bounds allow, half of their distance.
+
+    Raises ValueError without samples, on values that are not finite or outside `bounds`, and on one sample of a metric
+    without bounds.
+    """
+    sample = _checked(values, bounds)
+    n, mean = len(sample), float(sample.mean())
+    low, high = bounds or (0.0, 1.0)
+    if n == 1:
+        if bounds is None and sample[0] not in (low, high):
+            raise ValueError("estimate: one sample of a metric without bounds has no interval; give at least 2 samples")
+        standard_error = (high - low) / 2
+    else:
+        standard_error = float(sample.std(ddof=1)) / math.sqrt(n)
+
+    if _is_two_valued(sample, low, high):
+        proportion = (mean - low) / (high - low)
+        ci95 = tuple(low + (high - low) * limit for limit in _wilson(proportion, n))
+    elif n == 1:
+        ci95 = (low, high)
+    else:
+        ci95 = _students_t(mean, standard_error, n)
+        if bounds is not None:
+            ci95 = (max(low, ci95[0]), min(high, ci95[1]))
+    return Estimate(mean, standard_error, n, (ci95[0], ci95[1]))
+
+
+def paired_difference(values: ArrayLike, reference: ArrayLike, *, bounds: Bounds | None = None) -> Estimate:
+    """The mean of `values - reference`, sample by sample, with its standard error and 95 % interval.
+
+    Both hold one value per sample, the same samples in the same order. Where both lie on the bounds ((0, 1) unless
+    given), the interval is Bonett and Price's: two candidates that agree on every sample differ by 0 with an interval
+    that narrows as samples grow. Others get Student's t of the differences.
+
+    Raises ValueError on unequal lengths and as `estimate` does.
+    """
+    first, second = _checked(values, bounds), _checked(reference, bounds)
+    if len(first) != len(second):
+        raise ValueError(f"paired_difference: {len(first)} values against {len(second)}; give the same samples of both")
+    differences, n = first - second, len(first)
+    mean = float(differences.mean())
+    low, high = bounds or (0.0, 1.0)
+    width = high - low
+    is_two_valued = _is_two_valued(first, low, high) and _is_two_valued(second, low, high)
+    if n == 1:
+        if bounds is None and not is_two_valued:
+            raise ValueError("paired_difference: one sample of an unbounded metric has no interval; give at least 2")
+        return Estimate(mean, width, 1, (-width, width))
+
+    standard_error = float(differences.std(ddof=1)) / math.sqrt(n)
+    if is_two_valued:
+        limits = _bonett_price(int((differences > 0).sum()), int((differences < 0).sum()), n)
+        ci95 = (width * limits[0], width * limits[1])
+    else:
+        ci95 = _students_t(mean, standard_error, n)
+        if bounds is not None:
+            ci95 = (max(-width, ci95[0]), min(width, ci95[1]))
+    return Estimate(mean, standard_error, n, ci95)
+
+
+def mean_of(estimates: Sequence[Estimate]) -> Estimate:
+    """The unweighted mean of independent estimates: each task is a stratum of its own, however many samples it has.
+
+    The limits are Zou and Donner's (their method MOVER), which keep the asymmetry of the terms' intervals. `samples` is
+    the sum over the terms. Raises ValueError without estimates.
+    """
+    if not estimates:
+        raise ValueError("mean_of: no estimates; give at least 1")
+    count = len(estimates)
+    value = sum(e.value for e in estimates) / count
+    below = math.sqrt(sum((e.value - e.ci95[0]) ** 2 for e in estimates)) / count
+    above = math.sqrt(sum((e.ci95[1] - e.value) ** 2 for e in estimates)) / count
+    standard_error = math.sqrt(sum(e.standard_error**2 for e in estimates)) / count
+    return Estimate(value, standard_error, sum(e.samples for e in estimates), (value - below, value + above))
+
+
+def independent_difference(first: Estimate, second: Estimate) -> Estimate:
+    """`first - second` of two independent estimates (different samples), with Zou and Donner's limits.
+
+    `samples` is the smaller of both counts.
+    """
+    value = first.value - second.value
+    below = math.hypot(first.value - first.ci95[0], second.ci95[1] - second.value)
+    above = math.hypot(first.ci95[1] - first.value, second.value - second.ci95[0])
+    return Estimate(
+        value,
+        math.hypot(first.standard_error, second.standard_error),
+        min(first.samples, second.samples),
+        (value - below, value + above),
+    )
+
+
+def compare(
+    label: str,
+    trial: int,
+    samples: Mapping[str, ArrayLike],
+    *,
+    reference: Mapping[str, ArrayLike] | None = None,
+    mean_over: Sequence[str] = (),
+    bounds: Mapping[str, Bounds] | None = None,
+) -> Comparison:
+    """One row of the held-out table, from the values of its samples per objective.
+
+    With `reference`, the best finalist's values on the same samples in the same order, the row holds the differences
+    "this row minus reference" (below 0: smaller than the best finalist), per objective and, under "mean", of the
+    unweighted mean over the objectives `mean_over` (those whose means make sense together; empty: no mean).
+    """
+    ranges = bounds or {}
+    differences = {}
+    if reference is not None:
+        differences = {
+            name: paired_difference(values, reference[name], bounds=ranges.get(name))
+            for name, values in samples.items()
+        }
+        if mean_over:
+            differences["mean"] = mean_of([differences[name] for name in mean_over])
+    return Comparison(
+        label=label,
+        trial=trial,
+        values={name: estimate(values, bounds=ranges.get(name)) for name, values in samples.items()},
+        differences=differences,
+    )
+
+
+def _checked(values: ArrayLike, bounds: Bounds | None) -> NDArray[np.float64]:
+    sample = np.asarray(values, dtype=np.float64)
+    if sample.ndim != 1 or len(sample) == 0:
+        raise ValueError(f"samples of shape {sample.shape}; give one value per sample, at least 1")
+    if not np.isfinite(sample).all():
+        at = int(np.flatnonzero(~np.isfinite(sample))[0])
+        raise ValueError(f"sample {at} is {sample[at]}; every value must be finite")
+    if bounds is not None and (sample.min() < bounds[0] or sample.max() > bounds[1]):
+        raise ValueError(f"values between {sample.min()} and {sample.max()}; bounds are {bounds[0]} to {bounds[1]}")
+    return sample
+
+
+def _is_two_valued(sample: NDArray[np.float64], low: float, high: float) -> bool:
+    return bool(((sample == low) | (sample == high)).all())
+
+
+def _wilson(proportion: float, n: int) -> tuple[float, float]:
+    """Wilson's score interval: the proportions that a score test at LEVEL does not reject."""
+    shrink = 1 + Z**2 / n
+    centre = (proportion + Z**2 / (2 * n)) / shrink
+    half = Z * math.sqrt(proportion * (1 - proportion) / n + Z**2 / (4 * n**2)) / shrink
+    # At 0 and 1 the limit is the proportion itself, which rounding may miss by one bit.
+    return max(0.0, min(proportion, centre - half)), min(1.0, max(proportion, centre + half))
+
+
+def _bonett_price(num_better: int, num_worse: int, n: int) -> tuple[float, float]:
+    """Bonett and Price's interval: Wald's, after one more discordant pair of each kind."""
+    better, worse = (num_better + 1) / (n + 2), (num_worse + 1) / (n + 2)
+    centre = better - worse
+    half = Z * math.sqrt((better + worse - centre**2) / (n + 2))
+    return max(-1.0, centre - half), min(1.0, centre + half)
+
+
+def _students_t(mean: float, standard_error: float, n: int) -> tuple[float, float]:
+    half = float(special.stdtrit(n - 1, 0.5 + LEVEL / 2)) * standard_error
+    return mean - half, mean + half

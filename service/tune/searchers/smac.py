@@ -1,0 +1,146 @@
+"""SMAC: a random forest learns from all rungs, expected improvement at the full budget picks the next configuration.
+
+Lindauer et al., SMAC3, JMLR 23(54), 2022 (forest, expected improvement, interleaved random proposals); Knowles, ParEGO,
+IEEE TEC 10(1), 2006 (several objectives). The forest and the acquisition function are SMAC's. Rungs, promotion and
+state are not its business here: the forest is trained anew for every proposal, with the fidelity as one more feature.
+
+SMAC's own maximiser is not used. Its local search counts an inactive parameter as changed (NaN differs from NaN) and
+skips every neighbour that changes more than one parameter, so in a conditional space it never leaves its starting
+points, and it can never change a method, because that changes which parameters exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from search_spaces.parameters import Parameters
+from service.tune.searchers.base import Observation
+from service.tune.searchers.encoding import Encoding, Rows
+from service.tune.searchers.random import proposal_generator, sample_unseen
+
+__all__ = ["SmacSearcher"]
+
+
+@dataclass(frozen=True)
+class SmacSearcher:
+    """Learns from the results of all rungs; handles conditions, choices and several objectives.
+
+    The numbers were chosen with tests/benchmarks/bench_searchers.py."""
+
+    name = "smac"
+
+    num_initial: int = 8  # configurations with results before the forest is asked
+    random_share: float = 0.1  # of the proposals, drawn uniformly: the forest cannot know where it was never tried
+    num_trees: int = 30
+    min_samples_leaf: int = 1
+    rho: float = 0.05  # weight of the sum in ParEGO's scalarisation, as in the paper
+    # The maximiser: uniform draws and mutants of the configurations predicted best, then rounds of hill climbing.
+    num_uniform: int = 1000
+    num_parents: int = 10
+    num_mutants: int = 50
+    num_rounds: int = 10
+    mutation_rate: float = 0.1
+    mutation_step: float = 0.15
+
+    def propose(
+        self,
+        parameters: Parameters,
+        *,
+        number: int,
+        seed: int,
+        observations: Sequence[Observation],
+        pending: Sequence[Mapping[str, Any]] = (),
+    ) -> dict[str, Any]:
+        rng = proposal_generator(seed=seed, number=number)
+        known = [*(observation.configuration for observation in observations), *pending]
+        encoding = Encoding(parameters)
+        known_rows = encoding.encode(known)
+        known_keys = encoding.keys(known_rows)
+        scored = {key for key, o in zip(known_keys, observations, strict=False) if o.costs is not None}
+        if len(scored) < self.num_initial or rng.random() < self.random_share:
+            return sample_unseen(parameters, rng, known)
+        rows = known_rows[: len(observations)]
+        fidelities = np.array([observation.fidelity for observation in observations])
+        costs = _scalarise([observation.costs for observation in observations], rng, rho=self.rho)
+        acquisition = self._fit(rows, fidelities, costs, seed=int(rng.integers(2**31)))
+        candidates = self._maximise(encoding, acquisition, rows, rng)
+        candidate_keys = encoding.keys(candidates)
+        seen = set(known_keys)
+        unseen = (row for row, key in zip(candidates, candidate_keys, strict=True) if key not in seen)
+        return encoding.decode(next(unseen, candidates[0]))
+
+    def _fit(self, rows: Rows, fidelities: Rows, costs: Rows, *, seed: int) -> _Acquisition:
+        from ConfigSpace import ConfigurationSpace
+        from smac.acquisition.function.expected_improvement import EI
+        from smac.model.random_forest.random_forest import RandomForest
+
+        # The rows are encoded already, so all that the forest learns from its space is the number of columns; the last
+        # one is the fidelity.
+        columns = ConfigurationSpace({f"column{i}": (0.0, 1.0) for i in range(rows.shape[1] + 1)})
+        forest = RandomForest(
+            columns,
+            seed=seed,
+            n_trees=self.num_trees,
+            min_samples_leaf=self.min_samples_leaf,
+            min_samples_split=max(2, self.min_samples_leaf),
+            max_leaf_nodes=None,  # SMAC's 2^20 makes every tree reserve 0.1 s worth of nodes, whatever its data
+            n_jobs=1,
+        )
+        forest.train(np.column_stack([rows, fidelities]), costs[:, np.newaxis])
+        acquisition = _Acquisition(forest, EI())
+        acquisition.function.update(model=forest, eta=float(acquisition.predicted_costs(rows).min()))
+        return acquisition
+
+    def _maximise(
+        self, encoding: Encoding, acquisition: _Acquisition, observed: Rows, rng: np.random.Generator
+    ) -> Rows:
+        """Candidates by expected improvement, best first."""
+        by_cost = np.argsort(acquisition.predicted_costs(observed), kind="stable")
+        parents = observed[by_cost[: self.num_parents]]
+        pool = encoding.sample(self.num_uniform, rng)
+        for _ in range(self.num_rounds):
+            mutants = np.repeat(parents, self.num_mutants, axis=0)
+            mutants = encoding.mutate(mutants, rng, rate=self.mutation_rate, step=self.mutation_step)
+            pool = np.vstack([pool, mutants])
+            pool = pool[np.argsort(-acquisition(pool), kind="stable")]
+            parents = pool[: self.num_parents]
+        return pool
+
+
+@dataclass(frozen=True)
+class _Acquisition:
+    """Expected improvement at the full budget over the best configuration observed, by the forest's prediction."""
+
+    forest: Any
+    function: Any
+
+    def __call__(self, rows: Rows) -> Rows:
+        values: Rows = self.function._compute(_at_full_budget(rows))[:, 0]
+        return values
+
+    def predicted_costs(self, rows: Rows) -> Rows:
+        means: Rows = np.asarray(self.forest.predict_marginalized(_at_full_budget(rows))[0])[:, 0]
+        return means
+
+
+def _at_full_budget(rows: Rows) -> Rows:
+    return np.column_stack([rows, np.ones(len(rows))])
+
+
+def _scalarise(costs: Sequence[tuple[float, ...] | None], rng: np.random.Generator, *, rho: float) -> Rows:
+    """One cost per observation: each objective brought to [0, 1] by its observed range, a failure at its worst value,
+    and several objectives joined by the augmented Tchebycheff function (ParEGO, equation 2) under random weights."""
+    num_objectives = len(next(c for c in costs if c is not None))
+    table = np.array([c if c is not None else (np.nan,) * num_objectives for c in costs])
+    low, high = np.nanmin(table, axis=0), np.nanmax(table, axis=0)
+    table = np.where(np.isnan(table), high, table)
+    shares = (table - low) / np.where(high > low, high - low, 1.0)
+    if num_objectives == 1:
+        return shares[:, 0]
+    weighted = shares * rng.dirichlet(np.ones(num_objectives))
+    joined: Rows = weighted.max(axis=1) + rho * weighted.sum(axis=1)
+    return joined

@@ -1,0 +1,212 @@
+"""Which searcher finds the better merges, and how long one proposal takes.
+
+The search space is LFS itself; only the scores are made up (`MadeUpFamily`): three skills, each with an expert, whose
+layers and components matter to each skill by amounts drawn at random, and experts that disturb each other. A score on
+n samples is a draw of n Bernoulli trials, nested across rungs, so searchers see the noise of a real rung. All
+searchers run the same brackets, are told of the same source and published recipes, and see results with the same lag.
+
+Reported is the true mean accuracy of the trial that looks best at the full budget, among those the searcher proposed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from search_spaces.fidelity import bracket_plan
+from search_spaces.lfs import LfsSpace
+from search_spaces.objectives import Candidate, hypervolume, promotion_order
+from search_spaces.published import sources_and_published
+from search_spaces.recipe import COMPONENTS, Merge, Recipe
+from service.tune.searchers import SEARCHERS, Observation, Searcher
+
+EXPERTS = ("math", "text", "lookup")
+FINGERPRINTS = {alias: alias for alias in ("base", *EXPERTS)}
+NUM_LAYERS = 12
+LAG = 4  # proposal n is told first-rung results of its bracket up to trial n - LAG
+
+
+class MadeUpFamily:
+    """Accuracies of merged models that nobody trained.
+
+    A skill grows, with diminishing returns, with its expert's share in each layer's component, and suffers from the
+    square of what the other experts put there; both times weights that differ between skills and places."""
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        shape = (len(EXPERTS), NUM_LAYERS, len(COMPONENTS))
+        # Neighbouring layers matter alike, as in real models: smooth noise along the depth.
+        rough = rng.normal(size=(len(EXPERTS), NUM_LAYERS + 4, len(COMPONENTS)))
+        smooth = np.stack([rough[:, i : i + NUM_LAYERS] for i in range(5)]).mean(axis=0)
+        self._gains = _shares(np.exp(2.0 * smooth) * np.exp(0.3 * rng.normal(size=shape)))
+        self._losses = _shares(np.exp(2.0 * smooth[::-1]) * np.exp(0.3 * rng.normal(size=shape)))
+
+    def accuracies(self, recipe: Recipe) -> tuple[float, ...]:
+        shares = np.array(
+            [[_shares_of_experts(layer.component(c)) for c in COMPONENTS] for layer in recipe.layers]
+        )  # [num_layers, num_components, num_experts]
+        values = []
+        for skill in range(len(EXPERTS)):
+            own = shares[:, :, skill]
+            others = (shares**2).sum(axis=2) - own**2
+            gain = (self._gains[skill] * (1 - (1 - own) ** 2)).sum()
+            loss = (self._losses[skill] * others).sum()
+            values.append(float(np.clip(0.35 + 0.55 * gain - 0.45 * loss, 0.02, 0.98)))
+        return tuple(values)
+
+
+def _shares(weights: np.ndarray) -> np.ndarray:
+    return weights / weights.sum(axis=(1, 2), keepdims=True)
+
+
+def _shares_of_experts(merge: Merge) -> list[float]:
+    """How much of each expert's task vector is in the merge."""
+    numbers: Mapping[str, float]
+    models = [source.model for source in merge.sources]
+    match merge.method:
+        case "passthrough":
+            numbers = {models[0]: 1.0}
+        case "linear":
+            numbers = dict(zip(models, merge.per_source("weight"), strict=True))
+        case "slerp":
+            numbers = dict(zip(models, (1 - merge.number("t"), merge.number("t")), strict=True))
+        case "ties":  # trimming at k near 0.4 keeps most of the gain
+            kept = 0.85 - 0.6 * (merge.number("k") - 0.4) ** 2
+            numbers = dict.fromkeys(models, merge.number("lambda") * kept)
+        case _:
+            numbers = dict.fromkeys(models, merge.number("lambda"))
+    return [numbers.get(expert, 0.0) for expert in EXPERTS]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    name: str
+    space: Mapping[str, Any]
+    rungs: tuple[int, ...]
+    num_trials: int
+    num_objectives: int  # 3: one per skill; 1: their mean
+
+    def build_space(self) -> LfsSpace:
+        return LfsSpace(base="base", experts=EXPERTS, fingerprints=FINGERPRINTS, num_layers=NUM_LAYERS, **self.space)
+
+
+SCENARIOS = (
+    Scenario("4x3 groups, hyperband, 3 objectives", {}, (30, 90, 270), 60, 3),
+    Scenario("4x3 groups, hyperband, 1 objective", {}, (30, 90, 270), 60, 1),
+    Scenario("4x1 groups, full budget, 1 objective", {"component_groups": 1}, (270,), 60, 1),
+    Scenario("4x3 groups, hyperband, 200 trials, 3 objectives", {}, (30, 90, 270), 200, 3),
+)
+
+
+@dataclass
+class Search:
+    """One search: what was proposed and seen, in the driver's order."""
+
+    scenario: Scenario
+    searcher: Searcher
+    seed: int
+    known: list[Observation] = field(default_factory=list)
+    ask_s: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.space = self.scenario.build_space()
+        self.family = MadeUpFamily(self.seed)
+
+    def run(self) -> tuple[float, float]:
+        """The true mean accuracy of the chosen trial, and the true hypervolume of the full-budget trials."""
+        self.known = [self._observe(c, len(self.scenario.rungs) - 1) for c in told(self.space)]
+        numbers = itertools.count(len(self.known))
+        full_budget: list[Mapping[str, Any]] = []
+        for bracket in bracket_plan(len(self.scenario.rungs), 3, self.scenario.num_trials):
+            first: list[Observation] = []
+            for i in range(bracket.num_configurations):
+                past = max(0, i + 1 - LAG)
+                pending = [observation.configuration for observation in first[past:]]
+                configuration = self._ask(next(numbers), self.known + first[:past], pending)
+                first.append(self._observe(configuration, bracket.first_rung))
+            self.known += first
+            survivors = [observation.configuration for observation in first]
+            seen = first
+            for rung in range(bracket.first_rung + 1, bracket.num_rungs):
+                candidates = [Candidate(i, observation.costs) for i, observation in enumerate(seen)]
+                order = promotion_order(candidates)
+                survivors = [survivors[i] for i in order[: bracket.num_promoted(len(seen))]]
+                seen = [self._observe(configuration, rung) for configuration in survivors]
+                self.known += seen
+            full_budget += survivors
+        chosen = max(full_budget, key=lambda c: float(np.mean(self._observed(c, self.scenario.rungs[-1]))))
+        truths = [self.family.accuracies(self.space.to_recipe(c)) for c in full_budget]
+        volume = hypervolume([tuple(1 - value for value in truth) for truth in truths])
+        return float(np.mean(self.family.accuracies(self.space.to_recipe(chosen)))), volume
+
+    def _ask(
+        self, number: int, observations: list[Observation], pending: Sequence[Mapping[str, Any]] = ()
+    ) -> dict[str, Any]:
+        start = time.perf_counter()
+        configuration = self.searcher.propose(
+            self.space.parameters, number=number, seed=self.seed, observations=observations, pending=pending
+        )
+        self.ask_s.append(time.perf_counter() - start)
+        return configuration
+
+    def _observe(self, configuration: Mapping[str, Any], rung: int) -> Observation:
+        values = self._observed(configuration, self.scenario.rungs[rung])
+        costs = 1 - values if self.scenario.num_objectives > 1 else [1 - values.mean()]
+        fidelity = self.scenario.rungs[rung] / self.scenario.rungs[-1]
+        return Observation(configuration, fidelity, tuple(float(cost) for cost in costs))
+
+    def _observed(self, configuration: Mapping[str, Any], num_samples: int) -> np.ndarray:
+        recipe = self.space.to_recipe(configuration)
+        rng = np.random.default_rng(int(recipe.digest[:12], 16) + self.seed)
+        draws = rng.random((len(EXPERTS), self.scenario.rungs[-1]))
+        return (draws < np.array(self.family.accuracies(recipe))[:, None])[:, :num_samples].mean(axis=1)
+
+
+def told(space: LfsSpace) -> list[dict[str, Any]]:
+    """The source and published recipes that the space contains, as configurations."""
+    recipes = sources_and_published(base="base", experts=EXPERTS, fingerprints=FINGERPRINTS, num_layers=NUM_LAYERS)
+    found = (space.from_recipe(known.recipe) for known in recipes)
+    return [configuration for configuration in found if configuration is not None]
+
+
+def ask_times(num_observations: int = 200, num_proposals: int = 20) -> Iterator[dict[str, Any]]:
+    """Seconds a proposal takes with many results known, in spaces of several sizes; the first loads the libraries."""
+    for layer_groups, component_groups in ((2, 1), (3, 1), (4, 1), (4, 3), (8, 3)):
+        space = {"layer_groups": layer_groups, "component_groups": component_groups}
+        scenario = Scenario("ask times", space, (30, 90, 270), 0, 3)
+        search = Search(scenario, SEARCHERS["smac"], seed=0)
+        rng = np.random.default_rng(0)
+        search.known = [search._observe(search.space.parameters.sample(rng), i % 3) for i in range(num_observations)]
+        for number in range(num_proposals + 1):
+            search._ask(number, search.known)
+        modelled = search.ask_s[1:]
+        yield {
+            "parameters": len(search.space.parameters),
+            "observations": num_observations,
+            "first_s": search.ask_s[0],
+            "mean_s": statistics.fmean(modelled),
+            "worst_s": max(modelled),
+        }
+
+
+def compare(searchers: Mapping[str, Searcher], scenario: Scenario, seeds: range) -> dict[str, Any]:
+    """Per searcher: mean and spread of the chosen trial's true accuracy and of the hypervolume, over the seeds."""
+    result: dict[str, Any] = {"scenario": scenario.name, "seeds": list(seeds)}
+    for name, searcher in searchers.items():
+        outcomes = [Search(scenario, searcher, seed).run() for seed in seeds]
+        accuracies, volumes = zip(*outcomes, strict=True)
+        result[name] = {
+            "accuracy": statistics.fmean(accuracies),
+            "accuracy_spread": statistics.stdev(accuracies),
+            "hypervolume": statistics.fmean(volumes),
+            "hypervolume_spread": statistics.stdev(volumes),
+            "accuracies": accuracies,
+            "hypervolumes": volumes,
+        }
+    return result

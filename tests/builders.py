@@ -1,0 +1,165 @@
+"""Tiny model families with random weights, as complete Hugging Face folders: real input, made in a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workers.checkpoints import open_family
+from workers.types import Family
+
+CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
+
+# What the byte-level tokenizer learns its merges from.
+TEXT = [
+    "the quick brown fox jumps over the lazy dog",
+    "what is the sum of twelve and thirty? the answer is forty two.",
+    "name: Ada, city: Paris; name: Grace, city: New York",
+    "12 + 34 = 46\n100 - 1 = 99\n",
+]
+
+
+def tiny_llama(
+    directory: str | Path,
+    seed: int = 0,
+    *,
+    tied: bool = True,
+    layers: int = 2,
+    hidden: int = 32,
+    dtype: torch.dtype = torch.float32,
+    **config: Any,
+) -> Path:
+    """A Llama with a character tokenizer that adds a beginning-of-text token."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    settings = {
+        "vocab_size": 128,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.1,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**(settings | config)))
+    _random_norms_and_biases(model)
+    return _save(model.to(dtype), character_tokenizer(), directory)
+
+
+def tiny_qwen2(
+    directory: str | Path,
+    seed: int = 0,
+    *,
+    tied: bool = True,
+    layers: int = 3,
+    hidden: int = 64,
+    dtype: torch.dtype = torch.float32,
+    **config: Any,
+) -> Path:
+    """A Qwen2: grouped-query attention, biases on q, k and v, and a byte-level BPE tokenizer without a BOS token."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = byte_tokenizer()
+    settings = {
+        "vocab_size": 384,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.1,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    torch.manual_seed(seed)
+    model = Qwen2ForCausalLM(Qwen2Config(**(settings | config)))
+    _random_norms_and_biases(model)
+    return _save(model.to(dtype), tokenizer, directory)
+
+
+def tiny_family(
+    directory: str | Path,
+    *,
+    build: Callable[..., Path] = tiny_llama,
+    experts: tuple[str, ...] = ("math", "text", "lookup"),
+    noise: float = 0.02,
+    seed: int = 0,
+    **settings: Any,
+) -> Family:
+    """A base and experts that are the base plus normal noise, in `directory`/ALIAS; `settings` go to `build`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    root = Path(directory)
+    base_dir = build(root / "base", seed, **settings)
+    tokenizer = AutoTokenizer.from_pretrained(base_dir)
+    for number, alias in enumerate(experts, start=1):
+        model = AutoModelForCausalLM.from_pretrained(base_dir, dtype="auto")
+        generator = torch.Generator().manual_seed(1000 * seed + number)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += noise * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        _save(model, tokenizer, root / alias)
+    return open_family(base_dir, {alias: root / alias for alias in experts})
+
+
+def character_tokenizer() -> Any:
+    """One token per printable character; begins every text with <s>."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
+    for character in CHARACTERS:
+        vocabulary[character] = len(vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", vocabulary["<s>"])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>"
+    )
+
+
+def byte_tokenizer() -> Any:
+    """Byte-level BPE in the form that transformers gives every Qwen2 folder."""
+    import json
+
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import Qwen2Tokenizer
+
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    learner.train_from_iterator(
+        TEXT, trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False)
+    )
+    model = json.loads(learner.to_str())["model"]
+    return Qwen2Tokenizer(vocab=model["vocab"], merges=[tuple(merge) for merge in model["merges"]])
+
+
+def _random_norms_and_biases(model: Any) -> None:
+    """Fresh models have norms of one and biases of zero, which would hide mistakes about them."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.1 * torch.randn(parameter.shape)
+
+
+def _save(model: Any, tokenizer: Any, directory: str | Path) -> Path:
+    path = Path(directory)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path

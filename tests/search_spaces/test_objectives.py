@@ -1,0 +1,157 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from search_spaces.errors import InvalidStudy
+from search_spaces.objectives import (
+    Candidate,
+    Objective,
+    crowding_distances,
+    dominates,
+    hypervolume,
+    non_dominated_ranks,
+    promotion_order,
+)
+
+costs_2d = st.lists(st.tuples(*[st.integers(0, 10).map(lambda i: i / 10)] * 2), min_size=1, max_size=8)
+costs_4d = st.lists(st.tuples(*[st.integers(0, 4).map(lambda i: i / 4)] * 4), min_size=1, max_size=6)
+
+
+def test_cost_of_a_share_is_what_is_missing_to_one():
+    assert Objective("math", "exact_match", "maximize").cost(0.25) == 0.75
+
+
+def test_cost_of_a_ranged_metric_is_its_place_from_the_better_end():
+    assert Objective("fluency", "word_perplexity", "minimize", (1, 101)).cost(26) == 0.25
+    assert Objective("translation", "bleu", "maximize", (0, 100)).cost(30) == pytest.approx(0.7)
+
+
+def test_cost_beyond_the_range_keeps_the_order():
+    objective = Objective("fluency", "word_perplexity", "minimize", (1, 101))
+    assert objective.cost(300) > objective.cost(200) > 1
+
+
+@pytest.mark.parametrize(("metric", "direction"), [("word_perplexity", "minimize"), ("bleu", "maximize")])
+def test_an_objective_known_to_leave_the_unit_interval_needs_a_range(metric, direction):
+    with pytest.raises(InvalidStudy, match=f"{metric} .* state where its values lie, e.g. range"):
+        Objective("x", metric, direction)
+
+
+def test_an_empty_range_is_refused():
+    with pytest.raises(InvalidStudy, match=r"objective 'x': range \[2, 1\] is empty"):
+        Objective("x", "bleu", "maximize", (2, 1))
+
+
+def test_a_value_outside_the_unit_interval_asks_for_a_range():
+    with pytest.raises(InvalidStudy, match=r"objective 'x': score=7 is outside \[0, 1\]; state where"):
+        Objective("x", "score", "maximize").cost(7)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_value_that_is_no_number_has_no_cost(value):
+    with pytest.raises(ValueError, match="is not a finite number"):
+        Objective("x", "score", "maximize", (0, 10)).cost(value)
+
+
+def test_better_follows_the_direction():
+    assert Objective("x", "acc", "maximize").is_better(0.6, 0.5)
+    assert Objective("x", "ppl", "minimize", (1, 9)).is_better(2, 3)
+
+
+def test_dominance_needs_one_strictly_smaller_cost():
+    assert dominates((0.1, 0.2), (0.1, 0.3))
+    assert not dominates((0.1, 0.2), (0.1, 0.2))
+    assert not dominates((0.1, 0.4), (0.2, 0.3))
+
+
+def test_ranks_of_two_nested_fronts():
+    assert non_dominated_ranks([(0.1, 0.9), (0.9, 0.1), (0.5, 0.5), (0.6, 0.6), (1.0, 1.0)]) == (0, 0, 0, 1, 2)
+
+
+@given(costs_2d)
+def test_a_point_is_dominated_by_some_point_of_the_rank_before(costs):
+    ranks = non_dominated_ranks(costs)
+    for point, rank in zip(costs, ranks, strict=True):
+        better = [r for other, r in zip(costs, ranks, strict=True) if dominates(other, point)]
+        assert rank == (max(better) + 1 if better else 0)
+
+
+def test_crowding_is_the_sum_of_normalised_gaps_and_infinite_at_the_ends():
+    # second point: (0.5 - 0) / 1 + (1 - 0.4) / 1; third: (1 - 0.25) / 1 + (0.6 - 0) / 1
+    distances = crowding_distances([(0.0, 1.0), (0.25, 0.6), (0.5, 0.4), (1.0, 0.0)])
+    assert distances == (math.inf, pytest.approx(1.1), pytest.approx(1.35), math.inf)
+
+
+def test_equal_points_are_not_alone_and_nothing_has_no_crowding():
+    assert crowding_distances([(0.5, 0.5), (0.5, 0.5)]) == (0.0, 0.0)
+    assert crowding_distances([]) == ()
+
+
+def test_one_objective_promotes_by_cost_then_number_and_failures_last():
+    candidates = [
+        Candidate(1, None),
+        Candidate(4, (0.2,)),
+        Candidate(3, (0.2,)),
+        Candidate(2, (0.5,)),
+        Candidate(5, (0.1,)),
+    ]
+    assert promotion_order(candidates) == (5, 3, 4, 2, 1)
+
+
+def test_several_objectives_promote_by_rank_then_loneliness_then_number():
+    candidates = [
+        Candidate(1, (0.9, 0.9)),
+        Candidate(2, (0.5, 0.5)),
+        Candidate(3, (0.45, 0.55)),
+        Candidate(4, (0.0, 1.0)),
+        Candidate(5, (1.0, 0.0)),
+        Candidate(6, None),
+        Candidate(0, None),
+    ]
+    # 4 and 5 are ends; 2 has the wider gap: (1 - 0.45) + (0.55 - 0) against (0.5 - 0) + (1 - 0.5)
+    assert promotion_order(candidates) == (4, 5, 2, 3, 1, 0, 6)
+
+
+def test_promotion_does_not_depend_on_the_order_given():
+    candidates = [Candidate(i, (i % 3 / 3, i % 5 / 5)) for i in range(15)]
+    assert promotion_order(candidates) == promotion_order(candidates[::-1])
+
+
+@pytest.mark.parametrize(
+    ("front", "reference", "volume"),
+    [
+        ([], 1.0, 0.0),
+        ([(0.0,)], 1.1, 1.1),
+        ([(0.25, 0.5)], 1.0, 0.375),
+        ([(0.0, 0.5), (0.5, 0.0)], 1.0, 0.75),
+        ([(0.0, 0.5), (0.5, 0.0), (0.5, 0.5), (0.0, 0.5)], 1.0, 0.75),  # a dominated and a repeated point
+        ([(0.5, 0.5), (0.1, 1.2)], 1.0, 0.25),  # a point beyond the reference
+        ([(0.0, 0.5, 0.5), (0.5, 0.0, 0.5), (0.5, 0.5, 0.0)], 1.0, 0.5),  # 3 x 1/4, three overlaps of 1/8 less 1/8
+    ],
+)
+def test_hypervolume_of_known_fronts(front, reference, volume):
+    assert hypervolume(front, reference) == pytest.approx(volume)
+
+
+@given(costs_2d)
+def test_hypervolume_in_two_objectives_is_the_area_of_the_staircase(costs):
+    area, ceiling = 0.0, 1.1
+    for first, second in sorted(costs):
+        if second < ceiling:
+            area += (1.1 - first) * (ceiling - second)
+            ceiling = second
+    assert hypervolume(costs) == pytest.approx(area)
+
+
+@given(costs_4d)
+def test_hypervolume_in_four_objectives_is_that_of_the_grid_cells_covered(costs):
+    edges = [i / 4 for i in range(5)] + [1.1]
+    cells = [(low, high - low) for low, high in zip(edges, edges[1:], strict=False)]
+    covered = 0.0
+    for index in range(len(cells) ** 4):
+        cell = [cells[index // len(cells) ** axis % len(cells)] for axis in range(4)]
+        if any(all(cost <= low for cost, (low, _) in zip(point, cell, strict=True)) for point in costs):
+            covered += math.prod(width for _, width in cell)
+    assert hypervolume(costs) == pytest.approx(covered)

@@ -1,0 +1,157 @@
+"""A coordinator driven without Ray: the fake scorer, one chunk at a time, in any order of completion."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from search_spaces.fidelity import Bracket, hyperband_brackets
+from search_spaces.lfs import LfsSpace
+from search_spaces.objectives import Objective
+from search_spaces.published import sources_and_published
+from service.store import Store
+from service.tune.coordinator import Coordinator
+from service.tune.evaluations import ChunkFailed, Evaluation
+from service.tune.plan import Plan
+from service.tune.searchers import get_searcher
+from service.types import Origin
+from workers.errors import EngineUnavailable, TrialFailed
+from workers.fake import FakeScorer
+from workers.types import Scorer, ScoreRequest, TaskSpec
+
+FINGERPRINTS = {"base": "b0", "math": "m1", "text": "t2"}
+
+
+def lfs_space(**changes: Any) -> LfsSpace:
+    arguments: dict[str, Any] = {
+        "base": "base",
+        "experts": ("math", "text"),
+        "fingerprints": FINGERPRINTS,
+        "num_layers": 4,
+        "layer_groups": 2,
+    }
+    return LfsSpace(**{**arguments, **changes})
+
+
+def make_plan(study_id: str, **changes: Any) -> Plan:
+    """Two objectives, rungs of 4, 12 and 36 samples, 14 configurations, a holdout of 50 samples."""
+    names = ("math", "text")
+    tasks = {name: TaskSpec(task=name, metric="exact_match") for name in names}
+    known = sources_and_published(base="base", experts=names, fingerprints=FINGERPRINTS, num_layers=4)
+    arguments: dict[str, Any] = {
+        "study_id": study_id,
+        "seed": 0,
+        "objectives": tuple(Objective(name, "exact_match", "maximize", None) for name in names),
+        "tasks": tasks,
+        "holdout_tasks": {name: replace(task, split="test") for name, task in tasks.items()},
+        "rung_samples": tuple(dict.fromkeys(names, size) for size in (4, 12, 36)),
+        "holdout_samples": dict.fromkeys(names, 50),
+        "cycle": hyperband_brackets(3, 3),
+        "eta": 3,
+        "max_trials": 14,
+        "lag": 5,
+        "chunk_samples": 30,
+        "bank_fingerprint": FakeScorer().bank_fingerprint,
+        "extras": tuple((Origin(origin), label, recipe) for origin, label, recipe in known),
+    }
+    return Plan(**{**arguments, **changes})
+
+
+def one_rung(max_trials: int) -> tuple[Bracket, ...]:
+    return (Bracket(max_trials, first_rung=0, num_rungs=1, eta=3),)
+
+
+class InlineProposer:
+    """`coordinator.Proposer` in the caller's own thread."""
+
+    def __init__(self, space: LfsSpace, *, algorithm: str = "random", seed: int = 0) -> None:
+        self._searcher = get_searcher(algorithm)
+        self._parameters = space.parameters
+        self._seed = seed
+        self._call: Mapping[str, Any] = {}
+
+    def submit(self, *, number: int, observations: Sequence[Any], pending: Sequence[Mapping[str, Any]]) -> None:
+        self._call = {"number": number, "observations": observations, "pending": pending}
+
+    def result(self, *, timeout_s: float) -> dict[str, Any] | None:
+        return self._searcher.propose(self._parameters, seed=self._seed, **self._call)
+
+
+def new_study(directory: Path) -> tuple[Store, str]:
+    store = Store(f"sqlite:///{directory / 'study.db'}")
+    return store, store.create_study(name="test", document={}, facts={}).id
+
+
+def coordinator_of(store: Store, study_id: str, *, plan: Plan | None = None, **changes: Any) -> Coordinator:
+    space = lfs_space()
+    arguments: dict[str, Any] = {"space": space, "proposer": InlineProposer(space)}
+    return Coordinator(
+        plan or make_plan(study_id),
+        store=store,
+        writer=store.open_attempt(study_id),
+        **{**arguments, **changes},
+    )
+
+
+def drive(coordinator: Coordinator, scorer: Scorer, *, concurrency: int = 3, order_seed: int = 0) -> None:
+    """Run to the end; which of the evaluations in flight finishes its next chunk first is drawn at random."""
+    draw = random.Random(order_seed)
+    in_flight: list[tuple[Evaluation, int]] = []
+    while True:
+        while len(in_flight) < concurrency and (evaluation := coordinator.next_evaluation()) is not None:
+            in_flight.append((evaluation, 0))
+        if not in_flight:
+            assert coordinator.is_finished
+            return
+        evaluation, chunk = in_flight.pop(draw.randrange(len(in_flight)))
+        if not coordinator.on_outcome(evaluation, score(scorer, evaluation, chunk)):
+            in_flight.append((evaluation, chunk + 1))
+
+
+def score(scorer: Scorer, evaluation: Evaluation, chunk: int) -> Any:
+    try:
+        return scorer.score(ScoreRequest(evaluation.study, evaluation.recipe, evaluation.chunks[chunk]))
+    except TrialFailed as error:
+        return ChunkFailed("trial", str(error))
+    except EngineUnavailable as error:
+        return ChunkFailed("engine", str(error))
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing catches it, nothing is written after it."""
+
+
+def killer(at: int) -> Callable[[str], None]:
+    """An observer that dies at the `at`-th step (0-based)."""
+    count = 0
+
+    def observe(_: str) -> None:
+        nonlocal count
+        if count == at:
+            raise Killed
+        count += 1
+
+    return observe
+
+
+def trial_list(store: Store, study_id: str) -> list[tuple[Any, ...]]:
+    """What a resumed search must share with an undisturbed one."""
+    return [
+        (
+            trial.number,
+            trial.origin,
+            trial.label,
+            trial.state,
+            trial.configuration,
+            trial.recipe.digest,
+            trial.bracket,
+            trial.rungs,
+            trial.samples_scored,
+            trial.samples_reused,
+            trial.reason,
+        )
+        for trial in store.trials(study_id)
+    ]

@@ -1,0 +1,252 @@
+"""A made-up study as the store would hold it: 9 sources and published recipes, 60 proposed trials, 3 rungs, failures, a
+held-out stage. Values are drawn per sample from skills that follow the recipe, so figures hang together."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import numpy as np
+
+from search_spaces.objectives import Objective
+from search_spaces.recipe import COMPONENTS, LayerRecipe, Merge, Recipe, Source
+from service.results import EngineFigures, RunRecord, accuracy_objectives, best_trial, finalists
+from service.statistics import compare
+from service.types import Origin, RungRecord, StudyRecord, StudyState, TrialRecord, TrialState
+from workers.types import VerificationReport
+
+EXPERTS = ("math", "text", "lookup")
+NUM_LAYERS, NUM_GROUPS = 8, 4
+RUNGS = (30, 90, 270)
+ETA = 3
+HOLDOUT_SAMPLES = 400
+FINGERPRINTS = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("base", *EXPERTS)}
+
+
+def run_record(
+    *, num_trials: int = 60, num_objectives: int = 3, num_layers: int = NUM_LAYERS, seed: int = 0
+) -> RunRecord:
+    """The RunRecord of a finished run. One objective asks for the first expert's skill only."""
+    rng = np.random.default_rng(seed)
+    names = EXPERTS[:num_objectives]
+    objectives = tuple(Objective(name, "exact_match", "maximize") for name in names)
+    full = RUNGS[-1]
+
+    trials, skills = [], {}
+    for number, (label, origin, recipe) in enumerate(fixed_recipes(num_layers)):
+        skills[number] = skill(recipe)
+        samples = draw(skills[number], names, full, rng)
+        trials.append(scored_trial(number, origin, label, recipe, samples, reached=3, bracket=None))
+
+    candidates = []
+    for number in range(len(trials), len(trials) + num_trials):
+        recipe = random_recipe(rng, num_layers, progress=(number - len(trials)) / num_trials)
+        candidates.append((number, recipe, draw(skill(recipe), names, full, rng)))
+        skills[number] = skill(recipe)
+    failed = {candidate[0] for candidate in candidates[7 :: max(1, num_trials // 3)]}
+    alive = [candidate for candidate in candidates if candidate[0] not in failed]
+    reached = dict.fromkeys((number for number, _, _ in alive), 1)
+    for rung in (1, 2):
+        ranked = sorted(
+            (c for c in alive if reached[c[0]] == rung),
+            key=lambda c: -np.mean([v[: RUNGS[rung - 1]].mean() for v in c[2].values()]),
+        )
+        for number, _, _ in ranked[: max(1, len(ranked) // ETA)]:
+            reached[number] = rung + 1
+    for index, (number, recipe, samples) in enumerate(candidates):
+        label, bracket = f"trial:{number}", index * 3 // num_trials
+        if number in failed:
+            trials.append(
+                TrialRecord(
+                    number=number,
+                    origin=Origin.SEARCH,
+                    label=label,
+                    state=TrialState.FAIL,
+                    recipe=recipe,
+                    configuration={"g0.method": "ties"},
+                    bracket=bracket,
+                    reason=f"NaN in the logits of objective {names[0]!r}, sample 3; <merge diverged>",
+                )
+            )
+        else:
+            trials.append(scored_trial(number, Origin.SEARCH, label, recipe, samples, reached[number], bracket))
+
+    run = RunRecord(
+        study=StudyRecord(
+            id="c0ffee",
+            name="math-text-lookup",
+            state=StudyState.COMPLETE,
+            document={
+                "name": "math-text-lookup",
+                "search_space": {"kind": "lfs", "layer_groups": NUM_GROUPS, "component_groups": 3},
+                "search": {"algorithm": "smac", "max_trials": num_trials, "seed": seed},
+                "fidelity": {"scheduler": "hyperband", "min_samples": 30, "max_samples": 270, "eta": 3},
+            },
+            facts={"num_layers": num_layers},
+            created_at=1_760_000_000.0,
+        ),
+        objectives=objectives,
+        trials=tuple(trials),
+        full_budget=dict.fromkeys(names, full),
+        engine=EngineFigures(starts=1, swap_s=tuple(rng.gamma(9, 0.002, 120)), busy_fraction=0.87),
+        wall_clock_s=312.4,
+        samples_per_second=131.8,
+        version="0.1.0",
+    )
+    return replace(run, holdout=holdout(run, skills, rng), verifications=verifications(run))
+
+
+def holdout(run: RunRecord, skills, rng):
+    """Finalists and every source and published recipe; the same samples for all, so neighbours are correlated."""
+    names = [objective.name for objective in run.objectives]
+    luck = {name: rng.random(HOLDOUT_SAMPLES) for name in names}
+    best = best_trial(run.trials, run.objectives)
+    rows = [*finalists(run.trials, run.objectives)]
+    rows += [trial for trial in run.trials if trial.origin is not Origin.SEARCH and trial not in rows]
+
+    def samples(trial):
+        noise = np.random.default_rng(trial.number)
+        return {
+            name: ((0.8 * luck[name] + 0.2 * noise.random(HOLDOUT_SAMPLES)) < skills[trial.number][name]).astype(float)
+            for name in names
+        }
+
+    averaged = accuracy_objectives(run.objectives)
+    reference = samples(best)
+    return tuple(
+        compare(trial.label, trial.number, samples(trial), reference=reference, mean_over=averaged) for trial in rows
+    )
+
+
+def verifications(run: RunRecord):
+    return tuple(
+        VerificationReport(
+            recipe_digest=trial.recipe.digest,
+            num_samples=48,
+            num_equal=48 - number,
+            max_logprob_difference=3.1e-5,
+            tolerance=1e-3,
+            differences=tuple(
+                {"objective": "text", "position": 17 + i, "engine": "abc", "reference": "abd", "top2_gap": 2.4e-5}
+                for i in range(number)
+            ),
+            num_beyond=0,
+        )
+        for number, trial in enumerate(finalists(run.trials, run.objectives)[:3])
+    )
+
+
+def scored_trial(number, origin, label, recipe, samples, reached, bracket) -> TrialRecord:
+    rungs = tuple(
+        RungRecord(
+            rung=rung,
+            num_samples=dict.fromkeys(samples, count),
+            values={name: float(values[:count].mean()) for name, values in samples.items()},
+            standard_errors={name: float(values[:count].std(ddof=1) / count**0.5) for name, values in samples.items()},
+        )
+        for rung, count in enumerate(RUNGS[:reached])
+    )
+    if origin is not Origin.SEARCH:
+        rungs = rungs[-1:]
+    is_full = reached == len(RUNGS)
+    return TrialRecord(
+        number=number,
+        origin=origin,
+        label=label,
+        state=TrialState.COMPLETE if is_full else TrialState.PRUNED,
+        recipe=recipe,
+        configuration={"g0.method": "task_arithmetic"} if origin is Origin.SEARCH else None,
+        bracket=bracket,
+        rungs=rungs,
+        samples_scored=RUNGS[reached - 1] * len(samples),
+        timings_s={"ask": 0.4, "materialise": 0.01, "swap": 0.02, "score": 2.0, "wait": 0.1},
+        values=rungs[-1].values if is_full else {},
+        standard_errors=rungs[-1].standard_errors if is_full else {},
+    )
+
+
+def draw(skills, names, count, rng):
+    return {name: (rng.random(count) < skills[name]).astype(float) for name in names}
+
+
+def skill(recipe: Recipe) -> dict[str, float]:
+    """A made-up truth: a skill grows with its expert's share, most where that expert learned it (math in attention,
+    text in the mlp, lookup in norms), saturates, and suffers from the others' steps."""
+    shares = dict.fromkeys(EXPERTS, 0.0)
+    layers = len(recipe.layers)
+    for layer in recipe.layers:
+        for component, favourite in zip(COMPONENTS, EXPERTS, strict=True):
+            for name, share in influence(layer.component(component)).items():
+                if name in shares:
+                    shares[name] += share * (0.6 if name == favourite else 0.2) / layers
+    step = sum(shares.values())
+    return {
+        name: float(np.clip(0.30 + 0.66 * min(share, 1.0) ** 0.7 - 0.10 * (step - share), 0.02, 0.98))
+        for name, share in shares.items()
+    }
+
+
+def influence(merge: Merge) -> dict[str, float]:
+    names = [source.model for source in merge.sources]
+    if merge.method == "passthrough":
+        return {names[0]: 1.0}
+    if merge.method == "slerp":
+        return {names[0]: 1 - merge.number("t"), names[1]: merge.number("t")}
+    weights = merge.per_source("weight" if merge.method == "linear" else "lambda")
+    return dict(zip(names, weights, strict=True))
+
+
+def fixed_recipes(num_layers):
+    def whole(make):
+        return Recipe(FINGERPRINTS, "base", tuple(layer_of(make, i) for i in range(num_layers)), make(None), make(None))
+
+    def sources(layer):
+        return tuple(Source(name, layer) for name in EXPERTS)
+
+    yield "base", Origin.SOURCE, whole(lambda i: Merge("passthrough", (Source("base", i),)))
+    for name in EXPERTS:
+        yield f"expert:{name}", Origin.SOURCE, whole(lambda i, name=name: Merge("passthrough", (Source(name, i),)))
+    yield "average", Origin.PUBLISHED, whole(lambda i: Merge("linear", sources(i), {"weight": 1 / 3}))
+    for value in (1 / 3, 0.3, 0.4):
+        label = "1/n" if value == 1 / 3 else f"{value}"
+        yield (
+            f"task_arithmetic:{label}",
+            Origin.PUBLISHED,
+            whole(lambda i, v=value: Merge("task_arithmetic", sources(i), {"lambda": v})),
+        )
+    yield "ties:1.0:0.2", Origin.PUBLISHED, whole(lambda i: Merge("ties", sources(i), {"lambda": 0.45, "k": 0.2}))
+
+
+def layer_of(make, layer) -> LayerRecipe:
+    return LayerRecipe(attention=make(layer), mlp=make(layer), norm=make(layer))
+
+
+def random_recipe(rng, num_layers, *, progress) -> Recipe:
+    """A layer-wise recipe; later ones lean towards balanced coefficients, as a search that learns would."""
+    layers = []
+    spread = 1.2 - progress
+    for start in range(0, num_layers, max(1, num_layers // NUM_GROUPS)):
+        makers = [random_maker(rng, spread, favourite) for favourite in range(3)]
+        for layer in range(start, min(start + max(1, num_layers // NUM_GROUPS), num_layers)):
+            layers.append(LayerRecipe(*(make(layer) for make in makers)))
+    ends = random_maker(rng, spread, 0), random_maker(rng, spread, 2)
+    return Recipe(FINGERPRINTS, "base", tuple(layers), ends[0](None), ends[1](None))
+
+
+def random_maker(rng, spread, favourite):
+    lean = np.where(np.arange(3) == favourite, 0.5 * (1.2 - spread), 0.0)
+    method = rng.choice(["task_arithmetic", "ties", "slerp", "linear", "passthrough"], p=[0.42, 0.2, 0.14, 0.2, 0.04])
+    if method == "task_arithmetic":
+        values = tuple(float(v) for v in np.clip(0.35 + lean + spread * rng.normal(0, 0.3, 3), 0, 1))
+        return lambda i: Merge(method, tuple(Source(n, i) for n in EXPERTS), {"lambda": values})
+    if method == "ties":
+        numbers = {"lambda": float(np.clip(0.5 + spread * rng.normal(0, 0.2), 0, 1)), "k": float(rng.uniform(0.1, 0.9))}
+        return lambda i: Merge(method, tuple(Source(n, i) for n in EXPERTS), numbers)
+    if method == "slerp":
+        pair, t = rng.permutation(EXPERTS)[:2], float(np.clip(0.5 + spread * rng.normal(0, 0.2), 0, 1))
+        return lambda i: Merge(method, tuple(Source(str(n), i) for n in pair), {"t": t})
+    if method == "linear":
+        weights = tuple(float(v) for v in rng.dirichlet((1 + 5 * lean) * 3 / spread))
+        return lambda i: Merge(method, tuple(Source(n, i) for n in EXPERTS), {"weight": weights})
+    name = str(rng.choice(EXPERTS))
+    return lambda i: Merge("passthrough", (Source(name, i),))

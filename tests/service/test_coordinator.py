@@ -1,0 +1,311 @@
+"""Coordinator, rung table and store together: what is evaluated, who is promoted, and what survives a crash."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.errors import StaleAttempt, StudyFailed
+from service.tune.evaluations import Evaluation
+from service.types import Origin, TrialState
+from tests.service.harness import (
+    InlineProposer,
+    Killed,
+    coordinator_of,
+    drive,
+    killer,
+    lfs_space,
+    make_plan,
+    new_study,
+    one_rung,
+    score,
+    trial_list,
+)
+from workers.errors import EvidenceMismatch
+from workers.fake import FakeScorer
+from workers.types import ScoreRequest
+
+
+def finished_study(directory: Path, **changes: Any) -> tuple[Any, str, Any]:
+    directory.mkdir(parents=True, exist_ok=True)
+    store, study = new_study(directory)
+    coordinator = coordinator_of(store, study, **changes)
+    drive(coordinator, FakeScorer())
+    return store, study, coordinator
+
+
+def test_brackets_have_hyperband_sizes_and_only_the_best_climb(tmp_path: Path) -> None:
+    store, study, _ = finished_study(tmp_path)
+    trials = [trial for trial in store.trials(study) if trial.origin is Origin.SEARCH]
+    assert len(trials) == 14
+    by_bracket = {b: [t for t in trials if t.bracket == b] for b in (0, 1)}
+    assert [len(by_bracket[0]), len(by_bracket[1])] == [9, 5]
+    at_rung = Counter(rung.rung for trial in by_bracket[0] for rung in trial.rungs)
+    assert at_rung == {0: 9, 1: 3, 2: 1}
+    assert Counter(rung.rung for trial in by_bracket[1] for rung in trial.rungs) == {1: 5, 2: 1}
+    complete = [trial for trial in trials if trial.state is TrialState.COMPLETE]
+    assert [trial.values for trial in complete] == [trial.rungs[-1].values for trial in complete]
+    assert all(trial.state is TrialState.PRUNED and not trial.values for trial in trials if trial not in complete)
+
+
+def test_sources_and_published_come_first_at_full_budget(tmp_path: Path) -> None:
+    store, study, _ = finished_study(tmp_path)
+    extras = [trial for trial in store.trials(study) if trial.origin is not Origin.SEARCH]
+    assert [trial.number for trial in extras] == list(range(len(extras)))
+    assert {"base", "expert:math", "expert:text", "uniform average"} <= {trial.label for trial in extras}
+    assert {trial.rungs[0].rung for trial in extras} == {2}
+
+
+def test_a_promoted_trial_pays_only_for_new_samples(tmp_path: Path) -> None:
+    store, study, _ = finished_study(tmp_path)
+    climber = next(t for t in store.trials(study) if [rung.rung for rung in t.rungs] == [0, 1, 2])
+    assert climber.samples_scored == 2 * 36
+    assert climber.samples_reused == 2 * (4 + 12)
+
+
+@pytest.mark.parametrize(("concurrency", "order_seed"), [(1, 0), (2, 1), (5, 2)])
+def test_the_trial_list_does_not_depend_on_the_order_in_which_results_come(
+    tmp_path: Path, concurrency: int, order_seed: int
+) -> None:
+    store, study, _ = finished_study(tmp_path / "reference")
+    (tmp_path / "other").mkdir()
+    other_store, other = new_study(tmp_path / "other")
+    drive(coordinator_of(other_store, other), FakeScorer(), concurrency=concurrency, order_seed=order_seed)
+    assert trial_list(other_store, other) == trial_list(store, study)
+
+
+def test_killed_at_any_step_and_run_again_gives_the_undisturbed_trial_list(tmp_path: Path) -> None:
+    """Every step: each ask, each chunk before and after its commit, each rung, each promotion, the holdout stage."""
+    store, study, _ = finished_study(tmp_path / "undisturbed")
+    expected = trial_list(store, study)
+    expected_holdout = store.sample_values(study, "holdout")
+    (tmp_path / "one").mkdir()
+    store, study = new_study(tmp_path / "one")
+    kill_at, num_kills = 0, 0
+    log = str(tmp_path / "scored.jsonl")
+    while True:
+        # The same study is killed over and over, each time a few steps further than it has come.
+        try:
+            coordinator = coordinator_of(store, study, observer=killer(kill_at % 7))
+            drive(coordinator, FakeScorer(log_file=log), order_seed=kill_at)
+        except Killed:
+            num_kills += 1
+            kill_at += 1
+            assert num_kills < 2000
+            continue
+        break
+    assert num_kills > 50
+    assert trial_list(store, study) == expected
+    assert store.sample_values(study, "holdout") == expected_holdout
+
+
+def test_no_stored_sample_is_scored_twice_whatever_was_killed(tmp_path: Path) -> None:
+    store, study = new_study(tmp_path)
+    log = tmp_path / "scored.jsonl"
+    for kill_at in range(0, 200, 3):
+        stored = {
+            (digest, split, objective, position)
+            for split in ("search", "holdout")
+            for digest, by_objective in store.sample_values(study, split).items()
+            for objective, values in by_objective.items()
+            for position in values
+        }
+        log.unlink(missing_ok=True)
+        splits: dict[str, str] = {}
+        try:
+            coordinator = coordinator_of(store, study, observer=killer(kill_at))
+            drive(coordinator, _Recording(FakeScorer(log_file=str(log)), splits))
+        except Killed:
+            pass
+        for line in log.read_text().splitlines() if log.exists() else ():
+            call = json.loads(line)
+            for objective, start, stop in call["spans"]:
+                for position in range(start, stop):
+                    assert (call["recipe"], splits[str(call["call"])], objective, position) not in stored
+
+
+class _Recording:
+    """Notes each call's split: the fake's log does not know it."""
+
+    def __init__(self, scorer: FakeScorer, splits: dict[str, str]) -> None:
+        self._scorer, self._splits = scorer, splits
+
+    def score(self, request: ScoreRequest) -> Any:
+        split = "holdout" if request.spans[0].task.split == "test" else "search"
+        self._splits[str(len(self._splits) + 1)] = split
+        return self._scorer.score(request)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scorer, name)
+
+
+def test_equal_recipes_are_scored_once_and_count_as_trials(tmp_path: Path) -> None:
+    store, study = new_study(tmp_path)
+    space = lfs_space()
+    configuration = InlineProposer(space)
+    configuration.submit(number=0, observations=(), pending=())
+    always = configuration.result(timeout_s=0)
+
+    class Stubborn(InlineProposer):
+        def result(self, *, timeout_s: float) -> dict[str, Any] | None:
+            return always
+
+    plan = replace(make_plan(study), max_trials=6)
+    drive(coordinator_of(store, study, plan=plan, proposer=Stubborn(space)), FakeScorer())
+    trials = [trial for trial in store.trials(study) if trial.origin is Origin.SEARCH]
+    assert len(trials) == 6
+    assert len({trial.recipe.digest for trial in trials}) == 1
+    assert sum(trial.samples_scored for trial in trials) == 2 * 36
+    assert trials[-1].rungs != ()
+
+
+def test_a_searcher_that_repeats_itself_ends_the_search(tmp_path: Path) -> None:
+    store, study = new_study(tmp_path)
+    space = lfs_space()
+    first = InlineProposer(space)
+    first.submit(number=0, observations=(), pending=())
+    always = first.result(timeout_s=0)
+
+    class Stubborn(InlineProposer):
+        def result(self, *, timeout_s: float) -> dict[str, Any] | None:
+            return always
+
+    plan = replace(make_plan(study), max_trials=500, rung_samples=(dict.fromkeys(("math", "text"), 8),))
+    plan = replace(plan, cycle=one_rung(500))
+    coordinator = coordinator_of(store, study, plan=plan, proposer=Stubborn(space))
+    drive(coordinator, FakeScorer())
+    assert "scored already" in str(coordinator.end_of_search)
+    assert sum(trial.origin is Origin.SEARCH for trial in store.trials(study)) == 17
+
+
+def test_a_failed_candidate_has_a_reason_and_the_study_goes_on(tmp_path: Path) -> None:
+    store, study, _ = finished_study(tmp_path / "reference")
+    victim = next(t for t in store.trials(study) if [rung.rung for rung in t.rungs] == [0, 1, 2])
+    (tmp_path / "failing").mkdir()
+    store, study = new_study(tmp_path / "failing")
+    drive(coordinator_of(store, study), FakeScorer(failing=frozenset({victim.recipe.digest})))
+    trials = store.trials(study)
+    failed = [trial for trial in trials if trial.state is TrialState.FAIL]
+    assert [trial.number for trial in failed] == [victim.number]
+    assert failed[0].reason
+    assert failed[0].rungs == ()
+    assert any(t.state is TrialState.COMPLETE and t.bracket == victim.bracket for t in trials)
+
+
+def test_a_lost_trial_actor_costs_at_most_its_chunk(tmp_path: Path) -> None:
+    store, study = new_study(tmp_path)
+    coordinator = coordinator_of(store, study)
+    evaluation = coordinator.next_evaluation()
+    assert evaluation is not None
+    assert len(evaluation.chunks) == 3
+    assert not coordinator.on_outcome(evaluation, score(FakeScorer(), evaluation, 0))
+    coordinator.on_lost(evaluation, "killed")
+    again = coordinator.next_evaluation()
+    assert isinstance(again, Evaluation)
+    assert (again.trial, again.chunks) == (evaluation.trial, evaluation.chunks[1:])
+
+
+def test_a_trial_whose_actor_dies_three_times_fails(tmp_path: Path) -> None:
+    store, study = new_study(tmp_path)
+    coordinator = coordinator_of(store, study)
+    for _ in range(3):
+        evaluation = coordinator.next_evaluation()
+        assert evaluation is not None
+        assert evaluation.trial == 0
+        coordinator.on_lost(evaluation, "killed")
+    assert coordinator.trials[0].state is TrialState.FAIL
+    assert "3 times" in str(coordinator.trials[0].reason)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"recipe_digest": "foreign"}, "held recipe foreign"),
+        ({"bank_fingerprint": "other"}, "model directory has changed"),
+    ],
+)
+def test_foreign_evidence_stops_the_study(tmp_path: Path, change: dict[str, str], message: str) -> None:
+    store, study = new_study(tmp_path)
+    coordinator = coordinator_of(store, study)
+    evaluation = coordinator.next_evaluation()
+    assert evaluation is not None
+    result = score(FakeScorer(), evaluation, 0)
+    with pytest.raises(EvidenceMismatch, match=message):
+        coordinator.on_outcome(evaluation, replace(result, evidence=replace(result.evidence, **change)))
+    assert store.evidence(study) == ()
+
+
+def test_weights_or_prompts_that_change_under_the_same_digest_stop_the_study(tmp_path: Path) -> None:
+    store, study = new_study(tmp_path)
+    coordinator = coordinator_of(store, study)
+    evaluation = coordinator.next_evaluation()
+    assert evaluation is not None
+    coordinator.on_outcome(evaluation, score(FakeScorer(), evaluation, 0))
+    second = score(FakeScorer(), evaluation, 1)
+    with pytest.raises(EvidenceMismatch, match="weights of checksum"):
+        coordinator.on_outcome(evaluation, replace(second, evidence=replace(second.evidence, weights_checksum="0")))
+    other = coordinator.next_evaluation()
+    assert other is not None
+    result = score(FakeScorer(), other, 0)
+    prompts = dict.fromkeys(result.evidence.prompts, "0")
+    with pytest.raises(EvidenceMismatch, match="prompts of search"):
+        coordinator.on_outcome(other, replace(result, evidence=replace(result.evidence, prompts=prompts)))
+
+
+def test_no_engine_fails_the_study_with_the_reason(tmp_path: Path) -> None:
+    store, study = new_study(tmp_path)
+    with pytest.raises(StudyFailed, match="no engine"):
+        drive(coordinator_of(store, study), FakeScorer(unavailable_calls=1))
+
+
+def test_a_driver_that_was_replaced_cannot_write(tmp_path: Path) -> None:
+    store, study = new_study(tmp_path)
+    old = coordinator_of(store, study)
+    evaluation = old.next_evaluation()
+    assert evaluation is not None
+    coordinator_of(store, study)
+    with pytest.raises(StaleAttempt, match="has taken over"):
+        old.on_outcome(evaluation, score(FakeScorer(), evaluation, 0))
+
+
+def test_a_finished_search_goes_on_with_more_trials(tmp_path: Path) -> None:
+    store, study, _ = finished_study(tmp_path)
+    before = trial_list(store, study)
+    drive(coordinator_of(store, study, plan=replace(make_plan(study), max_trials=20)), FakeScorer())
+    after = trial_list(store, study)
+    assert after[: len(before)] == before
+    assert len(after) == len(before) + 6
+
+
+def test_a_limit_ends_the_search_and_a_larger_one_takes_it_up_again(tmp_path: Path) -> None:
+    store, study = new_study(tmp_path)
+    num_asked = 0
+
+    def is_out_of_budget() -> str | None:
+        nonlocal num_asked
+        num_asked += 1
+        return "limits.max_wall_clock_s: used up" if num_asked > 6 else None
+
+    coordinator = coordinator_of(store, study, is_out_of_budget=is_out_of_budget)
+    drive(coordinator, FakeScorer())
+    assert coordinator.end_of_search == "limits.max_wall_clock_s: used up"
+    assert all(trial.state.is_finished for trial in store.trials(study))
+    num_before = len(store.trials(study))
+    drive(coordinator_of(store, study), FakeScorer())
+    trials = store.trials(study)
+    assert sum(trial.origin is Origin.SEARCH for trial in trials) == 14
+    assert len(trials) > num_before
+    assert all(trial.state.is_finished for trial in trials)
+
+
+def test_holdout_covers_finalists_sources_and_published_on_all_samples(tmp_path: Path) -> None:
+    store, study, coordinator = finished_study(tmp_path)
+    values = store.sample_values(study, "holdout")
+    extras = {trial.recipe.digest for trial in coordinator.trials if trial.origin is not Origin.SEARCH}
+    assert extras <= set(values)
+    assert {len(by_position) for by in values.values() for by_position in by.values()} == {50}

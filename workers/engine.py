@@ -1,0 +1,336 @@
+"""The warm engine: one vLLM engine that holds one merge after another without a restart.
+
+A swap is: nothing in flight, weights written in place, packed again (CPU), prefix cache reset, parameters summed. A
+wrong swap gives wrong scores without any error, so log-probabilities are compared with transformers on the same merged
+weights when the engine starts, and every `CANARY_EVERY` swaps.
+
+Not for several threads at once: whoever owns the engine (`workers.replica`) holds a lock over swap and score.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from search_spaces.errors import InvalidRecipe
+from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
+from workers.errors import EngineUnavailable, EvidenceMismatch, TrialFailed
+from workers.prompts import LOGPROB_TOLERANCE, Continuation, Generation, Prompts
+from workers.types import EngineOptions, Family
+
+__all__ = ["Engine", "SwapReport", "base_recipe", "engine_environment", "kv_cache_bytes"]
+
+log = logging.getLogger(__name__)
+
+MAX_NUM_SEQS = 256
+MAX_NUM_BATCHED_TOKENS = 4096
+CANARY_EVERY = 32  # swaps
+CANARY_TOKENS = 48
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class SwapReport:
+    """What the engine holds after a swap, by its own word, and the seconds it took. `is_new` is False where the
+    recipe was held already and nothing was done."""
+
+    digest: str
+    swap_count: int
+    weights_checksum: str
+    materialise_s: float
+    swap_s: float
+    is_new: bool
+
+
+class Engine:
+    """One vLLM engine and the bank of a family. Implements workers.prompts.Backend for the recipe it holds.
+
+    Starts with the base model's weights held. Raises EngineUnavailable, with the reason, if it cannot start, and
+    EvidenceMismatch if its log-probabilities are not those of transformers.
+    """
+
+    def __init__(self, family: Family, options: EngineOptions, *, log_file: str | None = None) -> None:
+        self.family = family
+        self.options = options
+        self.prompts = Prompts(family.base.directory, options)
+        self.swap_s: list[float] = []
+        self._state: dict[str, Any] = {"digest": None, "swaps": 0, "checksum": ""}
+        self._new_tokenizer: tempfile.TemporaryDirectory[str] | None = None
+        started = time.perf_counter()
+        try:
+            self._start()
+        except Exception as error:  # vLLM raises anything; the caller needs one class and the reason
+            self.close()
+            reason = str(error).strip().splitlines()
+            raise EngineUnavailable(
+                f"vLLM did not start for {family.base.directory}: {type(error).__name__}: {reason[0] if reason else ''}"
+                + (f"; its log is {log_file}" if log_file else "")
+            ) from error
+        self.start_s = time.perf_counter() - started
+        log.info("engine for %s started in %.1f s", family.base.directory, self.start_s)
+        self.swap(base_recipe(family), check=True)
+
+    def _start(self) -> None:
+        from workers.vllm_extension import family_to_json
+
+        os.environ.update(engine_environment(self.options, os.environ))
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
+        is_cpu = bool(current_platform.is_cpu())
+        self.dtype = self.options.dtype
+        if self.dtype == "auto":
+            self.dtype = "float32" if is_cpu else "bfloat16"
+        self.max_length = self.prompts.max_length
+        memory: dict[str, Any] = {"enforce_eager": True} if is_cpu else {}
+        if is_cpu:
+            memory["kv_cache_memory_bytes"] = kv_cache_bytes(self.prompts.config, self.max_length, self.dtype)
+        self._llm: Any = LLM(
+            model=self.family.base.directory,
+            tokenizer=self._tokenizer_directory(),
+            dtype=self.dtype,
+            max_model_len=self.max_length,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=max(MAX_NUM_BATCHED_TOKENS, self.max_length),
+            tensor_parallel_size=self.options.tensor_parallel_size,
+            load_format="safetensors",
+            generation_config="vllm",  # end-of-text tokens are passed with each request, defaults for sampling ignored
+            worker_extension_cls="workers.vllm_extension.MergeExtension",
+            enable_prefix_caching=True,
+            seed=self.options.seed,
+            disable_log_stats=True,
+            trust_remote_code=False,
+            **memory,
+        )
+        self.bank_fingerprint = str(self._call("mergesearch_open", family_to_json(self.family)))
+
+    def _tokenizer_directory(self) -> str:
+        """Where vLLM finds the tokenizer that we use: the model's folder, or a copy that says which class reads it."""
+        from transformers import AutoTokenizer
+
+        ours = self.prompts.tokenizer
+        if type(AutoTokenizer.from_pretrained(self.family.base.directory)) is type(ours):
+            return self.family.base.directory
+        self._new_tokenizer = tempfile.TemporaryDirectory(prefix="mergesearch-tokenizer-")
+        ours.save_pretrained(self._new_tokenizer.name)
+        return self._new_tokenizer.name
+
+    @property
+    def held_digest(self) -> str | None:
+        """The digest of the recipe whose weights the engine holds, asked of the engine; None if a swap failed."""
+        digest: str | None = self._call("mergesearch_held")["digest"]
+        return digest
+
+    @property
+    def swap_count(self) -> int:
+        return int(self._state["swaps"])
+
+    @property
+    def weights_checksum(self) -> str:
+        """The checksum of the parameters as of the last swap."""
+        return str(self._state["checksum"])
+
+    def compute_checksum(self) -> str:
+        """The checksum of the parameters as they are now."""
+        return str(self._call("mergesearch_checksum"))
+
+    def swap(self, recipe: Recipe, *, check: bool = False) -> SwapReport:
+        """Hold `recipe`; nothing is done if it is held already. `check` compares with transformers afterwards.
+
+        Raises TrialFailed if the merge cannot be computed, EvidenceMismatch if the engine does not hold it after all.
+        """
+        is_new = self.held_digest != recipe.digest
+        timings = {"materialise_s": 0.0, "swap_s": 0.0}
+        if is_new:
+            if self._llm.llm_engine.has_unfinished_requests():
+                raise RuntimeError("swap while requests are in flight")
+            try:
+                self._state = self._call("mergesearch_apply", json.dumps(recipe.to_json()))
+            except InvalidRecipe as error:
+                raise TrialFailed(f"the merge cannot be computed: {error}") from error
+            started = time.perf_counter()
+            # vLLM never does this by itself, and stale blocks give wrong scores.
+            if not self._llm.reset_prefix_cache():
+                raise EvidenceMismatch("vLLM did not reset its prefix cache after a swap: blocks are still in use")
+            timings["materialise_s"] = float(self._state["materialise_s"])
+            timings["swap_s"] = float(self._state["swap_s"]) + time.perf_counter() - started
+            self.swap_s.append(timings["materialise_s"] + timings["swap_s"])
+            if self.held_digest != recipe.digest:
+                raise EvidenceMismatch(f"after a swap the engine holds {self.held_digest}, not {recipe.digest}")
+        if check or (is_new and self.swap_count % CANARY_EVERY == 0):
+            self.check_against_transformers(recipe)
+        return SwapReport(recipe.digest, self.swap_count, self.weights_checksum, **timings, is_new=is_new)
+
+    def check_against_transformers(self, recipe: Recipe) -> float | None:
+        """The largest difference of a log-probability from transformers' on the merged weights of `recipe`.
+
+        Raises EvidenceMismatch if it is beyond LOGPROB_TOLERANCE. None, with a warning, where there is no memory for
+        a second model or the candidate's logits are not finite (scoring it says so).
+        """
+        from workers.reference import logprobs, merged_model
+
+        needed = 2 * sum(file.stat().st_size for file in Path(self.family.base.directory).glob("*.safetensors"))
+        if needed > psutil.virtual_memory().available:
+            log.warning("not compared with transformers: that takes %.1f GiB more memory", needed / GIB)
+            return None
+        vocabulary = int(self.prompts.config["vocab_size"])
+        prompt = [(7919 * i + 11) % vocabulary for i in range(min(CANARY_TOKENS, self.max_length - 1))]
+        try:
+            ours = self.logprobs([prompt])[0]
+        except TrialFailed:
+            return None
+        from workers.vllm_extension import family_to_json, open_bank
+
+        theirs = logprobs(merged_model(recipe, open_bank(family_to_json(self.family)), dtype=self.dtype), prompt)
+        difference = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+        if not difference <= LOGPROB_TOLERANCE[self.dtype]:
+            raise EvidenceMismatch(
+                f"recipe {recipe.digest[:12]}: log-probabilities of the engine and of transformers differ by "
+                f"{difference:.3g}; at most {LOGPROB_TOLERANCE[self.dtype]} is rounding in {self.dtype}"
+            )
+        return difference
+
+    def generate(self, requests: Sequence[Generation]) -> list[str]:
+        """One batch. Raises TrialFailed if the model's logits were NaN at any step."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        known: dict[tuple[Any, ...], Any] = {}
+
+        def parameters(request: Generation) -> Any:
+            key = (request.max_tokens, request.stop, request.temperature, request.top_p, request.top_k, request.seed)
+            if key not in known:
+                known[key] = SamplingParams(
+                    max_tokens=request.max_tokens,
+                    stop=list(request.stop) or None,
+                    stop_token_ids=list(self.prompts.stop_token_ids) or None,
+                    temperature=request.temperature,
+                    top_p=request.top_p,
+                    top_k=request.top_k,
+                    seed=request.seed if request.temperature > 0 else None,
+                    skip_special_tokens=False,
+                    spaces_between_special_tokens=False,
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                )
+            return known[key]
+
+        outputs = self._run([request.tokens for request in requests], [parameters(request) for request in requests])
+        return [str(output.outputs[0].text) for output in outputs]
+
+    def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
+        """One batch. Raises TrialFailed if the model's logits were NaN at any step."""
+        results = []
+        for request, scored in zip(requests, self._read([request.tokens for request in requests]), strict=True):
+            tail = scored[request.num_context - 1 :]
+            results.append((sum(logprob for logprob, _ in tail), all(rank == 1 for _, rank in tail)))
+        return results
+
+    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Per prompt the log-probability of each token but the first, given those before it."""
+        return [[logprob for logprob, _ in scored] for scored in self._read(prompts)]
+
+    def _read(self, prompts: Sequence[Sequence[int]]) -> list[list[tuple[float, int]]]:
+        """Per prompt (log-probability, rank) of each token but the first."""
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        outputs = self._run(prompts, [parameters] * len(prompts))
+        return [
+            [
+                (float(position[token].logprob), int(position[token].rank))
+                for token, position in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
+            ]
+            for prompt, output in zip(prompts, outputs, strict=True)
+        ]
+
+    def _run(self, prompts: Sequence[Sequence[int]], parameters: list[Any]) -> list[Any]:
+        from vllm import TokensPrompt
+
+        self._call("mergesearch_nan_rows")
+        outputs: list[Any] = self._llm.generate(
+            [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts], parameters, use_tqdm=False
+        )
+        if rows := int(self._call("mergesearch_nan_rows")):
+            self._llm.reset_prefix_cache()
+            raise TrialFailed(f"the merged model's logits are NaN ({rows} rows in {len(prompts)} prompts)")
+        return outputs
+
+    def _call(self, method: str, *args: Any) -> Any:
+        """Call the worker extension; with tensor parallelism all ranks must agree on digest and count."""
+        results = self._llm.collective_rpc(method, args=args)
+        if method == "mergesearch_nan_rows":
+            return max(results)
+        if isinstance(results[0], dict):
+            if len({(result["digest"], result["swaps"]) for result in results}) > 1:
+                raise EvidenceMismatch(f"the engine's ranks hold different weights: {results}")
+            return {**results[0], "checksum": "+".join(result["checksum"] for result in results)}
+        return results[0] if len(set(results)) == 1 else "+".join(map(str, results))
+
+    def close(self) -> None:
+        """Shut vLLM down and free its memory; may be called twice."""
+        llm = self.__dict__.pop("_llm", None)
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+        if self._new_tokenizer is not None:
+            self._new_tokenizer.cleanup()
+            self._new_tokenizer = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def engine_environment(options: EngineOptions, environment: Any = None) -> dict[str, str]:
+    """What a process that starts an engine needs in its environment, before torch is imported.
+
+    Where `environment` already says otherwise, it is left alone, except what the engine cannot do without.
+    """
+    threads = options.threads or max(1, len(os.sched_getaffinity(0)) - 1)
+    wanted = {
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TQDM_DISABLE": "1",
+    }
+    fixed = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "MERGESEARCH_KEEP_WEIGHTS": "1", "VLLM_NO_USAGE_STATS": "1"}
+    known = environment or {}
+    return {name: value for name, value in wanted.items() if name not in known} | fixed
+
+
+def kv_cache_bytes(config: dict[str, Any], max_length: int, dtype: str) -> int:
+    """Memory for keys and values on CPU: a full batch of texts of up to 512 tokens, within 1 GiB, and always one text
+    of `max_length`."""
+    heads = int(config["num_attention_heads"])
+    head_size = int(config.get("head_dim") or config["hidden_size"] // heads)
+    value_bytes = 4 if dtype == "float32" else 2
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    per_token = 2 * int(config["num_hidden_layers"]) * kv_heads * head_size * value_bytes
+    block = 128  # tokens, vLLM's default on CPU
+    one_text = (max_length // block + 2) * block * per_token
+    return max(one_text, min(GIB, MAX_NUM_SEQS * min(512, max_length + block) * per_token))
+
+
+def base_recipe(family: Family) -> Recipe:
+    """The recipe that is the base model itself."""
+    config = json.loads((Path(family.base.directory) / "config.json").read_text())
+
+    def taken(layer: int | None) -> Merge:
+        return Merge("passthrough", (Source(family.base.alias, layer),))
+
+    layers = tuple(LayerRecipe(taken(i), taken(i), taken(i)) for i in range(int(config["num_hidden_layers"])))
+    return Recipe(family.fingerprints, family.base.alias, layers, embedding=taken(None), head=taken(None))

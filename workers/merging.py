@@ -1,0 +1,146 @@
+"""From a recipe to the merged model's tensors, as one stream that feeds the live engine and the writer alike.
+
+Names are those of the merged model in Hugging Face form. Where the tensors go is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from search_spaces.errors import InvalidRecipe
+from search_spaces.recipe import COMPONENTS, Merge, Recipe, Source
+from workers.bank import Bank
+from workers.errors import InvalidModel
+from workers.merge_methods import METHODS, Operands
+
+__all__ = ["MergedTensor", "check_recipe", "merged_names", "merged_tensors"]
+
+
+@dataclass(frozen=True)
+class MergedTensor:
+    """One tensor of the merged model before it is computed: its name, its merge, and its operands in the bank.
+
+    `suffix` is the tensor's name within a layer, or its whole name outside layers.
+    """
+
+    name: str
+    merge: Merge
+    suffix: str
+    shape: tuple[int, ...]
+
+
+def merged_tensors(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """The merged model, tensor by tensor: embedding, layers in order, head; a tied output head is not emitted.
+
+    Each is computed in float32 and rounded once, to `dtype`. Equal digests give equal bits. A tensor may share memory
+    with the bank: never write to it. Raises InvalidRecipe, InvalidModel before the first tensor.
+    """
+    plan, aliases = _plan(recipe, bank)
+    return ((tensor.name, _merged(tensor, recipe.base, aliases, bank).to(dtype)) for tensor in plan)
+
+
+def merged_names(recipe: Recipe, bank: Bank) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that `merged_tensors` gives, in its order. Raises as it does."""
+    return {tensor.name: tensor.shape for tensor in _plan(recipe, bank)[0]}
+
+
+def check_recipe(recipe: Recipe, bank: Bank) -> None:
+    """Raise InvalidRecipe or InvalidModel unless the bank can materialise the recipe."""
+    _plan(recipe, bank)
+
+
+def _plan(recipe: Recipe, bank: Bank) -> tuple[list[MergedTensor], dict[str, str]]:
+    """Every tensor to compute, in order, and the bank's alias for each of the recipe's."""
+    recipe = recipe.canonical()
+    aliases = _bank_aliases(recipe, bank)
+    plan = _part(recipe.embedding, "embedding", None, bank)
+    for index, layer in enumerate(recipe.layers):
+        if layer.scale != 1 or layer.alignment is not None:
+            raise InvalidRecipe(
+                f"layer {index}: scale {layer.scale} and alignment {layer.alignment!r} cannot be merged into weights "
+                "here; expected scale 1 and no alignment"
+            )
+        for component in COMPONENTS:
+            plan += _part(layer.component(component), component, index, bank)
+    return plan + _part(recipe.head, "head", None, bank), aliases
+
+
+def _part(merge: Merge, component: str, index: int | None, bank: Bank) -> list[MergedTensor]:
+    """The tensors of one component of merged layer `index` (None: outside layers)."""
+    where = component if index is None else f"layer {index}, {component}"
+    _check_merge(merge, where, index, bank)
+    layout, tensors = bank.layout, bank.base.tensors
+    layer = merge.sources[0].layer
+    suffixes = layout.suffixes(component, layer)
+    for source in merge.sources[1:]:
+        if layout.suffixes(component, source.layer) != suffixes:
+            raise InvalidRecipe(f"{where}: layers {layer} and {source.layer} do not hold the same tensors")
+    planned = []
+    for suffix in suffixes:
+        shapes = {tensors[layout.name(suffix, source.layer)].shape for source in merge.sources}
+        if len(shapes) > 1:
+            raise InvalidRecipe(f"{where}: {suffix} has different shapes in its source layers: {sorted(shapes)}")
+        planned.append(MergedTensor(layout.name(suffix, index), merge, suffix, shapes.pop()))
+    return planned
+
+
+def _check_merge(merge: Merge, where: str, index: int | None, bank: Bank) -> None:
+    method = METHODS.get(merge.method)
+    if method is None:
+        raise InvalidRecipe(f"{where}: unknown merge method {merge.method!r}; known are {', '.join(METHODS)}")
+    if method.num_sources not in (None, len(merge.sources)):
+        raise InvalidRecipe(f"{where}: {method.name} merges {method.num_sources} sources, given {len(merge.sources)}")
+    for name in method.coefficients:
+        merge.per_source(name)
+    for source in merge.sources:
+        if (source.layer is None) != (index is None):
+            expected = "no layer" if index is None else "a layer"
+            raise InvalidRecipe(f"{where}: source {source.model!r} names layer {source.layer}; expected {expected}")
+        if source.layer is not None and not 0 <= source.layer < bank.layout.num_layers:
+            raise InvalidRecipe(
+                f"{where}: source {source.model!r} names layer {source.layer}; "
+                f"the models have layers 0..{bank.layout.num_layers - 1}"
+            )
+    layers = {source.layer for source in merge.sources}
+    if method.needs_base and len(layers) > 1:
+        raise InvalidRecipe(
+            f"{where}: {method.name} subtracts the base's layer, so all sources must name one layer; found "
+            f"{sorted(layer for layer in layers if layer is not None)}"
+        )
+
+
+def _bank_aliases(recipe: Recipe, bank: Bank) -> dict[str, str]:
+    aliases = {}
+    problems = []
+    for alias, fingerprint in recipe.models.items():
+        held = bank.alias(fingerprint)
+        if held is None:
+            problems.append(
+                f"recipe: model {alias!r} ({fingerprint[:12]}) is not among the given ones: "
+                + ", ".join(f"{model.alias} ({model.fingerprint[:12]})" for model in bank.family.models)
+            )
+        else:
+            aliases[alias] = held
+    if problems:
+        raise InvalidModel(tuple(problems))
+    return aliases
+
+
+def _merged(tensor: MergedTensor, base_alias: str, aliases: dict[str, str], bank: Bank) -> torch.Tensor:
+    merge, method = tensor.merge, METHODS[tensor.merge.method]
+
+    def key(source: Source) -> tuple[str, str]:
+        return aliases[source.model], bank.layout.name(tensor.suffix, source.layer)
+
+    keys = tuple(key(source) for source in merge.sources)
+    if merge.method == "passthrough":
+        return bank.get(*keys[0])
+    operands = Operands(
+        tensors=tuple(bank.get(*source).float() for source in keys),
+        base=bank.get(*key(Source(base_alias, merge.sources[0].layer))).float() if method.needs_base else None,
+        cosine=bank.cosine(*keys) if merge.method == "slerp" else None,
+    )
+    return method.merge(operands, merge)

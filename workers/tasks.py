@@ -1,0 +1,420 @@
+"""Tasks: what a TaskSpec names, built and checked; which sample stands at which position.
+
+Three forms: a name registered with lm-eval, an lm-eval YAML file, an inline JSONL file. Metrics, filters and prompts
+are lm-eval's own. This file knows neither models nor tokenizers: `check_task` needs no engine, and for inline tasks
+not even lm-eval.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import json
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import SandboxedEnvironment
+
+from workers.errors import InvalidTask
+from workers.types import TaskInfo, TaskSpec
+
+__all__ = [
+    "BuiltTask",
+    "InlineRow",
+    "Subtask",
+    "build_task",
+    "check_task",
+    "content_hash",
+    "permutation",
+    "read_inline",
+]
+
+FEWSHOT_SEED = 1234  # lm-eval's default: few-shot prompts are the ones its own command line builds
+INLINE_KEYS = frozenset({"file", "prompt", "answer", "until", "max_tokens"})
+INLINE_METRICS = ("exact_match",)
+MEANS = ("mean", "nanmean")
+EXECUTES_CODE = re.compile(r"human_?eval|mbpp", re.IGNORECASE)
+OUTPUT_TYPES = ("generate_until", "loglikelihood", "multiple_choice")
+
+
+@dataclass(frozen=True)
+class InlineRow:
+    """One sample of an inline task: what the model reads, and what its whole completion must equal."""
+
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Subtask:
+    """One lm-eval task. `task` is lm-eval's object, `filter` the name of the filter whose results count."""
+
+    name: str
+    task: Any
+    filter: str
+    num_samples: int
+
+
+@dataclass(frozen=True)
+class BuiltTask:
+    """A task ready to be asked: `order[position]` is (subtask, document), both 0-based."""
+
+    spec: TaskSpec
+    subtasks: tuple[Subtask, ...]
+    order: tuple[tuple[int, int], ...]
+    higher_is_better: bool
+    output_type: str
+
+    def document(self, position: int) -> str:
+        """The sample's index in the task's data; with its subtask's name where there are several."""
+        subtask, index = self.order[position]
+        return f"{self.subtasks[subtask].name}/{index}" if len(self.subtasks) > 1 else str(index)
+
+    @property
+    def info(self) -> TaskInfo:
+        groups = {subtask.name: subtask.num_samples for subtask in self.subtasks} if len(self.subtasks) > 1 else {}
+        return TaskInfo(len(self.order), self.higher_is_better, self.output_type, groups=groups)
+
+
+def check_task(spec: TaskSpec) -> TaskInfo:
+    """What `spec` holds, without an engine; truncation is not counted (that needs a tokenizer).
+
+    Raises InvalidTask: unknown task, metric, filter or split, malformed or missing data, a metric that is not a mean
+    over samples, a task that executes generated code.
+    """
+    if isinstance(spec.task, Mapping):
+        return TaskInfo(len(_inline_rows(spec)), higher_is_better=True, output_type="generate_until")
+    return build_task(spec).info
+
+
+def build_task(spec: TaskSpec) -> BuiltTask:
+    """The lm-eval task or tasks that `spec` names, and the order of their samples. Raises InvalidTask."""
+    _quieten()
+    if isinstance(spec.task, Mapping):
+        name = Path(str(spec.task.get("file"))).stem
+        rows = _inline_rows(spec)
+        tasks = {name: _inline_task(name, rows, spec.task, num_fewshot=spec.num_fewshot or 0)}
+    elif Path(spec.task).suffix in (".yaml", ".yml"):
+        tasks = _from_yaml(Path(spec.task), spec)
+    else:
+        tasks = _from_name(spec.task)
+    subtasks = tuple(_subtask(name, task, spec) for name, task in tasks.items())
+    directions = {bool(subtask.task.higher_is_better().get(spec.metric, True)) for subtask in subtasks}
+    types = {str(subtask.task.OUTPUT_TYPE) for subtask in subtasks}
+    if len(directions) > 1:
+        raise InvalidTask(f"task {_label(spec)}: its subtasks disagree on whether larger {spec.metric} is better")
+    order = permutation({subtask.name: subtask.num_samples for subtask in subtasks}, seed=spec.permutation_seed)
+    return BuiltTask(spec, subtasks, order, directions.pop(), types.pop() if len(types) == 1 else "mixed")
+
+
+def permutation(sizes: Mapping[str, int], *, seed: int) -> tuple[tuple[int, int], ...]:
+    """All (group, index) pairs in one fixed random order, every prefix of which holds the groups in proportion.
+
+    `sizes` maps a group's name to its number of samples. Groups of equal size differ by at most one sample in any
+    prefix. The order depends on names, sizes and seed only, not on a random generator's version.
+    """
+
+    def draw(name: str, index: int) -> bytes:
+        return hashlib.sha256(f"{seed}\0{name}\0{index}".encode()).digest()
+
+    places: list[tuple[float, bytes, int, int]] = []
+    for group, (name, size) in enumerate(sizes.items()):
+        shuffled = sorted(range(size), key=lambda index, name=name: draw(name, index))  # type: ignore[misc]
+        # The j-th sample of a group of n stands at (j + 1/2)/n of the way; ties in random order.
+        places.extend(((j + 0.5) / size, draw(name, index), group, index) for j, index in enumerate(shuffled))
+    return tuple((group, index) for _, _, group, index in sorted(places))
+
+
+def content_hash(file: str | Path) -> str:
+    """sha256 (hex) of a data file. Raises InvalidTask if it cannot be read."""
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except OSError as error:
+        raise InvalidTask(f"{file}: cannot be read ({error.strerror})") from error
+
+
+def _quieten() -> None:
+    """lm-eval warns about every default it takes and draws a bar for every split."""
+    from datasets import disable_progress_bars
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    disable_progress_bars()
+
+
+# Inline tasks
+
+
+def read_inline(task: Mapping[str, Any]) -> list[InlineRow]:
+    """The samples of an inline JSONL task, in file order. Raises InvalidTask naming file, line and what is wrong."""
+    if unknown := sorted(set(task) - INLINE_KEYS):
+        raise InvalidTask(f"inline task: unknown key {unknown[0]!r}; known are {', '.join(sorted(INLINE_KEYS))}")
+    file = str(task["file"])
+    templates = {
+        "prompt": str(task.get("prompt", "{{prompt}}")),
+        "answer": str(task.get("answer", "{{answer}}")),
+    }
+    environment = SandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    try:
+        lines = Path(file).read_bytes().splitlines()
+    except OSError as error:
+        raise InvalidTask(f"{file}: cannot be read ({error.strerror})") from error
+    compiled = {}
+    for key, text in templates.items():
+        try:
+            compiled[key] = environment.from_string(text)
+        except jinja2.TemplateSyntaxError as error:
+            raise InvalidTask(f"{file}: {key} template {text!r} is not valid: {error.message}") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        fields = _parse_line(line, where=f"{file}, line {number}")
+        rendered = {}
+        for key, template in compiled.items():
+            try:
+                rendered[key] = template.render(fields)
+            except jinja2.UndefinedError as error:
+                raise InvalidTask(
+                    f"{file}, line {number}: {key} template {templates[key]!r}: {error.message}; "
+                    f"fields here are {', '.join(sorted(map(str, fields))) or 'none'}"
+                ) from error
+            except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
+                raise InvalidTask(f"{file}, line {number}: {key} template {templates[key]!r}: {error}") from error
+        if not rendered["prompt"]:
+            raise InvalidTask(f"{file}, line {number}: the prompt is empty")
+        rows.append(InlineRow(**rendered))
+    if not rows:
+        raise InvalidTask(f"{file}: holds no samples; expected one JSON object per line")
+    return rows
+
+
+def _parse_line(line: bytes, *, where: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise InvalidTask(f"{where}: not UTF-8 ({error.reason} at byte {error.start})") from error
+    except json.JSONDecodeError as error:
+        raise InvalidTask(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+    if not isinstance(fields, dict):
+        raise InvalidTask(f"{where}: expected a JSON object, found {type(fields).__name__} {line[:40].decode()!r}")
+    return fields
+
+
+def _inline_rows(spec: TaskSpec) -> list[InlineRow]:
+    assert isinstance(spec.task, Mapping)
+    label = _label(spec)
+    if "file" not in spec.task:
+        raise InvalidTask(f"inline task: no file; found only {', '.join(sorted(spec.task)) or 'nothing'}")
+    if spec.metric not in INLINE_METRICS:
+        raise InvalidTask(f"task {label}: unknown metric {spec.metric!r}; an inline task has {INLINE_METRICS[0]}")
+    if spec.filter not in (None, "none"):
+        raise InvalidTask(f"task {label}: unknown filter {spec.filter!r}; an inline task has none")
+    if spec.split is not None:
+        raise InvalidTask(f"task {label}: split {spec.split!r}: an inline file has no splits; use one file for each")
+    if int(spec.task.get("max_tokens", 64)) < 1:
+        raise InvalidTask(f"task {label}: max_tokens is {spec.task['max_tokens']}; give at least 1")
+    _check_content(spec, spec.task["file"])
+    rows = read_inline(spec.task)
+    if (spec.num_fewshot or 0) >= len(rows):
+        raise InvalidTask(f"task {label}: num_fewshot {spec.num_fewshot} needs more than its {len(rows)} samples")
+    return rows
+
+
+def _check_content(spec: TaskSpec, file: str | Path) -> None:
+    if spec.content is not None and content_hash(file) != spec.content:
+        raise InvalidTask(f"{file}: has changed since the study was planned; restore it or start a new study")
+
+
+def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], *, num_fewshot: int) -> Any:
+    """Rows as an lm-eval task: greedy until newline or end of text, whole completion against the answer."""
+    from datasets import Dataset
+    from lm_eval.api.task import ConfigurableTask
+
+    columns = {"prompt": [row.prompt for row in rows], "answer": [row.answer for row in rows]}
+
+    def exact_match(doc: Mapping[str, str], results: Sequence[str]) -> dict[str, float]:
+        return {"exact_match": float(results[0].strip() == doc["answer"].strip())}
+
+    # Prompt and answer are functions, not templates: lm-eval would evaluate an answer that looks like a list.
+    return ConfigurableTask(
+        config={
+            "task": name,
+            "custom_dataset": lambda **_: {"test": Dataset.from_dict(columns)},
+            "test_split": "test",
+            "fewshot_split": "test",
+            "num_fewshot": num_fewshot,
+            "output_type": "generate_until",
+            "doc_to_text": lambda doc: doc["prompt"],
+            "doc_to_target": lambda doc: doc["answer"],
+            "target_delimiter": "",
+            "fewshot_delimiter": "\n",
+            "process_results": exact_match,
+            "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+            "generation_kwargs": {
+                "until": list(task.get("until", ("\n",))),
+                "max_gen_toks": int(task.get("max_tokens", 64)),
+                "do_sample": False,
+            },
+        }
+    )
+
+
+# lm-eval's own tasks
+
+
+def _from_name(name: str) -> dict[str, Any]:
+    if EXECUTES_CODE.search(name):
+        raise InvalidTask(_executes_code(name))
+    manager = _manager()
+    if name not in manager.task_index:
+        nearest = difflib.get_close_matches(name, manager.all_tasks, n=3, cutoff=0.5)
+        raise InvalidTask(
+            f"task {name!r}: lm-eval knows no such task"
+            + (f"; nearest are {', '.join(nearest)}" if nearest else "; `lm-eval ls tasks` lists them")
+        )
+    return _load(manager, name, label=name)
+
+
+def _from_yaml(file: Path, spec: TaskSpec) -> dict[str, Any]:
+    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    if not file.is_file():
+        raise InvalidTask(f"task {str(file)!r}: no such file")
+    _check_content(spec, file)
+    try:
+        config = load_yaml(file, resolve_func=False)
+    except Exception as error:  # other people's YAML and its includes
+        raise InvalidTask(f"{file}: not an lm-eval task: {error}") from error
+    if not isinstance(config, dict) or not ({"task", "group"} & set(config)):
+        raise InvalidTask(f"{file}: not an lm-eval task: neither `task` nor `group` in it")
+    if config.get("unsafe_code"):
+        raise InvalidTask(_executes_code(str(file)))
+    manager = TaskManager(include_path=str(file.parent)) if "group" in config else TaskManager(include_defaults=False)
+    # Data files are looked for beside the task, in whatever directory the process runs.
+    with contextlib.chdir(file.parent):
+        # (A group is loaded by name: loading it by path takes its list of tasks for the name.)
+        return _load(manager, str(config["group"]) if "group" in config else str(file), label=str(file))
+
+
+def _load(manager: Any, name: str, *, label: str) -> dict[str, Any]:
+    try:
+        tasks: dict[str, Any] = manager.load([name])["tasks"]
+    except Exception as error:  # a task is other people's code and data: anything may be raised
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        if isinstance(error, ConnectionError) or "offline" in str(error).lower():
+            raise InvalidTask(
+                f"task {label!r}: its data cannot be fetched ({reason}); where there is no network, use an lm-eval "
+                "YAML file or an inline JSONL task over local files, or fill the Hugging Face cache beforehand"
+            ) from error
+        raise InvalidTask(f"task {label!r}: cannot be built: {reason}") from error
+    if not tasks:
+        raise InvalidTask(f"task {label!r}: a group without tasks")
+    return tasks
+
+
+@lru_cache(maxsize=1)
+def _manager() -> Any:
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()  # reads every YAML file of lm-eval: 5-10 s
+
+
+def _subtask(name: str, task: Any, spec: TaskSpec) -> Subtask:
+    where = f"task {_label(spec)}" + (f", subtask {name}" if name not in _label(spec) else "")
+    if getattr(task, "UNSAFE_CODE", False) or EXECUTES_CODE.search(name):
+        raise InvalidTask(_executes_code(name))
+    if getattr(task, "MULTIMODAL", False):
+        raise InvalidTask(f"{where}: needs images or audio; only text tasks can be evaluated")
+    _check_metric(task, spec, where)
+    if task.OUTPUT_TYPE not in OUTPUT_TYPES:
+        raise InvalidTask(f"{where}: output type {task.OUTPUT_TYPE!r} is not one of {', '.join(OUTPUT_TYPES)}")
+    if spec.split is not None:
+        _use_split(task, spec.split, where)
+    if spec.num_fewshot is not None:
+        if task.get_config("num_fewshot") == 0 and spec.num_fewshot > 0 and not isinstance(spec.task, Mapping):
+            raise InvalidTask(f"{where}: num_fewshot {spec.num_fewshot}: the task itself fixes it at 0")
+        task.set_config("num_fewshot", spec.num_fewshot)
+    elif task.get_config("num_fewshot") is None:
+        task.set_config("num_fewshot", 0)
+    task.set_fewshot_seed(seed=FEWSHOT_SEED)
+    num_samples = len(task.eval_docs)
+    if num_samples == 0:
+        raise InvalidTask(f"{where}: holds no samples")
+    return Subtask(name, task, _filter(task, spec, where), num_samples)
+
+
+def _check_metric(task: Any, spec: TaskSpec, where: str) -> None:
+    from lm_eval.api.registry import AGGREGATION_REGISTRY
+
+    aggregations: Mapping[str, Any] = task.aggregation()
+    if spec.metric not in aggregations:
+        raise InvalidTask(f"{where}: unknown metric {spec.metric!r}; it has {', '.join(sorted(aggregations))}")
+    function = aggregations[spec.metric]
+    names = {registered: name for name, registered in AGGREGATION_REGISTRY.items()}
+    name = names.get(function, getattr(function, "__name__", str(function)))
+    if name not in MEANS:
+        raise InvalidTask(
+            f"{where}: metric {spec.metric!r} is aggregated by {name}, not by the mean over samples, so that a part "
+            "of the data does not estimate it; choose a metric that is a mean"
+        )
+
+
+def _filter(task: Any, spec: TaskSpec, where: str) -> str:
+    names = [str(ensemble.name) for ensemble in task._filters]
+    if spec.filter is None:
+        return names[0]
+    if spec.filter not in names:
+        raise InvalidTask(f"{where}: unknown filter {spec.filter!r}; it has {', '.join(names)}")
+    return spec.filter
+
+
+def _use_split(task: Any, split: str, where: str) -> None:
+    splits = sorted(task.dataset) if isinstance(task.dataset, Mapping) else []
+    if split not in splits:
+        raise InvalidTask(f"{where}: no split {split!r}; its data has {', '.join(splits) or 'none'}")
+    task.set_config("test_split", split)
+    task.task_docs = task.eval_docs
+
+
+def _executes_code(name: str) -> str:
+    return f"task {name!r}: executes code that the model writes; such tasks are refused, there is no sandbox for them"
+
+
+def _label(spec: TaskSpec) -> str:
+    return str(spec.task.get("file")) if isinstance(spec.task, Mapping) else spec.task
+
+
+def values_of(subtask: Subtask, instances: Sequence[Any], metric: str) -> float:
+    """The metric on one document, from its answered requests, as lm-eval computes it. Raises InvalidTask."""
+    ensemble = next(ensemble for ensemble in subtask.task._filters if ensemble.name == subtask.filter)
+    ensemble.apply(list(instances))
+    results = subtask.task.process_results(
+        instances[0].doc, [instance.filtered_resps[subtask.filter] for instance in instances]
+    )
+    if metric not in results:
+        raise InvalidTask(f"task {subtask.name}: gave no {metric!r} for a sample, only {', '.join(sorted(results))}")
+    try:
+        value = float(results[metric])
+    except (TypeError, ValueError) as error:
+        raise InvalidTask(f"task {subtask.name}: {metric!r} of a sample is {results[metric]!r}, no number") from error
+    if not math.isfinite(value):
+        raise InvalidTask(f"task {subtask.name}: {metric!r} of a sample is {value}, not a finite number")
+    return value
+
+
+def documents_of(task: Any) -> Iterator[list[Any]]:
+    """The requests of every document of an lm-eval task, in its own order, once lm-eval has built them."""
+    by_document: dict[int, list[Any]] = {}
+    for instance in task.instances:
+        by_document.setdefault(instance.doc_id, []).append(instance)
+    for index in sorted(by_document):
+        yield sorted(by_document[index], key=lambda instance: int(instance.idx))

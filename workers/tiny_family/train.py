@@ -1,0 +1,309 @@
+"""Train the tiny family from nothing: tasks, tokenizer, a half-skilled base, and one expert per skill.
+
+    python -m workers.tiny_family.train --out DIR
+
+Everything follows from the seeds below and takes minutes on two cores. The base practises each skill until it is half
+good at it; an expert goes on from there, gently, with one skill. What makes their merge a search problem is ordinary
+practice: the experts were fine-tuned with different learning rates and with different layers frozen.
+
+Answers are scored by teacher forcing here: greedy decoding gives the answer exactly if every token of the answer and
+the end of text are the model's first choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import logging
+import pathlib
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+__all__ = ["EXPERTS", "SKILLS", "Expert", "Item", "exact_match", "make_items", "make_tokenizer", "train_family"]
+
+logger = logging.getLogger(__name__)
+
+SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")
+PAD, BOS, EOS, UNK = range(4)
+CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
+IGNORED = -100
+
+SEARCH_ITEMS, HOLDOUT_ITEMS, VALIDATION_ITEMS = 900, 1000, 300
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+KEYS = "abcdef"
+ROWS = 4
+
+
+@dataclass(frozen=True)
+class Item:
+    """A question and its whole answer. `more` are further (question, answer) pairs on the same prompt, in training
+    documents only: they teach the skill faster."""
+
+    prompt: str
+    answer: str
+    more: tuple[tuple[str, str], ...] = ()
+
+
+def math_item(rng: random.Random) -> Item:
+    """A sum or difference of two two-digit numbers."""
+    a, b = rng.randint(10, 99), rng.randint(10, 99)
+    if rng.random() < 0.5:
+        return Item(f"{a}+{b}=", str(a + b))
+    return Item(f"{max(a, b)}-{min(a, b)}=", str(abs(a - b)))
+
+
+def text_item(rng: random.Random) -> Item:
+    """Four or five letters, reversed or sorted."""
+    letters = "".join(rng.choices(LETTERS, k=rng.randint(4, 5)))
+    if rng.random() < 0.5:
+        return Item(f"rev {letters}=", letters[::-1])
+    return Item(f"sort {letters}=", "".join(sorted(letters)))
+
+
+def lookup_item(rng: random.Random) -> Item:
+    """The value of a key in a table of four rows; as a training document, of all four keys."""
+    table = {key: str(rng.randint(10, 99)) for key in rng.sample(KEYS, ROWS)}
+    first, *others = rng.sample(sorted(table), ROWS)
+    rows = " ".join(key + value for key, value in table.items())
+    return Item(f"{rows}>{first}", table[first], tuple((f" {key}", table[key]) for key in others))
+
+
+SKILLS: dict[str, Callable[[random.Random], Item]] = {"math": math_item, "text": text_item, "lookup": lookup_item}
+
+
+@dataclass(frozen=True)
+class Expert:
+    """How an expert was fine-tuned: learning rate, optimiser steps, and the decoder layers that were trained."""
+
+    learning_rate: float
+    steps: int
+    layers: tuple[int, ...] = tuple(range(8))
+    batch: int = 64
+
+
+EXPERTS: dict[str, Expert] = {
+    "math": Expert(2e-4, 400),
+    "text": Expert(2e-4, 400),
+    "lookup": Expert(2e-4, 400),
+}
+
+# A base that is half skilled: practice of a skill pauses while validation says it is above this.
+BASE_TARGET = 0.42
+BASE_FLOOR = 0.34
+BASE_LEARNING_RATE = 2e-3
+BASE_MAX_STEPS = 4000
+# Sequences a step and skill; lookup documents hold four questions each.
+BATCH = {"math": 64, "text": 32, "lookup": 32}
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character (printable ASCII and newline), and BOS in front by default in every library."""
+    vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        pad_token="<pad>",
+        clean_up_tokenization_spaces=False,
+        model_max_length=256,
+    )
+
+
+def make_items(skill: str) -> dict[str, list[Item]]:
+    """The held-out items of a skill, by split (search, holdout, validation); no prompt occurs twice."""
+    rng = random.Random(f"{skill} held out")
+    items: dict[str, Item] = {}
+    while len(items) < SEARCH_ITEMS + HOLDOUT_ITEMS + VALIDATION_ITEMS:
+        item = SKILLS[skill](rng)
+        items.setdefault(item.prompt, item)
+    every = [Item(item.prompt, item.answer) for item in items.values()]
+    return {
+        "search": every[:SEARCH_ITEMS],
+        "holdout": every[SEARCH_ITEMS : SEARCH_ITEMS + HOLDOUT_ITEMS],
+        "validation": every[SEARCH_ITEMS + HOLDOUT_ITEMS :],
+    }
+
+
+class Practice:
+    """An endless supply of training items of one skill, none of them held out."""
+
+    def __init__(self, skill: str, *, held_out: set[str], seed: str) -> None:
+        self._make, self._held_out, self._rng = SKILLS[skill], held_out, random.Random(seed)
+
+    def take(self, num_items: int) -> list[Item]:
+        taken: list[Item] = []
+        while len(taken) < num_items:
+            item = self._make(self._rng)
+            if item.prompt not in self._held_out:
+                taken.append(item)
+        return taken
+
+
+def encode(text: str) -> list[int]:
+    return [len(SPECIAL_TOKENS) + CHARACTERS.index(character) for character in text]
+
+
+def tensors(items: Sequence[Item]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and labels, [num_items, length]; labels are IGNORED but where an answer or its end is predicted."""
+    rows: list[tuple[list[int], list[int]]] = []
+    for item in items:
+        ids, labels = [BOS], [IGNORED]
+        for question, answer in ((item.prompt, item.answer), *item.more):
+            ids += encode(question + answer)
+            labels += [IGNORED] * (len(question) - 1) + encode(answer) + [EOS]
+        rows.append((ids, labels))
+    length = max(len(ids) for ids, _ in rows)
+    return (
+        torch.tensor([ids + [PAD] * (length - len(ids)) for ids, _ in rows]),
+        torch.tensor([labels + [IGNORED] * (length - len(labels)) for _, labels in rows]),
+    )
+
+
+def answer_logits(model: LlamaForCausalLM, items: Sequence[Item]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits [n, vocabulary] and labels [n] of all n answer tokens, and the item each belongs to [n]."""
+    ids, labels = tensors(items)
+    hidden = model.model(input_ids=ids).last_hidden_state
+    asked = labels != IGNORED
+    return model.lm_head(hidden[asked]), labels[asked], asked.nonzero()[:, 0]
+
+
+@torch.no_grad()
+def exact_match(model: LlamaForCausalLM, items: Sequence[Item], *, batch: int = 256) -> list[bool]:
+    """Whether greedy decoding gives the whole answer and then ends, for each item."""
+    is_right: list[bool] = []
+    for start in range(0, len(items), batch):
+        part = items[start : start + batch]
+        logits, labels, owner = answer_logits(model, part)
+        wrong = torch.zeros(len(part), dtype=torch.long).index_add(0, owner, (logits.argmax(-1) != labels).long())
+        is_right += (wrong == 0).tolist()
+    return is_right
+
+
+def accuracy(model: LlamaForCausalLM, items: Sequence[Item]) -> float:
+    return sum(exact_match(model, items)) / len(items)
+
+
+def new_base(seed: int) -> LlamaForCausalLM:
+    """An untrained model of eight layers and 0.9M parameters."""
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=104,
+            hidden_size=96,
+            intermediate_size=256,
+            num_hidden_layers=8,
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            max_position_embeddings=256,
+            tie_word_embeddings=True,
+            pad_token_id=PAD,
+            bos_token_id=BOS,
+            eos_token_id=EOS,
+        )
+    )
+
+
+def optimiser_step(optimiser: torch.optim.Optimizer, loss: torch.Tensor, *, learning_rate: float) -> None:
+    """One update with gradients clipped to norm 1."""
+    (group,) = optimiser.param_groups
+    group["lr"] = learning_rate
+    optimiser.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
+    optimiser.step()
+
+
+def answer_loss(model: LlamaForCausalLM, items: Sequence[Item]) -> torch.Tensor:
+    logits, labels, _ = answer_logits(model, items)
+    return cross_entropy(logits, labels)
+
+
+def train_base(practices: Mapping[str, Practice], validation: Mapping[str, Sequence[Item]]) -> LlamaForCausalLM:
+    """Train until every skill is about half learned. Raises RuntimeError if that takes more than BASE_MAX_STEPS."""
+    model = new_base(seed=0)
+    optimiser = torch.optim.AdamW(model.parameters(), weight_decay=0.01, betas=(0.9, 0.98))
+    skilled = dict.fromkeys(practices, 0.0)
+    for step in range(1, BASE_MAX_STEPS + 1):
+        losses = [
+            answer_loss(model, practice.take(BATCH[skill]))
+            for skill, practice in practices.items()
+            if skilled[skill] < BASE_TARGET
+        ]
+        optimiser_step(optimiser, torch.stack(losses).sum(), learning_rate=BASE_LEARNING_RATE * min(1.0, step / 100))
+        if step % 25 == 0:
+            skilled = {skill: accuracy(model, items) for skill, items in validation.items()}
+            logger.info("base, step %d: %s", step, skilled)
+            if min(skilled.values()) >= BASE_FLOOR and sum(skilled.values()) / len(skilled) >= BASE_FLOOR + 0.04:
+                return model
+    raise RuntimeError(f"base: not half skilled after {BASE_MAX_STEPS} steps: {skilled}")
+
+
+def train_expert(base: LlamaForCausalLM, expert: Expert, practice: Practice) -> LlamaForCausalLM:
+    """A copy of `base` fine-tuned on one skill, with a linearly decaying learning rate."""
+    model = copy.deepcopy(base)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(name.startswith(f"model.layers.{layer}.") for layer in expert.layers))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimiser = torch.optim.AdamW(trained, weight_decay=0.0, betas=(0.9, 0.98))
+    for step in range(expert.steps):
+        loss = answer_loss(model, practice.take(expert.batch))
+        optimiser_step(
+            optimiser, loss, learning_rate=expert.learning_rate * min(1.0, step / 20) * (1 - step / expert.steps)
+        )
+    return model
+
+
+def save(model: LlamaForCausalLM, directory: pathlib.Path) -> None:
+    """Write a checkpoint of bfloat16 tensors with its tokenizer, as transformers reads it."""
+    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
+
+
+def write_items(items: Sequence[Item], file: pathlib.Path) -> None:
+    file.write_text("".join(json.dumps({"prompt": item.prompt, "answer": item.answer}) + "\n" for item in items))
+
+
+def train_family(out: pathlib.Path) -> None:
+    """Write tasks, base and experts into `out`, replacing what is there."""
+    splits = {skill: make_items(skill) for skill in SKILLS}
+    held_out = {skill: {item.prompt for items in splits[skill].values() for item in items} for skill in SKILLS}
+    (out / "tasks").mkdir(parents=True, exist_ok=True)
+    for skill, items in splits.items():
+        for split in ("search", "holdout"):
+            write_items(items[split], out / "tasks" / f"{skill}_{split}.jsonl")
+
+    practices = {skill: Practice(skill, held_out=held_out[skill], seed=f"{skill} base") for skill in SKILLS}
+    base = train_base(practices, {skill: items["validation"] for skill, items in splits.items()})
+    save(base, out / "base")
+    for skill, expert in EXPERTS.items():
+        model = train_expert(base, expert, Practice(skill, held_out=held_out[skill], seed=f"{skill} expert"))
+        logger.info("%s: %s", skill, {other: accuracy(model, splits[other]["validation"]) for other in SKILLS})
+        save(model, out / "experts" / skill)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder to write the family into")
+    parser.add_argument("--threads", type=int, default=1, help="one is fastest where other work shares the cores")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    torch.set_num_threads(arguments.threads)
+    train_family(arguments.out)
+
+
+if __name__ == "__main__":
+    main()
