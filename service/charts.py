@@ -17,7 +17,10 @@ from markupsafe import Markup, escape
 
 __all__ = ["Bar", "Interval", "Legend", "Plot", "Scale", "forest", "legend", "nice_scale", "stacked_bar"]
 
-Shape = Literal["circle", "diamond", "square"]
+Shape = Literal["circle", "diamond", "square", "cross"]
+
+# Outlines around (0, 0) of the shapes that are not circles.
+OUTLINES = {"diamond": "M-5.5 0 0-5.5 5.5 0 0 5.5Z", "square": "M-4-4H4V4H-4Z", "cross": "M-3-3 3 3M-3 3 3-3"}
 
 # Pixels: room for tick labels and axis title under a plot, for tick labels left of it, and above its highest point.
 BOTTOM, LEFT, TOP = 40, 46, 10
@@ -99,22 +102,19 @@ class Plot:
         if shape == "circle":
             self._parts.append(f'<circle cx="{self._x(x)}" cy="{self._y(y)}" r="{size}" {look}>{tip}</circle>')
         else:
-            name = "M-5.5 0 0-5.5 5.5 0 0 5.5Z" if shape == "diamond" else "M-4-4H4V4H-4Z"
-            self._parts.append(
-                f'<svg x="{self._x(x)}" y="{self._y(y)}" overflow="visible"><path d="{name}" {look}>{tip}</path></svg>'
-            )
+            outline = f'<path d="{OUTLINES[shape]}" {look}>{tip}</path>'
+            self._parts.append(f'<svg x="{self._x(x)}" y="{self._y(y)}" overflow="visible">{outline}</svg>')
 
     def line(self, x1: float, y1: float, x2: float, y2: float, *, css: str) -> None:
         self._parts.append(
             f'<line x1="{self._x(x1)}" y1="{self._y(y1)}" x2="{self._x(x2)}" y2="{self._y(y2)}" class="{css}"/>'
         )
 
-    def steps(self, points: Sequence[tuple[float, float]], *, css: str, vertical_first: bool = False) -> None:
-        """A staircase through `points`: along x, then along y (or the other way round)."""
+    def steps(self, points: Sequence[tuple[float, float]], *, css: str) -> None:
+        """A staircase through `points`: from each along x, then along y to the next."""
         for (x1, y1), (x2, y2) in itertools.pairwise(points):
-            corner = (x1, y2) if vertical_first else (x2, y1)
-            self.line(x1, y1, *corner, css=css)
-            self.line(*corner, x2, y2, css=css)
+            self.line(x1, y1, x2, y1, css=css)
+            self.line(x2, y1, x2, y2, css=css)
 
     def text(self, x: float, y: float, text: str, *, css: str = "note", dy: float = 0) -> None:
         """Beside the point (x, y), on the side where there is room."""
@@ -236,15 +236,14 @@ class Legend:
 
 
 def legend(entries: Sequence[Legend]) -> Markup:
-    marks = {
-        "circle": '<circle cx="8" cy="8" r="4.5" {look}/>',
-        "diamond": '<path d="M2.5 8 8 2.5 13.5 8 8 13.5Z" {look}/>',
-        "square": '<path d="M4 4H12V12H4Z" {look}/>',
-        "line": '<line x1="0" x2="16" y1="8" y2="8" {look}/>',
-    }
     items = []
     for entry in entries:
         look = f'class="{entry.css}"' + (f' style="{entry.style}"' if entry.style else "")
-        mark = marks[entry.shape].format(look=look)
+        if entry.shape == "circle":
+            mark = f'<circle cx="8" cy="8" r="4.5" {look}/>'
+        elif entry.shape == "line":
+            mark = f'<line x1="0" x2="16" y1="8" y2="8" {look}/>'
+        else:
+            mark = f'<path transform="translate(8 8)" d="{OUTLINES[entry.shape]}" {look}/>'
         items.append(f'<li><svg width="16" height="16" aria-hidden="true">{mark}</svg>{escape(entry.label)}</li>')
     return Markup(f'<ul class="legend">{"".join(items)}</ul>')

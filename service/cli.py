@@ -120,20 +120,20 @@ def _demo(options: argparse.Namespace) -> int:
 def _run_in(study: Any, directory: Path, *, export_best: bool, as_json: bool) -> int:
     from rich.console import Console
 
-    from service.documents import schemas  # noqa: F401  (fails here, not after hours, if templates are missing)
     from service.progress import ProgressStyle, ProgressView
-    from service.run import export_trial, run_study
+    from service.results import summary
+    from service.run import run_study
 
     view = ProgressView(ProgressStyle.JSON if as_json else ProgressStyle.AUTO)
     try:
         with view:
             result = run_study(study, directory, view=view)
-            exported = export_trial(directory, "best", directory / "export", view=view) if export_best else None
+            exported = _export_from(directory, "best", directory / "export") if export_best else None
     except KeyboardInterrupt:
         print(f"interrupted; the same command resumes the study in {directory}", file=sys.stderr)
         return 130
     if as_json:
-        _print_json(_summary(result))
+        _print_json(summary(result))
     else:
         _print_results(Console(), result, directory, exported)
     return 0
@@ -151,17 +151,13 @@ def _check(study: Any, *, as_json: bool) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from service.progress import ProgressView
-    from service.run import export_trial
-
-    with ProgressView() as view:
-        out = export_trial(options.run, options.trial, options.out, dtype=options.dtype, view=view)
+    out = _export_from(options.run, options.trial, options.out, dtype=options.dtype)
     _print_json({"directory": str(out)}) if options.json else print(f"merged model: {out}")
     return 0
 
 
 def _merge(options: argparse.Namespace) -> int:
-    from service.merge import merge_recipe
+    from service.export import merge_recipe
 
     directories = dict(_alias_and_directory(text) for text in options.model)
     out = merge_recipe(options.recipe, directories, options.out, dtype=options.dtype)
@@ -206,15 +202,19 @@ def _schema(options: argparse.Namespace) -> int:
 
 
 def _read(directory: Path) -> RunRecord:
-    from service.run import read_record
+    from service.run import read_run
+    from service.run_record import run_record
 
-    return read_record(directory)
+    with read_run(directory) as (store, study):
+        return run_record(store, study.id)
 
 
-def _summary(result: RunRecord) -> Any:
-    from service.results import summary
+def _export_from(directory: Path, trial: str, out: Path, *, dtype: str | None = None) -> Path:
+    from service.export import export_trial
+    from service.run import read_run
 
-    return summary(result)
+    with read_run(directory) as (store, study):
+        return export_trial(store, study, trial, out, dtype=dtype)
 
 
 def _print_results(console: Any, result: RunRecord, directory: Path, exported: Path | None) -> None:

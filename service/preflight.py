@@ -5,25 +5,24 @@ Reads headers, configurations and task data; loads no weights. All problems of a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
-from search_spaces.published import sources_and_published
 
 from search_spaces.base import SearchSpace
 from search_spaces.errors import InvalidStudy, Problem, SearchSpaceError
 from search_spaces.fidelity import Bracket, hyperband_brackets, rungs
 from search_spaces.lfs import LfsSpace
 from search_spaces.objectives import Objective
+from search_spaces.published import sources_and_published
 from search_spaces.study import InlineTask, ObjectiveSpec, Study
 from service.tune.plan import Plan
 from service.types import Origin
 from workers.errors import InvalidModel, InvalidTask
-from workers.types import EngineOptions, Family, ModelSource, TaskInfo, TaskSpec
+from workers.types import EngineOptions, Family, TaskInfo, TaskSpec
 
 __all__ = ["Examination", "MemoryPlan", "examine"]
 
@@ -36,7 +35,7 @@ PROPOSALS_AHEAD = 2
 # Samples per request: what a crash can lose, and what a replica does between two looks at its queue.
 CHUNK_SAMPLES = 512
 
-# What an engine's process takes beside weights and caches (interpreter, torch, vLLM, activations): measured 1.6 GiB.
+# What an engine's process takes beside weights: interpreter, torch, vLLM and its caches on CPU.
 ENGINE_OVERHEAD_BYTES = 2 * 2**30
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -74,8 +73,6 @@ class Examination:
     rung_samples: tuple[Mapping[str, int], ...]
     cycle: tuple[Bracket, ...]
     memory: MemoryPlan
-    bank_fingerprint: str
-    warnings: tuple[str, ...] = field(default=())
 
     @property
     def concurrency(self) -> int:
@@ -103,6 +100,7 @@ class Examination:
             "holdout_tasks": {name: spec.digest for name, spec in self.holdout_tasks.items()},
             "rung_samples": [dict(samples) for samples in self.rung_samples],
             "lag": self.concurrency + PROPOSALS_AHEAD,
+            "objectives": [asdict(objective) for objective in self.objectives],
         }
 
     def plan(self, study_id: str, facts: Mapping[str, Any]) -> Plan:
@@ -120,7 +118,7 @@ class Examination:
             max_trials=self.study.search.max_trials,
             lag=facts["lag"],
             chunk_samples=CHUNK_SAMPLES,
-            bank_fingerprint=self.bank_fingerprint,
+            bank_fingerprint=self.family.fingerprint,
             extras=self.extras(),
         )
 
@@ -194,35 +192,24 @@ def examine(study: Study, *, available_bytes: int | None = None) -> Examination:
         rung_samples=rung_samples,
         cycle=cycle,
         memory=memory,
-        bank_fingerprint=facts["bank_fingerprint"],
-        warnings=tuple(facts["warnings"]),
     )
 
 
 def _examine_models(study: Study, problems: list[Problem]) -> tuple[Family | None, dict[str, Any]]:
-    from workers.bank import bank_fingerprint
-    from workers.checkpoints import check_family, check_tokenizer, fingerprint, open_checkpoint
+    from workers.checkpoints import check_tokenizer, open_checkpoint, open_family
 
-    directories = {"base": study.models.base, **study.models.experts}
     try:
-        check_family(Path(study.models.base), {alias: Path(d) for alias, d in study.models.experts.items()})
-        check_tokenizer(Path(study.models.base))
+        family = open_family(study.models.base, study.models.experts)
+        check_tokenizer(family.base.directory)
     except InvalidModel as error:
         problems.extend(Problem("models", text) for text in error.problems)
         return None, {}
-    sources = {a: ModelSource(a, str(Path(d).resolve()), fingerprint(Path(d))) for a, d in directories.items()}
-    base = sources.pop("base")
-    family = Family(base, tuple(sources.values()))
-    checkpoint = open_checkpoint(Path(base.directory))
-    num_parameters = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
+    base = open_checkpoint(family.base.directory)
+    checkpoints = [open_checkpoint(model.directory) for model in family.models]
     return family, {
-        "num_layers": int(checkpoint.config["num_hidden_layers"]),
-        "num_parameters": num_parameters,
-        "bank_bytes": sum(
-            tensor.num_bytes for m in family.models for tensor in open_checkpoint(Path(m.directory)).tensors.values()
-        ),
-        "bank_fingerprint": bank_fingerprint(family),
-        "warnings": (),
+        "num_layers": int(base.config["num_hidden_layers"]),
+        "num_parameters": sum(tensor.num_elements for tensor in base.tensors.values()),
+        "bank_bytes": sum(tensor.num_bytes for c in checkpoints for tensor in c.tensors.values()),
     }
 
 
@@ -322,17 +309,16 @@ def _examine_space(study: Study, family: Family, num_layers: int, problems: list
 
 
 def _memory(study: Study, facts: Mapping[str, Any], available_bytes: int | None) -> MemoryPlan:
-    from workers.engine_options import resolved_dtype, uses_gpu
+    import torch
 
     engine = study.engine
-    on_gpu = uses_gpu()
-    weights = facts["num_parameters"] * DTYPE_BYTES[resolved_dtype(engine.dtype)]
+    on_gpu = torch.cuda.is_available()
+    dtype = engine.dtype if engine.dtype != "auto" else "bfloat16" if on_gpu else "float32"
     # On CPU vLLM computes from a packed copy; the plain weights stay beside it to be written to.
-    copies = 1 if on_gpu else 2
-    kv_cache = 0 if on_gpu else 2**30
+    weights = facts["num_parameters"] * DTYPE_BYTES[dtype] * (1 if on_gpu else 2)
     return MemoryPlan(
         bank_bytes=facts["bank_bytes"],
-        engine_bytes=copies * weights + kv_cache + ENGINE_OVERHEAD_BYTES,
+        engine_bytes=weights + ENGINE_OVERHEAD_BYTES,
         replicas=engine.replicas,
         available_bytes=psutil.virtual_memory().total if available_bytes is None else available_bytes,
     )

@@ -42,7 +42,10 @@ __all__ = ["render_report"]
 MAX_POINTS = 1500
 MAX_ROWS = 200
 MAX_PAIRS = 10
+MAX_FAILED = 300
 NUM_COLOURS = 8
+# These have the same colour in every report, the first one grey.
+USUAL_METHODS = ("passthrough", "task_arithmetic", "ties", "linear", "slerp")
 
 SHAPES: dict[Origin, Any] = {
     Origin.SOURCE: "diamond",
@@ -68,7 +71,7 @@ def render_report(run: RunRecord) -> str:
         holdout=_holdout(run, document),
         history=_history(run),
         front=_front(run),
-        recipe=None if best is None else _recipe(best.recipe),
+        recipe=None if best is None else _recipe(best.recipe, _experts(run)),
         savings=_savings(run, document),
         duration=duration,
     )
@@ -132,32 +135,33 @@ def _headline(document: SummaryDocument) -> str:
         values = ", ".join(f"{key} {_number(value)}" for key, value in best["values"].items())
         return f"{name} is best on search data: {values}. It was not scored on held-out data."
     kind = "a mean of " if len(mine["values"]) > 1 else ""
-    sentences = [f"{name} reaches {kind}{_number(score['value'])} on held-out data"]
     rivals = [
         text
         for origin, what in ((Origin.SOURCE, "best single model"), (Origin.PUBLISHED, "best published recipe"))
         if (text := _rival(rows, origin, what, best["trial"]))
     ]
-    return sentences[0] + (": " + ", and ".join(rivals) if rivals else "") + "."
+    end = f": {' and '.join(rivals).rstrip(',')} (95 % intervals, paired)." if rivals else "."
+    return f"{name} reaches {kind}{_number(score['value'])} on held-out data{end}"
 
 
 def _rival(rows: Sequence[HoldoutDocument], origin: Origin, what: str, best: int) -> str:
     """How far the best trial is from the best row of `origin`, with the paired interval turned to "best minus row"."""
-    of_origin = [row for row in rows if row["origin"] == origin and row["trial"] != best and _score(row)]
-    rival = max(of_origin, key=lambda row: (_score(row) or {"value": 0.0})["value"], default=None)
+    scored = [(score["value"], row) for row in rows if row["origin"] == origin and (score := _score(row))]
+    rival = max((pair for pair in scored if pair[1]["trial"] != best), key=lambda pair: pair[0], default=None)
     if rival is None:
         return ""
-    difference = rival["differences"].get("mean") or next(iter(rival["differences"].values()), None)
+    differences = rival[1]["differences"]
+    difference = differences.get("mean") or next(iter(differences.values()), None)
     if difference is None:
         return ""
-    low, high = -difference["ci95"][1], -difference["ci95"][0]
-    where = f"the {what} ({rival['label']})"
-    interval = f"{_number(low, signed=True)} to {_number(high, signed=True)}"
+    value, low, high = -difference["value"], -difference["ci95"][1], -difference["ci95"][0]
+    where = f"the {what}, {rival[1]['label']}"
     if low > 0:
-        return f"{_number(-difference['value'])} above {where}, 95 % interval {interval}"
+        return f"{_number(value)} [{_number(low)}, {_number(high)}] above {where},"
     if high < 0:
-        return f"{_number(difference['value'])} below {where}, 95 % interval {interval}"
-    return f"not distinguishable from {where}, difference {interval}"
+        return f"{_number(-value)} [{_number(-high)}, {_number(-low)}] below {where},"
+    limits = f"[{_number(low, signed=True)}, {_number(high, signed=True)}]"
+    return f"not distinguishable from {where}, difference {limits},"
 
 
 def _key_figures(run: RunRecord, document: SummaryDocument) -> list[tuple[str, str, str]]:
@@ -282,11 +286,12 @@ def _history(run: RunRecord) -> dict[str, Any] | None:
         panels.append(("mean", averaged, Objective("mean", "mean", "maximize")))
     panels += [(objective.name, (objective.name,), objective) for objective in run.objectives]
 
+    failed = [trial.number for trial in run.trials if trial.state is TrialState.FAIL]
     charts: list[dict[str, Any]] = []
     for title, names, objective in panels:
         marks = list(_marks(run, names, num_rungs))
         height = 300 if not charts else 210
-        charts.append({"name": title, "svg": _history_chart(marks, title, objective, num_rungs, height)})
+        charts.append({"name": title, "svg": _history_chart(marks, failed, title, objective, num_rungs, height)})
     sizes = {rung.rung: max(rung.num_samples.values(), default=0) for trial in run.trials for rung in trial.rungs}
     entries = [
         Legend(f"rung of {sizes.get(rung, 0)} samples", "mark", style=_rung_style(rung, num_rungs))
@@ -297,6 +302,8 @@ def _history(run: RunRecord) -> dict[str, Any] | None:
         Legend("published recipe", "mark published", "square"),
         Legend("best so far at full budget", "record", "line"),
     ]
+    if failed:
+        entries.append(Legend("failed", "failed", "cross"))
     trials = sorted(full_budget_trials(run.trials), key=lambda trial: trial.number)
     return {
         "charts": charts,
@@ -321,8 +328,10 @@ def _marks(run: RunRecord, names: Sequence[str], num_rungs: int) -> Iterator[_Ma
                 )
 
 
-def _history_chart(marks: Sequence[_Mark], title: str, objective: Objective, num_rungs: int, height: int) -> Markup:
-    last = max((mark.trial.number for mark in marks), default=1)
+def _history_chart(
+    marks: Sequence[_Mark], failed: Sequence[int], title: str, objective: Objective, num_rungs: int, height: int
+) -> Markup:
+    last = max(itertools.chain((mark.trial.number for mark in marks), failed), default=1)
     plot = Plot(
         _integer_scale(last),
         nice_scale((mark.value for mark in marks), bounds=objective.range or (0.0, 1.0)),
@@ -334,6 +343,8 @@ def _history_chart(marks: Sequence[_Mark], title: str, objective: Objective, num
     for mark in marks:
         if mark.is_full and (not record or objective.is_better(mark.value, record[-1][1])):
             record.append((mark.trial.number, mark.value))
+    for number in failed[:: len(failed) // MAX_FAILED + 1]:
+        plot.point(number, plot.y.low, css="failed", shape="cross", title=f"trial {number} failed")
     ordinary = [mark for mark in marks if mark.trial.origin is Origin.SEARCH]
     special = [mark for mark in marks if mark.trial.origin is not Origin.SEARCH]
     for mark in sorted(_thinned(ordinary, plot, MAX_POINTS - min(len(special), MAX_POINTS // 2)), key=lambda m: m.rung):
@@ -463,7 +474,7 @@ def _pair_chart(
         y_title=f"{'↑' if y.direction == 'maximize' else '↓'} {y.name}",
         height=320,
     )
-    plot.steps(_pair_front(shown, x, y), css="frontline", vertical_first=True)
+    plot.steps(_pair_front(shown, x, y), css="frontline")
     for trial in sorted(shown, key=lambda trial: (trial.number in on_front, trial.origin is not Origin.SEARCH)):
         values = trial.values[x.name], trial.values[y.name]
         if trial.number in on_front:
@@ -474,7 +485,7 @@ def _pair_chart(
         if trial.number in on_front and trial.origin is Origin.SEARCH:
             css = "front"
         title = f"{_name(trial)}: {x.name} {_number(values[0])}, {y.name} {_number(values[1])}"
-        plot.point(*values, css=f"mark {css}", shape=SHAPES[trial.origin], title=title)
+        plot.point(*values, css=f"mark {css}", shape=SHAPES[trial.origin], title=title, size=6 if trial is best else 4)
         if trial.origin is Origin.SOURCE:
             plot.text(*values, trial.label.removeprefix("expert:"), dy=-11)
         elif trial is best:
@@ -507,24 +518,31 @@ def _pair_front(trials: Sequence[TrialRecord], x: Objective, y: Objective) -> li
 # -- the best recipe ---------------------------------------------------------------------------------------------------
 
 
-def _recipe(recipe: Recipe) -> dict[str, Any]:
-    models = [recipe.base, *(alias for alias in recipe.models if alias != recipe.base)]
+def _experts(run: RunRecord) -> tuple[str, ...]:
+    """Aliases in the order of the study file."""
+    return tuple(run.study.document.get("models", {}).get("experts", ()))
+
+
+def _recipe(recipe: Recipe, experts: Sequence[str] = ()) -> dict[str, Any]:
+    models = list(dict.fromkeys([recipe.base, *experts, *recipe.models]))
     colours = dict.fromkeys(models[:1], "var(--base)")
     colours |= {alias: f"var(--c{index % NUM_COLOURS})" for index, alias in enumerate(models[1:])}
-    methods = list(dict.fromkeys(merge.method for merge in recipe.merges()))
+    methods = list(dict.fromkeys([*USUAL_METHODS, *(merge.method for merge in recipe.merges())]))
     method_colours = {method: f"var(--m{index % NUM_COLOURS})" for index, method in enumerate(methods)}
+
+    def bar(shares: Mapping[str, float]) -> Markup:
+        return stacked_bar([Bar(alias, shares.get(alias, 0.0), f"background:{colours[alias]}") for alias in models])
 
     def cell(merge: Merge) -> dict[str, Any]:
         shares = _shares(merge)
+        sources = sorted(_source_texts(merge), key=lambda pair: models.index(pair[0]))
         numbers = [(name, value) for name, value in merge.coefficients.items() if not isinstance(value, tuple)]
         return {
             "method": merge.method.replace("_", " "),
             "colour": method_colours[merge.method],
             "numbers": ", ".join(f"{_symbol(name)} {value:.2f}" for name, value in numbers),
-            "sources": [
-                {"model": model, "colour": colours[model], "text": text} for model, text in _source_texts(merge)
-            ],
-            "bar": stacked_bar([Bar(model, share, f"background:{colours[model]}") for model, share in shares.items()]),
+            "sources": [{"model": model, "colour": colours[model], "text": text} for model, text in sources],
+            "bar": bar(shares),
         }
 
     rows = []
@@ -551,9 +569,7 @@ def _recipe(recipe: Recipe) -> dict[str, Any]:
             {
                 "name": name,
                 "shares": [shares.get(alias, 0.0) for alias in used],
-                "bar": stacked_bar(
-                    [Bar(alias, shares.get(alias, 0.0), f"background:{colours[alias]}") for alias in used]
-                ),
+                "bar": bar(shares),
             }
             for name, shares in _contributions(recipe)
         ],

@@ -56,13 +56,17 @@ def locked(directory: Path) -> Iterator[None]:
 @contextmanager
 def open_scorer(examination: Examination, view: ProgressView) -> Iterator[Scorer]:
     """Scoring replicas on Ray Serve for the length of a run. Raises EngineUnavailable if none starts."""
+    from ray import serve
+
     from workers.replica import deploy_scorer
 
-    view.note(f"Starting {examination.study.engine.replicas} engine(s) ...")
-    with deploy_scorer(
-        examination.family, examination.engine_options, replicas=examination.study.engine.replicas
-    ) as scorer:
+    replicas = examination.study.engine.replicas
+    view.note(f"Starting {replicas} engine{'s' * (replicas > 1)} ...")
+    scorer = deploy_scorer(examination.family, examination.engine_options, replicas=replicas)
+    try:
         yield scorer
+    finally:
+        serve.delete(scorer.app_name)
 
 
 def run_study(
@@ -83,8 +87,6 @@ def run_study(
         try:
             examination = examine(study)
             record = _created_or_resumed(store, study, examination, directory)
-            for warning in examination.warnings:
-                view.note(f"warning: {warning}")
             try:
                 if record.state is not StudyState.COMPLETE:
                     with ray_session() as session:
@@ -101,23 +103,26 @@ def run_study(
                                 observer=observer,
                             )
             finally:
-                result = run_record(store, record.id, examination.objectives)
+                result = run_record(store, record.id)
                 write_results(directory, result, report=render_report(result))
             return result
         finally:
             store.close()
 
 
-def read_run(directory: Path) -> tuple[Store, StudyRecord]:
-    """The store and the study of a run's directory. Raises NotFound."""
+@contextmanager
+def read_run(directory: Path) -> Iterator[tuple[Store, StudyRecord]]:
+    """The store and the study of a run's directory; a run may be going on there. Raises NotFound."""
     if not (directory / DATABASE).is_file():
         raise NotFound(f"{directory}: no run here (no {DATABASE}); give the directory that `mergesearch run` was given")
     store = Store(f"sqlite:///{directory / DATABASE}")
-    studies = store.studies()
-    if not studies:
+    try:
+        studies = store.studies()
+        if not studies:
+            raise NotFound(f"{directory}: its {DATABASE} holds no study")
+        yield store, studies[0]
+    finally:
         store.close()
-        raise NotFound(f"{directory}: its {DATABASE} holds no study")
-    return store, studies[0]
 
 
 def _created_or_resumed(store: Store, study: Study, examination: Examination, directory: Path) -> StudyRecord:

@@ -19,15 +19,19 @@ from workers.types import VerificationReport
 __all__ = ["run_record"]
 
 
-def run_record(store: Store, study_id: str, objectives: Sequence[Objective]) -> RunRecord:
+def run_record(store: Store, study_id: str) -> RunRecord:
     """The study as far as it is stored."""
     study = store.study(study_id)
+    objectives = tuple(
+        Objective(o["name"], o["metric"], o["direction"], o["range"] and tuple(o["range"]))
+        for o in study.facts["objectives"]
+    )
     trials = store.trials(study_id)
     evidence = store.evidence(study_id)
     searched = [row for row in evidence if any(key.startswith("search ") for key in row["prompts"])]
     return RunRecord(
         study=study,
-        objectives=tuple(objectives),
+        objectives=objectives,
         trials=trials,
         full_budget=study.facts["rung_samples"][-1],
         holdout=_holdout(store, study_id, trials, objectives),

@@ -6,6 +6,7 @@ It knows where tensors are and what depends on the sources alone (finite or not,
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from workers.checkpoints import Checkpoint, Layout, check_family, fingerprint, open_checkpoint, remembered
 from workers.errors import InvalidModel
 from workers.merge_methods import cosine
-from workers.types import Family, ModelSource, digest_of
+from workers.types import Family, ModelSource
 
 __all__ = ["Bank"]
 
@@ -28,7 +29,7 @@ class Bank:
     `checkpoints.cache_dir`). Raises InvalidModel.
     """
 
-    def __init__(self, family: Family, placement: str = "auto", *, cache: str | None = None) -> None:
+    def __init__(self, family: Family, placement: str = "auto", *, cache: str | Path | None = None) -> None:
         if placement not in ("auto", "mapped"):
             raise ValueError(f"bank: placement {placement!r}; expected 'auto' or 'mapped'")
         if family.experts:
@@ -49,8 +50,7 @@ class Bank:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the models' contents: the same sources give the same, whatever their aliases and places."""
-        return digest_of({"base": self.family.base.fingerprint, "models": sorted(self._aliases)})
+        return self.family.fingerprint
 
     @property
     def base(self) -> Checkpoint:
@@ -91,7 +91,7 @@ class Bank:
             "fingerprint": self.fingerprint,
         }
 
-    def _content_problems(self, model: ModelSource, cache: str | None) -> list[str]:
+    def _content_problems(self, model: ModelSource, cache: str | Path | None) -> list[str]:
         actual = fingerprint(model.directory, cache=cache)
         if actual != model.fingerprint:
             return [

@@ -224,13 +224,19 @@ def check_family(base_dir: str | Path, experts: Mapping[str, str | Path]) -> Non
         raise InvalidModel(tuple(problems))
 
 
-def open_family(base_dir: str | Path, experts: Mapping[str, str | Path], *, base_alias: str = "base") -> Family:
+def open_family(
+    base_dir: str | Path,
+    experts: Mapping[str, str | Path],
+    *,
+    base_alias: str = "base",
+    cache: str | Path | None = None,
+) -> Family:
     """The checked family with absolute directories and content fingerprints. Raises InvalidModel."""
     check_family(base_dir, experts)
 
     def source(alias: str, directory: str | Path) -> ModelSource:
         absolute = Path(directory).expanduser().resolve()
-        return ModelSource(alias, str(absolute), fingerprint(absolute))
+        return ModelSource(alias, str(absolute), fingerprint(absolute, cache=cache))
 
     return Family(
         base=source(base_alias, base_dir),

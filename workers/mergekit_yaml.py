@@ -1,14 +1,16 @@
-"""Recipes as mergekit configurations, for those that mergekit computes the same way.
+"""Recipes as mergekit configurations, where mergekit computes the same tensors up to float32 rounding.
 
-Only what is numerically equal (up to float32 rounding) is written; for everything else there is a reason. The
-functions know mergekit's configuration format, not its code.
+A configuration has one merge method, so the recipe's merges must share one: weighted sums of models (passthrough,
+linear, task_arithmetic, in any mixture) or SLERP (with passthrough). TIES is never written: mergekit keeps the
+positive values where signs cancel, and cuts equal magnitudes in no defined order. The functions here know mergekit's
+configuration format, not its code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from search_spaces.recipe import COMPONENTS, Merge, Recipe
@@ -16,9 +18,211 @@ from workers.checkpoints import Layout
 
 __all__ = ["Inexpressible", "mergekit_config"]
 
-# mergekit applies the first filter that is a part of the tensor's name.
-FILTERS = {"norm": "norm", "attention": "attn", "mlp": "mlp", "embedding": "embed", "head": "lm_head", "final_norm": "model.norm."}
+# A filter applies to the tensors whose names contain it, the first that fits wins: norms inside attention come first.
+COMPONENT_FILTERS = (("norm", "norm"), ("attention", "attn"), ("attention", "attention"), ("mlp", "mlp"))
+
+SUMS = ("passthrough", "linear", "task_arithmetic")
 
 
 class Inexpressible(ValueError):
     """mergekit cannot compute this recipe equally; the message says why."""
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """Adjacent merged layers of equal settings. `layers` maps a model to its first layer; `settings` maps a parameter's
+    owner (a model, or "" for all) to its value for each component."""
+
+    models: tuple[str, ...]
+    layers: Mapping[str, int]
+    settings: Mapping[str, Mapping[str, float]]
+    length: int = 1
+
+
+def mergekit_config(
+    recipe: Recipe, layout: Layout, directories: Mapping[str, str], *, dtype: str = "float32"
+) -> dict[str, Any]:
+    """The mergekit configuration, ready for YAML, that merges `directories` (by the recipe's aliases) in float32 and
+    stores `dtype`. Raises Inexpressible."""
+    recipe = recipe.canonical()
+    merges = recipe.merges()
+    if any(layer.scale != 1 or layer.alignment is not None for layer in recipe.layers):
+        raise Inexpressible("layers are scaled or aligned")
+    methods = {merge.method for merge in merges}
+    if methods <= set(SUMS):
+        models = _models(recipe)
+        method = "task_arithmetic" if "task_arithmetic" in methods and "linear" not in methods else "linear"
+        slices = [_sum_slice(recipe, index, models, method) for index in range(len(recipe.layers))]
+    elif methods <= {"slerp", "passthrough"}:
+        method = "slerp"
+        slices = [_slerp_slice(recipe, index) for index in range(len(recipe.layers))]
+    elif "ties" in methods:
+        raise Inexpressible("ties differs in mergekit where signs cancel and where magnitudes are equal")
+    else:
+        raise Inexpressible(
+            f"mergekit applies one method to a whole model; this recipe has {', '.join(sorted(methods))}"
+        )
+    filters = _filters(layout)
+    document: dict[str, Any] = {
+        "merge_method": method,
+        "slices": [_slice_document(slice_, method, filters, directories, recipe.base) for slice_ in _joined(slices)],
+        "dtype": "float32",
+        "out_dtype": dtype,
+    }
+    if method == "linear":
+        document["parameters"] = {"normalize": False}
+    if method == "task_arithmetic":
+        document["base_model"] = directories[recipe.base]
+        document["parameters"] = {"normalize": False, "lambda": 1.0}
+    return document
+
+
+def _components(recipe: Recipe, index: int) -> dict[str, Merge]:
+    """The merges that the slice of merged layer `index` decides: mergekit takes the embedding's parameters from the
+    first slice and the head's from the last."""
+    found: dict[str, Merge] = {name: recipe.layers[index].component(name) for name in COMPONENTS}
+    if index == 0:
+        found["embedding"] = recipe.embedding
+    if index == len(recipe.layers) - 1:
+        found["head"] = recipe.head
+    return found
+
+
+def _models(recipe: Recipe) -> tuple[str, ...]:
+    """Every model in use, the base first where it is one of them: all slices must list the same number of models."""
+    used = {source.model for merge in recipe.merges() for source in merge.sources}
+    if any(merge.method == "task_arithmetic" for merge in recipe.merges()):
+        used.add(recipe.base)
+    return tuple(sorted(used, key=lambda model: (model != recipe.base, recipe.models[model])))
+
+
+def _layers(recipe: Recipe, index: int, models: tuple[str, ...]) -> dict[str, int]:
+    """Which layer of each model stands in merged layer `index`; a model without influence lends any."""
+    used: dict[str, int] = {}
+    for name in COMPONENTS:
+        for source in recipe.layers[index].component(name).sources:
+            assert source.layer is not None
+            if used.setdefault(source.model, source.layer) != source.layer:
+                raise Inexpressible(
+                    f"layer {index} takes layers {used[source.model]} and {source.layer} of model {source.model!r}"
+                )
+    some = next(iter(used.values()))
+    return {model: used.get(model, some) for model in models}
+
+
+def _sum_slice(recipe: Recipe, index: int, models: tuple[str, ...], method: str) -> _Slice:
+    settings: dict[str, dict[str, float]] = {model: {} for model in models}
+    layers = _layers(recipe, index, models)
+    for component, merge in _components(recipe, index).items():
+        weights = _weights(merge, recipe.base)
+        if (
+            merge.method == "task_arithmetic"
+            and component in COMPONENTS
+            and layers[recipe.base] != merge.sources[0].layer
+        ):
+            raise Inexpressible(f"layer {index}: task vectors of another layer than the base's")
+        for model in models:
+            settings[model][component] = weights.get(model, 0.0)
+    if method == "task_arithmetic":
+        del settings[recipe.base]  # its weight is one by definition
+    return _Slice(models, layers, settings)
+
+
+def _weights(merge: Merge, base: str) -> dict[str, float]:
+    """The weight of each model in a merge that is a weighted sum."""
+    if merge.method == "passthrough":
+        return {merge.sources[0].model: 1.0}
+    sources = [source.model for source in merge.sources]
+    if len(set(sources)) < len(sources):
+        raise Inexpressible("a merge takes several layers of one model")
+    if merge.method == "linear":
+        weights = merge.per_source("weight")
+        return {model: weight / math.fsum(weights) for model, weight in zip(sources, weights, strict=True)}
+    lambdas = merge.per_source("lambda")
+    return {base: 1 - math.fsum(lambdas), **dict(zip(sources, lambdas, strict=True))}
+
+
+def _slerp_slice(recipe: Recipe, index: int) -> _Slice:
+    merges = _components(recipe, index)
+    used = sorted(
+        {source.model for merge in merges.values() for source in merge.sources}, key=recipe.models.__getitem__
+    )
+    if len(used) == 1:
+        used.append(next(model for model in _models(recipe) if model != used[0]))
+    if len(used) > 2:
+        raise Inexpressible(f"mergekit's slerp takes two models; layer {index} and what goes with it take {used}")
+    first, second = used
+    settings = {}
+    for component, merge in merges.items():
+        if merge.method == "passthrough":
+            settings[component] = float(merge.sources[0].model == second)
+        else:
+            t = merge.number("t")
+            settings[component] = t if merge.sources[0].model == first else 1 - t
+        if len({source.model for source in merge.sources}) < len(merge.sources):
+            raise Inexpressible("a merge takes several layers of one model")
+    return _Slice((first, second), _layers(recipe, index, (first, second)), {"": settings})
+
+
+def _joined(slices: list[_Slice]) -> list[_Slice]:
+    """Neighbours with equal settings and consecutive layers as one slice."""
+    joined = slices[:1]
+    for slice_ in slices[1:]:
+        last = joined[-1]
+        follows = all(slice_.layers[model] == last.layers.get(model, -1) + last.length for model in slice_.models)
+        settings = _compatible(last.settings, slice_.settings)
+        if last.models == slice_.models and follows and settings is not None:
+            joined[-1] = _Slice(last.models, last.layers, settings, last.length + 1)
+        else:
+            joined.append(slice_)
+    return joined
+
+
+def _compatible(
+    first: Mapping[str, Mapping[str, float]], second: Mapping[str, Mapping[str, float]]
+) -> dict[str, dict[str, float]] | None:
+    """Both settings in one, unless a component that both have differs."""
+    if first.keys() != second.keys():
+        return None
+    for owner in first:
+        for component in first[owner].keys() & second[owner].keys():
+            if first[owner][component] != second[owner][component]:
+                return None
+    return {owner: {**first[owner], **second[owner]} for owner in first}
+
+
+def _filters(layout: Layout) -> tuple[tuple[str, str], ...]:
+    """(component, filter) in order of precedence, proven on the model's own tensor names. Raises Inexpressible."""
+    outside = [(place.component, name) for name, place in layout.places.items() if place.layer is None]
+    filters = (*outside, *COMPONENT_FILTERS)
+    for name, place in layout.places.items():
+        found = next((component for component, part in filters if part in name), None)
+        if found != place.component:
+            raise Inexpressible(f"mergekit's filters take {name!r} for {found}; it is {place.component}")
+    return filters
+
+
+def _slice_document(
+    slice_: _Slice,
+    method: str,
+    filters: tuple[tuple[str, str], ...],
+    directories: Mapping[str, str],
+    base: str,
+) -> dict[str, Any]:
+    def setting(values: Mapping[str, float]) -> float | list[dict[str, Any]]:
+        if len(set(values.values())) == 1:
+            return next(iter(values.values()))
+        return [{"filter": part, "value": values[name]} for name, part in filters if name in values]
+
+    sources = []
+    for model in slice_.models:
+        start = slice_.layers[model]
+        source: dict[str, Any] = {"model": directories[model], "layer_range": [start, start + slice_.length]}
+        if model in slice_.settings:
+            source["parameters"] = {"weight": setting(slice_.settings[model])}
+        sources.append(source)
+    document: dict[str, Any] = {"sources": sources}
+    if method == "slerp":
+        document["base_model"] = directories[slice_.models[0]]
+        document["parameters"] = {"t": setting(slice_.settings[""])}
+    return document

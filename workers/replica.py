@@ -314,6 +314,7 @@ class ServeScorer:
             "busy_s": sum(each["busy_s"] for each in every),
             "bank": every[0]["bank"],
             "log_files": [each["log_file"] for each in every],
+            "processes": sorted(found),
         }
 
     def _call(self, method: str, *arguments: Any, model_id: str = "") -> Any:

@@ -298,7 +298,10 @@ def _from_yaml(file: Path, spec: TaskSpec) -> dict[str, Any]:
         raise InvalidTask(f"{file}: not an lm-eval task: neither `task` nor `group` in it")
     if config.get("unsafe_code"):
         raise InvalidTask(_executes_code(str(file)))
-    manager = TaskManager(include_path=str(file.parent)) if "group" in config else TaskManager(include_defaults=False)
+    manager = TaskManager(include_path=str(file.parent), include_defaults=False)
+    members = config["task"] if isinstance(config.get("task"), list) else []
+    if any(isinstance(member, str) and member not in manager.task_index for member in members):
+        manager = TaskManager(include_path=str(file.parent))  # with lm-eval's own tasks, which takes 5-10 s to index
     # Data files are looked for beside the task, in whatever directory the process runs.
     with contextlib.chdir(file.parent):
         # (A group is loaded by name: loading it by path takes its list of tasks for the name.)

@@ -56,6 +56,11 @@ class Family:
     def fingerprints(self) -> dict[str, str]:
         return {model.alias: model.fingerprint for model in self.models}
 
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the models' contents: the same sources give the same, whatever their aliases and places."""
+        return digest_of({"base": self.base.fingerprint, "models": sorted({m.fingerprint for m in self.models})})
+
 
 @dataclass(frozen=True)
 class EngineOptions:

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -148,7 +149,7 @@ def test_hypervolume_in_two_objectives_is_the_area_of_the_staircase(costs):
 @given(costs_4d)
 def test_hypervolume_in_four_objectives_is_that_of_the_grid_cells_covered(costs):
     edges = [i / 4 for i in range(5)] + [1.1]
-    cells = [(low, high - low) for low, high in zip(edges, edges[1:], strict=False)]
+    cells = [(low, high - low) for low, high in itertools.pairwise(edges)]
     covered = 0.0
     for index in range(len(cells) ** 4):
         cell = [cells[index // len(cells) ** axis % len(cells)] for axis in range(4)]

@@ -78,6 +78,7 @@ def run_record(
             state=StudyState.COMPLETE,
             document={
                 "name": "math-text-lookup",
+                "models": {"base": "base", "experts": dict.fromkeys(EXPERTS, "somewhere")},
                 "search_space": {"kind": "lfs", "layer_groups": NUM_GROUPS, "component_groups": 3},
                 "search": {"algorithm": "smac", "max_trials": num_trials, "seed": seed},
                 "fidelity": {"scheduler": "hyperband", "min_samples": 30, "max_samples": 270, "eta": 3},

@@ -82,7 +82,7 @@ def test_a_proposal_depends_on_seed_number_and_observations_alone(
     observations = observed(parameters, num_observations)
 
     def propose(number: int, seed: int) -> dict[str, object]:
-        np.random.seed(number)  # noqa: NPY002  a searcher must not look at global state
+        np.random.seed(number)  # a searcher must not look at global state
         return searcher.propose(parameters, number=number, seed=seed, observations=observations)
 
     in_order = [propose(number, seed=5) for number in range(6)]

@@ -123,8 +123,8 @@ class _Acquisition:
         return values
 
     def predicted_costs(self, rows: Rows) -> Rows:
-        means: Rows = np.asarray(self.forest.predict_marginalized(_at_full_budget(rows))[0])[:, 0]
-        return means
+        means, _ = self.forest.predict_marginalized(_at_full_budget(rows))
+        return np.asarray(means, dtype=np.float64).reshape(-1)
 
 
 def _at_full_budget(rows: Rows) -> Rows:
@@ -138,7 +138,7 @@ def _scalarise(costs: Sequence[tuple[float, ...] | None], rng: np.random.Generat
     table = np.array([c if c is not None else (np.nan,) * num_objectives for c in costs])
     low, high = np.nanmin(table, axis=0), np.nanmax(table, axis=0)
     table = np.where(np.isnan(table), high, table)
-    shares = (table - low) / np.where(high > low, high - low, 1.0)
+    shares: Rows = (table - low) / np.where(high > low, high - low, 1.0)
     if num_objectives == 1:
         return shares[:, 0]
     weighted = shares * rng.dirichlet(np.ones(num_objectives))

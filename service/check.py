@@ -1,0 +1,107 @@
+"""`run --check`: everything that can be checked and counted before an engine starts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from search_spaces.study import Study
+from service.preflight import Examination, examine
+
+__all__ = ["CheckedPlan", "check"]
+
+
+@dataclass(frozen=True)
+class CheckedPlan:
+    """What running the study will take. `hours` is a rough estimate from this machine's arithmetic speed."""
+
+    study: str
+    num_models: int
+    num_parameters: int
+    num_layers: int
+    num_search_parameters: int
+    rungs: tuple[dict[str, int], ...]
+    trials: dict[str, int]
+    samples: dict[str, int]
+    hours: float
+    memory_bytes: dict[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def to_text(self) -> str:
+        gib = {name: f"{value / 2**30:.1f} GiB" for name, value in self.memory_bytes.items()}
+        rungs = " -> ".join(str(max(rung.values())) for rung in self.rungs)
+        search, full = self.samples["search"], self.samples["full_budget"]
+        return "\n".join(
+            (
+                f"study     {self.study}: nothing is wrong with it",
+                f"models    base + {self.num_models - 1} experts of {self.num_parameters:,} parameters, "
+                f"{self.num_layers} layers",
+                f"space     {self.num_search_parameters} parameters",
+                f"trials    {self.trials['extras']} sources and published recipes, {self.trials['search']} searched",
+                f"rungs     {rungs} samples of each of {len(self.rungs[-1])} objectives",
+                f"samples   {search:,} in the search ({1 - search / full:.0%} fewer than {full:,} at full budget), "
+                f"about {self.samples['holdout']:,} held out",
+                f"time      very roughly {_duration(self.hours)}, by this machine's arithmetic speed",
+                f"memory    {gib['needed']} (source weights {gib['bank']}, {gib['engines']} for engines) of "
+                f"{gib['available']}",
+            )
+        )
+
+
+def check(study: Study) -> CheckedPlan:
+    """Examine a study and count what it will take. Starts nothing. Raises InvalidStudy with every problem."""
+    examination = examine(study)
+    memory = examination.memory
+    samples = examination.expected_samples()
+    return CheckedPlan(
+        study=study.name,
+        num_models=len(examination.family.models),
+        num_parameters=examination.num_parameters,
+        num_layers=examination.num_layers,
+        num_search_parameters=len(examination.space.parameters.names),
+        rungs=tuple(dict(rung) for rung in examination.rung_samples),
+        trials={"extras": len(examination.extras()), "search": study.search.max_trials},
+        samples=samples,
+        hours=_hours(examination, samples["search"] + samples["holdout"]),
+        memory_bytes={
+            "bank": memory.bank_bytes,
+            "engines": memory.replicas * memory.engine_bytes,
+            "needed": memory.needed_bytes,
+            "available": memory.available_bytes,
+        },
+    )
+
+
+# Tokens of an average sample where nothing better is known: a short prompt and a short answer.
+TOKENS_PER_SAMPLE = 256
+
+# What share of its matrix-product speed a device reaches while it decodes.
+DECODING_EFFICIENCY = 0.15
+
+
+def _hours(examination: Examination, num_samples: int) -> float:
+    import time
+
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    size = 4096 if device == "cuda" else 512
+    matrix = torch.ones(size, size, dtype=dtype, device=device)
+    best = float("inf")
+    for _ in range(5):
+        started = time.perf_counter()
+        product = matrix @ matrix
+        float(product[0, 0])  # waits for the device
+        best = min(best, time.perf_counter() - started)
+    operations_per_s = 2 * size**3 / best * DECODING_EFFICIENCY
+    operations = 2 * examination.num_parameters * TOKENS_PER_SAMPLE * num_samples
+    return operations / operations_per_s / 3600 / examination.study.engine.replicas
+
+
+def _duration(hours: float) -> str:
+    if hours < 1:
+        return f"{max(1, round(hours * 60))} min"
+    return f"{hours:.1f} h"

@@ -1,0 +1,140 @@
+"""What all tests share: one engine per model layout, one Ray, and the list of engine starts at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+# Before torch is imported: one thread for arithmetic, and no attempt to reach a hub.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+
+import pytest
+
+from tests.builders import tiny_family, tiny_qwen2
+from workers.types import EngineOptions, Family, TaskSpec
+
+if TYPE_CHECKING:
+    from workers.engine import Engine
+    from workers.replica import ServeScorer
+
+ENGINE_STARTS: list[tuple[str, float]] = []
+MAX_ENGINE_STARTS = 10
+OPTIONS = EngineOptions(max_model_len=256, threads=1)
+
+
+def record_engine_start(label: str, seconds: float) -> None:
+    """Every test that starts an engine, in whatever process, says so here."""
+    ENGINE_STARTS.append((label, seconds))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if ENGINE_STARTS:
+        terminalreporter.section(f"engine starts: {len(ENGINE_STARTS)} (at most {MAX_ENGINE_STARTS})")
+        for label, seconds in ENGINE_STARTS:
+            terminalreporter.line(f"{seconds:7.1f} s  {label}")
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if len(ENGINE_STARTS) > MAX_ENGINE_STARTS and exitstatus == 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(scope="session")
+def untied_family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    """Llama, output head of its own, stored in bfloat16, a number of layers that no group size divides."""
+    import torch
+
+    directory = tmp_path_factory.mktemp("untied")
+    return tiny_family(directory, experts=("math", "text"), tied=False, layers=5, dtype=torch.bfloat16, noise=0.05)
+
+
+@pytest.fixture(scope="session")
+def tied_family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    """Qwen2: tied head, grouped-query attention, biases on q, k and v, a byte-level tokenizer without BOS."""
+    directory = tmp_path_factory.mktemp("tied")
+    return tiny_family(directory, build=tiny_qwen2, experts=("math", "text"), noise=0.05)
+
+
+@pytest.fixture(scope="session")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> TaskSpec:
+    """An inline task of 400 additions."""
+    file = tmp_path_factory.mktemp("sums") / "sums.jsonl"
+    lines = [json.dumps({"prompt": f"{i}+{i + 3}=", "answer": str(2 * i + 3)}) for i in range(400)]
+    file.write_text("\n".join(lines) + "\n")
+    return TaskSpec({"file": str(file), "max_tokens": 6}, "exact_match", permutation_seed=5)
+
+
+@pytest.fixture(scope="session")
+def choices(tmp_path_factory: pytest.TempPathFactory) -> TaskSpec:
+    """An lm-eval YAML task: 12 questions with three options each, and examples for few-shot prompts."""
+    directory = tmp_path_factory.mktemp("choices")
+    return TaskSpec(str(write_choices(directory)), "acc", permutation_seed=5)
+
+
+def write_choices(directory: Path, *, name: str = "choices", **settings: object) -> Path:
+    """A multiple-choice lm-eval task over local files; `settings` are added to its YAML."""
+    import yaml
+
+    for split, size in (("test", 12), ("train", 6)):
+        rows = [
+            {"question": f"Is {i} + {size} even?", "options": ["yes", "no", "maybe"], "gold": i % 3}
+            for i in range(size)
+        ]
+        (directory / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    config = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": "test.jsonl", "train": "train.jsonl"}},
+        "test_split": "test",
+        "fewshot_split": "train",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{options}}",
+        "doc_to_target": "{{gold}}",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+    file = directory / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(config | settings))
+    return file
+
+
+@pytest.fixture(scope="session")
+def engine(untied_family: Family) -> Iterator[Engine]:
+    """The one engine of this process."""
+    from workers.engine import Engine
+
+    started = time.perf_counter()
+    with Engine(untied_family, OPTIONS) as engine:
+        record_engine_start("untied Llama, in the tests' process", time.perf_counter() - started)
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A local Ray of this session's own."""
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    yield
+    from ray import serve
+
+    serve.shutdown()
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def scorer(ray_cluster: None, tied_family: Family) -> ServeScorer:
+    """One real replica on Ray Serve."""
+    from workers.replica import deploy_scorer
+
+    started = time.perf_counter()
+    scorer = deploy_scorer(tied_family, OPTIONS)
+    record_engine_start("tied Qwen2, a replica on Ray Serve", time.perf_counter() - started)
+    return scorer

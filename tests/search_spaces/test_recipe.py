@@ -1,0 +1,104 @@
+import json
+
+import pytest
+
+from search_spaces.errors import InvalidRecipe
+from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
+
+FINGERPRINTS = {"base": "0", "math": "2", "text": "1"}
+
+
+def recipe(merge, *, fingerprints=FINGERPRINTS, base="base", **layer):
+    return Recipe(fingerprints, base, (LayerRecipe(merge, merge, merge, **layer),), merge, merge)
+
+
+def merge(method, *models, **coefficients):
+    return Merge(method, tuple(map(Source, models)), coefficients)
+
+
+def canonical(merge):
+    return recipe(merge).canonical().head
+
+
+@pytest.mark.parametrize(
+    ("given", "equal"),
+    [
+        (merge("linear", "math", "text", weight=(1.0, 0.0)), merge("passthrough", "math")),
+        (merge("linear", "math", "text", weight=(0.3, 0.7)), merge("linear", "text", "math", weight=(0.7, 0.3))),
+        (merge("linear", "math", "text", weight=(0.5, 0.5)), merge("linear", "text", "math", weight=0.5)),
+        (merge("task_arithmetic", "math", "text", **{"lambda": 0.0}), merge("passthrough", "base")),
+        (merge("task_arithmetic", "math", "text", **{"lambda": (1.0, 0.0)}), merge("passthrough", "math")),
+        (
+            merge("task_arithmetic", "math", "base", **{"lambda": 0.5}),
+            merge("task_arithmetic", "math", **{"lambda": 0.5}),
+        ),
+        (merge("ties", "math", "text", **{"lambda": 0.0}, k=0.3), merge("passthrough", "base")),
+        (merge("slerp", "math", "text", t=0.0), merge("passthrough", "math")),
+        (merge("slerp", "math", "text", t=1.0), merge("passthrough", "text")),
+        (merge("slerp", "math", "text", t=0.25), merge("slerp", "text", "math", t=0.75)),
+    ],
+)
+def test_equal_merges_have_one_canonical_form_and_one_digest(given, equal):
+    assert canonical(given) == equal
+    assert recipe(given).digest == recipe(equal).digest
+
+
+def test_numbers_closer_than_a_millionth_are_the_same_merge():
+    digests = {recipe(merge("slerp", "math", "text", t=t)).digest for t in (0.3, 0.3 + 4e-7, 0.300001)}
+    assert len(digests) == 2
+
+
+def test_digest_depends_on_content_not_on_names():
+    named = recipe(merge("task_arithmetic", "math", "text", **{"lambda": 0.5}))
+    renamed = Recipe.from_json(json.loads(json.dumps(named.to_json()).replace("math", "arithmetic")))
+    other = recipe(
+        merge("task_arithmetic", "math", "text", **{"lambda": 0.5}), fingerprints={**FINGERPRINTS, "math": "9"}
+    )
+    assert renamed.digest == named.digest
+    assert other.digest != named.digest
+
+
+def test_canonical_recipe_names_only_models_it_uses():
+    assert recipe(merge("passthrough", "math")).canonical().models == {"base": "0", "math": "2"}
+
+
+def test_scale_and_alignment_are_part_of_the_digest_and_of_json():
+    plain = recipe(merge("passthrough", "math"))
+    scaled = recipe(merge("passthrough", "math"), scale=1.5, alignment="rotation")
+    assert scaled.digest != plain.digest
+    assert Recipe.from_json(json.loads(json.dumps(scaled.to_json()))) == scaled
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d | {"format": "other"}, "format is 'other'; this version reads 'mergesearch-recipe/1'"),
+        (lambda d: d | {"layers": [{}]}, "layer: not a layer recipe"),
+        (lambda d: d | {"head": {"method": "ties"}}, "merge: not a merge"),
+        (lambda d: d | {"head": {"method": "ties", "sources": [["math"]]}}, "merge: not a merge"),
+        (lambda d: d | {"head": d["head"] | {"coefficients": {"t": "x"}}}, "merge: not a merge"),
+        (lambda d: d | {"head": d["head"] | {"sources": []}}, "has no sources; give at least one"),
+        (lambda d: d | {"head": d["head"] | {"sources": [["law", None]]}}, r"\['law'\] not in models; known are"),
+        (lambda d: {key: d[key] for key in d if key != "layers"}, "recipe: missing or malformed: KeyError"),
+        (lambda d: [d], "recipe: format is"),
+    ],
+)
+def test_json_that_is_no_recipe_is_refused(change, message):
+    document = recipe(merge("passthrough", "math")).to_json()
+    with pytest.raises(InvalidRecipe, match=message):
+        Recipe.from_json(change(document))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: merge("linear", "math", "text", weight=(1.0,)), "linear.weight has 1 numbers for 2 sources"),
+        (lambda: merge("slerp", "math", "text", t=float("nan")), "coefficient nan is not a finite number"),
+        (lambda: canonical(merge("slerp", "math", t=0.5)), "slerp has 1 sources; it takes 2"),
+        (lambda: canonical(merge("slerp", "math", "text")), "slerp needs one number 't', found None"),
+        (lambda: canonical(merge("linear", "math")), "linear needs 'weight', found only"),
+    ],
+)
+def test_merges_that_make_no_sense_are_refused(build, message):
+    with pytest.raises(InvalidRecipe, match=message):
+        build()

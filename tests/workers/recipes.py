@@ -1,0 +1,39 @@
+"""Recipes over a test family."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
+from workers.types import Family
+
+
+def num_layers(family: Family) -> int:
+    return int(json.loads((Path(family.base.directory) / "config.json").read_text())["num_hidden_layers"])
+
+
+def arithmetic(family: Family, *weights: float, layers: int | None = None) -> Recipe:
+    """Task arithmetic with one weight per expert, the same in every layer."""
+
+    def merge(layer: int | None) -> Merge:
+        sources = tuple(Source(expert.alias, layer) for expert in family.experts)
+        return Merge("task_arithmetic", sources, {"lambda": weights})
+
+    count = num_layers(family) if layers is None else layers
+    each = tuple(LayerRecipe(merge(i), merge(i), merge(i)) for i in range(count))
+    return Recipe(family.fingerprints, family.base.alias, each, embedding=merge(None), head=merge(None))
+
+
+def slerp(family: Family, t: float) -> Recipe:
+    """SLERP between the first two experts, with the norms of the base."""
+    first, second = family.experts[:2]
+
+    def merge(layer: int | None) -> Merge:
+        return Merge("slerp", (Source(first.alias, layer), Source(second.alias, layer)), {"t": t})
+
+    def base(layer: int | None) -> Merge:
+        return Merge("passthrough", (Source(family.base.alias, layer),))
+
+    each = tuple(LayerRecipe(merge(i), merge(i), base(i)) for i in range(num_layers(family)))
+    return Recipe(family.fingerprints, family.base.alias, each, embedding=merge(None), head=merge(None))
