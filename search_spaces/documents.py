@@ -42,7 +42,8 @@ def read_document(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise _refused(file, str(error)) from error
     if not isinstance(document, dict):
-        found = "empty" if document is None else f"a {type(document).__name__}"
+        kinds = {type(None): "empty", str: "text", list: "a list"}
+        found = kinds.get(type(document), "a single value")
         raise _refused(file, f"is {found}, not a mapping; write `name: ...`, `models: ...` and so on")
     return document
 

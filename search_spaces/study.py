@@ -89,6 +89,8 @@ def parse_study(document: Mapping[str, Any], directory: Path | None = None) -> S
     """The study that `document` describes. Relative paths are taken from `directory`; None leaves them as they are.
 
     Raises InvalidStudy with every problem found."""
+    if not isinstance(document, Mapping):
+        raise InvalidStudy((Problem("", f"a study is a mapping (key: value), not {document!r:.60}"),))
     try:
         text = json.dumps(document)
     except (TypeError, ValueError, RecursionError) as error:
@@ -99,7 +101,7 @@ def parse_study(document: Mapping[str, Any], directory: Path | None = None) -> S
         study = Study.model_validate_json(text, strict=True)
     except ValidationError as error:
         errors = error.errors(include_url=False)
-    problems = without_consequences(problems_of(errors, study_json_schema(), WORDS), document)
+    problems = without_consequences(problems_of(errors, study_json_schema() if errors else {}, WORDS), document)
     problems += [problem for problem in contradictions(_valid_parts(document)) if problem not in problems]
     if problems or study is None:
         raise InvalidStudy(in_file_order(problems, document))

@@ -140,10 +140,10 @@ def _objective_contradictions(section: str, specs: Mapping[int, ObjectiveSpec]) 
 def _holdout_contradictions(
     objectives: Mapping[int, ObjectiveSpec], holdout: Mapping[int, ObjectiveSpec], names: tuple[str, ...]
 ) -> Iterator[Problem]:
-    by_name = {spec.name: spec for spec in objectives.values()}
+    by_name = {spec.name: spec for spec in reversed(list(objectives.values()))}
     for index, spec in holdout.items():
         paired = by_name.get(spec.name)
-        if spec.name not in names:
+        if names and spec.name not in names:
             yield Problem(
                 f"holdout.{index}.name",
                 f"{spec.name} is not an objective; a holdout entry has the name of the objective it belongs to: "

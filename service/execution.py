@@ -18,7 +18,7 @@ from search_spaces.study import Study
 from service.errors import StaleAttempt, StudyFailed
 from service.preflight import Examination
 from service.progress import ProgressSnapshot, ProgressView
-from service.selection import best, complete
+from service.selection import best_trial, full_budget_trials
 from service.store import Store, StudyWriter
 from service.types import Origin, StudyState, TrialRecord, TrialState
 from workers.errors import EngineUnavailable, EvidenceMismatch
@@ -86,7 +86,7 @@ def execute(
             tick=tick,
         )
         view.update(snapshots.now())
-        if best(coordinator.trials, examination.objectives) is None:
+        if best_trial(coordinator.trials, examination.objectives) is None:
             raise StudyFailed(_no_result(coordinator.trials))
         if store.document(study_id, "verification") is None:
             view.note("Verifying some of the trials with transformers ...")
@@ -145,7 +145,7 @@ class _Snapshots:
         self._taken_at = time.monotonic()
         trials: tuple[TrialRecord, ...] = self._coordinator.trials
         study = self._examination.study
-        leader = best(trials, self._examination.objectives)
+        leader = best_trial(trials, self._examination.objectives)
         position = self._coordinator.table.position()
         scored = self._coordinator.num_samples_scored
         return ProgressSnapshot(
@@ -189,8 +189,8 @@ def _verify(
     if not verify or verify.trials == 0 or verify.samples == 0:
         writer.set_document_named("verification", {"reports": [], "reason": "switched off in the study"})
         return
-    candidates = complete(trials)
-    winner = best(trials, examination.objectives)
+    candidates = full_budget_trials(trials)
+    winner = best_trial(trials, examination.objectives)
     others = [trial for trial in candidates if trial is not winner]
     drawn = np.random.default_rng(examination.study.search.seed).permutation(len(others))
     chosen = [winner, *(others[i] for i in drawn)][: verify.trials]

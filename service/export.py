@@ -12,7 +12,7 @@ from search_spaces.recipe import Recipe
 from search_spaces.study import Study
 from service.errors import Conflict, NotFound
 from service.run_record import run_record
-from service.selection import best
+from service.selection import best_trial
 from service.store import Store
 from service.types import StudyRecord, TrialRecord
 
@@ -28,7 +28,7 @@ def export_trial(store: Store, record: StudyRecord, trial: str, out: Path, *, dt
     from workers.checkpoints import open_family
 
     result = run_record(store, record.id)
-    chosen = _chosen(result.trials, trial, best(result.trials, result.objectives))
+    chosen = _chosen(result.trials, trial, best_trial(result.trials, result.objectives))
     study = Study.model_validate(record.document)
     family = open_family(study.models.base, study.models.experts)
     if family.fingerprints != record.facts["fingerprints"]:

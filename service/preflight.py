@@ -5,6 +5,7 @@ Reads headers, configurations and task data; loads no weights. All problems of a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import psutil
 
 from search_spaces.base import SearchSpace
-from search_spaces.errors import InvalidStudy, Problem, SearchSpaceError
+from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.fidelity import Bracket, hyperband_brackets, rungs
 from search_spaces.lfs import LfsSpace
 from search_spaces.objectives import Objective
@@ -166,6 +167,7 @@ def examine(study: Study, *, available_bytes: int | None = None) -> Examination:
     objectives = _objectives(study, infos, problems)
     rung_samples, cycle = _examine_fidelity(study, infos, problems)
     space = _examine_space(study, family, facts["num_layers"], problems) if family else None
+    _examine_devices(study, problems)
     memory = _memory(study, facts, available_bytes) if family else None
     if memory is not None and memory.needed_bytes > memory.available_bytes:
         problems.append(
@@ -254,8 +256,8 @@ def _objectives(study: Study, infos: Mapping[str, TaskInfo], problems: list[Prob
         direction = spec.direction or ("maximize" if infos[spec.name].higher_is_better else "minimize")
         try:
             objectives.append(Objective(spec.name, spec.metric, direction, spec.range))
-        except SearchSpaceError as error:
-            problems.append(Problem(f"objectives.{index}", str(error)))
+        except InvalidStudy as error:
+            problems.extend(Problem(f"objectives.{index}", problem.message) for problem in error.problems)
     return tuple(objectives)
 
 
@@ -291,6 +293,11 @@ def _examine_fidelity(
 
 def _examine_space(study: Study, family: Family, num_layers: int, problems: list[Problem]) -> SearchSpace | None:
     spec = study.search_space
+    max_layers = study.limits.max_layers
+    if max_layers is not None and num_layers > max_layers:
+        problems.append(
+            Problem("limits.max_layers", f"{max_layers} is below the {num_layers} layers that every merge here has")
+        )
     try:
         return LfsSpace(
             base=family.base.alias,
@@ -303,9 +310,33 @@ def _examine_space(study: Study, family: Family, num_layers: int, problems: list
             method_per=spec.method_per,
             preset=spec.preset,
         )
-    except SearchSpaceError as error:
-        problems.append(Problem("search_space", str(error)))
+    except InvalidStudy as error:
+        problems.extend(error.problems)
         return None
+
+
+def _examine_devices(study: Study, problems: list[Problem]) -> None:
+    """GPUs of this machine; of a cluster they are Ray's to know."""
+    import torch
+
+    engine = study.engine
+    num_needed = engine.replicas * engine.tensor_parallel_size
+    num_gpus = torch.cuda.device_count()
+    if num_gpus and num_needed > num_gpus and "RAY_ADDRESS" not in os.environ:
+        problems.append(
+            Problem(
+                "engine",
+                f"{engine.replicas} replicas of {engine.tensor_parallel_size} GPUs need {num_needed}; "
+                f"this machine has {num_gpus}",
+            )
+        )
+    if not num_gpus and engine.tensor_parallel_size > 1 and "RAY_ADDRESS" not in os.environ:
+        problems.append(
+            Problem(
+                "engine.tensor_parallel_size",
+                f"{engine.tensor_parallel_size} needs as many GPUs, this machine has none; use 1",
+            )
+        )
 
 
 def _memory(study: Study, facts: Mapping[str, Any], available_bytes: int | None) -> MemoryPlan:

@@ -28,6 +28,8 @@ class RaySession:
 def ray_session() -> Iterator[RaySession]:
     """Ray, up and connected. Raises ConnectionError if RAY_ADDRESS names a cluster that does not answer."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # A loaded machine may need more than Ray's own minute to bring up its processes.
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")
     # Workers are told their accelerators by us; Ray must not blank CUDA_VISIBLE_DEVICES for actors without a GPU.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,19 +19,12 @@ import jinja2
 from markupsafe import Markup
 
 from search_spaces.objectives import Costs, Objective, dominates
-from search_spaces.recipe import COMPONENTS, Component, LayerRecipe, Merge, Recipe
 from service.charts import Bar, Interval, Legend, Plot, Scale, forest, legend, nice_scale, stacked_bar
 from service.documents import EstimateDocument, HoldoutDocument, SummaryDocument
 from service.progress import duration
-from service.results import (
-    RunRecord,
-    accuracy_objectives,
-    best_trial,
-    full_budget_trials,
-    pareto,
-    pareto_front,
-    summary,
-)
+from service.recipe_picture import recipe_picture
+from service.results import RunRecord, pareto, summary
+from service.selection import accuracy_objectives, best_trial, full_budget_trials, pareto_front
 from service.statistics import Z
 from service.tables import sort_holdout
 from service.types import Origin, TrialRecord, TrialState
@@ -43,9 +36,6 @@ MAX_POINTS = 1500
 MAX_ROWS = 200
 MAX_PAIRS = 10
 MAX_FAILED = 300
-NUM_COLOURS = 8
-# These have the same colour in every report, the first one grey.
-USUAL_METHODS = ("passthrough", "task_arithmetic", "ties", "linear", "slerp")
 
 SHAPES: dict[Origin, Any] = {
     Origin.SOURCE: "diamond",
@@ -71,7 +61,9 @@ def render_report(run: RunRecord) -> str:
         holdout=_holdout(run, document),
         history=_history(run),
         front=_front(run),
-        recipe=None if best is None else _recipe(best.recipe, _experts(run)),
+        recipe=None
+        if best is None
+        else recipe_picture(best.recipe, experts=tuple(run.study.document.get("models", {}).get("experts", ()))),
         savings=_savings(run, document),
         duration=duration,
     )
@@ -128,17 +120,19 @@ def _headline(document: SummaryDocument) -> str:
     if best is None:
         return "No trial has reached the full budget yet."
     name = f"Trial {best['trial']}" if best["origin"] == Origin.SEARCH else best["label"]
+    if best["origin"] == Origin.SOURCE:
+        name = f"No merge beat the single model {best['label']}: it"
     rows = document["holdout"]
     mine = next((row for row in rows if row["trial"] == best["trial"]), None)
     score = None if mine is None else _score(mine)
     if mine is None or score is None:
         values = ", ".join(f"{key} {_number(value)}" for key, value in best["values"].items())
-        return f"{name} is best on search data: {values}. It was not scored on held-out data."
+        return f"{name} is best on search data: {values}. Nothing was scored on held-out data yet."
     kind = "a mean of " if len(mine["values"]) > 1 else ""
     rivals = [
         text
         for origin, what in ((Origin.SOURCE, "best single model"), (Origin.PUBLISHED, "best published recipe"))
-        if (text := _rival(rows, origin, what, best["trial"]))
+        if origin != best["origin"] and (text := _rival(rows, origin, what, best["trial"]))
     ]
     end = f": {' and '.join(rivals).rstrip(',')} (95 % intervals, paired)." if rivals else "."
     return f"{name} reaches {kind}{_number(score['value'])} on held-out data{end}"
@@ -513,149 +507,6 @@ def _pair_front(trials: Sequence[TrialRecord], x: Objective, y: Objective) -> li
         if not front or not dominates(front[-1], point):
             front.append(point)
     return [costs[point] for point in front]
-
-
-# -- the best recipe ---------------------------------------------------------------------------------------------------
-
-
-def _experts(run: RunRecord) -> tuple[str, ...]:
-    """Aliases in the order of the study file."""
-    return tuple(run.study.document.get("models", {}).get("experts", ()))
-
-
-def _recipe(recipe: Recipe, experts: Sequence[str] = ()) -> dict[str, Any]:
-    models = list(dict.fromkeys([recipe.base, *experts, *recipe.models]))
-    colours = dict.fromkeys(models[:1], "var(--base)")
-    colours |= {alias: f"var(--c{index % NUM_COLOURS})" for index, alias in enumerate(models[1:])}
-    methods = list(dict.fromkeys([*USUAL_METHODS, *(merge.method for merge in recipe.merges())]))
-    method_colours = {method: f"var(--m{index % NUM_COLOURS})" for index, method in enumerate(methods)}
-
-    def bar(shares: Mapping[str, float]) -> Markup:
-        return stacked_bar([Bar(alias, shares.get(alias, 0.0), f"background:{colours[alias]}") for alias in models])
-
-    def cell(merge: Merge) -> dict[str, Any]:
-        shares = _shares(merge)
-        sources = sorted(_source_texts(merge), key=lambda pair: models.index(pair[0]))
-        numbers = [(name, value) for name, value in merge.coefficients.items() if not isinstance(value, tuple)]
-        return {
-            "method": merge.method.replace("_", " "),
-            "colour": method_colours[merge.method],
-            "numbers": ", ".join(f"{_symbol(name)} {value:.2f}" for name, value in numbers),
-            "sources": [{"model": model, "colour": colours[model], "text": text} for model, text in sources],
-            "bar": bar(shares),
-        }
-
-    rows = []
-    for start, stop, layer in _layer_groups(recipe.layers):
-        merges = [layer.component(component) for component in COMPONENTS]
-        rows.append(
-            {
-                "name": f"layer {start}" if stop == start + 1 else f"layers {start} to {stop - 1}",
-                "cells": [cell(merges[0])]
-                if merges[0] == merges[1] == merges[2]
-                else [cell(merge) for merge in merges],
-                "note": "" if layer.scale == 1 else f"scale {layer.scale:.3f}",
-            }
-        )
-    used = [alias for alias in models if any(alias in _shares(merge) for merge in recipe.merges())]
-    return {
-        "components": COMPONENTS,
-        "embedding": cell(recipe.embedding),
-        "rows": rows,
-        "head": cell(recipe.head),
-        "legend": legend([Legend(alias, "swatch", "square", style=f"fill:{colours[alias]}") for alias in used]),
-        "models": used,
-        "contributions": [
-            {
-                "name": name,
-                "shares": [shares.get(alias, 0.0) for alias in used],
-                "bar": bar(shares),
-            }
-            for name, shares in _contributions(recipe)
-        ],
-        "digest": recipe.digest,
-    }
-
-
-def _symbol(name: str) -> str:
-    return {"lambda": "λ"}.get(name, name)
-
-
-def _layer_groups(layers: Sequence[LayerRecipe]) -> Iterator[tuple[int, int, LayerRecipe]]:
-    """Runs of layers that are merged alike, each from its own layers: (start, stop, first of the run)."""
-
-    def shape(index: int) -> tuple[object, ...]:
-        layer = layers[index]
-        merges = tuple(
-            (
-                merge.method,
-                tuple((s.model, None if s.layer is None else s.layer - index) for s in merge.sources),
-                tuple(merge.coefficients.items()),
-                merge.seed,
-            )
-            for merge in (layer.component(component) for component in COMPONENTS)
-        )
-        return (merges, layer.scale, layer.alignment)
-
-    start = 0
-    for index in range(1, len(layers) + 1):
-        if index == len(layers) or shape(index) != shape(start):
-            yield start, index, layers[start]
-            start = index
-
-
-def _source_texts(merge: Merge) -> Iterator[tuple[str, str]]:
-    """Each source's model and its own coefficient, where it has one."""
-    per_source = [value for value in merge.coefficients.values() if isinstance(value, tuple)]
-    for index, source in enumerate(merge.sources):
-        text = " ".join(f"{value[index]:.2f}" for value in per_source)
-        if merge.method == "slerp":
-            t = merge.number("t")
-            text = f"{(1 - t, t)[index]:.2f}"
-        yield source.model, text
-
-
-def _shares(merge: Merge) -> dict[str, float]:
-    """How much each model takes part in a merge, summing to 1: by size of its coefficient, equally without one. Of
-    methods on task vectors that is the share of the change; the base, which all start from, is not counted."""
-    if merge.method == "slerp":
-        t = merge.number("t")
-        weights: tuple[float, ...] = (1 - t, t)
-    else:
-        own = next(
-            (v for n, v in merge.coefficients.items() if isinstance(v, tuple) and n in ("weight", "lambda")), None
-        )
-        weights = tuple(abs(weight) for weight in own) if own else (1.0,) * len(merge.sources)
-    total = sum(weights)
-    shares: dict[str, float] = {}
-    for source, weight in zip(merge.sources, weights, strict=True):
-        shares[source.model] = shares.get(source.model, 0.0) + (weight / total if total else 0.0)
-    return shares
-
-
-def _contributions(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """Mean shares over all layers, and by component, embedding and head."""
-
-    def mean(merges: Sequence[Merge]) -> dict[str, float]:
-        shares: dict[str, float] = {}
-        for merge in merges:
-            for model, share in _shares(merge).items():
-                shares[model] = shares.get(model, 0.0) + share / len(merges)
-        return shares
-
-    in_layers = [layer.component(component) for layer in recipe.layers for component in COMPONENTS]
-    if in_layers:
-        yield "all layers", mean(in_layers)
-    for component in _distinct_components(recipe):
-        yield component, mean([layer.component(component) for layer in recipe.layers])
-    yield "embedding", mean([recipe.embedding])
-    yield "head", mean([recipe.head])
-
-
-def _distinct_components(recipe: Recipe) -> tuple[Component, ...]:
-    """Components, unless every layer is merged as a whole: then they say nothing that "all layers" does not."""
-    is_whole = all(layer.attention == layer.mlp == layer.norm for layer in recipe.layers)
-    return () if is_whole else COMPONENTS
 
 
 # -- cost --------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from search_spaces.objectives import REFERENCE_COST, Costs, Objective, dominates, hypervolume
+from search_spaces.objectives import REFERENCE_COST, Objective, hypervolume
 from service.documents import (
     EngineDocument,
     EstimateDocument,
@@ -29,6 +29,7 @@ from service.documents import (
     VerificationDocument,
     schemas,
 )
+from service.selection import accuracy_objectives, best_trial, costs_of, pareto_front
 from service.statistics import Z, independent_difference, mean_of
 from service.types import Comparison, Estimate, Origin, StudyRecord, TrialRecord, TrialState
 from workers.types import VerificationReport
@@ -36,19 +37,13 @@ from workers.types import VerificationReport
 __all__ = [
     "EngineFigures",
     "RunRecord",
-    "accuracy_objectives",
-    "best_trial",
-    "finalists",
-    "full_budget_trials",
     "pareto",
-    "pareto_front",
     "schemas",
     "summary",
+    "trial_document",
     "trials_jsonl",
     "write_results",
 ]
-
-MAX_FINALISTS = 8
 
 
 @dataclass(frozen=True)
@@ -79,58 +74,6 @@ class RunRecord:
     wall_clock_s: float = 0.0
     samples_per_second: float | None = None
     version: str = ""
-
-
-# -- what is best ------------------------------------------------------------------------------------------------------
-
-
-def accuracy_objectives(objectives: Sequence[Objective]) -> tuple[str, ...]:
-    """Names of the objectives whose plain mean makes sense: larger is better and values in [0, 1]."""
-    return tuple(o.name for o in objectives if o.direction == "maximize" and o.range in (None, (0.0, 1.0)))
-
-
-def full_budget_trials(trials: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
-    """Trials with values at full budget, sources and published included: what may be best, front or finalist."""
-    return tuple(trial for trial in trials if trial.state is TrialState.COMPLETE and trial.values)
-
-
-def best_trial(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) -> TrialRecord | None:
-    """The trial with the highest mean of the accuracy objectives on search data (without any: the lowest mean cost),
-    the first of equals. None before a trial has reached the full budget."""
-    return min(full_budget_trials(trials), key=lambda trial: _merit(trial, objectives), default=None)
-
-
-def finalists(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) -> tuple[TrialRecord, ...]:
-    """What goes to the held-out stage: the front, the best trial first, at most MAX_FINALISTS."""
-    ranked = sorted(pareto_front(trials, objectives), key=lambda trial: _merit(trial, objectives))
-    return tuple(ranked[:MAX_FINALISTS])
-
-
-def pareto_front(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) -> tuple[TrialRecord, ...]:
-    """Full-budget trials that none dominates, by number; of trials with the same recipe only the first."""
-    candidates: dict[str, TrialRecord] = {}
-    for trial in sorted(full_budget_trials(trials), key=lambda trial: trial.number):
-        candidates.setdefault(trial.recipe.digest, trial)
-    # In lexicographic order no point is dominated by a later one: comparing with the front so far is enough.
-    front: list[tuple[Costs, TrialRecord]] = []
-    for costs, trial in sorted(
-        ((costs_of(trial, objectives), trial) for trial in candidates.values()), key=lambda pair: pair[0]
-    ):
-        if not any(dominates(kept, costs) for kept, _ in front):
-            front.append((costs, trial))
-    return tuple(sorted((trial for _, trial in front), key=lambda trial: trial.number))
-
-
-def _merit(trial: TrialRecord, objectives: Sequence[Objective]) -> tuple[float, int]:
-    """Sort key, better is smaller. Rounded, so that equal means computed in another order stay equal."""
-    names = accuracy_objectives(objectives)
-    ranked = [objective for objective in objectives if objective.name in names] or objectives
-    costs = [objective.cost(trial.values[objective.name]) for objective in ranked]
-    return round(statistics.fmean(costs), 12), trial.number
-
-
-def costs_of(trial: TrialRecord, objectives: Sequence[Objective]) -> Costs:
-    return tuple(objective.cost(trial.values[objective.name]) for objective in objectives)
 
 
 # -- from records to documents -----------------------------------------------------------------------------------------

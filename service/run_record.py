@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from search_spaces.objectives import Objective
-from service.results import EngineFigures, RunRecord, accuracy_objectives
-from service.selection import best, held_out
+from service.results import EngineFigures, RunRecord
+from service.selection import accuracy_objectives, best_trial, held_out
 from service.statistics import compare
 from service.store import Store
 from service.types import Comparison, TrialRecord
@@ -47,7 +47,7 @@ def _holdout(
     store: Store, study_id: str, trials: Sequence[TrialRecord], objectives: Sequence[Objective]
 ) -> tuple[Comparison, ...]:
     """Rows of the held-out table; none until the best trial has been scored there."""
-    winner = best(trials, objectives)
+    winner = best_trial(trials, objectives)
     values = store.sample_values(study_id, "holdout")
     if winner is None or winner.recipe.digest not in values:
         return ()

@@ -6,64 +6,81 @@ select anything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 
-from search_spaces.objectives import Candidate, Objective, non_dominated_ranks, promotion_order
+from search_spaces.objectives import Costs, Objective, dominates
 from service.types import Origin, TrialRecord, TrialState
 
-__all__ = ["MAX_FINALISTS", "best", "costs", "finalists", "front", "held_out"]
+__all__ = [
+    "accuracy_objectives",
+    "best_trial",
+    "costs_of",
+    "finalists",
+    "full_budget_trials",
+    "held_out",
+    "pareto_front",
+]
 
 MAX_FINALISTS = 8
 
 
-def costs(trial: TrialRecord, objectives: Sequence[Objective]) -> tuple[float, ...]:
-    """The trial's cost per objective at its last rung; smaller is better."""
-    values = trial.rungs[-1].values
-    return tuple(objective.cost(values[objective.name]) for objective in objectives)
+def accuracy_objectives(objectives: Sequence[Objective]) -> tuple[str, ...]:
+    """Names of the objectives whose plain mean makes sense: larger is better and values in [0, 1]."""
+    return tuple(o.name for o in objectives if o.direction == "maximize" and o.range in (None, (0.0, 1.0)))
 
 
-def complete(trials: Sequence[TrialRecord]) -> tuple[TrialRecord, ...]:
-    """Trials evaluated at the full budget, one per recipe: the one with the lowest number."""
-    seen: dict[str, TrialRecord] = {}
-    for trial in sorted(trials, key=lambda trial: trial.number):
-        if trial.state is TrialState.COMPLETE:
-            seen.setdefault(trial.recipe.digest, trial)
-    return tuple(seen.values())
+def full_budget_trials(trials: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
+    """Trials with values at full budget, sources and published included: what may be best, front or finalist."""
+    return tuple(trial for trial in trials if trial.state is TrialState.COMPLETE and trial.values)
 
 
-def front(trials: Sequence[TrialRecord], objectives: Sequence[Objective]) -> tuple[TrialRecord, ...]:
-    """The complete trials that no other one dominates, in order of number."""
-    candidates = complete(trials)
-    ranks = non_dominated_ranks([costs(trial, objectives) for trial in candidates])
-    return tuple(trial for trial, rank in zip(candidates, ranks, strict=True) if rank == 0)
+def best_trial(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) -> TrialRecord | None:
+    """The trial with the highest mean of the accuracy objectives on search data (without any: the lowest mean cost),
+    the first of equals. None before a trial has reached the full budget."""
+    return min(full_budget_trials(trials), key=lambda trial: _merit(trial, objectives), default=None)
 
 
-def best(trials: Sequence[TrialRecord], objectives: Sequence[Objective]) -> TrialRecord | None:
-    """The complete trial with the lowest mean cost (the highest mean accuracy) on search data, None without any."""
-
-    def mean_cost(trial: TrialRecord) -> float:
-        return sum(costs(trial, objectives)) / len(objectives)
-
-    return min(complete(trials), key=lambda trial: (mean_cost(trial), trial.number), default=None)
+def finalists(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) -> tuple[TrialRecord, ...]:
+    """What goes to the held-out stage: the front, the best trial first, at most MAX_FINALISTS."""
+    ranked = sorted(pareto_front(trials, objectives), key=lambda trial: _merit(trial, objectives))
+    return tuple(ranked[:MAX_FINALISTS])
 
 
-def finalists(trials: Sequence[TrialRecord], objectives: Sequence[Objective]) -> tuple[TrialRecord, ...]:
-    """The front, at most MAX_FINALISTS of it (the best always, then by crowding), in order of number."""
-    members = {trial.number: trial for trial in front(trials, objectives)}
-    if len(members) > MAX_FINALISTS:
-        order = promotion_order([Candidate(number, costs(trial, objectives)) for number, trial in members.items()])
-        winner = best(trials, objectives)
-        assert winner is not None
-        kept = [winner.number, *(number for number in order if number != winner.number)][:MAX_FINALISTS]
-        members = {number: members[number] for number in sorted(kept)}
-    return tuple(members.values())
+def pareto_front(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) -> tuple[TrialRecord, ...]:
+    """Full-budget trials that none dominates, by number; of trials with the same recipe only the first."""
+    candidates: dict[str, TrialRecord] = {}
+    for trial in sorted(full_budget_trials(trials), key=lambda trial: trial.number):
+        candidates.setdefault(trial.recipe.digest, trial)
+    # In lexicographic order no point is dominated by a later one: comparing with the front so far is enough.
+    front: list[tuple[Costs, TrialRecord]] = []
+    for costs, trial in sorted(
+        ((costs_of(trial, objectives), trial) for trial in candidates.values()), key=lambda pair: pair[0]
+    ):
+        if not any(dominates(kept, costs) for kept, _ in front):
+            front.append((costs, trial))
+    return tuple(sorted((trial for _, trial in front), key=lambda trial: trial.number))
 
 
-def held_out(trials: Sequence[TrialRecord], objectives: Sequence[Objective]) -> tuple[TrialRecord, ...]:
-    """Who is scored on the holdout data: the finalists, every source and every published recipe."""
-    final = {trial.number for trial in finalists(trials, objectives)}
+def _merit(trial: TrialRecord, objectives: Sequence[Objective]) -> tuple[float, int]:
+    """Sort key, better is smaller. Rounded, so that equal means computed in another order stay equal."""
+    names = accuracy_objectives(objectives)
+    ranked = [objective for objective in objectives if objective.name in names] or objectives
+    costs = [objective.cost(trial.values[objective.name]) for objective in ranked]
+    return round(statistics.fmean(costs), 12), trial.number
+
+
+def costs_of(trial: TrialRecord, objectives: Sequence[Objective]) -> Costs:
+    return tuple(objective.cost(trial.values[objective.name]) for objective in objectives)
+
+
+def held_out(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) -> tuple[TrialRecord, ...]:
+    """Who is scored on the holdout data, by number: the finalists, every source and every published recipe."""
+    complete = full_budget_trials(trials)
+    final = {trial.number for trial in finalists(complete, objectives)}
     return tuple(
-        trial
-        for trial in complete(trials)
-        if trial.number in final or trial.origin in (Origin.SOURCE, Origin.PUBLISHED)
+        sorted(
+            (t for t in complete if t.number in final or t.origin in (Origin.SOURCE, Origin.PUBLISHED)),
+            key=lambda trial: trial.number,
+        )
     )

@@ -145,7 +145,7 @@ def compare(
 
     With `reference`, the best finalist's values on the same samples in the same order, the row holds the differences
     "this row minus reference" (below 0: smaller than the best finalist), per objective and, under "mean", of the
-    unweighted mean over the objectives `mean_over` (those whose means make sense together; empty: no mean).
+    unweighted mean over those objectives of `mean_over` that `samples` has (without any, there is no mean).
     """
     ranges = bounds or {}
     differences = {}
@@ -154,8 +154,8 @@ def compare(
             name: paired_difference(values, reference[name], bounds=ranges.get(name))
             for name, values in samples.items()
         }
-        if mean_over:
-            differences["mean"] = mean_of([differences[name] for name in mean_over])
+        if averaged := [differences[name] for name in mean_over if name in differences]:
+            differences["mean"] = mean_of(averaged)
     return Comparison(
         label=label,
         trial=trial,

@@ -113,8 +113,8 @@ class StudyRecord:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A finalist, source or published recipe on the holdout data. `differences` are paired with the best finalist,
-    per objective and as the mean of the accuracy objectives under the key "mean"."""
+    """A finalist, source or published recipe on the holdout data. `differences` are paired, this row minus the
+    best finalist, per objective and as the mean of the accuracy objectives under the key "mean"."""
 
     label: str
     trial: int

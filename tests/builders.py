@@ -111,7 +111,7 @@ def tiny_family(
             for parameter in model.parameters():
                 parameter += noise * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
         _save(model, tokenizer, root / alias)
-    return open_family(base_dir, {alias: root / alias for alias in experts})
+    return open_family(base_dir, {alias: root / alias for alias in experts}, cache=root / "cache")
 
 
 def character_tokenizer() -> Any:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 ENGINE_STARTS: list[tuple[str, float]] = []
 MAX_ENGINE_STARTS = 10
+HIDDEN = 128  # four heads of 32: vLLM's CPU attention has no kernel for smaller ones
 OPTIONS = EngineOptions(max_model_len=256, threads=1)
 
 
@@ -52,14 +53,16 @@ def untied_family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     import torch
 
     directory = tmp_path_factory.mktemp("untied")
-    return tiny_family(directory, experts=("math", "text"), tied=False, layers=5, dtype=torch.bfloat16, noise=0.05)
+    return tiny_family(
+        directory, experts=("math", "text"), tied=False, layers=5, hidden=HIDDEN, dtype=torch.bfloat16, noise=0.05
+    )
 
 
 @pytest.fixture(scope="session")
 def tied_family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     """Qwen2: tied head, grouped-query attention, biases on q, k and v, a byte-level tokenizer without BOS."""
     directory = tmp_path_factory.mktemp("tied")
-    return tiny_family(directory, build=tiny_qwen2, experts=("math", "text"), noise=0.05)
+    return tiny_family(directory, build=tiny_qwen2, experts=("math", "text"), hidden=HIDDEN, noise=0.05)
 
 
 @pytest.fixture(scope="session")

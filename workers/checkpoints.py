@@ -336,9 +336,11 @@ def check_tokenizer(directory: str | Path) -> None:
     from transformers import AutoTokenizer
 
     path = Path(directory)
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        raise InvalidModel((f"{path}: no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}",))
     try:
         loaded = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # bare ones too: the tokenizers library raises them for files it cannot read
         raise InvalidModel((f"{path}: its tokenizer cannot be loaded: {error}",)) from error
     file = path / "tokenizer.json"
     if not file.is_file():

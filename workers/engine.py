@@ -24,7 +24,7 @@ import psutil
 
 from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
-from workers.errors import EngineUnavailable, EvidenceMismatch, TrialFailed
+from workers.errors import EngineUnavailable, EvidenceMismatch, InvalidModel, TrialFailed
 from workers.prompts import LOGPROB_TOLERANCE, Continuation, Generation, Prompts
 from workers.types import EngineOptions, Family
 
@@ -55,8 +55,9 @@ class SwapReport:
 class Engine:
     """One vLLM engine and the bank of a family. Implements workers.prompts.Backend for the recipe it holds.
 
-    Starts with the base model's weights held. Raises EngineUnavailable, with the reason, if it cannot start, and
-    EvidenceMismatch if its log-probabilities are not those of transformers.
+    Starts with the base model's weights held. Raises InvalidModel for sources that cannot be used, EngineUnavailable,
+    with the reason, if vLLM cannot start or compute, and EvidenceMismatch if its log-probabilities are not those of
+    transformers.
     """
 
     def __init__(self, family: Family, options: EngineOptions, *, log_file: str | None = None) -> None:
@@ -69,6 +70,11 @@ class Engine:
         started = time.perf_counter()
         try:
             self._start()
+            self.start_s = time.perf_counter() - started
+            self.swap(base_recipe(family), check=True)
+        except (EvidenceMismatch, InvalidModel):
+            self.close()
+            raise
         except Exception as error:  # vLLM raises anything; the caller needs one class and the reason
             self.close()
             reason = str(error).strip().splitlines()
@@ -76,9 +82,7 @@ class Engine:
                 f"vLLM did not start for {family.base.directory}: {type(error).__name__}: {reason[0] if reason else ''}"
                 + (f"; its log is {log_file}" if log_file else "")
             ) from error
-        self.start_s = time.perf_counter() - started
         log.info("engine for %s started in %.1f s", family.base.directory, self.start_s)
-        self.swap(base_recipe(family), check=True)
 
     def _start(self) -> None:
         from workers.vllm_extension import family_to_json
@@ -154,6 +158,8 @@ class Engine:
         if is_new:
             if self._llm.llm_engine.has_unfinished_requests():
                 raise RuntimeError("swap while requests are in flight")
+            if len(recipe.layers) != (layers := int(self.prompts.config["num_hidden_layers"])):
+                raise TrialFailed(f"the recipe has {len(recipe.layers)} layers, the model {layers}")
             try:
                 self._state = self._call("mergesearch_apply", json.dumps(recipe.to_json()))
             except InvalidRecipe as error:

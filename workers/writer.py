@@ -14,7 +14,7 @@ import shutil
 import struct
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -196,7 +196,7 @@ def _model_card(
     lines = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# Merge {recipe.digest[:12]}",
-        f"A merge of {len(sources)} models, found{origin} with mergesearch; merged in float32, stored in {_name(dtype)}.",
+        f"{len(sources)} models merged{origin} by mergesearch, in float32, and stored in {_name(dtype)}.",
         "## Sources",
         _table(
             ("model", "role", "folder", "licence", "fingerprint"),
@@ -298,47 +298,44 @@ def _appearing(out: Path) -> Iterator[Path]:
     _remove_abandoned(out)
     temporary = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}{PARTIAL}"
     temporary.mkdir()
-    lock = os.open(temporary, os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield temporary
-        for file in temporary.iterdir():
-            _sync(file)
-        os.fsync(lock)
-        try:
-            temporary.rename(out)
-        except OSError as error:
-            raise FileExistsError(
-                f"{out}: appeared while the export was written; expected a new or empty one"
-            ) from error
+        with _opened(temporary) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield temporary
+            for file in temporary.iterdir():
+                _sync(file)
+            os.fsync(lock)
+            try:
+                temporary.rename(out)
+            except OSError as error:
+                raise FileExistsError(f"{out}: appeared meanwhile; expected a new or empty directory") from error
         _sync(out.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    finally:
-        os.close(lock)
 
 
 def _remove_abandoned(out: Path) -> None:
     """Remove what killed exports to `out` left; one that still runs holds its lock."""
     for path in out.parent.iterdir():
         if path.name.startswith(f".{out.name}.") and path.name.endswith(PARTIAL):
-            lock = os.open(path, os.O_RDONLY)
-            try:
+            with suppress(FileNotFoundError, BlockingIOError), _opened(path) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
-            except BlockingIOError:
-                continue
-            finally:
-                os.close(lock)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
+    with _opened(path) as descriptor:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _write_json(file: Path, document: Any) -> None:

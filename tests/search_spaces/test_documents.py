@@ -13,8 +13,18 @@ def read(tmp_path, content, name="study.yaml"):
 def test_scalars_are_read_as_yaml_1_2_has_them(tmp_path):
     text = "{a: no, b: 12:30, c: 1e-3, d: 010, e: 0x10, f: ~, g: true, h: 2024-01-01, i: -.5, j: 1_000, k: +7, l: }"
     assert read(tmp_path, text) == {
-        "a": "no", "b": "12:30", "c": 0.001, "d": 10, "e": 16, "f": None, "g": True, "h": "2024-01-01",
-        "i": -0.5, "j": "1_000", "k": 7, "l": None,
+        "a": "no",
+        "b": "12:30",
+        "c": 0.001,
+        "d": 10,
+        "e": 16,
+        "f": None,
+        "g": True,
+        "h": "2024-01-01",
+        "i": -0.5,
+        "j": "1_000",
+        "k": 7,
+        "l": None,
     }
 
 
@@ -45,7 +55,7 @@ BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("a
         ('{"a": }', "s.json", "line 1, column 7: not JSON"),
         ("", "s.yaml", "is empty, not a mapping"),
         ("- a\n- b\n", "s.yaml", "is a list, not a mapping"),
-        ("just text", "s.yaml", "is a str, not a mapping"),
+        ("just text", "s.yaml", "is text, not a mapping"),
         (b"name: \xff\xfe", "s.yaml", r"is not UTF-8 text \(byte 6\)"),
         (b"name: \x01", "s.yaml", "character 6: #x0001 is not allowed in YAML"),
         ("x" * 1_000_001, "s.yaml", "has 1000001 bytes; at most 1000000 are read"),
@@ -61,7 +71,7 @@ def test_what_is_not_one_clear_mapping_is_refused_with_its_place(tmp_path, conte
 
 
 def test_what_cannot_be_read_is_refused(tmp_path):
-    with pytest.raises(InvalidStudy, match="nowhere.yaml: cannot be read: No such file"):
+    with pytest.raises(InvalidStudy, match=r"nowhere\.yaml: cannot be read: No such file"):
         read_document(tmp_path / "nowhere.yaml")
     with pytest.raises(InvalidStudy, match="cannot be read: Is a directory"):
         read_document(tmp_path)

@@ -35,7 +35,7 @@ SPACES = {
 }
 spaces = pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
 seeds = given(seed=st.integers(0, 2**32 - 1))
-few = settings(max_examples=20, deadline=None)
+few = settings(max_examples=20)
 
 
 def draw(space, seed):

@@ -11,19 +11,8 @@ import pytest
 from rich.console import Console
 
 from search_spaces.objectives import Objective, non_dominated_ranks
-from service.results import (
-    EngineFigures,
-    best_trial,
-    costs_of,
-    finalists,
-    full_budget_trials,
-    pareto,
-    pareto_front,
-    schemas,
-    summary,
-    trials_jsonl,
-    write_results,
-)
+from service.results import EngineFigures, pareto, schemas, summary, trials_jsonl, write_results
+from service.selection import best_trial, costs_of, finalists, full_budget_trials, pareto_front
 from service.tables import holdout_table, pareto_table, trials_table
 from service.types import Origin, TrialState
 from tests.service.synthetic_run import RUNGS, run_record
@@ -136,7 +125,7 @@ def test_finalists_are_the_front_with_the_best_first_and_at_most_8(run):
     objectives = run.objectives
     got = finalists(run.trials, objectives)
     assert got[0] == best_trial(run.trials, objectives)
-    assert set(t.number for t in got) <= {t.number for t in pareto_front(run.trials, objectives)}
+    assert {t.number for t in got} <= {t.number for t in pareto_front(run.trials, objectives)}
     many = [
         replace(run.trials[1], number=100 + i, recipe=t.recipe, values={"math": i, "text": 20 - i, "lookup": 0.5})
         for i, t in enumerate(run.trials[:20])

@@ -220,25 +220,27 @@ def test_smac_beats_random_search_on_a_conditional_function() -> None:
     assert np.mean(smac) < 0.7 * np.mean(random)
 
 
-def test_low_rungs_count_for_what_they_say_about_the_full_budget() -> None:
-    # The low rung is 0.5 too optimistic everywhere: without the fidelity as a feature, only its points would look good.
+def test_low_rungs_do_not_pass_for_the_full_budget() -> None:
+    # The low rung is too optimistic and points elsewhere: taken at face value, 0.75 would look best.
     parameters = Parameters([Float("x", 0.0, 1.0)])
-    xs = np.linspace(0.0, 1.0, 41)
-    low = [Observation({"x": float(x)}, 1 / 9, ((x - 0.25) ** 2,)) for x in xs if x > 0.5]
-    full = [Observation({"x": float(x)}, 1.0, (0.5 + (x - 0.25) ** 2,)) for x in xs if x <= 0.5]
+    xs = [float(x) for x in np.linspace(0.0, 1.0, 41)]
+    low = [Observation({"x": x}, 1 / 9, ((x - 0.75) ** 2,)) for x in xs]
+    full = [Observation({"x": x}, 1.0, (0.5 + (x - 0.25) ** 2,)) for x in xs]
     smac = SmacSearcher(random_share=0.0)
     proposals = [smac.propose(parameters, number=n, seed=0, observations=low + full)["x"] for n in range(10)]
-    assert np.median(np.abs(np.array(proposals) - 0.25)) < 0.1
+    print(np.round(proposals, 2))
+    assert max(abs(x - 0.25) for x in proposals) < 0.15
 
 
 def test_a_failed_region_is_avoided() -> None:
     parameters = Parameters([Float("x", 0.0, 1.0), Float("y", 0.0, 1.0)])
     rng = np.random.default_rng(0)
-    points = [parameters.sample(rng) for _ in range(40)]
+    points = [parameters.sample(rng) for _ in range(60)]
     observations = [Observation(p, 1.0, None if p["x"] > 0.5 else (float((p["y"] - 0.5) ** 2),)) for p in points]
     smac = SmacSearcher(random_share=0.0)
-    proposals = [smac.propose(parameters, number=n, seed=0, observations=observations) for n in range(10)]
-    assert sum(p["x"] > 0.5 for p in proposals) <= 1
+    proposals = [smac.propose(parameters, number=n, seed=0, observations=observations) for n in range(20)]
+    print(sorted(round(p["x"], 2) for p in proposals))
+    assert sum(p["x"] > 0.6 for p in proposals) == 0
 
 
 def test_several_objectives_are_weighed_anew_by_each_proposal() -> None:

@@ -193,3 +193,4 @@ def test_compare_holds_values_and_differences_from_the_reference():
     }
     assert got.differences["mean"].ci95[1] < 0
     assert compare("base", 0, row).differences == {}
+    assert "mean" not in compare("base", 0, row, reference=best, mean_over=("code",)).differences

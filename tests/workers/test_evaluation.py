@@ -142,5 +142,52 @@ def test_generation_arguments_of_a_task_are_honoured_and_unknown_ones_refused(ll
 
     greedy = request("greedy", until=["\n", "."], max_gen_toks=9)
     assert (greedy.stop, greedy.max_tokens, greedy.temperature) == (("\n", "."), 9, 0.0)
-    sampled = request("sampled", until=[], do_sample=True, temperature=0.5, top_p=0.9)
-    assert (sampled.temperature, sampled.top_p, sampled.max_tokens) == (0.5, 0.9, 256) if False else (0.5, 0.9, 256)
+    sampled = request("sampled", until=[], do_sample=True, temperature=0.5, top_p=0.9, max_gen_toks=9)
+    assert (sampled.temperature, sampled.top_p, sampled.stop) == (0.5, 0.9, ())
+    ignored = request("ignored", until=[], do_sample=False, temperature=0.5, max_gen_toks=9)
+    assert ignored.temperature == 0.0
+    with pytest.raises(InvalidTask, match="generation argument 'repetition_penalty' is not supported"):
+        request("penalty", until=[], repetition_penalty=1.2)
+
+
+@pytest.mark.parametrize("num_fewshot", [0, 2])
+def test_samples_have_the_values_of_lm_evals_own_evaluator(llama: str, choices: TaskSpec, num_fewshot: int) -> None:
+    from lm_eval.evaluator import evaluate
+
+    reference = Reference(llama, OPTIONS)
+    spec = replace(choices, num_fewshot=num_fewshot)
+    ours = Evaluation(reference, Prompts(llama, OPTIONS)).score([Span("x", spec, 0, 12)]).samples
+    task = build_task(spec).subtasks[0].task
+    theirs = evaluate(BackendLM(reference, Prompts(llama, OPTIONS)), {"choices": task}, bootstrap_iters=0)
+    by_document = {str(sample["doc_id"]): sample for sample in theirs["samples"]["choices"]}
+    assert len(by_document) == 12
+    for sample in ours:
+        expected = by_document[sample.document]
+        assert sample.value == expected["acc"]
+        options = [logprob for ((logprob, _),) in expected["resps"]]
+        assert json.loads(sample.response) == pytest.approx(options, abs=1e-4)
+    assert 0 < theirs["results"]["choices"]["acc,none"] < 1
+
+
+def test_completions_have_the_values_of_lm_evals_own_evaluator(llama: str, tmp_path: Path) -> None:
+    from lm_eval.evaluator import evaluate
+
+    reference = Reference(llama, OPTIONS)
+    prompts = [f"{i}+{i}=" for i in range(8)]
+    evaluation = Evaluation(reference, Prompts(llama, OPTIONS))
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": prompt, "answer": "?"}) for prompt in prompts))
+    spec = TaskSpec({"file": str(file), "max_tokens": 4}, "exact_match")
+    said = {s.document: s.response for s in evaluation.score([Span("x", spec, 0, 8)]).samples}
+    # Every other answer is what the model says, so that both values occur.
+    rows = [
+        {"prompt": prompt, "answer": said[str(i)] if i % 2 else said[str(i)] + "?"} for i, prompt in enumerate(prompts)
+    ]
+    spec = TaskSpec({"file": str(tmp_path / "b.jsonl"), "max_tokens": 4}, "exact_match")
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    ours = evaluation.score([Span("x", spec, 0, 8)]).samples
+    task = build_task(spec).subtasks[0].task
+    theirs = evaluate(BackendLM(reference, Prompts(llama, OPTIONS)), {"b": task}, bootstrap_iters=0)
+    expected = {str(sample["doc_id"]): sample["exact_match"] for sample in theirs["samples"]["b"]}
+    assert {sample.document: sample.value for sample in ours} == expected
+    assert set(expected.values()) == {0.0, 1.0}

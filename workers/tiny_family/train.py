@@ -60,8 +60,8 @@ def math_item(rng: random.Random) -> Item:
 
 
 def text_item(rng: random.Random) -> Item:
-    """Four or five letters, reversed or sorted."""
-    letters = "".join(rng.choices(LETTERS, k=rng.randint(4, 5)))
+    """Six or seven letters, reversed or sorted."""
+    letters = "".join(rng.choices(LETTERS, k=rng.randint(6, 7)))
     if rng.random() < 0.5:
         return Item(f"rev {letters}=", letters[::-1])
     return Item(f"sort {letters}=", "".join(sorted(letters)))
@@ -69,7 +69,7 @@ def text_item(rng: random.Random) -> Item:
 
 def lookup_item(rng: random.Random) -> Item:
     """The value of a key in a table of four rows; as a training document, of all four keys."""
-    table = {key: str(rng.randint(10, 99)) for key in rng.sample(KEYS, ROWS)}
+    table = {key: str(rng.randint(10, 99)) for key in sorted(rng.sample(KEYS, ROWS))}
     first, *others = rng.sample(sorted(table), ROWS)
     rows = " ".join(key + value for key, value in table.items())
     return Item(f"{rows}>{first}", table[first], tuple((f" {key}", table[key]) for key in others))
@@ -210,6 +210,7 @@ def new_base(seed: int) -> LlamaForCausalLM:
             num_key_value_heads=3,
             max_position_embeddings=256,
             tie_word_embeddings=True,
+            initializer_range=0.08,
             pad_token_id=PAD,
             bos_token_id=BOS,
             eos_token_id=EOS,

@@ -35,14 +35,15 @@ class SmacSearcher:
 
     num_initial: int = 8  # configurations with results before the forest is asked
     random_share: float = 0.1  # of the proposals, drawn uniformly: the forest cannot know where it was never tried
-    num_trees: int = 30
+    num_trees: int = 10
+    ratio_features: float = 1.0
     min_samples_leaf: int = 1
     rho: float = 0.05  # weight of the sum in ParEGO's scalarisation, as in the paper
-    # The maximiser: uniform draws and mutants of the configurations predicted best, then rounds of hill climbing.
+    # Candidates for the largest expected improvement. Climbing further from the best of them made the search worse: the
+    # forest is trusted near what was scored, not where its optimism leads.
     num_uniform: int = 1000
     num_parents: int = 10
-    num_mutants: int = 50
-    num_rounds: int = 10
+    num_mutants: int = 50  # of each parent
     mutation_rate: float = 0.1
     mutation_step: float = 0.15
 
@@ -85,6 +86,7 @@ class SmacSearcher:
             columns,
             seed=seed,
             n_trees=self.num_trees,
+            ratio_features=self.ratio_features,
             min_samples_leaf=self.min_samples_leaf,
             min_samples_split=max(2, self.min_samples_leaf),
             max_leaf_nodes=None,  # SMAC's 2^20 makes every tree reserve 0.1 s worth of nodes, whatever its data
@@ -98,17 +100,13 @@ class SmacSearcher:
     def _maximise(
         self, encoding: Encoding, acquisition: _Acquisition, observed: Rows, rng: np.random.Generator
     ) -> Rows:
-        """Candidates by expected improvement, best first."""
+        """Candidates by expected improvement, best first: uniform draws and mutants of what is predicted best."""
         by_cost = np.argsort(acquisition.predicted_costs(observed), kind="stable")
-        parents = observed[by_cost[: self.num_parents]]
-        pool = encoding.sample(self.num_uniform, rng)
-        for _ in range(self.num_rounds):
-            mutants = np.repeat(parents, self.num_mutants, axis=0)
-            mutants = encoding.mutate(mutants, rng, rate=self.mutation_rate, step=self.mutation_step)
-            pool = np.vstack([pool, mutants])
-            pool = pool[np.argsort(-acquisition(pool), kind="stable")]
-            parents = pool[: self.num_parents]
-        return pool
+        parents = np.repeat(observed[by_cost[: self.num_parents]], self.num_mutants, axis=0)
+        mutants = encoding.mutate(parents, rng, rate=self.mutation_rate, step=self.mutation_step)
+        candidates = np.vstack([mutants, encoding.sample(self.num_uniform, rng)])
+        best_first: Rows = candidates[np.argsort(-acquisition(candidates), kind="stable")]
+        return best_first
 
 
 @dataclass(frozen=True)

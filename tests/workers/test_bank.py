@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from workers.bank import Bank
+from workers.checkpoints import fingerprint, open_family
+from workers.errors import InvalidModel
+from workers.merge_methods import cosine
+from workers.types import Family
+
+NAME = "model.layers.1.self_attn.q_proj.weight"
+
+
+def changed(family: Family, root: Path, changes: dict[str, torch.Tensor], **config: object) -> Family:
+    """The family with its last expert replaced by a copy whose tensors and configuration differ."""
+    expert = family.experts[-1]
+    copy = shutil.copytree(expert.directory, root / "changed")
+    save_file({**load_file(copy / "model.safetensors"), **changes}, copy / "model.safetensors", {"format": "pt"})
+    settings = json.loads((copy / "config.json").read_text()) | config
+    (copy / "config.json").write_text(json.dumps(settings))
+    replaced = replace(expert, directory=str(copy), fingerprint=fingerprint(copy, cache=root / "cache"))
+    return replace(family, experts=(*family.experts[:-1], replaced))
+
+
+def test_the_bank_gives_the_stored_tensors_in_their_stored_dtype(untied_family: Family, tmp_path: Path) -> None:
+    bank = Bank(untied_family, cache=tmp_path)
+    total = 0
+    for model in untied_family.models:
+        stored = load_file(Path(model.directory) / "model.safetensors")
+        for name, tensor in stored.items():
+            assert bank.get(model.alias, name).dtype == torch.bfloat16
+            assert torch.equal(bank.get(model.alias, name), tensor)
+            total += tensor.nbytes
+    assert bank.summary() == {"placement": "mapped", "bytes": total, "models": 3, "fingerprint": bank.fingerprint}
+
+
+def test_what_the_bank_does_not_hold_is_named(untied_family: Family, tmp_path: Path) -> None:
+    bank = Bank(untied_family, cache=tmp_path)
+    with pytest.raises(InvalidModel, match=r"no tensor 'x' of model 'math'; it holds the tensors of base, math, text"):
+        bank.get("math", "x")
+    with pytest.raises(ValueError, match="placement 'disk'; expected 'auto' or 'mapped'"):
+        Bank(untied_family, "disk", cache=tmp_path)
+
+
+def test_the_fingerprint_follows_contents_and_not_aliases(
+    untied_family: Family, tied_family: Family, tmp_path: Path
+) -> None:
+    renamed = replace(
+        untied_family, experts=tuple(replace(e, alias=e.alias + "2") for e in untied_family.experts[::-1])
+    )
+    bank, other = Bank(untied_family, cache=tmp_path), Bank(renamed, cache=tmp_path)
+    assert bank.fingerprint == other.fingerprint != Bank(tied_family, cache=tmp_path).fingerprint
+    assert other.alias(untied_family.experts[0].fingerprint) == "math2"
+    assert bank.alias("0" * 64) is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_values_that_are_not_finite_are_refused_by_tensor_and_model(
+    untied_family: Family, tmp_path: Path, value: float
+) -> None:
+    bad = load_file(Path(untied_family.base.directory) / "model.safetensors")[NAME]
+    bad[3, 4] = bad[5, 6] = value
+    family = changed(untied_family, tmp_path, {NAME: bad})
+    for _ in range(2):  # the second time from the cache
+        with pytest.raises(InvalidModel) as caught:
+            Bank(family, cache=tmp_path / "cache")
+        assert caught.value.problems == (
+            f"model 'text': {tmp_path}/changed: tensor {NAME!r} holds 2 values that are NaN or infinite; "
+            "expected finite weights",
+        )
+
+
+def test_contents_are_scanned_once(untied_family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Bank(untied_family, cache=tmp_path)
+    monkeypatch.setattr(torch, "aminmax", lambda tensor: pytest.fail("scanned again"))
+    Bank(untied_family, cache=tmp_path)
+
+
+def test_a_stored_head_that_contradicts_tying_is_refused(tied_family: Family, tmp_path: Path) -> None:
+    embedding = load_file(Path(tied_family.experts[-1].directory) / "model.safetensors")["model.embed_tokens.weight"]
+    same = changed(tied_family, tmp_path / "same", {"lm_head.weight": embedding.clone()})
+    assert Bank(same, cache=tmp_path / "cache").layout.is_tied
+    other = changed(tied_family, tmp_path / "other", {"lm_head.weight": embedding + 1})
+    with pytest.raises(InvalidModel, match=r"'lm_head.weight' differs from 'model.embed_tokens.weight', though"):
+        Bank(other, cache=tmp_path / "cache")
+
+
+def test_a_model_that_changed_after_it_was_named_is_refused(untied_family: Family, tmp_path: Path) -> None:
+    family = changed(untied_family, tmp_path, {})
+    tensors = load_file(tmp_path / "changed" / "model.safetensors")
+    tensors[NAME] = tensors[NAME] + 1
+    save_file(tensors, tmp_path / "changed" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InvalidModel, match=r"model 'text': .* has changed: its fingerprint is [0-9a-f]{12}, expected"):
+        Bank(family, cache=tmp_path / "cache")
+
+
+def test_a_family_that_does_not_fit_together_is_refused(
+    untied_family: Family, tied_family: Family, tmp_path: Path
+) -> None:
+    mixed = replace(untied_family, experts=tied_family.experts)
+    with pytest.raises(InvalidModel, match="model_type is 'qwen2'; the base has 'llama'"):
+        Bank(mixed, cache=tmp_path)
+
+
+def test_cosines_are_those_of_the_tensors(untied_family: Family, tmp_path: Path) -> None:
+    bank = Bank(untied_family, cache=tmp_path)
+    expected = cosine(bank.get("math", NAME).float(), bank.get("text", NAME).float())
+    assert 0 < expected < 1
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: bank.cosine(("math", NAME), ("text", NAME)), range(16)))
+    assert set(found) == {expected}
+
+
+def test_a_base_alone_can_be_held(untied_family: Family, tmp_path: Path) -> None:
+    bank = Bank(replace(untied_family, experts=()), cache=tmp_path)
+    assert bank.summary()["models"] == 1
+
+
+def test_open_family_and_bank_agree(untied_family: Family, tmp_path: Path) -> None:
+    experts = {expert.alias: expert.directory for expert in untied_family.experts}
+    assert open_family(untied_family.base.directory, experts, cache=tmp_path) == untied_family

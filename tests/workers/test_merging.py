@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from search_spaces.errors import InvalidRecipe
+from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
+from tests.workers.recipes import arithmetic, num_layers, slerp
+from workers.bank import Bank
+from workers.errors import InvalidModel
+from workers.merge_methods import linear, task_arithmetic, ties
+from workers.merging import check_recipe, merged_names, merged_tensors
+from workers.types import Family
+
+Make = Callable[[int | None], Merge]
+
+
+def recipe_of(family: Family, make: Make, **parts: Make) -> Recipe:
+    """One merge everywhere, but for the parts named: attention, mlp, norm, embedding, head."""
+
+    def part(name: str, layer: int | None) -> Merge:
+        return parts.get(name, make)(layer)
+
+    layers = tuple(
+        LayerRecipe(part("attention", i), part("mlp", i), part("norm", i)) for i in range(num_layers(family))
+    )
+    return Recipe(family.fingerprints, "base", layers, part("embedding", None), part("head", None))
+
+
+def passthrough(alias: str) -> Make:
+    return lambda layer: Merge("passthrough", (Source(alias, layer),))
+
+
+def sources(layer: int | None) -> tuple[Source, ...]:
+    return Source("math", layer), Source("text", layer)
+
+
+@pytest.fixture(scope="module")
+def untied(untied_family: Family, tmp_path_factory: pytest.TempPathFactory) -> Bank:
+    return Bank(untied_family, cache=tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def tied(tied_family: Family, tmp_path_factory: pytest.TempPathFactory) -> Bank:
+    return Bank(tied_family, cache=tmp_path_factory.mktemp("cache"))
+
+
+def test_passthrough_is_the_model_bit_for_bit(untied: Bank, tied: Bank) -> None:
+    for bank, dtype in ((untied, torch.bfloat16), (tied, torch.float32)):
+        merged = dict(merged_tensors(recipe_of(bank.family, passthrough("text")), bank, dtype))
+        assert set(merged) == set(bank.base.tensors)
+        assert all(torch.equal(tensor, bank.get("text", name)) for name, tensor in merged.items())
+
+
+def test_tensors_come_embedding_first_layer_by_layer_head_last(untied: Bank) -> None:
+    names = list(merged_names(arithmetic(untied.family, 0.3, 0.3), untied))
+    assert names[0] == "model.embed_tokens.weight"
+    assert set(names[-2:]) == {"model.norm.weight", "lm_head.weight"}
+    layers = [int(name.split(".")[2]) for name in names[1:-2]]
+    assert layers == sorted(layers)
+    assert max(layers) == 4
+
+
+def test_names_and_shapes_are_known_before_the_tensors(tied: Bank) -> None:
+    recipe = slerp(tied.family, 0.4)
+    merged = dict(merged_tensors(recipe, tied, torch.float32))
+    assert merged_names(recipe, tied) == {name: tuple(tensor.shape) for name, tensor in merged.items()}
+    assert list(merged_names(recipe, tied)) == list(merged)
+
+
+def test_a_tied_head_is_not_emitted(tied: Bank) -> None:
+    assert "lm_head.weight" not in merged_names(arithmetic(tied.family, 0.5, 0.5), tied)
+
+
+def test_each_component_is_merged_by_its_own_merge(tied: Bank) -> None:
+    recipe = recipe_of(
+        tied.family,
+        passthrough("base"),
+        attention=lambda layer: Merge("linear", sources(layer), {"weight": (0.25, 0.75)}),
+        mlp=lambda layer: Merge("ties", sources(layer), {"lambda": 0.7, "k": 0.3}),
+        norm=lambda layer: Merge("task_arithmetic", sources(layer), {"lambda": (0.1, 0.9)}),
+        embedding=passthrough("math"),
+        head=passthrough("text"),
+    )
+    merged = dict(merged_tensors(recipe, tied, torch.float32))
+
+    # The canonical recipe orders sources by content: for linear and the like, the order is in the last bits.
+    order = sorted(("math", "text"), key=tied.family.fingerprints.__getitem__)
+    share = {"linear": {"math": 0.25, "text": 0.75}, "task": {"math": 0.1, "text": 0.9}}
+
+    def operands(name: str) -> list[torch.Tensor]:
+        return [tied.get(alias, name) for alias in order]
+
+    bias = "model.layers.1.self_attn.k_proj.bias"
+    assert torch.equal(merged[bias], linear(operands(bias), [share["linear"][alias] for alias in order]))
+    weight = "model.layers.2.mlp.down_proj.weight"
+    assert torch.equal(merged[weight], ties(operands(weight), tied.get("base", weight), lambda_=0.7, k=0.3))
+    norm = "model.layers.0.post_attention_layernorm.weight"
+    expected = task_arithmetic(operands(norm), tied.get("base", norm), [share["task"][alias] for alias in order])
+    assert torch.equal(merged[norm], expected)
+    embedding = "model.embed_tokens.weight"
+    assert torch.equal(merged[embedding], tied.get("math", embedding))
+    assert torch.equal(merged["model.norm.weight"], tied.get("text", "model.norm.weight"))
+
+
+def test_merging_is_in_float32_and_rounds_once(untied: Bank) -> None:
+    recipe = arithmetic(untied.family, 0.37, 0.21)
+    fine = dict(merged_tensors(recipe, untied, torch.float32))
+    coarse = dict(merged_tensors(recipe, untied, torch.bfloat16))
+    assert all(tensor.dtype == torch.float32 for tensor in fine.values())
+    assert all(torch.equal(coarse[name], tensor.to(torch.bfloat16)) for name, tensor in fine.items())
+    name = "model.layers.0.mlp.up_proj.weight"
+    base, math, text = (untied.get(alias, name) for alias in ("base", "math", "text"))
+    assert not torch.equal(coarse[name], base + 0.37 * (math - base) + 0.21 * (text - base))  # rounded at every step
+
+
+def test_equal_digests_give_equal_bits(tied: Bank) -> None:
+    def ordered(*aliases: str) -> Recipe:
+        weights = {"math": 0.3, "text": 0.4}
+        return recipe_of(
+            tied.family,
+            lambda layer: Merge(
+                "task_arithmetic",
+                tuple(Source(alias, layer) for alias in aliases),
+                {"lambda": tuple(weights[alias] for alias in aliases)},
+            ),
+        )
+
+    one, other = ordered("math", "text"), ordered("text", "math")
+    assert one.digest == other.digest
+    pairs = zip(merged_tensors(one, tied, torch.float32), merged_tensors(other, tied, torch.float32), strict=True)
+    assert all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in pairs)
+
+
+def test_models_are_found_by_content_whatever_their_aliases(tied: Bank, tmp_path: Path) -> None:
+    recipe = arithmetic(tied.family, 0.3, 0.6)
+    renamed = replace(
+        tied.family,
+        base=replace(tied.family.base, alias="b"),
+        experts=tuple(replace(expert, alias=f"{expert.alias}2") for expert in tied.family.experts),
+    )
+    other = Bank(renamed, cache=tmp_path)
+    pairs = zip(merged_tensors(recipe, tied, torch.float32), merged_tensors(recipe, other, torch.float32), strict=True)
+    assert all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in pairs)
+
+
+def test_layers_may_come_from_elsewhere_and_be_fewer(untied: Bank) -> None:
+    def layer(alias: str, index: int) -> LayerRecipe:
+        merge = passthrough(alias)(index)
+        return LayerRecipe(merge, merge, merge)
+
+    whole = recipe_of(untied.family, passthrough("base"))
+    recipe = replace(whole, layers=(layer("text", 3), layer("math", 3), layer("base", 0)))
+    merged = dict(merged_tensors(recipe, untied, torch.bfloat16))
+    suffix = "self_attn.o_proj.weight"
+    for index, (alias, source) in enumerate((("text", 3), ("math", 3), ("base", 0))):
+        expected = untied.get(alias, f"model.layers.{source}.{suffix}")
+        assert torch.equal(merged[f"model.layers.{index}.{suffix}"], expected)
+    assert f"model.layers.3.{suffix}" not in merged
+
+
+def test_sources_are_never_modified(tied: Bank) -> None:
+    before = {(m.alias, n): tied.get(m.alias, n).clone() for m in tied.family.models for n in tied.base.tensors}
+    for make in (
+        lambda layer: Merge("ties", sources(layer), {"lambda": 1.0, "k": 0.5}),
+        lambda layer: Merge("slerp", sources(layer), {"t": 0.5}),
+        lambda layer: Merge("task_arithmetic", sources(layer), {"lambda": 0.5}),
+    ):
+        list(merged_tensors(recipe_of(tied.family, make), tied, torch.float32))
+    assert all(torch.equal(tied.get(*key), tensor) for key, tensor in before.items())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda layer: Merge("karcher", sources(layer)), r"layer 0, attention: unknown merge method 'karcher'; known "),
+        (lambda layer: Merge("passthrough", sources(layer)), "passthrough merges 1 sources, given 2"),
+        (lambda layer: Merge("ties", sources(layer), {"lambda": 0.5}), r"ties needs 'k', found only \['lambda'\]"),
+        (
+            lambda layer: Merge("linear", (Source("math", 7), Source("text", 7)), {"weight": (0.5, 0.5)}),
+            r"source '(math|text)' names layer 7; the models have layers 0..4",
+        ),
+        (
+            lambda layer: Merge("task_arithmetic", (Source("math", 0), Source("text", 1)), {"lambda": 0.5}),
+            r"task_arithmetic subtracts the base's layer, so all sources must name one layer; found \[0, 1\]",
+        ),
+        (lambda layer: Merge("passthrough", (Source("math"),)), "source 'math' names layer None; expected a layer"),
+    ],
+)
+def test_recipes_that_cannot_be_merged_are_refused_before_the_first_tensor(
+    untied: Bank, make: Make, message: str
+) -> None:
+    recipe = recipe_of(untied.family, passthrough("base"), attention=make)
+    with pytest.raises(InvalidRecipe, match=message):
+        merged_tensors(recipe, untied, torch.float32)
+
+
+def test_scales_and_alignments_are_refused_and_not_ignored(untied: Bank) -> None:
+    recipe = recipe_of(untied.family, passthrough("base"))
+    scaled = replace(recipe, layers=(replace(recipe.layers[0], scale=1.5), *recipe.layers[1:]))
+    with pytest.raises(InvalidRecipe, match=r"layer 0: scale 1\.5 and alignment None cannot be merged into weights"):
+        check_recipe(scaled, untied)
+
+
+def test_a_recipe_of_other_models_is_refused_by_fingerprint(untied: Bank, tied: Bank) -> None:
+    with pytest.raises(InvalidModel, match=r"model 'math' \([0-9a-f]{12}\) is not among the given ones: base \("):
+        merged_tensors(arithmetic(tied.family, 0.5, 0.5), untied, torch.float32)

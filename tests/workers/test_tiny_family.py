@@ -1,0 +1,104 @@
+"""The shipped family is what its description says: small, bfloat16, disjointly split, half skilled, and expert."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from workers.tiny_family import family_dir
+from workers.tiny_family.train import (
+    EXPERTS,
+    HOLDOUT_ITEMS,
+    SEARCH_ITEMS,
+    SKILLS,
+    VALIDATION_ITEMS,
+    Item,
+    Practice,
+    exact_match,
+    make_items,
+)
+
+MODELS = ("base", *(f"experts/{skill}" for skill in EXPERTS))
+
+
+def _items(skill: str, split: str) -> list[Item]:
+    lines = (family_dir() / "tasks" / f"{skill}_{split}.jsonl").read_text().splitlines()
+    return [Item(**json.loads(line)) for line in lines]
+
+
+def test_family_is_smaller_than_ten_megabytes() -> None:
+    files = [file for file in family_dir().rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    assert sum(file.stat().st_size for file in files) < 10_000_000
+    assert len([file for file in files if file.name == "model.safetensors"]) == 1 + len(EXPERTS)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_tensors_are_bfloat16(model: str) -> None:
+    with safe_open(family_dir() / model / "model.safetensors", framework="pt") as tensors:
+        assert {tensors.get_slice(name).get_dtype() for name in tensors.keys()} == {"BF16"}  # noqa: SIM118
+
+
+@pytest.mark.parametrize("skill", SKILLS)
+def test_splits_are_disjoint_and_reproducible(skill: str) -> None:
+    search, holdout = _items(skill, "search"), _items(skill, "holdout")
+    assert (len(search), len(holdout)) == (SEARCH_ITEMS, HOLDOUT_ITEMS)
+    made = make_items(skill)
+    assert (search, holdout) == (made["search"], made["holdout"])
+    prompts = {item.prompt for items in made.values() for item in items}
+    assert len(prompts) == SEARCH_ITEMS + HOLDOUT_ITEMS + VALIDATION_ITEMS
+
+
+@pytest.mark.parametrize("skill", SKILLS)
+def test_practice_never_shows_a_held_out_prompt(skill: str) -> None:
+    held_out = {item.prompt for items in make_items(skill).values() for item in items}
+    assert held_out.isdisjoint(item.prompt for item in Practice(skill, held_out=held_out, seed="any").take(2000))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_tokenizers_agree_and_keep_space_and_newline(model: str) -> None:
+    text = "rev a b\nc="
+    ids = Tokenizer.from_file(str(family_dir() / model / "tokenizer.json")).encode(text).ids
+    tokenizer = AutoTokenizer.from_pretrained(family_dir() / model)
+    assert tokenizer(text).input_ids == ids
+    assert ids[0] == tokenizer.bos_token_id
+    assert ids.count(tokenizer.bos_token_id) == 1
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+def test_base_is_half_skilled_and_every_expert_is_25_points_better_at_its_skill() -> None:
+    items = {skill: _items(skill, "holdout")[:200] for skill in SKILLS}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        skilled = {
+            model: {skill: sum(exact_match(_load(model), items[skill])) / 200 for skill in SKILLS} for model in MODELS
+        }
+    finally:
+        torch.set_num_threads(threads)
+    base = skilled["base"]
+    assert 0.2 <= sum(base.values()) / len(base) <= 0.6
+    for skill in EXPERTS:
+        own = skilled[f"experts/{skill}"]
+        assert own[skill] >= base[skill] + 0.25
+        assert own[skill] > max(own[other] for other in SKILLS if other != skill)
+
+
+def test_exact_match_is_greedy_decoding() -> None:
+    model, tokenizer = _load("base"), AutoTokenizer.from_pretrained(family_dir() / "base")
+    items = _items("math", "holdout")[:20]
+    decoded = []
+    for item in items:
+        prompt = tokenizer(item.prompt, return_tensors="pt").input_ids
+        new = model.generate(prompt, max_new_tokens=8, do_sample=False)[0, prompt.shape[1] :]
+        decoded.append(tokenizer.decode(new, skip_special_tokens=True).strip() == item.answer)
+    assert exact_match(model, items) == decoded
+    assert 0 < sum(decoded) < len(decoded)
+
+
+def _load(model: str) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(family_dir() / model, dtype=torch.float32).eval()
