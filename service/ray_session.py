@@ -30,9 +30,12 @@ def ray_session() -> Iterator[RaySession]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # A loaded machine may need more than Ray's own minute to bring up its processes.
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")
+    os.environ.setdefault("RAY_agent_register_timeout_ms", "300000")
     # Workers are told their accelerators by us; Ray must not blank CUDA_VISIBLE_DEVICES for actors without a GPU.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
 
     if ray.is_initialized():
         yield RaySession(is_own=False, dashboard_url=None)

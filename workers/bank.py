@@ -9,14 +9,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
-from workers.checkpoints import Checkpoint, Layout, check_family, fingerprint, open_checkpoint, remembered
+from workers.checkpoints import Checkpoint, check_family, fingerprint, open_checkpoint
 from workers.errors import InvalidModel
+from workers.findings import remembered
+from workers.layout import Layout
 from workers.merge_methods import cosine
 from workers.types import Family, ModelSource
 
 __all__ = ["Bank"]
+
+# Sorted magnitudes of task vectors, in float32, are kept up to this many bytes in all: enough for small families, where
+# finding a threshold anew would cost more than the merge. Beyond it they are computed when they are needed.
+MAGNITUDES_BYTES = 256 * 2**20
 
 EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 
@@ -26,7 +33,7 @@ class Bank:
 
     `placement` "auto" maps the files: their pages are shared by all processes on the machine. Opening checks the
     headers and the fingerprints, and looks for NaN and infinity once per content (`cache` as in
-    `checkpoints.cache_dir`). Raises InvalidModel.
+    `findings.cache_dir`). Raises InvalidModel.
     """
 
     def __init__(self, family: Family, placement: str = "auto", *, cache: str | Path | None = None) -> None:
@@ -43,6 +50,8 @@ class Bank:
             for alias, checkpoint in self._checkpoints.items()
             for name in checkpoint.tensors
         }
+        self._magnitudes: dict[tuple[tuple[str, str], tuple[str, str]], torch.Tensor] = {}
+        self._statistics_bytes = 0
         self._cosines: dict[tuple[tuple[str, str], tuple[str, str]], float] = {}
         problems = [problem for model in family.models for problem in self._content_problems(model, cache)]
         if problems:
@@ -80,13 +89,31 @@ class Bank:
             self._cosines[key] = cosine(self.get(*first), self.get(*second))
         return self._cosines[key]
 
+    def magnitudes(self, source: tuple[str, str], base: tuple[str, str]) -> torch.Tensor | None:
+        """The magnitudes |source - base| of two tensors, each (alias, name): flat, float32, ascending, computed once.
+
+        None where keeping them would take too much memory.
+        """
+        key = (source, base)
+        known = self._magnitudes.get(key)
+        if known is None:
+            tensor = self.get(*source)
+            if self._statistics_bytes + 4 * tensor.numel() > MAGNITUDES_BYTES:
+                return None
+            unsorted = (tensor.float() - self.get(*base).float()).abs_().flatten()
+            # On CPU NumPy sorts several times faster than torch.
+            known = self._magnitudes[key] = torch.from_numpy(numpy.sort(unsorted.numpy()))
+            self._statistics_bytes += known.nbytes
+        return known
+
     def summary(self) -> dict[str, Any]:
-        """Where the sources are and how large: {placement, bytes, models, fingerprint}."""
+        """Where the sources are and how large: {placement, bytes, statistics_bytes, models, fingerprint}."""
         return {
             "placement": self.placement,
             "bytes": sum(
                 info.num_bytes for checkpoint in self._checkpoints.values() for info in checkpoint.tensors.values()
             ),
+            "statistics_bytes": self._statistics_bytes,
             "models": len(self._checkpoints),
             "fingerprint": self.fingerprint,
         }

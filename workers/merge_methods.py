@@ -43,13 +43,14 @@ BLOCK = 4096
 class Operands:
     """The same tensor of every source, in the order of the merge's sources, float32 and of one shape. None is modified.
 
-    `base` is the base model's, for methods that need it. `cosine` is that of the first two tensors where it is known
-    from an earlier merge.
+    `base` is the base model's, for methods that need it. What depends only on the sources may be known from an earlier
+    merge: `cosine` of the first two tensors, and for each source its `magnitudes`, the sorted |source - base|.
     """
 
     tensors: tuple[torch.Tensor, ...]
     base: torch.Tensor | None = None
     cosine: float | None = None
+    magnitudes: tuple[torch.Tensor | None, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -92,14 +93,16 @@ def ties(
     *,
     lambda_: float,
     k: float,
+    magnitudes: Sequence[torch.Tensor | None] | None = None,
 ) -> torch.Tensor:
     """TIES-Merging, eq. 6 to 9 (arXiv:2306.01708): trim, elect signs, average those that agree, scale.
 
     Trimming is per tensor and keeps the `num_kept(k, n)` largest magnitudes, and all that equal the smallest of them:
     the result depends on no order. Signs are elected unweighted; where the trimmed task vectors cancel there is no
-    elected sign and the base stays.
+    elected sign and the base stays. `magnitudes` are the task vectors' sorted magnitudes where they are known.
     """
-    trimmed = [_trimmed(tensor - base, k) for tensor in tensors]
+    known = magnitudes or (None,) * len(tensors)
+    trimmed = [_trimmed(tensor - base, k, sorted_) for tensor, sorted_ in zip(tensors, known, strict=True)]
     elected = trimmed[0].clone()
     for tau in trimmed[1:]:
         elected += tau
@@ -150,12 +153,15 @@ def merge_tensors(merge: Merge, operands: Operands) -> torch.Tensor:
     return METHODS[merge.method].merge(operands, merge)
 
 
-def _trimmed(tau: torch.Tensor, k: float) -> torch.Tensor:
-    """Eq. 6: `tau` with zeros for all but its largest magnitudes."""
+def _trimmed(tau: torch.Tensor, k: float, magnitudes: torch.Tensor | None) -> torch.Tensor:
+    """Eq. 6: `tau` with zeros for all but its largest magnitudes; modifies nothing."""
     rank = num_kept(k, tau.numel())
     if rank == tau.numel():
         return tau
-    smallest_kept = torch.kthvalue(tau.abs().flatten(), tau.numel() - rank + 1).values
+    if magnitudes is None:
+        smallest_kept = torch.kthvalue(tau.abs().flatten(), tau.numel() - rank + 1).values
+    else:
+        smallest_kept = magnitudes[-rank]
     if smallest_kept == 0:
         return tau
     # hardshrink keeps what is strictly larger than its bound.
@@ -201,6 +207,7 @@ def _ties(operands: Operands, merge: Merge) -> torch.Tensor:
         _base(operands, merge),
         lambda_=merge.number("lambda"),
         k=merge.number("k"),
+        magnitudes=operands.magnitudes,
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from search_spaces.recipe import COMPONENTS, Merge, Recipe
-from workers.checkpoints import Layout
+from workers.layout import Layout
 
 __all__ = ["Inexpressible", "mergekit_config"]
 

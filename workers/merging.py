@@ -138,9 +138,11 @@ def _merged(tensor: MergedTensor, base_alias: str, aliases: dict[str, str], bank
     keys = tuple(key(source) for source in merge.sources)
     if merge.method == "passthrough":
         return bank.get(*keys[0])
+    base = key(Source(base_alias, merge.sources[0].layer))
     operands = Operands(
         tensors=tuple(bank.get(*source).float() for source in keys),
-        base=bank.get(*key(Source(base_alias, merge.sources[0].layer))).float() if method.needs_base else None,
+        base=bank.get(*base).float() if method.needs_base else None,
         cosine=bank.cosine(*keys) if merge.method == "slerp" else None,
+        magnitudes=tuple(bank.magnitudes(source, base) for source in keys) if merge.method == "ties" else None,
     )
     return method.merge(operands, merge)

@@ -110,20 +110,27 @@ class Reference:
 
 
 def merged_model(recipe: Recipe, bank: Bank, *, dtype: str) -> Any:
-    """A transformers model on CPU with the merged weights of `recipe`, rounded to `dtype` and computing in fp32."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """A transformers model on CPU with the merged weights of `recipe`, rounded to `dtype` and computing in fp32.
+
+    Its weights are in memory once.
+    """
+    import transformers
 
     from workers.merging import merged_tensors
 
     directory = bank.family.base.directory
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    state = {name: tensor.to(torch.float32) for name, tensor in merged_tensors(recipe, bank, getattr(torch, dtype))}
-    missing = model.load_state_dict(state, strict=False, assign=True).missing_keys
-    model.tie_weights()
-    if lost := [name for name in missing if not (config.tie_word_embeddings and name == "lm_head.weight")]:
-        raise RuntimeError(f"the merge has no tensor for {lost[0]}")
-    return model
+    config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    kind = getattr(transformers, config.architectures[0])
+    model, found = kind.from_pretrained(
+        None,
+        config=config,
+        state_dict={name: tensor.float() for name, tensor in merged_tensors(recipe, bank, getattr(torch, dtype))},
+        dtype=torch.float32,
+        output_loading_info=True,
+    )
+    if found["missing_keys"] or found["unexpected_keys"]:
+        raise RuntimeError(f"the merge does not fit {config.architectures[0]}: {found}")
+    return model.eval()
 
 
 def logprobs(model: Any, tokens: Sequence[int]) -> list[float]:

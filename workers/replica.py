@@ -267,8 +267,9 @@ def app_name(family: Family, options: EngineOptions) -> str:
 class ServeScorer:
     """The replicas of one Serve application, as workers.types.Scorer. Picklable; connects when it is first called.
 
-    Where a replica dies or fails, Serve replaces it and the same request is made again, until `deadline_s` has passed
-    since its first attempt; then EngineUnavailable says what Serve last said. Errors of the candidate pass through.
+    Where a replica dies or fails, Serve replaces it and the same request is made again; where that does not help for
+    `deadline_s`, EngineUnavailable says what was wrong. Waiting for other requests is no failure. Errors of the
+    candidate pass through.
     """
 
     app_name: str
@@ -321,41 +322,45 @@ class ServeScorer:
         from ray.exceptions import RayActorError, RayTaskError
         from ray.serve.exceptions import RayServeException
 
-        deadline = time.monotonic() + self.deadline_s
-        pause_s, last = 0.5, ""
+        failing_since: float | None = None
+        pause_s = 0.5
         while True:
             try:
                 handle = _handle(self.app_name).options(method_name=method, multiplexed_model_id=model_id)
-                return self._result(handle.remote(*arguments), deadline)
+                return self._result(handle.remote(*arguments))
             except RayTaskError as error:
                 cause = error.cause
                 if isinstance(cause, WorkerError) and not isinstance(cause, EngineUnavailable):
                     raise cause from error
-                last = str(cause)
-            except (RayActorError, RayServeException, TimeoutError, EngineUnavailable) as error:
-                last = f"{type(error).__name__}: {error}".splitlines()[0]
-            _raise_if_failed(self.app_name)
-            if time.monotonic() > deadline:
-                raise EngineUnavailable(
-                    f"no replica of {self.app_name} answered within {self.deadline_s:.0f} s; the last reason: {last}"
-                )
-            log.warning("%s: %s; trying again in %.1f s", self.app_name, last, pause_s)
+                reason = str(cause)
+            except (RayActorError, RayServeException) as error:
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            _handle.cache_clear()
+            _state(self.app_name)
+            failing_since = failing_since or time.monotonic()
+            if time.monotonic() - failing_since > self.deadline_s:
+                raise EngineUnavailable(f"{self.app_name} has failed for {self.deadline_s:.0f} s: {reason}")
+            log.warning("%s: %s; trying again in %.1f s", self.app_name, reason, pause_s)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 10.0)
 
-    def _result(self, response: Any, deadline: float) -> Any:
-        """Wait for a response, looking now and then whether there is still anybody to give it."""
+    def _result(self, response: Any) -> Any:
+        """Wait for a response, however long others are served before, while there is a replica to give it."""
+        missing_since: float | None = None
         while True:
             try:
                 return response.result(timeout_s=self.poll_s)
             except TimeoutError:
-                try:
-                    _raise_if_failed(self.app_name)
-                    if time.monotonic() > deadline:
-                        raise
-                except (TimeoutError, EngineUnavailable):
-                    response.cancel()
-                    raise
+                pass
+            try:
+                is_running = _state(self.app_name) == "RUNNING"
+                missing_since = None if is_running else missing_since or time.monotonic()
+                if missing_since is not None and time.monotonic() - missing_since > self.deadline_s:
+                    said = _what_serve_says(self.app_name)
+                    raise EngineUnavailable(f"{self.app_name} has had no replica for {self.deadline_s:.0f} s: {said}")
+            except EngineUnavailable:
+                response.cancel()
+                raise
 
 
 def deploy_scorer(
@@ -411,8 +416,7 @@ def deploy_scorer(
             [serve.RunTarget(application, name=name, route_prefix=None)], wait_for_applications_running=False
         )
     deadline = time.monotonic() + start_timeout_s
-    while serve.status().applications[name].status != "RUNNING":
-        _raise_if_failed(name)
+    while _state(name) != "RUNNING":
         if time.monotonic() > deadline:
             raise EngineUnavailable(f"{name}: not ready within {start_timeout_s:.0f} s: {_what_serve_says(name)}")
         time.sleep(0.2)
@@ -426,8 +430,8 @@ def _handle(name: str) -> Any:
     return serve.get_app_handle(name)
 
 
-def _raise_if_failed(name: str) -> None:
-    """Raises EngineUnavailable if Serve has given up on the application."""
+def _state(name: str) -> str:
+    """Serve's state of the application. Raises EngineUnavailable if it has none, or has given up on it."""
     from ray import serve
 
     application = serve.status().applications.get(name)
@@ -435,6 +439,7 @@ def _raise_if_failed(name: str) -> None:
         raise EngineUnavailable(f"{name}: no such application runs on this Ray")
     if application.status == "DEPLOY_FAILED":
         raise EngineUnavailable(_what_serve_says(name))
+    return str(application.status.value)
 
 
 def _what_serve_says(name: str) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from search_spaces.objectives import Candidate, hypervolume, promotion_order
 from search_spaces.published import sources_and_published
 from search_spaces.recipe import COMPONENTS, Merge, Recipe
 from service.tune.searchers import SEARCHERS, Observation, Searcher
+from service.tune.searchers.smac import SmacSearcher
 
 EXPERTS = ("math", "text", "lookup")
 FINGERPRINTS = {alias: alias for alias in ("base", *EXPERTS)}
@@ -120,7 +121,7 @@ class Search:
 
     def run(self) -> tuple[float, float]:
         """The true mean accuracy of the chosen trial, and the true hypervolume of the full-budget trials."""
-        self.known = [self._observe(c, len(self.scenario.rungs) - 1) for c in told(self.space)]
+        self.known = [self.observe(c, len(self.scenario.rungs) - 1) for c in told(self.space)]
         numbers = itertools.count(len(self.known))
         full_budget: list[Mapping[str, Any]] = []
         for bracket in bracket_plan(len(self.scenario.rungs), 3, self.scenario.num_trials):
@@ -128,8 +129,8 @@ class Search:
             for i in range(bracket.num_configurations):
                 past = max(0, i + 1 - LAG)
                 pending = [observation.configuration for observation in first[past:]]
-                configuration = self._ask(next(numbers), self.known + first[:past], pending)
-                first.append(self._observe(configuration, bracket.first_rung))
+                configuration = self.ask(next(numbers), self.known + first[:past], pending)
+                first.append(self.observe(configuration, bracket.first_rung))
             self.known += first
             survivors = [observation.configuration for observation in first]
             seen = first
@@ -137,7 +138,7 @@ class Search:
                 candidates = [Candidate(i, observation.costs) for i, observation in enumerate(seen)]
                 order = promotion_order(candidates)
                 survivors = [survivors[i] for i in order[: bracket.num_promoted(len(seen))]]
-                seen = [self._observe(configuration, rung) for configuration in survivors]
+                seen = [self.observe(configuration, rung) for configuration in survivors]
                 self.known += seen
             full_budget += survivors
         chosen = max(full_budget, key=lambda c: float(np.mean(self._observed(c, self.scenario.rungs[-1]))))
@@ -145,17 +146,17 @@ class Search:
         volume = hypervolume([tuple(1 - value for value in truth) for truth in truths])
         return float(np.mean(self.family.accuracies(self.space.to_recipe(chosen)))), volume
 
-    def _ask(
+    def ask(
         self, number: int, observations: list[Observation], pending: Sequence[Mapping[str, Any]] = ()
     ) -> dict[str, Any]:
-        start = time.perf_counter()
+        start = time.process_time()
         configuration = self.searcher.propose(
             self.space.parameters, number=number, seed=self.seed, observations=observations, pending=pending
         )
-        self.ask_s.append(time.perf_counter() - start)
+        self.ask_s.append(time.process_time() - start)
         return configuration
 
-    def _observe(self, configuration: Mapping[str, Any], rung: int) -> Observation:
+    def observe(self, configuration: Mapping[str, Any], rung: int) -> Observation:
         values = self._observed(configuration, self.scenario.rungs[rung])
         costs = 1 - values if self.scenario.num_objectives > 1 else [1 - values.mean()]
         fidelity = self.scenario.rungs[rung] / self.scenario.rungs[-1]
@@ -175,38 +176,64 @@ def told(space: LfsSpace) -> list[dict[str, Any]]:
     return [configuration for configuration in found if configuration is not None]
 
 
-def ask_times(num_observations: int = 200, num_proposals: int = 20) -> Iterator[dict[str, Any]]:
-    """Seconds a proposal takes with many results known, in spaces of several sizes; the first loads the libraries."""
-    for layer_groups, component_groups in ((2, 1), (3, 1), (4, 1), (4, 3), (8, 3)):
-        space = {"layer_groups": layer_groups, "component_groups": component_groups}
-        scenario = Scenario("ask times", space, (30, 90, 270), 0, 3)
-        search = Search(scenario, SEARCHERS["smac"], seed=0)
-        rng = np.random.default_rng(0)
-        search.known = [search._observe(search.space.parameters.sample(rng), i % 3) for i in range(num_observations)]
-        for number in range(num_proposals + 1):
-            search._ask(number, search.known)
-        modelled = search.ask_s[1:]
-        yield {
-            "parameters": len(search.space.parameters),
-            "observations": num_observations,
-            "first_s": search.ask_s[0],
-            "mean_s": statistics.fmean(modelled),
-            "worst_s": max(modelled),
-        }
+def run(num_seeds: int = 10) -> dict[str, Any]:
+    return {
+        "ask": [ask_times(2, 1), ask_times(4, 1), ask_times(4, 3), ask_times(8, 3)],
+        "searches": [compare(scenario, range(num_seeds)) for scenario in SCENARIOS],
+    }
 
 
-def compare(searchers: Mapping[str, Searcher], scenario: Scenario, seeds: range) -> dict[str, Any]:
-    """Per searcher: mean and spread of the chosen trial's true accuracy and of the hypervolume, over the seeds."""
-    result: dict[str, Any] = {"scenario": scenario.name, "seeds": list(seeds)}
-    for name, searcher in searchers.items():
-        outcomes = [Search(scenario, searcher, seed).run() for seed in seeds]
-        accuracies, volumes = zip(*outcomes, strict=True)
-        result[name] = {
-            "accuracy": statistics.fmean(accuracies),
-            "accuracy_spread": statistics.stdev(accuracies),
-            "hypervolume": statistics.fmean(volumes),
-            "hypervolume_spread": statistics.stdev(volumes),
-            "accuracies": accuracies,
-            "hypervolumes": volumes,
-        }
-    return result
+def ask_times(
+    layer_groups: int, component_groups: int, *, num_observations: int = 200, num_proposals: int = 20
+) -> dict[str, Any]:
+    """Processor seconds of one proposal by `smac` with many results known. The first one loads the libraries and is
+    told apart."""
+    space = {"layer_groups": layer_groups, "component_groups": component_groups}
+    search = Search(Scenario("ask", space, (30, 90, 270), 0, 3), SmacSearcher(random_share=0.0), seed=0)
+    rng = np.random.default_rng(0)
+    known = [search.observe(search.space.parameters.sample(rng), i % 3) for i in range(num_observations)]
+    for number in range(num_proposals + 1):
+        search.ask(number, known)
+    first, *others = search.ask_s
+    return {
+        "parameters": len(search.space.parameters),
+        "observations": num_observations,
+        "first_s": first,
+        "mean_s": statistics.fmean(others),
+        "worst_s": max(others),
+    }
+
+
+def compare(scenario: Scenario, seeds: range) -> dict[str, Any]:
+    """Per searcher and seed: true accuracy of the chosen trial, hypervolume of the full-budget trials."""
+    outcomes = {name: [Search(scenario, SEARCHERS[name], seed).run() for seed in seeds] for name in ("random", "smac")}
+    return {
+        "scenario": scenario.name,
+        "seeds": list(seeds),
+        **{
+            name: {
+                "accuracy": [accuracy for accuracy, _ in runs],
+                "hypervolume": [volume for _, volume in runs],
+            }
+            for name, runs in outcomes.items()
+        },
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    print("| parameters | results known | first proposal, s | mean, s | worst, s |\n|---|---|---|---|---|")
+    for row in result["ask"]:
+        times = " | ".join(f"{row[key]:.2f}" for key in ("first_s", "mean_s", "worst_s"))
+        print(f"| {row['parameters']} | {row['observations']} | {times} |")
+    print("\n| search | searcher | accuracy of the chosen trial | hypervolume | better than random |")
+    print("|---|---|---|---|---|")
+    for row in result["searches"]:
+        for name in ("random", "smac"):
+            found = row[name]
+            wins = sum(a > b for a, b in zip(found["accuracy"], row["random"]["accuracy"], strict=True))
+            share = f"{wins} of {len(row['seeds'])}" if name != "random" else "-"
+            cells = " | ".join(
+                f"{statistics.fmean(found[key]):.3f} ± {statistics.stdev(found[key]):.3f}"
+                for key in ("accuracy", "hypervolume")
+            )
+            print(f"| {row['scenario']} | {name} | {cells} | {share} |")

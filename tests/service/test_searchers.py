@@ -228,7 +228,6 @@ def test_low_rungs_do_not_pass_for_the_full_budget() -> None:
     full = [Observation({"x": x}, 1.0, (0.5 + (x - 0.25) ** 2,)) for x in xs]
     smac = SmacSearcher(random_share=0.0)
     proposals = [smac.propose(parameters, number=n, seed=0, observations=low + full)["x"] for n in range(10)]
-    print(np.round(proposals, 2))
     assert max(abs(x - 0.25) for x in proposals) < 0.15
 
 
@@ -239,7 +238,6 @@ def test_a_failed_region_is_avoided() -> None:
     observations = [Observation(p, 1.0, None if p["x"] > 0.5 else (float((p["y"] - 0.5) ** 2),)) for p in points]
     smac = SmacSearcher(random_share=0.0)
     proposals = [smac.propose(parameters, number=n, seed=0, observations=observations) for n in range(20)]
-    print(sorted(round(p["x"], 2) for p in proposals))
     assert sum(p["x"] > 0.6 for p in proposals) == 0
 
 

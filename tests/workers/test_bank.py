@@ -39,7 +39,13 @@ def test_the_bank_gives_the_stored_tensors_in_their_stored_dtype(untied_family: 
             assert bank.get(model.alias, name).dtype == torch.bfloat16
             assert torch.equal(bank.get(model.alias, name), tensor)
             total += tensor.nbytes
-    assert bank.summary() == {"placement": "mapped", "bytes": total, "models": 3, "fingerprint": bank.fingerprint}
+    assert bank.summary() == {
+        "placement": "mapped",
+        "bytes": total,
+        "statistics_bytes": 0,
+        "models": 3,
+        "fingerprint": bank.fingerprint,
+    }
 
 
 def test_what_the_bank_does_not_hold_is_named(untied_family: Family, tmp_path: Path) -> None:
@@ -117,6 +123,21 @@ def test_cosines_are_those_of_the_tensors(untied_family: Family, tmp_path: Path)
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: bank.cosine(("math", NAME), ("text", NAME)), range(16)))
     assert set(found) == {expected}
+
+
+def test_sorted_magnitudes_are_kept_as_far_as_memory_allows(
+    untied_family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank = Bank(untied_family, cache=tmp_path)
+    expected = (bank.get("math", NAME).float() - bank.get("base", NAME).float()).abs().flatten().sort().values
+    found = bank.magnitudes(("math", NAME), ("base", NAME))
+    assert found is not None
+    assert torch.equal(found, expected)
+    assert bank.magnitudes(("math", NAME), ("base", NAME)) is found
+    assert bank.summary()["statistics_bytes"] == found.nbytes
+    monkeypatch.setattr("workers.bank.MAGNITUDES_BYTES", 2 * found.nbytes - 1)
+    assert bank.magnitudes(("text", NAME), ("base", NAME)) is None
+    assert bank.magnitudes(("math", NAME), ("base", NAME)) is found
 
 
 def test_a_base_alone_can_be_held(untied_family: Family, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from search_spaces.recipe import Merge, Source
 from workers.merge_methods import (
     METHODS,
     Operands,
-    cosine,
     linear,
     merge_tensors,
     num_kept,

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from workers.bank import Bank
-from workers.merging import merged_tensors
 from workers.mergekit_yaml import Inexpressible, mergekit_config
+from workers.merging import merged_tensors
 from workers.types import Family
 from workers.writer import export
 

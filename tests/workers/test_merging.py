@@ -136,6 +136,22 @@ def test_equal_digests_give_equal_bits(tied: Bank) -> None:
     assert all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in pairs)
 
 
+def test_known_statistics_change_no_bit(tied: Bank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for make in (
+        lambda layer: Merge("ties", sources(layer), {"lambda": 0.8, "k": 0.37}),
+        lambda layer: Merge("slerp", sources(layer), {"t": 0.37}),
+    ):
+        recipe = recipe_of(tied.family, make)
+        list(merged_tensors(recipe, tied, torch.float32))
+        fresh = Bank(tied.family, cache=tmp_path)
+        known = dict(merged_tensors(recipe, tied, torch.float32))
+        with monkeypatch.context() as patch:
+            patch.setattr("workers.bank.MAGNITUDES_BYTES", 0)
+            afresh = dict(merged_tensors(recipe, fresh, torch.float32))
+        assert fresh.summary()["statistics_bytes"] == 0
+        assert all(torch.equal(afresh[name], tensor) for name, tensor in known.items())
+
+
 def test_models_are_found_by_content_whatever_their_aliases(tied: Bank, tmp_path: Path) -> None:
     recipe = arithmetic(tied.family, 0.3, 0.6)
     renamed = replace(

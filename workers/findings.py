@@ -1,0 +1,42 @@
+"""Small findings about files, remembered between runs: hashes, and whether weights are finite.
+
+What the findings mean is not known here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+__all__ = ["CACHE_VARIABLE", "cache_dir", "remembered"]
+
+CACHE_VARIABLE = "MERGESEARCH_CACHE"
+
+
+def cache_dir(cache: str | Path | None = None) -> Path:
+    """Where small findings about models are kept: `cache`, else $MERGESEARCH_CACHE, else the user's cache folder."""
+    if cache is not None:
+        return Path(cache)
+    if chosen := os.environ.get(CACHE_VARIABLE):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mergesearch"
+
+
+def remembered(key: str, finding: str | None = None, *, cache: str | Path | None = None) -> str | None:
+    """Look up what is known under `key`, or store `finding` there. An unwritable cache is no error."""
+    file = cache_dir(cache) / "findings" / hashlib.sha256(key.encode()).hexdigest()
+    if finding is None:
+        try:
+            return file.read_text()
+        except (OSError, UnicodeDecodeError):
+            return None
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as temporary:
+            temporary.write(finding)
+        os.replace(temporary.name, file)
+    except OSError:
+        return finding
+    return finding

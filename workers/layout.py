@@ -1,0 +1,144 @@
+"""Which tensor of a model is what: its layer and its component, told by the names of the modules that hold it.
+
+Names only; what the tensors hold, and where they are stored, is not known here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from search_spaces.recipe import Component
+from workers.errors import InvalidModel
+
+__all__ = ["IGNORED", "Layout", "Place", "is_output_head", "layout", "some_of"]
+
+# A report names this many tensors of one kind of problem, then counts the rest.
+MAX_NAMED = 5
+
+LAYER = re.compile(r"^(?P<prefix>(?:\w+\.)*?(?:layers|h|blocks)\.)(?P<layer>\d+)\.(?P<suffix>.+)$")
+NORM = re.compile(r"norm|(?:^|[._])ln(?:$|[._])")
+ATTENTION = re.compile(r"attn|attention")
+MLP = re.compile(r"mlp|feed_forward|ffn|moe|(?:^|\.)fc[12]\.")
+EMBEDDING = re.compile(r"embed|(?:^|\.)w[tp]e\.")
+OUTPUT_HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output)\.")
+# Buffers that old checkpoints carry; models compute them anew.
+IGNORED = re.compile(r"rotary_emb\.inv_freq$")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor belongs: a component of decoder layer `layer` (0-based), or the embedding or head (None).
+
+    `suffix` is the tensor's name within its layer ("self_attn.q_proj.weight"); outside layers it is the whole name.
+    """
+
+    component: Component | Literal["embedding", "head"]
+    layer: int | None
+    suffix: str
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model's tensors form layers and components.
+
+    A tied output head is not among `places`: it is the embedding. `tied_head` is its name where a file holds it all
+    the same.
+    """
+
+    places: Mapping[str, Place]
+    num_layers: int
+    layer_prefix: str
+    tied_head: str | None = None
+
+    @property
+    def is_tied(self) -> bool:
+        """The output head is the embedding."""
+        return not any(is_output_head(name) for name in self.places)
+
+    @cached_property
+    def _groups(self) -> dict[tuple[str, int | None], tuple[str, ...]]:
+        groups: dict[tuple[str, int | None], list[str]] = {}
+        for place in self.places.values():
+            groups.setdefault((place.component, place.layer), []).append(place.suffix)
+        return {key: tuple(sorted(suffixes)) for key, suffixes in groups.items()}
+
+    def suffixes(self, component: str, layer: int | None = None) -> tuple[str, ...]:
+        """The tensors of one component, as names within the layer, sorted."""
+        return self._groups.get((component, layer), ())
+
+    def name(self, suffix: str, layer: int | None) -> str:
+        """The full name of `suffix` in `layer`."""
+        return suffix if layer is None else f"{self.layer_prefix}{layer}.{suffix}"
+
+
+def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
+    """Assign every tensor to a layer and component, by the names of the modules that hold it.
+
+    Norms are norms wherever they sit, biases go with their module, the final norm and the output head form the head.
+    Raises InvalidModel naming the tensors that fit nowhere.
+    """
+    names = [name for name in names if not IGNORED.search(name)]
+    places: dict[str, Place] = {}
+    unknown: list[str] = []
+    prefixes: set[str] = set()
+    for name in names:
+        if match := LAYER.match(name):
+            prefix, layer, suffix = match["prefix"], int(match["layer"]), match["suffix"]
+            component = _component(suffix)
+            prefixes.add(prefix)
+            place = Place(component, layer, suffix) if component else None
+        else:
+            part = _part_outside_layers(name)
+            place = Place(part, None, name) if part else None
+        if place is None:
+            unknown.append(name)
+        else:
+            places[name] = place
+    if unknown:
+        raise InvalidModel((f"layout: not a known part of a decoder-only model: {some_of(unknown)}",))
+    layers = {place.layer for place in places.values() if place.layer is not None}
+    if len(prefixes) != 1 or layers != set(range(len(layers))):
+        raise InvalidModel(
+            (
+                f"layout: expected decoder layers 0..n-1 under one module, found {sorted(prefixes)} "
+                f"with layers {sorted(layers)}",
+            )
+        )
+    heads = [name for name, place in places.items() if place.component == "head" and is_output_head(name)]
+    tied_head = None
+    if config.get("tie_word_embeddings", not heads):
+        for tied_head in heads:
+            del places[tied_head]
+    return Layout(places, len(layers), prefixes.pop(), tied_head)
+
+
+def is_output_head(name: str) -> bool:
+    """The tensor maps hidden states to the vocabulary."""
+    return OUTPUT_HEAD.search(name) is not None
+
+
+def some_of(names: Iterable[str]) -> str:
+    """The first few of `names`, and how many more there are: for messages."""
+    names = sorted(names)
+    rest = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + rest
+
+
+def _component(suffix: str) -> Component | None:
+    if NORM.search(suffix):
+        return "norm"
+    if ATTENTION.search(suffix):
+        return "attention"
+    return "mlp" if MLP.search(suffix) else None
+
+
+def _part_outside_layers(name: str) -> Literal["embedding", "head"] | None:
+    if is_output_head(name):
+        return "head"
+    if EMBEDDING.search(name):
+        return "embedding"
+    return "head" if NORM.search(name) else None
