@@ -21,6 +21,9 @@ __all__ = ["main"]
 
 SCHEMAS = ("study", "trial", "summary", "pareto", "recipe")
 
+# A path that was given is not what it should be.
+WRONG_PLACE = (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
@@ -159,8 +162,7 @@ def _export(options: argparse.Namespace) -> int:
 def _merge(options: argparse.Namespace) -> int:
     from service.export import merge_recipe
 
-    directories = dict(_alias_and_directory(text) for text in options.model)
-    out = merge_recipe(options.recipe, directories, options.out, dtype=options.dtype)
+    out = merge_recipe(options.recipe, _directories(options.model), options.out, dtype=options.dtype)
     _print_json({"directory": str(out)}) if options.json else print(f"merged model: {out}")
     return 0
 
@@ -230,13 +232,19 @@ def _print_results(console: Any, result: RunRecord, directory: Path, exported: P
         console.print(f"merged model: {exported}", highlight=False, soft_wrap=True)
 
 
-def _alias_and_directory(text: str) -> tuple[str, Path]:
+def _directories(models: Sequence[str]) -> dict[str, Path]:
+    """What the options `--model ALIAS=DIR` say, by alias."""
     from search_spaces.errors import InvalidRecipe
 
-    alias, equals, directory = text.partition("=")
-    if not (alias and equals and directory):
-        raise InvalidRecipe(f"--model {text!r}: write ALIAS=DIR, e.g. --model math=/models/math")
-    return alias, Path(directory)
+    directories: dict[str, Path] = {}
+    for text in models:
+        alias, equals, directory = text.partition("=")
+        if not (alias and equals and directory):
+            raise InvalidRecipe(f"--model {text!r}: write ALIAS=DIR, e.g. --model math=/models/math")
+        if alias in directories:
+            raise InvalidRecipe(f"--model {text!r}: {alias} is given twice, first as {directories[alias]}")
+        directories[alias] = Path(directory)
+    return directories
 
 
 def _print_json(document: Any) -> None:
@@ -251,6 +259,8 @@ def _exit_code(error: Exception) -> int | None:
 
     if isinstance(error, SearchSpaceError | InvalidModel | InvalidTask | Conflict | NotFound):
         return 2
+    if isinstance(error, WRONG_PLACE) and error.filename is not None:
+        return 2
     if isinstance(error, ServiceError | EngineUnavailable | ConnectionError):
         return 1
     return None
@@ -258,16 +268,17 @@ def _exit_code(error: Exception) -> int | None:
 
 def _told(error: Exception, *, as_json: bool) -> str:
     from search_spaces.errors import InvalidStudy
+    from workers.errors import InvalidModel
 
-    if as_json:
-        problems = (
-            [{"field": problem.field, "message": problem.message} for problem in error.problems]
-            if isinstance(error, InvalidStudy)
-            else [{"field": "", "message": str(error)}]
-        )
-        return json.dumps({"error": type(error).__name__, "problems": problems})
-    lines = str(error).splitlines()
-    return "\n".join(f"mergesearch: {line}" for line in lines)
+    text = f"{error.filename}: {error.strerror}" if isinstance(error, WRONG_PLACE) else str(error)
+    if not as_json:
+        return "\n".join(f"mergesearch: {line}" for line in text.splitlines())
+    if isinstance(error, InvalidStudy):
+        problems = [{"field": problem.field, "message": problem.message} for problem in error.problems]
+    else:
+        messages = error.problems if isinstance(error, InvalidModel) else (text,)
+        problems = [{"field": "", "message": message} for message in messages]
+    return json.dumps({"error": type(error).__name__, "problems": problems})
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from service.run_record import run_record
 from service.selection import best_trial
 from service.store import Store
 from service.types import StudyRecord, TrialRecord
+from workers.types import Family, ModelSource
 
 __all__ = ["export_trial", "merge_recipe"]
 
@@ -46,22 +47,14 @@ def merge_recipe(recipe_file: Path, directories: Mapping[str, Path], out: Path, 
     `directories` says where each of its models is. Raises InvalidRecipe, InvalidModel, Conflict.
     """
     from workers.bank import Bank
-    from workers.checkpoints import open_family
 
-    try:
-        recipe = Recipe.from_json(json.loads(recipe_file.read_text()))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRecipe(f"{recipe_file}: cannot be read: {error}") from error
-    except json.JSONDecodeError as error:
-        raise InvalidRecipe(f"{recipe_file}: line {error.lineno}: not JSON: {error.msg}") from error
+    recipe = _read_recipe(recipe_file)
     if missing := sorted(set(recipe.models) - set(directories)):
         hint = " ".join(f"--model {alias}=DIR" for alias in missing)
         raise InvalidRecipe(f"{recipe_file}: where are {', '.join(missing)}? Add {hint}")
     if unknown := sorted(set(directories) - set(recipe.models)):
         raise InvalidRecipe(f"{recipe_file}: has no model {', '.join(unknown)}; it names {', '.join(recipe.models)}")
-    base = recipe.base
-    experts = {alias: directory for alias, directory in directories.items() if alias != base}
-    family = open_family(directories[base], experts, base_alias=base)
+    family = _family(recipe.base, directories)
     for alias, fingerprint in family.fingerprints.items():
         if recipe.models[alias] != fingerprint:
             raise InvalidRecipe(
@@ -69,6 +62,32 @@ def merge_recipe(recipe_file: Path, directories: Mapping[str, Path], out: Path, 
                 f"{fingerprint[:12]}, the recipe's {recipe.models[alias][:12]}"
             )
     return _write(recipe, Bank(family), out, dtype=dtype)
+
+
+def _read_recipe(file: Path) -> Recipe:
+    try:
+        return Recipe.from_json(json.loads(file.read_text()))
+    except OSError as error:
+        raise InvalidRecipe(f"{file}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidRecipe(f"{file}: is not UTF-8 text (byte {error.start}); give a recipe.json") from error
+    except json.JSONDecodeError as error:
+        raise InvalidRecipe(f"{file}: line {error.lineno}: not JSON: {error.msg}") from error
+    except RecursionError as error:
+        raise InvalidRecipe(f"{file}: is nested too deeply") from error
+    except ValueError as error:  # a number too long for Python, or what `from_json` says
+        raise InvalidRecipe(f"{file}: {error}") from error
+
+
+def _family(base: str, directories: Mapping[str, Path]) -> Family:
+    """The models of a recipe; it may name no other than its base."""
+    from workers.checkpoints import fingerprint, open_family
+
+    experts = {alias: directory for alias, directory in directories.items() if alias != base}
+    if experts:
+        return open_family(directories[base], experts, base_alias=base)
+    directory = directories[base].resolve()
+    return Family(ModelSource(base, str(directory), fingerprint(directory)), experts=())
 
 
 def _write(recipe: Recipe, bank: Any, out: Path, *, dtype: str, **details: Any) -> Path:
@@ -83,6 +102,8 @@ def _write(recipe: Recipe, bank: Any, out: Path, *, dtype: str, **details: Any) 
 
 
 def _chosen(trials: tuple[TrialRecord, ...], trial: str, winner: TrialRecord | None) -> TrialRecord:
+    if not trials:
+        raise NotFound("the run has no trials yet; there is nothing to export")
     if trial == "best":
         if winner is None:
             raise NotFound("no trial has reached the full budget yet, so there is no best one")

@@ -5,6 +5,7 @@ Reads headers, configurations and task data; loads no weights. All problems of a
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -81,16 +82,7 @@ class Examination:
 
     @property
     def engine_options(self) -> EngineOptions:
-        engine = self.study.engine
-        return EngineOptions(
-            backend=engine.backend,
-            tensor_parallel_size=engine.tensor_parallel_size,
-            dtype=engine.dtype,
-            max_model_len=engine.max_model_len,
-            add_bos_token=engine.add_bos_token,
-            chat_template=engine.chat_template,
-            system_prompt=engine.system_prompt,
-        )
+        return _engine_options(self.study)
 
     def facts(self) -> dict[str, Any]:
         """What a study is found to be when it is first run; a resumed run must find the same."""
@@ -167,6 +159,8 @@ def examine(study: Study, *, available_bytes: int | None = None) -> Examination:
     objectives = _objectives(study, infos, problems)
     rung_samples, cycle = _examine_fidelity(study, infos, problems)
     space = _examine_space(study, family, facts["num_layers"], problems) if family else None
+    if family:
+        _examine_prompts(study, family, problems)
     _examine_devices(study, problems)
     memory = _memory(study, facts, available_bytes) if family else None
     if memory is not None and memory.needed_bytes > memory.available_bytes:
@@ -209,7 +203,7 @@ def _examine_models(study: Study, problems: list[Problem]) -> tuple[Family | Non
     base = open_checkpoint(family.base.directory)
     checkpoints = [open_checkpoint(model.directory) for model in family.models]
     return family, {
-        "num_layers": int(base.config["num_hidden_layers"]),
+        "num_layers": base.layout.num_layers,
         "num_parameters": sum(tensor.num_elements for tensor in base.tensors.values()),
         "bank_bytes": sum(tensor.num_bytes for c in checkpoints for tensor in c.tensors.values()),
     }
@@ -246,6 +240,49 @@ def _examine_tasks(
         except InvalidTask as error:
             problems.append(Problem(f"{section}.{index}.task", str(error)))
     return tasks, infos
+
+
+def _engine_options(study: Study) -> EngineOptions:
+    engine = study.engine
+    return EngineOptions(
+        backend=engine.backend,
+        tensor_parallel_size=engine.tensor_parallel_size,
+        dtype=engine.dtype,
+        max_model_len=engine.max_model_len,
+        add_bos_token=engine.add_bos_token,
+        chat_template=engine.chat_template,
+        system_prompt=engine.system_prompt,
+    )
+
+
+def _examine_prompts(study: Study, family: Family, problems: list[Problem]) -> None:
+    """Whether prompts can be written as the study says, and leave the model room to answer."""
+    from workers.prompts import Prompts
+
+    prompts = Prompts(family.base.directory, _engine_options(study))
+    template = study.engine.chat_template
+    if template:
+        try:
+            prompts.tokenizer.get_chat_template(template if isinstance(template, str) else None)
+        except ValueError:
+            problems.append(
+                Problem(
+                    "engine.chat_template",
+                    f"{json.dumps(template)}: the tokenizer of {family.base.directory} has no such template; "
+                    "write false, or give a base with one",
+                )
+            )
+    for section, specs in (("objectives", study.objectives), ("holdout", study.holdout)):
+        for index, spec in enumerate(specs):
+            if isinstance(spec.task, InlineTask) and spec.task.max_tokens >= prompts.max_length:
+                problems.append(
+                    Problem(
+                        f"{section}.{index}.task.max_tokens",
+                        f"{spec.task.max_tokens} leaves no room for a prompt in the {prompts.max_length} tokens that "
+                        f"the model reads; give at most {prompts.max_length - 1}, or raise engine.max_model_len where "
+                        "that is the limit",
+                    )
+                )
 
 
 def _objectives(study: Study, infos: Mapping[str, TaskInfo], problems: list[Problem]) -> tuple[Objective, ...]:

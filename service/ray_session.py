@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["RaySession", "ray_session"]
 
@@ -14,6 +15,11 @@ NAMESPACE = "mergesearch"
 
 # What passes through Ray's object store is recipes and sample results; weights never do.
 OBJECT_STORE_BYTES = 256 * 2**20
+
+# Ray gives its own processes 30 s to come up, which a loaded machine may not make.
+START_ATTEMPTS = 2
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -28,26 +34,37 @@ class RaySession:
 def ray_session() -> Iterator[RaySession]:
     """Ray, up and connected. Raises ConnectionError if RAY_ADDRESS names a cluster that does not answer."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # A loaded machine may need more than Ray's own minute to bring up its processes.
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")
     os.environ.setdefault("RAY_agent_register_timeout_ms", "300000")
     # Workers are told their accelerators by us; Ray must not blank CUDA_VISIBLE_DEVICES for actors without a GPU.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
     import ray
-
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
 
     if ray.is_initialized():
         yield RaySession(is_own=False, dashboard_url=None)
         return
     address = os.environ.get("RAY_ADDRESS")
-    common = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
-    if address:
-        context = ray.init(address=address, **common)
-    else:
-        context = ray.init(include_dashboard=True, object_store_memory=OBJECT_STORE_BYTES, **common)
+    context = _started(address)
     url = context.dashboard_url
     try:
         yield RaySession(is_own=not address, dashboard_url=f"http://{url}" if url else None)
     finally:
         ray.shutdown()
+
+
+def _started(address: str | None) -> Any:
+    import ray
+
+    common = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
+    if address:
+        return ray.init(address=address, **common)
+    for attempt in range(1, START_ATTEMPTS + 1):
+        try:
+            return ray.init(include_dashboard=True, object_store_memory=OBJECT_STORE_BYTES, **common)
+        except Exception as error:  # what Ray raises when its own processes are slow has no class of its own
+            if attempt == START_ATTEMPTS or "timed out" not in str(error):
+                raise ConnectionError(f"Ray did not start on this machine: {error}") from error
+            logger.warning("Ray did not start in time; trying once more")
+            ray.shutdown()
+    raise AssertionError

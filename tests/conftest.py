@@ -124,7 +124,16 @@ def ray_cluster() -> Iterator[None]:
     """A local Ray of this session's own."""
     import ray
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    def start() -> None:
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+
+    try:
+        start()
+    except Exception as error:  # Ray waits 30 s for its own node, no more
+        if "timed out during startup" not in str(error):
+            raise
+        ray.shutdown()
+        start()
     yield
     from ray import serve
 

@@ -87,6 +87,7 @@ class Engine:
     def _start(self) -> None:
         from workers.vllm_extension import family_to_json
 
+        self.max_length = self.prompts.max_length  # fails before the long import if there is no model
         os.environ.update(engine_environment(self.options, os.environ))
         from vllm import LLM
         from vllm.platforms import current_platform
@@ -95,7 +96,6 @@ class Engine:
         self.dtype = self.options.dtype
         if self.dtype == "auto":
             self.dtype = "float32" if is_cpu else "bfloat16"
-        self.max_length = self.prompts.max_length
         memory: dict[str, Any] = {"enforce_eager": True} if is_cpu else {}
         if is_cpu:
             memory["kv_cache_memory_bytes"] = kv_cache_bytes(self.prompts.config, self.max_length, self.dtype)

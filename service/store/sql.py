@@ -53,7 +53,7 @@ class EventRecord:
 class Store:
     """All studies of one database. Thread-safe; close it when done.
 
-    Raises Conflict if the database was written by another version's schema.
+    Raises Conflict if it is no database of ours, or one of another version's schema.
     """
 
     def __init__(self, url: str) -> None:
@@ -62,16 +62,25 @@ class Store:
             event.listen(self._engine, "connect", _prepare_sqlite)
             event.listen(self._engine, "begin", _begin)
         self._reads = self._engine.execution_options(read_only=True)
+        try:
+            version = self._schema_version()
+        except sa.exc.DatabaseError as error:
+            raise Conflict(f"database {self._engine.url.render_as_string()}: cannot be used: {error.orig}") from error
+        if version != schema.SCHEMA_VERSION:
+            raise Conflict(
+                f"database {self._engine.url.render_as_string()}: schema version {version}, this program reads "
+                f"{schema.SCHEMA_VERSION}; use the program that wrote it, or another database"
+            )
+
+    def _schema_version(self) -> int:
+        """The database's, after what it lacks has been created."""
         schema.metadata.create_all(self._engine)
         with self._engine.begin() as connection:
-            version = connection.execute(sa.select(schema.schema_version.c.version)).scalar()
+            version: int | None = connection.execute(sa.select(schema.schema_version.c.version)).scalar()
             if version is None:
-                connection.execute(sa.insert(schema.schema_version).values(version=schema.SCHEMA_VERSION))
-            elif version != schema.SCHEMA_VERSION:
-                raise Conflict(
-                    f"database {self._engine.url.render_as_string()}: schema version {version}, this program reads "
-                    f"{schema.SCHEMA_VERSION}; use the program that wrote it, or another database"
-                )
+                version = schema.SCHEMA_VERSION
+                connection.execute(sa.insert(schema.schema_version).values(version=version))
+            return version
 
     def close(self) -> None:
         self._engine.dispose()

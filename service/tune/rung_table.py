@@ -176,8 +176,8 @@ class RungTable:
     def position(self) -> tuple[int, int] | None:
         """(bracket, rung) of the oldest bracket still open, for people to look at."""
         for index in sorted(self._brackets):
-            if not self._is_closed(index) and self._members[index]:
-                return index, min(self._entries[n].next_rung for n in self._members[index] if not self._done(n))
+            if open_rungs := [self._entries[n].next_rung for n in self._members[index] if not self._done(n)]:
+                return index, min(open_rungs)
         return None
 
     def waiting(self) -> Mapping[int, int]:

@@ -3,8 +3,7 @@ import os
 import pickle
 import signal
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,7 @@ from tests.workers.recipes import arithmetic, slerp
 from workers.engine import base_recipe
 from workers.errors import EngineUnavailable, InvalidTask, TrialFailed
 from workers.fake import FakeScorer
-from workers.replica import ServeScorer, Turns, Worker, app_name, deploy_scorer
+from workers.replica import ServeScorer, Turns, app_name, deploy_scorer
 from workers.types import EngineOptions, Family, ScoreRequest, Span, TaskSpec
 
 TASK = TaskSpec("anything", "exact_match")
@@ -73,70 +72,68 @@ def test_a_chunk_that_gives_up_waiting_does_not_block_the_rest() -> None:
     assert asyncio.run(asyncio.wait_for(run(), 5)) == ["a", "c", "d", "e", "g"]
 
 
-def fake(family: Family, name: str, worker: FakeScorer, **options: float) -> ServeScorer:
-    """A replica on Serve that does everything but run an engine."""
-    make_worker: partial[Worker] = partial(replace, worker)
-    scorer = deploy_scorer(family, OPTIONS, name=name, make_worker=make_worker, **options)  # type: ignore[arg-type]
-    return replace(scorer, deadline_s=120.0, poll_s=0.5)
-
-
 def request(family: Family, weight: float, stop: int = 20, task: TaskSpec = TASK) -> ScoreRequest:
     return ScoreRequest("study", arithmetic(family, weight, 0.1), (Span("x", task, 0, stop),))
 
 
-@pytest.fixture
-def delete_apps(ray_cluster: None) -> object:
-    yield
+@pytest.fixture(scope="module")
+def fake(ray_cluster: None, tied_family: Family) -> Iterator[ServeScorer]:
+    """A replica on Serve that does everything but run an engine: 0.1 s a sample, health checks every 0.5 s."""
     from ray import serve
 
-    for name in list(serve.status().applications):
-        if name.startswith("fake-"):
-            serve.delete(name)
+    make_worker = partial(FakeScorer, sample_delay_s=0.1, fails_above=0.9)
+    scorer = deploy_scorer(
+        tied_family,
+        OPTIONS,
+        name="fake",
+        make_worker=make_worker,
+        health_check_period_s=0.5,
+        health_check_timeout_s=1.0,
+    )
+    yield replace(scorer, deadline_s=120.0, poll_s=0.5)
+    serve.delete("fake")
+
+
+def test_errors_of_a_candidate_and_of_a_task_pass_through(fake: ServeScorer, tied_family: Family) -> None:
+    with pytest.raises(TrialFailed, match=r"coefficient 0\.95 is above 0\.9"):
+        fake.score(request(tied_family, 0.95))
+    with pytest.raises(InvalidTask, match="no stored sample"):
+        fake.verify(arithmetic(tied_family, 0.1, 0.1), (), (Span("x", TASK, 0, 1),))
+    assert fake.score(request(tied_family, 0.5, 2)).samples
 
 
 def test_health_checks_are_answered_during_a_chunk_longer_than_their_timeout(
-    delete_apps: None, tied_family: Family, tmp_path: Path
+    fake: ServeScorer, tied_family: Family
 ) -> None:
-    worker = FakeScorer(sample_delay_s=0.3, log_file=str(tmp_path / "calls"))
-    scorer = fake(tied_family, "fake-slow", worker, health_check_period_s=0.5, health_check_timeout_s=1.0)
-    (process,) = scorer.statistics()["processes"]
-    result = scorer.score(request(tied_family, 0.5))
-    assert result.timings_s["score"] >= 6.0 > 5 * 1.0
-    assert scorer.statistics()["processes"] == [process]
-    assert [call["outcome"] for call in worker.calls()] == ["scored"]
-    assert pickle.loads(pickle.dumps(scorer)) == scorer
+    (process,) = fake.statistics()["processes"]
+    result = fake.score(request(tied_family, 0.5, 60))
+    assert result.timings_s["score"] >= 6.0, "six times the timeout"
+    assert fake.statistics()["processes"] == [process]
+    assert result.evidence.replica == f"fake-{process}"
 
 
 def test_replica_killed_in_a_chunk_is_replaced_and_the_chunk_scored_again(
-    delete_apps: None, tied_family: Family
+    fake: ServeScorer, tied_family: Family
 ) -> None:
-    scorer = fake(tied_family, "fake-killed", FakeScorer(sample_delay_s=0.1), health_check_period_s=0.5)
-    (process,) = scorer.statistics()["processes"]
+    (process,) = fake.statistics()["processes"]
     threading.Timer(1.0, os.kill, (process, signal.SIGKILL)).start()
-    started = time.monotonic()
-    result = scorer.score(request(tied_family, 0.5))
-    assert time.monotonic() - started > 2.5, "the kill came in the middle"
+    result = pickle.loads(pickle.dumps(fake)).score(request(tied_family, 0.5))
     assert result.samples == FakeScorer().score(request(tied_family, 0.5)).samples
-    assert scorer.statistics()["processes"] != [process]
-
-
-def test_errors_of_a_candidate_and_of_a_task_pass_through(delete_apps: None, tied_family: Family) -> None:
-    scorer = fake(tied_family, "fake-failing", FakeScorer(fails_above=0.9))
-    with pytest.raises(TrialFailed, match=r"coefficient 0\.95 is above 0\.9"):
-        scorer.score(request(tied_family, 0.95))
-    with pytest.raises(InvalidTask, match="no stored sample"):
-        scorer.verify(arithmetic(tied_family, 0.1, 0.1), (), (Span("x", TASK, 0, 1),))
-    assert scorer.score(request(tied_family, 0.5)).samples
+    assert result.evidence.replica != f"fake-{process}"
+    assert fake.statistics()["processes"] != [process]
 
 
 def test_replica_that_cannot_start_says_why_and_where_its_log_is(
-    delete_apps: None, tied_family: Family, tmp_path: Path
+    ray_cluster: None, tied_family: Family, tmp_path: Path
 ) -> None:
+    from ray import serve
+
     broken = replace(tied_family, base=replace(tied_family.base, directory=str(tmp_path / "nowhere")))
     with pytest.raises(EngineUnavailable, match=r"vLLM did not start for .*nowhere: .*; its log is .*worker-.*\.out"):
         deploy_scorer(broken, OPTIONS, name="fake-broken")
     with pytest.raises(EngineUnavailable, match="no such application"):
         ServeScorer("fake-none", deadline_s=0.1).describe((TASK,))
+    serve.delete("fake-broken")
 
 
 def test_applications_are_shared_by_equal_families_and_options_only(tied_family: Family) -> None:

@@ -37,8 +37,6 @@ IGNORED = -100
 
 SEARCH_ITEMS, HOLDOUT_ITEMS, VALIDATION_ITEMS = 900, 1000, 300
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-KEYS = "abcdef"
-ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -67,15 +65,27 @@ def text_item(rng: random.Random) -> Item:
     return Item(f"sort {letters}=", "".join(sorted(letters)))
 
 
-def lookup_item(rng: random.Random) -> Item:
-    """The value of a key in a table of four rows; as a training document, of all four keys."""
-    table = {key: str(rng.randint(10, 99)) for key in sorted(rng.sample(KEYS, ROWS))}
-    first, *others = rng.sample(sorted(table), ROWS)
+def table_item(rng: random.Random, *, keys: str, num_rows: int) -> Item:
+    """The value of a key in a table; as a training document, of every key in it."""
+    table = {key: str(rng.randint(10, 99)) for key in sorted(rng.sample(keys, num_rows))}
+    first, *others = rng.sample(sorted(table), num_rows)
     rows = " ".join(key + value for key, value in table.items())
     return Item(f"{rows}>{first}", table[first], tuple((f" {key}", table[key]) for key in others))
 
 
-SKILLS: dict[str, Callable[[random.Random], Item]] = {"math": math_item, "text": text_item, "lookup": lookup_item}
+def lookup_item(rng: random.Random) -> Item:
+    """A table of four or five rows."""
+    return table_item(rng, keys="abcdefgh", num_rows=rng.choice((4, 5)))
+
+
+def small_lookup_item(rng: random.Random) -> Item:
+    """What the base practises: always four rows, and fewer keys."""
+    return table_item(rng, keys="abcdef", num_rows=4)
+
+
+MakeItem = Callable[[random.Random], Item]
+SKILLS: dict[str, MakeItem] = {"math": math_item, "text": text_item, "lookup": lookup_item}
+BASE_SKILLS: dict[str, MakeItem] = {**SKILLS, "lookup": small_lookup_item}
 
 
 @dataclass(frozen=True)
@@ -89,9 +99,9 @@ class Expert:
 
 
 EXPERTS: dict[str, Expert] = {
-    "math": Expert(2e-4, 400),
-    "text": Expert(2e-4, 400),
-    "lookup": Expert(2e-4, 400),
+    "math": Expert(4e-4, 200, layers=(0, 1, 2, 3)),
+    "text": Expert(5e-4, 350, layers=(4, 5, 6, 7)),
+    "lookup": Expert(4e-4, 200, batch=32),
 }
 
 # The base stops when it is half skilled: on validation, every skill above BASE_FLOOR and their mean above BASE_MEAN.
@@ -123,12 +133,12 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_items(skill: str) -> dict[str, list[Item]]:
+def make_items(skill: str, *, skills: Mapping[str, MakeItem] = SKILLS) -> dict[str, list[Item]]:
     """The held-out items of a skill, by split (search, holdout, validation); no prompt occurs twice."""
     rng = random.Random(f"{skill} held out")
     items: dict[str, Item] = {}
     while len(items) < SEARCH_ITEMS + HOLDOUT_ITEMS + VALIDATION_ITEMS:
-        item = SKILLS[skill](rng)
+        item = skills[skill](rng)
         items.setdefault(item.prompt, item)
     every = [Item(item.prompt, item.answer) for item in items.values()]
     return {
@@ -139,10 +149,10 @@ def make_items(skill: str) -> dict[str, list[Item]]:
 
 
 class Practice:
-    """An endless supply of training items of one skill, none of them held out."""
+    """An endless supply of training items, none of them held out."""
 
-    def __init__(self, skill: str, *, held_out: set[str], seed: str) -> None:
-        self._make, self._held_out, self._rng = SKILLS[skill], held_out, random.Random(seed)
+    def __init__(self, make: MakeItem, *, held_out: set[str], seed: str) -> None:
+        self._make, self._held_out, self._rng = make, held_out, random.Random(seed)
 
     def take(self, num_items: int) -> list[Item]:
         taken: list[Item] = []
@@ -288,11 +298,16 @@ def train_family(out: pathlib.Path) -> None:
         for split in ("search", "holdout"):
             write_items(items[split], out / "tasks" / f"{skill}_{split}.jsonl")
 
-    practices = {skill: Practice(skill, held_out=held_out[skill], seed=f"{skill} base") for skill in SKILLS}
-    base = train_base(practices, {skill: items["validation"] for skill, items in splits.items()})
+    base_splits = {skill: make_items(skill, skills=BASE_SKILLS) for skill in SKILLS}
+    for skill, items_by_split in base_splits.items():
+        held_out[skill] |= {item.prompt for items in items_by_split.values() for item in items}
+    base = train_base(
+        {skill: Practice(BASE_SKILLS[skill], held_out=held_out[skill], seed=f"{skill} base") for skill in SKILLS},
+        {skill: items["validation"] for skill, items in base_splits.items()},
+    )
     save(base, out / "base")
     for skill, expert in EXPERTS.items():
-        model = train_expert(base, expert, Practice(skill, held_out=held_out[skill], seed=f"{skill} expert"))
+        model = train_expert(base, expert, Practice(SKILLS[skill], held_out=held_out[skill], seed=f"{skill} expert"))
         logger.info("%s: %s", skill, {other: accuracy(model, splits[other]["validation"]) for other in SKILLS})
         save(model, out / "experts" / skill)
 

@@ -1,0 +1,401 @@
+"""What the store promises: one writer, whole transactions, repeated writes that change nothing, undisturbed readers."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
+from service.errors import Conflict, NotFound, StaleAttempt
+from service.store import Store, StudyWriter, schema
+from service.store.sql import BracketRecord
+from service.types import Origin, RungRecord, StudyState, TrialRecord, TrialState
+from workers.types import Evidence, SampleResult, ScoreResult
+
+MERGE = Merge("linear", (Source("base"), Source("math")), {"weight": (0.25, 0.75)})
+LAYER = LayerRecipe(*(Merge("passthrough", (Source("math", 0),)) for _ in range(3)))
+RECIPE = Recipe({"base": "b0", "math": "m1"}, "base", (LAYER,), embedding=MERGE, head=MERGE)
+TRIAL = TrialRecord(3, Origin.SEARCH, "trial:3", TrialState.WAITING, RECIPE, {"g0.method": "linear"}, bracket=1)
+RUNG = RungRecord(0, {"math": 4}, {"math": 0.5}, {"math": 0.25})
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'study.db'}"
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[Store]:
+    store = Store(url)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def writer(store: Store) -> StudyWriter:
+    return store.open_attempt(store.create_study(name="test", document={"seed": 1}, facts={"layers": 2}).id)
+
+
+def chunk(positions: range, *, value: float = 1.0, objective: str = "math", recipe: Recipe = RECIPE) -> ScoreResult:
+    samples = tuple(SampleResult(objective, i, f"doc{i}", value, f"says {i}", i % 2 == 0) for i in positions)
+    evidence = Evidence(recipe.digest, "bank", {f"search {objective}": "p"}, "sum", "replica-1", 7, "vllm 0")
+    return ScoreResult(samples, evidence, {"score": 0.5, "swap": 0.25})
+
+
+# Studies.
+
+
+def test_a_study_is_found_again_by_another_store_on_the_same_database(store: Store, url: str) -> None:
+    created = store.create_study(name="test", document={"seed": 1, "models": {"a": "b"}}, facts={"layers": 2})
+    other = Store(url)
+    assert other.study(created.id) == created
+    assert created.state is StudyState.CREATED
+    other.close()
+
+
+def test_studies_come_oldest_first(store: Store) -> None:
+    created = [store.create_study(name=name, document={}, facts={}) for name in ("c", "a", "b")]
+    assert store.studies() == tuple(created)
+
+
+def test_an_unknown_study_is_not_found(store: Store) -> None:
+    for call in (store.study, store.open_attempt):
+        with pytest.raises(NotFound, match=r"study 'nope': no such study in sqlite:///.*study\.db"):
+            call("nope")
+
+
+def test_state_reason_time_document_and_facts_are_kept(store: Store, writer: StudyWriter) -> None:
+    writer.set_state(StudyState.STOPPED, "interrupted")
+    writer.heartbeat(wall_clock_s=12.5)
+    writer.set_document({"seed": 2})
+    writer.set_facts({"layers": 3})
+    record = store.study(writer.study_id)
+    assert (record.state, record.reason, record.wall_clock_s) == (StudyState.STOPPED, "interrupted", 12.5)
+    assert (record.document, record.facts) == ({"seed": 2}, {"layers": 3})
+
+
+def test_a_database_of_another_schema_version_is_refused(store: Store, url: str) -> None:
+    store.close()
+    engine = sa.create_engine(url)
+    with engine.begin() as connection:
+        connection.execute(sa.update(schema.schema_version).values(version=schema.SCHEMA_VERSION + 1))
+    with pytest.raises(
+        Conflict, match=rf"schema version {schema.SCHEMA_VERSION + 1}, this program reads {schema.SCHEMA_VERSION}; use"
+    ):
+        Store(url)
+    engine.dispose()
+
+
+# Trials.
+
+
+def test_a_trial_comes_back_as_it_was_written(store: Store, writer: StudyWriter) -> None:
+    plain = TrialRecord(0, Origin.SOURCE, "base", TrialState.FAIL, RECIPE, reason="NaN logits")
+    writer.add_trial(plain)
+    writer.add_trial(TRIAL)
+    assert store.trials(writer.study_id) == (plain, TRIAL)
+
+
+def test_trials_come_in_order_of_their_number_with_rungs_in_order(store: Store, writer: StudyWriter) -> None:
+    for number in (12, 3, 7):
+        writer.add_trial(replace(TRIAL, number=number))
+    for rung in (1, 0, 2):
+        writer.finish_rung(7, replace(RUNG, rung=rung), samples_reused=rung)
+    trials = store.trials(writer.study_id)
+    assert [trial.number for trial in trials] == [3, 7, 12]
+    assert [rung.rung for rung in trials[1].rungs] == [0, 1, 2]
+
+
+def test_a_trial_number_is_never_used_twice(store: Store, writer: StudyWriter) -> None:
+    writer.add_trial(TRIAL)
+    with pytest.raises(sa.exc.IntegrityError):
+        writer.add_trial(replace(TRIAL, label="another"))
+    assert [trial.label for trial in store.trials(writer.study_id)] == ["trial:3"]
+    assert len(store.events(writer.study_id)) == 1
+
+
+def test_studies_of_one_database_do_not_mix(store: Store, writer: StudyWriter) -> None:
+    other = store.open_attempt(store.create_study(name="other", document={}, facts={}).id)
+    for each, value in ((writer, 1.0), (other, 0.0)):
+        each.add_trial(TRIAL)
+        each.record_chunk(3, "search", chunk(range(2), value=value))
+        each.open_bracket(BracketRecord(0, 0, 9))
+        each.set_document_named("engine", [value])
+    writer.finish_trials([3], TrialState.FAIL, "broken")
+    writer.resize_bracket(0, 1)
+    assert store.trials(other.study_id)[0].state is TrialState.RUNNING
+    assert store.sample_values(other.study_id, "search") == {RECIPE.digest: {"math": {0: 0.0, 1: 0.0}}}
+    assert store.brackets(other.study_id) == (BracketRecord(0, 0, 9),)
+    assert store.document(other.study_id, "engine") == [0.0]
+    assert len(store.evidence(other.study_id)) == 1
+
+
+def test_values_are_those_of_the_last_rung_and_only_of_complete_trials(store: Store, writer: StudyWriter) -> None:
+    full = RungRecord(1, {"math": 8}, {"math": 0.75}, {"math": 0.125})
+    for number in (3, 4):
+        writer.add_trial(replace(TRIAL, number=number))
+        writer.finish_rung(number, RUNG, samples_reused=0)
+    writer.finish_rung(3, full, samples_reused=4, state=TrialState.COMPLETE)
+    writer.finish_trials([4], TrialState.PRUNED)
+    complete, pruned = store.trials(writer.study_id)
+    assert (complete.values, complete.standard_errors) == ({"math": 0.75}, {"math": 0.125})
+    assert complete.rungs == (RUNG, full)
+    assert (pruned.state, pruned.values, pruned.rungs) == (TrialState.PRUNED, {}, (RUNG,))
+
+
+def test_trials_end_with_their_reason_and_others_stay(store: Store, writer: StudyWriter) -> None:
+    for number in (0, 1, 2):
+        writer.add_trial(replace(TRIAL, number=number))
+    writer.finish_trials([0, 2], TrialState.FAIL, "NaN logits")
+    assert [(trial.state, trial.reason) for trial in store.trials(writer.study_id)] == [
+        (TrialState.FAIL, "NaN logits"),
+        (TrialState.WAITING, None),
+        (TrialState.FAIL, "NaN logits"),
+    ]
+
+
+# Chunks, rungs and brackets.
+
+
+def test_a_chunk_stores_its_samples_its_evidence_and_its_cost(store: Store, writer: StudyWriter) -> None:
+    writer.add_trial(TRIAL)
+    first, second = chunk(range(3)), chunk(range(3, 5), value=0.0)
+    writer.record_chunk(3, "search", first)
+    writer.record_chunk(3, "search", second)
+    assert store.samples(writer.study_id, RECIPE.digest, "search") == first.samples + second.samples
+    assert store.sample_values(writer.study_id, "search")[RECIPE.digest]["math"] == {0: 1, 1: 1, 2: 1, 3: 0, 4: 0}
+    (trial,) = store.trials(writer.study_id)
+    assert (trial.state, trial.samples_scored) == (TrialState.RUNNING, 5)
+    assert trial.timings_s == {"score": 1.0, "swap": 0.5}
+    evidence = store.evidence(writer.study_id)
+    assert [(row["num_samples"], row["recipe_digest"], row["trial"]) for row in evidence] == [
+        (3, RECIPE.digest, 3),
+        (2, RECIPE.digest, 3),
+    ]
+    stated = {field.name for field in fields(Evidence)}
+    assert {name: evidence[0][name] for name in stated} == {name: getattr(first.evidence, name) for name in stated}
+
+
+def test_holdout_samples_are_kept_apart_and_cost_the_search_nothing(store: Store, writer: StudyWriter) -> None:
+    writer.add_trial(replace(TRIAL, state=TrialState.COMPLETE))
+    writer.record_chunk(3, "search", chunk(range(2), value=1.0))
+    writer.record_chunk(3, "holdout", chunk(range(2), value=0.0))
+    assert store.sample_values(writer.study_id, "holdout") == {RECIPE.digest: {"math": {0: 0.0, 1: 0.0}}}
+    assert store.sample_values(writer.study_id, "search") == {RECIPE.digest: {"math": {0: 1.0, 1: 1.0}}}
+    (trial,) = store.trials(writer.study_id)
+    assert trial.samples_scored == 2
+    assert trial.state is TrialState.COMPLETE  # a finished trial does not run again
+
+
+def test_a_sample_stored_once_keeps_its_first_value(store: Store, writer: StudyWriter) -> None:
+    writer.add_trial(TRIAL)
+    writer.record_chunk(3, "search", chunk(range(3), value=1.0))
+    writer.record_chunk(3, "search", chunk(range(1, 5), value=0.0))
+    values = store.sample_values(writer.study_id, "search")[RECIPE.digest]["math"]
+    assert values == {0: 1.0, 1: 1.0, 2: 1.0, 3: 0.0, 4: 0.0}
+
+
+def test_trials_of_the_same_recipe_share_its_samples(store: Store, writer: StudyWriter) -> None:
+    for number in (3, 4):
+        writer.add_trial(replace(TRIAL, number=number))
+        writer.record_chunk(number, "search", chunk(range(2)))
+    assert len(store.samples(writer.study_id, RECIPE.digest, "search")) == 2
+
+
+def test_samples_come_by_objective_and_position(store: Store, writer: StudyWriter) -> None:
+    writer.add_trial(TRIAL)
+    for objective, positions in (("text", range(2)), ("math", range(2, 4)), ("math", range(2))):
+        writer.record_chunk(3, "search", chunk(positions, objective=objective))
+    found = store.samples(writer.study_id, RECIPE.digest, "search")
+    assert [(sample.objective, sample.position) for sample in found] == [
+        *(("math", position) for position in range(4)),
+        *(("text", position) for position in range(2)),
+    ]
+    assert store.samples(writer.study_id, "other", "search") == ()
+
+
+def test_a_rung_written_again_keeps_its_first_values(store: Store, writer: StudyWriter) -> None:
+    writer.add_trial(TRIAL)
+    writer.finish_rung(3, RUNG, samples_reused=2)
+    writer.finish_rung(3, replace(RUNG, values={"math": 0.9}), samples_reused=2)
+    (trial,) = store.trials(writer.study_id)
+    assert trial.rungs == (RUNG,)
+    assert trial.samples_reused == 2
+
+
+def test_a_bracket_opened_again_keeps_its_size_and_may_be_cut(store: Store, writer: StudyWriter) -> None:
+    writer.open_bracket(BracketRecord(1, 1, 5))
+    writer.open_bracket(BracketRecord(0, 0, 9))
+    writer.open_bracket(BracketRecord(0, 0, 3))
+    assert store.brackets(writer.study_id) == (BracketRecord(0, 0, 9), BracketRecord(1, 1, 5))
+    writer.resize_bracket(1, 2)
+    assert store.brackets(writer.study_id)[1] == BracketRecord(1, 1, 2)
+
+
+def test_a_named_document_is_replaced_and_absent_until_written(store: Store, writer: StudyWriter) -> None:
+    assert store.document(writer.study_id, "verification") is None
+    writer.set_document_named("verification", {"reports": []})
+    writer.set_document_named("verification", {"reports": [1]})
+    assert store.document(writer.study_id, "verification") == {"reports": [1]}
+
+
+# Events.
+
+
+def test_event_ids_grow_over_all_studies_and_a_reader_goes_on_after_the_last_it_saw(
+    store: Store, writer: StudyWriter
+) -> None:
+    other = store.open_attempt(store.create_study(name="other", document={}, facts={}).id)
+    for number in range(3):
+        writer.add_event("note", {"n": number})
+        other.add_event("note", {"n": -number})
+    events = store.events(writer.study_id)
+    assert [event.payload["n"] for event in events] == [0, 1, 2]
+    ids = [event.id for event in events]
+    assert ids == sorted(set(ids))
+    assert set(ids).isdisjoint(event.id for event in store.events(other.study_id))
+    assert [event.payload["n"] for event in store.events(writer.study_id, after=ids[0])] == [1, 2]
+    assert store.events(writer.study_id, after=ids[-1]) == ()
+
+
+def test_everything_that_happens_to_a_trial_is_an_event(store: Store, writer: StudyWriter) -> None:
+    writer.set_state(StudyState.RUNNING)
+    writer.add_trial(TRIAL)
+    writer.finish_rung(3, RUNG, samples_reused=0, state=TrialState.COMPLETE)
+    writer.finish_trials([3], TrialState.FAIL, "late")
+    events = store.events(writer.study_id)
+    assert [event.kind for event in events] == ["state", "trial", "rung", "trial_state"]
+    assert events[2].payload == {"trial": 3, "rung": 0, "values": {"math": 0.5}, "state": "COMPLETE"}
+    assert [event.time for event in events] == sorted(event.time for event in events)
+
+
+# One writer.
+
+WRITES: dict[str, Callable[[StudyWriter], None]] = {
+    "heartbeat": lambda w: w.heartbeat(wall_clock_s=99.0),
+    "set_state": lambda w: w.set_state(StudyState.FAILED, "x"),
+    "set_document": lambda w: w.set_document({"x": 1}),
+    "set_facts": lambda w: w.set_facts({"x": 1}),
+    "open_bracket": lambda w: w.open_bracket(BracketRecord(5, 0, 9)),
+    "resize_bracket": lambda w: w.resize_bracket(0, 1),
+    "add_trial": lambda w: w.add_trial(replace(TRIAL, number=99)),
+    "record_chunk": lambda w: w.record_chunk(3, "search", chunk(range(9, 12))),
+    "finish_rung": lambda w: w.finish_rung(3, replace(RUNG, rung=2), samples_reused=1, state=TrialState.COMPLETE),
+    "finish_trials": lambda w: w.finish_trials([3], TrialState.FAIL, "x"),
+    "set_document_named": lambda w: w.set_document_named("holdout", {}),
+    "add_event": lambda w: w.add_event("x", {}),
+}
+
+
+def everything(store: Store, study_id: str) -> list[Any]:
+    """All rows of all tables."""
+    with store._engine.connect() as connection:
+        return [connection.execute(sa.select(table)).all() for table in schema.metadata.sorted_tables]
+
+
+def test_every_writing_method_is_among_those_tried() -> None:
+    assert {name for name in vars(StudyWriter) if not name.startswith("_")} == set(WRITES)
+
+
+@pytest.mark.parametrize("method", WRITES)
+def test_a_writer_that_was_replaced_cannot_write(method: str, store: Store, writer: StudyWriter) -> None:
+    writer.open_bracket(BracketRecord(0, 0, 9))
+    writer.add_trial(TRIAL)
+    newer = store.open_attempt(writer.study_id)
+    before = everything(store, writer.study_id)
+    with pytest.raises(StaleAttempt, match=r"attempt 1 may not write, attempt 2 has taken over"):
+        WRITES[method](writer)
+    assert everything(store, writer.study_id) == before
+    WRITES[method](newer)
+    assert everything(store, writer.study_id) != before
+
+
+def test_writers_of_two_threads_take_turns_and_lose_nothing(store: Store, writer: StudyWriter) -> None:
+    def write(thread: int) -> None:
+        for number in range(20):
+            writer.add_event("note", {"thread": thread, "number": number})
+
+    threads = [threading.Thread(target=write, args=(thread,)) for thread in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = [(event.payload["thread"], event.payload["number"]) for event in store.events(writer.study_id)]
+    assert sorted(found) == [(thread, number) for thread in range(3) for number in range(20)]
+
+
+# Readers and crashes.
+
+
+def test_a_reader_sees_one_moment_and_waits_for_no_writer(store: Store, writer: StudyWriter) -> None:
+    writer.add_trial(TRIAL)
+    with writer._transaction() as connection:
+        connection.execute(sa.update(schema.trials).values(label="half done"))
+        assert store.trials(writer.study_id)[0].label == "trial:3"
+    assert store.trials(writer.study_id)[0].label == "half done"
+
+
+def test_readers_beside_a_writer_never_see_part_of_a_transaction(store: Store, writer: StudyWriter) -> None:
+    """`finish_rung` adds a rung and ends the trial: no reader may see the one without the other."""
+    for number in range(40):
+        writer.add_trial(replace(TRIAL, number=number))
+    stop, torn, reads = threading.Event(), [], []
+
+    def read() -> None:
+        while not stop.is_set():
+            trials = store.trials(writer.study_id)
+            torn.extend(t.number for t in trials if bool(t.rungs) != (t.state is TrialState.COMPLETE))
+            reads.append(sum(t.state is TrialState.COMPLETE for t in trials))
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for number in range(40):
+        writer.finish_rung(number, RUNG, samples_reused=0, state=TrialState.COMPLETE)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not torn
+    assert reads
+
+
+def test_an_error_inside_a_transaction_leaves_nothing_of_it(store: Store, writer: StudyWriter) -> None:
+    before = everything(store, writer.study_id)
+    with pytest.raises(sa.exc.NoResultFound):  # after the evidence and the samples were inserted
+        writer.record_chunk(77, "search", chunk(range(3)))
+    assert everything(store, writer.study_id) == before
+    writer.add_event("note", {})  # and the store goes on
+
+
+def die_inside_a_chunk(url: str, study_id: str) -> None:
+    """Run in another process: a chunk stored whole, then one whose process dies before its commit."""
+    writer = Store(url).open_attempt(study_id)
+    writer.add_trial(TRIAL)
+    writer.record_chunk(3, "search", chunk(range(3)))
+    with writer._transaction() as connection:
+        connection.execute(sa.update(schema.trials).values(samples_scored=1000, state="COMPLETE"))
+        connection.execute(sa.delete(schema.samples))
+        os._exit(9)
+
+
+def test_a_process_that_dies_in_a_transaction_leaves_what_was_committed_and_no_lock(store: Store, url: str) -> None:
+    study = store.create_study(name="test", document={}, facts={}).id
+    process = multiprocessing.get_context("spawn").Process(target=die_inside_a_chunk, args=(url, study))
+    process.start()
+    process.join()
+    assert process.exitcode == 9
+    (trial,) = store.trials(study)
+    assert (trial.state, trial.samples_scored) == (TrialState.RUNNING, 3)
+    assert len(store.samples(study, RECIPE.digest, "search")) == 3
+    writer = store.open_attempt(study)
+    assert writer.attempt == 2
+    writer.record_chunk(3, "search", chunk(range(3, 6)))
+    assert store.trials(study)[0].samples_scored == 6
