@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
@@ -105,12 +106,12 @@ class Merge:
         try:
             return cls(
                 method=str(document["method"]),
-                sources=tuple(Source(str(model), layer) for model, layer in document["sources"]),
+                sources=tuple(Source(str(model), _whole(layer)) for model, layer in document["sources"]),
                 coefficients={
                     name: tuple(float(v) for v in value) if isinstance(value, list) else float(value)
                     for name, value in document.get("coefficients", {}).items()
                 },
-                seed=document.get("seed"),
+                seed=_whole(document.get("seed")),
             )
         except InvalidRecipe:
             raise
@@ -236,6 +237,11 @@ class Recipe:
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise InvalidRecipe(f"recipe: missing or malformed: {error!r}") from error
+
+
+def _whole(value: Any) -> int | None:
+    """Raises TypeError for what is neither a whole number nor None."""
+    return None if value is None else operator.index(value)
 
 
 def _rounded(value: float) -> float:

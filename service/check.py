@@ -32,17 +32,19 @@ class CheckedPlan:
     def to_text(self) -> str:
         gib = {name: f"{value / 2**30:.1f} GiB" for name, value in self.memory_bytes.items()}
         rungs = " -> ".join(str(max(rung.values())) for rung in self.rungs)
-        search, full = self.samples["search"], self.samples["full_budget"]
+        search, holdout, full = (self.samples[name] for name in ("search", "holdout", "full_budget"))
+        saved = f" ({1 - search / full:.0%} fewer than {full:,} at full budget)" if search < full else ""
         return "\n".join(
             (
                 f"study     {self.study}: nothing is wrong with it",
-                f"models    base + {self.num_models - 1} experts of {self.num_parameters:,} parameters, "
+                f"models    base + {_count(self.num_models - 1, 'expert')} of {self.num_parameters:,} parameters, "
                 f"{self.num_layers} layers",
                 f"space     {self.num_search_parameters} parameters",
                 f"trials    {self.trials['extras']} sources and published recipes, {self.trials['search']} searched",
-                f"rungs     {rungs} samples of each of {len(self.rungs[-1])} objectives",
-                f"samples   {search:,} in the search ({1 - search / full:.0%} fewer than {full:,} at full budget), "
-                f"about {self.samples['holdout']:,} held out",
+                f"rungs     {rungs} samples of each objective, {_count(len(self.rungs[-1]), 'objective')}",
+                f"samples   {search:,} in the search{saved}, "
+                + (f"about {holdout:,}" if holdout else "none")
+                + " held out",
                 f"time      very roughly {_duration(self.hours)}, by this machine's arithmetic speed",
                 f"memory    {gib['needed']} (source weights {gib['bank']}, {gib['engines']} for engines) of "
                 f"{gib['available']}",
@@ -99,6 +101,10 @@ def _hours(examination: Examination, num_samples: int) -> float:
     operations_per_s = 2 * size**3 / best * DECODING_EFFICIENCY
     operations = 2 * examination.num_parameters * TOKENS_PER_SAMPLE * num_samples
     return operations / operations_per_s / 3600 / examination.study.engine.replicas
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _duration(hours: float) -> str:

@@ -260,18 +260,17 @@ def _examine_prompts(study: Study, family: Family, problems: list[Problem]) -> N
     from workers.prompts import Prompts
 
     prompts = Prompts(family.base.directory, _engine_options(study))
-    template = study.engine.chat_template
-    if template:
-        try:
-            prompts.tokenizer.get_chat_template(template if isinstance(template, str) else None)
-        except ValueError:
-            problems.append(
-                Problem(
-                    "engine.chat_template",
-                    f"{json.dumps(template)}: the tokenizer of {family.base.directory} has no such template; "
-                    "write false, or give a base with one",
-                )
+    asked = study.engine.chat_template
+    found = prompts.tokenizer.chat_template  # one, or several by name
+    names = list(found) if isinstance(found, dict) else ["default"] if found else []
+    if asked and ("default" if asked is True else asked) not in names:
+        problems.append(
+            Problem(
+                "engine.chat_template",
+                f"{json.dumps(asked)}: the tokenizer of {family.base.directory} has "
+                + (f"the templates {', '.join(names)}; give one of them" if names else "no template; write false"),
             )
+        )
     for section, specs in (("objectives", study.objectives), ("holdout", study.holdout)):
         for index, spec in enumerate(specs):
             if isinstance(spec.task, InlineTask) and spec.task.max_tokens >= prompts.max_length:

@@ -88,9 +88,17 @@ class _EvaluationSource(_NotPickled, Searcher):
 class _ChunkScheduler(_NotPickled, FIFOScheduler):
     """Hands every chunk to the coordinator; an evaluation stops when the coordinator has all it needs."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    def __init__(self, coordinator: Coordinator, concurrency: int) -> None:
         super().__init__()
         self._coordinator = coordinator
+        self._num_actors_to_keep = concurrency
+
+    def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
+        # Tune keeps an idle actor only while another trial is already waiting for it. Trials come here as results
+        # come in, so it would start a process (seconds of CPU) for almost every evaluation.
+        cache = tune_controller._tune_controller._actor_cache
+        cache.increase_max(trial.placement_group_factory, by=self._num_actors_to_keep)
+        self._num_actors_to_keep = 0
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
         evaluation: Evaluation = trial.config["evaluation"]
@@ -135,7 +143,7 @@ def run_evaluations(
         trainable,
         tune_config=tune.TuneConfig(
             search_alg=_EvaluationSource(coordinator, concurrency),
-            scheduler=_ChunkScheduler(coordinator),
+            scheduler=_ChunkScheduler(coordinator, concurrency),
             num_samples=-1,
             reuse_actors=True,
             trial_name_creator=_trial_name,

@@ -161,6 +161,15 @@ def test_later_rungs_go_before_first_ones_and_extras_before_those() -> None:
     assert list(table.ready()) == [(1, 1), (2, 1), (3, 1), (10, 1), (11, 1), (12, 1), (13, 1), (14, 1)]
 
 
+def test_a_promoted_trial_goes_before_an_older_one_that_has_no_result_yet() -> None:
+    table = table_of(max_trials=14, lag=14)
+    for _ in range(14):
+        propose(table)
+    for number in range(9, 14):
+        table.record(number, 1, (number / 100,))
+    assert list(table.ready())[:2] == [(9, 2), (0, 0)]
+
+
 def test_extras_are_evaluated_once_at_the_last_rung_and_are_no_members_of_brackets() -> None:
     table = table_of(max_trials=3, extras=2)
     assert list(table.ready()) == [(0, 2), (1, 2)]

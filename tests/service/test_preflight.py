@@ -1,0 +1,265 @@
+"""What an examination of a good study finds, and that it counts samples and memory right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from search_spaces.errors import InvalidStudy
+from search_spaces.fidelity import Bracket
+from search_spaces.study import Study, parse_study
+from service.check import check
+from service.preflight import ENGINE_OVERHEAD_BYTES, Examination, examine
+from service.types import Origin
+from tests.builders import tiny_family
+from tests.conftest import write_choices
+from workers.findings import CACHE_VARIABLE
+from workers.tasks import content_hash
+from workers.types import EngineOptions
+
+SIZES = {"sums": 40, "words": 38}
+HOLDOUT = 20
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path_factory.getbasetemp() / "findings"))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models and data of the studies here."""
+    directory = tmp_path_factory.mktemp("preflight")
+    tiny_family(directory, experts=("math", "text"), layers=3)
+    sizes = {**SIZES, **{f"{name}_holdout": HOLDOUT for name in SIZES}}
+    for name, size in sizes.items():
+        lines = [json.dumps({"prompt": f"{name} {i}", "answer": str(i)}) for i in range(size)]
+        (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return directory
+
+
+def study_of(root: Path, **sections: Any) -> Study:
+    """Two objectives, rungs of 4, 12 and 36 samples, 14 configurations."""
+    document = {
+        "name": "small",
+        "models": {"base": "base", "experts": {"math": "math", "text": "text"}},
+        "search_space": {"kind": "lfs", "layer_groups": 2},
+        "search": {"max_trials": 14, "seed": 5},
+        "fidelity": {"min_samples": 4, "max_samples": 36, "eta": 3},
+        "objectives": [objective(name, name) for name in SIZES],
+        "holdout": [objective(name, f"{name}_holdout") for name in SIZES],
+        "engine": {"max_model_len": 64, "dtype": "float32"},
+    }
+    return parse_study({**document, **sections}, root)
+
+
+def objective(name: str, file: str) -> dict[str, Any]:
+    return {"name": name, "task": {"file": f"{file}.jsonl", "max_tokens": 8}, "metric": "exact_match"}
+
+
+def examined(root: Path, **sections: Any) -> Examination:
+    return examine(study_of(root, **sections))
+
+
+def test_models_space_and_tasks_are_as_on_disk(root: Path) -> None:
+    found = examined(root)
+    assert [model.alias for model in found.family.models] == ["base", "math", "text"]
+    assert found.num_layers == 3
+    assert found.num_parameters == sum(t.numel() for t in load_file(root / "base" / "model.safetensors").values())
+    assert [group.label for group in found.space.describe().layer_groups] == ["layers 1-2", "layer 3"]
+    assert {name: info.num_samples for name, info in found.task_infos.items()} == SIZES
+    assert {name: info.num_samples for name, info in found.holdout_infos.items()} == dict.fromkeys(SIZES, HOLDOUT)
+    assert found.tasks["sums"].content == content_hash(root / "sums.jsonl")
+    assert {task.permutation_seed for task in found.tasks.values()} == {5}
+
+
+def test_rungs_and_brackets_are_those_of_hyperband(root: Path) -> None:
+    found = examined(root)
+    assert found.rung_samples == tuple(dict.fromkeys(SIZES, size) for size in (4, 12, 36))
+    assert found.cycle == (Bracket(9, 0, 3, 3), Bracket(5, 1, 3, 3), Bracket(3, 2, 3, 3))
+    found = examined(root, fidelity={"rungs": [10, 30]})
+    assert found.rung_samples == tuple(dict.fromkeys(SIZES, size) for size in (10, 30))
+    assert found.cycle == (Bracket(3, 0, 2, 3), Bracket(2, 1, 2, 3))
+
+
+def test_without_a_scheduler_there_is_one_rung_of_all_samples_or_of_those_asked_for(root: Path) -> None:
+    found = examined(root, fidelity={"scheduler": "none"})
+    assert found.rung_samples == (SIZES,)
+    assert found.cycle == (Bracket(14, 0, 1, 3),)
+    found = examined(root, fidelity={"scheduler": "none", "max_samples": 38})
+    assert found.rung_samples == (dict.fromkeys(SIZES, 38),)
+
+
+def test_the_last_rung_may_be_as_large_as_the_smallest_data_and_no_larger(root: Path) -> None:
+    assert examined(root, fidelity={"rungs": [38]}).rung_samples == (dict.fromkeys(SIZES, 38),)
+    with pytest.raises(InvalidStudy) as caught:
+        examined(root, fidelity={"rungs": [39]})
+    assert str(caught.value) == "fidelity.rungs: 39 samples asked for, objective 'words' has 38; use at most 38"
+
+
+def test_expected_samples_are_those_counted_by_hand(root: Path) -> None:
+    """Both objectives together: rungs of 8, 24 and 72 samples; eight source and published recipes pay 72 each.
+
+    Nine configurations start at 8 (72), three go on for 16 more (48), one for 48 more: 168. Five start at 24 (120) and
+    one goes on for 48 more: 168. Held out: eight recipes and about four finalists on 2 x 20 samples."""
+    found = examined(root)
+    assert len(found.extras()) == 8
+    assert found.expected_samples() == {"search": 8 * 72 + 168 + 168, "holdout": 12 * 40, "full_budget": 22 * 72}
+
+
+@pytest.mark.parametrize(
+    ("max_trials", "search"),
+    [
+        (11, 8 * 72 + 168 + (2 * 24 + 48)),  # the second bracket is cut to two
+        (17, 8 * 72 + 168 + 168 + 3 * 72),
+        (20, 8 * 72 + 168 + 168 + 3 * 72 + (3 * 8 + 16 + 48)),  # and the first comes again, cut to three
+    ],
+)
+def test_expected_samples_of_cut_and_repeated_brackets(root: Path, max_trials: int, search: int) -> None:
+    assert examined(root, search={"max_trials": max_trials}).expected_samples()["search"] == search
+
+
+def test_without_a_scheduler_every_trial_pays_for_all_samples(root: Path) -> None:
+    expected = examined(root, fidelity={"scheduler": "none"}, holdout=[]).expected_samples()
+    assert expected == {"search": 22 * 78, "holdout": 0, "full_budget": 22 * 78}
+
+
+def test_sources_and_published_recipes_come_first_and_are_of_this_family(root: Path) -> None:
+    found = examined(root)
+    origins = [origin for origin, _, _ in found.extras()]
+    assert origins == [Origin.SOURCE] * 3 + [Origin.PUBLISHED] * 5
+    assert [label for _, label, _ in found.extras()][:4] == ["base", "expert:math", "expert:text", "uniform average"]
+    for _, _, recipe in found.extras():
+        assert len(recipe.layers) == 3
+        assert set(recipe.models.values()) <= set(found.family.fingerprints.values())
+
+
+def test_facts_are_plain_data_that_the_same_study_finds_again(root: Path) -> None:
+    facts = examined(root).facts()
+    assert json.loads(json.dumps(facts)) == json.loads(json.dumps(examined(root).facts()))
+    assert facts["num_layers"] == 3
+    assert facts["rung_samples"] == [dict.fromkeys(SIZES, size) for size in (4, 12, 36)]
+    assert facts["lag"] == 5
+    assert [(o["name"], o["metric"], o["direction"]) for o in facts["objectives"]] == [
+        ("sums", "exact_match", "maximize"),
+        ("words", "exact_match", "maximize"),
+    ]
+    assert set(facts["fingerprints"]) == {"base", "math", "text"}
+
+
+def test_facts_follow_the_data_the_models_and_the_order_of_samples(root: Path) -> None:
+    facts = examined(root).facts()
+    other_data = examined(root, objectives=[objective("sums", "words"), objective("words", "words")]).facts()
+    assert other_data["tasks"]["sums"] != facts["tasks"]["sums"]
+    assert other_data["tasks"]["words"] == facts["tasks"]["words"]
+    other_seed = examined(root, search={"max_trials": 14, "seed": 6}).facts()
+    assert other_seed["tasks"]["words"] != facts["tasks"]["words"]
+    other_model = examined(root, models={"base": "base", "experts": {"math": "text", "text": "text"}}).facts()
+    assert other_model["fingerprints"]["math"] == facts["fingerprints"]["text"]
+
+
+def test_the_plan_keeps_the_lag_that_the_study_began_with(root: Path) -> None:
+    found = examined(root)
+    plan = found.plan("s", {**found.facts(), "lag": 11})
+    assert (plan.lag, plan.seed, plan.max_trials, plan.eta) == (11, 5, 14, 3)
+    assert plan.holdout_samples == dict.fromkeys(SIZES, HOLDOUT)
+    assert plan.bank_fingerprint == found.family.fingerprint
+    assert found.concurrency == 3
+
+
+def test_the_engine_is_started_as_the_study_says(root: Path) -> None:
+    engine = {"max_model_len": 50, "dtype": "float16", "add_bos_token": False, "system_prompt": "be brief"}
+    assert examined(root, engine=engine).engine_options == EngineOptions(
+        max_model_len=50, dtype="float16", add_bos_token=False, system_prompt="be brief"
+    )
+
+
+# Directions.
+
+
+def choices(directory: Path, higher_is_better: bool) -> dict[str, Any]:
+    metrics = [{"metric": "acc", "aggregation": "mean", "higher_is_better": higher_is_better}]
+    return {"name": "choices", "task": str(write_choices(directory, metric_list=metrics)), "metric": "acc"}
+
+
+def test_the_direction_is_the_tasks_own_unless_the_study_says_another(root: Path, tmp_path: Path) -> None:
+    fidelity = {"scheduler": "none"}
+    spec = {**choices(tmp_path, higher_is_better=False), "range": [0, 1]}
+    (found,) = examined(root, fidelity=fidelity, objectives=[spec], holdout=[]).objectives
+    assert (found.direction, found.range) == ("minimize", (0.0, 1.0))
+    spec["direction"] = "maximize"
+    (found,) = examined(root, fidelity=fidelity, objectives=[spec], holdout=[]).objectives
+    assert found.direction == "maximize"
+    spec = choices(tmp_path, higher_is_better=True)
+    (found,) = examined(root, fidelity=fidelity, objectives=[spec], holdout=[]).objectives
+    assert found.direction == "maximize"
+
+
+def test_a_task_that_is_minimised_needs_a_range(root: Path, tmp_path: Path) -> None:
+    spec = choices(tmp_path, higher_is_better=False)
+    with pytest.raises(InvalidStudy, match=r"objectives\.0: .*range: \[0, 100\]"):
+        examined(root, fidelity={"scheduler": "none"}, objectives=[spec], holdout=[])
+
+
+# Memory.
+
+COPIES = 1 if torch.cuda.is_available() else 2  # on CPU vLLM packs the weights, and the plain ones stay
+
+
+def bank_bytes(root: Path) -> int:
+    models = [load_file(root / alias / "model.safetensors") for alias in ("base", "math", "text")]
+    return sum(tensor.nbytes for model in models for tensor in model.values())
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+def test_memory_is_the_bank_once_and_an_engine_for_every_replica(root: Path, dtype: str, size: int) -> None:
+    study = study_of(root, engine={"max_model_len": 64, "dtype": dtype, "replicas": 1})
+    found = examine(study, available_bytes=2**40)
+    memory = found.memory
+    assert memory.bank_bytes == bank_bytes(root)
+    assert memory.engine_bytes == COPIES * size * found.num_parameters + ENGINE_OVERHEAD_BYTES
+    assert memory.needed_bytes == memory.bank_bytes + memory.engine_bytes
+    assert memory.available_bytes == 2**40
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="several replicas need as many GPUs")
+def test_replicas_share_the_bank(root: Path) -> None:
+    memory = examine(study_of(root, engine={"replicas": 3, "max_model_len": 64}), available_bytes=2**40).memory
+    assert memory.needed_bytes == memory.bank_bytes + 3 * memory.engine_bytes
+
+
+def test_what_does_not_fit_is_refused_with_all_sizes(root: Path) -> None:
+    needed = examine(study_of(root), available_bytes=2**40).memory.needed_bytes
+    examine(study_of(root), available_bytes=needed)
+    with pytest.raises(InvalidStudy) as caught:
+        examine(study_of(root), available_bytes=2**30)
+    assert str(caught.value) == (
+        "engine: needs 2.0 GiB of memory, 1.0 GiB are available: source weights 0.0 GiB + 1 engine(s) of 2.0 GiB; "
+        "use fewer replicas, a smaller dtype or a larger machine"
+    )
+    with pytest.raises(InvalidStudy, match="engine: needs"):
+        examine(study_of(root), available_bytes=needed - 1)
+
+
+# The plan that people see.
+
+
+def test_the_printed_plan_says_what_was_found(root: Path) -> None:
+    plan = check(study_of(root))
+    assert plan.samples == {"search": 912, "holdout": 480, "full_budget": 1584}
+    assert plan.memory_bytes["needed"] == plan.memory_bytes["bank"] + plan.memory_bytes["engines"]
+    assert 0 < plan.hours < 1
+    text = plan.to_text()
+    assert "rungs     4 -> 12 -> 36 samples of each objective, 2 objectives" in text
+    assert "samples   912 in the search (42% fewer than 1,584 at full budget), about 480 held out" in text
+    assert "min, by this machine's arithmetic speed" in text
+
+
+def test_a_plan_without_holdout_or_scheduler_promises_neither(root: Path) -> None:
+    text = check(study_of(root, fidelity={"scheduler": "none"}, holdout=[])).to_text()
+    assert "samples   1,716 in the search, none held out" in text
