@@ -60,8 +60,10 @@ class _EvaluationSource(_NotPickled, Searcher):
         self._evaluations: dict[str, Evaluation] = {}
 
     def suggest(self, trial_id: str) -> Any:
+        # Counted by Tune's trials, not by what the coordinator waits for: until Tune has put a finished trial's actor
+        # aside for reuse, it would start another one.
         coordinator = self._coordinator
-        if coordinator.num_in_flight >= self._concurrency:
+        if len(self._evaluations) >= self._concurrency:
             return None
         idle = coordinator.num_in_flight == 0
         evaluation = coordinator.next_evaluation(timeout_s=SEARCHER_WAIT_S if idle else 0.0)
@@ -86,24 +88,43 @@ class _EvaluationSource(_NotPickled, Searcher):
 
 
 class _ChunkScheduler(_NotPickled, FIFOScheduler):
-    """Hands every chunk to the coordinator; an evaluation stops when the coordinator has all it needs."""
+    """Hands every chunk to the coordinator; an evaluation stops when the coordinator has all it needs.
+
+    Also keeps Tune from starting and killing a process for almost every evaluation. Tune lets an idle actor go unless
+    a trial is waiting for it already, and it gives an idle actor to a trial whose own actor is still starting, and
+    kills that one. So idle actors are kept, and no chunk is scored before all actors are up.
+    """
 
     def __init__(self, coordinator: Coordinator, concurrency: int) -> None:
         super().__init__()
         self._coordinator = coordinator
-        self._num_actors_to_keep = concurrency
+        self._num_actors = concurrency
+        self._is_first_trial = True
+        self._num_up = 0
+        self._held_back: list[Any] = []
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
-        # Tune keeps an idle actor only while another trial is already waiting for it. Trials come here as results
-        # come in, so it would start a process (seconds of CPU) for almost every evaluation.
-        cache = tune_controller._tune_controller._actor_cache
-        cache.increase_max(trial.placement_group_factory, by=self._num_actors_to_keep)
-        self._num_actors_to_keep = 0
+        if self._is_first_trial:
+            self._is_first_trial = False
+            cache = tune_controller._tune_controller._actor_cache
+            cache.increase_max(trial.placement_group_factory, by=self._num_actors)
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
+        if result["outcome"] is None:
+            return self._on_actor_up(tune_controller, trial)
         evaluation: Evaluation = trial.config["evaluation"]
         done = self._coordinator.on_outcome(evaluation, result["outcome"])
         return str(FIFOScheduler.STOP if done else FIFOScheduler.CONTINUE)
+
+    def _on_actor_up(self, tune_controller: Any, trial: Any) -> str:
+        self._num_up += 1
+        if self._num_up < self._num_actors and self._coordinator.num_in_flight >= self._num_actors:
+            self._held_back.append(trial)
+            return str(FIFOScheduler.NOOP)
+        held_back, self._held_back = self._held_back, []
+        for other in held_back:
+            tune_controller._tune_controller._execute_action(other, FIFOScheduler.CONTINUE)
+        return str(FIFOScheduler.CONTINUE)
 
 
 class _Observer(_NotPickled, tune.Callback):

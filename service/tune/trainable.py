@@ -16,10 +16,13 @@ __all__ = ["EvaluationTrainable"]
 
 
 class EvaluationTrainable(tune.Trainable):
-    """Scores one evaluation, a chunk per step. Reports {"outcome": ScoreResult | ChunkFailed}."""
+    """Scores one evaluation, a chunk per step. Reports {"outcome": ScoreResult | ChunkFailed}.
+
+    An actor's first step only says that it is up: {"outcome": None}."""
 
     def setup(self, config: dict[str, Any], scorer: Scorer) -> None:
         self._scorer = scorer
+        self._is_new = True
         self.reset_config(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
@@ -28,6 +31,9 @@ class EvaluationTrainable(tune.Trainable):
         return True
 
     def step(self) -> dict[str, Any]:
+        if self._is_new:
+            self._is_new = False
+            return {"outcome": None}
         evaluation = self._evaluation
         request = ScoreRequest(evaluation.study, evaluation.recipe, evaluation.chunks[self._next_chunk])
         self._next_chunk += 1
