@@ -50,10 +50,11 @@ def read_document(file: Path) -> dict[str, Any]:
 
 def _text(file: Path) -> str:
     try:
-        size = file.stat().st_size
-        if size > MAX_BYTES:
-            raise _refused(file, f"has {size} bytes; at most {MAX_BYTES} are read")
-        return file.read_bytes().decode("utf-8-sig")
+        with file.open("rb") as stream:  # not by its stated size: a device or a pipe has none
+            content = stream.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise _refused(file, f"has more than {MAX_BYTES} bytes; study files are smaller")
+        return content.decode("utf-8-sig")
     except OSError as error:
         raise _refused(file, f"cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

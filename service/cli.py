@@ -121,8 +121,6 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _run_in(study: Any, directory: Path, *, export_best: bool, as_json: bool) -> int:
-    from rich.console import Console
-
     from service.progress import ProgressStyle, ProgressView
     from service.results import summary
     from service.run import run_study
@@ -138,7 +136,7 @@ def _run_in(study: Any, directory: Path, *, export_best: bool, as_json: bool) ->
     if as_json:
         _print_json(summary(result))
     else:
-        _print_results(Console(), result, directory, exported)
+        _print_results(_console(), result, directory, exported)
     return 0
 
 
@@ -168,8 +166,6 @@ def _merge(options: argparse.Namespace) -> int:
 
 
 def _trials(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from service.results import trial_document
     from service.tables import trials_table
 
@@ -178,18 +174,16 @@ def _trials(options: argparse.Namespace) -> int:
     if options.json:
         _print_json(documents)
     else:
-        Console().print(trials_table(documents, [objective.name for objective in result.objectives]))
+        _console().print(trials_table(documents, [objective.name for objective in result.objectives]))
     return 0
 
 
 def _pareto(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from service.results import pareto
     from service.tables import pareto_table
 
     document = pareto(_read(options.run))
-    _print_json(document) if options.json else Console().print(pareto_table(document))
+    _print_json(document) if options.json else _console().print(pareto_table(document))
     return 0
 
 
@@ -201,6 +195,12 @@ def _schema(options: argparse.Namespace) -> int:
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------------
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=110)
 
 
 def _read(directory: Path) -> RunRecord:

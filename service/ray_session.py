@@ -38,7 +38,6 @@ def ray_session() -> Iterator[RaySession]:
     os.environ.setdefault("RAY_agent_register_timeout_ms", "300000")
     # Workers are told their accelerators by us; Ray must not blank CUDA_VISIBLE_DEVICES for actors without a GPU.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
     import ray
 
     if ray.is_initialized():

@@ -7,6 +7,7 @@ same study there again resumes it, whatever interrupted it before.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -60,6 +61,7 @@ def open_scorer(examination: Examination, view: ProgressView) -> Iterator[Scorer
 
     from workers.replica import deploy_scorer
 
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing Serve sets it to INFO
     replicas = examination.study.engine.replicas
     view.note(f"Starting {replicas} engine{'s' * (replicas > 1)} ...")
     scorer = deploy_scorer(examination.family, examination.engine_options, replicas=replicas)
@@ -82,10 +84,10 @@ def run_study(
     Raises InvalidStudy (nothing was started), Conflict (another run or another study is there), StudyFailed and
     EngineUnavailable (result files show what was reached).
     """
+    examination = examine(study)
     with locked(directory):
         store = Store(f"sqlite:///{directory / DATABASE}")
         try:
-            examination = examine(study)
             record = _created_or_resumed(store, study, examination, directory)
             try:
                 if record.state is not StudyState.COMPLETE:

@@ -57,9 +57,12 @@ def holdout_table(document: SummaryDocument) -> Table:
     table.add_column("minus best", justify="right")
     best = document["best"]["trial"] if document["best"] else None
     for row in rows:
-        cells = [_interval_text(row["values"].get(name)) for name in names]
-        if has_mean:
+        values = [row["values"].get(name) for name in names]
+        if has_mean:  # one interval a row is enough to look at; the report has all
+            cells = ["" if value is None else f"{value['value']:.3f}" for value in values]
             cells.append(_interval_text(row["mean"]))
+        else:
+            cells = [_interval_text(value) for value in values]
         difference = row["differences"].get("mean" if has_mean else names[0])
         cells.append("" if row["trial"] == best else _interval_text(difference, signed=True))
         table.add_row(

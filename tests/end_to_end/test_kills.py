@@ -1,0 +1,151 @@
+"""Real engines, real Ray, SIGKILL: what one study leaves when its replica, its driver and its group are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from service.run import read_run
+from tests.builders import tiny_family, tiny_qwen2
+from tests.conftest import HIDDEN, OPTIONS, record_engine_start
+from tests.end_to_end.processes import (
+    REPLICA,
+    Process,
+    Run,
+    mergesearch,
+    num_chunks,
+    query,
+    seconds_until_gone,
+    started,
+)
+from tests.service.harness import trial_list
+from workers.prompts import Generation
+from workers.reference import Reference
+
+START_S = 300.0  # Ray, Serve and an engine, on two busy cores
+MAX_TOKENS = 2
+WORKING_GONE_S = 30.0
+ALL_GONE_S = 90.0
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen2 family with tied embeddings and a task per expert: to say what that expert says."""
+    directory = tmp_path_factory.mktemp("qwen2")
+    experts = ("math", "text")
+    tiny_family(directory, build=tiny_qwen2, experts=experts, hidden=HIDDEN, layers=5, noise=0.05)
+    objectives: dict[str, list[dict[str, Any]]] = {"search": [], "holdout": []}
+    for expert in experts:
+        rows = _sayings(directory / expert, expert, 420)
+        for split, part in (("search", rows[:360]), ("holdout", rows[360:])):
+            file = directory / f"{expert}_{split}.jsonl"
+            file.write_text("".join(json.dumps(row) + "\n" for row in part))
+            task = {"file": str(file), "max_tokens": MAX_TOKENS}
+            objectives[split].append({"name": expert, "task": task, "metric": "exact_match"})
+    document = {
+        "name": "kills",
+        "models": {"base": str(directory / "base"), "experts": {name: str(directory / name) for name in experts}},
+        "search_space": {"kind": "lfs", "layer_groups": 2},
+        "search": {"algorithm": "random", "max_trials": 18},
+        "fidelity": {"scheduler": "hyperband", "rungs": [40, 120, 256]},
+        "objectives": objectives["search"],
+        "holdout": objectives["holdout"],
+        "engine": {"max_model_len": 64, "verify": {"trials": 1, "samples": 8}},
+    }
+    file = directory / "study.yaml"
+    file.write_text(yaml.safe_dump(document))
+    return file
+
+
+def _sayings(model: Path, name: str, count: int) -> list[dict[str, str]]:
+    reference = Reference(str(model), OPTIONS)
+    prompts = [f"{name} {7 * i % 1000}+{i}=" for i in range(count)]
+    requests = [Generation(tuple(reference.prompts.encode(prompt)), MAX_TOKENS, ("\n",)) for prompt in prompts]
+    answers = reference.generate(requests)
+    return [{"prompt": p, "answer": a.strip() or "nothing"} for p, a in zip(prompts, answers, strict=True)]
+
+
+@pytest.mark.timeout(900)
+def test_killed_replica_driver_and_group_leave_the_undisturbed_trials_and_no_process(
+    study: Path, tmp_path: Path
+) -> None:
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
+    with started(mergesearch("run", study, "--out", undisturbed), directory=undisturbed) as run:
+        _until_scoring(run, 1, "undisturbed run")
+        assert run.wait(timeout_s=START_S) == 0, run.log
+    expected = _trials(undisturbed)
+    assert len({tuple(trial[7][0].values.values()) for trial in expected}) > 5, "scores tell the trials apart"
+    total = num_chunks(undisturbed)
+
+    command = mergesearch("run", study, "--out", disturbed)
+    with started(command, directory=disturbed) as run:
+        _until_scoring(run, 3, "killed run")
+        (replica,) = [process for process in run.processes() if process.name.startswith(REPLICA)]
+        os.kill(replica.pid, signal.SIGKILL)
+        _until_scoring(run, num_chunks(disturbed) + 5, "replacement of the killed replica")
+        assert replica.name in {process.name for process in run.processes()}
+        by_driver = run.processes()
+        run.kill()
+    driver_killed_at = time.monotonic()
+    before = _trials(disturbed)
+
+    with started(command, directory=disturbed) as run:
+        gone = seconds_until_gone(by_driver, since=driver_killed_at, timeout_s=WORKING_GONE_S)
+        _check_gone(gone, "driver", working_only=True)
+        _until_scoring(run, num_chunks(disturbed) + 8, "run resumed after the driver's kill")
+        assert num_chunks(disturbed) < total, "the kill came too late to matter"
+        by_group = run.processes()
+        run.kill_group()
+    group_killed_at = time.monotonic()
+    assert [trial[:3] for trial in _trials(disturbed)][: len(before)] == [trial[:3] for trial in before]
+
+    with started(command, directory=disturbed) as run:
+        gone = seconds_until_gone(by_group, since=group_killed_at, timeout_s=WORKING_GONE_S)
+        _check_gone(gone, "group", working_only=True)
+        _until_scoring(run, num_chunks(disturbed) + 1, "run resumed after the group's kill")
+        gone = seconds_until_gone((*by_driver, *by_group), since=group_killed_at, timeout_s=ALL_GONE_S)
+        _check_gone(gone, "any", working_only=False)
+        assert run.wait(timeout_s=START_S) == 0, run.log
+
+    assert _trials(disturbed) == expected
+    assert num_chunks(disturbed) == total
+    # Every chunk that left evidence left all its samples, and none of them was there already.
+    assert query(disturbed, "SELECT sum(num_samples) FROM evidence") == query(disturbed, "SELECT count(*) FROM samples")
+    summary = json.loads((disturbed / "summary.json").read_text())
+    assert summary["state"] == "COMPLETE"
+    assert summary["engine"]["starts"] == 4
+    assert summary["verification"]["samples"] == summary["verification"]["equal"] == 16
+
+
+def _until_scoring(run: Run, num_rows: int, label: str) -> None:
+    started_at = time.monotonic()
+    run.wait_for_rows(num_rows, timeout_s=START_S)
+    record_engine_start(label, time.monotonic() - started_at)
+
+
+def _trials(directory: Path) -> list[tuple[Any, ...]]:
+    with read_run(directory) as (store, study):
+        return trial_list(store, study.id)
+
+
+def _check_gone(gone: dict[Process, float], killed: str, *, working_only: bool) -> None:
+    assert any(process.is_working for process in gone)
+    left = [process for process, at in gone.items() if at == float("inf") and (process.is_working or not working_only)]
+    shown = _slowest(gone)
+    print(f"\nafter the kill of {killed}: {shown}")
+    assert not left, f"after the kill of {killed} these are left: {left}"
+
+
+def _slowest(gone: dict[Process, float]) -> Sequence[str]:
+    by_name: dict[str, float] = {}
+    for process, seconds in gone.items():
+        by_name[process.name] = max(seconds, by_name.get(process.name, 0.0))
+    return [f"{name} {seconds:.1f} s" for name, seconds in sorted(by_name.items(), key=lambda item: -item[1])]
