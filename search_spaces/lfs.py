@@ -90,7 +90,8 @@ class LfsSpace:
                 *((base, expert) for expert in self._experts),
             )
         }
-        self.parameters = Parameters(p for group in self._layer_groups for p in self._group_parameters(group.name))
+        parameters = [p for group in self._layer_groups for p in self._group_parameters(group.name)]
+        self.parameters = Parameters(parameters, roles={p.name: self._role(p.name) for p in parameters})
 
     def describe(self) -> SpaceDescription:
         return SpaceDescription(self.kind, self._layer_groups, dict(self._components))
@@ -150,6 +151,12 @@ class LfsSpace:
         }
         uses = self._uses(group, components, method)
         return Cell(f"{group}.{components}", self._base, self._experts, uses, bits)
+
+    def _role(self, name: str) -> str:
+        """What a parameter does, whatever its layer group and component group: its name without them."""
+        _, rest = name.split(".", 1)
+        first, _, last = rest.partition(".")
+        return last if first in self._components else rest
 
     # Parameters.
 

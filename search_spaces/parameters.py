@@ -124,10 +124,15 @@ Parameter: TypeAlias = Float | Integer | Categorical
 
 
 class Parameters:
-    """An ordered, immutable collection of parameters. A parent stands before the parameters that depend on it."""
+    """An ordered, immutable collection of parameters. A parent stands before the parameters that depend on it.
 
-    def __init__(self, parameters: Iterable[Parameter]) -> None:
+    Parameters of one role mean the same thing in different places (the coefficient of TIES in each layer group):
+    searchers may look first at configurations that give them one value. Without a role a parameter is alone.
+    """
+
+    def __init__(self, parameters: Iterable[Parameter], *, roles: Mapping[str, str] | None = None) -> None:
         """Raises ValueError for a repeated name, or a condition whose parent is missing, later or never true."""
+        self.roles = dict(roles or {})
         self._by_name: dict[str, Parameter] = {}
         for parameter in parameters:
             if parameter.name in self._by_name:

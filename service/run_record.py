@@ -36,7 +36,7 @@ def run_record(store: Store, study_id: str) -> RunRecord:
         full_budget=study.facts["rung_samples"][-1],
         holdout=_holdout(store, study_id, trials, objectives),
         verifications=_verifications(store.document(study_id, "verification")),
-        engine=_engine(store.document(study_id, "engine"), searched),
+        engine=_engine(evidence, searched),
         wall_clock_s=study.wall_clock_s,
         samples_per_second=_rate(searched),
         version=version("mergesearch"),
@@ -51,11 +51,12 @@ def _holdout(
     values = store.sample_values(study_id, "holdout")
     if winner is None or winner.recipe.digest not in values:
         return ()
-    reference = _arrays(values[winner.recipe.digest])
+    names = [objective.name for objective in objectives]
+    reference = _arrays(values[winner.recipe.digest], names)
     bounds = {objective.name: objective.range for objective in objectives if objective.range}
     rows = []
     for trial in held_out(trials, objectives):
-        samples = _arrays(values.get(trial.recipe.digest, {}))
+        samples = _arrays(values.get(trial.recipe.digest, {}), names)
         if {name: len(v) for name, v in samples.items()} != {name: len(v) for name, v in reference.items()}:
             continue  # not yet scored, or it failed there
         rows.append(
@@ -71,8 +72,10 @@ def _holdout(
     return tuple(rows)
 
 
-def _arrays(values: Mapping[str, Mapping[int, float]]) -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:
-    return {name: np.array([by_position[p] for p in sorted(by_position)]) for name, by_position in values.items()}
+def _arrays(
+    values: Mapping[str, Mapping[int, float]], names: Sequence[str]
+) -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:
+    return {name: np.array([values[name][p] for p in sorted(values[name])]) for name in names if name in values}
 
 
 def _verifications(document: Mapping[str, Any] | None) -> tuple[VerificationReport, ...]:
@@ -80,13 +83,13 @@ def _verifications(document: Mapping[str, Any] | None) -> tuple[VerificationRepo
     return tuple(VerificationReport(**{k: v for k, v in report.items() if k != "trial"}) for report in reports)
 
 
-def _engine(attempts: Sequence[Mapping[str, Any]] | None, searched: Sequence[Mapping[str, Any]]) -> EngineFigures:
+def _engine(evidence: Sequence[Mapping[str, Any]], searched: Sequence[Mapping[str, Any]]) -> EngineFigures:
     swaps = [row["timings_s"].get("materialise", 0.0) + row["timings_s"].get("swap", 0.0) for row in searched]
     span = _span_s(searched)
     busy = sum(sum(s for n, s in row["timings_s"].items() if n != "wait") for row in searched)
     replicas = len({row["replica"] for row in searched})
     return EngineFigures(
-        starts=sum(int(attempt.get("starts", 0)) for attempt in attempts or ()),
+        starts=len({row["replica"] for row in evidence}),  # also of engines that were killed and told us nothing
         swap_s=tuple(seconds for seconds in swaps if seconds > 0),
         busy_fraction=min(1.0, busy / (span * replicas)) if span else None,
     )

@@ -99,14 +99,14 @@ class Reference:
         if token in self.prompts.stop_token_ids:
             text = self.prompts.decode(request.tokens, completion)
             steps.append((text, gap))
-            return text
+            return _whole(text)
         completion.append(token)
         text = self.prompts.decode(request.tokens, completion)
         steps.append((text, gap))
         ends = [text.find(stop) for stop in request.stop if stop in text]
         if ends:
             return text[: min(ends)]
-        return text if len(completion) == request.max_tokens else None
+        return _whole(text) if len(completion) == request.max_tokens else None
 
 
 def merged_model(recipe: Recipe, bank: Bank, *, dtype: str) -> Any:
@@ -216,6 +216,11 @@ def _gap(reference: Reference, requests: Sequence[Any], stored: str, expected: s
         if not stored.startswith(text.rstrip("\ufffd")):
             return gap
     return steps[-1][1]
+
+
+def _whole(text: str) -> str:
+    """Without the bytes of a character that was cut off: the engine holds them back until it is complete."""
+    return text.rstrip("\ufffd")
 
 
 @torch.inference_mode()

@@ -32,6 +32,8 @@ class Encoding:
         self._is_discrete = np.isfinite(self._num_cells)
         self._is_categorical = np.array([isinstance(parameter, Categorical) for parameter in self._parameters])
         column = {name: index for index, name in enumerate(parameters.names)}
+        roles = [parameters.roles.get(name, name) for name in parameters.names]
+        self._role = np.array([roles.index(role) for role in roles], dtype=np.intp)
         self._conditions = tuple(
             (index, column[condition.parent], _encoded(parameters[condition.parent], condition.values))
             for index, parameter in enumerate(self._parameters)
@@ -52,6 +54,13 @@ class Encoding:
     def sample(self, num_rows: int, rng: np.random.Generator) -> Rows:
         """Rows drawn uniformly."""
         return self._normalised(rng.random((num_rows, len(self._parameters))))
+
+    def sample_tied(self, num_rows: int, rng: np.random.Generator) -> Rows:
+        """Rows drawn uniformly among those that give all parameters of one role the same value; none where no two
+        parameters share a role."""
+        if len(set(self._role)) == len(self._role):
+            num_rows = 0
+        return self._normalised(rng.random((num_rows, len(self._parameters)))[:, self._role])
 
     def mutate(self, rows: Rows, rng: np.random.Generator, *, rate: float, step: float) -> Rows:
         """Neighbours of `rows`: each parameter moves with probability `rate`, and at least one active one does.

@@ -1,0 +1,196 @@
+"""`mergesearch run` from a study file to an exported model, and how it ends when it cannot."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from search_spaces.study import load_study
+from service.export import export_trial
+from service.preflight import examine
+from service.run import DATABASE, read_run
+from service.store import Store
+from service.tune.coordinator import Coordinator
+from service.types import Origin, StudyState, TrialState
+from tests.builders import tiny_family
+from tests.conftest import record_engine_start
+from tests.end_to_end.processes import mergesearch, num_chunks, started
+from tests.service.harness import InlineProposer, drive, trial_list
+from workers.bank import Bank
+from workers.fake import FakeScorer
+from workers.merging import merged_tensors
+from workers.reference import verify
+from workers.tiny_family import family_dir
+from workers.types import Span
+
+START_S = 300.0
+
+# -- real engine ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a finished run on the shipped family: every trial on 270 samples of each of three skills."""
+    directory = tmp_path_factory.mktemp("shipped")
+    document = yaml.safe_load((family_dir() / "study.yaml").read_text())
+    models = document["models"]
+    models["base"] = str(family_dir() / models["base"])
+    models["experts"] = {alias: str(family_dir() / path) for alias, path in models["experts"].items()}
+    for spec in (*document["objectives"], *document["holdout"]):
+        spec["task"]["file"] = str(family_dir() / spec["task"]["file"])
+    for spec in document["holdout"]:  # what is proven here is scoring and export: twenty held-out samples are enough
+        short = directory / f"{spec['name']}_holdout.jsonl"
+        short.write_text("".join(Path(spec["task"]["file"]).read_text().splitlines(keepends=True)[:20]))
+        spec["task"]["file"] = str(short)
+    document["search"] = {"algorithm": "random", "max_trials": 3, "seed": 1}
+    document["fidelity"] = {"scheduler": "none", "max_samples": 270}
+    study = directory / "study.yaml"
+    study.write_text(yaml.safe_dump(document))
+    out = directory / "run"
+    with started(mergesearch("run", study, "--out", out, "--export", "best"), directory=out) as run:
+        run.wait_for_rows(1, timeout_s=START_S)
+        record_engine_start("shipped family, a run", time.monotonic() - run.started_at)
+        assert run.wait(timeout_s=START_S) == 0, run.log
+    return out
+
+
+def test_run_leaves_its_files_and_the_best_merge(shipped: Path) -> None:
+    summary = json.loads((shipped / "summary.json").read_text())
+    assert summary["state"] == "COMPLETE"
+    assert summary["engine"]["starts"] == 1
+    assert {file.name for file in shipped.iterdir()} >= {"trials.jsonl", "pareto.json", "report.html", DATABASE}
+    recipe = json.loads((shipped / "export" / "recipe.json").read_text())
+    with read_run(shipped) as (store, study):
+        best = next(trial for trial in store.trials(study.id) if trial.number == summary["best"]["trial"])
+    assert recipe == best.recipe.to_json()
+
+
+def test_export_gives_the_stored_samples_in_plain_transformers_and_the_merged_tensors_bit_for_bit(
+    shipped: Path, tmp_path: Path
+) -> None:
+    with read_run(shipped) as (store, study):
+        examination = examine(load_study(shipped.parent / "study.yaml"))
+        searched = [trial for trial in store.trials(study.id) if trial.origin is Origin.SEARCH]
+        stored = {trial.number: store.samples(study.id, trial.recipe.digest, "search") for trial in searched}
+        exports = {n: export_trial(store, study, str(n), tmp_path / str(n)) for n in stored}
+    methods = {merge.method for trial in searched for merge in trial.recipe.merges()}
+    assert methods >= {"task_arithmetic", "ties", "slerp", "linear"}
+    bank = Bank(examination.family)
+    spans = tuple(Span(name, task, 0, 270) for name, task in examination.tasks.items())
+    num_samples, differences = 0, []
+    for trial in searched:
+        out = exports[trial.number]
+        written = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        for name, tensor in merged_tensors(trial.recipe, bank, torch.float32):
+            assert torch.equal(written.pop(name), tensor), name
+        assert not written
+        report = verify(
+            trial.recipe.digest,
+            str(out),
+            examination.engine_options,
+            samples=stored[trial.number],
+            spans=spans,
+            dtype="float32",
+            engine_logprobs={},
+        )
+        num_samples += report.num_samples
+        differences += report.differences
+    print(f"\n{num_samples - len(differences)} of {num_samples} samples are equal; the others: {differences}")
+    assert num_samples >= 2000
+    assert len(differences) <= 0.005 * num_samples
+    assert all(difference["top2_gap"] < 1e-3 for difference in differences)
+
+
+# -- fake scorer, real Ray -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A study of a tiny family, for the fake scorer."""
+    directory = tmp_path_factory.mktemp("small")
+    tiny_family(directory, experts=("math", "text"))
+    for name, size in (("search", 120), ("holdout", 40)):
+        lines = (json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(size))
+        (directory / f"{name}.jsonl").write_text("".join(lines))
+
+    def objective(split: str) -> dict[str, Any]:
+        file = str(directory / f"{split}.jsonl")
+        return {"name": "sums", "task": {"file": file, "max_tokens": 6}, "metric": "exact_match"}
+
+    document = {
+        "name": "small",
+        "models": {"base": str(directory / "base"), "experts": {a: str(directory / a) for a in ("math", "text")}},
+        "search_space": {"kind": "lfs", "layer_groups": 2},
+        "search": {"algorithm": "random", "max_trials": 15},
+        "fidelity": {"scheduler": "hyperband", "rungs": [12, 40, 120]},
+        "objectives": [objective("search")],
+        "holdout": [objective("holdout")],
+        "engine": {"max_model_len": 64},
+    }
+    file = directory / "study.yaml"
+    file.write_text(yaml.safe_dump(document))
+    return file
+
+
+def fake(study: Path, out: Path, **settings: Any) -> list[str | Path]:
+    """The command, with the fake scorer."""
+    return [sys.executable, "-m", "tests.end_to_end.fake_run", json.dumps(settings), "run", study, "--out", out]
+
+
+def test_ctrl_c_leaves_a_directory_that_the_same_command_resumes(small: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with started(fake(small, out, sample_delay_s=0.01), directory=out) as run:
+        run.wait_for_rows(9, timeout_s=START_S)
+        run.interrupt()
+        assert run.wait(timeout_s=60) == 130, run.log
+    assert f"interrupted; the same command resumes the study in {out}" in run.log
+    assert "Traceback" not in run.log
+    assert json.loads((out / "summary.json").read_text())["state"] == "STOPPED"
+    assert 9 <= num_chunks(out) < 30
+
+    with started(fake(small, out), directory=out) as run:
+        assert run.wait(timeout_s=START_S) == 0, run.log
+    with read_run(out) as (store, study):
+        assert study.state is StudyState.COMPLETE
+        assert trial_list(store, study.id) == undisturbed_trials(small, tmp_path)
+
+
+def undisturbed_trials(study_file: Path, directory: Path) -> list[tuple[Any, ...]]:
+    """Without Ray: one evaluation after the other."""
+    examination = examine(load_study(study_file))
+    store = Store(f"sqlite:///{directory / 'undisturbed.db'}")
+    study_id = store.create_study(name="undisturbed", document={}, facts={}).id
+    coordinator = Coordinator(
+        examination.plan(study_id, examination.facts()),
+        space=examination.space,
+        store=store,
+        writer=store.open_attempt(study_id),
+        proposer=InlineProposer(examination.space),
+    )
+    drive(coordinator, FakeScorer(bank_fingerprint=examination.family.fingerprint))
+    trials = trial_list(store, study_id)
+    store.close()
+    return trials
+
+
+def test_study_whose_candidates_all_fail_ends_failed_and_says_why(small: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with started(fake(small, out, fails_above=-1.0), directory=out) as run:
+        assert run.wait(timeout_s=START_S) == 1, run.log
+    reason = "no trial was scored at the full budget"
+    assert f"mergesearch: {reason}" in run.log
+    assert "Traceback" not in run.log
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["state"] == StudyState.FAILED
+    assert summary["reason"].startswith(reason)
+    assert "fake: coefficient" in summary["reason"]
+    assert set(summary["trials"]) == {TrialState.FAIL}
+    assert summary["best"] is None
