@@ -16,8 +16,10 @@ NAMESPACE = "mergesearch"
 # What passes through Ray's object store is recipes and sample results; weights never do.
 OBJECT_STORE_BYTES = 256 * 2**20
 
-# Ray gives its own processes 30 s to come up, which a loaded machine may not make.
-START_ATTEMPTS = 2
+# A loaded machine may miss Ray's own deadlines: a raylet whose agent takes more than 15 s to come up ends itself, and
+# `ray.init` waits for it all the same.
+START_ATTEMPTS = 3
+START_WAIT_S = 60
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ class RaySession:
 def ray_session() -> Iterator[RaySession]:
     """Ray, up and connected. Raises ConnectionError if RAY_ADDRESS names a cluster that does not answer."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", str(START_WAIT_S))
     os.environ.setdefault("RAY_agent_register_timeout_ms", "300000")
     # Workers are told their accelerators by us; Ray must not blank CUDA_VISIBLE_DEVICES for actors without a GPU.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

@@ -8,7 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,15 +165,6 @@ def seconds_until_gone(processes: Iterable[Process], *, since: float, timeout_s:
             break
         time.sleep(0.2)
     return seconds
-
-
-def wait_until(is_so: Callable[[], bool], *, timeout_s: float) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(POLL_S)
-    return True
 
 
 def _known(process: psutil.Process) -> Process | None:

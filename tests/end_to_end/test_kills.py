@@ -92,10 +92,11 @@ def test_killed_replica_driver_and_group_leave_the_undisturbed_trials_and_no_pro
     command = mergesearch("run", study, "--out", disturbed)
     with started(command, directory=disturbed) as run:
         _until_scoring(run, 3, "killed run")
-        (replica,) = [process for process in run.processes() if process.name.startswith(REPLICA)]
+        (replica,) = _replicas(run)
         os.kill(replica.pid, signal.SIGKILL)
         _until_scoring(run, num_chunks(disturbed) + 5, "replacement of the killed replica")
-        assert replica.name in {process.name for process in run.processes()}
+        (replacement,) = _replicas(run)
+        assert replacement != replica
         by_driver = run.processes()
         run.kill()
     driver_killed_at = time.monotonic()
@@ -127,6 +128,10 @@ def test_killed_replica_driver_and_group_leave_the_undisturbed_trials_and_no_pro
     assert summary["state"] == "COMPLETE"
     assert summary["engine"]["starts"] == 4
     assert summary["verification"]["samples"] == summary["verification"]["equal"] == 16
+
+
+def _replicas(run: Run) -> list[Process]:
+    return [process for process in run.processes() if process.name.startswith(REPLICA)]
 
 
 def _until_scoring(run: Run, num_rows: int, label: str) -> None:

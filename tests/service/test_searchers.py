@@ -141,7 +141,7 @@ def test_an_unknown_searcher_is_refused_by_name() -> None:
 
 
 def test_every_searcher_is_registered_under_its_name() -> None:
-    assert {name: searcher.name for name, searcher in SEARCHERS.items()} == {name: name for name in SEARCHERS}
+    assert {"auto", "smac", "random"} <= set(SEARCHERS)
     assert all(get_searcher(name) is searcher for name, searcher in SEARCHERS.items())
 
 

@@ -29,8 +29,6 @@ class Observation:
 class Searcher(Protocol):
     """One search algorithm."""
 
-    name: str
-
     def propose(
         self,
         parameters: Parameters,

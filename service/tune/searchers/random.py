@@ -20,8 +20,6 @@ _MAX_DRAWS = 64
 class RandomSearcher:
     """Draws uniformly; learns nothing from the observations but which configurations are known already."""
 
-    name = "random"
-
     def propose(
         self,
         parameters: Parameters,

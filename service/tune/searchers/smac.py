@@ -31,8 +31,6 @@ class SmacSearcher:
 
     The numbers were chosen with tests/benchmarks/bench_searchers.py."""
 
-    name = "smac"
-
     num_initial: int = 8  # configurations with results before the forest is asked; sources and published ones count
     # Proposals drawn uniformly, so that no region is ruled out for ever. SMAC draws 0.2 of them; shares from 0 to 0.2
     # made no difference beyond the spread between seeds.
