@@ -155,16 +155,15 @@ def query(directory: Path, statement: str) -> list[tuple[Any, ...]]:
 
 
 def seconds_until_gone(processes: Iterable[Process], *, since: float, timeout_s: float) -> dict[Process, float]:
-    """When each was found gone, in seconds after `since` (time.monotonic()); inf for those that are left at the end."""
+    """When each was found gone, in seconds after `since` (time.monotonic()); inf for those left `timeout_s` after it."""
     seconds = dict.fromkeys(processes, float("inf"))
-    while time.monotonic() - since < timeout_s:
+    while True:
         for process in [process for process, gone in seconds.items() if gone == float("inf")]:
             if process.is_gone:
                 seconds[process] = time.monotonic() - since
-        if float("inf") not in seconds.values():
-            break
+        if float("inf") not in seconds.values() or time.monotonic() - since > timeout_s:
+            return seconds
         time.sleep(0.2)
-    return seconds
 
 
 def _known(process: psutil.Process) -> Process | None:

@@ -75,7 +75,7 @@ def _sayings(model: Path, name: str) -> list[dict[str, str]]:
     return [{"prompt": p, "answer": a.strip()} for p, a in zip(prompts, answers, strict=True) if a.strip()]
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_killed_replica_driver_and_group_leave_the_undisturbed_trials_and_no_process(
     study: Path, tmp_path: Path
 ) -> None:
