@@ -91,7 +91,6 @@ def execute(
         if store.document(study_id, "verification") is None:
             view.note("Verifying some of the trials with transformers ...")
             _verify(store, writer, examination, scorer, coordinator.trials)
-        _record_engine(store, writer, scorer)
         clock.beat()
         writer.set_state(StudyState.COMPLETE, coordinator.end_of_search)
         observer("complete")
@@ -220,10 +219,3 @@ def _as_json(report: Any) -> dict[str, Any]:
     document = asdict(report)
     document["differences"] = [dict(difference) for difference in report.differences]
     return document
-
-
-def _record_engine(store: Store, writer: StudyWriter, scorer: Scorer) -> None:
-    """Add this attempt's engine statistics to those of earlier ones."""
-    attempts = list(store.document(writer.study_id, "engine") or [])
-    attempts.append(dict(scorer.statistics()))
-    writer.set_document_named("engine", attempts)

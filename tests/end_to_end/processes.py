@@ -155,7 +155,7 @@ def query(directory: Path, statement: str) -> list[tuple[Any, ...]]:
 
 
 def seconds_until_gone(processes: Iterable[Process], *, since: float, timeout_s: float) -> dict[Process, float]:
-    """When each was found gone, in seconds after `since` (time.monotonic()); inf for those left `timeout_s` after it."""
+    """When each was found gone, in seconds after `since` (time.monotonic()); inf for those left after `timeout_s`."""
     seconds = dict.fromkeys(processes, float("inf"))
     while True:
         for process in [process for process, gone in seconds.items() if gone == float("inf")]:

@@ -70,7 +70,8 @@ def test_run_leaves_its_files_and_the_best_merge(shipped: Path) -> None:
     recipe = json.loads((shipped / "export" / "recipe.json").read_text())
     with read_run(shipped) as (store, study):
         best = next(trial for trial in store.trials(study.id) if trial.number == summary["best"]["trial"])
-    assert recipe == best.recipe.to_json()
+    assert recipe.items() >= best.recipe.to_json().items()
+    assert recipe["digest"] == best.recipe.digest
 
 
 def test_export_gives_the_stored_samples_in_plain_transformers_and_the_merged_tensors_bit_for_bit(
