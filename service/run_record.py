@@ -18,6 +18,9 @@ from workers.types import VerificationReport
 
 __all__ = ["run_record"]
 
+# No engine waits this long for work while a driver lives; starting again takes longer.
+PAUSE_S = 30.0
+
 
 def run_record(store: Store, study_id: str) -> RunRecord:
     """The study as far as it is stored."""
@@ -36,7 +39,7 @@ def run_record(store: Store, study_id: str) -> RunRecord:
         full_budget=study.facts["rung_samples"][-1],
         holdout=_holdout(store, study_id, trials, objectives),
         verifications=_verifications(store.document(study_id, "verification")),
-        engine=_engine(evidence, searched),
+        engine=_engine(evidence, searched, num_replicas=study.document["engine"]["replicas"]),
         wall_clock_s=study.wall_clock_s,
         samples_per_second=_rate(searched),
         version=version("mergesearch"),
@@ -83,15 +86,16 @@ def _verifications(document: Mapping[str, Any] | None) -> tuple[VerificationRepo
     return tuple(VerificationReport(**{k: v for k, v in report.items() if k != "trial"}) for report in reports)
 
 
-def _engine(evidence: Sequence[Mapping[str, Any]], searched: Sequence[Mapping[str, Any]]) -> EngineFigures:
+def _engine(
+    evidence: Sequence[Mapping[str, Any]], searched: Sequence[Mapping[str, Any]], *, num_replicas: int
+) -> EngineFigures:
     swaps = [row["timings_s"].get("materialise", 0.0) + row["timings_s"].get("swap", 0.0) for row in searched]
     span = _span_s(searched)
     busy = sum(sum(s for n, s in row["timings_s"].items() if n != "wait") for row in searched)
-    replicas = len({row["replica"] for row in searched})
     return EngineFigures(
         starts=len({row["replica"] for row in evidence}),  # also of engines that were killed and told us nothing
         swap_s=tuple(seconds for seconds in swaps if seconds > 0),
-        busy_fraction=min(1.0, busy / (span * replicas)) if span else None,
+        busy_fraction=min(1.0, busy / (span * num_replicas)) if span else None,
     )
 
 
@@ -101,9 +105,13 @@ def _rate(searched: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def _span_s(searched: Sequence[Mapping[str, Any]]) -> float | None:
-    """Seconds from the start of the first search chunk to the end of the last, pauses between attempts included."""
-    if not searched:
-        return None
-    first = searched[0]
-    started = first["finished_at"] - sum(first["timings_s"].values())
-    return float(max(row["finished_at"] for row in searched) - started) or None
+    """Seconds from the start of the first search chunk to the end of the last, without pauses between attempts."""
+    total, end = 0.0, 0.0
+    for row in sorted(searched, key=lambda row: row["finished_at"]):
+        finished = row["finished_at"]
+        started = finished - sum(seconds for name, seconds in row["timings_s"].items() if name != "wait")
+        if started - end > PAUSE_S:
+            end = started
+        total += max(0.0, finished - end)
+        end = max(end, finished)
+    return total or None

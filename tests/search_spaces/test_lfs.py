@@ -256,3 +256,19 @@ def test_a_method_left_out_of_the_space_is_not_found():
     recipe = everywhere(Merge("ties", (Source("math"),), {"lambda": 1.0, "k": 0.5}))
     assert space().from_recipe(recipe) is not None
     assert space(methods=("linear", "slerp")).from_recipe(recipe) is None
+
+
+def test_parameters_of_one_role_differ_in_their_groups_only() -> None:
+    space = LfsSpace(
+        base="base",
+        experts=("math", "text"),
+        fingerprints={"base": "b", "math": "m", "text": "t"},
+        num_layers=4,
+        layer_groups=2,
+    )
+    by_role: dict[str, list[str]] = {}
+    for name, role in space.parameters.roles.items():
+        by_role.setdefault(role, []).append(name)
+    assert len(by_role["method"]) == len(by_role["use.math"]) == 2
+    assert len(by_role["ties.k"]) == 2 * 3
+    assert set(space.parameters.roles) == set(space.parameters.names)

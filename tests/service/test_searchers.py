@@ -296,3 +296,18 @@ def test_mutants_are_valid_neighbours() -> None:
     methods = [[encoding.decode(row)["method"] for row in table] for table in (rows, mutants)]
     assert any(a != b for a, b in zip(*methods, strict=True))
     assert np.any((mutants == 0.0) | (mutants == 1.0)), "the ends of a range, where experts pass through, are reached"
+
+
+def test_tied_rows_treat_all_places_alike() -> None:
+    parameters = grouped_space(3)
+    roles = {name: name.split(".", 1)[1] for name in parameters.names}
+    encoding = Encoding(Parameters(parameters, roles=roles))
+    for row in encoding.sample_tied(50, np.random.default_rng(0)):
+        by_role: dict[str, set[object]] = {}
+        for name, value in encoding.decode(row).items():
+            by_role.setdefault(roles[name], set()).add(value)
+        assert all(len(values) == 1 for values in by_role.values()), by_role
+
+
+def test_a_space_without_shared_roles_has_no_tied_rows() -> None:
+    assert len(Encoding(CONDITIONAL).sample_tied(50, np.random.default_rng(0))) == 0
