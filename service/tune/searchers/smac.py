@@ -43,6 +43,7 @@ class SmacSearcher:
     # Merges that treat all places alike are a small part of a space of many groups, but most published recipes are
     # among them, and what is learned from few results is learned there.
     num_tied: int = 500
+    tied_share: float = 0.25  # of the proposals: the best of such merges alone, whatever else looks promising
     num_parents: int = 10
     num_mutants: int = 50  # of each parent
     mutation_rate: float = 0.1
@@ -107,8 +108,11 @@ class SmacSearcher:
         by_cost = np.argsort(acquisition.predicted_costs(observed), kind="stable")
         parents = np.repeat(observed[by_cost[: self.num_parents]], self.num_mutants, axis=0)
         mutants = encoding.mutate(parents, rng, rate=self.mutation_rate, step=self.mutation_step)
-        drawn = [encoding.sample(self.num_uniform, rng), encoding.sample_tied(self.num_tied, rng)]
-        candidates = np.vstack([mutants, *drawn])
+        tied = encoding.sample_tied(self.num_tied, rng)
+        if len(tied) and rng.random() < self.tied_share:
+            candidates = tied
+        else:
+            candidates = np.vstack([mutants, encoding.sample(self.num_uniform, rng), tied])
         best_first: Rows = candidates[np.argsort(-acquisition(candidates), kind="stable")]
         return best_first
 
