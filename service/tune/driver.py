@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import ray
 from ray import tune
@@ -30,7 +32,7 @@ logger = logging.getLogger(__name__)
 TRIAL_ACTOR_CPUS = 0.05
 
 # While nothing is in flight, waiting for the searcher is the only thing to do; this bounds one wait.
-SEARCHER_WAIT_S = 60.0
+SEARCHER_WAIT_S = 5.0
 
 # Tune's own files are not used: no experiment snapshots while the study runs, no per-trial logs.
 TUNE_ENVIRONMENT = {
@@ -50,16 +52,46 @@ class _NotPickled:
         return {}
 
 
+class _Interrupt:
+    """Ctrl-C, taken where it cannot be lost: Python raises it wherever the main thread is, and in a callback of Ray's
+    it would only be printed. The first one is raised by `check`, a second one at once."""
+
+    def __init__(self) -> None:
+        self._is_requested = False
+
+    def __enter__(self) -> Self:
+        self._is_main_thread = threading.current_thread() is threading.main_thread()
+        if self._is_main_thread:
+            self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_main_thread:
+            signal.signal(signal.SIGINT, self._previous)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self._is_requested:
+            signal.default_int_handler(number, frame)
+        self._is_requested = True
+
+    def check(self) -> None:
+        """Raises KeyboardInterrupt if it was asked for."""
+        if self._is_requested:
+            raise KeyboardInterrupt
+
+
 class _EvaluationSource(_NotPickled, Searcher):
     """Gives Tune the coordinator's evaluations, at most `concurrency` at a time."""
 
-    def __init__(self, coordinator: Coordinator, concurrency: int) -> None:
+    def __init__(self, coordinator: Coordinator, concurrency: int, interrupt: _Interrupt) -> None:
         super().__init__(metric=None, mode=None)
+        self._interrupt = interrupt
         self._coordinator = coordinator
         self._concurrency = concurrency
         self._evaluations: dict[str, Evaluation] = {}
 
     def suggest(self, trial_id: str) -> Any:
+        self._interrupt.check()
         # Counted by Tune's trials, not by what the coordinator waits for: until Tune has put a finished trial's actor
         # aside for reuse, it would start another one.
         coordinator = self._coordinator
@@ -130,10 +162,12 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
 class _Observer(_NotPickled, tune.Callback):
     """Drops samples from what Tune keeps, and reports that time passes."""
 
-    def __init__(self, tick: Callable[[], None]) -> None:
+    def __init__(self, tick: Callable[[], None], interrupt: _Interrupt) -> None:
         self._tick = tick
+        self._interrupt = interrupt
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        self._interrupt.check()
         self._tick()
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **_: Any) -> None:
@@ -160,10 +194,11 @@ def run_evaluations(
         tune.with_parameters(EvaluationTrainable, scorer=scorer),
         tune.PlacementGroupFactory([{"CPU": TRIAL_ACTOR_CPUS}]),
     )
+    interrupt = _Interrupt()
     tuner = tune.Tuner(
         trainable,
         tune_config=tune.TuneConfig(
-            search_alg=_EvaluationSource(coordinator, concurrency),
+            search_alg=_EvaluationSource(coordinator, concurrency, interrupt),
             scheduler=_ChunkScheduler(coordinator, concurrency),
             num_samples=-1,
             reuse_actors=True,
@@ -174,11 +209,12 @@ def run_evaluations(
             name=name,
             storage_path=str(storage_dir),
             verbose=0,
-            callbacks=[_Observer(tick)],
+            callbacks=[_Observer(tick, interrupt)],
             failure_config=tune.FailureConfig(max_failures=0),
         ),
     )
-    tuner.fit()
+    with interrupt:
+        tuner.fit()
 
 
 def _trial_name(trial: Any) -> str:
