@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import psutil
 
 from search_spaces.base import SearchSpace
 from search_spaces.errors import InvalidStudy, Problem
-from search_spaces.fidelity import Bracket, hyperband_brackets, rungs
+from search_spaces.fidelity import Bracket, bracket_plan, hyperband_brackets, rungs
 from search_spaces.lfs import LfsSpace
 from search_spaces.objectives import Objective
 from search_spaces.published import sources_and_published
@@ -130,13 +130,8 @@ class Examination:
         """Samples the study will score if no trial fails and no two recipes are equal: search, holdout, and what the
         search would cost with every trial at full budget."""
         totals = [sum(samples.values()) for samples in self.rung_samples]
-        remaining = self.study.search.max_trials
         search = len(self.extras()) * totals[-1]
-        index = 0
-        while remaining > 0:
-            bracket = self.cycle[index % len(self.cycle)]
-            bracket = replace(bracket, num_configurations=min(bracket.num_configurations, remaining))
-            remaining, index = remaining - bracket.num_configurations, index + 1
+        for bracket in bracket_plan(len(totals), self.study.fidelity.eta, self.study.search.max_trials):
             paid = 0
             for rung, size in enumerate(bracket.sizes, start=bracket.first_rung):
                 search += size * (totals[rung] - paid)
