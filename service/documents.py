@@ -1,4 +1,4 @@
-"""The shapes of the files a run leaves, and their JSON Schemas.
+"""The shapes of the files a run leaves and of what the server answers, and their JSON Schemas.
 
 Each document has one typed definition here; the schema is derived from it. Keys may be added in later versions, never
 renamed or removed.
@@ -18,12 +18,21 @@ from search_spaces.study import Study
 __all__ = [
     "EngineDocument",
     "EstimateDocument",
+    "EventDocument",
+    "EventsDocument",
+    "ExportDocument",
+    "ExportsDocument",
     "HoldoutDocument",
     "ObjectiveDocument",
     "ParetoDocument",
+    "ProblemDocument",
+    "ProgressDocument",
     "RecipeDocument",
+    "StudiesDocument",
+    "StudyDocument",
     "SummaryDocument",
     "TrialDocument",
+    "TrialsDocument",
     "VerificationDocument",
     "schemas",
 ]
@@ -32,6 +41,8 @@ Values = Annotated[dict[str, float], Field(description="By objective, in the met
 Interval = Annotated[list[float], Field(min_length=2, max_length=2, description="95 % interval: lower, upper.")]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$", description="sha256 of the canonical recipe.")]
 Number = Annotated[int, Field(ge=0)]
+State = Literal["CREATED", "RUNNING", "STOPPED", "COMPLETE", "FAILED", "CANCELLED"]
+Time = Annotated[str, Field(description="RFC 3339, in UTC.")]
 
 
 class RungDocument(TypedDict):
@@ -127,7 +138,7 @@ class SummaryDocument(TypedDict):
     """summary.json"""
 
     study: str
-    state: Literal["CREATED", "RUNNING", "STOPPED", "COMPLETE", "FAILED"]
+    state: State
     reason: str | None
     seed: int
     version: str
@@ -199,6 +210,104 @@ class RecipeDocument(TypedDict):
     embedding: MergeDocument
     layers: list[LayerDocument]
     head: MergeDocument
+
+
+# What the server answers.
+
+
+class ProgressDocument(TypedDict):
+    """How far a study's driver is; overwritten as it goes on."""
+
+    study: str
+    stage: Literal["searching", "held-out"]
+    trials: Annotated[dict[str, int], Field(description="Trials by state.")]
+    max_trials: Annotated[int, Field(description="Trials there will be, sources and published recipes included.")]
+    bracket: int | None
+    num_brackets: int | None
+    rung: int | None
+    rungs: Annotated[list[int], Field(description="Samples of an objective at each rung.")]
+    best_trial: int | None
+    best: Values
+    samples_scored: Number
+    samples_planned: Number
+
+
+class JobDocument(TypedDict):
+    """The Ray Job that drives a study."""
+
+    submission_id: str
+    dashboard_url: Annotated[str | None, Field(description="Its page in the Ray dashboard, while that is up.")]
+
+
+class StudyDocument(TypedDict):
+    """A study as the server knows it."""
+
+    id: str
+    name: str
+    state: State
+    reason: str | None
+    created_at: Time
+    wall_clock_s: Annotated[float, Field(description="Seconds that drivers have worked on it.")]
+    attempt: Annotated[int, Field(description="Drivers that have worked on it so far.")]
+    trials: Annotated[dict[str, int], Field(description="Trials by state.")]
+    progress: ProgressDocument | None
+    job: JobDocument | None
+    links: Annotated[dict[str, str], Field(description="self, trials, pareto, summary, events, report, log.")]
+
+
+class StudiesDocument(TypedDict):
+    studies: list[StudyDocument]
+
+
+class TrialsDocument(TypedDict):
+    trials: list[TrialDocument]
+    next: Annotated[str | None, Field(description="Where the list goes on; null at its end.")]
+
+
+class EventDocument(TypedDict):
+    """Something that happened. As a server-sent event its id and kind are the frame's `id` and `event`."""
+
+    id: int
+    time: Time
+    kind: str
+    payload: dict[str, Any]
+
+
+class EventsDocument(TypedDict):
+    events: list[EventDocument]
+
+
+class ExportDocument(TypedDict):
+    """A merged model written for download."""
+
+    id: str
+    study: str
+    trial: Number
+    dtype: str
+    state: Literal["WAITING", "RUNNING", "COMPLETE", "FAIL"]
+    reason: str | None
+    created_at: Time
+    bytes: Annotated[int | None, Field(description="Of all its files, once it is COMPLETE.")]
+    links: Annotated[dict[str, str], Field(description="self, and download once it is COMPLETE.")]
+
+
+class ExportsDocument(TypedDict):
+    exports: list[ExportDocument]
+
+
+class FieldProblem(TypedDict):
+    field: Annotated[str, Field(description="Dotted place in the request; empty: the request as a whole.")]
+    message: str
+
+
+class ProblemDocument(TypedDict):
+    """RFC 9457 problem details."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    problems: NotRequired[list[FieldProblem]]
 
 
 def schemas() -> dict[str, dict[str, Any]]:

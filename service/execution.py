@@ -7,10 +7,11 @@ the server).
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -24,25 +25,27 @@ from service.types import Origin, StudyState, TrialRecord, TrialState
 from workers.errors import EngineUnavailable, EvidenceMismatch
 from workers.types import Scorer, Span
 
-__all__ = ["execute"]
+__all__ = ["HEARTBEAT_S", "Clock", "execute"]
 
 logger = logging.getLogger(__name__)
 
+# A driver whose heartbeat is several times older is taken for dead.
 HEARTBEAT_S = 5.0
 SNAPSHOT_S = 0.25
 
 
 def execute(
     store: Store,
-    study_id: str,
+    writer: StudyWriter,
     examination: Examination,
     scorer: Scorer,
     *,
     work_dir: Path,
+    clock: Clock,
     view: ProgressView,
     observer: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Take the study over and work on it until it is COMPLETE.
+    """Work on the study that `writer` has taken over until it is COMPLETE.
 
     Raises StudyFailed (the study is FAILED with that reason), EngineUnavailable (STOPPED, may be resumed) and
     StaleAttempt (another driver has it now). Whatever else interrupts it leaves it resumable.
@@ -50,13 +53,11 @@ def execute(
     from service.tune.coordinator import Coordinator
     from service.tune.driver import RayProposer, run_evaluations
 
-    record = store.study(study_id)
-    writer = store.open_attempt(study_id)
+    study_id = writer.study_id
     writer.set_state(StudyState.RUNNING)
-    clock = _Clock(writer, record.wall_clock_s)
     try:
         coordinator = Coordinator(
-            examination.plan(study_id, record.facts),
+            examination.plan(study_id, store.study(study_id).facts),
             space=examination.space,
             store=store,
             writer=writer,
@@ -72,8 +73,8 @@ def execute(
         snapshots = _Snapshots(coordinator, examination, expected["search"] + expected["holdout"])
 
         def tick() -> None:
-            clock.tick()
             if (snapshot := snapshots.due()) is not None:
+                clock.progress = snapshot.to_json()
                 view.update(snapshot)
 
         view.update(snapshots.now())
@@ -107,25 +108,43 @@ def execute(
         raise
 
 
-class _Clock:
-    """Counts the study's working time over all attempts and tells the store that the driver is alive."""
+class Clock:
+    """Counts the study's working time over all attempts and, from a thread of its own, tells the store every
+    `beat_s` seconds that the driver lives and how far it is (`progress`, as JSON)."""
 
-    def __init__(self, writer: StudyWriter, worked_s: float) -> None:
+    def __init__(self, writer: StudyWriter, worked_s: float, *, beat_s: float = HEARTBEAT_S) -> None:
+        self.progress: Mapping[str, Any] | None = None
         self._writer = writer
         self._worked_s = worked_s
-        self._started_at = self._beat_at = time.monotonic()
+        self._beat_s = beat_s
+        self._started_at = time.monotonic()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat_on, name="heartbeat", daemon=True)
 
     @property
     def wall_clock_s(self) -> float:
         return self._worked_s + time.monotonic() - self._started_at
 
-    def tick(self) -> None:
-        if time.monotonic() - self._beat_at >= HEARTBEAT_S:
-            self.beat()
-
     def beat(self) -> None:
-        self._beat_at = time.monotonic()
-        self._writer.heartbeat(wall_clock_s=self.wall_clock_s)
+        self._writer.heartbeat(wall_clock_s=self.wall_clock_s, progress=self.progress)
+
+    def __enter__(self) -> Self:
+        self.beat()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _beat_on(self) -> None:
+        while not self._stop.wait(self._beat_s):
+            try:
+                self.beat()
+            except StaleAttempt:  # the driver's own next write says so where it can be acted upon
+                return
+            except Exception:
+                logger.exception("a heartbeat was not stored")
 
 
 class _Snapshots:

@@ -1,6 +1,7 @@
 """Everything that can be checked before an engine starts, and the plan that follows from it.
 
-Reads headers, configurations and task data; loads no weights. All problems of a study are reported together.
+All problems of a study are reported together: first those that headers, configurations and task data tell, and only
+where there are none those of the weights, for reading large models takes minutes (and is remembered by content).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +23,17 @@ from search_spaces.lfs import LfsSpace
 from search_spaces.objectives import Objective
 from search_spaces.published import sources_and_published
 from search_spaces.study import InlineTask, ObjectiveSpec, Study
+from service.disk import gib, lack_of_space
+from service.errors import Conflict
 from service.tune.plan import Plan
-from service.types import Origin
+from service.types import Origin, StudyRecord
 from workers.errors import InvalidModel, InvalidTask
-from workers.types import EngineOptions, Family, TaskInfo, TaskSpec
+from workers.types import CHUNKS_IN_FLIGHT_PER_REPLICA, EngineOptions, Family, TaskInfo, TaskSpec
 
-__all__ = ["Examination", "MemoryPlan", "examine"]
+__all__ = ["DTYPE_BYTES", "EXPORT", "Examination", "MemoryPlan", "check_unchanged", "engine_dtype", "examine"]
 
-# Trials in flight per replica: one being scored, one waiting at the replica, one on its way.
-TRIALS_IN_FLIGHT_PER_REPLICA = 3
+# Where in its directory a run exports its best merge.
+EXPORT = "export"
 
 # Proposals may run this far ahead of what is in flight.
 PROPOSALS_AHEAD = 2
@@ -75,10 +79,12 @@ class Examination:
     rung_samples: tuple[Mapping[str, int], ...]
     cycle: tuple[Bracket, ...]
     memory: MemoryPlan
+    export_bytes: int
+    """Weights of one merged model, as exported."""
 
     @property
     def concurrency(self) -> int:
-        return TRIALS_IN_FLIGHT_PER_REPLICA * self.study.engine.replicas
+        return CHUNKS_IN_FLIGHT_PER_REPLICA * self.study.engine.replicas
 
     @property
     def engine_options(self) -> EngineOptions:
@@ -94,6 +100,7 @@ class Examination:
             "rung_samples": [dict(samples) for samples in self.rung_samples],
             "lag": self.concurrency + PROPOSALS_AHEAD,
             "objectives": [asdict(objective) for objective in self.objectives],
+            "version": version("mergesearch"),
         }
 
     def plan(self, study_id: str, facts: Mapping[str, Any]) -> Plan:
@@ -142,39 +149,49 @@ class Examination:
         return {"search": search, "holdout": holdout, "full_budget": full}
 
 
-def examine(study: Study, *, available_bytes: int | None = None) -> Examination:
-    """Check everything that headers, configurations and task data allow.
+def check_unchanged(record: StudyRecord, facts: Mapping[str, Any]) -> None:
+    """Raises Conflict if models or task data are not what they were when the study was started."""
+    for key in ("fingerprints", "tasks", "holdout_tasks"):
+        if record.facts[key] != facts[key]:
+            changed = sorted(name for name in facts[key] if record.facts[key].get(name) != facts[key][name])
+            raise Conflict(
+                f"study {record.name!r}: {key} of {', '.join(changed)} have changed since it was started; results "
+                "before and after would not be comparable; start another study, or put the files back"
+            )
 
-    `available_bytes` is the memory of one machine; None: this machine's. Raises InvalidStudy with every problem.
+
+def examine(study: Study, *, available_bytes: int | None = None, export_dir: Path | None = None) -> Examination:
+    """Check everything that can be checked without an engine.
+
+    `available_bytes` is the memory of one machine; None: this machine's. Where there is an `export_dir`, the best merge
+    must fit on its disk. Raises InvalidStudy with every problem.
     """
     problems: list[Problem] = []
-    family, facts = _examine_models(study, problems)
+    models = _examine_models(study, problems)
     tasks, infos = _examine_tasks(study.objectives, "objectives", study, problems)
     holdout_tasks, holdout_infos = _examine_tasks(study.holdout, "holdout", study, problems)
     objectives = _objectives(study, infos, problems)
     rung_samples, cycle = _examine_fidelity(study, infos, problems)
-    space = _examine_space(study, family, facts["num_layers"], problems) if family else None
-    if family:
-        _examine_prompts(study, family, problems)
     _examine_devices(study, problems)
-    memory = _memory(study, facts, available_bytes) if family else None
-    if memory is not None and memory.needed_bytes > memory.available_bytes:
-        problems.append(
-            Problem(
-                "engine",
-                f"needs {_gib(memory.needed_bytes)} of memory, {_gib(memory.available_bytes)} are available: "
-                f"source weights {_gib(memory.bank_bytes)} + {memory.replicas} engine(s) of "
-                f"{_gib(memory.engine_bytes)}; use fewer replicas, a smaller dtype or a larger machine",
-            )
-        )
-    if problems or family is None or space is None or memory is None:
+    memory = _memory(study, models, available_bytes) if models else None
+    if models is not None and memory is not None:
+        _examine_space(study, models, dict.fromkeys(("base", *study.models.experts), ""), problems)
+        _examine_prompts(study, models.base_dir, problems)
+        _examine_memory(memory, problems)
+        if export_dir is not None and (lack := lack_of_space(export_dir, models.export_bytes(study))):
+            problems.append(Problem("", f"--export: {lack}"))
+    if problems or models is None or memory is None:
+        raise InvalidStudy(tuple(problems))
+    family = _read_weights(study, problems)
+    space = _examine_space(study, models, family.fingerprints, problems)
+    if problems or space is None:
         raise InvalidStudy(tuple(problems))
     return Examination(
         study=study,
         family=family,
         space=space,
-        num_layers=facts["num_layers"],
-        num_parameters=facts["num_parameters"],
+        num_layers=models.num_layers,
+        num_parameters=models.num_parameters,
         objectives=objectives,
         tasks=tasks,
         task_infos=infos,
@@ -183,25 +200,61 @@ def examine(study: Study, *, available_bytes: int | None = None) -> Examination:
         rung_samples=rung_samples,
         cycle=cycle,
         memory=memory,
+        export_bytes=models.export_bytes(study),
     )
 
 
-def _examine_models(study: Study, problems: list[Problem]) -> tuple[Family | None, dict[str, Any]]:
-    from workers.checkpoints import check_tokenizer, open_checkpoint, open_family
+@dataclass(frozen=True)
+class _Models:
+    """What the headers say of a family."""
+
+    base_dir: Path
+    num_layers: int
+    num_parameters: int
+    bank_bytes: int
+
+    def export_bytes(self, study: Study) -> int:
+        return self.num_parameters * DTYPE_BYTES[engine_dtype(study)]
+
+
+def _examine_models(study: Study, problems: list[Problem]) -> _Models | None:
+    from workers.checkpoints import check_family, check_tokenizer, locate
+
+    found: list[str] = []
+    checkpoints: tuple[Any, ...] = ()
+    try:
+        checkpoints = check_family(study.models.base, study.models.experts)
+    except InvalidModel as error:
+        found += error.problems
+    try:
+        check_tokenizer(locate(study.models.base))
+    except InvalidModel as error:
+        found += [text for text in error.problems if f"base model: {text}" not in found]
+    problems.extend(Problem("models", text) for text in found)
+    if found:
+        return None
+    base = checkpoints[0]
+    return _Models(
+        base_dir=base.directory,
+        num_layers=base.layout.num_layers,
+        num_parameters=sum(tensor.num_elements for tensor in base.tensors.values()),
+        bank_bytes=sum(tensor.num_bytes for c in checkpoints for tensor in c.tensors.values()),
+    )
+
+
+def _read_weights(study: Study, problems: list[Problem]) -> Family:
+    """The family by content; what is wrong with the contents is appended to `problems`."""
+    from workers.checkpoints import content_problems, open_checkpoint, open_family
 
     try:
         family = open_family(study.models.base, study.models.experts)
-        check_tokenizer(family.base.directory)
-    except InvalidModel as error:
-        problems.extend(Problem("models", text) for text in error.problems)
-        return None, {}
-    base = open_checkpoint(family.base.directory)
-    checkpoints = [open_checkpoint(model.directory) for model in family.models]
-    return family, {
-        "num_layers": base.layout.num_layers,
-        "num_parameters": sum(tensor.num_elements for tensor in base.tensors.values()),
-        "bank_bytes": sum(tensor.num_bytes for c in checkpoints for tensor in c.tensors.values()),
-    }
+    except InvalidModel as error:  # changed since the headers were read
+        raise InvalidStudy(tuple(Problem("models", text) for text in error.problems)) from error
+    for model in family.models:
+        place = "models.base" if model is family.base else f"models.experts.{model.alias}"
+        wrong = content_problems(open_checkpoint(model.directory), model.fingerprint)
+        problems.extend(Problem(place, text) for text in wrong)
+    return family
 
 
 def _examine_tasks(
@@ -233,7 +286,7 @@ def _examine_tasks(
             )
             infos[spec.name] = check_task(tasks[spec.name])
         except InvalidTask as error:
-            problems.append(Problem(f"{section}.{index}.task", str(error)))
+            problems.append(Problem(f"{section}.{index}.{error.field}", str(error)))
     return tasks, infos
 
 
@@ -250,11 +303,11 @@ def _engine_options(study: Study) -> EngineOptions:
     )
 
 
-def _examine_prompts(study: Study, family: Family, problems: list[Problem]) -> None:
+def _examine_prompts(study: Study, base_dir: Path, problems: list[Problem]) -> None:
     """Whether prompts can be written as the study says, and leave the model room to answer."""
     from workers.prompts import Prompts
 
-    prompts = Prompts(family.base.directory, _engine_options(study))
+    prompts = Prompts(str(base_dir), _engine_options(study))
     asked = study.engine.chat_template
     found = prompts.tokenizer.chat_template  # one, or several by name
     names = list(found) if isinstance(found, dict) else ["default"] if found else []
@@ -262,7 +315,7 @@ def _examine_prompts(study: Study, family: Family, problems: list[Problem]) -> N
         problems.append(
             Problem(
                 "engine.chat_template",
-                f"{json.dumps(asked)}: the tokenizer of {family.base.directory} has "
+                f"{json.dumps(asked)}: the tokenizer of {base_dir} has "
                 + (f"the templates {', '.join(names)}; give one of them" if names else "no template; write false"),
             )
         )
@@ -322,19 +375,20 @@ def _examine_fidelity(
     return samples, hyperband_brackets(len(sizes), fidelity.eta)
 
 
-def _examine_space(study: Study, family: Family, num_layers: int, problems: list[Problem]) -> SearchSpace | None:
+def _examine_space(
+    study: Study, models: _Models, fingerprints: Mapping[str, str], problems: list[Problem]
+) -> SearchSpace | None:
     spec = study.search_space
     max_layers = study.limits.max_layers
-    if max_layers is not None and num_layers > max_layers:
-        problems.append(
-            Problem("limits.max_layers", f"{max_layers} is below the {num_layers} layers that every merge here has")
-        )
+    if max_layers is not None and models.num_layers > max_layers:
+        message = f"{max_layers} is below the {models.num_layers} layers that every merge here has"
+        problems.append(Problem("limits.max_layers", message))
     try:
         return LfsSpace(
-            base=family.base.alias,
-            experts=tuple(expert.alias for expert in family.experts),
-            fingerprints=family.fingerprints,
-            num_layers=num_layers,
+            base="base",
+            experts=tuple(study.models.experts),
+            fingerprints=fingerprints,
+            num_layers=models.num_layers,
             layer_groups=spec.layer_groups,
             component_groups=spec.component_groups,
             methods=spec.methods,
@@ -370,21 +424,35 @@ def _examine_devices(study: Study, problems: list[Problem]) -> None:
         )
 
 
-def _memory(study: Study, facts: Mapping[str, Any], available_bytes: int | None) -> MemoryPlan:
+def _memory(study: Study, models: _Models, available_bytes: int | None) -> MemoryPlan:
     import torch
 
-    engine = study.engine
-    on_gpu = torch.cuda.is_available()
-    dtype = engine.dtype if engine.dtype != "auto" else "bfloat16" if on_gpu else "float32"
     # On CPU vLLM computes from a packed copy; the plain weights stay beside it to be written to.
-    weights = facts["num_parameters"] * DTYPE_BYTES[dtype] * (1 if on_gpu else 2)
+    copies = 1 if torch.cuda.is_available() else 2
     return MemoryPlan(
-        bank_bytes=facts["bank_bytes"],
-        engine_bytes=weights + ENGINE_OVERHEAD_BYTES,
-        replicas=engine.replicas,
+        bank_bytes=models.bank_bytes,
+        engine_bytes=copies * models.num_parameters * DTYPE_BYTES[engine_dtype(study)] + ENGINE_OVERHEAD_BYTES,
+        replicas=study.engine.replicas,
         available_bytes=psutil.virtual_memory().total if available_bytes is None else available_bytes,
     )
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
+def _examine_memory(memory: MemoryPlan, problems: list[Problem]) -> None:
+    if memory.needed_bytes > memory.available_bytes:
+        problems.append(
+            Problem(
+                "engine",
+                f"needs {gib(memory.needed_bytes)} of memory, {gib(memory.available_bytes)} are available: "
+                f"source weights {gib(memory.bank_bytes)} + {memory.replicas} engine(s) of "
+                f"{gib(memory.engine_bytes)}; use fewer replicas, a smaller dtype or a larger machine",
+            )
+        )
+
+
+def engine_dtype(study: Study) -> str:
+    """The dtype that `engine.dtype` means on this machine."""
+    import torch
+
+    if study.engine.dtype != "auto":
+        return study.engine.dtype
+    return "bfloat16" if torch.cuda.is_available() else "float32"

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -70,6 +70,15 @@ class ProgressSnapshot:
     @property
     def num_finished(self) -> int:
         return sum(count for state, count in self.trials.items() if TrialState(state).is_finished)
+
+    def to_json(self) -> dict[str, Any]:
+        """As documents.ProgressDocument."""
+        return {**asdict(self), "trials": {state.value: count for state, count in self.trials.items()}}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        trials = {TrialState(state): count for state, count in document["trials"].items()}
+        return cls(**{**document, "trials": trials, "rungs": tuple(document["rungs"])})
 
 
 class ProgressView:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["RaySession", "ray_session"]
+__all__ = ["RaySession", "check_reachable", "prepare_environment", "ray_session", "start_ray"]
 
 NAMESPACE = "mergesearch"
 
@@ -20,6 +21,13 @@ OBJECT_STORE_BYTES = 256 * 2**20
 # `ray.init` waits for it all the same.
 START_ATTEMPTS = 3
 START_WAIT_S = 60
+
+# How long a cluster that RAY_ADDRESS names may take to accept a connection and say its first word.
+ANSWER_WAIT_S = 5.0
+
+# How an HTTP/2 connection begins on either side; what Ray speaks (gRPC) is HTTP/2.
+HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000")
+SETTINGS_FRAME = 4
 
 logger = logging.getLogger(__name__)
 
@@ -35,18 +43,14 @@ class RaySession:
 @contextmanager
 def ray_session() -> Iterator[RaySession]:
     """Ray, up and connected. Raises ConnectionError if RAY_ADDRESS names a cluster that does not answer."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", str(START_WAIT_S))
-    os.environ.setdefault("RAY_agent_register_timeout_ms", "300000")
-    # Workers are told their accelerators by us; Ray must not blank CUDA_VISIBLE_DEVICES for actors without a GPU.
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    prepare_environment()
     import ray
 
     if ray.is_initialized():
         yield RaySession(is_own=False, dashboard_url=None)
         return
     address = os.environ.get("RAY_ADDRESS")
-    context = _started(address)
+    context = _joined(address) if address else start_ray()
     url = context.dashboard_url
     try:
         yield RaySession(is_own=not address, dashboard_url=f"http://{url}" if url else None)
@@ -54,18 +58,61 @@ def ray_session() -> Iterator[RaySession]:
         ray.shutdown()
 
 
-def _started(address: str | None) -> Any:
+def prepare_environment() -> None:
+    """What Ray reads when it is imported or started."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", str(START_WAIT_S))
+    os.environ.setdefault("RAY_agent_register_timeout_ms", "300000")
+    # Workers are told their accelerators by us; Ray must not blank CUDA_VISIBLE_DEVICES for actors without a GPU.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+
+def check_reachable(*, timeout_s: float = ANSWER_WAIT_S) -> None:
+    """Raise ConnectionError if RAY_ADDRESS names a host and port where nothing that could be Ray answers.
+
+    Ray itself would try for minutes."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdecimal():
+        return  # "auto" and the like: Ray finds out by itself
+    advice = "start Ray there, correct RAY_ADDRESS, or unset it to have Ray started on this machine"
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s) as connection:
+            if os.environ.get("RAY_USE_TLS") == "1":
+                return
+            connection.settimeout(timeout_s)
+            connection.sendall(HTTP2_GREETING)
+            frame = connection.recv(9)
+    except (OSError, OverflowError) as error:
+        raise ConnectionError(f"RAY_ADDRESS={address}: no Ray answers there ({error}); {advice}") from error
+    if len(frame) < 4 or frame[3] != SETTINGS_FRAME:
+        raise ConnectionError(f"RAY_ADDRESS={address}: what answers there is no Ray; {advice}")
+
+
+def _joined(address: str) -> Any:
     import ray
 
-    common = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
-    if address:
-        return ray.init(address=address, **common)
+    check_reachable()
+    try:
+        return ray.init(address=address, **_COMMON)
+    except (RuntimeError, ValueError, OSError) as error:  # another version, another kind of address, no permission
+        raise ConnectionError(f"RAY_ADDRESS={address}: cannot be joined: {error}") from error
+
+
+def start_ray(**options: Any) -> Any:
+    """A Ray of this process's own, with its dashboard. Raises ConnectionError if it does not come up."""
+    prepare_environment()
+    import ray
+
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
-            return ray.init(include_dashboard=True, object_store_memory=OBJECT_STORE_BYTES, **common)
+            return ray.init(include_dashboard=True, object_store_memory=OBJECT_STORE_BYTES, **_COMMON, **options)
         except Exception as error:  # what Ray raises when its own processes are slow has no class of its own
             if attempt == START_ATTEMPTS or "timed out" not in str(error):
                 raise ConnectionError(f"Ray did not start on this machine: {error}") from error
             logger.warning("Ray did not start in time; trying once more")
             ray.shutdown()
     raise AssertionError
+
+
+_COMMON = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}

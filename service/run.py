@@ -11,13 +11,12 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from importlib.metadata import version
 from pathlib import Path
 
 from search_spaces.study import Study, same_but_limits
 from service.errors import Conflict, NotFound
-from service.execution import execute
-from service.preflight import Examination, examine
+from service.execution import Clock, execute
+from service.preflight import EXPORT, Examination, check_unchanged, examine
 from service.progress import ProgressView
 from service.ray_session import ray_session
 from service.report import render_report
@@ -27,10 +26,10 @@ from service.store import Store
 from service.types import StudyRecord, StudyState
 from workers.types import Scorer
 
-__all__ = ["DATABASE", "OpenScorer", "locked", "open_scorer", "read_run", "run_study"]
+__all__ = ["DATABASE", "LOCK_FILE", "OpenScorer", "locked", "open_scorer", "read_run", "run_study"]
 
 DATABASE = "study.db"
-LOCK = ".lock"
+LOCK_FILE = ".lock"
 
 OpenScorer = Callable[[Examination, ProgressView], AbstractContextManager[Scorer]]
 
@@ -39,13 +38,13 @@ OpenScorer = Callable[[Examination, ProgressView], AbstractContextManager[Scorer
 def locked(directory: Path) -> Iterator[None]:
     """Hold `directory` for this process; the lock ends with the process, however it ends. Raises Conflict."""
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / LOCK).open("a+") as file:
+    with (directory / LOCK_FILE).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)
             raise Conflict(
-                f"{directory}: process {file.read().strip() or 'unknown'} is running a study here; "
+                f"{directory}: process {file.read().strip() or 'unknown'} is at work here; "
                 "wait for it, stop it, or give another directory"
             ) from error
         file.truncate(0)
@@ -76,31 +75,35 @@ def run_study(
     directory: Path,
     *,
     view: ProgressView,
+    exports: bool = False,
     open_scorer: OpenScorer = open_scorer,
     observer: Callable[[str], None] = lambda _: None,
 ) -> RunRecord:
-    """Run the study in `directory` to its end, or resume it there, and write its result files.
+    """Run the study in `directory` to its end, or resume it there, and write its result files; `exports` only asks
+    that there be room for the best merge in `directory`/export.
 
-    Raises InvalidStudy (nothing was started), Conflict (another run or another study is there), StudyFailed and
-    EngineUnavailable (result files show what was reached).
+    Raises InvalidStudy (nothing was started), Conflict (another run or another study is there), ConnectionError (no
+    Ray), StudyFailed and EngineUnavailable (result files show what was reached).
     """
-    examination = examine(study)
+    examination = examine(study, export_dir=directory / EXPORT if exports else None)
     with locked(directory):
         store = Store(f"sqlite:///{directory / DATABASE}")
         try:
             record = _created_or_resumed(store, study, examination, directory)
             try:
                 if record.state is not StudyState.COMPLETE:
-                    with ray_session() as session:
+                    writer = store.open_attempt(record.id)
+                    with Clock(writer, record.wall_clock_s) as clock, ray_session() as session:
                         if session.dashboard_url:
                             view.note(f"Ray dashboard: {session.dashboard_url}")
                         with open_scorer(examination, view) as scorer:
                             execute(
                                 store,
-                                record.id,
+                                writer,
                                 examination,
                                 scorer,
                                 work_dir=directory.resolve() / "ray",
+                                clock=clock,
                                 view=view,
                                 observer=observer,
                             )
@@ -128,7 +131,7 @@ def read_run(directory: Path) -> Iterator[tuple[Store, StudyRecord]]:
 
 
 def _created_or_resumed(store: Store, study: Study, examination: Examination, directory: Path) -> StudyRecord:
-    facts = {**examination.facts(), "version": version("mergesearch")}
+    facts = examination.facts()
     studies = store.studies()
     if not studies:
         return store.create_study(name=study.name, document=study.canonical(), facts=facts)
@@ -139,13 +142,7 @@ def _created_or_resumed(store: Store, study: Study, examination: Examination, di
             f"{directory}: holds another study ({before.name!r}); these fields differ: {', '.join(differing)}; "
             "only limits and a larger search.max_trials may change; give another directory"
         )
-    for key in ("fingerprints", "tasks", "holdout_tasks"):
-        if record.facts[key] != facts[key]:
-            changed = sorted(name for name in facts[key] if record.facts[key].get(name) != facts[key][name])
-            raise Conflict(
-                f"{directory}: {key} of {', '.join(changed)} have changed since the study was started here; "
-                "results before and after would not be comparable; give another directory"
-            )
+    check_unchanged(record, facts)
     if before != study:
         writer = store.open_attempt(record.id)
         writer.set_document(study.canonical())

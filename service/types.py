@@ -12,6 +12,8 @@ from search_spaces.recipe import Recipe
 __all__ = [
     "Comparison",
     "Estimate",
+    "ExportRecord",
+    "ExportState",
     "Origin",
     "RungRecord",
     "StudyRecord",
@@ -46,13 +48,27 @@ class Origin(StrEnum):
 
 
 class StudyState(StrEnum):
-    """CREATED -> RUNNING -> COMPLETE | FAILED; STOPPED can be resumed."""
+    """CREATED -> RUNNING -> COMPLETE | FAILED | CANCELLED; STOPPED can be resumed."""
 
     CREATED = "CREATED"
     RUNNING = "RUNNING"
     STOPPED = "STOPPED"
     COMPLETE = "COMPLETE"
     FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+    @property
+    def is_finished(self) -> bool:
+        return self in (StudyState.COMPLETE, StudyState.FAILED, StudyState.CANCELLED)
+
+
+class ExportState(StrEnum):
+    """WAITING -> RUNNING -> COMPLETE | FAIL."""
+
+    WAITING = "WAITING"
+    RUNNING = "RUNNING"
+    COMPLETE = "COMPLETE"
+    FAIL = "FAIL"
 
 
 @dataclass(frozen=True)
@@ -99,7 +115,8 @@ class TrialRecord:
 @dataclass(frozen=True)
 class StudyRecord:
     """A study as stored. `document` is the canonical study file; `facts` what was found when it was first run (model
-    fingerprints, number of layers, task sizes, prompt hashes, versions)."""
+    fingerprints, number of layers, task sizes, prompt hashes, versions). `attempt` counts drivers that took it over,
+    `submissions` those sent to a cluster; times are seconds since the epoch, 0 or None: never."""
 
     id: str
     name: str
@@ -109,6 +126,25 @@ class StudyRecord:
     created_at: float
     reason: str | None = None
     wall_clock_s: float = 0.0
+    attempt: int = 0
+    heartbeat_at: float | None = None
+    progress: Mapping[str, Any] | None = None
+    submissions: int = 0
+    submitted_at: float = 0.0
+    request_digest: str | None = None
+
+
+@dataclass(frozen=True)
+class ExportRecord:
+    """A merged model that was asked for; `reason` says why it FAILed."""
+
+    id: str
+    study: str
+    trial: int
+    dtype: str
+    state: ExportState
+    created_at: float
+    reason: str | None = None
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ import functools
 import logging
 import os
 import re
+import socket
 import tempfile
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -26,6 +27,7 @@ from search_spaces.errors import SearchSpaceError
 from search_spaces.recipe import Recipe
 from workers.errors import EngineUnavailable, EvidenceMismatch, TrialFailed, WorkerError
 from workers.types import (
+    CHUNKS_IN_FLIGHT_PER_REPLICA,
     EngineOptions,
     Evidence,
     Family,
@@ -46,6 +48,7 @@ T = TypeVar("T")
 
 # One chunk is scored, the next ones wait at the replica: at 1 the router's back-off idles the engine for up to 0.5 s.
 MAX_ONGOING_REQUESTS = 3
+
 VERIFIED_PROMPTS = 8  # whose log-probabilities are compared with the reference's, token by token
 
 
@@ -70,7 +73,7 @@ class EngineWorker:
         from workers.engine import Engine
         from workers.evaluation import Evaluation
 
-        self.name = f"replica-{os.getpid()}"
+        self.name = f"{socket.gethostname()}-{os.getpid()}"
         self.engine = Engine(family, options, log_file=log_file())
         self.evaluation = Evaluation(self.engine, self.engine.prompts)
         self.busy_s = 0.0
@@ -186,20 +189,58 @@ class Turns:
             waiting[0][1].set_result(None)
 
 
+class ReplicaMetrics:
+    """What Ray's metrics say of a replica, tagged by Serve with deployment and replica, and by us with the study.
+
+    Samples per second is the rate of `mergesearch_samples`; a recipe's digest is no tag, because each new one would
+    be a time series that is never dropped."""
+
+    def __init__(self) -> None:
+        from ray.serve import metrics
+
+        keys = ("study",)
+        self._samples = metrics.Counter("mergesearch_samples", "Samples scored.", keys)
+        self._seconds = metrics.Counter("mergesearch_seconds", "Seconds by phase of a chunk.", (*keys, "phase"))
+        self._swap_s = metrics.Histogram(
+            "mergesearch_swap_seconds",
+            "Seconds from a recipe to an engine that holds it.",
+            boundaries=[0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100],
+            tag_keys=keys,
+        )
+        self._queued = metrics.Gauge("mergesearch_queued_chunks", "Chunks here, scored or waiting.", keys)
+        self._recipe = metrics.Gauge(
+            "mergesearch_recipe_held", "First 8 hex digits of the digest of the recipe held, as a number.", keys
+        )
+        self._num_queued: Counter[str] = Counter()
+
+    def queue(self, study: str, change: int) -> None:
+        self._num_queued[study] += change
+        self._queued.set(self._num_queued[study], tags={"study": study})
+
+    def scored(self, study: str, result: ScoreResult) -> None:
+        tags = {"study": study}
+        digest = result.evidence.recipe_digest
+        if result.samples:
+            self._samples.inc(len(result.samples), tags=tags)
+        for phase, seconds in result.timings_s.items():
+            if seconds > 0:
+                self._seconds.inc(seconds, tags={**tags, "phase": phase})
+        swap_s = result.timings_s.get("materialise", 0.0) + result.timings_s.get("swap", 0.0)
+        if swap_s > 0:
+            self._swap_s.observe(swap_s, tags=tags)
+        self._recipe.set(int(digest[:8], 16), tags=tags)
+        log.info("study %s: recipe %s: %d samples", study, digest[:12], len(result.samples))
+
+
 class ScoringReplica:
     """The body of the deployment. `make_worker` is called once, in the thread that does all the work."""
 
     def __init__(self, make_worker: Callable[[], Worker]) -> None:
-        from ray.util import metrics
-
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._turns = Turns()
         self._fault: str | None = None
         self._worker = self._thread.submit(make_worker).result()
-        self._samples = metrics.Counter("mergesearch_samples", "Samples scored", tag_keys=("study",))
-        self._seconds = metrics.Counter(
-            "mergesearch_seconds", "Seconds spent by replicas, by phase of a chunk", tag_keys=("study", "phase")
-        )
+        self._metrics = ReplicaMetrics()
 
     async def hold(self, digest: str) -> str:
         """Tell the router which recipe is here. Nothing is swapped: that happens under the lock only."""
@@ -207,15 +248,16 @@ class ScoringReplica:
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
         arrived = time.perf_counter()
-        async with self._turns.turn(request.recipe.digest):
-            waited = time.perf_counter() - arrived
-            await self.hold(request.recipe.digest)
-            result = await self._in_thread(self._worker.score, request)
+        self._metrics.queue(request.study, +1)
+        try:
+            async with self._turns.turn(request.recipe.digest):
+                waited = time.perf_counter() - arrived
+                await self.hold(request.recipe.digest)
+                result = await self._in_thread(self._worker.score, request)
+        finally:
+            self._metrics.queue(request.study, -1)
         result = replace(result, timings_s={**result.timings_s, "wait": waited})
-        self._samples.inc(max(len(result.samples), 1), tags={"study": request.study})
-        for phase, seconds in result.timings_s.items():
-            if seconds > 0:
-                self._seconds.inc(seconds, tags={"study": request.study, "phase": phase})
+        self._metrics.scored(request.study, result)
         return result
 
     async def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:
@@ -369,6 +411,7 @@ def deploy_scorer(
     *,
     replicas: int = 1,
     name: str | None = None,
+    keep_idle_s: float | None = None,
     make_worker: Callable[[], Worker] | None = None,
     health_check_period_s: float = 5.0,
     health_check_timeout_s: float = 30.0,
@@ -376,51 +419,100 @@ def deploy_scorer(
 ) -> ServeScorer:
     """Start `replicas` replicas on the Ray that this process is connected to, and wait until they are ready.
 
-    An application of that name that runs already is used as it is. `make_worker` replaces the engine (tests). Raises
-    EngineUnavailable, with the reason and the replica's log, as soon as a replica fails to start.
+    An application of that name that runs already is used as it is. With `keep_idle_s` it is shared by studies: there
+    are as many replicas as their requests keep busy and GPUs allow, and those idle for that long are stopped, to the
+    last one; the next request starts them again. `make_worker` replaces the engine (tests). Raises EngineUnavailable,
+    with the reason and the replica's log, as soon as a replica fails to start.
     """
-    import ray
     from ray import serve
 
     from workers.engine import engine_environment
 
     name = name or app_name(family, options)
     serve.start(proxy_location="Disabled")
-    status = serve.status().applications.get(name)
-    if status is None or status.status not in ("RUNNING", "DEPLOYING"):
-        num_gpus = options.tensor_parallel_size if ray.cluster_resources().get("GPU", 0) >= 1 else 0
-        shared = replace(options, threads=options.threads or max(1, ((os.cpu_count() or 2) - 1) // replicas))
-
-        class Scorer(ScoringReplica):  # Serve looks for the decorated method when it deploys
-            @serve.multiplexed(max_num_models_per_replica=1)
-            async def hold(self, digest: str) -> str:
-                return digest
-
-        deployment = serve.deployment(
-            Scorer,
-            name="scorer",
-            num_replicas=replicas,
-            max_ongoing_requests=MAX_ONGOING_REQUESTS,
-            health_check_period_s=health_check_period_s,
-            health_check_timeout_s=health_check_timeout_s,
-            graceful_shutdown_timeout_s=5.0,
-            max_constructor_retry_count=1,
-            ray_actor_options={
-                "num_cpus": 0.1,
-                "num_gpus": num_gpus,
-                "runtime_env": {"env_vars": engine_environment(shared)},
-            },
-        )
-        application = deployment.bind(make_worker or functools.partial(EngineWorker, family, options))
-        serve.run_many(
-            [serve.RunTarget(application, name=name, route_prefix=None)], wait_for_applications_running=False
-        )
     deadline = time.monotonic() + start_timeout_s
+    with _deploying(name, deadline):
+        status = serve.status().applications.get(name)
+        if status is None or status.status not in ("RUNNING", "DEPLOYING"):
+            scaling = _scaling(replicas, options, keep_idle_s)
+            shared = replace(options, threads=options.threads or max(1, ((os.cpu_count() or 2) - 1) // replicas))
+
+            class Scorer(ScoringReplica):  # Serve looks for the decorated method when it deploys
+                @serve.multiplexed(max_num_models_per_replica=1)
+                async def hold(self, digest: str) -> str:
+                    return digest
+
+            deployment = serve.deployment(
+                Scorer,
+                name="scorer",
+                **scaling,
+                max_ongoing_requests=MAX_ONGOING_REQUESTS,
+                health_check_period_s=health_check_period_s,
+                health_check_timeout_s=health_check_timeout_s,
+                graceful_shutdown_timeout_s=5.0,
+                max_constructor_retry_count=1,
+                ray_actor_options={
+                    "num_cpus": 0.1,
+                    "num_gpus": options.tensor_parallel_size if _num_gpus() else 0,
+                    "runtime_env": {"env_vars": engine_environment(shared)},
+                },
+            )
+            application = deployment.bind(make_worker or functools.partial(EngineWorker, family, options))
+            serve.run_many(
+                [serve.RunTarget(application, name=name, route_prefix=None)], wait_for_applications_running=False
+            )
     while _state(name) != "RUNNING":
         if time.monotonic() > deadline:
             raise EngineUnavailable(f"{name}: not ready within {start_timeout_s:.0f} s: {_what_serve_says(name)}")
         time.sleep(0.2)
     return ServeScorer(name)
+
+
+def _num_gpus() -> int:
+    import ray
+
+    return int(ray.cluster_resources().get("GPU", 0))
+
+
+def _scaling(replicas: int, options: EngineOptions, keep_idle_s: float | None) -> dict[str, Any]:
+    """How many replicas there are: fixed, or by load, where a study's `replicas` is the load that it brings."""
+    if keep_idle_s is None:
+        return {"num_replicas": replicas}
+    return {
+        "autoscaling_config": {
+            "min_replicas": 0,
+            "initial_replicas": replicas,
+            "max_replicas": max(replicas, _num_gpus() // options.tensor_parallel_size),
+            "target_ongoing_requests": CHUNKS_IN_FLIGHT_PER_REPLICA,
+            "downscale_delay_s": keep_idle_s,
+            "downscale_to_zero_delay_s": keep_idle_s,
+        }
+    }
+
+
+@contextmanager
+def _deploying(name: str, deadline: float) -> Iterator[None]:
+    """Only one process of the cluster deploys this application: a second deployment would restart its replicas.
+
+    The lock is an actor's name; Ray frees it with the process that holds it, however that ends."""
+    import ray
+
+    @ray.remote(num_cpus=0)
+    class Lock:
+        pass
+
+    lock = None
+    while lock is None:
+        try:
+            lock = Lock.options(name=f"deploying-{name}").remote()  # type: ignore[attr-defined]
+        except ValueError as error:  # the name is taken
+            if time.monotonic() > deadline:
+                raise EngineUnavailable(f"{name}: another process has been deploying it for too long") from error
+            time.sleep(0.5)
+    try:
+        yield
+    finally:
+        ray.kill(lock)
 
 
 @functools.lru_cache(maxsize=8)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from search_spaces.recipe import Recipe
 
 __all__ = [
+    "CHUNKS_IN_FLIGHT_PER_REPLICA",
     "EngineOptions",
     "Evidence",
     "Family",
@@ -25,6 +26,9 @@ __all__ = [
     "VerificationReport",
     "digest_of",
 ]
+
+# What a study keeps in flight per replica: one chunk being scored, one waiting at the replica, one on its way.
+CHUNKS_IN_FLIGHT_PER_REPLICA = 3
 
 
 def digest_of(document: Any) -> str:

@@ -22,6 +22,7 @@ __all__ = [
     "documents",
     "events",
     "evidence",
+    "exports",
     "metadata",
     "rungs",
     "samples",
@@ -30,7 +31,7 @@ __all__ = [
 ]
 
 # Raised with every change of the tables; a database of another version is refused.
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 metadata = MetaData()
 
@@ -49,6 +50,14 @@ studies = Table(
     # The number of the driver that owns the study: writes under an older one are refused.
     Column("attempt", Integer, nullable=False, default=0),
     Column("heartbeat_at", Float),
+    # How far the driver is, for people to look at; overwritten with every heartbeat.
+    Column("progress", JSON),
+    # Drivers submitted to the cluster so far, and when the last one was; both 0 for a study run without a server.
+    Column("submissions", Integer, nullable=False, default=0),
+    Column("submitted_at", Float, nullable=False, default=0.0),
+    # What a client calls its request, and the digest of that request: the same twice makes one study.
+    Column("idempotency_key", String(255), unique=True),
+    Column("request_digest", String(64)),
     # Seconds that drivers have worked on the study, over all attempts.
     Column("wall_clock_s", Float, nullable=False, default=0.0),
 )
@@ -147,6 +156,21 @@ events = Table(
     Column("payload", JSON, nullable=False),
     _in_study(),
     Index("events_by_study", "study", "id"),
+    sqlite_autoincrement=True,  # an id is never used twice: clients resume after the last one they saw
+)
+
+# Merged models written for download.
+exports = Table(
+    "exports",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("study", String(64), nullable=False),
+    Column("trial", Integer, nullable=False),
+    Column("dtype", String(16), nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("reason", Text),
+    Column("created_at", Float, nullable=False),
+    _in_study(),
 )
 
 # Results of a study's closing stages by name: "holdout", "verification", "export".

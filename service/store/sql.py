@@ -11,7 +11,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import sqlalchemy as sa
@@ -20,12 +20,24 @@ from sqlalchemy import event
 from search_spaces.recipe import Recipe
 from service.errors import Conflict, NotFound, StaleAttempt
 from service.store import schema
-from service.types import Origin, RungRecord, StudyRecord, StudyState, TrialRecord, TrialState
+from service.types import (
+    ExportRecord,
+    ExportState,
+    Origin,
+    RungRecord,
+    StudyRecord,
+    StudyState,
+    TrialRecord,
+    TrialState,
+)
 from workers.types import SampleResult, ScoreResult
 
 __all__ = ["BracketRecord", "EventRecord", "Split", "Store", "StudyWriter"]
 
 Split = str  # "search" or "holdout"
+
+# Events that say that a driver got something done.
+RESULT_EVENTS = ("rung", "trial_state", "holdout_scored", "verification")
 
 # How long a writer waits for another transaction on SQLite before it gives up.
 BUSY_TIMEOUT_S = 60
@@ -87,84 +99,168 @@ class Store:
 
     # -- studies ---------------------------------------------------------------------------------------------------
 
-    def create_study(self, *, name: str, document: Mapping[str, Any], facts: Mapping[str, Any]) -> StudyRecord:
-        record = StudyRecord(
-            id=uuid.uuid4().hex,
-            name=name,
-            state=StudyState.CREATED,
-            document=document,
-            facts=facts,
-            created_at=time.time(),
-        )
+    def create_study(
+        self,
+        *,
+        name: str,
+        document: Mapping[str, Any],
+        facts: Mapping[str, Any],
+        idempotency_key: str | None = None,
+        request_digest: str | None = None,
+    ) -> StudyRecord:
+        """A new study; or the one that the same `idempotency_key` made before. Which it is, its id tells."""
+        study_id = uuid.uuid4().hex
+        row = {
+            "id": study_id,
+            "name": name,
+            "state": StudyState.CREATED.value,
+            "document": dict(document),
+            "facts": dict(facts),
+            "created_at": time.time(),
+            "idempotency_key": idempotency_key,
+            "request_digest": request_digest,
+        }
         with self._engine.begin() as connection:
-            connection.execute(
-                sa.insert(schema.studies).values(
-                    id=record.id,
-                    name=name,
-                    state=record.state.value,
-                    document=dict(document),
-                    facts=dict(facts),
-                    created_at=record.created_at,
-                    attempt=0,
-                    wall_clock_s=0.0,
-                )
-            )
+            added = connection.execute(_insert(connection, schema.studies).on_conflict_do_nothing(), row)
+            if added.rowcount == 1:
+                _insert_event(connection, study_id, "created", {"name": name})
+        if idempotency_key is None:
+            return self.study(study_id)
+        record = self.study_of_key(idempotency_key)
+        assert record is not None
         return record
 
     def study(self, study_id: str) -> StudyRecord:
         """Raises NotFound."""
-        for record in self.studies():
-            if record.id == study_id:
-                return record
-        raise NotFound(f"study {study_id!r}: no such study in {self._engine.url.render_as_string()}")
+        found = self._studies(schema.studies.c.id == study_id)
+        if not found:
+            raise NotFound(f"study {study_id!r}: no such study in {self._engine.url.render_as_string()}")
+        return found[0]
 
     def studies(self) -> tuple[StudyRecord, ...]:
         """Every study, oldest first."""
-        with self._reads.connect() as connection:
-            rows = connection.execute(sa.select(schema.studies).order_by(schema.studies.c.created_at)).mappings()
-            return tuple(
-                StudyRecord(
-                    id=row["id"],
-                    name=row["name"],
-                    state=StudyState(row["state"]),
-                    document=row["document"],
-                    facts=row["facts"],
-                    created_at=row["created_at"],
-                    reason=row["reason"],
-                    wall_clock_s=row["wall_clock_s"],
-                )
-                for row in rows
-            )
+        return self._studies(sa.true())
 
-    def open_attempt(self, study_id: str) -> StudyWriter:
-        """Take the study over: from now on only the returned writer may write. Raises NotFound."""
+    def study_of_key(self, idempotency_key: str) -> StudyRecord | None:
+        """The study that a request of this name made."""
+        return next(iter(self._studies(schema.studies.c.idempotency_key == idempotency_key)), None)
+
+    def _studies(self, where: sa.ColumnElement[bool]) -> tuple[StudyRecord, ...]:
+        table = schema.studies
+        with self._reads.connect() as connection:
+            rows = connection.execute(sa.select(table).where(where).order_by(table.c.created_at, table.c.id))
+            return tuple(_study_record(row) for row in rows.mappings())
+
+    def open_attempt(self, study_id: str, *, because: str | None = None) -> StudyWriter:
+        """Take the study over: from now on only the returned writer may write.
+
+        `because` says why another attempt was needed. Raises NotFound, and StaleAttempt for a cancelled study."""
         table = schema.studies
         with self._engine.begin() as connection:
-            attempt = connection.execute(
+            found = connection.execute(
                 sa.update(table)
                 .where(table.c.id == study_id)
                 .values(attempt=table.c.attempt + 1)
-                .returning(table.c.attempt)
-            ).scalar()
-        if attempt is None:
-            raise NotFound(f"study {study_id!r}: no such study in {self._engine.url.render_as_string()}")
-        return StudyWriter(self._engine, study_id, attempt)
+                .returning(table.c.attempt, table.c.state)
+            ).one_or_none()
+            if found is None:
+                raise NotFound(f"study {study_id!r}: no such study in {self._engine.url.render_as_string()}")
+            if found.state == StudyState.CANCELLED.value:
+                raise StaleAttempt(f"study {study_id}: was cancelled")
+            _insert_event(connection, study_id, "attempt", {"attempt": found.attempt, "because": because})
+        return StudyWriter(self._engine, study_id, found.attempt)
+
+    def record_submission(self, study_id: str, number: int) -> bool:
+        """Note that driver `number` (1 for the first) is about to be submitted. False if another process did so."""
+        table = schema.studies
+        with self._engine.begin() as connection:
+            where = (table.c.id == study_id) & (table.c.submissions == number - 1)
+            changed = connection.execute(
+                sa.update(table).where(where).values(submissions=number, submitted_at=time.time())
+            )
+            return changed.rowcount == 1
+
+    def fruitless_attempts(self, study_id: str) -> int:
+        """Drivers in a row, up to the last one, that ended (or never began) without a result being stored."""
+        studies, events = schema.studies, schema.events
+        of_study = events.c.study == study_id
+        last_result = (
+            sa.select(sa.func.coalesce(sa.func.max(events.c.id), 0))
+            .where(of_study & events.c.kind.in_(RESULT_EVENTS))
+            .scalar_subquery()
+        )
+        began = sa.select(sa.func.count()).where(of_study & (events.c.kind == "attempt") & (events.c.id > last_result))
+        with self._reads.connect() as connection:
+            fruitless: int = connection.execute(began).scalar_one()
+            row = connection.execute(
+                sa.select(studies.c.submissions, studies.c.attempt).where(studies.c.id == study_id)
+            ).one()
+        return max(fruitless, int(row.submissions - row.attempt))
+
+    def trial_counts(self) -> dict[str, dict[str, int]]:
+        """How many trials of each state every study has: study id -> state -> number."""
+        table = schema.trials
+        counts: dict[str, dict[str, int]] = defaultdict(dict)
+        query = sa.select(table.c.study, table.c.state, sa.func.count()).group_by(table.c.study, table.c.state)
+        with self._reads.connect() as connection:
+            for study, state, count in connection.execute(query):
+                counts[study][state] = count
+        return dict(counts)
+
+    # -- exports ---------------------------------------------------------------------------------------------------
+
+    def add_export(self, record: ExportRecord) -> ExportRecord:
+        """The export as it is stored; one of the same id that is there already is left as it is."""
+        with self._engine.begin() as connection:
+            row = {**asdict(record), "state": record.state.value}
+            connection.execute(_insert(connection, schema.exports).on_conflict_do_nothing(), row)
+        return self.export(record.id)
+
+    def set_export_state(self, export_id: str, state: ExportState, reason: str | None = None) -> None:
+        table = schema.exports
+        with self._engine.begin() as connection:
+            connection.execute(sa.update(table).where(table.c.id == export_id).values(state=state.value, reason=reason))
+
+    def export(self, export_id: str) -> ExportRecord:
+        """Raises NotFound."""
+        for record in self.exports():
+            if record.id == export_id:
+                return record
+        raise NotFound(f"export {export_id!r}: no such export")
+
+    def exports(self, study_id: str | None = None) -> tuple[ExportRecord, ...]:
+        """Exports of a study, or all, oldest first."""
+        table = schema.exports
+        where = sa.true() if study_id is None else table.c.study == study_id
+        with self._reads.connect() as connection:
+            rows = connection.execute(sa.select(table).where(where).order_by(table.c.created_at, table.c.id))
+            return tuple(ExportRecord(**{**row, "state": ExportState(row["state"])}) for row in rows.mappings())
 
     # -- what is known of one study --------------------------------------------------------------------------------
 
-    def trials(self, study_id: str) -> tuple[TrialRecord, ...]:
-        """Every trial in order of its number."""
+    def trials(self, study_id: str, *, start: int = 0, stop: int | None = None) -> tuple[TrialRecord, ...]:
+        """Trials in order of their number: every one, or those from `start` up to, but without, `stop`."""
         rungs: dict[int, list[RungRecord]] = defaultdict(list)
+
+        def between(table: sa.Table, number: sa.Column[int]) -> sa.Select[Any]:
+            query = sa.select(table).where((table.c.study == study_id) & (number >= start)).order_by(number)
+            return query if stop is None else query.where(number < stop)
+
         with self._reads.connect() as connection:
-            in_order = sa.select(schema.rungs).where(schema.rungs.c.study == study_id)
-            for row in connection.execute(in_order.order_by(schema.rungs.c.trial, schema.rungs.c.rung)).mappings():
+            query = between(schema.rungs, schema.rungs.c.trial).order_by(schema.rungs.c.rung)
+            for row in connection.execute(query).mappings():
                 rungs[row["trial"]].append(
                     RungRecord(row["rung"], row["samples"], row["values"], row["standard_errors"])
                 )
-            rows = connection.execute(
-                sa.select(schema.trials).where(schema.trials.c.study == study_id).order_by(schema.trials.c.number)
-            ).mappings()
+            rows = connection.execute(between(schema.trials, schema.trials.c.number)).mappings()
             return tuple(_trial_record(row, tuple(rungs[row["number"]])) for row in rows)
+
+    def trial(self, study_id: str, number: int) -> TrialRecord:
+        """Raises NotFound."""
+        found = self.trials(study_id, start=number, stop=number + 1)
+        if not found:
+            raise NotFound(f"trial {number}: study {study_id} has no such trial")
+        return found[0]
 
     def brackets(self, study_id: str) -> tuple[BracketRecord, ...]:
         table = schema.brackets
@@ -201,12 +297,15 @@ class Store:
             rows = connection.execute(sa.select(table).where(table.c.study == study_id).order_by(table.c.id))
             return tuple(dict(row) for row in rows.mappings())
 
-    def events(self, study_id: str, *, after: int = 0) -> tuple[EventRecord, ...]:
-        """Events with an id greater than `after`, in order."""
+    def events(self, study_id: str, *, after: int = 0, limit: int | None = None) -> tuple[EventRecord, ...]:
+        """Events with an id greater than `after`, in order, at most `limit`."""
         table = schema.events
         with self._reads.connect() as connection:
             rows = connection.execute(
-                sa.select(table).where((table.c.study == study_id) & (table.c.id > after)).order_by(table.c.id)
+                sa.select(table)
+                .where((table.c.study == study_id) & (table.c.id > after))
+                .order_by(table.c.id)
+                .limit(limit)
             )
             return tuple(EventRecord(row.id, row.time, row.kind, row.payload) for row in rows)
 
@@ -244,10 +343,13 @@ class StudyWriter:
                 )
             yield connection
 
-    def heartbeat(self, *, wall_clock_s: float) -> None:
-        """The driver is alive, and all attempts together have worked this long."""
+    def heartbeat(self, *, wall_clock_s: float, progress: Mapping[str, Any] | None = None) -> None:
+        """The driver is alive, all attempts together have worked this long, and this far it is (None: as before)."""
+        changes: dict[str, Any] = {"heartbeat_at": time.time(), "wall_clock_s": wall_clock_s}
+        if progress is not None:
+            changes["progress"] = dict(progress)
         with self._transaction() as connection:
-            self._update_study(connection, heartbeat_at=time.time(), wall_clock_s=wall_clock_s)
+            self._update_study(connection, **changes)
 
     def set_state(self, state: StudyState, reason: str | None = None) -> None:
         with self._transaction() as connection:
@@ -414,9 +516,7 @@ class StudyWriter:
     # -- inside a transaction --------------------------------------------------------------------------------------
 
     def _add_event(self, connection: sa.Connection, kind: str, payload: Mapping[str, Any]) -> None:
-        connection.execute(
-            sa.insert(schema.events).values(study=self.study_id, time=time.time(), kind=kind, payload=dict(payload))
-        )
+        _insert_event(connection, self.study_id, kind, payload)
 
     def _update_study(self, connection: sa.Connection, **changes: Any) -> None:
         connection.execute(sa.update(schema.studies).where(schema.studies.c.id == self.study_id).values(**changes))
@@ -425,12 +525,26 @@ class StudyWriter:
         """Insert rows, leaving those whose key is there already as they are."""
         if not rows:
             return
-        if self._engine.dialect.name == "postgresql":
-            from sqlalchemy.dialects.postgresql import insert
-        else:
-            from sqlalchemy.dialects.sqlite import insert  # type: ignore[assignment]
-        statement = insert(table).on_conflict_do_nothing()
+        statement = _insert(connection, table).on_conflict_do_nothing()
         connection.execute(statement, [{"study": self.study_id, **row} for row in rows])
+
+
+def _insert(connection: sa.Connection, table: sa.Table) -> Any:
+    """An INSERT that knows ON CONFLICT, which SQLAlchemy has by dialect."""
+    from sqlalchemy.dialects import postgresql, sqlite
+
+    return (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
+
+
+def _insert_event(connection: sa.Connection, study_id: str, kind: str, payload: Mapping[str, Any]) -> None:
+    connection.execute(
+        sa.insert(schema.events).values(study=study_id, time=time.time(), kind=kind, payload=dict(payload))
+    )
+
+
+def _study_record(row: sa.RowMapping) -> StudyRecord:
+    values = {name: value for name, value in row.items() if name != "idempotency_key"}
+    return StudyRecord(**{**values, "state": StudyState(row["state"])})
 
 
 def _trial_record(row: sa.RowMapping, rungs: tuple[RungRecord, ...]) -> TrialRecord:

@@ -88,6 +88,7 @@ class Coordinator:
         self._values = {split: store.sample_values(plan.study_id, split) for split in ("search", "holdout")}
         self._checksums: dict[str, str] = {}
         self._prompts: dict[str, str] = {}
+        self._replicas: set[str] = set()
         self._scored = sum(len(p) for by in self._values.values() for o in by.values() for p in o.values())
         self.table = RungTable(
             num_rungs=len(plan.rung_samples),
@@ -168,6 +169,11 @@ class Coordinator:
         result = replace(outcome, evidence=replace(outcome.evidence, prompts=self._check_evidence(evaluation, outcome)))
         self._writer.record_chunk(trial, evaluation.split, result)
         self._observer("commit")
+        if result.evidence.replica not in self._replicas:
+            self._replicas.add(result.evidence.replica)
+            self._writer.add_event(
+                "replica", {"replica": result.evidence.replica, "engine": result.evidence.engine, "trial": trial}
+            )
         values = self._values[evaluation.split].setdefault(evaluation.recipe.digest, {})
         for sample in result.samples:
             values.setdefault(sample.objective, {})[sample.position] = sample.value
@@ -223,6 +229,7 @@ class Coordinator:
         for row in self._store.evidence(self.plan.study_id):
             self._checksums[row["recipe_digest"]] = row["weights_checksum"]
             self._prompts.update(row["prompts"])
+            self._replicas.add(row["replica"])
 
     def _rung_of_failure(self, trial: TrialRecord) -> int:
         if trial.rungs:
@@ -376,6 +383,7 @@ class Coordinator:
         number = evaluation.trial
         self._in_flight.pop(number, None)
         if evaluation.split == "holdout":
+            self._writer.add_event("holdout_scored", {"trial": number})
             self._observer("holdout")
             return
         trial = self._trials[number]

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -172,6 +173,7 @@ def test_check_prints_the_plan_and_starts_and_leaves_nothing(place: Workplace) -
     assert "study     small: nothing is wrong with it" in out
     assert "models    base + 2 experts of" in out
     assert "rungs     4 -> 12 -> 36 samples of each objective, 1 objective\n" in out
+    assert re.search(r"^disk      0\.0 GiB for an exported model, \d+\.\d GiB free$", out, re.MULTILINE)
     assert "trials    8 sources and published recipes, 6 searched" in out
     assert not place.run_dir.exists()
 
@@ -191,12 +193,16 @@ def test_check_as_json_holds_the_same_plan(place: Workplace) -> None:
 
 def test_a_missing_model_directory(place: Workplace) -> None:
     message = place.refused_study(models__experts={"math": str(place.models / "maths"), "text": "owner/name"})
-    assert message.splitlines() == [
+    maths, name = message.splitlines()
+    assert maths == (
         f"models: expert 'math': {place.models}/maths: does not exist; expected a directory with config.json, "
-        "tokenizer files and *.safetensors",
-        "models: expert 'text': owner/name: does not exist; expected a directory with config.json, tokenizer files and "
-        "*.safetensors",
-    ]
+        "tokenizer files and *.safetensors"
+    )
+    assert name.startswith("models: expert 'text': owner/name: is no directory, and no hub model that can be had here (")
+    assert name.endswith(
+        "); expected a directory with config.json, tokenizer files and *.safetensors, or the id of a hub model that is "
+        "in the hub's cache or can be fetched"
+    )
 
 
 def test_a_model_that_is_a_file(place: Workplace) -> None:
@@ -274,7 +280,7 @@ def test_a_base_without_tokenizer(place: Workplace) -> None:
         ("fidelity.scheduler", "asha", '"asha" is not available yet; available: hyperband, none'),
         ("fidelity.eta", 1, "fidelity.eta: 1 is not accepted; give at least 2"),
         ("fidelity.min_samples", 37, "fidelity.min_samples: min_samples=37 is above max_samples=36"),
-        ("search_space.layer_groups", 3, "layer_groups=3 for a model of 2 layers; use 1 to 2"),
+        ("search_space.layer_groups", 3, "search_space.layer_groups: 3 for a model of 2 layers; use 1 to 2"),
         ("limits.max_layers", 1, "limits.max_layers: 1 is below the 2 layers that every merge here has"),
     ],
 )
@@ -287,7 +293,7 @@ def test_names_and_numbers_in_the_study_file(place: Workplace, where: str, value
 def test_an_unknown_metric_of_an_inline_task(place: Workplace) -> None:
     message = place.refused_study(objectives__0__metric="exact_mach", holdout=[])
     assert message == (
-        f"objectives.0.task: task {place.directory}/search.jsonl: unknown metric 'exact_mach'; "
+        f"objectives.0.metric: task {place.directory}/search.jsonl: unknown metric 'exact_mach'; "
         "an inline task has exact_match"
     )
 
@@ -297,12 +303,12 @@ def test_an_unknown_metric_and_split_of_an_lm_eval_file(place: Workplace) -> Non
     objective = {"name": "sums", "task": task, "metric": "accuracy"}
     message = place.refused_study(objectives=[objective], holdout=[{**objective, "split": "dev"}])
     assert message.splitlines() == [
-        f"objectives.0.task: task {task}: unknown metric 'accuracy'; it has acc",
-        f"holdout.0.task: task {task}: unknown metric 'accuracy'; it has acc",
+        f"objectives.0.metric: task {task}: unknown metric 'accuracy'; it has acc",
+        f"holdout.0.metric: task {task}: unknown metric 'accuracy'; it has acc",
     ]
     objective["metric"] = "acc"
     message = place.refused_study(objectives=[objective], holdout=[{**objective, "split": "dev"}])
-    assert f"holdout.0.task: task {task}: no split 'dev'; its data has test, train" in message
+    assert f"holdout.0.split: task {task}: no split 'dev'; its data has test, train" in message
 
 
 def test_an_unknown_task_names_the_nearest(place: Workplace) -> None:
@@ -406,7 +412,7 @@ def test_errors_as_json_hold_every_problem_with_its_field(place: Workplace) -> N
         (lambda file: file.mkdir(), "study.yaml: cannot be read: Is a directory"),
         (lambda file: file.write_bytes(bytes(range(128, 256))), "study.yaml: is not UTF-8 text"),
         (lambda file: file.write_bytes(b"\x00\x01\x02"), "is not allowed in YAML"),
-        (lambda file: file.write_bytes(b"name: x\n" * 200_000), "has more than 1000000 bytes"),
+        (lambda file: file.write_bytes(b"name: x\n" * 200_000), "study.yaml: has 1600000 bytes; a study file has at most 1000000"),
         (lambda file: file.write_text("a: [1,\nb: 2"), "study.yaml: line 2"),
         (lambda file: file.write_text(""), "study.yaml: is empty, not a mapping"),
         (lambda file: file.write_text("[" * 100_000), "study.yaml: is nested too deeply"),
@@ -470,7 +476,7 @@ def test_models_or_data_that_changed_since_the_run_began(place: Workplace) -> No
     with (place.directory / "search.jsonl").open("a") as file:
         file.write('{"prompt": "0+0=", "answer": "0"}\n')
     message = place.refused("run", place.write(), "--out", place.run_dir)
-    assert message.startswith(f"{place.run_dir}: tasks of sums have changed since the study was started here; ")
+    assert message.startswith("study 'small': tasks of sums have changed since it was started; ")
 
 
 def test_a_second_run_on_one_directory_is_refused_naming_the_process(place: Workplace) -> None:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from service.errors import Conflict, NotFound, StaleAttempt
 from service.store import Store, StudyWriter, schema
 from service.store.sql import BracketRecord
-from service.types import Origin, RungRecord, StudyState, TrialRecord, TrialState
+from service.types import ExportRecord, ExportState, Origin, RungRecord, StudyState, TrialRecord, TrialState
 from workers.types import Evidence, SampleResult, ScoreResult
 
 MERGE = Merge("linear", (Source("base"), Source("math")), {"weight": (0.25, 0.75)})
@@ -37,6 +38,10 @@ def store(url: str) -> Iterator[Store]:
     store = Store(url)
     yield store
     store.close()
+
+
+# The last event of what the fixture `writer` does: "created" and "attempt".
+BEGINNING = 2
 
 
 @pytest.fixture
@@ -119,7 +124,7 @@ def test_a_trial_number_is_never_used_twice(store: Store, writer: StudyWriter) -
     with pytest.raises(sa.exc.IntegrityError):
         writer.add_trial(replace(TRIAL, label="another"))
     assert [trial.label for trial in store.trials(writer.study_id)] == ["trial:3"]
-    assert len(store.events(writer.study_id)) == 1
+    assert [event.kind for event in store.events(writer.study_id)] == ["created", "attempt", "trial"]
 
 
 def test_studies_of_one_database_do_not_mix(store: Store, writer: StudyWriter) -> None:
@@ -257,7 +262,7 @@ def test_event_ids_grow_over_all_studies_and_a_reader_goes_on_after_the_last_it_
     for number in range(3):
         writer.add_event("note", {"n": number})
         other.add_event("note", {"n": -number})
-    events = store.events(writer.study_id)
+    events = store.events(writer.study_id, after=BEGINNING)
     assert [event.payload["n"] for event in events] == [0, 1, 2]
     ids = [event.id for event in events]
     assert ids == sorted(set(ids))
@@ -271,7 +276,7 @@ def test_everything_that_happens_to_a_trial_is_an_event(store: Store, writer: St
     writer.add_trial(TRIAL)
     writer.finish_rung(3, RUNG, samples_reused=0, state=TrialState.COMPLETE)
     writer.finish_trials([3], TrialState.FAIL, "late")
-    events = store.events(writer.study_id)
+    events = store.events(writer.study_id, after=BEGINNING)
     assert [event.kind for event in events] == ["state", "trial", "rung", "trial_state"]
     assert events[2].payload == {"trial": 3, "rung": 0, "values": {"math": 0.5}, "state": "COMPLETE"}
     assert [event.time for event in events] == sorted(event.time for event in events)
@@ -328,8 +333,86 @@ def test_writers_of_two_threads_take_turns_and_lose_nothing(store: Store, writer
         thread.start()
     for thread in threads:
         thread.join()
-    found = [(event.payload["thread"], event.payload["number"]) for event in store.events(writer.study_id)]
+    events = store.events(writer.study_id, after=BEGINNING)
+    found = [(event.payload["thread"], event.payload["number"]) for event in events]
     assert sorted(found) == [(thread, number) for thread in range(3) for number in range(20)]
+
+
+# What the server keeps.
+
+
+def test_requests_of_one_name_make_one_study(store: Store) -> None:
+    def create(_: int) -> str:
+        return store.create_study(name="a", document={}, facts={}, idempotency_key="k", request_digest="d").id
+
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(create, range(24)))) == 1
+    assert len(store.studies()) == 1
+    found = store.study_of_key("k")
+    assert found is not None
+    assert found.request_digest == "d"
+    assert store.study_of_key("other") is None
+    assert [event.kind for event in store.events(found.id)] == ["created"]
+
+
+def test_a_cancelled_study_cannot_be_taken_over(store: Store, writer: StudyWriter) -> None:
+    store.open_attempt(writer.study_id, because="cancelled").set_state(StudyState.CANCELLED)
+    with pytest.raises(StaleAttempt, match=r"was cancelled"):
+        store.open_attempt(writer.study_id)
+    with pytest.raises(StaleAttempt, match=r"attempt 1 may not write, attempt 2 has taken over"):
+        writer.heartbeat(wall_clock_s=1.0)
+
+
+def test_each_submission_is_noted_by_one_process(store: Store, writer: StudyWriter) -> None:
+    study = writer.study_id
+    assert store.record_submission(study, 1)
+    assert not store.record_submission(study, 1)
+    assert not store.record_submission(study, 3)
+    assert store.record_submission(study, 2)
+    assert store.study(study).submissions == 2
+
+
+def test_attempts_are_fruitless_until_a_result_is_stored(store: Store) -> None:
+    study = store.create_study(name="a", document={}, facts={}).id
+    assert store.fruitless_attempts(study) == 0
+    store.record_submission(study, 1)
+    assert store.fruitless_attempts(study) == 1  # a driver that never began
+    store.open_attempt(study)
+    writer = store.open_attempt(study, because="lost")
+    assert store.fruitless_attempts(study) == 2
+    writer.add_trial(TRIAL)
+    assert store.fruitless_attempts(study) == 2
+    writer.finish_rung(3, RUNG, samples_reused=0)
+    assert store.fruitless_attempts(study) == 0
+    store.open_attempt(study)
+    assert store.fruitless_attempts(study) == 1
+
+
+def test_progress_is_kept_until_it_is_replaced(store: Store, writer: StudyWriter) -> None:
+    writer.heartbeat(wall_clock_s=1.0, progress={"stage": "searching"})
+    writer.heartbeat(wall_clock_s=2.0)
+    assert store.study(writer.study_id).progress == {"stage": "searching"}
+
+
+def test_trials_are_read_in_parts(store: Store, writer: StudyWriter) -> None:
+    for number in range(5):
+        writer.add_trial(replace(TRIAL, number=number))
+    writer.finish_rung(3, RUNG, samples_reused=0)
+    assert [trial.number for trial in store.trials(writer.study_id, start=1, stop=4)] == [1, 2, 3]
+    assert store.trial(writer.study_id, 3).rungs == (RUNG,)
+    with pytest.raises(NotFound, match=r"trial 5: study .* has no such trial"):
+        store.trial(writer.study_id, 5)
+    assert store.trial_counts() == {writer.study_id: {TRIAL.state.value: 5}}
+
+
+def test_an_export_is_stored_once(store: Store, writer: StudyWriter) -> None:
+    record = ExportRecord("e", writer.study_id, 3, "bfloat16", ExportState.WAITING, 1.0)
+    assert store.add_export(record) == record
+    store.set_export_state("e", ExportState.FAIL, "disk full")
+    assert store.add_export(record) == replace(record, state=ExportState.FAIL, reason="disk full")
+    assert store.exports("another study") == ()
+    with pytest.raises(NotFound, match=r"export 'f': no such export"):
+        store.export("f")
 
 
 # Readers and crashes.

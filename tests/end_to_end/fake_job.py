@@ -1,0 +1,32 @@
+"""`service.study_job` with fake workers in real Serve replicas. FAKE_SCORER holds the fake's settings as JSON."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+
+import service.study_job
+from service.preflight import Examination
+from workers.fake import FakeScorer
+from workers.replica import deploy_scorer
+from workers.types import Scorer
+
+
+def _fake_scorer(examination: Examination) -> Scorer:
+    settings = json.loads(os.environ["FAKE_SCORER"])
+    make_worker = functools.partial(FakeScorer, bank_fingerprint=examination.family.fingerprint, **settings)
+    return deploy_scorer(
+        examination.family,
+        examination.engine_options,
+        replicas=examination.study.engine.replicas,
+        keep_idle_s=service.study_job.KEEP_IDLE_S,
+        make_worker=make_worker,
+        health_check_period_s=1.0,
+    )
+
+
+if __name__ == "__main__":
+    service.study_job._shared_scorer = _fake_scorer
+    sys.exit(service.study_job.main())

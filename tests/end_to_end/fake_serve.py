@@ -1,0 +1,12 @@
+"""`mergesearch serve` whose studies are scored by fakes; HTTP, Ray, its jobs, Serve and store are the real ones."""
+
+from __future__ import annotations
+
+import sys
+
+import service.cluster
+from service.cli import main
+
+if __name__ == "__main__":
+    service.cluster.JOB_MODULE = "tests.end_to_end.fake_job"
+    sys.exit(main(["serve", *sys.argv[1:]]))

@@ -1,0 +1,162 @@
+"""`mergesearch serve` as a process of its own, and the processes that its studies have on Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from service.ray_host import HostRecord, read_host, stop_processes
+
+ROOT = Path(__file__).parents[2]
+POLL_S = 0.1
+
+
+class Server:
+    """A server on a data directory; `start` may be called again after `kill`."""
+
+    def __init__(self, command: Sequence[str], data_dir: Path, *, environment: Mapping[str, str] | None = None) -> None:
+        self.data_dir = data_dir
+        self.log_file = data_dir.with_suffix(".log")
+        self.url = ""
+        self.seconds_to_healthz = 0.0
+        self._command = [*command, "--data", str(data_dir), "--port", "0"]
+        outer = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        self._environment = {**outer, "PYTHONPATH": str(ROOT), **(environment or {})}
+
+    def start(self, *, timeout_s: float = 60.0) -> None:
+        """Until it answers `/healthz`."""
+        started = time.monotonic()
+        told = len(self.log) if self.log_file.exists() else 0
+        with self.log_file.open("a") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *self._command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=self._environment,
+            )
+        while True:
+            assert self._process.poll() is None, self.log
+            assert time.monotonic() - started < timeout_s, self.log
+            if found := re.search(r"mergesearch: (http://\S+),", self.log[told:]):
+                self.url = found[1]
+                try:
+                    if httpx.get(f"{self.url}/healthz").status_code == 200:
+                        break
+                except httpx.TransportError:
+                    pass
+            time.sleep(POLL_S / 4)
+        self.seconds_to_healthz = time.monotonic() - started
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text()
+
+    @property
+    def host(self) -> HostRecord:
+        record = read_host(self.data_dir)
+        assert record is not None
+        return record
+
+    def get(self, path: str) -> Any:
+        response = httpx.get(self.url + path, timeout=60)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def submit(self, document: Mapping[str, Any]) -> str:
+        """The id of the new study."""
+        response = httpx.post(f"{self.url}/v1/studies", json=document, timeout=120)
+        assert response.status_code == 201, response.text
+        return str(response.json()["id"])
+
+    def events(self, study: str) -> list[dict[str, Any]]:
+        response = httpx.get(
+            f"{self.url}/v1/studies/{study}/events", headers={"Accept": "application/json"}, timeout=60
+        )
+        assert response.status_code == 200, response.text
+        events: list[dict[str, Any]] = response.json()["events"]
+        return events
+
+    def wait_for_events(self, study: str, number: int, kind: str, *, timeout_s: float) -> None:
+        """Until the study has told of `number` things of that kind."""
+        deadline = time.monotonic() + timeout_s
+        while sum(event["kind"] == kind for event in self.events(study)) < number:
+            assert time.monotonic() < deadline, f"not {number} x {kind} in {timeout_s} s: {self.story(study)}"
+            time.sleep(POLL_S)
+
+    def wait_until_ended(self, study: str, *, timeout_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        while (document := self.get(f"/v1/studies/{study}"))["state"] not in ("COMPLETE", "FAILED", "CANCELLED"):
+            assert time.monotonic() < deadline, f"not ended in {timeout_s} s: {self.story(study)}"
+            time.sleep(POLL_S)
+        return dict(document)
+
+    def story(self, study: str) -> str:
+        """What happened, for a failing test to show."""
+        shown = [event for event in self.events(study) if event["kind"] not in ("rung", "trial", "trial_state")]
+        ray_log = (self.data_dir / "ray_host.log").read_text()
+        return f"{json.dumps(shown, indent=1)}\n{self.log[-5000:]}\n{ray_log[-3000:]}"
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self, *, timeout_s: float = 60.0) -> int:
+        """As SIGTERM does it; the exit code."""
+        self._process.send_signal(signal.SIGTERM)
+        return self._process.wait(timeout_s)
+
+    def end(self) -> None:
+        """Leave nothing behind, however far it came."""
+        if self._process.poll() is None:
+            self.kill()
+        record = read_host(self.data_dir)
+        if record is not None:
+            if record.is_alive():
+                psutil.Process(record.process).kill()
+            stop_processes(record)
+
+
+@contextmanager
+def serving(
+    command: Sequence[str], data_dir: Path, *, environment: Mapping[str, str] | None = None
+) -> Iterator[Server]:
+    server = Server(command, data_dir, environment=environment)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.end()
+
+
+def drivers(study: str) -> list[psutil.Process]:
+    """The processes that drive the study."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if study in (line := process.info["cmdline"] or ())
+        and any("_job" in argument for argument in line)
+        and "python" in Path(line[0]).name
+    ]
+
+
+def replicas(server: Server) -> list[psutil.Process]:
+    """The scoring replicas of this server's Ray."""
+    return [
+        child
+        for child in psutil.Process(server.host.process).children(recursive=True)
+        if child.cmdline() and child.cmdline()[0].startswith("ray::ServeReplica")
+    ]
