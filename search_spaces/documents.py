@@ -16,7 +16,7 @@ import yaml
 
 from search_spaces.errors import InvalidStudy, Problem
 
-__all__ = ["read_document"]
+__all__ = ["parse_document", "read_document"]
 
 MAX_BYTES = 1_000_000
 
@@ -25,51 +25,79 @@ def read_document(file: Path) -> dict[str, Any]:
     """The mapping in `file`: JSON where its name ends in .json, else YAML.
 
     Raises InvalidStudy: unreadable, over 1 MB, not UTF-8, malformed (with line and column), not a mapping."""
-    text = _text(file)
+    return parse_document(_content(file), file, is_json=file.suffix == ".json")
+
+
+def parse_document(content: bytes, name: object, *, is_json: bool) -> dict[str, Any]:
+    """The mapping in `content`, as for `read_document`; messages begin with `name`."""
+    text = _text(content, name)
     try:
-        is_json = file.suffix == ".json"
-        document = json.loads(text, object_pairs_hook=_mapping) if is_json else yaml.load(text, _Loader)
+        document = _json(text) if is_json else yaml.load(text, _Loader)
     except json.JSONDecodeError as error:
-        raise _refused(file, f"line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from error
+        raise _refused(name, f"line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from error
     except yaml.reader.ReaderError as error:
-        raise _refused(file, f"character {error.position}: #x{error.character:04x} is not allowed in YAML") from error
+        raise _refused(name, f"character {error.position}: #x{error.character:04x} is not allowed in YAML") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise _refused(file, f"{place}{error.problem or error.context}") from error
+        raise _refused(name, f"{place}{error.problem or error.context}") from error
     except RecursionError as error:
-        raise _refused(file, "is nested too deeply") from error
+        raise _refused(name, "is nested too deeply") from error
     except ValueError as error:
-        raise _refused(file, str(error)) from error
+        raise _refused(name, str(error)) from error
     if not isinstance(document, dict):
         kinds = {type(None): "empty", str: "text", list: "a list"}
         found = kinds.get(type(document), "a single value")
-        raise _refused(file, f"is {found}, not a mapping; write `name: ...`, `models: ...` and so on")
+        raise _refused(name, f"is {found}, not a mapping; write `name: ...`, `models: ...` and so on")
     return document
 
 
-def _text(file: Path) -> str:
+def _content(file: Path) -> bytes:
     try:
         with file.open("rb") as stream:  # not by its stated size: a device or a pipe has none
             content = stream.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
-            raise _refused(file, f"has more than {MAX_BYTES} bytes; study files are smaller")
-        return content.decode("utf-8-sig")
+            size = file.stat().st_size if file.is_file() else "more"
+            raise _refused(file, f"has {size} bytes; a study file has at most {MAX_BYTES}")
+        return content
     except OSError as error:
         raise _refused(file, f"cannot be read: {error.strerror}") from error
+
+
+def _text(content: bytes, name: object) -> str:
+    try:
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise _refused(file, f"is not UTF-8 text (byte {error.start})") from error
+        raise _refused(name, f"is not UTF-8 text (byte {error.start})") from error
 
 
-def _refused(file: Path, message: str) -> InvalidStudy:
-    return InvalidStudy((Problem("", f"{file}: {message}"),))
+def _refused(name: object, message: str) -> InvalidStudy:
+    return InvalidStudy((Problem("", f"{name}: {message}"),))
+
+
+class _RepeatedKey(yaml.MarkedYAMLError):
+    def __init__(self, key: str, mark: yaml.Mark | None = None) -> None:
+        super().__init__(problem=f"key {key!r} is given twice", problem_mark=mark)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_mapping)
+    except _RepeatedKey as error:
+        try:
+            yaml.load(text.replace("\t", " "), _Loader)  # JSON is YAML, whose reader says where the key is
+        except _RepeatedKey:
+            raise
+        except yaml.YAMLError:  # keys longer than YAML's
+            raise error from None
+        raise
 
 
 def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r} is given twice")
+        raise _RepeatedKey(next(name for name in names if names.count(name) > 1))
     return mapping
 
 
@@ -94,7 +122,7 @@ class _Loader(yaml.SafeLoader):
                 problem = f"key {key_node.value!r} is not text; put it in quotes"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
             if key in mapping:
-                raise yaml.MarkedYAMLError(problem=f"key {key!r} is given twice", problem_mark=key_node.start_mark)
+                raise _RepeatedKey(key, key_node.start_mark)
             mapping[key] = self.construct_object(value_node, deep=True)
         return mapping
 

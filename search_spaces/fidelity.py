@@ -9,9 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
-__all__ = ["Bracket", "bracket_plan", "fidelities", "hyperband_brackets", "rungs"]
+__all__ = ["Bracket", "Scheduler", "bracket_cycle", "bracket_plan", "fidelities", "hyperband_brackets", "rungs"]
+
+Scheduler = Literal["hyperband", "asha", "none"]
 
 
 def rungs(min_samples: int, max_samples: int, eta: int) -> tuple[int, ...]:
@@ -28,8 +31,8 @@ def rungs(min_samples: int, max_samples: int, eta: int) -> tuple[int, ...]:
     num_rungs = round(math.log(max_samples / min_samples, eta)) + 1
     if num_rungs < 2:
         raise ValueError(
-            f"min_samples={min_samples} to max_samples={max_samples} leaves one rung at eta={eta}; "
-            f"write `rungs: [{max_samples}]` or `scheduler: none`, or widen the range"
+            f"min_samples={min_samples} to max_samples={max_samples} leaves one rung at eta={eta}; widen the range, or "
+            f"write `scheduler: none` (with hyperband also `rungs: [{max_samples}]`)"
         )
     return (*(min_samples * eta**i for i in range(num_rungs - 1)), max_samples)
 
@@ -76,18 +79,26 @@ def hyperband_brackets(num_rungs: int, eta: int) -> tuple[Bracket, ...]:
     )
 
 
-def bracket_plan(num_rungs: int, eta: int, max_trials: int) -> tuple[Bracket, ...]:
-    """Brackets in the order they run, iteration after iteration, until `max_trials` configurations have started.
+def bracket_cycle(scheduler: Scheduler, *, num_rungs: int, eta: int, max_trials: int) -> tuple[Bracket, ...]:
+    """The brackets that a search goes through, again and again: those of one Hyperband iteration, or one bracket of
+    all configurations where promotion does not wait for a bracket to be full (asha) or there is none (one rung)."""
+    if scheduler == "hyperband" and num_rungs > 1:
+        return hyperband_brackets(num_rungs, eta)
+    return (Bracket(max_trials, first_rung=0, num_rungs=num_rungs, eta=eta),)
+
+
+def bracket_plan(cycle: Sequence[Bracket], max_trials: int) -> tuple[Bracket, ...]:
+    """Brackets in the order they run, `cycle` after cycle, until `max_trials` configurations have started.
 
     The last bracket is cut to what is left of `max_trials`."""
 
     def cut() -> Iterator[Bracket]:
         left = max_trials
-        for bracket in itertools.cycle(hyperband_brackets(num_rungs, eta)):
+        for bracket in itertools.cycle(cycle):
             if left <= 0:
                 return
             started = min(left, bracket.num_configurations)
-            yield Bracket(started, bracket.first_rung, num_rungs, eta)
+            yield replace(bracket, num_configurations=started)
             left -= started
 
     return tuple(cut())

@@ -11,7 +11,7 @@ part.** So every configuration is a merge of at least one expert, nothing is rep
 exactly what it proposed, and all experts together, the likeliest good choice, are a little likelier than each smaller
 set. SLERP merges two models, so there the experts that take part are its pair: every pair of experts, or one expert
 with the base. Its bits would say the same twice and do not exist (with `method_per: component` they do, for the
-component groups that use another method).
+component groups that use another method). The same holds for other methods of two models, and of one.
 
 Departures from the published code: parameters exist only under the method that uses them, and `t` is the
 interpolation parameter itself.
@@ -26,7 +26,8 @@ from typing import Any, Literal
 
 from search_spaces.base import LayerGroup, SpaceDescription
 from search_spaces.errors import InvalidConfiguration, InvalidStudy, Problem
-from search_spaces.lfs_methods import METHODS, Cell
+from search_spaces.lfs_methods import PUBLISHED, Cell
+from search_spaces.lfs_ranges import METHODS
 from search_spaces.parameters import Categorical, Condition, Configuration, Parameter, Parameters
 from search_spaces.recipe import COMPONENTS, Component, LayerRecipe, Merge, Recipe, Source
 
@@ -41,7 +42,7 @@ COMPONENT_GROUPS: dict[int, dict[str, tuple[Component, ...]]] = {
 PAPER: dict[str, Any] = {
     "layer_groups": 4,
     "component_groups": 3,
-    "methods": tuple(METHODS),
+    "methods": tuple(PUBLISHED),
     "method_per": "layer_group",
 }
 
@@ -60,7 +61,7 @@ class LfsSpace:
         num_layers: int,
         layer_groups: int = 4,
         component_groups: int = 3,
-        methods: Sequence[str] = tuple(METHODS),
+        methods: Sequence[str] = tuple(PUBLISHED),
         method_per: Literal["layer_group", "component"] = "layer_group",
         preset: Literal["paper"] | None = None,
     ) -> None:
@@ -83,12 +84,8 @@ class LfsSpace:
         self._components = COMPONENT_GROUPS[component_groups]
         self._methods = tuple(name for name in METHODS if name in methods)
         self._is_per_component = method_per == "component" and component_groups > 1
-        self._pairs = {
-            f"{first}+{second}": (first, second)
-            for first, second in (
-                *itertools.combinations(self._experts, 2),
-                *((base, expert) for expert in self._experts),
-            )
+        self._choices = {
+            name: self._operand_choices(name) for name in self._methods if METHODS[name].takes != "experts"
         }
         parameters = [p for group in self._layer_groups for p in self._group_parameters(group.name)]
         self.parameters = Parameters(parameters, roles={p.name: self._role(p.name) for p in parameters})
@@ -113,7 +110,7 @@ class LfsSpace:
 
     def from_recipe(self, recipe: Recipe) -> dict[str, Any] | None:
         renamed = self._in_my_names(recipe.canonical())
-        if renamed is None or len(renamed.layers) != self._layer_groups[-1].stop:
+        if renamed is None or renamed.tensors or len(renamed.layers) != self._layer_groups[-1].stop:
             return None
         configuration: dict[str, Any] = {}
         for group in self._layer_groups:
@@ -132,8 +129,9 @@ class LfsSpace:
     def _method_key(self, group: str, components: str) -> str:
         return f"{group}.{components}.method" if self._is_per_component else f"{group}.method"
 
-    def _pair_key(self, group: str, components: str) -> str:
-        return f"{group}.{components}.slerp.pair" if self._is_per_component else f"{group}.slerp.pair"
+    def _choice_key(self, group: str, components: str, method: str) -> str:
+        place = f"{group}.{components}" if self._is_per_component else group
+        return f"{place}.{method}.{'model' if METHODS[method].takes == 'model' else 'pair'}"
 
     def _bit_key(self, group: str, expert: str) -> str:
         return f"{group}.use.{expert}"
@@ -165,15 +163,16 @@ class LfsSpace:
         if len(self._methods) > 1:
             for components in searched:
                 yield Categorical(self._method_key(group, components), self._methods)
-        if len(self._experts) > 1:
-            if with_bits := tuple(method for method in self._methods if method != "slerp"):
-                conditions = () if self._is_per_component else self._uses(group, searched[0], *with_bits)
-                for expert in self._experts:
-                    yield Categorical(self._bit_key(group, expert), (True, False), conditions=conditions)
-            if "slerp" in self._methods:
+        with_bits = tuple(method for method in self._methods if method not in self._choices)
+        if len(self._experts) > 1 and with_bits:
+            conditions = () if self._is_per_component else self._uses(group, searched[0], *with_bits)
+            for expert in self._experts:
+                yield Categorical(self._bit_key(group, expert), (True, False), conditions=conditions)
+        for method, choices in self._choices.items():
+            if len(choices) > 1:
                 for components in searched:
-                    uses_slerp = self._uses(group, components, "slerp")
-                    yield Categorical(self._pair_key(group, components), tuple(self._pairs), conditions=uses_slerp)
+                    key = self._choice_key(group, components, method)
+                    yield Categorical(key, tuple(choices), conditions=self._uses(group, components, method))
         for components in self._components:
             for method in self._methods:
                 yield from METHODS[method].parameters(self._cell(group, components, method))
@@ -185,8 +184,8 @@ class LfsSpace:
         for components, members in self._components.items():
             method = configuration.get(self._method_key(group, components), self._methods[0])
             operands = (
-                self._pair(group, components, configuration)
-                if method == "slerp"
+                self._chosen(group, components, method, configuration)
+                if method in self._choices
                 else self._participants(group, configuration)
             )
             merge = METHODS[method].decode(self._cell(group, components, method), operands, configuration)
@@ -197,10 +196,20 @@ class LfsSpace:
         chosen = tuple(expert for expert in self._experts if configuration.get(self._bit_key(group, expert)))
         return chosen or self._experts
 
-    def _pair(self, group: str, components: str, configuration: Configuration) -> tuple[str, str]:
-        if len(self._experts) == 1:
-            return (self._base, self._experts[0])
-        return self._pairs[configuration[self._pair_key(group, components)]]
+    def _chosen(self, group: str, components: str, method: str, configuration: Configuration) -> tuple[str, ...]:
+        choices = self._choices[method]
+        key = self._choice_key(group, components, method)
+        return choices[configuration[key]] if len(choices) > 1 else next(iter(choices.values()))
+
+    def _operand_choices(self, method: str) -> dict[str, tuple[str, ...]]:
+        """What a method of a certain number of models can merge, by the name of the choice."""
+        with_base = tuple((self._base, expert) for expert in self._experts)
+        choices: dict[str, tuple[tuple[str, ...], ...]] = {
+            "pair": (*itertools.combinations(self._experts, 2), *with_base),
+            "ordered pair": (*itertools.permutations(self._experts, 2), *with_base),
+            "model": tuple((model,) for model in (self._base, *self._experts)),
+        }
+        return {"+".join(models): models for models in choices[METHODS[method].takes]}
 
     # From merges back to a configuration.
 
@@ -221,19 +230,23 @@ class LfsSpace:
         by_components = {components: merges[members[0]] for components, members in self._components.items()}
         if any(merges[m] != by_components[name] for name, members in self._components.items() for m in members):
             return None
+        possible = [self._methods_of(merge) for merge in by_components.values()]
         choices: list[dict[str, str]] = (
-            [dict.fromkeys(by_components, method) for method in self._methods]
+            [dict.fromkeys(by_components, method) for method in self._methods if all(method in p for p in possible)]
             if not self._is_per_component
-            else [
-                dict(zip(by_components, methods, strict=True))
-                for methods in itertools.product(self._methods, repeat=len(by_components))
-            ]
+            else [dict(zip(by_components, methods, strict=True)) for methods in itertools.product(*possible)]
         )
         for methods in choices:
-            for experts in self._candidate_participants([by_components[c] for c in methods if methods[c] != "slerp"]):
+            with_bits = [by_components[c] for c in methods if methods[c] not in self._choices]
+            for experts in self._candidate_participants(with_bits):
                 if (found := self._encode_with(group, by_components, methods, experts)) is not None:
                     return found
         return None
+
+    def _methods_of(self, merge: Merge) -> tuple[str, ...]:
+        """The methods that can give `merge`: its own, or any for one of the models as it is."""
+        is_model = merge.method == "passthrough" and not merge.coefficients
+        return tuple(name for name in self._methods if is_model or merge.method == name)
 
     def _candidate_participants(self, merges: Sequence[Merge]) -> list[tuple[str, ...]]:
         named = {source.model for merge in merges for source in merge.sources} - {self._base}
@@ -248,18 +261,18 @@ class LfsSpace:
         configuration: dict[str, Any] = {}
         # Where each component group has its own method, the bits exist whatever the methods are.
         others = self._methods if self._is_per_component else methods.values()
-        if len(self._experts) > 1 and set(others) != {"slerp"}:
+        if len(self._experts) > 1 and not set(others) <= set(self._choices):
             configuration = {self._bit_key(group, expert): expert in experts for expert in self._experts}
         for components, merge in merges.items():
             method = methods[components]
             operands: tuple[str, ...] | None = experts
             if len(self._methods) > 1:
                 configuration[self._method_key(group, components)] = method
-            if method == "slerp":
-                shared = merges.values() if not self._is_per_component else (merge,)
-                operands = self._pair_of({source.model for other in shared for source in other.sources})
-                if operands is not None and len(self._experts) > 1:
-                    configuration[self._pair_key(group, components)] = "+".join(operands)
+            if method in self._choices:
+                shared = merges if not self._is_per_component else {components: merge}
+                operands = self._operands_of(group, method, shared)
+                if operands is not None and len(self._choices[method]) > 1:
+                    configuration[self._choice_key(group, components, method)] = "+".join(operands)
             if operands is None:
                 return None
             values = METHODS[method].encode(self._cell(group, components, method), operands, merge)
@@ -268,9 +281,19 @@ class LfsSpace:
             configuration |= values
         return configuration
 
-    def _pair_of(self, models: set[str]) -> tuple[str, str] | None:
-        wanted = models | {self._experts[0] if models == {self._base} else self._base} if len(models) == 1 else models
-        return next((pair for pair in self._pairs.values() if set(pair) == wanted), None)
+    def _operands_of(self, group: str, method: str, merges: Mapping[str, Merge]) -> tuple[str, ...] | None:
+        """The choice of operands that all `merges` (by component group) can come from."""
+        return next(
+            (
+                choice
+                for choice in self._choices[method].values()
+                if all(
+                    METHODS[method].encode(self._cell(group, components, method), choice, merge) is not None
+                    for components, merge in merges.items()
+                )
+            ),
+            None,
+        )
 
 
 def split_layers(num_layers: int, num_groups: int) -> tuple[LayerGroup, ...]:
@@ -298,18 +321,18 @@ def _shared_merges(layers: Sequence[LayerRecipe], *, start: int) -> dict[Compone
 
 def _problems(given: Mapping[str, Any], *, num_layers: int, num_experts: int, preset: str | None) -> Iterator[Problem]:
     if num_experts < 1:
-        yield Problem("models.experts", "lfs: there are no experts; name at least one")
+        yield Problem("models.experts", "there are no experts; name at least one")
     if not 1 <= given["layer_groups"] <= num_layers:
         yield Problem(
             "search_space.layer_groups",
-            f"lfs: layer_groups={given['layer_groups']} for a model of {num_layers} layers; use 1 to {num_layers}",
+            f"{given['layer_groups']} for a model of {num_layers} layers; use 1 to {num_layers}",
         )
     if given["component_groups"] not in COMPONENT_GROUPS:
-        yield Problem("search_space.component_groups", f"lfs: {given['component_groups']} is not accepted; use 1 or 3")
+        yield Problem("search_space.component_groups", f"{given['component_groups']} is not accepted; use 1 or 3")
     if unknown := sorted(set(given["methods"]) - set(METHODS)):
-        yield Problem("search_space.methods", f"lfs: unknown methods {unknown}; available: {', '.join(METHODS)}")
+        yield Problem("search_space.methods", f"unknown methods {unknown}; available: {', '.join(METHODS)}")
     if not given["methods"]:
-        yield Problem("search_space.methods", f"lfs: there are no methods; name some of {', '.join(METHODS)}")
+        yield Problem("search_space.methods", f"there are no methods; name some of {', '.join(METHODS)}")
     if preset == "paper":
         yield from paper_contradictions(given)
 

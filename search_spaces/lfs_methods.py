@@ -1,18 +1,23 @@
-"""The merge methods of LFS: the parameters each searches, and how their values become a Merge and back.
+"""The merge methods of LFS as published: the parameters each searches, and how their values become a Merge and back.
 
-Ranges: Su and Geiping, "Fine, I'll Merge It Myself", appendix A.6. Merges here carry no layer; `lfs` puts it on.
+The methods that go beyond the publication are in `lfs_ranges`. Ranges: Su and Geiping, "Fine, I'll Merge It Myself",
+appendix A.6. Merges here carry no layer; `lfs` puts it on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from search_spaces.parameters import Condition, Configuration, Float, Parameter
 from search_spaces.recipe import COEFFICIENT_DECIMALS, Merge, Source
 
-__all__ = ["METHODS", "Cell", "MergeMethod"]
+__all__ = ["PUBLISHED", "Cell", "MergeMethod", "Operands", "on_simplex"]
+
+# What a method merges: the experts that take part, a pair of models, one whose first is the one that changes, or one
+# model.
+Operands = Literal["experts", "pair", "ordered pair", "model"]
 
 # TIES keeps this share of a task vector where a recipe leaves it open (lambda = 0): the paper's default.
 DEFAULT_DENSITY = 0.2
@@ -33,9 +38,13 @@ class Cell:
 
 
 class MergeMethod(Protocol):
-    """A method as LFS searches it. `operands` are aliases: the experts that take part, for SLERP the pair."""
+    """A method as LFS searches it. `operands` are aliases: the experts that take part, or the pair."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def takes(self) -> Operands: ...
 
     def parameters(self, cell: Cell) -> tuple[Parameter, ...]: ...
 
@@ -50,6 +59,7 @@ class TaskArithmetic:
     """base + lambda * (sum of the task vectors); lambda in [0, 1], shared by the experts that take part."""
 
     name = "task_arithmetic"
+    takes: Operands = "experts"
 
     def parameters(self, cell: Cell) -> tuple[Parameter, ...]:
         return (Float(f"{cell.name}.task_arithmetic.lambda", 0.0, 1.0, conditions=cell.conditions),)
@@ -72,6 +82,7 @@ class Ties:
     lambda in [0, 1], k in [0.1, 0.99]."""
 
     name = "ties"
+    takes: Operands = "experts"
 
     def parameters(self, cell: Cell) -> tuple[Parameter, ...]:
         return (
@@ -100,6 +111,7 @@ class Linear:
     what is left of 1."""
 
     name = "linear"
+    takes: Operands = "experts"
 
     def parameters(self, cell: Cell) -> tuple[Parameter, ...]:
         return tuple(
@@ -111,7 +123,7 @@ class Linear:
         searched = tuple(configuration.get(self._key(cell, expert), 0.0) for expert in operands)
         if len(operands) == 1:
             return _merge(self.name, (cell.base, *operands), {"weight": (1 - searched[0], searched[0])})
-        return _merge(self.name, operands, {"weight": _on_simplex(searched)})
+        return _merge(self.name, operands, {"weight": on_simplex(searched)})
 
     def encode(self, cell: Cell, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
         if (only := _passed_through(merge)) is not None:
@@ -133,6 +145,7 @@ class Slerp:
     """Spherical interpolation between the two models of a pair; t in [0, 1], 0 is the first."""
 
     name = "slerp"
+    takes: Operands = "pair"
 
     def parameters(self, cell: Cell) -> tuple[Parameter, ...]:
         return (Float(f"{cell.name}.slerp.t", 0.0, 1.0, conditions=cell.conditions),)
@@ -151,7 +164,7 @@ class Slerp:
 
 
 # In the order in which they are searched and tried when a recipe is read back.
-METHODS: dict[str, MergeMethod] = {method.name: method for method in (TaskArithmetic(), Ties(), Slerp(), Linear())}
+PUBLISHED: dict[str, MergeMethod] = {method.name: method for method in (TaskArithmetic(), Ties(), Slerp(), Linear())}
 
 
 def _merge(method: str, models: tuple[str, ...], coefficients: dict[str, float | tuple[float, ...]]) -> Merge:
@@ -163,10 +176,12 @@ def _models(merge: Merge) -> tuple[str, ...]:
 
 
 def _passed_through(merge: Merge) -> str | None:
-    return merge.sources[0].model if merge.method == "passthrough" else None
+    is_plain = merge.method == "passthrough" and not merge.coefficients
+    return merge.sources[0].model if is_plain else None
 
 
-def _on_simplex(weights: tuple[float, ...]) -> tuple[float, ...]:
+def on_simplex(weights: tuple[float, ...]) -> tuple[float, ...]:
+    """Weights divided by their sum; equal ones if all are zero."""
     if _is_on_simplex(weights):
         return weights  # already stored once: dividing again would move the last decimal
     total = sum(weights)

@@ -3,15 +3,18 @@
 A cost is what every comparison uses: smaller is better, 0 is perfect and 1 is worthless, so that the reference point
 1.1 in every objective has a meaning. Values are in the metric's own unit and direction.
 
-Non-dominated ranks and crowding distances: Deb et al., "NSGA-II" (2002), sections III-A and III-B. Hypervolume:
-While et al., "A Fast Way of Calculating Exact Hypervolumes" (2012), the exclusive-volume recursion.
+Non-dominated ranks and crowding distances: Deb et al., "NSGA-II" (2002), sections III-A and III-B; the ranks are
+found as in Zhang et al., "An Efficient Approach to Nondominated Sorting" (2015). Hypervolume: While et al., "A Fast
+Way of Calculating Exact Hypervolumes" (2012), the exclusive-volume recursion.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import le
 from typing import Literal, TypeAlias
 
 from search_spaces.errors import InvalidStudy, Problem
@@ -93,14 +96,20 @@ def dominates(costs: Costs, other: Costs) -> bool:
 
 def non_dominated_ranks(costs: Sequence[Costs]) -> tuple[int, ...]:
     """Rank of each point: 0 on the front, 1 on the front of the rest, and so on."""
-    ranks: dict[int, int] = {}
-    rank = 0
-    while len(ranks) < len(costs):
-        left = [i for i in range(len(costs)) if i not in ranks]
-        front = [i for i in left if not any(dominates(costs[j], costs[i]) for j in left)]
-        ranks.update(dict.fromkeys(front, rank))
-        rank += 1
-    return tuple(ranks[i] for i in range(len(costs)))
+    fronts: list[list[Costs]] = []
+    ranks: dict[Costs, int] = {}
+
+    def first_without_a_better(point: Costs) -> int:
+        return bisect_left(fronts, True, key=lambda front: not any(all(map(le, other, point)) for other in front))
+
+    # In lexicographic order no point is dominated by a later one, and where no point of a front dominates it, none of
+    # the fronts behind does. The points are distinct: one that is nowhere larger is somewhere smaller.
+    for point in sorted(set(costs)):
+        ranks[point] = first_without_a_better(point)
+        if ranks[point] == len(fronts):
+            fronts.append([])
+        fronts[ranks[point]].append(point)
+    return tuple(ranks[point] for point in costs)
 
 
 def crowding_distances(costs: Sequence[Costs]) -> tuple[float, ...]:
@@ -123,9 +132,11 @@ def promotion_order(candidates: Sequence[Candidate]) -> tuple[int, ...]:
     scored = [candidate for candidate in candidates if candidate.costs is not None]
     costs = [candidate.costs for candidate in scored if candidate.costs is not None]
     ranks = non_dominated_ranks(costs)
+    fronts: dict[int, list[int]] = {}
+    for i, rank in enumerate(ranks):
+        fronts.setdefault(rank, []).append(i)
     keys: dict[int, tuple[float, float]] = {}
-    for rank in set(ranks):
-        front = [i for i in range(len(scored)) if ranks[i] == rank]
+    for rank, front in fronts.items():
         for i, distance in zip(front, crowding_distances([costs[i] for i in front]), strict=True):
             keys[scored[i].number] = (rank, -distance)
     last = (math.inf, math.inf)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 from search_spaces.errors import InvalidRecipe
+from search_spaces.methods import METHODS, MethodSpec
 
 __all__ = ["COMPONENTS", "Component", "LayerRecipe", "Merge", "Recipe", "Source"]
 
@@ -46,7 +47,8 @@ class Merge:
 
     `coefficients` maps a name to a number (shared by all sources) or to a tuple with one number per source, in the
     order of `sources`. Sources are the operands; methods on task vectors (task_arithmetic, ties) subtract the
-    recipe's base model, which is not listed. SLERP's two sources are its ends: t = 0 is the first.
+    recipe's base model, which is not listed. SLERP's two sources are its ends: t = 0 is the first. `seed` is for
+    methods that draw random masks. What each method takes is in `methods`.
     """
 
     method: str
@@ -75,18 +77,41 @@ class Merge:
         return hash((self.method, self.sources, tuple(self.coefficients.items()), self.seed))
 
     def number(self, name: str) -> float:
-        """The shared coefficient `name`. Raises InvalidRecipe if it is missing or per source."""
-        value = self.coefficients.get(name)
+        """The shared coefficient `name`, or its default. Raises InvalidRecipe if it is missing or per source."""
+        value = self.coefficients.get(name, self._default(name))
         if value is None or isinstance(value, tuple):
             raise InvalidRecipe(f"merge: {self.method} needs one number {name!r}, found {value!r}")
         return value
 
     def per_source(self, name: str) -> tuple[float, ...]:
-        """Coefficient `name` for each source; a shared number is repeated. Raises InvalidRecipe if missing."""
-        value = self.coefficients.get(name)
+        """Coefficient `name`, or its default, for each source; a shared number is repeated.
+
+        Raises InvalidRecipe if it is missing."""
+        value = self.coefficients.get(name, self._default(name))
         if value is None:
             raise InvalidRecipe(f"merge: {self.method} needs {name!r}, found only {sorted(self.coefficients)}")
         return value if isinstance(value, tuple) else (value,) * len(self.sources)
+
+    def check(self) -> None:
+        """Raise InvalidRecipe unless its method takes these sources, coefficients and seed."""
+        spec = METHODS.get(self.method)
+        if spec is None:
+            raise InvalidRecipe(f"merge: unknown merge method {self.method!r}; known are {', '.join(METHODS)}")
+        for problem in spec.problems(len(self.sources), self.coefficients, self.seed):
+            raise InvalidRecipe(f"merge: {problem}")
+        for coefficient in spec.coefficients:
+            if coefficient.per_model:
+                self.per_source(coefficient.name)
+            else:
+                self.number(coefficient.name)
+        broken = None if spec.constraint is None else spec.constraint(self.per_source)
+        if broken is not None:
+            raise InvalidRecipe(f"merge: {self.method}: {broken}")
+
+    def _default(self, name: str) -> float | None:
+        spec = METHODS.get(self.method)
+        coefficient = None if spec is None else spec.coefficient(name)
+        return None if coefficient is None else coefficient.default
 
     def to_json(self) -> dict[str, Any]:
         document: dict[str, Any] = {
@@ -161,7 +186,8 @@ class Recipe:
 
     `models` maps every alias used to its content fingerprint; `base` is the alias of the base model; `layers` are the
     merged model's layers in order; `embedding` is the input embedding (a tied output head follows it); `head` is the
-    final norm and, where untied, the output head.
+    final norm and, where untied, the output head. `tensors` are single tensors, by their names in the merged model,
+    that have another merge than their component.
     """
 
     models: Mapping[str, str]
@@ -169,9 +195,11 @@ class Recipe:
     layers: tuple[LayerRecipe, ...]
     embedding: Merge
     head: Merge
+    tensors: Mapping[str, Merge] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "models", dict(sorted(self.models.items())))
+        object.__setattr__(self, "tensors", dict(sorted(self.tensors.items())))
         used = {self.base} | {source.model for merge in self.merges() for source in merge.sources}
         if missing := sorted(used - set(self.models)):
             raise InvalidRecipe(f"recipe: {missing} not in models; known are {sorted(self.models)}")
@@ -180,9 +208,18 @@ class Recipe:
         return hash(self.digest)
 
     def merges(self) -> tuple[Merge, ...]:
-        """Every merge of the recipe, layer by layer, then embedding and head."""
+        """Every merge of the recipe, layer by layer, then embedding and head, then those of single tensors."""
         in_layers = tuple(layer.component(name) for layer in self.layers for name in COMPONENTS)
-        return (*in_layers, self.embedding, self.head)
+        return (*in_layers, self.embedding, self.head, *self.tensors.values())
+
+    def check(self) -> None:
+        """Raise InvalidRecipe, saying where, unless every merge is one that its method takes."""
+        places = [f"layer {index}, {name}" for index in range(len(self.layers)) for name in COMPONENTS]
+        for place, merge in zip((*places, "embedding", "head", *self.tensors), self.merges(), strict=True):
+            try:
+                merge.check()
+            except InvalidRecipe as error:
+                raise InvalidRecipe(f"{place}: {str(error).removeprefix('merge: ')}") from error
 
     def rewritten(self, rewrite: Callable[[Merge], Merge]) -> Recipe:
         """The recipe with every merge replaced by what `rewrite` makes of it."""
@@ -190,11 +227,14 @@ class Recipe:
             replace(layer, attention=rewrite(layer.attention), mlp=rewrite(layer.mlp), norm=rewrite(layer.norm))
             for layer in self.layers
         )
-        return replace(self, layers=layers, embedding=rewrite(self.embedding), head=rewrite(self.head))
+        tensors = {name: rewrite(merge) for name, merge in self.tensors.items()}
+        return replace(self, layers=layers, embedding=rewrite(self.embedding), head=rewrite(self.head), tensors=tensors)
 
     def canonical(self) -> Recipe:
         """The equal recipe in canonical form: no source without influence, a merge that is one of its sources as
-        passthrough, sources ordered by (fingerprint, layer), no model that is not used."""
+        passthrough, sources ordered by (fingerprint, layer), no model that is not used. Raises InvalidRecipe as
+        `check` does."""
+        self.check()
         recipe = self.rewritten(lambda merge: _canonical(merge, base=self.base, fingerprints=self.models))
         used = {self.base} | {source.model for merge in recipe.merges() for source in merge.sources}
         return replace(recipe, models={alias: self.models[alias] for alias in used})
@@ -212,7 +252,7 @@ class Recipe:
         return cached
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        document = {
             "format": FORMAT,
             "models": dict(self.models),
             "base": self.base,
@@ -220,6 +260,9 @@ class Recipe:
             "layers": [layer.to_json() for layer in self.layers],
             "head": self.head.to_json(),
         }
+        if self.tensors:
+            document["tensors"] = {name: merge.to_json() for name, merge in self.tensors.items()}
+        return document
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
@@ -234,6 +277,7 @@ class Recipe:
                 layers=tuple(LayerRecipe.from_json(layer) for layer in document["layers"]),
                 embedding=Merge.from_json(document["embedding"]),
                 head=Merge.from_json(document["head"]),
+                tensors={str(name): Merge.from_json(merge) for name, merge in document.get("tensors", {}).items()},
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise InvalidRecipe(f"recipe: missing or malformed: {error!r}") from error
@@ -256,11 +300,10 @@ def _passthrough(source: Source) -> Merge:
 
 def _canonical(merge: Merge, *, base: str, fingerprints: Mapping[str, str]) -> Merge:
     base_source = Source(base, merge.sources[0].layer)
+    spec = METHODS[merge.method]
     coefficients, sources = dict(merge.coefficients), merge.sources
 
     if merge.method == "slerp":
-        if len(sources) != 2:
-            raise InvalidRecipe(f"merge: slerp has {len(sources)} sources; it takes 2")
         t, (first, second) = merge.number("t"), sources
         if t == 0 or first == second:
             return _passthrough(first)
@@ -270,25 +313,31 @@ def _canonical(merge: Merge, *, base: str, fingerprints: Mapping[str, str]) -> M
             return Merge("slerp", (second, first), {"t": 1 - t})
         return merge
 
-    if merge.method in ("linear", "task_arithmetic"):
-        name = "weight" if merge.method == "linear" else "lambda"
-        weights = merge.per_source(name)
-        kept = [(source, weight) for source, weight in zip(sources, weights, strict=True) if weight != 0]
-        if merge.method == "task_arithmetic":
-            # The base's own task vector is zero.
-            kept = [(source, weight) for source, weight in kept if source != base_source]
-            if not kept:
-                return _passthrough(base_source)
-            if len(kept) == 1 and kept[0][1] == 1:
-                return _passthrough(kept[0][0])
-        elif len(kept) == 1 and kept[0][1] == 1:
-            return _passthrough(kept[0][0])
-        if kept:
-            sources = tuple(source for source, _ in kept)
-            values = tuple(weight for _, weight in kept)
-            coefficients[name] = values[0] if len(set(values)) == 1 else values
-    elif merge.method == "ties" and merge.number("lambda") == 0:
+    if spec.base_at_zero is not None and not any(merge.per_source(spec.base_at_zero)):
         return _passthrough(base_source)
+    if merge.method == "nearswap" and (merge.number("t") == 0 or sources[0] == sources[1]):
+        return _passthrough(sources[0])
+    if (name := spec.drops_zeros) is not None:
+        weights = merge.per_source(name)
+        # With task arithmetic, the base's own task vector is zero.
+        is_sum = merge.method == "task_arithmetic"
+        kept = [i for i, weight in enumerate(weights) if weight != 0 and not (is_sum and sources[i] == base_source)]
+        if not kept and spec.needs_base and not spec.is_itself_alone:
+            return _passthrough(base_source)
+        is_sum |= merge.method == "linear"
+        if len(kept) == 1 and (spec.is_itself_alone or (is_sum and weights[kept[0]] == 1)):
+            return _passthrough(sources[kept[0]])
+        if kept:
+            sources = tuple(sources[i] for i in kept)
+            coefficients = {
+                other: tuple(value[i] for i in kept) if isinstance(value, tuple) else value
+                for other, value in coefficients.items()
+            }
+    if spec.is_itself_alone and len(sources) == 1:
+        return _passthrough(sources[0])
+    coefficients = _brief(coefficients, spec)
+    if spec.is_ordered:
+        return Merge(merge.method, sources, coefficients, merge.seed)
 
     order = sorted(range(len(sources)), key=lambda i: _order(sources[i], fingerprints))
     return Merge(
@@ -302,6 +351,17 @@ def _canonical(merge: Merge, *, base: str, fingerprints: Mapping[str, str]) -> M
     )
 
 
+def _brief(coefficients: Mapping[str, Coefficient], spec: MethodSpec) -> dict[str, Coefficient]:
+    """Numbers that are equal for all sources as one, defaults left out."""
+    brief: dict[str, Coefficient] = {}
+    for name, value in coefficients.items():
+        shared = value[0] if isinstance(value, tuple) and len(set(value)) == 1 else value
+        known = spec.coefficient(name)
+        if known is None or known.default is None or shared != known.default:
+            brief[name] = shared
+    return brief
+
+
 def _order(source: Source, fingerprints: Mapping[str, str]) -> tuple[str, int]:
     return fingerprints[source.model], -1 if source.layer is None else source.layer
 
@@ -311,9 +371,9 @@ def _renamed(document: Any, names: Mapping[str, str]) -> Any:
     if isinstance(document, dict):
         return {
             key: [[names[model], layer] for model, layer in value]
-            if key == "sources"
+            if key == "sources" and isinstance(value, list)
             else names[value]
-            if key == "base"
+            if key == "base" and isinstance(value, str)
             else _renamed(value, names)
             for key, value in document.items()
         }

@@ -6,7 +6,7 @@ Each check sees only sections that are valid by themselves, so that all problems
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,25 +20,16 @@ __all__ = ["WORDS", "ValidParts", "contradictions", "without_consequences"]
 WORDS = Vocabulary(
     later_values={
         "search_space.kind": ("dis", "sfs", "m3", "hm3"),
-        "search_space.methods.*": (
-            *("nuslerp", "multislerp", "karcher", "dare_linear", "dare_ties", "della", "della_linear", "breadcrumbs"),
-            *("breadcrumbs_ties", "model_stock", "sce", "ram", "ramplus_tl", "nearswap", "arcee_fusion"),
-            *("passthrough", "pcb", "consensus", "wudi"),
-        ),
         "search.algorithm": ("tpe", "gp", "nsga2", "nsga3", "cmaes", "grid", "de", "moead", "es", "m3", "hm3"),
-        "fidelity.scheduler": ("asha", "racing"),
+        "fidelity.scheduler": ("racing",),
         "engine.backend": ("transformers",),
     },
     later_keys={
         "constraints": "constraints are not available yet; leave them out",
-        **{
-            f"{section}.*.{key}": message
-            for section in ("objectives", "holdout")
-            for key, message in {
-                "cost": "cost objectives are not available yet; available: objectives with a task and a metric",
-                "rungs": "rungs of one objective are not available yet; available: fidelity.rungs, for all objectives",
-            }.items()
-        },
+        **dict.fromkeys(
+            ("objectives.*.cost", "holdout.*.cost"),
+            "cost objectives are not available yet; available: objectives with a task and a metric",
+        ),
     },
     patterns={
         NAME: "1 to 63 letters, digits, dots, dashes or underscores, the first a letter or digit",
@@ -81,7 +72,7 @@ def contradictions(parts: ValidParts) -> Iterator[Problem]:
     if parts.search_space is not None:
         yield from _space_contradictions(parts.search_space)
     if parts.fidelity is not None:
-        yield from _fidelity_contradictions(parts.fidelity)
+        yield from _fidelity_contradictions(parts.fidelity, parts.objectives)
     for section, specs in (("objectives", parts.objectives), ("holdout", parts.holdout)):
         yield from _objective_contradictions(section, specs)
     yield from _holdout_contradictions(parts.objectives, parts.holdout, parts.objective_names)
@@ -95,29 +86,64 @@ def _space_contradictions(space: SearchSpaceSpec) -> Iterator[Problem]:
         yield from paper_contradictions(space.model_dump())
 
 
-def _fidelity_contradictions(fidelity: Fidelity) -> Iterator[Problem]:
+def _fidelity_contradictions(fidelity: Fidelity, objectives: Mapping[int, ObjectiveSpec]) -> Iterator[Problem]:
     low, high, steps = fidelity.min_samples, fidelity.max_samples, fidelity.rungs
     for name in ("min_samples", "max_samples") if steps is not None else ():
         if getattr(fidelity, name) is not None:
             yield Problem(f"fidelity.{name}", "says again what rungs says; leave out one of the two")
-    if steps is not None and any(a >= b for a, b in itertools.pairwise(steps)):
-        yield Problem("fidelity.rungs", f"{list(steps)} does not increase; give each rung more samples than the last")
+    if steps is not None and not _is_increasing(steps):
+        yield Problem("fidelity.rungs", _increase(steps))
     if fidelity.scheduler == "none":
-        if low is not None:
-            yield Problem(
-                "fidelity.min_samples", "means nothing with scheduler: none, which has one rung; leave it out"
-            )
-        if steps is not None and len(steps) > 1:
-            yield Problem("fidelity.rungs", f"{list(steps)}: scheduler: none has one rung; give [{steps[-1]}]")
+        for name in ("min_samples", "eta"):
+            if getattr(fidelity, name) is not None:
+                yield Problem(
+                    f"fidelity.{name}", "means nothing with scheduler: none, which has one rung; leave it out"
+                )
     elif steps is None and low is None and high is not None:
         yield Problem("fidelity.max_samples", f"{high} is given without min_samples; give both, or rungs")
     elif steps is None and low is not None and high is None:
         yield Problem("fidelity.min_samples", f"{low} is given without max_samples; give both, or rungs")
-    elif steps is None:
+    elif steps is None and (low is not None or any(spec.rungs is None for spec in objectives.values())):
         try:
             _ = fidelity.rung_samples
         except ValueError as error:
             yield Problem("fidelity.min_samples" if low is not None else "fidelity", str(error))
+    yield from _length_contradictions(fidelity, objectives)
+
+
+def _length_contradictions(fidelity: Fidelity, objectives: Mapping[int, ObjectiveSpec]) -> Iterator[Problem]:
+    """All that have rungs have the same number of them, and as many as the scheduler can do with."""
+    own = {f"objectives.{index}.rungs": spec.rungs for index, spec in objectives.items() if spec.rungs is not None}
+    written = own if fidelity.rungs is None else {"fidelity.rungs": fidelity.rungs, **own}
+    try:
+        reference = fidelity.rung_samples
+    except ValueError:
+        reference = None
+    name = "fidelity"
+    if reference is None and own:
+        name, reference = next(iter(own.items()))
+    for place, counts in written.items():
+        if fidelity.scheduler == "none":
+            if len(counts) > 1:
+                yield Problem(place, f"{list(counts)}: scheduler: none has one rung; give [{counts[-1]}]")
+        elif fidelity.scheduler == "asha" and len(counts) == 1:
+            yield Problem(
+                place, f"{list(counts)}: asha needs two rungs or more; give smaller ones first, or `scheduler: none`"
+            )
+        elif reference is not None and len(counts) != len(reference):
+            yield Problem(
+                place,
+                f"{list(counts)} has another length than {list(reference)} of {name}; "
+                "all objectives have the same number of rungs",
+            )
+
+
+def _is_increasing(counts: Sequence[int]) -> bool:
+    return all(a < b for a, b in itertools.pairwise(counts))
+
+
+def _increase(counts: Sequence[int]) -> str:
+    return f"{list(counts)} does not increase; give each rung more samples than the last"
 
 
 def _objective_contradictions(section: str, specs: Mapping[int, ObjectiveSpec]) -> Iterator[Problem]:
@@ -131,6 +157,10 @@ def _objective_contradictions(section: str, specs: Mapping[int, ObjectiveSpec]) 
             yield Problem(f"{place}.range", f"{list(spec.range)} is empty; give [lowest, highest]")
         if spec.direction == "minimize" and spec.range is None:
             yield Problem(f"{place}.range", f"is missing; {spec.metric} is minimised, so give its [lowest, highest]")
+        if spec.rungs is not None and section == "holdout":
+            yield Problem(f"{place}.rungs", "held-out data are scored whole, not rung by rung; leave it out")
+        elif spec.rungs is not None and not _is_increasing(spec.rungs):
+            yield Problem(f"{place}.rungs", _increase(spec.rungs))
         if isinstance(spec.task, InlineTask):
             for key in ("filter", "split", "num_fewshot"):
                 if getattr(spec, key) is not None:

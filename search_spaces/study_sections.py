@@ -34,6 +34,51 @@ LINE = r"^[^\x00-\x1f\x7f]+$"
 Name = Annotated[str, Field(pattern=NAME)]
 Line = Annotated[str, Field(pattern=LINE)]
 
+# As in `lfs_ranges`; the first four are those of the publication.
+LfsMethod = Literal[
+    "task_arithmetic",
+    "ties",
+    "slerp",
+    "linear",
+    "passthrough",
+    "nuslerp",
+    "nuslerp_rows",
+    "nuslerp_columns",
+    "nuslerp_task_vectors",
+    "multislerp",
+    "multislerp_task_vectors",
+    "karcher",
+    "model_stock",
+    "model_stock_rows",
+    "nearswap",
+    "arcee_fusion",
+    "ties_majority",
+    "ties_sum",
+    "ties_weighted",
+    "ties_peft",
+    "m3_ties",
+    "dare_linear",
+    "dare_linear_l1",
+    "dare_ties",
+    "dare_ties_l1",
+    "m3_dare",
+    "della",
+    "della_l1",
+    "della_linear",
+    "della_linear_l1",
+    "breadcrumbs",
+    "breadcrumbs_ties",
+    "sce",
+    "ram",
+    "ramplus_tl",
+    "pcb",
+    "pcb_tanh",
+    "consensus_ta",
+    "consensus_ties",
+    "wudi",
+]
+Rungs = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
+
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
@@ -54,7 +99,7 @@ class SearchSpaceSpec(Section):
     component_groups: Literal[1, 3] = 3
     """1: a layer is one piece; 3: mlp, attention and norms have numbers of their own."""
     methods: Annotated[
-        tuple[Literal["task_arithmetic", "ties", "slerp", "linear"], ...],
+        tuple[LfsMethod, ...],
         Field(min_length=1),
     ] = ("task_arithmetic", "ties", "slerp", "linear")
     method_per: Literal["layer_group", "component"] = "layer_group"
@@ -71,21 +116,27 @@ class Search(Section):
 
 
 class Fidelity(Section):
-    scheduler: Literal["hyperband", "none"] = "hyperband"
+    scheduler: ladders.Scheduler = "hyperband"
+    """hyperband: brackets promote when they are full; asha: rungs promote with every result; none: one rung."""
     min_samples: Annotated[int, Field(ge=1)] | None = None
     """Samples of every objective at the first rung."""
     max_samples: Annotated[int, Field(ge=1)] | None = None
     """Samples of every objective at the last rung, the full budget."""
-    eta: Annotated[int, Field(ge=2)] = 3
-    """One configuration in eta is promoted, to about eta times the samples."""
-    rungs: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] | None = None
+    eta: Annotated[int, Field(ge=2)] | None = None
+    """One configuration in eta is promoted, to about eta times the samples. Default: 3."""
+    rungs: Rungs | None = None
     """The rungs written out, instead of min_samples and max_samples."""
 
     @property
-    def rung_samples(self) -> tuple[int, ...] | None:
-        """Samples of every objective at each rung; None: one rung with all samples of each task.
+    def reduction_factor(self) -> int:
+        """eta, or its default."""
+        return 3 if self.eta is None else self.eta
 
-        Raises ValueError for a section that `parse_study` would refuse."""
+    @property
+    def rung_samples(self) -> tuple[int, ...] | None:
+        """Samples at each rung of an objective without rungs of its own; None: one rung with all samples of the task.
+
+        Raises ValueError where the section does not say."""
         if self.rungs is not None:
             return self.rungs
         if self.scheduler == "none":
@@ -95,7 +146,13 @@ class Fidelity(Section):
                 f"{self.scheduler} needs min_samples and max_samples, or rungs; "
                 "write `scheduler: none` to score every trial on all samples"
             )
-        return ladders.rungs(self.min_samples, self.max_samples, self.eta)
+        return ladders.rungs(self.min_samples, self.max_samples, self.reduction_factor)
+
+    def rungs_of(self, objective: ObjectiveSpec) -> tuple[int | None, ...]:
+        """Samples of an objective at each rung; (None,): one rung with all samples of its task.
+
+        Raises ValueError as `rung_samples` does."""
+        return objective.rungs or self.rung_samples or (None,)
 
 
 class InlineTask(Section):
@@ -142,6 +199,8 @@ class ObjectiveSpec(Section):
     """Default: as the task's metric says."""
     range: tuple[float, float] | None = None
     """The metric's lowest and highest value, where these are not 0 and 1."""
+    rungs: Rungs | None = None
+    """Samples of this objective at each rung, where the numbers of fidelity do not fit; as many rungs."""
 
 
 class Verify(Section):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from search_spaces.study import Study
-from service.preflight import Examination, examine
+from service.disk import free_bytes, gib
+from service.preflight import EXPORT, Examination, examine
 
 __all__ = ["CheckedPlan", "check"]
 
@@ -20,20 +22,23 @@ class CheckedPlan:
     num_parameters: int
     num_layers: int
     num_search_parameters: int
+    scheduler: str
     rungs: tuple[dict[str, int], ...]
     trials: dict[str, int]
     samples: dict[str, int]
     hours: float
     memory_bytes: dict[str, int]
+    disk_bytes: dict[str, int]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     def to_text(self) -> str:
-        gib = {name: f"{value / 2**30:.1f} GiB" for name, value in self.memory_bytes.items()}
-        rungs = " -> ".join(str(max(rung.values())) for rung in self.rungs)
+        memory = {name: gib(value) for name, value in self.memory_bytes.items()}
         search, holdout, full = (self.samples[name] for name in ("search", "holdout", "full_budget"))
-        saved = f" ({1 - search / full:.0%} fewer than {full:,} at full budget)" if search < full else ""
+        # ASHA promotes at least that many, and more where good candidates come late.
+        least, most = ("at least ", "at most ") if self.scheduler == "asha" else ("", "")
+        saved = f" ({most}{1 - search / full:.0%} fewer than {full:,} at full budget)" if search < full else ""
         return "\n".join(
             (
                 f"study     {self.study}: nothing is wrong with it",
@@ -41,20 +46,31 @@ class CheckedPlan:
                 f"{self.num_layers} layers",
                 f"space     {self.num_search_parameters} parameters",
                 f"trials    {self.trials['extras']} sources and published recipes, {self.trials['search']} searched",
-                f"rungs     {rungs} samples of each objective, {_count(len(self.rungs[-1]), 'objective')}",
-                f"samples   {search:,} in the search{saved}, "
+                f"rungs     {self._ladders()}; scheduler: {self.scheduler}",
+                f"samples   {least}{search:,} in the search{saved}, "
                 + (f"about {holdout:,}" if holdout else "none")
                 + " held out",
                 f"time      very roughly {_duration(self.hours)}, by this machine's arithmetic speed",
-                f"memory    {gib['needed']} (source weights {gib['bank']}, {gib['engines']} for engines) of "
-                f"{gib['available']}",
+                f"memory    {memory['needed']} (source weights {memory['bank']}, {memory['engines']} for engines) of "
+                f"{memory['available']}",
+                f"disk      {gib(self.disk_bytes['export'])} for an exported model, "
+                f"{gib(self.disk_bytes['available'])} free",
             )
         )
 
+    def _ladders(self) -> str:
+        """The rungs, once if all objectives have the same."""
+        ladders = {name: " -> ".join(str(rung[name]) for rung in self.rungs) for name in self.rungs[-1]}
+        if len(set(ladders.values())) > 1:
+            return ", ".join(f"{name} {ladder}" for name, ladder in ladders.items()) + " samples"
+        return f"{next(iter(ladders.values()))} samples of each objective, {_count(len(ladders), 'objective')}"
 
-def check(study: Study) -> CheckedPlan:
-    """Examine a study and count what it will take. Starts nothing. Raises InvalidStudy with every problem."""
-    examination = examine(study)
+
+def check(study: Study, directory: Path, *, exports: bool = False) -> CheckedPlan:
+    """Examine a study that would run in `directory` and count what it will take; `exports`: the best merge too.
+
+    Starts nothing. Raises InvalidStudy with every problem."""
+    examination = examine(study, export_dir=directory / EXPORT if exports else None)
     memory = examination.memory
     samples = examination.expected_samples()
     return CheckedPlan(
@@ -63,6 +79,7 @@ def check(study: Study) -> CheckedPlan:
         num_parameters=examination.num_parameters,
         num_layers=examination.num_layers,
         num_search_parameters=len(examination.space.parameters.names),
+        scheduler=study.fidelity.scheduler,
         rungs=tuple(dict(rung) for rung in examination.rung_samples),
         trials={"extras": len(examination.extras()), "search": study.search.max_trials},
         samples=samples,
@@ -73,6 +90,7 @@ def check(study: Study) -> CheckedPlan:
             "needed": memory.needed_bytes,
             "available": memory.available_bytes,
         },
+        disk_bytes={"export": examination.export_bytes, "available": free_bytes(directory)},
     )
 
 

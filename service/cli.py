@@ -1,7 +1,8 @@
 """The `mergesearch` command. Parses, calls, prints; decides nothing.
 
 What is heavy (torch, Ray, vLLM, even pydantic) is imported by the verb that needs it, so that help is instant.
-Exit codes: 0 done, 1 the study failed or could not go on, 2 the input is at fault, 130 interrupted.
+Exit codes: 0 done, 1 the study failed or could not go on or no server answers, 2 the input is at fault,
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -9,15 +10,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from service.terminal import console, print_json, print_results
+
 if TYPE_CHECKING:
+    from service.remote import ServerVerbs
     from service.results import RunRecord
 
 __all__ = ["main"]
+
+RUN_OR_STUDY = "directory of a run, or a study on a server: its id, the beginning of that, or its name"
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 SCHEMAS = ("study", "trial", "summary", "pareto", "recipe")
 
@@ -58,6 +68,13 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--json", action="store_true", help="machine-readable output on standard output")
         return command
 
+    def server_verb(name: str, call: Any, text: str) -> argparse.ArgumentParser:
+        command = verb(name, call, text)
+        command.add_argument(
+            "--server", metavar="URL", help="default: $MERGESEARCH_SERVER, else a server on this machine"
+        )
+        return command
+
     command = verb("run", _run, "Run a study file in a directory, or resume it there.")
     command.add_argument("study", type=Path, metavar="STUDY", help="study file (YAML or JSON)")
     command.add_argument("--out", type=Path, required=True, metavar="DIR", help="where results and state are kept")
@@ -67,25 +84,58 @@ def _parser() -> argparse.ArgumentParser:
     command = verb("demo", _demo, "Search the shipped tiny model family and export its best merge.")
     command.add_argument("--out", type=Path, default=Path("mergesearch-demo"), metavar="DIR")
 
-    command = verb("export", _export, "Write a trial's merged model as safetensors.")
-    command.add_argument("run", type=Path, metavar="DIR", help="directory of a run")
+    command = verb("serve", _serve, "Serve studies over HTTP, on a Ray of this machine or of RAY_ADDRESS.")
+    command.add_argument("--data", type=Path, required=True, metavar="DIR", help="where studies and exports are kept")
+    command.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    command.add_argument("--port", type=int, default=8080, help="default %(default)s; 0: any free one")
+    command.add_argument("--dashboard-host", default="127.0.0.1", help="address of the Ray dashboard it starts")
+    command.add_argument("--dashboard-port", type=int, help="default: 8265, or the next free one")
+
+    command = server_verb("submit", _submit, "Submit a study file to a server.")
+    command.add_argument("study", type=Path, metavar="STUDY", help="study file (YAML or JSON)")
+    command.add_argument("--watch", action="store_true", help="then watch it until it has ended")
+    command.add_argument(
+        "--name-key", metavar="KEY", help="name this request: the same again gives the study that it made before"
+    )
+
+    server_verb("studies", _studies, "List a server's studies.")
+
+    for name, call, text in (
+        ("show", _show, "Show where a study on a server stands."),
+        ("watch", _watch, "Watch a study on a server until it has ended."),
+        ("log", _log, "Print what the drivers of a study on a server have printed."),
+        ("cancel", _cancel, "End a study on a server for good; what it has found is kept."),
+    ):
+        command = server_verb(name, call, text)
+        command.add_argument("study", metavar="STUDY", help="id of the study, its beginning, or its name")
+
+    command = server_verb("export", _export, "Write a trial's merged model as safetensors.")
+    command.add_argument("run", metavar="DIR|STUDY", help=RUN_OR_STUDY)
     command.add_argument("trial", metavar="TRIAL", help='trial number, or "best"')
     command.add_argument("--out", type=Path, required=True, metavar="DIR")
-    command.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the engine's")
+    command.add_argument("--dtype", choices=DTYPES, help="default: the engine's")
 
-    command = verb("merge", _merge, "Merge models by a recipe file, without a search.")
-    command.add_argument("recipe", type=Path, metavar="RECIPE", help="recipe.json of a run or export")
+    command = verb("merge", _merge, "Merge models by a recipe or a mergekit configuration, without a search.")
+    command.add_argument("file", type=Path, metavar="FILE", help="recipe.json of an export, or mergekit's YAML")
     command.add_argument("--out", type=Path, required=True, metavar="DIR")
     command.add_argument(
-        "--model", action="append", default=[], metavar="ALIAS=DIR", help="where a model of the recipe is; repeat"
+        "--model",
+        action="append",
+        default=[],
+        metavar="ALIAS=DIR",
+        help="where a model of the recipe is, or one that mergekit's file names; repeat",
     )
-    command.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
+    command.add_argument("--check", action="store_true", help="check everything, print the plan, write nothing")
+    command.add_argument("--dtype", choices=DTYPES, help="default: the file's, else the models' (a recipe: bfloat16)")
+    command.add_argument(
+        "--max-shard-size", type=_num_bytes, metavar="SIZE", help="of the largest file of weights; default: 5GB"
+    )
 
-    command = verb("trials", _trials, "List a run's trials.")
-    command.add_argument("run", type=Path, metavar="DIR")
+    command = server_verb("trials", _trials, "List a run's trials.")
+    command.add_argument("run", metavar="DIR|STUDY", help=RUN_OR_STUDY)
 
-    command = verb("pareto", _pareto, "Show a run's Pareto front.")
-    command.add_argument("run", type=Path, metavar="DIR")
+    command = server_verb("pareto", _pareto, "Show a run's Pareto front.")
+    command.add_argument("run", metavar="DIR|STUDY", help=RUN_OR_STUDY)
 
     command = verb("schema", _schema, "Print the JSON Schema of a file that people write or read.")
     command.add_argument("name", choices=SCHEMAS)
@@ -108,7 +158,7 @@ def _run(options: argparse.Namespace) -> int:
 
     study = load_study(options.study)
     if options.check:
-        return _check(study, as_json=options.json)
+        return _check(study, options.out, exports=options.export == "best", as_json=options.json)
     return _run_in(study, options.out, export_best=options.export == "best", as_json=options.json)
 
 
@@ -121,86 +171,160 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _run_in(study: Any, directory: Path, *, export_best: bool, as_json: bool) -> int:
+    from service.preflight import EXPORT
     from service.progress import ProgressStyle, ProgressView
-    from service.results import summary
+    from service.results import pareto, summary
     from service.run import run_study
 
     view = ProgressView(ProgressStyle.JSON if as_json else ProgressStyle.AUTO)
     try:
         with view:
-            result = run_study(study, directory, view=view)
-            exported = _export_from(directory, "best", directory / "export") if export_best else None
+            result = run_study(study, directory, view=view, exports=export_best)
+            exported = _export_from(directory, "best", directory / EXPORT) if export_best else None
     except KeyboardInterrupt:
         print(f"interrupted; the same command resumes the study in {directory}", file=sys.stderr)
         return 130
     if as_json:
-        _print_json(summary(result))
+        print_json(summary(result))
     else:
-        _print_results(_console(), result, directory, exported)
+        places = {"report": directory / "report.html"} | ({"merged_model": exported} if exported else {})
+        print_results(pareto(result), summary(result), **{name: str(place) for name, place in places.items()})
     return 0
 
 
-def _check(study: Any, *, as_json: bool) -> int:
+def _check(study: Any, directory: Path, *, exports: bool, as_json: bool) -> int:
     from service.check import check
 
-    plan = check(study)
+    plan = check(study, directory, exports=exports)
     if as_json:
-        _print_json(plan.to_json())
+        print_json(plan.to_json())
     else:
         print(plan.to_text())
     return 0
 
 
+def _serve(options: argparse.Namespace) -> int:
+    from service.serve import serve
+
+    serve(
+        options.data,
+        host=options.host,
+        port=options.port,
+        dashboard_host=options.dashboard_host,
+        dashboard_port=options.dashboard_port,
+    )
+    return 0
+
+
+def _submit(options: argparse.Namespace) -> int:
+    with _on_server(options) as server:
+        return server.submit(options.study, key=options.name_key, watch=options.watch)
+
+
+def _studies(options: argparse.Namespace) -> int:
+    with _on_server(options) as server:
+        return server.studies()
+
+
+def _show(options: argparse.Namespace) -> int:
+    with _on_server(options) as server:
+        return server.show(options.study)
+
+
+def _watch(options: argparse.Namespace) -> int:
+    with _on_server(options) as server:
+        return server.watch(options.study)
+
+
+def _log(options: argparse.Namespace) -> int:
+    with _on_server(options) as server:
+        return server.log(options.study)
+
+
+def _cancel(options: argparse.Namespace) -> int:
+    with _on_server(options) as server:
+        return server.cancel(options.study)
+
+
 def _export(options: argparse.Namespace) -> int:
-    out = _export_from(options.run, options.trial, options.out, dtype=options.dtype)
-    _print_json({"directory": str(out)}) if options.json else print(f"merged model: {out}")
+    if not _is_directory(options):
+        with _on_server(options) as server:
+            return server.export(options.run, options.trial, options.out, dtype=options.dtype)
+    out = _export_from(Path(options.run), options.trial, options.out, dtype=options.dtype)
+    print_json({"directory": str(out)}) if options.json else print(f"merged model: {out}")
     return 0
 
 
 def _merge(options: argparse.Namespace) -> int:
-    from service.export import merge_recipe
+    from service.export_view import ExportView
+    from service.merge import check_merge, merge_file
 
-    out = merge_recipe(options.recipe, _directories(options.model), options.out, dtype=options.dtype)
-    _print_json({"directory": str(out)}) if options.json else print(f"merged model: {out}")
+    directories = _directories(options.model)
+    if options.check:
+        plan = check_merge(options.file, directories, options.out, dtype=options.dtype)
+        print_json(plan.to_json()) if options.json else print(plan.to_text())
+        return 0
+    shards = {} if options.max_shard_size is None else {"max_shard_bytes": options.max_shard_size}
+    try:
+        with ExportView() as view:
+            out = merge_file(
+                options.file, directories, options.out, dtype=options.dtype, progress=view.update, **shards
+            )
+    except KeyboardInterrupt:
+        print("interrupted; the same command keeps the files that are whole", file=sys.stderr)
+        return 130
+    print_json({"directory": str(out)}) if options.json else print(f"merged model: {out}")
     return 0
 
 
 def _trials(options: argparse.Namespace) -> int:
+    if not _is_directory(options):
+        with _on_server(options) as server:
+            return server.trials(options.run)
     from service.results import trial_document
     from service.tables import trials_table
 
-    result = _read(options.run)
+    result = _read(Path(options.run))
     documents = [trial_document(trial) for trial in result.trials]
     if options.json:
-        _print_json(documents)
+        print_json(documents)
     else:
-        _console().print(trials_table(documents, [objective.name for objective in result.objectives]))
+        console().print(trials_table(documents, [objective.name for objective in result.objectives]))
     return 0
 
 
 def _pareto(options: argparse.Namespace) -> int:
+    if not _is_directory(options):
+        with _on_server(options) as server:
+            return server.pareto(options.run)
     from service.results import pareto
     from service.tables import pareto_table
 
-    document = pareto(_read(options.run))
-    _print_json(document) if options.json else _console().print(pareto_table(document))
+    document = pareto(_read(Path(options.run)))
+    print_json(document) if options.json else console().print(pareto_table(document))
     return 0
 
 
 def _schema(options: argparse.Namespace) -> int:
     from service.documents import schemas
 
-    _print_json(schemas()[options.name])
+    print_json(schemas()[options.name])
     return 0
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------------
 
 
-def _console() -> Any:
-    from rich.console import Console
+def _on_server(options: argparse.Namespace) -> AbstractContextManager[ServerVerbs]:
+    from service.remote import server_verbs
 
-    return Console() if sys.stdout.isatty() else Console(width=110)
+    no_directory = getattr(options, "run", None) if options.server is None else None
+    return server_verbs(options.server, as_json=options.json, no_directory=no_directory)
+
+
+def _is_directory(options: argparse.Namespace) -> bool:
+    """Whether DIR|STUDY names a run's directory rather than a study on a server."""
+    return options.server is None and (os.sep in options.run or Path(options.run).exists())
 
 
 def _read(directory: Path) -> RunRecord:
@@ -213,23 +337,19 @@ def _read(directory: Path) -> RunRecord:
 
 def _export_from(directory: Path, trial: str, out: Path, *, dtype: str | None = None) -> Path:
     from service.export import export_trial
+    from service.export_view import ExportView
     from service.run import read_run
 
-    with read_run(directory) as (store, study):
-        return export_trial(store, study, trial, out, dtype=dtype)
+    with read_run(directory) as (store, study), ExportView() as view:
+        return export_trial(store, study, trial, out, dtype=dtype, progress=view.update)
 
 
-def _print_results(console: Any, result: RunRecord, directory: Path, exported: Path | None) -> None:
-    from service.results import pareto, summary
-    from service.tables import holdout_table, pareto_table
-
-    document = summary(result)
-    console.print(pareto_table(pareto(result)))
-    if document["holdout"]:
-        console.print(holdout_table(document))
-    console.print(f"report:       {directory / 'report.html'}", highlight=False, soft_wrap=True)
-    if exported is not None:
-        console.print(f"merged model: {exported}", highlight=False, soft_wrap=True)
+def _num_bytes(text: str) -> int:
+    """The bytes in "500MB" or "5GB". Raises argparse's error."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(KB|MB|GB)", text.upper())
+    if match is None or float(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write it as 500MB or 5GB")
+    return int(float(match[1]) * {"KB": 10**3, "MB": 10**6, "GB": 10**9}[match[2]])
 
 
 def _directories(models: Sequence[str]) -> dict[str, Path]:
@@ -247,16 +367,14 @@ def _directories(models: Sequence[str]) -> dict[str, Path]:
     return directories
 
 
-def _print_json(document: Any) -> None:
-    print(json.dumps(document, indent=2))
-
-
 def _exit_code(error: Exception) -> int | None:
     """None: a fault of ours, to be shown with its traceback."""
     from search_spaces.errors import SearchSpaceError
-    from service.errors import Conflict, NotFound, ServiceError
+    from service.errors import Conflict, NotFound, RequestRefused, ServiceError
     from workers.errors import EngineUnavailable, InvalidModel, InvalidTask
 
+    if isinstance(error, RequestRefused):
+        return 2 if error.status < 500 else 1
     if isinstance(error, SearchSpaceError | InvalidModel | InvalidTask | Conflict | NotFound):
         return 2
     if isinstance(error, WRONG_PLACE) and error.filename is not None:
@@ -268,6 +386,7 @@ def _exit_code(error: Exception) -> int | None:
 
 def _told(error: Exception, *, as_json: bool) -> str:
     from search_spaces.errors import InvalidStudy
+    from service.errors import RequestRefused
     from workers.errors import InvalidModel
 
     text = f"{error.filename}: {error.strerror}" if isinstance(error, WRONG_PLACE) else str(error)
@@ -275,6 +394,8 @@ def _told(error: Exception, *, as_json: bool) -> str:
         return "\n".join(f"mergesearch: {line}" for line in text.splitlines())
     if isinstance(error, InvalidStudy):
         problems = [{"field": problem.field, "message": problem.message} for problem in error.problems]
+    elif isinstance(error, RequestRefused):
+        problems = [{"field": problem["field"], "message": problem["message"]} for problem in error.problems]
     else:
         messages = error.problems if isinstance(error, InvalidModel) else (text,)
         problems = [{"field": "", "message": message} for message in messages]

@@ -41,7 +41,7 @@ LOST_AFTER_S = 6 * HEARTBEAT_S
 START_GRACE_S = 300.0
 
 # Between noting a submission and the cluster knowing it.
-SUBMISSION_GRACE_S = 10.0
+SUBMISSION_GRACE_S = 5.0
 
 # Drivers in a row that scored nothing new: the study cannot be helped by another one.
 MAX_FRUITLESS = 5
@@ -53,10 +53,12 @@ MAX_RUNNING = 4
 
 @dataclass(frozen=True)
 class Step:
-    """What to do about a study: "wait", "submit", "stop" (its job; a new one follows) or "give up"."""
+    """What to do about a study: "wait", "submit" (`again`: the same driver, unknown to the cluster), "stop" (its job;
+    a new one follows) or "give up"."""
 
     action: str
     because: str | None = None
+    again: bool = False
 
 
 def submission_id(study: StudyRecord, number: int) -> str:
@@ -79,8 +81,9 @@ def next_step(study: StudyRecord, job: str | None, *, fruitless: int, now: float
         if not has_begun and now - study.submitted_at > START_GRACE_S:
             return Step("stop", f"its driver did not start within {START_GRACE_S:.0f} s")
         return Step("wait")
-    if job is None and now - study.submitted_at < SUBMISSION_GRACE_S:
-        return Step("wait")
+    if job is None and not has_begun:
+        is_under_way = now - study.submitted_at < SUBMISSION_GRACE_S
+        return Step("wait") if is_under_way else Step("submit", again=True)
     because = (
         "the cluster does not know its driver's job: Ray was started anew"
         if job is None
@@ -106,7 +109,7 @@ class RayCluster:
         self._dashboard_url: str | None = None
         self._not_ready: str | None = "Ray is being started"
         self._quiet: set[str] = set()  # cancelled studies whose job has ended
-        self._losses: dict[str, str] = {}
+        self._losses: dict[str, str | None] = {}  # why a study needs another driver
         self._stopping = threading.Event()
         self._waking = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cluster", daemon=True)
@@ -161,9 +164,11 @@ class RayCluster:
                 self._not_ready = self._connect()
                 if self._not_ready is None:
                     self._look_at_studies()
+            except OSError as error:
+                self._lose(error)
             except Exception as error:  # the next round sees the same facts again
                 logger.exception("the cluster could not be looked after")
-                self._disconnect(f"Ray's dashboard does not answer: {error}")
+                self._lose(error)
             self._waking.wait(POLL_S)
             self._waking.clear()
 
@@ -190,6 +195,10 @@ class RayCluster:
         logger.info("Ray's dashboard: %s", url)
         return None
 
+    def _lose(self, error: Exception) -> None:
+        logger.warning("Ray's dashboard does not answer (%s)", type(error).__name__)
+        self._disconnect(f"Ray's dashboard does not answer: {error}")
+
     def _disconnect(self, reason: str) -> None:
         self._client, self._dashboard_url, self._not_ready = None, None, reason
 
@@ -207,7 +216,7 @@ class RayCluster:
         job = self._job_status(study)
         step = next_step(study, job, fruitless=self._store.fruitless_attempts(study.id), now=time.time())
         if step.action == "stop":
-            self._losses[study.id] = step.because or ""
+            self._losses[study.id] = step.because
             self._client.stop_job(submission_id(study, study.submissions))
         elif step.action == "give up":
             logger.error("study %s: given up: %s", study.id, step.because)
@@ -216,23 +225,27 @@ class RayCluster:
         elif step.action == "submit":
             if not may_start:
                 return False
-            self._submit(study, self._losses.pop(study.id, step.because))
+            because = self._losses.setdefault(study.id, step.because)
+            # What the cluster never took is submitted again under its own name.
+            self._submit(study, study.submissions + (not step.again), because)
+            del self._losses[study.id]
         return True
 
-    def _submit(self, study: StudyRecord, because: str | None) -> None:
-        number = study.submissions + 1
-        if not self._store.record_submission(study.id, number):
-            return
+    def _submit(self, study: StudyRecord, number: int, because: str | None) -> None:
+        self._store.record_submission(study.id, number)
         name = submission_id(study, number)
         logger.info("study %s: submitting %s%s", study.id, name, f" ({because})" if because else "")
         # On a cluster of other machines the path of this process's interpreter means nothing.
         python = sys.executable if self._host is not None else "python"
         command = [python, "-m", JOB_MODULE, "--data", str(self._data_dir), "--study", study.id]
-        self._client.submit_job(
-            entrypoint=shlex.join([*command, *(["--because", because] if because else [])]),
-            submission_id=name,
-            metadata={"study": study.name, "study_id": study.id},
-        )
+        try:
+            self._client.submit_job(
+                entrypoint=shlex.join([*command, *(["--because", because] if because else [])]),
+                submission_id=name,
+                metadata={"study": study.name, "study_id": study.id},
+            )
+        except RuntimeError as error:  # a cluster that comes up answers before its agents take jobs
+            raise ConnectionError(f"Ray takes no jobs yet: {error}") from error
 
     def _stop_cancelled(self, study: StudyRecord) -> None:
         if study.id in self._quiet:

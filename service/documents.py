@@ -16,18 +16,31 @@ from typing_extensions import TypedDict
 from search_spaces.study import Study
 
 __all__ = [
+    "BudgetPlot",
+    "EndDocument",
     "EngineDocument",
     "EstimateDocument",
     "EventDocument",
     "EventsDocument",
     "ExportDocument",
     "ExportsDocument",
+    "FieldProblem",
+    "FrontPlot",
+    "FrontPoint",
+    "HistoryPlot",
+    "HistorySeries",
     "HoldoutDocument",
+    "HoldoutPlot",
+    "JobDocument",
+    "MergePicture",
     "ObjectiveDocument",
     "ParetoDocument",
+    "PlotDocument",
+    "PlotsDocument",
     "ProblemDocument",
     "ProgressDocument",
     "RecipeDocument",
+    "RecipePlot",
     "StudiesDocument",
     "StudyDocument",
     "SummaryDocument",
@@ -210,6 +223,12 @@ class RecipeDocument(TypedDict):
     embedding: MergeDocument
     layers: list[LayerDocument]
     head: MergeDocument
+    tensors: NotRequired[
+        Annotated[
+            dict[str, MergeDocument],
+            Field(description="Single tensors, by name, that have another merge than their component."),
+        ]
+    ]
 
 
 # What the server answers.
@@ -225,7 +244,7 @@ class ProgressDocument(TypedDict):
     bracket: int | None
     num_brackets: int | None
     rung: int | None
-    rungs: Annotated[list[int], Field(description="Samples of an objective at each rung.")]
+    rungs: Annotated[list[int], Field(description="Samples of an objective at each rung; of the one that has most.")]
     best_trial: int | None
     best: Values
     samples_scored: Number
@@ -277,6 +296,13 @@ class EventsDocument(TypedDict):
     events: list[EventDocument]
 
 
+class EndDocument(TypedDict):
+    """The last frame of a stream of events: how the study ended."""
+
+    state: State
+    reason: str | None
+
+
 class ExportDocument(TypedDict):
     """A merged model written for download."""
 
@@ -293,6 +319,114 @@ class ExportDocument(TypedDict):
 
 class ExportsDocument(TypedDict):
     exports: list[ExportDocument]
+
+
+class PlotLink(TypedDict):
+    name: str
+    title: str
+    link: str
+
+
+class PlotsDocument(TypedDict):
+    plots: list[PlotLink]
+
+
+class HistoryPoint(TypedDict):
+    trial: Number
+    label: str
+    origin: str
+    rung: Number
+    samples: Annotated[int, Field(description="Of each objective, at that rung.")]
+    value: float
+    is_full: Annotated[bool, Field(description="Whether it is the trial's value at full budget.")]
+
+
+class RecordPoint(TypedDict):
+    trial: Number
+    value: float
+
+
+class HistorySeries(TypedDict):
+    name: Annotated[str, Field(description='An objective, or "mean": of the accuracy objectives.')]
+    direction: Literal["maximize", "minimize"]
+    points: list[HistoryPoint]
+    record: Annotated[list[RecordPoint], Field(description="Trials that were the best so far at full budget.")]
+
+
+class HistoryPlot(TypedDict):
+    """Every finished rung of every trial."""
+
+    plot: Literal["history"]
+    series: list[HistorySeries]
+    failed: Annotated[list[int], Field(description="Trials that failed.")]
+
+
+class FrontPoint(TypedDict):
+    trial: Number
+    label: str
+    origin: str
+    values: Values
+    standard_errors: Values
+    is_on_front: bool
+    is_best: bool
+
+
+class FrontPlot(TypedDict):
+    """The trials at full budget."""
+
+    plot: Literal["front"]
+    objectives: list[ObjectiveDocument]
+    reference_point: list[float]
+    hypervolume: float
+    points: list[FrontPoint]
+
+
+class HoldoutPlot(TypedDict):
+    """Held-out estimates with 95 % intervals."""
+
+    plot: Literal["holdout"]
+    rows: list[HoldoutDocument]
+
+
+class MergePicture(TypedDict):
+    method: str
+    shares: Annotated[dict[str, float], Field(description="By model, summing to 1.")]
+    coefficients: dict[str, float | list[float]]
+
+
+class LayersPicture(TypedDict):
+    first: Number
+    last: Number
+    components: Annotated[dict[str, MergePicture], Field(description="attention, mlp and norm.")]
+
+
+class RecipePlot(TypedDict):
+    """How the best trial is merged; null before there is one."""
+
+    plot: Literal["recipe"]
+    trial: int | None
+    models: list[str]
+    embedding: MergePicture | None
+    layers: list[LayersPicture]
+    head: MergePicture | None
+
+
+class BudgetRung(TypedDict):
+    rung: Number
+    samples: Annotated[int, Field(description="Of each objective.")]
+    trials: Annotated[int, Field(description="Searched trials that reached it.")]
+
+
+class BudgetPlot(TypedDict):
+    """What the search cost beside scoring every recipe in full."""
+
+    plot: Literal["budget"]
+    scored: Number
+    full_budget: Number
+    rungs: list[BudgetRung]
+
+
+PlotDocument = HistoryPlot | FrontPlot | HoldoutPlot | RecipePlot | BudgetPlot
 
 
 class FieldProblem(TypedDict):

@@ -4,12 +4,32 @@ ServiceError
 ├── NotFound       (KeyError)      there is no such study, trial or file
 ├── Conflict       (RuntimeError)  the state forbids it: another run holds the directory, another study lives there
 ├── StaleAttempt   (RuntimeError)  stop: a newer driver owns the study
-└── StudyFailed    (RuntimeError)  the study cannot go on; finished work is kept
+├── StudyFailed    (RuntimeError)  the study cannot go on; finished work is kept
+└── what a client of the server meets:
+    ├── RequestRefused    (ValueError)       mend the request; holds every problem the server found
+    ├── ServerUnreachable (ConnectionError)  look whether the server is up and the address right, then ask again
+    ├── InvalidAnswer     (RuntimeError)     what answers there is no mergesearch server, or was cut off
+    └── ExportFailed      (RuntimeError)     the server could not write the merged model
 """
 
 from __future__ import annotations
 
-__all__ = ["Conflict", "NotFound", "ServiceError", "StaleAttempt", "StudyFailed"]
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from service.documents import FieldProblem, ProblemDocument
+
+__all__ = [
+    "Conflict",
+    "ExportFailed",
+    "InvalidAnswer",
+    "NotFound",
+    "RequestRefused",
+    "ServerUnreachable",
+    "ServiceError",
+    "StaleAttempt",
+    "StudyFailed",
+]
 
 
 class ServiceError(Exception):
@@ -33,3 +53,36 @@ class StaleAttempt(ServiceError, RuntimeError):
 
 class StudyFailed(ServiceError, RuntimeError):
     """The study stopped for good; the message is its reason."""
+
+
+class RequestRefused(ServiceError, ValueError):
+    """The server said no: `problem` is its answer (RFC 9457), `retry_after_s` how long it asks to wait, if it does."""
+
+    def __init__(self, problem: ProblemDocument, retry_after_s: float | None = None) -> None:
+        super().__init__(problem, retry_after_s)
+        self.problem = problem
+        self.retry_after_s = retry_after_s
+
+    @property
+    def status(self) -> int:
+        return self.problem["status"]
+
+    @property
+    def problems(self) -> list[FieldProblem]:
+        """What is wrong, by field; one without a field if the server names none."""
+        return self.problem.get("problems") or [{"field": "", "message": self.problem["detail"]}]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{p['field']}: {p['message']}" if p["field"] else p["message"] for p in self.problems)
+
+
+class ServerUnreachable(ServiceError, ConnectionError):
+    """No server answered at the address that the message names."""
+
+
+class InvalidAnswer(ServiceError, RuntimeError):
+    """What came from the server is not what it should be; the message names the address and what came."""
+
+
+class ExportFailed(ServiceError, RuntimeError):
+    """The server could not write a merged model; the message is its reason."""

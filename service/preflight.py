@@ -18,7 +18,7 @@ import psutil
 
 from search_spaces.base import SearchSpace
 from search_spaces.errors import InvalidStudy, Problem
-from search_spaces.fidelity import Bracket, bracket_plan, hyperband_brackets, rungs
+from search_spaces.fidelity import Bracket, bracket_cycle, bracket_plan
 from search_spaces.lfs import LfsSpace
 from search_spaces.objectives import Objective
 from search_spaces.published import sources_and_published
@@ -113,8 +113,9 @@ class Examination:
             holdout_tasks=self.holdout_tasks,
             rung_samples=self.rung_samples,
             holdout_samples={name: info.num_samples for name, info in self.holdout_infos.items()},
+            scheduler=self.study.fidelity.scheduler,
             cycle=self.cycle,
-            eta=self.study.fidelity.eta,
+            eta=self.study.fidelity.reduction_factor,
             max_trials=self.study.search.max_trials,
             lag=facts["lag"],
             chunk_samples=CHUNK_SAMPLES,
@@ -135,10 +136,11 @@ class Examination:
 
     def expected_samples(self) -> dict[str, int]:
         """Samples the study will score if no trial fails and no two recipes are equal: search, holdout, and what the
-        search would cost with every trial at full budget."""
+        search would cost with every trial at full budget. Under asha the search scores that many at least: what looks
+        best early on is promoted, and so is what looks better later."""
         totals = [sum(samples.values()) for samples in self.rung_samples]
         search = len(self.extras()) * totals[-1]
-        for bracket in bracket_plan(len(totals), self.study.fidelity.eta, self.study.search.max_trials):
+        for bracket in bracket_plan(self.cycle, self.study.search.max_trials):
             paid = 0
             for rung, size in enumerate(bracket.sizes, start=bracket.first_rung):
                 search += size * (totals[rung] - paid)
@@ -349,30 +351,29 @@ def _examine_fidelity(
     study: Study, infos: Mapping[str, TaskInfo], problems: list[Problem]
 ) -> tuple[tuple[Mapping[str, int], ...], tuple[Bracket, ...]]:
     fidelity = study.fidelity
-    sizes: tuple[int | None, ...]
-    if fidelity.rungs is not None:
-        sizes = fidelity.rungs
-    elif fidelity.scheduler == "none":
-        sizes = (fidelity.max_samples,)
-    else:
-        assert fidelity.min_samples is not None
-        assert fidelity.max_samples is not None
-        sizes = rungs(fidelity.min_samples, fidelity.max_samples, fidelity.eta)
-    for name, info in infos.items():
-        if sizes[-1] is not None and info.num_samples < sizes[-1]:
+    counts = {spec.name: fidelity.rungs_of(spec) for spec in study.objectives}
+    for index, spec in enumerate(study.objectives):
+        full, info = counts[spec.name][-1], infos.get(spec.name)
+        if info is not None and full is not None and info.num_samples < full:
+            place = "fidelity.rungs" if fidelity.rungs else "fidelity.max_samples"
             problems.append(
                 Problem(
-                    "fidelity.rungs" if fidelity.rungs else "fidelity.max_samples",
-                    f"{sizes[-1]} samples asked for, objective {name!r} has {info.num_samples}; "
+                    f"objectives.{index}.rungs" if spec.rungs else place,
+                    f"{full} samples asked for, objective {spec.name!r} has {info.num_samples}; "
                     f"use at most {info.num_samples}",
                 )
             )
+    num_rungs = len(counts[study.objectives[0].name])
     samples = tuple(
-        {name: info.num_samples if size is None else size for name, info in infos.items()} for size in sizes
+        {name: counts[name][rung] or info.num_samples for name, info in infos.items()} for rung in range(num_rungs)
     )
-    if fidelity.scheduler == "none":
-        return samples, (Bracket(study.search.max_trials, first_rung=0, num_rungs=1, eta=fidelity.eta),)
-    return samples, hyperband_brackets(len(sizes), fidelity.eta)
+    cycle = bracket_cycle(
+        fidelity.scheduler,
+        num_rungs=num_rungs,
+        eta=fidelity.reduction_factor,
+        max_trials=study.search.max_trials,
+    )
+    return samples, cycle
 
 
 def _examine_space(

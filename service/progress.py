@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -49,9 +49,10 @@ class ProgressSnapshot:
     """Where a run stands. Counts are of the whole study, work of earlier attempts included.
 
     `stage` is what is being done now ("searching", "held-out"); `max_trials` counts all trials there will be, sources
-    and published included. `bracket` and `rung` are 0-based, `rungs` the sample counts per objective. `best` holds the
-    values of the best full-budget trial so far, by objective, in the metric's unit. `samples_planned` is what is still
-    expected for the stages known, those scored included.
+    and published included. `bracket` and `rung` are 0-based, and None where the search is at no single one; `rungs` are
+    the sample counts of the objective that has most. `best` holds the values of the best full-budget trial so far, by
+    objective, in the metric's unit. `samples_planned` is what is still expected for the stages known, those scored
+    included.
     """
 
     study: str
@@ -77,15 +78,18 @@ class ProgressSnapshot:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """Keys of later versions are left out."""
+        known = {part.name: document[part.name] for part in fields(cls) if part.name in document}
         trials = {TrialState(state): count for state, count in document["trials"].items()}
-        return cls(**{**document, "trials": trials, "rungs": tuple(document["rungs"])})
+        return cls(**{**known, "trials": trials, "rungs": tuple(document["rungs"])})
 
 
 class ProgressView:
     """Shows snapshots on `stream` (standard error unless given) until it is closed. Use as a context manager.
 
     Thread-safe. `update` only keeps the snapshot unless a line is due: it may be called for every sample. Lines appear
-    every `interval_s` seconds, at a new stage, and once more when the view closes.
+    every `interval_s` seconds, at a new stage, and once more when the view closes. `worked_s` is how long the study had
+    been worked on before.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class ProgressView:
         *,
         stream: TextIO | None = None,
         interval_s: float = 10.0,
+        worked_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream or sys.stderr
@@ -104,7 +109,7 @@ class ProgressView:
         self._interval_s = interval_s
         self._clock = clock
         self._lock = threading.RLock()
-        self._started_at = clock()
+        self._started_at = clock() - worked_s
         self._snapshot: ProgressSnapshot | None = None
         self._shown: ProgressSnapshot | None = None
         self._shown_at = -float("inf")
@@ -293,14 +298,14 @@ def _panel(snapshot: ProgressSnapshot, pace: _Pace, *, width: int) -> Renderable
             states.append(f"  {count} {state.value.lower()}", style=style)
     rows.add_row("trials", states)
 
-    if snapshot.bracket is not None or snapshot.rung is not None:
+    if snapshot.rungs:
         where = Text()
         if snapshot.bracket is not None:
             of = f" of {snapshot.num_brackets}" if snapshot.num_brackets else ""
             where.append(f"{snapshot.bracket + 1}{of}   ")
         for index, samples in enumerate(snapshot.rungs):
             where.append(f"{' → ' if index else ''}{samples}", style="bold" if index == snapshot.rung else "dim")
-        rows.add_row("bracket", where)
+        rows.add_row("rungs" if snapshot.bracket is None else "bracket", where)
 
     if snapshot.best:
         best = Text()

@@ -47,7 +47,9 @@ class HostRecord:
     def is_alive(self) -> bool:
         """Whether that very process, not another of the same number, still runs."""
         try:
-            return bool(abs(psutil.Process(self.process).create_time() - self.started_at) < 1.0)
+            process = psutil.Process(self.process)
+            is_same = abs(process.create_time() - self.started_at) < 1.0
+            return bool(is_same and process.status() != psutil.STATUS_ZOMBIE)
         except psutil.NoSuchProcess:
             return False
 

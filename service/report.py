@@ -26,7 +26,7 @@ from service.recipe_picture import recipe_picture
 from service.results import RunRecord, pareto, summary
 from service.selection import accuracy_objectives, best_trial, full_budget_trials, pareto_front
 from service.statistics import Z
-from service.tables import sort_holdout
+from service.tables import sample_count, sort_holdout
 from service.types import Origin, TrialRecord, TrialState
 
 __all__ = ["render_report"]
@@ -185,12 +185,12 @@ def _key_figures(run: RunRecord, document: SummaryDocument) -> list[tuple[str, s
 def _settings(run: RunRecord) -> list[tuple[str, str]]:
     document = run.study.document
     space, search, fidelity = (document.get(key, {}) for key in ("search_space", "search", "fidelity"))
-    rungs = sorted({max(rung.num_samples.values()) for trial in run.trials for rung in trial.rungs if rung.num_samples})
+    rungs = {rung.rung: sample_count(rung.num_samples) for trial in run.trials for rung in trial.rungs}
     found = [
         ("space", space.get("kind")),
         ("search", search.get("algorithm")),
         ("scheduler", fidelity.get("scheduler")),
-        ("rungs", " / ".join(map(str, rungs)) + " samples" if rungs else None),
+        ("rungs", " / ".join(rungs[rung] for rung in sorted(rungs)) + " samples" if rungs else None),
         ("seed", search.get("seed")),
         ("version", run.version),
     ]
@@ -286,7 +286,7 @@ def _history(run: RunRecord) -> dict[str, Any] | None:
         marks = list(_marks(run, names, num_rungs))
         height = 300 if not charts else 210
         charts.append({"name": title, "svg": _history_chart(marks, failed, title, objective, num_rungs, height)})
-    sizes = {rung.rung: max(rung.num_samples.values(), default=0) for trial in run.trials for rung in trial.rungs}
+    sizes = {rung.rung: sample_count(rung.num_samples) for trial in run.trials for rung in trial.rungs}
     entries = [
         Legend(f"rung of {sizes.get(rung, 0)} samples", "mark", style=_rung_style(rung, num_rungs))
         for rung in range(num_rungs)
@@ -516,12 +516,12 @@ def _savings(run: RunRecord, document: SummaryDocument) -> dict[str, Any]:
     """What multi-fidelity saved, and how far trials went."""
     samples = document["samples"]
     reached: dict[int, int] = {}
-    sizes: dict[int, int] = {}
+    sizes: dict[int, str] = {}
     for trial in run.trials:
         if trial.origin is Origin.SEARCH:
             for rung in trial.rungs:
                 reached[rung.rung] = reached.get(rung.rung, 0) + 1
-                sizes[rung.rung] = max(rung.num_samples.values(), default=0)
+                sizes[rung.rung] = sample_count(rung.num_samples)
     most = max(reached.values(), default=1)
     scored_share = samples["scored"] / samples["full_budget"] if samples["full_budget"] else None
     return {

@@ -18,7 +18,7 @@ from service.errors import Conflict, NotFound
 from service.execution import Clock, execute
 from service.preflight import EXPORT, Examination, check_unchanged, examine
 from service.progress import ProgressView
-from service.ray_session import ray_session
+from service.ray_session import check_reachable, ray_session
 from service.report import render_report
 from service.results import RunRecord, write_results
 from service.run_record import run_record
@@ -85,6 +85,8 @@ def run_study(
     Raises InvalidStudy (nothing was started), Conflict (another run or another study is there), ConnectionError (no
     Ray), StudyFailed and EngineUnavailable (result files show what was reached).
     """
+    if not (directory / DATABASE).exists():  # else it may be finished, and need no Ray
+        check_reachable()
     examination = examine(study, export_dir=directory / EXPORT if exports else None)
     with locked(directory):
         store = Store(f"sqlite:///{directory / DATABASE}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import signal
 import socket
 from pathlib import Path
 
@@ -46,7 +47,10 @@ def serve(
             url = "http://{}:{}".format(*listener.getsockname()[:2])
             print(f"mergesearch: {url}, documentation under /docs, data in {data_dir}", flush=True)
             config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=SHUTDOWN_S)
-            uvicorn.Server(config).run(sockets=[listener])
+            server = uvicorn.Server(config)
+            for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again once it has shut down
+                signal.signal(number, lambda *_: setattr(server, "should_exit", True))
+            server.run(sockets=[listener])
         finally:
             store.close()
 

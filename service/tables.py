@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 
 from rich import box
 from rich.table import Table
@@ -14,12 +15,27 @@ from service.documents import (
     HoldoutDocument,
     ObjectiveDocument,
     ParetoDocument,
+    StudyDocument,
     SummaryDocument,
     TrialDocument,
 )
-from service.types import Origin
+from service.progress import STATE_STYLES, duration
+from service.types import Origin, StudyState, TrialState
 
-__all__ = ["holdout_table", "pareto_table", "sort_holdout", "trials_table"]
+__all__ = [
+    "holdout_table",
+    "pareto_table",
+    "sample_count",
+    "sort_holdout",
+    "studies_table",
+    "study_table",
+    "trials_table",
+]
+
+STUDY_STYLES: Mapping[str, str] = {StudyState.RUNNING: "cyan", StudyState.COMPLETE: "green", StudyState.FAILED: "red"}
+
+# Enough of an id to be told from others; more of it where that is not so.
+ID_DIGITS = 8
 
 
 def pareto_table(document: ParetoDocument) -> Table:
@@ -85,11 +101,75 @@ def trials_table(documents: Iterable[TrialDocument], objectives: Sequence[str]) 
     for trial in documents:
         rung = trial["rungs"][-1] if trial["rungs"] else None
         cells = [f"{rung['values'][name]:.4g}" if rung else "" for name in objectives]
-        state = trial["state"].lower() + (f": {trial['reason']}" if trial["reason"] else "")
-        samples = max(rung["samples"].values(), default=0) if rung else 0
-        table.add_row(str(trial["number"]), _label(trial["label"], trial["origin"]), state, str(samples), *cells)
+        # As Text, for a reason may hold what rich takes for markup.
+        state = Text(trial["state"].lower() + (f": {trial['reason']}" if trial["reason"] else ""))
+        samples = sample_count(rung["samples"]) if rung else "0"
+        table.add_row(str(trial["number"]), _label(trial["label"], trial["origin"]), state, samples, *cells)
     table.caption = "values at the highest rung finished; samples are per objective"
     return table
+
+
+def studies_table(studies: Sequence[StudyDocument]) -> Table:
+    """Studies in the order given, with as much of each id as tells them apart."""
+    table = _table("Studies")
+    for name in ("study", "name", "state"):
+        table.add_column(name, overflow="fold")
+    table.add_column("trials", justify="right")
+    table.add_column("worked", justify="right")
+    table.add_column("created", no_wrap=True)
+    table.add_column("best so far", overflow="fold")
+    digits = ID_DIGITS
+    while len({study["id"][:digits] for study in studies}) < len(studies):
+        digits += 1
+    for study in studies:
+        progress = study["progress"]
+        of = f"/{progress['max_trials']}" if progress else ""
+        table.add_row(
+            study["id"][:digits],
+            Text(study["name"]),
+            _study_state(study),
+            f"{_num_finished(study)}{of}",
+            duration(study["wall_clock_s"]),
+            _local_time(study["created_at"]),
+            _values_text(progress["best"]) if progress else "",
+        )
+    table.caption = "trials that have ended, of all there will be; best: of those at the full budget"
+    return table
+
+
+def study_table(study: StudyDocument, *, server: str) -> Table:
+    """All there is to know of one study; `server` is the address that its links belong to."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    progress, job = study["progress"], study["job"]
+    state = _study_state(study).append(f": {study['reason']}" if study["reason"] else "", style="default")
+    drivers = f"{study['attempt']} driver{'s' if study['attempt'] != 1 else ''}"
+    table.add_row("study", Text(study["name"], style="bold"))
+    table.add_row("id", study["id"])
+    table.add_row("state", state)
+    table.add_row("created", _local_time(study["created_at"]))
+    table.add_row("worked", f"{duration(study['wall_clock_s'])}, by {drivers}")
+    table.add_row("trials", _trials_text(study))
+    if progress:
+        table.add_row("stage", progress["stage"])
+        table.add_row("samples", f"{progress['samples_scored']:,} of {progress['samples_planned']:,}")
+        if progress["best"]:
+            table.add_row("best so far", f"trial {progress['best_trial']}: {_values_text(progress['best'])}")
+    if job:
+        table.add_row("Ray job", job["submission_id"])
+        if job["dashboard_url"]:
+            table.add_row("dashboard", job["dashboard_url"])
+    for name in ("report", "log"):
+        if name in study["links"]:
+            table.add_row(name, server + study["links"][name])
+    return table
+
+
+def sample_count(samples: Mapping[str, int]) -> str:
+    """Samples per objective: one number, or the fewest and the most."""
+    fewest, most = min(samples.values(), default=0), max(samples.values(), default=0)
+    return str(most) if fewest == most else f"{fewest}-{most}"
 
 
 def sort_holdout(rows: Iterable[HoldoutDocument]) -> list[HoldoutDocument]:
@@ -103,6 +183,31 @@ def _table(title: str) -> Table:
 
 def _label(label: str, origin: str) -> Text:
     return Text(label, style="" if origin == Origin.SEARCH else "dim")
+
+
+def _study_state(study: StudyDocument) -> Text:
+    return Text(study["state"].lower(), style=STUDY_STYLES.get(study["state"], ""))
+
+
+def _num_finished(study: StudyDocument) -> int:
+    return sum(count for state, count in study["trials"].items() if TrialState(state).is_finished)
+
+
+def _trials_text(study: StudyDocument) -> Text:
+    of = f" of {study['progress']['max_trials']}" if study["progress"] else ""
+    text = Text(f"{_num_finished(study)}{of}")
+    for state, style in STATE_STYLES.items():
+        if count := study["trials"].get(state, 0):
+            text.append(f"  {count} {state.lower()}", style=style)
+    return text
+
+
+def _values_text(values: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+
+
+def _local_time(time: str) -> str:
+    return f"{datetime.fromisoformat(time).astimezone():%Y-%m-%d %H:%M}"
 
 
 def _signed_mean(values: Mapping[str, float], objectives: Sequence[ObjectiveDocument]) -> float:

@@ -22,6 +22,7 @@ import service.errors
 import workers
 import workers.errors
 from search_spaces.errors import InvalidStudy, Problem
+from service.errors import RequestRefused
 from workers.errors import InvalidModel
 
 ROOT = Path(__file__).parents[1]
@@ -80,6 +81,8 @@ def test_the_verbs_that_only_read_need_no_engine_and_no_ray() -> None:
         "service.run_record",
         "service.results",
         "service.tables",
+        "service.client",
+        "service.remote",
         "service.export",
         "service.check",
     )
@@ -109,6 +112,10 @@ def test_errors_survive_pickling_with_their_message(error: type[Exception]) -> N
         told = "search.seed: -1 is below 0\nno file"
     elif error is InvalidModel:
         raised, told = InvalidModel(("a: is truncated", "b: is missing")), "a: is truncated\nb: is missing"
+    elif error is RequestRefused:
+        problems = [{"field": "name", "message": "3 is no text"}, {"field": "", "message": "no models"}]
+        problem = {"type": "about:blank", "title": "Invalid", "status": 422, "detail": "two", "problems": problems}
+        raised, told = RequestRefused(problem, 2.0), "name: 3 is no text\nno models"
     else:
         raised, told = error("what is wrong: 3; give 4"), "what is wrong: 3; give 4"
     again = pickle.loads(pickle.dumps(raised))

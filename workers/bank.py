@@ -5,57 +5,74 @@ It knows where tensors are and what depends on the sources alone (finite or not,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy
+import psutil
 import torch
 
-from workers.checkpoints import Checkpoint, check_family, fingerprint, open_checkpoint
+from workers.checkpoints import Checkpoint, check_family, content_problems, fingerprint, open_checkpoint
 from workers.errors import InvalidModel
-from workers.findings import remembered
 from workers.layout import Layout
+from workers.magnitudes import MagnitudeTable
 from workers.merge_methods import cosine
 from workers.types import Family, ModelSource
 
 __all__ = ["Bank"]
 
-# Sorted magnitudes of task vectors, in float32, are kept up to this many bytes in all: enough for small families, where
-# finding a threshold anew would cost more than the merge. Beyond it they are computed when they are needed.
-MAGNITUDES_BYTES = 256 * 2**20
+Key = tuple[str, str]  # alias and tensor name
 
-EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+# The shares of the memory free on the GPU and on the host that a bank may take: candidates are merged beside it.
+GPU_SHARE, HOST_SHARE = 0.8, 0.5
 
 
 class Bank:
     """The tensors of a family by alias and name, read-only, in their stored dtype; safe to read from several threads.
 
-    `placement` "auto" maps the files: their pages are shared by all processes on the machine. Opening checks the
-    headers and the fingerprints, and looks for NaN and infinity once per content (`cache` as in
+    `placement` says where they are: "mapped" from their files, whose pages all processes on the machine share; in
+    "host" memory, pinned where there is a GPU; in the memory of the current "gpu". "auto" is the fastest of these that
+    has room: the GPU, then host memory; without a GPU, mapped. Merges are computed on the GPU where there is one.
+    Without `keeps_statistics` nothing that was computed is kept, as for a single merge, which asks for nothing twice.
+
+    Opening checks the headers and the fingerprints, and looks for NaN and infinity once per content (`cache` as in
     `findings.cache_dir`). Raises InvalidModel.
     """
 
-    def __init__(self, family: Family, placement: str = "auto", *, cache: str | Path | None = None) -> None:
-        if placement not in ("auto", "mapped"):
-            raise ValueError(f"bank: placement {placement!r}; expected 'auto' or 'mapped'")
+    def __init__(
+        self,
+        family: Family,
+        placement: str = "auto",
+        *,
+        keeps_statistics: bool = True,
+        cache: str | Path | None = None,
+    ) -> None:
+        has_gpu = torch.cuda.is_available()
+        accepted = ("auto", "mapped", "host", *(["gpu"] if has_gpu else []))
+        if placement not in accepted:
+            raise ValueError(f"bank: placement {placement!r}; expected one of {', '.join(accepted)}")
         if family.experts:
             check_family(family.base.directory, {model.alias: model.directory for model in family.experts})
         self.family = family
-        self.placement = "mapped"
+        self.device = torch.device("cuda" if has_gpu else "cpu")
         self._checkpoints = {model.alias: open_checkpoint(model.directory) for model in family.models}
         self._aliases = {model.fingerprint: model.alias for model in reversed(family.models)}
-        self._tensors = {
-            (alias, name): checkpoint.read(name)
-            for alias, checkpoint in self._checkpoints.items()
-            for name in checkpoint.tensors
-        }
-        self._magnitudes: dict[tuple[tuple[str, str], tuple[str, str]], torch.Tensor] = {}
-        self._statistics_bytes = 0
-        self._cosines: dict[tuple[tuple[str, str], tuple[str, str]], float] = {}
+        self._keeps_statistics = keeps_statistics
+        self._magnitudes: dict[tuple[Key, Key], MagnitudeTable] = {}
+        self._cosines: dict[tuple[Key, Key], float] = {}
         problems = [problem for model in family.models for problem in self._content_problems(model, cache)]
         if problems:
             raise InvalidModel(tuple(problems))
+        self.num_bytes = sum(
+            info.num_bytes for checkpoint in self._checkpoints.values() for info in checkpoint.tensors.values()
+        )
+        self.placement = _fastest_place(self.num_bytes) if placement == "auto" else placement
+        self._tensors = {
+            (alias, name): _placed(checkpoint.read(name), self.placement)
+            for alias, checkpoint in self._checkpoints.items()
+            for name in checkpoint.tensors
+        }
 
     @property
     def fingerprint(self) -> str:
@@ -75,45 +92,42 @@ class Bank:
         return self._aliases.get(fingerprint)
 
     def get(self, alias: str, name: str) -> torch.Tensor:
-        """Tensor `name` of model `alias`. It may be mapped from a file: never write to it. Raises InvalidModel."""
+        """Tensor `name` of model `alias`, on `device`. It may be the bank's own: never write to it. Raises InvalidModel."""
         tensor = self._tensors.get((alias, name))
         if tensor is None:
             held = ", ".join(self._checkpoints)
             raise InvalidModel((f"bank: no tensor {name!r} of model {alias!r}; it holds the tensors of {held}",))
-        return tensor
+        return tensor.to(self.device, non_blocking=True)
 
-    def cosine(self, first: tuple[str, str], second: tuple[str, str]) -> float:
+    def cosine(self, first: Key, second: Key) -> float:
         """The cosine between two tensors, each (alias, name), as SLERP needs it; computed once."""
-        key = (first, second)
-        if key not in self._cosines:
-            self._cosines[key] = cosine(self.get(*first), self.get(*second))
-        return self._cosines[key]
-
-    def magnitudes(self, source: tuple[str, str], base: tuple[str, str]) -> torch.Tensor | None:
-        """The magnitudes |source - base| of two tensors, each (alias, name): flat, float32, ascending, computed once.
-
-        None where keeping them would take too much memory.
-        """
-        key = (source, base)
-        known = self._magnitudes.get(key)
+        known = self._cosines.get((first, second))
         if known is None:
-            tensor = self.get(*source)
-            if self._statistics_bytes + 4 * tensor.numel() > MAGNITUDES_BYTES:
-                return None
-            unsorted = (tensor.float() - self.get(*base).float()).abs_().flatten()
-            # On CPU NumPy sorts several times faster than torch.
-            known = self._magnitudes[key] = torch.from_numpy(numpy.sort(unsorted.numpy()))
-            self._statistics_bytes += known.nbytes
+            known = cosine(self.get(*first), self.get(*second))
+            if self._keeps_statistics:
+                self._cosines[first, second] = known
         return known
+
+    def magnitudes(self, sources: Sequence[Key], base: Key) -> tuple[MagnitudeTable | None, ...]:
+        """For each source the table of |source - base|, computed once; None for tensors without elements."""
+        if self.get(*base).numel() == 0:
+            return (None,) * len(sources)
+        tables = {source: self._magnitudes.get((source, base)) for source in sources}
+        unknown = [source for source, table in tables.items() if table is None]
+        if unknown:
+            with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+                made = threads.map(lambda source: MagnitudeTable.of(self.get(*source), self.get(*base)), unknown)
+                tables |= dict(zip(unknown, made, strict=True))
+            if self._keeps_statistics:
+                self._magnitudes |= {(source, base): table for source, table in tables.items() if table is not None}
+        return tuple(tables[source] for source in sources)
 
     def summary(self) -> dict[str, Any]:
         """Where the sources are and how large: {placement, bytes, statistics_bytes, models, fingerprint}."""
         return {
             "placement": self.placement,
-            "bytes": sum(
-                info.num_bytes for checkpoint in self._checkpoints.values() for info in checkpoint.tensors.values()
-            ),
-            "statistics_bytes": self._statistics_bytes,
+            "bytes": self.num_bytes,
+            "statistics_bytes": sum(table.num_bytes for table in self._magnitudes.values()),
             "models": len(self._checkpoints),
             "fingerprint": self.fingerprint,
         }
@@ -125,24 +139,23 @@ class Bank:
                 f"model {model.alias!r}: {model.directory} has changed: its fingerprint is {actual[:12]}, "
                 f"expected {model.fingerprint[:12]}; restore it or start a new study"
             ]
-        key = f"content/1 {model.fingerprint}"
-        found = remembered(key, cache=cache)
-        if found is None:
-            found = remembered(key, "\n".join(_bad_tensors(self._checkpoints[model.alias])), cache=cache) or ""
-        return [f"model {model.alias!r}: {model.directory}: {line}" for line in found.splitlines()]
+        problems = content_problems(self._checkpoints[model.alias], actual, cache=cache)
+        return [f"model {model.alias!r}: {problem}" for problem in problems]
 
 
-def _bad_tensors(checkpoint: Checkpoint) -> Iterator[str]:
-    """What only the contents tell: tensors with NaN or infinity, a tied head that is not the embedding."""
-    for name in checkpoint.tensors:
-        tensor = checkpoint.read(name)
-        if tensor.numel() and not all(torch.isfinite(end) for end in torch.aminmax(tensor)):
-            num_bad = tensor.numel() - int(torch.isfinite(tensor).sum())
-            yield f"tensor {name!r} holds {num_bad} values that are NaN or infinite; expected finite weights"
-    head = checkpoint.layout.tied_head
-    embeddings = [name for name in checkpoint.tensors if name.endswith(EMBEDDING_NAMES)]
-    if head and embeddings and not torch.equal(checkpoint.read(head), checkpoint.read(embeddings[0])):
-        yield (
-            f"tensor {head!r} differs from {embeddings[0]!r}, though config.json ties them; remove it or set "
-            "tie_word_embeddings to false"
-        )
+def _fastest_place(num_bytes: int) -> str:
+    """The fastest place with room for a bank of this size."""
+    if torch.cuda.is_available():
+        if num_bytes <= GPU_SHARE * torch.cuda.mem_get_info()[0]:
+            return "gpu"
+        if num_bytes <= HOST_SHARE * psutil.virtual_memory().available:
+            return "host"
+    return "mapped"
+
+
+def _placed(tensor: torch.Tensor, placement: str) -> torch.Tensor:
+    if placement == "mapped":
+        return tensor
+    if placement == "gpu":
+        return tensor.cuda()
+    return tensor.pin_memory() if torch.cuda.is_available() else tensor.clone()

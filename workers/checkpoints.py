@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from workers.errors import InvalidModel
 from workers.findings import remembered
-from workers.headers import DTYPE_BYTES, TensorInfo, read_headers
-from workers.layout import IGNORED, Layout, is_output_head, layout, some_of
+from workers.headers import TensorInfo, read_headers
+from workers.layout import Layout, is_output_head, layout, some_of
 from workers.types import Family, ModelSource
 
 if TYPE_CHECKING:
@@ -30,7 +30,9 @@ __all__ = [
     "Checkpoint",
     "check_family",
     "check_tokenizer",
+    "content_problems",
     "fingerprint",
+    "locate",
     "open_checkpoint",
     "open_family",
 ]
@@ -45,6 +47,8 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
+
+EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 
 # Configuration fields that must agree for layers of two models to be interchangeable.
 STRUCTURE = (
@@ -62,6 +66,13 @@ STRUCTURE = (
 
 # A report lists this many shapes of one model that differ, then counts the rest.
 MAX_SHAPES = 5
+
+DIRECTORY = "a directory with config.json, tokenizer files and *.safetensors"
+
+HUB_ID = re.compile(r"\w[\w.-]*(?:/\w[\w.-]*)?")
+
+# What is fetched of a hub model: never pickles, never code.
+HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", *TOKENIZER_FILES)
 
 # What tokenizers are likely to differ in.
 PROBES = (
@@ -104,14 +115,44 @@ class Checkpoint:
         return tuple(sorted({info.file for info in self.tensors.values()}))
 
 
-def open_checkpoint(directory: str | Path) -> Checkpoint:
-    """Read the configuration and every safetensors header of `directory`. Raises InvalidModel with all problems."""
-    path = Path(directory)
-    if not path.is_dir():
-        found = "is a file" if path.exists() else "does not exist"
+def locate(model: str | Path) -> Path:
+    """The directory of `model`: itself, or where the Hugging Face hub's cache has the model of that id.
+
+    A hub model that is not in the cache, or is there in part, is fetched where the hub can be reached: configuration,
+    tokenizer and safetensors only. Raises InvalidModel.
+    """
+    path = Path(model)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise InvalidModel((f"{path}: is a file; expected {DIRECTORY}",))
+    if not HUB_ID.fullmatch(str(model)):
+        raise InvalidModel((f"{path}: does not exist; expected {DIRECTORY}",))
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=[*HUB_FILES]))
+    except Exception as error:  # of the hub's client, of its HTTP library, and of the system
+        if isinstance(error, LocalEntryNotFoundError):
+            reason = "it is not wholly in the hub's cache, and the hub cannot be reached"
+        elif isinstance(error, RepositoryNotFoundError):
+            reason = "the hub has none of this name, or not for you"
+        else:
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise InvalidModel(
-            (f"{path}: {found}; expected a directory with config.json, tokenizer files and *.safetensors",)
-        )
+            (
+                f"{model}: neither a directory nor a hub model that can be had here: {reason}; expected {DIRECTORY}, "
+                "or the id of a hub model that is in the hub's cache or can be fetched",
+            )
+        ) from error
+
+
+def open_checkpoint(directory: str | Path) -> Checkpoint:
+    """Read the configuration and every safetensors header of `directory`, which may be a hub id as for `locate`.
+
+    Raises InvalidModel with all problems."""
+    path = locate(directory)
     problems: list[str] = []
     config = _read_config(path, problems)
     tensors = read_headers(path, problems)
@@ -122,17 +163,19 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     return Checkpoint(path, config, tensors)
 
 
-def check_family(base_dir: str | Path, experts: Mapping[str, str | Path]) -> None:
-    """Raise InvalidModel, with every problem of every model, unless all `experts` can be merged with the base.
+def check_family(base_dir: str | Path, experts: Mapping[str, str | Path]) -> tuple[Checkpoint, ...]:
+    """The base's checkpoint and those of all `experts`, which can be merged with it.
 
-    Reads configurations and headers only.
+    Reads configurations and headers only. Raises InvalidModel with every problem of every model.
     """
     problems: list[str] = []
+    opened: list[Checkpoint] = []
     if not experts:
         problems.append("models.experts: there are none; name at least one model fine-tuned from the base")
     base: Checkpoint | None = None
     try:
         base = open_checkpoint(base_dir)
+        opened.append(base)
     except InvalidModel as error:
         problems += [f"base model: {problem}" for problem in error.problems]
     for alias, directory in experts.items():
@@ -141,9 +184,11 @@ def check_family(base_dir: str | Path, experts: Mapping[str, str | Path]) -> Non
         except InvalidModel as error:
             problems += [f"expert {alias!r}: {problem}" for problem in error.problems]
         else:
+            opened.append(expert)
             problems += [f"expert {alias!r}: {problem}" for problem in _differences(base, expert)] if base else []
     if problems:
         raise InvalidModel(tuple(problems))
+    return tuple(opened)
 
 
 def open_family(
@@ -154,16 +199,12 @@ def open_family(
     cache: str | Path | None = None,
 ) -> Family:
     """The checked family with absolute directories and content fingerprints. Raises InvalidModel."""
-    check_family(base_dir, experts)
-
-    def source(alias: str, directory: str | Path) -> ModelSource:
-        absolute = Path(directory).resolve()
-        return ModelSource(alias, str(absolute), fingerprint(absolute, cache=cache))
-
-    return Family(
-        base=source(base_alias, base_dir),
-        experts=tuple(source(alias, directory) for alias, directory in experts.items()),
+    checkpoints = check_family(base_dir, experts)
+    base, *others = (
+        ModelSource(alias, str(directory := checkpoint.directory.resolve()), fingerprint(directory, cache=cache))
+        for alias, checkpoint in zip((base_alias, *experts), checkpoints, strict=True)
     )
+    return Family(base=base, experts=tuple(others))
 
 
 def fingerprint(directory: str | Path, *, cache: str | Path | None = None) -> str:
@@ -180,8 +221,21 @@ def fingerprint(directory: str | Path, *, cache: str | Path | None = None) -> st
     return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
 
+def content_problems(checkpoint: Checkpoint, content: str, *, cache: str | Path | None = None) -> tuple[str, ...]:
+    """What only the weights tell: tensors with NaN or infinity, a tied head that is not the embedding.
+
+    Reads all of them, once for each `content`, the model's fingerprint (`cache` as in `findings.cache_dir`).
+    """
+    key = f"content/1 {content}"
+    found = remembered(key, cache=cache)
+    if found is None:
+        found = "\n".join(_bad_tensors(checkpoint))
+        remembered(key, found, cache=cache)
+    return tuple(f"{checkpoint.directory}: {line}" for line in found.splitlines())
+
+
 def check_tokenizer(directory: str | Path) -> None:
-    """Raise InvalidModel unless transformers' tokenizer of `directory` gives the ids that its tokenizer.json says.
+    """Raise InvalidModel unless transformers' tokenizer of `directory` encodes and decodes as its tokenizer.json says.
 
     For some architectures transformers builds its own class, whatever the folder says, and a tokenizer of another
     kind silently loses characters. Folders without tokenizer.json are only loaded.
@@ -200,16 +254,40 @@ def check_tokenizer(directory: str | Path) -> None:
     if not file.is_file():
         return
     stated = Tokenizer.from_file(str(file))
+    who, advice = f"transformers ({type(loaded).__name__})", "set model_type or the tokenizer files so that they agree"
     for probe in PROBES:
         got = loaded(probe, add_special_tokens=False)["input_ids"]
-        expected = stated.encode(probe, add_special_tokens=False).ids
-        if got != expected:
+        ids = stated.encode(probe, add_special_tokens=False).ids
+        if got != ids:
+            raise InvalidModel(
+                (f"{path}: {who} encodes {probe!r} as {got}, tokenizer.json as {ids}; expected the same ids: {advice}",)
+            )
+        told = loaded.decode(ids, clean_up_tokenization_spaces=False)
+        text = stated.decode(ids, skip_special_tokens=False)
+        if told != text:
             raise InvalidModel(
                 (
-                    f"{path}: transformers ({type(loaded).__name__}) encodes {probe!r} as {got}, tokenizer.json as "
-                    f"{expected}; expected the same ids: set model_type or the tokenizer files so that they agree",
+                    f"{path}: {who} decodes {ids} as {told!r}, tokenizer.json as {text!r}; expected the same text: "
+                    f"{advice}",
                 )
             )
+
+
+def _bad_tensors(checkpoint: Checkpoint) -> Iterator[str]:
+    import torch
+
+    for name in checkpoint.tensors:
+        tensor = checkpoint.read(name)
+        if tensor.numel() and not all(torch.isfinite(end) for end in torch.aminmax(tensor)):
+            num_bad = tensor.numel() - int(torch.isfinite(tensor).sum())
+            yield f"tensor {name!r} holds {num_bad} values that are NaN or infinite; expected finite weights"
+    head = checkpoint.layout.tied_head
+    embeddings = [name for name in checkpoint.tensors if name.endswith(EMBEDDING_NAMES)]
+    if head and embeddings and not torch.equal(checkpoint.read(head), checkpoint.read(embeddings[0])):
+        yield (
+            f"tensor {head!r} differs from {embeddings[0]!r}, though config.json ties them; remove it or set "
+            "tie_word_embeddings to false"
+        )
 
 
 def _file_hash(file: Path, cache: str | Path | None) -> str:
@@ -227,9 +305,12 @@ def _file_hash(file: Path, cache: str | Path | None) -> str:
 def _read_config(path: Path, problems: list[str]) -> dict[str, Any]:
     file = path / "config.json"
     try:
-        config = json.loads(file.read_text())
+        config = json.loads(file.read_bytes())
     except FileNotFoundError:
         problems.append(f"{path}: no config.json; expected a Hugging Face model directory")
+        return {}
+    except RecursionError:
+        problems.append(f"{file}: is nested too deeply")
         return {}
     except (OSError, ValueError) as error:
         problems.append(f"{file}: cannot be read as JSON: {error}")
@@ -247,12 +328,6 @@ def _read_config(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def _checkpoint_problems(path: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
-    by_dtype: dict[str, list[str]] = {}
-    for name, info in tensors.items():
-        if info.dtype not in DTYPE_BYTES and not IGNORED.search(name):
-            by_dtype.setdefault(info.dtype, []).append(name)
-    for dtype, names in by_dtype.items():
-        yield f"{path}: dtype {dtype} of {some_of(names)} cannot be merged; expected one of {', '.join(DTYPE_BYTES)}"
     try:
         found = layout(config, tensors)
     except InvalidModel as error:
@@ -296,7 +371,8 @@ def _differences(base: Checkpoint, expert: Checkpoint) -> Iterator[str]:
 def _structure(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that two models must share, as far as `config` states them, rotary embeddings included: every merge,
     an expert alone among them, computes with the base's."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    rope = rope if isinstance(rope, Mapping) else {}
     fields = {name: config.get(name) for name in (*STRUCTURE, "rope_theta")}
     fields |= {"rope_type": rope.get("type"), **rope}
     return {name: value for name, value in fields.items() if value is not None}

@@ -41,14 +41,15 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class SwapReport:
-    """What the engine holds after a swap, by its own word, and the seconds it took. `is_new` is False where the
-    recipe was held already and nothing was done."""
+    """What the engine holds after a swap, by its own word, and the seconds it took; `repack_s`, for CPU's kernels, is
+    part of `swap_s`. `is_new` is False where the recipe was held already and nothing was done."""
 
     digest: str
     swap_count: int
     weights_checksum: str
     materialise_s: float
     swap_s: float
+    repack_s: float
     is_new: bool
 
 
@@ -154,7 +155,7 @@ class Engine:
         Raises TrialFailed if the merge cannot be computed, EvidenceMismatch if the engine does not hold it after all.
         """
         is_new = self.held_digest != recipe.digest
-        timings = {"materialise_s": 0.0, "swap_s": 0.0}
+        timings = {"materialise_s": 0.0, "swap_s": 0.0, "repack_s": 0.0}
         if is_new:
             if self._llm.llm_engine.has_unfinished_requests():
                 raise RuntimeError("swap while requests are in flight")
@@ -169,6 +170,7 @@ class Engine:
             if not self._llm.reset_prefix_cache():
                 raise EvidenceMismatch("vLLM did not reset its prefix cache after a swap: blocks are still in use")
             timings["materialise_s"] = float(self._state["materialise_s"])
+            timings["repack_s"] = float(self._state["repack_s"])
             timings["swap_s"] = float(self._state["swap_s"]) + time.perf_counter() - started
             self.swap_s.append(timings["materialise_s"] + timings["swap_s"])
             if self.held_digest != recipe.digest:

@@ -31,7 +31,16 @@ class InvalidModel(WorkerError, ValueError):
 
 
 class InvalidTask(WorkerError, ValueError):
-    """A task that cannot be evaluated: unknown, malformed data, too few samples, executes code."""
+    """A task that cannot be evaluated: unknown, malformed data, too few samples, executes code.
+
+    `field` is what of an objective is at fault: "task" or a key in it, "metric", "filter", "split", "num_fewshot"."""
+
+    def __init__(self, message: str, field: str = "task") -> None:
+        super().__init__(message, field)
+        self.field = field
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class TrialFailed(WorkerError, RuntimeError):

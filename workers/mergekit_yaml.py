@@ -1,18 +1,19 @@
 """Recipes as mergekit configurations, where mergekit computes the same tensors up to float32 rounding.
 
 A configuration has one merge method, so the recipe's merges must share one: weighted sums of models (passthrough,
-linear, task_arithmetic, in any mixture) or SLERP (with passthrough). TIES is never written: mergekit keeps the
-positive values where signs cancel, and cuts equal magnitudes in no defined order. The functions here know mergekit's
-configuration format, not its code.
+linear, task_arithmetic, in any mixture), SLERP (with passthrough), or one of `PEERS` everywhere. What mergekit computes
+otherwise is never written: what it cuts among equal magnitudes in no defined order, draws at random, or computes
+differently in corner cases. The functions here know mergekit's configuration format, not its code.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+from search_spaces.methods import METHODS
 from search_spaces.recipe import COMPONENTS, Merge, Recipe
 from workers.layout import Layout
 
@@ -24,19 +25,56 @@ COMPONENT_FILTERS = (("norm", "norm"), ("attention", "attn"), ("attention", "att
 SUMS = ("passthrough", "linear", "task_arithmetic")
 
 
+@dataclass(frozen=True)
+class _Peer:
+    """mergekit's method for one of ours, the parameters that make it that, and who is its base model: none, the
+    recipe's base, or the first source."""
+
+    name: str
+    parameters: Mapping[str, bool] = field(default_factory=dict)
+    base: Literal["none", "recipe", "first"] = "none"
+
+
+PEERS: Mapping[str, _Peer] = {
+    "nuslerp": _Peer("nuslerp"),
+    "nuslerp_rows": _Peer("nuslerp", {"nuslerp_flatten": False}),
+    "nuslerp_columns": _Peer("nuslerp", {"nuslerp_flatten": False, "nuslerp_row_wise": True}),
+    "nuslerp_task_vectors": _Peer("nuslerp", base="recipe"),
+    "multislerp": _Peer("multislerp"),
+    "multislerp_task_vectors": _Peer("multislerp", base="recipe"),
+    "karcher": _Peer("karcher"),
+    "nearswap": _Peer("nearswap", base="first"),
+    "ram": _Peer("ram", base="recipe"),
+    "ramplus_tl": _Peer("ramplus_tl", base="recipe"),
+    "ties_weighted": _Peer("ties", base="recipe"),
+}
+
+# Why methods that mergekit has are not written.
+DIFFERENCES: Mapping[str, str] = {
+    "ties": "ties differs in mergekit where signs cancel and where magnitudes are equal",
+    "model_stock": "model_stock differs in mergekit where task vectors are short",
+    "model_stock_rows": "model_stock_rows differs in mergekit where task vectors are short",
+    "sce": "sce differs in mergekit where task vectors are small and where signs cancel",
+    "arcee_fusion": "arcee_fusion takes random quartiles in mergekit of tensors above a million elements",
+    "breadcrumbs": "breadcrumbs differs in mergekit where magnitudes are equal",
+    "breadcrumbs_ties": "breadcrumbs_ties differs in mergekit where magnitudes are equal",
+}
+
+
 class Inexpressible(ValueError):
     """mergekit cannot compute this recipe equally; the message says why."""
 
 
 @dataclass(frozen=True)
 class _Slice:
-    """Adjacent merged layers of equal settings. `layers` maps a model to its first layer; `settings` maps a parameter's
-    owner (a model, or "" for all) to its value for each component."""
+    """Adjacent merged layers of equal settings. `layers` maps a model to its first layer; `settings` maps a parameter,
+    by its owner (a model, or "" for all) and name, to its value for each component. `base` is named with the slice."""
 
     models: tuple[str, ...]
     layers: Mapping[str, int]
-    settings: Mapping[str, Mapping[str, float]]
+    settings: Mapping[tuple[str, str], Mapping[str, float]]
     length: int = 1
+    base: str | None = None
 
 
 def mergekit_config(
@@ -48,16 +86,25 @@ def mergekit_config(
     merges = recipe.merges()
     if any(layer.scale != 1 or layer.alignment is not None for layer in recipe.layers):
         raise Inexpressible("layers are scaled or aligned")
+    if recipe.tensors:
+        raise Inexpressible("single tensors have merges of their own")
     methods = {merge.method for merge in merges}
     if methods <= set(SUMS):
         models = _models(recipe)
-        method = "task_arithmetic" if "task_arithmetic" in methods and "linear" not in methods else "linear"
+        is_linear = any(merge.method == "linear" or merge.coefficients.get("scale", 1) != 1 for merge in merges)
+        method = "task_arithmetic" if "task_arithmetic" in methods and not is_linear else "linear"
         slices = [_sum_slice(recipe, index, models, method) for index in range(len(recipe.layers))]
     elif methods <= {"slerp", "passthrough"}:
         method = "slerp"
         slices = [_slerp_slice(recipe, index) for index in range(len(recipe.layers))]
-    elif "ties" in methods:
-        raise Inexpressible("ties differs in mergekit where signs cancel and where magnitudes are equal")
+    elif different := sorted(methods & DIFFERENCES.keys()):
+        raise Inexpressible(DIFFERENCES[different[0]])
+    elif random := sorted(name for name in methods if METHODS[name].takes_seed):
+        raise Inexpressible(f"{random[0]} has random masks, which mergekit draws otherwise")
+    elif len(methods) == 1 and methods <= PEERS.keys():
+        return _peer_config(recipe, merges[0].method, layout, directories, dtype=dtype)
+    elif absent := sorted(methods - PEERS.keys() - {*SUMS, "slerp"}):
+        raise Inexpressible(f"mergekit has no {absent[0]}")
     else:
         raise Inexpressible(
             f"mergekit applies one method to a whole model; this recipe has {', '.join(sorted(methods))}"
@@ -65,7 +112,7 @@ def mergekit_config(
     filters = _filters(layout)
     document: dict[str, Any] = {
         "merge_method": method,
-        "slices": [_slice_document(slice_, method, filters, directories, recipe.base) for slice_ in _joined(slices)],
+        "slices": [_slice_document(slice_, filters, directories) for slice_ in _joined(slices)],
         "dtype": "float32",
         "out_dtype": dtype,
     }
@@ -75,6 +122,54 @@ def mergekit_config(
         document["base_model"] = directories[recipe.base]
         document["parameters"] = {"normalize": False, "lambda": 1.0}
     return document
+
+
+def _peer_config(
+    recipe: Recipe, method: str, layout: Layout, directories: Mapping[str, str], *, dtype: str
+) -> dict[str, Any]:
+    """The configuration of a recipe whose merges are all by one of `PEERS`."""
+    peer = PEERS[method]
+    slices = [_peer_slice(recipe, index, method) for index in range(len(recipe.layers))]
+    if len({len(slice_.models) for slice_ in slices}) > 1:
+        raise Inexpressible("mergekit merges the same number of models in all layers")
+    filters = _filters(layout)
+    document: dict[str, Any] = {
+        "merge_method": peer.name,
+        "slices": [_slice_document(slice_, filters, directories) for slice_ in _joined(slices)],
+        "dtype": "float32",
+        "out_dtype": dtype,
+    }
+    if peer.base == "recipe":
+        document["base_model"] = directories[recipe.base]
+    if peer.parameters:
+        document["parameters"] = dict(peer.parameters)
+    return document
+
+
+def _peer_slice(recipe: Recipe, index: int, method: str) -> _Slice:
+    peer, spec = PEERS[method], METHODS[method]
+    merges = _components(recipe, index)
+    orders = {tuple(source.model for source in merge.sources) for merge in merges.values()}
+    if len(orders) > 1:
+        raise Inexpressible(f"layer {index} and what goes with it merge different models: {sorted(orders)}")
+    sources = orders.pop()
+    if len(set(sources)) < len(sources):
+        raise Inexpressible("a merge takes several layers of one model")
+    settings: dict[tuple[str, str], dict[str, float]] = {}
+    for component, merge in merges.items():
+        if method == "karcher" and "weight" in merge.coefficients:
+            raise Inexpressible("karcher has equal weights in mergekit")
+        if method == "ties_weighted" and set(merge.per_source("density")) != {1.0}:
+            raise Inexpressible("ties_weighted differs in mergekit where magnitudes are equal")
+        for coefficient in () if method == "karcher" else spec.coefficients:
+            for model, number in zip(sources, merge.per_source(coefficient.name), strict=True):
+                owner = model if coefficient.per_model else ""
+                settings.setdefault((owner, coefficient.name), {})[component] = number
+    if peer.base == "recipe" and recipe.base in sources:
+        raise Inexpressible(f"{method} has the base among its sources")
+    models = (recipe.base, *sources) if peer.base == "recipe" else sources
+    base = sources[0] if peer.base == "first" else None
+    return _Slice(models, _layers(recipe, index, models), settings, base=base)
 
 
 def _components(recipe: Recipe, index: int) -> dict[str, Merge]:
@@ -111,7 +206,7 @@ def _layers(recipe: Recipe, index: int, models: tuple[str, ...]) -> dict[str, in
 
 
 def _sum_slice(recipe: Recipe, index: int, models: tuple[str, ...], method: str) -> _Slice:
-    settings: dict[str, dict[str, float]] = {model: {} for model in models}
+    settings: dict[tuple[str, str], dict[str, float]] = {(model, "weight"): {} for model in models}
     layers = _layers(recipe, index, models)
     for component, merge in _components(recipe, index).items():
         weights = _weights(merge, recipe.base)
@@ -122,16 +217,16 @@ def _sum_slice(recipe: Recipe, index: int, models: tuple[str, ...], method: str)
         ):
             raise Inexpressible(f"layer {index}: task vectors of another layer than the base's")
         for model in models:
-            settings[model][component] = weights.get(model, 0.0)
+            settings[model, "weight"][component] = weights.get(model, 0.0)
     if method == "task_arithmetic":
-        del settings[recipe.base]  # its weight is one by definition
+        del settings[recipe.base, "weight"]  # its weight is one by definition
     return _Slice(models, layers, settings)
 
 
 def _weights(merge: Merge, base: str) -> dict[str, float]:
     """The weight of each model in a merge that is a weighted sum."""
     if merge.method == "passthrough":
-        return {merge.sources[0].model: 1.0}
+        return {merge.sources[0].model: float(merge.number("scale"))}
     sources = [source.model for source in merge.sources]
     if len(set(sources)) < len(sources):
         raise Inexpressible("a merge takes several layers of one model")
@@ -155,13 +250,15 @@ def _slerp_slice(recipe: Recipe, index: int) -> _Slice:
     settings = {}
     for component, merge in merges.items():
         if merge.method == "passthrough":
+            if merge.number("scale") != 1:
+                raise Inexpressible("mergekit's slerp scales nothing")
             settings[component] = float(merge.sources[0].model == second)
         else:
             t = merge.number("t")
             settings[component] = t if merge.sources[0].model == first else 1 - t
         if len({source.model for source in merge.sources}) < len(merge.sources):
             raise Inexpressible("a merge takes several layers of one model")
-    return _Slice((first, second), _layers(recipe, index, (first, second)), {"": settings})
+    return _Slice((first, second), _layers(recipe, index, (first, second)), {("", "t"): settings}, base=first)
 
 
 def _joined(slices: list[_Slice]) -> list[_Slice]:
@@ -172,15 +269,15 @@ def _joined(slices: list[_Slice]) -> list[_Slice]:
         follows = all(slice_.layers[model] == last.layers.get(model, -1) + last.length for model in slice_.models)
         settings = _compatible(last.settings, slice_.settings)
         if last.models == slice_.models and follows and settings is not None:
-            joined[-1] = _Slice(last.models, last.layers, settings, last.length + 1)
+            joined[-1] = _Slice(last.models, last.layers, settings, last.length + 1, last.base)
         else:
             joined.append(slice_)
     return joined
 
 
 def _compatible(
-    first: Mapping[str, Mapping[str, float]], second: Mapping[str, Mapping[str, float]]
-) -> dict[str, dict[str, float]] | None:
+    first: Mapping[tuple[str, str], Mapping[str, float]], second: Mapping[tuple[str, str], Mapping[str, float]]
+) -> dict[tuple[str, str], dict[str, float]] | None:
     """Both settings in one, unless a component that both have differs."""
     if first.keys() != second.keys():
         return None
@@ -203,26 +300,26 @@ def _filters(layout: Layout) -> tuple[tuple[str, str], ...]:
 
 
 def _slice_document(
-    slice_: _Slice,
-    method: str,
-    filters: tuple[tuple[str, str], ...],
-    directories: Mapping[str, str],
-    base: str,
+    slice_: _Slice, filters: tuple[tuple[str, str], ...], directories: Mapping[str, str]
 ) -> dict[str, Any]:
     def setting(values: Mapping[str, float]) -> float | list[dict[str, Any]]:
         if len(set(values.values())) == 1:
             return next(iter(values.values()))
         return [{"filter": part, "value": values[name]} for name, part in filters if name in values]
 
+    def settings(owner: str) -> dict[str, Any]:
+        return {name: setting(values) for (of, name), values in slice_.settings.items() if of == owner}
+
     sources = []
     for model in slice_.models:
         start = slice_.layers[model]
         source: dict[str, Any] = {"model": directories[model], "layer_range": [start, start + slice_.length]}
-        if model in slice_.settings:
-            source["parameters"] = {"weight": setting(slice_.settings[model])}
+        if own := settings(model):
+            source["parameters"] = own
         sources.append(source)
     document: dict[str, Any] = {"sources": sources}
-    if method == "slerp":
-        document["base_model"] = directories[slice_.models[0]]
-        document["parameters"] = {"t": setting(slice_.settings[""])}
+    if slice_.base is not None:
+        document["base_model"] = directories[slice_.base]
+    if shared := settings(""):
+        document["parameters"] = shared
     return document

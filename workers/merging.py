@@ -5,7 +5,7 @@ Names are those of the merged model in Hugging Face form. Where the tensors go i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Hashable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +14,12 @@ from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import COMPONENTS, Merge, Recipe, Source
 from workers.bank import Bank
 from workers.errors import InvalidModel
+from workers.kernels import is_fused, merge_stored
+from workers.layout import some_of
+from workers.masks import mask_key
 from workers.merge_methods import METHODS, Operands
 
-__all__ = ["MergedTensor", "check_recipe", "merged_names", "merged_tensors"]
+__all__ = ["MergedTensor", "check_recipe", "computations", "merged_names", "merged_tensors"]
 
 
 @dataclass(frozen=True)
@@ -32,19 +35,30 @@ class MergedTensor:
     shape: tuple[int, ...]
 
 
-def merged_tensors(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """The merged model, tensor by tensor: embedding, layers in order, head; a tied output head is not emitted.
+def merged_tensors(
+    recipe: Recipe, bank: Bank, dtype: torch.dtype, *, names: Container[str] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The merged model, tensor by tensor: embedding, layers in order, head; a tied output head is not emitted. With
+    `names` only these of them.
 
     Each is computed in float32 and rounded once, to `dtype`. Equal digests give equal bits. A tensor may share memory
     with the bank: never write to it. Raises InvalidRecipe, InvalidModel before the first tensor.
     """
     plan, aliases = _plan(recipe, bank)
-    return ((tensor.name, _merged(tensor, recipe.base, aliases, bank).to(dtype)) for tensor in plan)
+    if names is not None:
+        plan = [tensor for tensor in plan if tensor.name in names]
+    return ((tensor.name, _merged(tensor, recipe, aliases, bank, dtype)) for tensor in plan)
 
 
 def merged_names(recipe: Recipe, bank: Bank) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that `merged_tensors` gives, in its order. Raises as it does."""
     return {tensor.name: tensor.shape for tensor in _plan(recipe, bank)[0]}
+
+
+def computations(recipe: Recipe, bank: Bank) -> dict[str, Hashable]:
+    """For every tensor that `merged_tensors` gives, what it is computed from and how: equal values, equal bits."""
+    plan, aliases = _plan(recipe, bank)
+    return {tensor.name: _computation(tensor, aliases[recipe.base], aliases) for tensor in plan}
 
 
 def check_recipe(recipe: Recipe, bank: Bank) -> None:
@@ -56,7 +70,7 @@ def _plan(recipe: Recipe, bank: Bank) -> tuple[list[MergedTensor], dict[str, str
     """Every tensor to compute, in order, and the bank's alias for each of the recipe's."""
     recipe = recipe.canonical()
     aliases = _bank_aliases(recipe, bank)
-    plan = _part(recipe.embedding, "embedding", None, bank)
+    plan = _part(recipe, recipe.embedding, "embedding", None, bank)
     for index, layer in enumerate(recipe.layers):
         if layer.scale != 1 or layer.alignment is not None:
             raise InvalidRecipe(
@@ -64,11 +78,14 @@ def _plan(recipe: Recipe, bank: Bank) -> tuple[list[MergedTensor], dict[str, str
                 "here; expected scale 1 and no alignment"
             )
         for component in COMPONENTS:
-            plan += _part(layer.component(component), component, index, bank)
-    return plan + _part(recipe.head, "head", None, bank), aliases
+            plan += _part(recipe, layer.component(component), component, index, bank)
+    plan += _part(recipe, recipe.head, "head", None, bank)
+    if unknown := recipe.tensors.keys() - {tensor.name for tensor in plan}:
+        raise InvalidRecipe(f"tensors: the merged model has no {some_of(unknown)}")
+    return plan, aliases
 
 
-def _part(merge: Merge, component: str, index: int | None, bank: Bank) -> list[MergedTensor]:
+def _part(recipe: Recipe, merge: Merge, component: str, index: int | None, bank: Bank) -> list[MergedTensor]:
     """The tensors of one component of merged layer `index` (None: outside layers)."""
     where = component if index is None else f"layer {index}, {component}"
     _check_merge(merge, where, index, bank)
@@ -80,21 +97,22 @@ def _part(merge: Merge, component: str, index: int | None, bank: Bank) -> list[M
             raise InvalidRecipe(f"{where}: layers {layer} and {source.layer} do not hold the same tensors")
     planned = []
     for suffix in suffixes:
-        shapes = {tensors[layout.name(suffix, source.layer)].shape for source in merge.sources}
+        name = layout.name(suffix, index)
+        own = recipe.tensors.get(name, merge)
+        if own is not merge:
+            _check_merge(own, name, index, bank)
+        names = [layout.name(suffix, source.layer) for source in own.sources]
+        if missing := sorted(set(names) - tensors.keys()):
+            raise InvalidRecipe(f"{where}: {name}: the models have no {some_of(missing)}")
+        shapes = {tensors[source].shape for source in names}
         if len(shapes) > 1:
             raise InvalidRecipe(f"{where}: {suffix} has different shapes in its source layers: {sorted(shapes)}")
-        planned.append(MergedTensor(layout.name(suffix, index), merge, suffix, shapes.pop()))
+        planned.append(MergedTensor(name, own, suffix, shapes.pop()))
     return planned
 
 
 def _check_merge(merge: Merge, where: str, index: int | None, bank: Bank) -> None:
-    method = METHODS.get(merge.method)
-    if method is None:
-        raise InvalidRecipe(f"{where}: unknown merge method {merge.method!r}; known are {', '.join(METHODS)}")
-    if method.num_sources not in (None, len(merge.sources)):
-        raise InvalidRecipe(f"{where}: {method.name} merges {method.num_sources} sources, given {len(merge.sources)}")
-    for name in method.coefficients:
-        merge.per_source(name)
+    method = METHODS[merge.method]
     for source in merge.sources:
         if (source.layer is None) != (index is None):
             expected = "no layer" if index is None else "a layer"
@@ -129,20 +147,40 @@ def _bank_aliases(recipe: Recipe, bank: Bank) -> dict[str, str]:
     return aliases
 
 
-def _merged(tensor: MergedTensor, base_alias: str, aliases: dict[str, str], bank: Bank) -> torch.Tensor:
+def _computation(tensor: MergedTensor, base: str, aliases: dict[str, str]) -> Hashable:
+    merge = tensor.merge
+    sources = tuple((aliases[source.model], source.layer) for source in merge.sources)
+    return merge.method, tuple(merge.coefficients.items()), merge.seed, tensor.suffix, sources, base
+
+
+def _merged(
+    tensor: MergedTensor, recipe: Recipe, aliases: dict[str, str], bank: Bank, dtype: torch.dtype
+) -> torch.Tensor:
     merge, method = tensor.merge, METHODS[tensor.merge.method]
 
     def key(source: Source) -> tuple[str, str]:
         return aliases[source.model], bank.layout.name(tensor.suffix, source.layer)
 
     keys = tuple(key(source) for source in merge.sources)
-    if merge.method == "passthrough":
-        return bank.get(*keys[0])
-    base = key(Source(base_alias, merge.sources[0].layer))
+    if merge.method == "passthrough" and merge.number("scale") == 1:
+        return bank.get(*keys[0]).to(dtype)
+    base = key(Source(recipe.base, merge.sources[0].layer))
+    masks = None
+    if method.takes_seed:
+        assert merge.seed is not None, f"{merge.method} without a seed passed the check"
+        masks = tuple(
+            mask_key(merge.seed, recipe.models[source.model], name)
+            for source, (_, name) in zip(merge.sources, keys, strict=True)
+        )
     operands = Operands(
-        tensors=tuple(bank.get(*source).float() for source in keys),
-        base=bank.get(*base).float() if method.needs_base else None,
-        cosine=bank.cosine(*keys) if merge.method == "slerp" else None,
-        magnitudes=tuple(bank.magnitudes(source, base) for source in keys) if merge.method == "ties" else None,
+        tensors=tuple(bank.get(*source) for source in keys),
+        base=bank.get(*base) if method.needs_base else None,
+        cosine=bank.cosine(*keys) if "cosine" in method.uses else None,
+        magnitudes=bank.magnitudes(keys, base) if "magnitudes" in method.uses else None,
+        keys=masks,
     )
-    return method.merge(operands, merge)
+    if is_fused(merge, operands, dtype):
+        merged = torch.empty(tensor.shape, dtype=dtype, device=operands.tensors[0].device)
+        merge_stored(merge, operands, merged)
+        return merged
+    return method.merge(operands.in_float32(), merge).to(dtype)

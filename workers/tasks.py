@@ -214,17 +214,20 @@ def _inline_rows(spec: TaskSpec) -> list[InlineRow]:
     if "file" not in spec.task:
         raise InvalidTask(f"inline task: no file; found only {', '.join(sorted(spec.task)) or 'nothing'}")
     if spec.metric not in INLINE_METRICS:
-        raise InvalidTask(f"task {label}: unknown metric {spec.metric!r}; an inline task has {INLINE_METRICS[0]}")
+        message = f"task {label}: unknown metric {spec.metric!r}; an inline task has {INLINE_METRICS[0]}"
+        raise InvalidTask(message, "metric")
     if spec.filter not in (None, "none"):
-        raise InvalidTask(f"task {label}: unknown filter {spec.filter!r}; an inline task has none")
+        raise InvalidTask(f"task {label}: unknown filter {spec.filter!r}; an inline task has none", "filter")
     if spec.split is not None:
-        raise InvalidTask(f"task {label}: split {spec.split!r}: an inline file has no splits; use one file for each")
+        message = f"task {label}: split {spec.split!r}: an inline file has no splits; use one file for each"
+        raise InvalidTask(message, "split")
     if int(spec.task.get("max_tokens", 64)) < 1:
-        raise InvalidTask(f"task {label}: max_tokens is {spec.task['max_tokens']}; give at least 1")
+        raise InvalidTask(f"task {label}: max_tokens is {spec.task['max_tokens']}; give at least 1", "task.max_tokens")
     _check_content(spec, spec.task["file"])
     rows = read_inline(spec.task)
     if (spec.num_fewshot or 0) >= len(rows):
-        raise InvalidTask(f"task {label}: num_fewshot {spec.num_fewshot} needs more than its {len(rows)} samples")
+        message = f"task {label}: num_fewshot {spec.num_fewshot} needs more than its {len(rows)} samples"
+        raise InvalidTask(message, "num_fewshot")
     return rows
 
 
@@ -344,7 +347,8 @@ def _subtask(name: str, task: Any, spec: TaskSpec) -> Subtask:
         _use_split(task, spec.split, where)
     if spec.num_fewshot is not None:
         if task.get_config("num_fewshot") == 0 and spec.num_fewshot > 0 and not isinstance(spec.task, Mapping):
-            raise InvalidTask(f"{where}: num_fewshot {spec.num_fewshot}: the task itself fixes it at 0")
+            message = f"{where}: num_fewshot {spec.num_fewshot}: the task itself fixes it at 0"
+            raise InvalidTask(message, "num_fewshot")
         task.set_config("num_fewshot", spec.num_fewshot)
     elif task.get_config("num_fewshot") is None:
         task.set_config("num_fewshot", 0)
@@ -360,14 +364,16 @@ def _check_metric(task: Any, spec: TaskSpec, where: str) -> None:
 
     aggregations: Mapping[str, Any] = task.aggregation()
     if spec.metric not in aggregations:
-        raise InvalidTask(f"{where}: unknown metric {spec.metric!r}; it has {', '.join(sorted(aggregations))}")
+        message = f"{where}: unknown metric {spec.metric!r}; it has {', '.join(sorted(aggregations))}"
+        raise InvalidTask(message, "metric")
     function = aggregations[spec.metric]
     names = {registered: name for name, registered in AGGREGATION_REGISTRY.items()}
     name = names.get(function, getattr(function, "__name__", str(function)))
     if name not in MEANS:
         raise InvalidTask(
             f"{where}: metric {spec.metric!r} is aggregated by {name}, not by the mean over samples, so that a part "
-            "of the data does not estimate it; choose a metric that is a mean"
+            "of the data does not estimate it; choose a metric that is a mean",
+            "metric",
         )
 
 
@@ -376,14 +382,14 @@ def _filter(task: Any, spec: TaskSpec, where: str) -> str:
     if spec.filter is None:
         return names[0]
     if spec.filter not in names:
-        raise InvalidTask(f"{where}: unknown filter {spec.filter!r}; it has {', '.join(names)}")
+        raise InvalidTask(f"{where}: unknown filter {spec.filter!r}; it has {', '.join(names)}", "filter")
     return spec.filter
 
 
 def _use_split(task: Any, split: str, where: str) -> None:
     splits = sorted(task.dataset) if isinstance(task.dataset, Mapping) else []
     if split not in splits:
-        raise InvalidTask(f"{where}: no split {split!r}; its data has {', '.join(splits) or 'none'}")
+        raise InvalidTask(f"{where}: no split {split!r}; its data has {', '.join(splits) or 'none'}", "split")
     task.set_config("test_split", split)
     task.task_docs = task.eval_docs
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ __all__ = ["MergeExtension", "checksum", "family_from_json", "family_to_json", "
 
 # Values per piece of a checksum: bounds its temporary memory to 3 x 8 bytes each.
 CHECKSUM_CHUNK = 1 << 22
+# The odd weight of word i is i times this, with the last bit set: 2^64 / golden ratio.
+WEIGHT = 0x9E3779B97F4A7C15
 
 
 class MergeExtension:
@@ -37,6 +39,7 @@ class MergeExtension:
         self._mergesearch_bank = open_bank(family)
         self._mergesearch_digest: str | None = None
         self._mergesearch_swaps = 0
+        self._mergesearch_forget()
         model = self.model_runner.get_model()
         device = next(model.parameters()).device
         self._mergesearch_nan = torch.zeros((), dtype=torch.int64, device=device)
@@ -55,32 +58,48 @@ class MergeExtension:
     def mergesearch_apply(self, recipe_json: str) -> dict[str, Any]:
         """Write the merge over the engine's weights, in place: addresses stay, so captured graphs stay valid.
 
-        Returns {digest, swaps, checksum, materialise_s, swap_s}. While it writes, and if it fails, no digest is held.
+        Tensors that are computed as in the merge held are not written again. Returns {digest, swaps, checksum,
+        tensors_written, materialise_s, repack_s, swap_s (packing included)}. While it writes, and if it fails, no
+        digest is held.
         """
-        from workers.merging import merged_tensors
+        from workers.merging import computations, merged_tensors
 
         recipe = Recipe.from_json(json.loads(recipe_json))
         model = self.model_runner.get_model()
-        self._mergesearch_digest = None
         started = time.perf_counter()
-        tensors = _Timed(merged_tensors(recipe, self._mergesearch_bank, self.model_runner.model_config.dtype))
+        bank, held, sums = self._mergesearch_bank, self._mergesearch_computations, self._mergesearch_sums
+        wanted = computations(recipe, bank)
+        self._mergesearch_digest = None
+        self._mergesearch_forget()
+        changed = {name for name, computation in wanted.items() if held.get(name) != computation}
+        tensors = _Timed(merged_tensors(recipe, bank, self.model_runner.model_config.dtype, names=changed))
         with torch.inference_mode():
             # vLLM's own loader knows which rows of which fused parameter a tensor is, what a rank's shard of it is,
             # how the vocabulary is padded and which head is tied.
             written = set(model.load_weights(iter(tensors)))
             parameters = dict(model.named_parameters())
-            if missing := sorted(set(parameters) - written):
+            if missing := sorted(set(parameters) - written - sums.keys()):
                 raise RuntimeError(f"the merge left {len(missing)} parameters unwritten, {missing[0]} for one")
-            _repack(model)
-            total = checksum(parameters)
+            rewritten = {name: parameter for name, parameter in parameters.items() if name in written}
+            repack_s = _repack(model, rewritten.values())
+            sums |= {name: _sum(parameter) for name, parameter in rewritten.items()}
+            total = _checksum(parameters, sums)
+        self._mergesearch_computations, self._mergesearch_sums = wanted, sums
         self._mergesearch_swaps += 1
         self._mergesearch_digest = recipe.digest
         self._mergesearch_checksum = total
         return {
             **self.mergesearch_held(),
+            "tensors_written": len(changed),
             "materialise_s": tensors.seconds,
+            "repack_s": repack_s,
             "swap_s": time.perf_counter() - started - tensors.seconds,
         }
+
+    def _mergesearch_forget(self) -> None:
+        """Know nothing of what the weights are: how each tensor was computed, and each parameter's sum."""
+        self._mergesearch_computations: dict[str, Hashable] = {}
+        self._mergesearch_sums: dict[str, int] = {}
 
     def mergesearch_held(self) -> dict[str, Any]:
         """What the weights are: {digest (None if unknown), swaps, checksum (as of the last swap)}."""
@@ -125,33 +144,52 @@ class _Timed:
             yield item
 
 
-def _repack(model: torch.nn.Module) -> None:
-    """On CPU, pack every layer's new weight for the kernel; the old packed copy is dropped. Elsewhere nothing."""
-    layers = [module for module in model.modules() if hasattr(module, "cpu_linear")]
+def _repack(model: torch.nn.Module, changed: Iterable[torch.nn.Parameter]) -> float:
+    """On CPU, pack again what holds a changed parameter; the old packed copy is dropped. Elsewhere nothing.
+
+    Returns the seconds it took.
+    """
+    started = time.perf_counter()
+    ids = set(map(id, changed))
+    packed = [module for module in model.modules() if hasattr(module, "cpu_linear")]
+    layers = [module for module in packed if any(id(held) in ids for held in module.parameters(recurse=False))]
     if layers:
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
         for layer in layers:
             dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    return time.perf_counter() - started
 
 
-def checksum(parameters: dict[str, torch.Tensor]) -> str:
+def checksum(parameters: Mapping[str, torch.Tensor]) -> str:
     """sha256 (hex) over names, types, shapes and one 64-bit sum per parameter, by content alone.
 
     Each sum weights every 64-bit word with an odd number of its own, modulo 2^64: an odd weight can be inverted, so a
     change of any single word always changes the sum, and moving words changes it too.
     """
+    return _checksum(parameters, {name: _sum(parameter) for name, parameter in parameters.items()})
+
+
+def _checksum(parameters: Mapping[str, torch.Tensor], sums: Mapping[str, int]) -> str:
     total = hashlib.sha256()
     for name, parameter in sorted(parameters.items()):
-        words = _words(parameter)
-        number = 0
-        for start in range(0, words.numel(), CHECKSUM_CHUNK):
-            piece = words[start : start + CHECKSUM_CHUNK]
-            index = torch.arange(start, start + piece.numel(), dtype=torch.int64, device=piece.device)
-            weights = index.mul_(-7046029254386353131).bitwise_or_(1)  # 2^64 / golden ratio, as a signed number
-            number = (number + int((piece * weights).sum().item())) % 2**64
-        total.update(f"{name}:{parameter.dtype}:{tuple(parameter.shape)}:{number}\n".encode())
+        total.update(f"{name}:{parameter.dtype}:{tuple(parameter.shape)}:{sums[name]}\n".encode())
     return total.hexdigest()
+
+
+def _sum(parameter: torch.Tensor) -> int:
+    words = _words(parameter)
+    if words.device.type == "cpu":
+        from workers.kernels.cpu import weighted_words
+
+        return weighted_words(words, WEIGHT)
+    number = 0
+    for start in range(0, words.numel(), CHECKSUM_CHUNK):
+        piece = words[start : start + CHECKSUM_CHUNK]
+        index = torch.arange(start, start + piece.numel(), dtype=torch.int64, device=piece.device)
+        weights = index.mul_(WEIGHT - 2**64).bitwise_or_(1)  # as a signed number
+        number = (number + int((piece * weights).sum().item())) % 2**64
+    return number
 
 
 def _words(parameter: torch.Tensor) -> torch.Tensor:

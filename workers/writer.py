@@ -1,21 +1,23 @@
 """Write a recipe as an ordinary Hugging Face checkpoint: the same tensors that the engine scored, and their story.
 
-The tensors are streamed into the files one by one; a directory appears under its name only when it is complete. How
-tensors are merged is not known here.
+The tensors are streamed into the files one by one; a directory appears under its name only when it is complete. What
+is written first lies in a hidden directory beside it, with the checksums of the files that are complete: an export that
+was killed keeps them when it is started again. How tensors are merged is not known here.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import math
 import os
 import shutil
 import struct
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,16 +29,29 @@ from workers.bank import Bank
 from workers.checkpoints import TOKENIZER_FILES, open_checkpoint
 from workers.mergekit_yaml import Inexpressible, mergekit_config
 from workers.merging import merged_names, merged_tensors
+from workers.types import digest_of
 
-__all__ = ["Score", "export"]
+__all__ = [
+    "MAX_SHARD_BYTES",
+    "Progress",
+    "Score",
+    "export",
+    "is_written",
+    "left_behind_bytes",
+    "licence",
+    "recipe_rows",
+]
 
-MAX_SHARD_BYTES = 2 * 10**9
+MAX_SHARD_BYTES = 5 * 10**9
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
+# The hidden directory's name ends so; it holds the model as far as it is written, and the state of the export.
 PARTIAL = ".partial"
+MODEL, STATE = "model", "state.json"
 
-COPIED = ("generation_config.json", *TOKENIZER_FILES)
+# Where configurations say how many layers there are.
+DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
 class Score(Protocol):
@@ -52,6 +67,15 @@ class Score(Protocol):
     def samples(self) -> int: ...
 
 
+@dataclass(frozen=True)
+class Progress:
+    """Bytes of tensors: `written` of `total`, `kept` of them by an earlier export that was killed."""
+
+    written: int
+    kept: int
+    total: int
+
+
 def export(
     recipe: Recipe,
     bank: Bank,
@@ -60,42 +84,33 @@ def export(
     dtype: torch.dtype = torch.float32,
     scores: Mapping[str, Score] | None = None,
     study: str | None = None,
+    tokenizer_dir: str | Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Callable[[Progress], None] = lambda _: None,
 ) -> Path:
     """Write the merged model to `out_dir`: tensors, config.json, tokenizer, README.md, recipe.json and, where mergekit
     can express the recipe, mergekit_config.yml. Returns the directory.
 
     Its tensors are bit for bit what `merged_tensors` gives for `dtype`. `scores` maps an objective to its held-out
-    value, `study` names the study for the model card. An existing export of the same recipe and dtype is left as it
-    is. Raises FileExistsError for any other directory that is not empty, InvalidRecipe, InvalidModel.
+    value, `study` names the study for the model card; the tokenizer is the base's unless `tokenizer_dir` is given;
+    `progress` is told of every tensor. An existing export of the same recipe and dtype is left as it is, and the whole
+    shards of one that was killed or interrupted are checked and kept. Raises FileExistsError for any other directory
+    that is not empty and while another process writes to it, InvalidRecipe, InvalidModel.
     """
     if dtype not in DTYPES:
         raise ValueError(f"export: dtype {_name(dtype)}; expected one of {', '.join(map(_name, DTYPES))}")
     out = Path(out_dir).absolute()
-    shapes = merged_names(recipe, bank)
-    if _is_finished(out, recipe, dtype):
+    shards = _shards(merged_names(recipe, bank), dtype.itemsize, max_shard_bytes)
+    if is_written(recipe, out, dtype):
         return out
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(
-            f"{out}: exists and is not an export of recipe {recipe.digest[:12]} in {_name(dtype)}; "
-            "expected a new or empty directory"
-        )
-    with _appearing(out) as directory:
-        shards = _shards(shapes, dtype.itemsize, max_shard_bytes)
-        stream = merged_tensors(recipe, bank, dtype)
-        for shard in shards:
-            _write_shard(directory / shard.file, shard.shapes, dtype, stream)
-        if len(shards) > 1:
-            weight_map = {name: shard.file for shard in shards for name in shard.shapes}
-            total = sum(shard.num_bytes for shard in shards)
-            _write_json(
-                directory / "model.safetensors.index.json",
-                {"metadata": {"total_size": total}, "weight_map": weight_map},
-            )
+    with _appearing(out, _job(recipe, bank, dtype, max_shard_bytes)) as directory:
+        _write_shards(shards, recipe, bank, dtype, directory, progress)
         _write_json(directory / "config.json", _config(recipe, bank, dtype))
-        for name in COPIED:
-            if (bank.base.directory / name).is_file():
-                shutil.copyfile(bank.base.directory / name, directory / name)
+        base_dir = bank.base.directory
+        sources = dict.fromkeys(TOKENIZER_FILES, Path(tokenizer_dir or base_dir)) | {"generation_config.json": base_dir}
+        for name, source in sources.items():
+            if (source / name).is_file():
+                shutil.copyfile(source / name, directory / name)
         _write_json(
             directory / "recipe.json",
             {**recipe.to_json(), "digest": recipe.digest, "dtype": _name(dtype), "study": study},
@@ -106,6 +121,31 @@ def export(
             (directory / "mergekit_config.yml").write_text(text)
         (directory / "README.md").write_text(_model_card(recipe, bank, dtype, scores or {}, study, configuration))
     return out
+
+
+def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype) -> bool:
+    """Whether `out_dir` is a whole export of this recipe in this dtype. Raises FileExistsError if it is anything else
+    than that, missing, or an empty directory."""
+    out = Path(out_dir)
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return False
+    try:
+        found = json.loads((out / "recipe.json").read_text())
+        open_checkpoint(out)
+    except (OSError, ValueError):  # InvalidModel is a ValueError
+        found = None
+    if isinstance(found, dict) and (found.get("digest"), found.get("dtype")) == (recipe.digest, _name(dtype)):
+        return True
+    raise FileExistsError(
+        f"{out}: exists and is not an export of recipe {recipe.digest[:12]} in {_name(dtype)}; "
+        "expected a new or empty directory"
+    )
+
+
+def left_behind_bytes(out_dir: str | Path) -> int:
+    """What killed exports to `out_dir` have left on the disk; the next keeps it or removes it."""
+    places = _partial_directories(Path(out_dir).absolute())
+    return sum(file.stat().st_size for place in places for file in place.rglob("*") if file.is_file())
 
 
 @dataclass(frozen=True)
@@ -134,13 +174,70 @@ def _shards(shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int
     ]
 
 
+def _write_shards(
+    shards: Sequence[_Shard],
+    recipe: Recipe,
+    bank: Bank,
+    dtype: torch.dtype,
+    directory: Path,
+    progress: Callable[[Progress], None],
+) -> None:
+    """Every shard that is not there yet, and the index. A shard counts as there once it is on disk and its checksum is
+    in the state, and only while the file has that checksum."""
+    state = directory.parent / STATE
+    checksums = _whole_shards(shards, directory, state)
+    kept = sum(shard.num_bytes for shard in shards if shard.file in checksums)
+    told = Progress(kept, kept, sum(shard.num_bytes for shard in shards))
+    progress(told)
+    missing = [shard for shard in shards if shard.file not in checksums]
+    stream = merged_tensors(recipe, bank, dtype, names={name for shard in missing for name in shard.shapes})
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal told
+        for name, tensor in stream:
+            told = replace(told, written=told.written + tensor.nbytes)
+            progress(told)
+            yield name, tensor
+
+    counted = tensors()
+    for shard in missing:
+        checksums[shard.file] = _write_shard(directory / shard.file, shard.shapes, dtype, counted)
+        _sync(directory / shard.file)
+        new_state = state.with_suffix(".new")
+        _write_json(new_state, checksums)
+        _sync(new_state)
+        new_state.replace(state)
+    if len(shards) > 1:
+        weight_map = {name: shard.file for shard in shards for name in shard.shapes}
+        _write_json(
+            directory / "model.safetensors.index.json",
+            {"metadata": {"total_size": told.total}, "weight_map": weight_map},
+        )
+
+
+def _whole_shards(shards: Sequence[_Shard], directory: Path, state: Path) -> dict[str, str]:
+    """The checksums of the files that an earlier export has finished, of those that still have them."""
+    try:
+        checksums = dict(json.loads(state.read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
+    whole = {}
+    for name in [shard.file for shard in shards if shard.file in checksums]:
+        with suppress(OSError), (directory / name).open("rb") as file:
+            checksum = hashlib.file_digest(file, "sha256").hexdigest()
+            if checksum == checksums[name]:
+                whole[name] = checksum
+    return whole
+
+
 def _write_shard(
     file: Path,
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     stream: Iterator[tuple[str, torch.Tensor]],
-) -> None:
-    """The next `len(shapes)` tensors of `stream` as one safetensors file; only one of them is in memory at a time."""
+) -> str:
+    """The next `len(shapes)` tensors of `stream` as one safetensors file; only one of them is in memory at a time.
+    Returns the file's sha256 (hex)."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
@@ -148,11 +245,16 @@ def _write_shard(
         header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors must begin at a multiple of eight bytes
+    beginning = struct.pack("<Q", len(text)) + text
+    checksum = hashlib.sha256(beginning)
     with file.open("wb") as output:
-        output.write(struct.pack("<Q", len(text)) + text)
+        output.write(beginning)
         for expected, (name, tensor) in zip(shapes, stream, strict=False):
             assert (name, tuple(tensor.shape)) == (expected, shapes[expected]), f"{name} came, not {expected}"
-            output.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+            content = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data
+            output.write(content)
+            checksum.update(content)
+    return checksum.hexdigest()
 
 
 def _config(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any]:
@@ -160,10 +262,13 @@ def _config(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any]:
     config = {key: value for key, value in bank.base.config.items() if key != "_name_or_path"}
     for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
         config[key] = _name(dtype)
-    if len(recipe.layers) != bank.layout.num_layers:
-        config["num_hidden_layers"] = len(recipe.layers)
-        if kinds := config.get("layer_types"):
-            config["layer_types"] = [kinds[layer.attention.sources[0].layer or 0] for layer in recipe.layers]
+    depth = bank.layout.num_layers
+    sources = [layer.attention.sources[0].layer or 0 for layer in recipe.layers]
+    if sources != list(range(depth)):
+        config |= dict.fromkeys(DEPTH_KEYS & config.keys() or DEPTH_KEYS[:1], len(sources))
+        for key, value in config.items():  # layer_types, no_rope_layers and the like: an entry for each layer
+            if "layer" in key and isinstance(value, list) and len(value) == depth:
+                config[key] = [value[layer] for layer in sources]
     return config
 
 
@@ -187,9 +292,9 @@ def _model_card(
 ) -> str:
     held = {model.fingerprint: model for model in bank.family.models}
     sources = [(alias, Path(held[content].directory), content) for alias, content in recipe.models.items()]
-    licences = {alias: _licence(directory) for alias, directory, _ in sources}
+    licences = {alias: licence(directory) for alias, directory, _ in sources}
     front: dict[str, Any] = {"library_name": "transformers", "tags": ["merge", "mergesearch"]}
-    stated = {licence for licence in licences.values() if licence}
+    stated = {text for text in licences.values() if text}
     if stated:
         front["license"] = stated.pop() if len(set(licences.values())) == 1 else "other"
     origin = f' by the study "{study}"' if study else ""
@@ -213,7 +318,7 @@ def _model_card(
         ),
         "## Recipe",
         f"Digest `{recipe.digest}`; the whole of it is in `recipe.json`.",
-        _table(("layers", "component", "method", "sources", "coefficients"), _recipe_rows(recipe)),
+        _table(("layers", "component", "method", "sources", "coefficients"), recipe_rows(recipe)),
     ]
     if scores:
         rows = [
@@ -230,8 +335,9 @@ def _model_card(
     return "\n\n".join(lines) + "\n"
 
 
-def _recipe_rows(recipe: Recipe) -> list[tuple[str, ...]]:
-    """Adjacent layers of equal merges as one group, a row for each component."""
+def recipe_rows(recipe: Recipe) -> list[tuple[str, ...]]:
+    """The recipe as a table: (layers, component, method, sources, coefficients). Adjacent layers of equal merges are
+    one group with a row for each component; single tensors come last."""
     recipe = recipe.canonical()
     rows = [("embedding", "embedding", *_described(recipe.embedding))]
     groups: list[tuple[object, list[int]]] = []
@@ -245,7 +351,8 @@ def _recipe_rows(recipe: Recipe) -> list[tuple[str, ...]]:
         first, last = indices[0], indices[-1]
         layers = str(first) if first == last else f"{first}-{last}"
         rows += [(layers, name, *_described(recipe.layers[first].component(name), first)) for name in COMPONENTS]
-    return [*rows, ("head", "final norm, output head", *_described(recipe.head))]
+    rows.append(("head", "final norm, output head", *_described(recipe.head)))
+    return [*rows, *(("tensor", name, *_described(merge)) for name, merge in recipe.tensors.items())]
 
 
 def _relative(merge: Merge, index: int) -> object:
@@ -270,55 +377,69 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def _licence(directory: Path) -> str | None:
-    """The licence that a source's model card states in its head."""
+def licence(directory: Path) -> str | None:
+    """The licence that a source's model card states in its head; several are separated by commas."""
     try:
         parts = (directory / "README.md").read_text().split("---", 2)
         front = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
     except (OSError, ValueError, yaml.YAMLError):
         return None
-    licence = front.get("license") if isinstance(front, dict) else None
-    return str(licence) if licence else None
+    stated = front.get("license") if isinstance(front, dict) else None
+    return ", ".join(map(str, stated)) if isinstance(stated, list) and stated else str(stated) if stated else None
 
 
-def _is_finished(out: Path, recipe: Recipe, dtype: torch.dtype) -> bool:
-    """`out` is a whole export of this recipe in this dtype."""
-    try:
-        found = json.loads((out / "recipe.json").read_text())
-        open_checkpoint(out)
-    except (OSError, ValueError):  # InvalidModel is a ValueError
-        return False
-    return isinstance(found, dict) and (found.get("digest"), found.get("dtype")) == (recipe.digest, _name(dtype))
+def _job(recipe: Recipe, bank: Bank, dtype: torch.dtype, max_shard_bytes: int) -> str:
+    """What must be the same for files of one export to belong to another."""
+    return digest_of([recipe.digest, bank.fingerprint, _name(dtype), max_shard_bytes, version("mergesearch")])[:16]
 
 
 @contextmanager
-def _appearing(out: Path) -> Iterator[Path]:
-    """A directory beside `out` to write to, which becomes `out` once it is whole and on disk."""
+def _appearing(out: Path, job: str) -> Iterator[Path]:
+    """A directory to write to, which becomes `out` once it is whole and on disk. It lies in one beside `out` that the
+    next export for the same `job` finds again if this process is killed or interrupted, but not if it fails."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(out)
-    temporary = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}{PARTIAL}"
-    temporary.mkdir()
-    try:
-        with _opened(temporary) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield temporary
-            for file in temporary.iterdir():
+    place = out.parent / f".{out.name}.{job}{PARTIAL}"
+    _remove_abandoned(out, but=place)
+    place.mkdir(exist_ok=True)
+    with _opened(place) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(lock), place.stat()):
+                raise FileNotFoundError(place)  # whoever held the lock has removed it; the name is another's
+        except (BlockingIOError, FileNotFoundError) as error:
+            raise FileExistsError(
+                f"{out}: another process is writing this model there; wait for it, or give another directory"
+            ) from error
+        directory = place / MODEL
+        try:
+            directory.mkdir(exist_ok=True)
+            yield directory
+            for file in directory.iterdir():
                 _sync(file)
-            os.fsync(lock)
+            _sync(directory)
             try:
-                temporary.rename(out)
+                directory.rename(out)
             except OSError as error:
                 raise FileExistsError(f"{out}: appeared meanwhile; expected a new or empty directory") from error
-        _sync(out.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+            _sync(out.parent)
+        except Exception:
+            shutil.rmtree(place, ignore_errors=True)
+            raise
+        shutil.rmtree(place, ignore_errors=True)
 
 
-def _remove_abandoned(out: Path) -> None:
-    """Remove what killed exports to `out` left; one that still runs holds its lock."""
-    for path in out.parent.iterdir():
-        if path.name.startswith(f".{out.name}.") and path.name.endswith(PARTIAL):
+def _partial_directories(out: Path) -> list[Path]:
+    if not out.parent.is_dir():
+        return []
+    return [
+        path for path in out.parent.iterdir() if path.name.startswith(f".{out.name}.") and path.name.endswith(PARTIAL)
+    ]
+
+
+def _remove_abandoned(out: Path, *, but: Path) -> None:
+    """Remove what killed exports to `out` left, except `but`; one that still runs holds its lock."""
+    for path in _partial_directories(out):
+        if path != but:
             with suppress(FileNotFoundError, BlockingIOError), _opened(path) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)

@@ -97,6 +97,11 @@ class Store:
     def close(self) -> None:
         self._engine.dispose()
 
+    @property
+    def url(self) -> str:
+        """What another process opens the same database with."""
+        return self._engine.url.render_as_string(hide_password=False)
+
     # -- studies ---------------------------------------------------------------------------------------------------
 
     def create_study(
@@ -170,15 +175,13 @@ class Store:
             _insert_event(connection, study_id, "attempt", {"attempt": found.attempt, "because": because})
         return StudyWriter(self._engine, study_id, found.attempt)
 
-    def record_submission(self, study_id: str, number: int) -> bool:
-        """Note that driver `number` (1 for the first) is about to be submitted. False if another process did so."""
+    def record_submission(self, study_id: str, number: int) -> None:
+        """Note that driver `number` (1 for the first) is about to be submitted."""
         table = schema.studies
         with self._engine.begin() as connection:
-            where = (table.c.id == study_id) & (table.c.submissions == number - 1)
-            changed = connection.execute(
-                sa.update(table).where(where).values(submissions=number, submitted_at=time.time())
+            connection.execute(
+                sa.update(table).where(table.c.id == study_id).values(submissions=number, submitted_at=time.time())
             )
-            return changed.rowcount == 1
 
     def fruitless_attempts(self, study_id: str) -> int:
         """Drivers in a row, up to the last one, that ended (or never began) without a result being stored."""
@@ -197,11 +200,13 @@ class Store:
             ).one()
         return max(fruitless, int(row.submissions - row.attempt))
 
-    def trial_counts(self) -> dict[str, dict[str, int]]:
-        """How many trials of each state every study has: study id -> state -> number."""
+    def trial_counts(self, study_id: str | None = None) -> dict[str, dict[str, int]]:
+        """How many trials of each state a study has, or every one: study id -> state -> number."""
         table = schema.trials
         counts: dict[str, dict[str, int]] = defaultdict(dict)
         query = sa.select(table.c.study, table.c.state, sa.func.count()).group_by(table.c.study, table.c.state)
+        if study_id is not None:
+            query = query.where(table.c.study == study_id)
         with self._reads.connect() as connection:
             for study, state, count in connection.execute(query):
                 counts[study][state] = count
@@ -308,6 +313,15 @@ class Store:
                 .limit(limit)
             )
             return tuple(EventRecord(row.id, row.time, row.kind, row.payload) for row in rows)
+
+    def last_event_id(self, study_id: str) -> int:
+        """The id of the study's latest event; 0 before the first."""
+        table = schema.events
+        with self._reads.connect() as connection:
+            found: int | None = connection.execute(
+                sa.select(sa.func.max(table.c.id)).where(table.c.study == study_id)
+            ).scalar()
+            return found or 0
 
     def document(self, study_id: str, name: str) -> Any | None:
         """A closing stage's stored result, or None if that stage has not finished."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -22,7 +22,8 @@ from service.statistics import estimate
 from service.store import BracketRecord, Store, StudyWriter
 from service.tune.evaluations import ChunkFailed, Evaluation
 from service.tune.plan import Plan
-from service.tune.rung_table import Closing, Proposal, RungTable
+from service.tune.rung_table import Decision, Proposal
+from service.tune.schedulers import SCHEDULERS
 from service.tune.searchers.base import Observation
 from service.types import Origin, RungRecord, TrialRecord, TrialState
 from workers.errors import EvidenceMismatch
@@ -90,7 +91,7 @@ class Coordinator:
         self._prompts: dict[str, str] = {}
         self._replicas: set[str] = set()
         self._scored = sum(len(p) for by in self._values.values() for o in by.values() for p in o.values())
-        self.table = RungTable(
+        self.table = SCHEDULERS[plan.scheduler](
             num_rungs=len(plan.rung_samples),
             eta=plan.eta,
             cycle=plan.cycle,
@@ -213,19 +214,15 @@ class Coordinator:
         for number, (origin, label, recipe) in enumerate(self.plan.extras):
             if number not in self._trials:
                 self._add(TrialRecord(number, origin, label, TrialState.WAITING, recipe))
-        closings: list[Closing] = []
+        decisions: list[Decision] = []
         for rung in range(len(self.plan.rung_samples)):
             for trial in self.trials:
                 stored = [record for record in trial.rungs if record.rung == rung]
-                closing = None
                 if stored:
-                    closing = self.table.record(trial.number, rung, self._costs(stored[0].values))
+                    decisions += self.table.record(trial.number, rung, self._costs(stored[0].values))
                 elif trial.state is TrialState.FAIL and rung == self._rung_of_failure(trial):
-                    closing = self.table.fail(trial.number)
-                if closing:
-                    closings.append(closing)
-        for closing in closings:
-            self._apply(closing)
+                    decisions += self.table.fail(trial.number)
+        self._apply(decisions)
         for row in self._store.evidence(self.plan.study_id):
             self._checksums[row["recipe_digest"]] = row["weights_checksum"]
             self._prompts.update(row["prompts"])
@@ -324,8 +321,7 @@ class Coordinator:
         self._writer.add_event("search_ended", {"reason": reason})
         for bracket in self.table.end_search():
             self._writer.resize_bracket(bracket, self.table.size(bracket))
-            if closing := self.table.close_rung(bracket):
-                self._apply(closing)
+            self._apply(self.table.decide(bracket))
 
     def _observations(self, proposal: Proposal) -> tuple[Observation, ...]:
         """What the proposal may know. Trials that the space cannot express are left out."""
@@ -403,18 +399,18 @@ class Coordinator:
         self._writer.finish_rung(number, rung, samples_reused=reused, state=finished.state if is_last else None)
         self._trials[number] = finished
         self._observer("rung")
-        if closing := self.table.record(number, evaluation.rung, self._costs(rung.values)):
-            self._apply(closing)
+        self._apply(self.table.record(number, evaluation.rung, self._costs(rung.values)))
 
-    def _apply(self, closing: Closing) -> None:
-        pruned = [n for n in closing.pruned if not self._trials[n].state.is_finished]
-        if not pruned:
-            return
-        self._observer("promotion")
-        reason = f"not promoted from rung {closing.rung} of bracket {closing.bracket}"
-        self._writer.finish_trials(pruned, TrialState.PRUNED, reason)
-        for number in pruned:
-            self._trials[number] = replace(self._trials[number], state=TrialState.PRUNED, reason=reason)
+    def _apply(self, decisions: Iterable[Decision]) -> None:
+        for decision in decisions:
+            pruned = [n for n in decision.pruned if not self._trials[n].state.is_finished]
+            if not pruned:
+                continue
+            self._observer("promotion")
+            reason = f"not promoted from rung {decision.rung} of bracket {decision.bracket}"
+            self._writer.finish_trials(pruned, TrialState.PRUNED, reason)
+            for number in pruned:
+                self._trials[number] = replace(self._trials[number], state=TrialState.PRUNED, reason=reason)
 
     def _fail(self, evaluation: Evaluation, reason: str) -> None:
         number = evaluation.trial
@@ -425,8 +421,7 @@ class Coordinator:
             return
         self._writer.finish_trials([number], TrialState.FAIL, reason)
         self._trials[number] = replace(self._trials[number], state=TrialState.FAIL, reason=reason)
-        if closing := self.table.fail(number):
-            self._apply(closing)
+        self._apply(self.table.fail(number))
 
     def _rung_record(self, trial: TrialRecord, rung: int) -> RungRecord:
         samples = self.plan.rung_samples[rung]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from search_spaces.fidelity import Bracket
+from search_spaces.fidelity import Bracket, Scheduler
 from search_spaces.objectives import Objective
 from search_spaces.recipe import Recipe
 from service.types import Origin
@@ -29,6 +29,7 @@ class Plan:
     holdout_tasks: Mapping[str, TaskSpec]
     rung_samples: tuple[Mapping[str, int], ...]
     holdout_samples: Mapping[str, int]
+    scheduler: Scheduler
     cycle: tuple[Bracket, ...]
     eta: int
     max_trials: int

@@ -1,29 +1,32 @@
-"""Which trial is evaluated at which rung next, and who is promoted: synchronous Hyperband over stored results.
+"""Which trial is evaluated at which rung next, and who is promoted: the books that every scheduler keeps.
 
 The table decides and keeps no other books: it is rebuilt from the store's trials, rungs and brackets at every start,
-and knows neither SQL nor Ray. Hyperband: Li et al. 2018 (JMLR 18), bracket sizes as in `search_spaces.fidelity`.
+and knows neither SQL nor Ray. When a rung promotes, and which results a proposal may know, is the scheduler's to say
+(`schedulers`).
 
-What makes a search repeatable, whatever the number of replicas and wherever it was interrupted, is that a proposal
-depends on a fixed prefix of the schedule. Proposal n in bracket b sees
-    - every rung of the trials in brackets up to b - 2 (the bracket opens when those are closed), and
-    - the first evaluation of all trials numbered up to n - lag (it waits for those).
-Later rungs of bracket b - 1 and anything newer than the lag stay hidden, even if they are known already. So the
-evaluations of two brackets may overlap, and engines have work while a rung waits for its last trial.
+What makes a search repeatable, whatever the number of replicas and wherever it was interrupted, is that nothing
+depends on the order in which results come in. A rung has its members in a fixed order, that of their promotion, and
+decides with the first k of them once those k are evaluated; a proposal depends on a fixed prefix of the schedule. So
+evaluations may overlap, and engines have work while a rung waits for a result.
 """
 
 from __future__ import annotations
 
+import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from search_spaces.fidelity import Bracket
 from search_spaces.objectives import Candidate, promotion_order
 
-__all__ = ["Closing", "Proposal", "RungTable"]
+__all__ = ["Decision", "Entry", "Proposal", "Rung", "RungTable"]
 
 
 @dataclass
-class _Entry:
+class Entry:
+    """A trial in the table."""
+
     number: int
     bracket: int | None  # None: a source or published recipe, evaluated once at full budget
     next_rung: int  # the rung it is to be evaluated at, or was last evaluated at if `is_waiting`
@@ -31,6 +34,22 @@ class _Entry:
     is_failed: bool = False
     is_finished: bool = False
     is_waiting: bool = False  # evaluated at `next_rung`, promotion undecided
+
+    def is_evaluated(self, rung: int) -> bool:
+        return rung in self.costs or self.is_failed
+
+
+@dataclass
+class Rung:
+    """A rung of one bracket.
+
+    `members` maps its trials, in the order in which they came, to the newest trial whose first result it took to bring
+    them here; that never falls along the order. The first `num_decided` of them had their say in who is promoted."""
+
+    index: int
+    members: dict[int, int] = field(default_factory=dict)
+    num_decided: int = 0
+    is_closed: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,8 +66,8 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class Closing:
-    """A rung of a bracket that has just closed: who goes on to the next rung, and whose trials end as pruned."""
+class Decision:
+    """What was decided at a rung of a bracket: who goes on to the next rung, and whose trials end as pruned."""
 
     bracket: int
     rung: int
@@ -56,12 +75,12 @@ class Closing:
     pruned: tuple[int, ...]
 
 
-class RungTable:
+class RungTable(ABC):
     """Rungs and brackets of one study.
 
-    `cycle` are the brackets of one Hyperband iteration, repeated until `max_trials` configurations are proposed;
-    `num_extras` trials (numbers 0 ..) are sources and published recipes, evaluated once at the last rung; `lag` is
-    how far, in trials, evaluations may trail behind proposals.
+    `cycle` are brackets that are repeated until `max_trials` configurations are proposed; `num_extras` trials (numbers
+    0 ..) are sources and published recipes, evaluated once at the last rung; `lag` is how far, in trials, evaluations
+    may trail behind proposals.
     """
 
     def __init__(
@@ -73,25 +92,43 @@ class RungTable:
         self._num_extras = num_extras
         self._max_trials = max_trials
         self._lag = lag
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, Entry] = {}
         self._brackets: dict[int, Bracket] = {}
         self._members: dict[int, list[int]] = {}
+        self._rungs: dict[int, tuple[Rung, ...]] = {}
         self._is_search_over = False
+
+    # -- what schedulers differ in ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _num_promoted_early(self, num_decided: int) -> int:
+        """How many of a rung's first `num_decided` members are good enough to go on while others may still come."""
+
+    @abstractmethod
+    def _later_evaluations(self, number: int, bracket: int) -> Sequence[tuple[int, int]] | None:
+        """(trial, rung) of those evaluations beyond the trials' first ones that proposal `number`, of `bracket`, is to
+        know; it waits for those that are not done. None: which they are is not decided yet."""
+
+    @abstractmethod
+    def position(self) -> tuple[int, int] | None:
+        """(bracket, rung) where the search is, for people to look at; None where it is not at one."""
 
     # -- books -----------------------------------------------------------------------------------------------------
 
     def open_bracket(self, index: int, *, first_rung: int, size: int) -> None:
         self._brackets[index] = Bracket(size, first_rung, self.last_rung + 1, self._eta)
-        self._members.setdefault(index, [])
+        self._members[index] = []
+        self._rungs[index] = tuple(Rung(rung) for rung in range(first_rung, self.last_rung + 1))
 
     def add_trial(self, number: int, bracket: int | None) -> None:
         first_rung = self.last_rung if bracket is None else self._brackets[bracket].first_rung
-        self._entries[number] = _Entry(number, bracket, first_rung)
+        self._entries[number] = Entry(number, bracket, first_rung)
         if bracket is not None:
             self._members[bracket].append(number)
+            self._rungs[bracket][0].members[number] = number
 
-    def record(self, number: int, rung: int, costs: tuple[float, ...]) -> Closing | None:
-        """A rung was finished. Returns what it closed, if it was the last of its bracket's rung."""
+    def record(self, number: int, rung: int, costs: tuple[float, ...]) -> tuple[Decision, ...]:
+        """A trial was evaluated at a rung. Returns what that decided."""
         entry = self._entries[number]
         entry.costs[rung] = costs
         entry.next_rung = rung
@@ -99,14 +136,14 @@ class RungTable:
             entry.is_finished = True
         else:
             entry.is_waiting = True
-        return self._close(entry)
+        return self._decide_for(entry)
 
-    def fail(self, number: int) -> Closing | None:
-        """The trial failed for good. Returns what that closed."""
+    def fail(self, number: int) -> tuple[Decision, ...]:
+        """The trial failed for good. Returns what that decided."""
         entry = self._entries[number]
         entry.is_failed = entry.is_finished = True
         entry.is_waiting = False
-        return self._close(entry)
+        return self._decide_for(entry)
 
     def end_search(self) -> tuple[int, ...]:
         """No more proposals: a limit was met, or the searcher repeats itself. Open rungs are played to the end.
@@ -122,6 +159,22 @@ class RungTable:
         return self._brackets[bracket].num_configurations
 
     # -- decisions -------------------------------------------------------------------------------------------------
+
+    def decide(self, bracket: int) -> tuple[Decision, ...]:
+        """Promote and prune wherever the bracket's results allow it. Deciding again changes nothing."""
+        decisions = []
+        is_complete = self._is_full(bracket)
+        for rung, above in itertools.pairwise(self._rungs[bracket]):
+            promoted = self._promote_early(rung, above)
+            pruned: tuple[int, ...] = ()
+            if is_complete and not rung.is_closed and rung.num_decided == len(rung.members):
+                promoted += self._promote_last(bracket, rung, above)
+                pruned = self._prune(rung)
+                rung.is_closed = True
+            if promoted or pruned:
+                decisions.append(Decision(bracket, rung.index, promoted, pruned))
+            is_complete = rung.is_closed
+        return tuple(decisions)
 
     def ready(self) -> Iterator[tuple[int, int]]:
         """Evaluations that may run now, most urgent first: later rungs before first ones, then by number."""
@@ -142,18 +195,14 @@ class RungTable:
         if not all(entry.costs or entry.is_failed for entry in known):
             return None
         bracket, opens = self._bracket_of_next()
-        if not all(self._is_closed(index) for index in self._brackets if index <= bracket - 2):
+        later = self._later_evaluations(number, bracket)
+        if later is None or not all(self._entries[trial].is_evaluated(rung) for trial, rung in later):
             return None
-        visible = [
-            (entry.number, rung)
-            for entry in known
-            for rung in sorted(entry.costs)
-            if entry.bracket is None or entry.bracket <= bracket - 2 or rung == min(entry.costs)
-        ]
+        evaluations = sorted({*((entry.number, min(entry.costs)) for entry in known if entry.costs), *later})
         return Proposal(
             number=number,
             bracket=bracket,
-            visible=tuple(visible),
+            visible=tuple((trial, rung) for trial, rung in evaluations if rung in self._entries[trial].costs),
             failed=tuple(entry.number for entry in known if entry.is_failed and not entry.costs),
             pending=tuple(sorted(n for n in self._entries if n > visible_up_to)),
             opens=opens,
@@ -173,13 +222,6 @@ class RungTable:
     def num_proposed(self) -> int:
         return sum(entry.bracket is not None for entry in self._entries.values())
 
-    def position(self) -> tuple[int, int] | None:
-        """(bracket, rung) of the oldest bracket still open, for people to look at."""
-        for index in sorted(self._brackets):
-            if open_rungs := [self._entries[n].next_rung for n in self._members[index] if not self._done(n)]:
-                return index, min(open_rungs)
-        return None
-
     def waiting(self) -> Mapping[int, int]:
         """Trials evaluated at a rung whose promotion is undecided: number -> rung."""
         return {entry.number: entry.next_rung for entry in self._entries.values() if entry.is_waiting}
@@ -195,40 +237,51 @@ class RungTable:
         remaining = self._max_trials - self.num_proposed
         return newest + 1, replace(planned, num_configurations=min(planned.num_configurations, remaining))
 
-    def _done(self, number: int) -> bool:
-        return self._entries[number].is_finished
-
-    def _is_closed(self, bracket: int) -> bool:
-        members = self._members[bracket]
-        return self._is_full(bracket) and all(self._done(number) for number in members)
-
     def _is_full(self, bracket: int) -> bool:
         return len(self._members[bracket]) >= self.size(bracket)
 
-    def _close(self, entry: _Entry) -> Closing | None:
-        """Decide promotions of the entry's rung once every member of it has been evaluated."""
-        if entry.bracket is None:
-            return None
-        return self.close_rung(entry.bracket)
+    def _is_closed(self, bracket: int) -> bool:
+        return self._is_full(bracket) and all(self._entries[number].is_finished for number in self._members[bracket])
 
-    def close_rung(self, bracket: int) -> Closing | None:
-        """Promote from the bracket's current rung if it is complete. Returns None while it is not."""
-        if not self._is_full(bracket):
-            return None
-        entries = [self._entries[number] for number in self._members[bracket]]
-        waiting = [entry for entry in entries if entry.is_waiting]
-        if not waiting or any(not entry.is_waiting and not entry.is_finished for entry in entries):
-            return None
-        rung = waiting[0].next_rung
+    def _decide_for(self, entry: Entry) -> tuple[Decision, ...]:
+        return () if entry.bracket is None else self.decide(entry.bracket)
+
+    def _promote_early(self, rung: Rung, above: Rung) -> tuple[int, ...]:
+        """Let the members that were evaluated have their say, one after the other in their order."""
+        promoted: list[int] = []
+        for number, cause in list(rung.members.items())[rung.num_decided :]:
+            if not self._entries[number].is_evaluated(rung.index):
+                break
+            rung.num_decided += 1
+            promoted += self._promote(rung, above, self._num_promoted_early(rung.num_decided), cause)
+        return tuple(promoted)
+
+    def _promote_last(self, bracket: int, rung: Rung, above: Rung) -> tuple[int, ...]:
+        """Promote what the rung still owes after its last member."""
+        if not rung.members:
+            return ()
         # Failed candidates took part in this rung: they lose, but count for how many are promoted.
-        at_rung = len(waiting) + sum(entry.is_failed and entry.next_rung == rung for entry in entries)
-        order = promotion_order([Candidate(entry.number, entry.costs[rung]) for entry in waiting])
-        promoted = order[: self._brackets[bracket].num_promoted(at_rung)]
-        pruned = order[len(promoted) :]
+        num_best = self._brackets[bracket].num_promoted(len(rung.members))
+        return tuple(self._promote(rung, above, num_best, cause=self._members[bracket][-1]))
+
+    def _promote(self, rung: Rung, above: Rung, num_best: int, cause: int) -> list[int]:
+        """Send on those of the `num_best` best of the members decided so far that were not sent before."""
+        if num_best == 0:
+            return []
+        decided = [self._entries[number] for number in itertools.islice(rung.members, rung.num_decided)]
+        scored = [entry for entry in decided if rung.index in entry.costs]
+        order = promotion_order([Candidate(entry.number, entry.costs[rung.index]) for entry in scored])
+        promoted = [number for number in order[:num_best] if number not in above.members]
         for number in promoted:
+            above.members[number] = cause
             self._entries[number].is_waiting = False
-            self._entries[number].next_rung = rung + 1
-        for number in pruned:
-            self._entries[number].is_waiting = False
-            self._entries[number].is_finished = True
-        return Closing(bracket, rung, promoted, tuple(sorted(pruned)))
+            self._entries[number].next_rung = above.index
+        return promoted
+
+    def _prune(self, rung: Rung) -> tuple[int, ...]:
+        entries = [self._entries[number] for number in rung.members]
+        pruned = [entry for entry in entries if entry.is_waiting and entry.next_rung == rung.index]
+        for entry in pruned:
+            entry.is_waiting = False
+            entry.is_finished = True
+        return tuple(sorted(entry.number for entry in pruned))

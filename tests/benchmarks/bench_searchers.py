@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from search_spaces.fidelity import bracket_plan
+from search_spaces.fidelity import bracket_plan, hyperband_brackets
 from search_spaces.lfs import LfsSpace
 from search_spaces.objectives import Candidate, hypervolume, promotion_order
 from search_spaces.published import sources_and_published
@@ -124,7 +124,7 @@ class Search:
         self.known = [self.observe(c, len(self.scenario.rungs) - 1) for c in told(self.space)]
         numbers = itertools.count(len(self.known))
         full_budget: list[Mapping[str, Any]] = []
-        for bracket in bracket_plan(len(self.scenario.rungs), 3, self.scenario.num_trials):
+        for bracket in bracket_plan(hyperband_brackets(len(self.scenario.rungs), 3), self.scenario.num_trials):
             first: list[Observation] = []
             for i in range(bracket.num_configurations):
                 past = max(0, i + 1 - LAG)

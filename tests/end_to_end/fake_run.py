@@ -1,30 +1,110 @@
 """`mergesearch` with the fake scorer instead of engines; Ray, Tune, store and command line are the real ones.
 
 python -m tests.end_to_end.fake_run '{"sample_delay_s": 0.001}' run STUDY --out DIR
+
+A list of settings runs the command once with each, in processes of its own that are forked once everything is imported
+(which takes half of a short run's time), and prints what each ended with: an exit code, or a negative signal.
+
+In the settings, `in_flight` is the number of trial actors: starting one costs seconds of arithmetic. `dies_at`, a step
+and a number, ends the process by SIGKILL the n-th time (1-based) that it comes there: one of the driver's steps as
+observers hear of them ("ask", "commit", ...), "scoring" (while a trial actor scores a chunk) or "export" (before the
+n-th tensor is written).
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
+import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
+import service.preflight
 import service.run
+import workers.writer
+from search_spaces.study import load_study
 from service.cli import main
-from service.preflight import Examination
+from service.preflight import Examination, examine
 from service.progress import ProgressView
 from workers.fake import FakeScorer
+from workers.types import CHUNKS_IN_FLIGHT_PER_REPLICA, ScoreRequest, ScoreResult
 
 
 def fake_main(settings: str, *arguments: str) -> int:
+    parsed = json.loads(settings)
+    if isinstance(parsed, dict):
+        return run_once(parsed, *arguments)
+    import service.tune.driver  # noqa: F401
+    import workers.bank  # noqa: F401
+
+    examine(load_study(arguments[1]))
+    statuses = []
+    for options in parsed:
+        if (child := os.fork()) == 0:
+            os._exit(run_once(options, *arguments))
+        statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    print(json.dumps(statuses))
+    return 0
+
+
+def run_once(options: dict[str, Any], *arguments: str) -> int:
+    service.preflight.CHUNKS_IN_FLIGHT_PER_REPLICA = options.pop("in_flight", CHUNKS_IN_FLIGHT_PER_REPLICA)
+    step, number = options.pop("dies_at", ("", 0))
+
     @contextmanager
     def fake_scorer(examination: Examination, view: ProgressView) -> Iterator[FakeScorer]:
-        yield FakeScorer(bank_fingerprint=examination.family.fingerprint, **json.loads(settings))
+        fingerprint = examination.family.fingerprint
+        if step == "scoring":
+            yield _KillingScorer(bank_fingerprint=fingerprint, driver=os.getpid(), kills_at_call=number, **options)
+        else:
+            yield FakeScorer(bank_fingerprint=fingerprint, **options)
 
-    service.run.run_study = functools.partial(service.run.run_study, open_scorer=fake_scorer)
+    observer = _killer(step, number)
+    if step == "export":
+        workers.writer.merged_tensors = _dying(workers.writer.merged_tensors, observer)
+    service.run.run_study = functools.partial(service.run.run_study, open_scorer=fake_scorer, observer=observer)
     return main(arguments)
+
+
+def _killer(step: str, number: int) -> Callable[[str], None]:
+    count = 0
+
+    def observe(name: str) -> None:
+        nonlocal count
+        count += name == step
+        if name == step and count == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return observe
+
+
+@dataclass
+class _KillingScorer(FakeScorer):
+    """Kills the driver while it waits for the n-th chunk of this actor."""
+
+    driver: int = 0
+    kills_at_call: int = 0
+
+    def score(self, request: ScoreRequest) -> ScoreResult:
+        result = super().score(request)
+        if self._calls == self.kills_at_call:
+            os.kill(self.driver, signal.SIGKILL)
+            time.sleep(60)  # Ray ends the actors of a driver that is gone
+        return result
+
+
+def _dying(stream: Callable[..., Iterator[Any]], observer: Callable[[str], None]) -> Callable[..., Iterator[Any]]:
+    def tensors(*arguments: Any, **options: Any) -> Iterator[Any]:
+        for item in stream(*arguments, **options):
+            observer("export")
+            yield item
+
+    return tensors
 
 
 if __name__ == "__main__":

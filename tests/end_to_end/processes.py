@@ -48,14 +48,18 @@ class Process:
 
 
 class Run:
-    """A command that works in `directory`, leading a session and process group of its own."""
+    """A command that works in `directory`, leading a session and process group of its own.
 
-    def __init__(self, command: Sequence[str | Path], *, directory: Path) -> None:
+    `ray_address` is the Ray that it joins; None: it starts one."""
+
+    def __init__(self, command: Sequence[str | Path], *, directory: Path, ray_address: str | None = None) -> None:
         self.directory = directory
         directory.parent.mkdir(parents=True, exist_ok=True)
         self.log_file = directory.with_suffix(".log")
         self.started_at = time.monotonic()
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        if ray_address is not None:
+            environment["RAY_ADDRESS"] = ray_address
         with self.log_file.open("a") as log:
             self._process = subprocess.Popen(
                 [str(argument) for argument in command],
@@ -120,8 +124,8 @@ class Run:
 
 
 @contextmanager
-def started(command: Sequence[str | Path], *, directory: Path) -> Iterator[Run]:
-    run = Run(command, directory=directory)
+def started(command: Sequence[str | Path], *, directory: Path, ray_address: str | None = None) -> Iterator[Run]:
+    run = Run(command, directory=directory, ray_address=ray_address)
     try:
         yield run
     finally:

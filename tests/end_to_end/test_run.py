@@ -174,7 +174,7 @@ def undisturbed_trials(study_file: Path, directory: Path) -> list[tuple[Any, ...
         space=examination.space,
         store=store,
         writer=store.open_attempt(study_id),
-        proposer=InlineProposer(examination.space),
+        proposer=InlineProposer(examination.space, seed=examination.study.search.seed),
     )
     drive(coordinator, FakeScorer(bank_fingerprint=examination.family.fingerprint))
     trials = trial_list(store, study_id)

@@ -45,7 +45,8 @@ BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("a
     [
         ("a: 1\nb: 2\na: 3\n", "s.yaml", "line 3, column 1: key 'a' is given twice"),
         ("x: {a: 1, a: 3}\n", "s.yaml", "line 1, column 11: key 'a' is given twice"),
-        ('{"x": {"a": 1, "a": 3}}', "s.json", "key 'a' is given twice"),
+        ('{\n"x": {"a": 1,\t"a": 3}}', "s.json", "line 2, column 15: key 'a' is given twice"),
+        ('{"x": {"a": 1, "' + 2000 * "k" + '": 0, "a": 3}}', "s.json", "s.json: key 'a' is given twice"),
         ("1: x\n", "s.yaml", "key '1' is not text; put it in quotes"),
         (BOMB, "s.yaml", r"line 2, column 8: aliases \(\*name\) are not read; write it out"),
         ("a: &a [*a]", "s.yaml", r"aliases \(\*name\) are not read"),
@@ -58,7 +59,7 @@ BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("a
         ("just text", "s.yaml", "is text, not a mapping"),
         (b"name: \xff\xfe", "s.yaml", r"is not UTF-8 text \(byte 6\)"),
         (b"name: \x01", "s.yaml", "character 6: #x0001 is not allowed in YAML"),
-        ("x" * 1_000_001, "s.yaml", "has more than 1000000 bytes"),
+        ("x" * 1_000_001, "s.yaml", "has 1000001 bytes; a study file has at most 1000000"),
         ("[" * 100_000, "s.yaml", "is nested too deeply"),
         ("[" * 100_000, "s.json", "is nested too deeply"),
         ("a: " + "9" * 5000, "s.yaml", "Exceeds the limit"),

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search_spaces.fidelity import Bracket, bracket_plan, fidelities, hyperband_brackets, rungs
+from search_spaces.fidelity import Bracket, bracket_cycle, bracket_plan, fidelities, hyperband_brackets, rungs
 
 
 @pytest.mark.parametrize(
@@ -24,8 +24,11 @@ def test_rungs_of_known_ladders(min_samples, max_samples, eta, expected):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((100, 170, 3), r"leaves one rung at eta=3; write `rungs: \[170\]` or `scheduler: none`"),
-        ((100, 100, 3), r"leaves one rung at eta=3; write `rungs: \[100\]`"),
+        (
+            (100, 170, 3),
+            r"leaves one rung at eta=3; widen the range, or write `scheduler: none` \(with hyperband also `rungs",
+        ),
+        ((100, 100, 3), "min_samples=100 to max_samples=100 leaves one rung at eta=3"),
         ((300, 100, 3), "min_samples=300 is above max_samples=100"),
         ((30, 270, 1), "eta=1 is below 2"),
         ((0, 270, 3), "min_samples=0 is below 1"),
@@ -81,6 +84,15 @@ def test_brackets_need_a_rung_and_an_eta(arguments):
 
 @given(st.integers(1, 5), st.integers(2, 4), st.integers(1, 300))
 def test_a_plan_starts_exactly_max_trials_and_cuts_only_the_last_bracket(num_rungs, eta, max_trials):
-    plan = bracket_plan(num_rungs, eta, max_trials)
+    cycle = hyperband_brackets(num_rungs, eta)
+    plan = bracket_plan(cycle, max_trials)
     assert sum(bracket.num_configurations for bracket in plan) == max_trials
-    assert all(a == b for a, b in zip(plan[:-1], itertools.cycle(hyperband_brackets(num_rungs, eta)), strict=False))
+    assert all(a == b for a, b in zip(plan[:-1], itertools.cycle(cycle), strict=False))
+
+
+def test_hyperband_goes_through_its_brackets_and_others_have_one_of_all_configurations():
+    sizes = {"eta": 3, "max_trials": 60}
+    assert bracket_cycle("hyperband", num_rungs=3, **sizes) == hyperband_brackets(3, 3)
+    assert bracket_cycle("asha", num_rungs=3, **sizes) == (Bracket(60, first_rung=0, num_rungs=3, eta=3),)
+    for scheduler in ("none", "hyperband"):  # with one rung there is nothing that brackets could differ in
+        assert bracket_cycle(scheduler, num_rungs=1, **sizes) == (Bracket(60, first_rung=0, num_rungs=1, eta=3),)

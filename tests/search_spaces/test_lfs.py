@@ -1,11 +1,15 @@
 from collections import Counter
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from search_spaces.errors import InvalidStudy
 from search_spaces.lfs import LfsSpace, split_layers
+from search_spaces.lfs_ranges import METHODS, SEED
+from search_spaces.methods import METHODS as SPECS
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
+from search_spaces.study_sections import LfsMethod
 
 EXPERTS = ("math", "code", "text")
 FINGERPRINTS = {"base": "0", "math": "1", "code": "2", "text": "3"}
@@ -87,12 +91,12 @@ def test_what_contradicts_the_paper_preset_is_refused(arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"layer_groups": 9, "num_layers": 6}, "lfs: layer_groups=9 for a model of 6 layers; use 1 to 6"),
-        ({"layer_groups": 0}, "lfs: layer_groups=0"),
-        ({"component_groups": 2}, "component_groups: lfs: 2 is not accepted; use 1 or 3"),
+        ({"layer_groups": 9, "num_layers": 6}, "^search_space.layer_groups: 9 for a model of 6 layers; use 1 to 6"),
+        ({"layer_groups": 0}, "layer_groups: 0 for a model of 2 layers"),
+        ({"component_groups": 2}, "component_groups: 2 is not accepted; use 1 or 3"),
         ({"methods": ("ties", "dare")}, r"unknown methods \['dare'\]; available: task_arithmetic, ties, slerp, linear"),
         ({"methods": ()}, "there are no methods"),
-        ({"experts": ()}, "models.experts: lfs: there are no experts"),
+        ({"experts": ()}, "models.experts: there are no experts"),
     ],
 )
 def test_a_space_that_cannot_be_is_refused(arguments, message):
@@ -238,7 +242,7 @@ def test_a_recipe_the_space_contains_is_found(merge, method_per):
         Merge("ties", (Source("math"),), {"lambda": 1.0, "k": 0.05}),
         Merge("linear", (Source("text"), Source("math")), {"weight": (0.5, 0.4)}),
         Merge("linear", (Source("text"), Source("math"), Source("base")), {"weight": (0.5, 0.4, 0.1)}),
-        Merge("nuslerp", (Source("text"), Source("math")), {"t": 0.5}),
+        Merge("nuslerp", (Source("text"), Source("math")), {"weight": 0.5}),
     ],
 )
 def test_a_recipe_outside_the_space_is_not_found(merge):
@@ -272,3 +276,64 @@ def test_parameters_of_one_role_differ_in_their_groups_only() -> None:
     assert len(by_role["method"]) == len(by_role["use.math"]) == 2
     assert len(by_role["ties.k"]) == 2 * 3
     assert set(space.parameters.roles) == set(space.parameters.names)
+
+
+def test_every_merge_method_can_be_searched_and_written_in_a_study() -> None:
+    assert set(METHODS) == set(SPECS)
+    assert get_args(LfsMethod) == tuple(METHODS)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("experts", [EXPERTS, EXPERTS[:2], EXPERTS[:1]], ids=len)
+def test_every_method_decodes_to_merges_it_takes_and_reads_them_back(method, experts):
+    lfs = space(experts, component_groups=3, methods=(method,))
+    rng = np.random.default_rng(0)
+    for _ in range(8):
+        configuration = lfs.parameters.sample(rng) if len(lfs.parameters) else {}
+        recipe = lfs.to_recipe(configuration)
+        assert {merge.method for merge in recipe.merges()} <= {method, "passthrough"}
+        assert all(merge.seed == (SEED if SPECS[merge.method].takes_seed else None) for merge in recipe.merges())
+        found = lfs.from_recipe(recipe)
+        assert found is not None
+        assert lfs.to_recipe(found).digest == recipe.digest
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_ends_of_every_range_are_accepted(method):
+    lfs = space(methods=(method,))
+    for end in ("low", "high"):
+        configuration = {p.name: getattr(p, end, p.default_value) for p in lfs.parameters}
+        recipe = lfs.to_recipe(configuration)
+        found = lfs.from_recipe(recipe)
+        assert found is not None
+        assert lfs.to_recipe(found).digest == recipe.digest
+
+
+def test_methods_of_an_ordered_pair_have_both_orders():
+    assert space(("math", "code"), methods=("nearswap",)).parameters["g1.nearswap.pair"].choices == (
+        *("math+code", "code+math"),
+        *("base+math", "base+code"),
+    )
+
+
+def test_methods_of_a_single_model_choose_among_all():
+    configuration = {"g1.passthrough.model": "base", "g1.layer.passthrough.scale": 0.5}
+    merge = head(space(methods=("passthrough",)), configuration)
+    assert merge == Merge("passthrough", (Source("base"),), {"scale": 0.5})
+
+
+def test_numbers_per_expert_are_equal_where_nobody_was_selected():
+    numbers = {"g1.layer.ties_weighted.density": 0.5}
+    merge = head(space(methods=("ties_weighted",)), {**use(), **numbers})
+    assert merge == Merge("ties_weighted", tuple(map(Source, EXPERTS)), {"weight": 1.0, "density": 0.5})
+
+
+def test_consensus_needs_no_more_models_than_take_part():
+    numbers = {"g1.layer.consensus_ta.lambda": 0.5, "g1.layer.consensus_ta.mask_lambda": 0.4}
+    lfs = space(methods=("consensus_ta",))
+    assert head(lfs, {**use("math"), **numbers}).number("agreement") == 1
+    assert head(lfs, {**use("math", "text"), **numbers}).number("agreement") == 2
+
+
+def test_model_stock_of_one_expert_is_that_expert():
+    assert head(space(methods=("model_stock",)), use("code")) == Merge("passthrough", (Source("code"),))

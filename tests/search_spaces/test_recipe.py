@@ -36,11 +36,68 @@ def canonical(merge):
         (merge("slerp", "math", "text", t=0.0), merge("passthrough", "math")),
         (merge("slerp", "math", "text", t=1.0), merge("passthrough", "text")),
         (merge("slerp", "math", "text", t=0.25), merge("slerp", "text", "math", t=0.75)),
+        (merge("passthrough", "math", scale=1.0), merge("passthrough", "math")),
+        (merge("nuslerp", "math", "text", weight=(0.0, 0.4)), merge("passthrough", "text")),
+        (merge("nuslerp", "math", "text", weight=(0.3, 0.4)), merge("nuslerp", "text", "math", weight=(0.4, 0.3))),
+        (
+            merge("multislerp", "math", "base", "text", weight=(0.5, 0.0, 0.2)),
+            merge("multislerp", "text", "math", weight=(0.2, 0.5)),
+        ),
+        (merge("karcher", "math", "text", weight=(1.0, 1.0)), merge("karcher", "text", "math")),
+        (merge("karcher", "math"), merge("passthrough", "math")),
+        (merge("nearswap", "math", "text", t=0.0), merge("passthrough", "math")),
+        (merge("pcb", "math", "text", **{"lambda": 0.0}, density=0.1), merge("passthrough", "base")),
+        (
+            merge("ties_weighted", "math", "text", weight=(0.0, 1.0), density=(0.1, 0.5), **{"lambda": 1.0}),
+            merge("ties_weighted", "text", weight=1.0, density=0.5),
+        ),
+        (merge("ties_peft", "math", "text", weight=0.0, density=0.5), merge("passthrough", "base")),
     ],
 )
 def test_equal_merges_have_one_canonical_form_and_one_digest(given, equal):
     assert canonical(given) == equal
     assert recipe(given).digest == recipe(equal).digest
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        # The first model is the one that changes.
+        (merge("nearswap", "math", "text", t=0.1), merge("nearswap", "text", "math", t=0.1)),
+        (merge("arcee_fusion", "math", "text"), merge("arcee_fusion", "text", "math")),
+        # A model of no weight takes part in the election of signs, and what it keeps alone is kept.
+        (
+            merge("m3_ties", "math", "text", weight=(0.0, 1.0), **{"lambda": 1.0}, k=0.5),
+            merge("m3_ties", "text", weight=1.0, **{"lambda": 1.0}, k=0.5),
+        ),
+        # An unchanged model counts: it halves the mean.
+        (merge("model_stock", "math", "text", "base"), merge("model_stock", "math", "text")),
+    ],
+)
+def test_merges_that_differ_keep_their_own_form(one, other):
+    assert canonical(one) != canonical(other)
+    assert recipe(one).digest != recipe(other).digest
+
+
+def test_masks_of_another_seed_are_another_recipe():
+    digests = set()
+    for seed in (0, 1):
+        made = Merge("dare_linear", (Source("math"),), {"lambda": 1.0, "density": 0.5}, seed)
+        assert Recipe.from_json(json.loads(json.dumps(recipe(made).to_json()))).head == made
+        digests.add(recipe(made).digest)
+    assert len(digests) == 2
+
+
+def test_what_a_method_does_not_take_is_refused_with_its_place():
+    wrong = Recipe(
+        FINGERPRINTS,
+        "base",
+        (LayerRecipe(merge("passthrough", "math"), merge("linear", "math", t=0.5), merge("passthrough", "math")),),
+        merge("passthrough", "math"),
+        merge("passthrough", "math"),
+    )
+    with pytest.raises(InvalidRecipe, match=r"^layer 0, mlp: linear takes no coefficient 't'; it takes weight"):
+        wrong.canonical()
 
 
 def test_numbers_closer_than_a_millionth_are_the_same_merge():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from search_spaces.errors import InvalidConfiguration
 from search_spaces.lfs import LfsSpace
+from search_spaces.lfs_ranges import METHODS as ALL_METHODS
 from search_spaces.recipe import Recipe, Source
 
 METHODS = ("task_arithmetic", "ties", "slerp", "linear")
@@ -30,6 +31,8 @@ SPACES = {
     "five experts, method per component": lfs(tuple("abcde"), 6, layer_groups=2, method_per="component"),
     "whole layers, method per component": lfs(tuple("abc"), 4, component_groups=1, method_per="component"),
     "linear only": lfs(("math", "code", "text"), 4, methods=("linear",)),
+    "all methods": lfs(("math", "code", "text"), 4, layer_groups=2, methods=tuple(ALL_METHODS)),
+    "all methods, one expert": lfs(("math",), 3, layer_groups=1, methods=tuple(ALL_METHODS)),
     "slerp only": lfs(("math", "code", "text"), 4, methods=("slerp",), method_per="component"),
     "one layer, one expert, one method": lfs(("math",), 1, layer_groups=1, methods=("ties",)),
 }
@@ -72,8 +75,9 @@ def test_same_seed_gives_the_same_recipe_and_another_seed_another(space):
 def test_what_its_parameters_refuse_is_refused(space):
     configuration = draw(space, 0)
     name, value = next((name, value) for name, value in configuration.items() if isinstance(value, float))
-    with pytest.raises(InvalidConfiguration, match=rf"{name}=1.5 is not accepted"):
-        space.to_recipe({**configuration, name: 1.5})
+    above = space.parameters[name].high + 0.5
+    with pytest.raises(InvalidConfiguration, match=rf"{name}={above} is not accepted"):
+        space.to_recipe({**configuration, name: above})
     with pytest.raises(InvalidConfiguration, match=rf"'{name}' is missing"):
         space.to_recipe({key: v for key, v in configuration.items() if key != name})
     assert value == configuration[name]

@@ -96,11 +96,10 @@ def test_a_study_cannot_be_changed():
         # not available yet
         *(("search_space.kind", kind, f'"{kind}" is not available yet; available: lfs') for kind in ("dis", "hm3")),
         ("search.algorithm", "nsga2", '"nsga2" is not available yet; available: auto, smac, random'),
-        ("fidelity.scheduler", "asha", '"asha" is not available yet; available: hyperband, none'),
-        ("search_space.methods.0", "dare_ties", '"dare_ties" is not available yet; available: task_arithmetic'),
+        ("fidelity.scheduler", "racing", '"racing" is not available yet; available: hyperband, asha, none'),
+        ("search_space.methods.0", "fisher", '"fisher" is not known; available: task_arithmetic, ties'),
         ("engine.backend", "transformers", '"transformers" is not available yet; available: vllm'),
         ("constraints", ["text >= base - 0.01"], "constraints are not available yet; leave them out"),
-        ("objectives.0.rungs", [1, 2, 3], "rungs of one objective are not available yet; available: fidelity.rungs"),
         # wrong types: the value and what is accepted
         ("name", "../x", '"../x" is not accepted; give 1 to 63 letters, digits, dots, dashes or underscores'),
         ("name", "", '"" is not accepted; give 1 to 63 letters'),
@@ -132,7 +131,7 @@ def test_a_study_cannot_be_changed():
         # contradictions
         ("search_space.methods", ["ties", "slerp", "ties"], "ties is given twice"),
         ("fidelity.min_samples", 300, "min_samples=300 is above max_samples=270"),
-        ("fidelity.min_samples", 200, "leaves one rung at eta=3; write `rungs: [270]` or `scheduler: none`"),
+        ("fidelity.min_samples", 200, "leaves one rung at eta=3; widen the range, or write `scheduler: none`"),
         ("fidelity.max_samples", ..., "30 is given without max_samples; give both, or rungs"),
         ("fidelity.min_samples", ..., "270 is given without min_samples; give both, or rungs"),
         ("fidelity", {}, "hyperband needs min_samples and max_samples, or rungs; write `scheduler: none`"),
@@ -140,8 +139,16 @@ def test_a_study_cannot_be_changed():
         ("fidelity", {"rungs": []}, "is empty; give at least 1"),
         ("fidelity", {"rungs": [0, 30]}, "0 is not accepted; give at least 1"),
         ("fidelity", {"rungs": [30], "max_samples": 30}, "says again what rungs says; leave out one of the two"),
-        ("fidelity.scheduler", "none", "means nothing with scheduler: none, which has one rung; leave it out"),
+        ("fidelity", {"scheduler": "none", "min_samples": 3}, "means nothing with scheduler: none, which has one rung"),
         ("fidelity", {"scheduler": "none", "rungs": [1, 2]}, "[1, 2]: scheduler: none has one rung; give [2]"),
+        ("fidelity", {"scheduler": "none", "eta": 3}, "means nothing with scheduler: none, which has one rung; leave"),
+        ("fidelity", {"scheduler": "asha"}, "asha needs min_samples and max_samples, or rungs"),
+        ("fidelity", {"scheduler": "asha", "rungs": [9]}, "[9]: asha needs two rungs or more; give smaller ones first"),
+        ("objectives.0.rungs", [], "is empty; give at least 1"),
+        ("objectives.0.rungs", [1, 0, 3], "0 is not accepted; give at least 1"),
+        ("objectives.0.rungs", [1, 3, 2], "[1, 3, 2] does not increase; give each rung more samples than the last"),
+        ("objectives.0.rungs", [1, 2], "[1, 2] has another length than [30, 90, 270] of fidelity; all objectives have"),
+        ("holdout.0.rungs", [1, 2, 3], "held-out data are scored whole, not rung by rung; leave it out"),
         (
             "objectives.2",
             {"name": "text", "task": "t", "metric": "acc"},
@@ -219,8 +226,8 @@ def test_all_problems_are_reported_together_in_file_order():
 PLACES = [
     *("name", "models", "models.base", "models.experts", "models.experts.math", "search_space", "search_space.methods"),
     *("search", "search.seed", "fidelity", "fidelity.rungs", "fidelity.max_samples", "objectives", "objectives.0"),
-    *("objectives.0.task", "objectives.1.task.until", "objectives.0.range", "holdout", "holdout.1", "engine"),
-    *("engine.verify", "engine.chat_template", "limits", "unknown", "objectives.0.cost", "constraints"),
+    *("objectives.0.task", "objectives.1.task.until", "objectives.0.range", "objectives.0.rungs", "objectives.0.cost"),
+    *("holdout", "holdout.1", "engine", "engine.verify", "engine.chat_template", "limits", "unknown", "constraints"),
 ]
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(PLACES)
 VALUES = st.recursive(SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=8), v, max_size=3))
@@ -255,12 +262,80 @@ def test_data_that_is_not_json_is_refused():
         parse_study(endless)
 
 
+def with_rungs(fidelity, *own):
+    """The documented study with this fidelity section and these rungs of its two objectives."""
+    document = changed("fidelity", fidelity)
+    for index, rungs in enumerate(own):
+        document = changed(f"objectives.{index}.rungs", rungs, document)
+    return document
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        (
+            with_rungs({"scheduler": "none", "eta": 2, "min_samples": 3, "rungs": [4, 2], "max_samples": 9}, [1, 2]),
+            {
+                "fidelity.eta": "means nothing with scheduler: none",
+                "fidelity.min_samples": "says again what rungs says",
+                "fidelity.rungs": "does not increase",
+                "fidelity.max_samples": "says again what rungs says",
+                "objectives.0.rungs": "[1, 2]: scheduler: none has one rung; give [2]",
+            },
+        ),
+        (
+            with_rungs({"scheduler": "asha"}, [1, 2], [5]),
+            {"objectives.1.rungs": "[5]: asha needs two rungs or more"},
+        ),
+        (
+            with_rungs({}, [1, 2], [1, 2, 3]),
+            {"objectives.1.rungs": "[1, 2, 3] has another length than [1, 2] of objectives.0.rungs"},
+        ),
+        (
+            with_rungs({"max_samples": 9}, [2, 1], [1, 2, 3]),
+            {
+                "fidelity.max_samples": "9 is given without min_samples",
+                "objectives.0.rungs": "does not increase",
+                "objectives.1.rungs": "has another length than [2, 1] of objectives.0.rungs",
+            },
+        ),
+        (with_rungs({}, [1, 2]), {"fidelity": "hyperband needs min_samples and max_samples, or rungs"}),
+    ],
+)
+def test_contradictory_fidelity_is_refused_in_all_its_places(document, expected):
+    found = dict(reversed(problems(document)))  # the first problem of a place is kept
+    assert found.keys() == expected.keys()
+    assert {place: text for place, text in expected.items() if text not in found[place]} == {}
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        (with_rungs({"rungs": [10, 50]}, [7, 9]), [(7, 9), (10, 50)]),
+        (with_rungs({"min_samples": 30, "max_samples": 270}, [1, 2, 3]), [(1, 2, 3), (30, 90, 270)]),
+        (with_rungs({"scheduler": "asha"}, [7, 9], [1, 100]), [(7, 9), (1, 100)]),
+        (with_rungs({"scheduler": "none"}, [7]), [(7,), (None,)]),
+        (with_rungs({"scheduler": "none", "max_samples": 40}, [7]), [(7,), (40,)]),
+    ],
+)
+def test_an_objectives_own_rungs_go_before_those_of_the_fidelity_section(document, expected):
+    study = parse_study(document)
+    assert [study.fidelity.rungs_of(objective) for objective in study.objectives] == expected
+    assert parse_study(study.canonical()) == study
+
+
+def test_eta_is_3_unless_it_is_given():
+    assert parse_study(changed("fidelity", {"rungs": [1, 2]})).fidelity.reduction_factor == 3
+    assert parse_study(changed("fidelity.eta", 2)).fidelity.reduction_factor == 2
+
+
 @pytest.mark.parametrize(
     ("fidelity", "rungs"),
     [
         ({"min_samples": 30, "max_samples": 270, "eta": 3}, (30, 90, 270)),
         ({"rungs": [10, 50]}, (10, 50)),
         ({"rungs": [170]}, (170,)),
+        ({"scheduler": "asha", "min_samples": 30, "max_samples": 270}, (30, 90, 270)),
         ({"scheduler": "none"}, None),
         ({"scheduler": "none", "max_samples": 40}, (40,)),
         ({"scheduler": "none", "rungs": [40]}, (40,)),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from search_spaces.fidelity import Bracket, hyperband_brackets
+from search_spaces.fidelity import Scheduler, bracket_cycle
 from search_spaces.lfs import LfsSpace
 from search_spaces.objectives import Objective
 from search_spaces.published import sources_and_published
@@ -36,9 +37,10 @@ def lfs_space(**changes: Any) -> LfsSpace:
     return LfsSpace(**{**arguments, **changes})
 
 
-def make_plan(study_id: str, **changes: Any) -> Plan:
-    """Two objectives, rungs of 4, 12 and 36 samples, 14 configurations, a holdout of 50 samples."""
+def make_plan(study_id: str, *, scheduler: Scheduler = "hyperband", max_trials: int = 14, **changes: Any) -> Plan:
+    """Two objectives, rungs of 4, 12 and 36 samples (without a scheduler: the last), a holdout of 50 samples."""
     names = ("math", "text")
+    sizes = (36,) if scheduler == "none" else (4, 12, 36)
     tasks = {name: TaskSpec(task=name, metric="exact_match") for name in names}
     known = sources_and_published(base="base", experts=names, fingerprints=FINGERPRINTS, num_layers=4)
     arguments: dict[str, Any] = {
@@ -47,11 +49,12 @@ def make_plan(study_id: str, **changes: Any) -> Plan:
         "objectives": tuple(Objective(name, "exact_match", "maximize", None) for name in names),
         "tasks": tasks,
         "holdout_tasks": {name: replace(task, split="test") for name, task in tasks.items()},
-        "rung_samples": tuple(dict.fromkeys(names, size) for size in (4, 12, 36)),
+        "rung_samples": tuple(dict.fromkeys(names, size) for size in sizes),
         "holdout_samples": dict.fromkeys(names, 50),
-        "cycle": hyperband_brackets(3, 3),
+        "scheduler": scheduler,
+        "cycle": bracket_cycle(scheduler, num_rungs=len(sizes), eta=3, max_trials=max_trials),
         "eta": 3,
-        "max_trials": 14,
+        "max_trials": max_trials,
         "lag": 5,
         "chunk_samples": 30,
         "bank_fingerprint": FakeScorer().bank_fingerprint,
@@ -60,24 +63,22 @@ def make_plan(study_id: str, **changes: Any) -> Plan:
     return Plan(**{**arguments, **changes})
 
 
-def one_rung(max_trials: int) -> tuple[Bracket, ...]:
-    return (Bracket(max_trials, first_rung=0, num_rungs=1, eta=3),)
-
-
 class InlineProposer:
-    """`coordinator.Proposer` in the caller's own thread."""
+    """`coordinator.Proposer` in the caller's own thread: the draws of a random search with that seed; with None another
+    draw for whatever else it is told."""
 
-    def __init__(self, space: LfsSpace, *, algorithm: str = "random", seed: int = 0) -> None:
-        self._searcher = get_searcher(algorithm)
-        self._parameters = space.parameters
+    def __init__(self, space: LfsSpace, *, seed: int | None = None) -> None:
         self._seed = seed
+        self._searcher = get_searcher("random")
+        self._parameters = space.parameters
         self._call: Mapping[str, Any] = {}
 
     def submit(self, *, number: int, observations: Sequence[Any], pending: Sequence[Mapping[str, Any]]) -> None:
         self._call = {"number": number, "observations": observations, "pending": pending}
 
     def result(self, *, timeout_s: float) -> dict[str, Any] | None:
-        return self._searcher.propose(self._parameters, seed=self._seed, **self._call)
+        told = zlib.crc32(repr(self._call).encode())
+        return self._searcher.propose(self._parameters, seed=told if self._seed is None else self._seed, **self._call)
 
 
 def new_study(directory: Path) -> tuple[Store, str]:
@@ -85,14 +86,25 @@ def new_study(directory: Path) -> tuple[Store, str]:
     return store, store.create_study(name="test", document={}, facts={}).id
 
 
-def coordinator_of(store: Store, study_id: str, *, plan: Plan | None = None, **changes: Any) -> Coordinator:
+def coordinator_of(
+    store: Store,
+    study_id: str,
+    *,
+    proposer: InlineProposer | None = None,
+    observer: Callable[[str], None] = lambda _: None,
+    is_out_of_budget: Callable[[], str | None] = lambda: None,
+    **plan: Any,
+) -> Coordinator:
+    """A new attempt at the study; `plan` as for `make_plan`."""
     space = lfs_space()
-    arguments: dict[str, Any] = {"space": space, "proposer": InlineProposer(space)}
     return Coordinator(
-        plan or make_plan(study_id),
+        make_plan(study_id, **plan),
+        space=space,
         store=store,
         writer=store.open_attempt(study_id),
-        **{**arguments, **changes},
+        proposer=proposer or InlineProposer(space),
+        observer=observer,
+        is_out_of_budget=is_out_of_budget,
     )
 
 

@@ -172,7 +172,7 @@ def test_check_prints_the_plan_and_starts_and_leaves_nothing(place: Workplace) -
     assert (code, err) == (0, "")
     assert "study     small: nothing is wrong with it" in out
     assert "models    base + 2 experts of" in out
-    assert "rungs     4 -> 12 -> 36 samples of each objective, 1 objective\n" in out
+    assert "rungs     4 -> 12 -> 36 samples of each objective, 1 objective; scheduler: hyperband\n" in out
     assert re.search(r"^disk      0\.0 GiB for an exported model, \d+\.\d GiB free$", out, re.MULTILINE)
     assert "trials    8 sources and published recipes, 6 searched" in out
     assert not place.run_dir.exists()
@@ -198,10 +198,10 @@ def test_a_missing_model_directory(place: Workplace) -> None:
         f"models: expert 'math': {place.models}/maths: does not exist; expected a directory with config.json, "
         "tokenizer files and *.safetensors"
     )
-    assert name.startswith("models: expert 'text': owner/name: is no directory, and no hub model that can be had here (")
-    assert name.endswith(
-        "); expected a directory with config.json, tokenizer files and *.safetensors, or the id of a hub model that is "
-        "in the hub's cache or can be fetched"
+    assert name == (
+        "models: expert 'text': owner/name: neither a directory nor a hub model that can be had here: it is not wholly "
+        "in the hub's cache, and the hub cannot be reached; expected a directory with config.json, tokenizer files and "
+        "*.safetensors, or the id of a hub model that is in the hub's cache or can be fetched"
     )
 
 
@@ -263,6 +263,64 @@ def test_a_base_without_tokenizer(place: Workplace) -> None:
     )
 
 
+def test_weights_that_are_not_finite_are_told_by_tensor_and_model(place: Workplace) -> None:
+    base, expert = copied(place, "base"), copied(place, "math")
+    name = "model.layers.1.mlp.up_proj.weight"
+    for directory, value in ((base, float("nan")), (expert, float("inf"))):
+        tensors = load_file(directory / "model.safetensors")
+        tensors[name][0, :3] = value
+        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    message = place.refused_study(models__base=str(base), models__experts__math=str(expert))
+    assert message.splitlines() == [
+        f"{field}: {directory}: tensor '{name}' holds 3 values that are NaN or infinite; expected finite weights"
+        for field, directory in (("models.base", base), ("models.experts.math", expert))
+    ]
+
+
+def test_problems_of_headers_tokenizer_and_tasks_come_together(place: Workplace) -> None:
+    base, expert = copied(place, "base"), copied(place, "math")
+    (base / "tokenizer.json").write_text('{"version": "1.0"}')
+    (expert / "model.safetensors").rename(expert / "pytorch_model.bin")
+    message = place.refused_study(
+        models__base=str(base), models__experts__math=str(expert), objectives__0__task__file="no.jsonl"
+    )
+    first, second, third = message.splitlines()
+    assert first.startswith(f"models: expert 'math': {expert}: only pickles (pytorch_model.bin), which are never")
+    assert second.startswith(f"models: {base}: its tokenizer cannot be loaded: ")
+    assert third.startswith("objectives.0.task: ")
+
+
+# The disk.
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.disk.shutil.disk_usage", lambda _: type("Usage", (), {"free": 2**25})())
+
+
+NO_ROOM = "the disk has 0.0 GiB free, the merged model needs 0.1 GiB; make room or give a directory on another disk"
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_a_disk_too_small_for_the_export(place: Workplace) -> None:
+    for check in ((), ("--check",)):
+        message = place.refused("run", place.write(), "--out", place.run_dir, "--export", "best", *check)
+        assert message == f"--export: {place.run_dir}/export: {NO_ROOM}"
+        assert not place.run_dir.exists()
+    assert place.run("run", place.write(), "--out", place.run_dir, "--check")[0] == 0
+    begin(place, scored=True)
+    out = place.directory / "merged"
+    assert place.refused("export", place.run_dir, "1", "--out", out) == f"{out}: {NO_ROOM}"
+    assert not out.exists()
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_a_disk_too_small_for_a_merge(place: Workplace, family: Family) -> None:
+    file, out = recipe_file(place, arithmetic(family, 0.5, 0.5).to_json()), place.directory / "merged"
+    assert place.refused("merge", file, "--out", out, *given(family, "base", "math", "text")) == f"{out}: {NO_ROOM}"
+    assert not out.exists()
+
+
 # Names.
 
 
@@ -277,7 +335,7 @@ def test_a_base_without_tokenizer(place: Workplace) -> None:
         ("search_space.methods", ["tie"], '"tie" is not known; did you mean "ties"? available: task_arithmetic, ties'),
         ("search.algorithm", "smak", '"smak" is not known; did you mean "smac"? available: auto, smac, random'),
         ("search.algorithm", "cmaes", '"cmaes" is not available yet; available: auto, smac, random'),
-        ("fidelity.scheduler", "asha", '"asha" is not available yet; available: hyperband, none'),
+        ("fidelity.scheduler", "racing", '"racing" is not available yet; available: hyperband, asha, none'),
         ("fidelity.eta", 1, "fidelity.eta: 1 is not accepted; give at least 2"),
         ("fidelity.min_samples", 37, "fidelity.min_samples: min_samples=37 is above max_samples=36"),
         ("search_space.layer_groups", 3, "search_space.layer_groups: 3 for a model of 2 layers; use 1 to 2"),
@@ -412,7 +470,10 @@ def test_errors_as_json_hold_every_problem_with_its_field(place: Workplace) -> N
         (lambda file: file.mkdir(), "study.yaml: cannot be read: Is a directory"),
         (lambda file: file.write_bytes(bytes(range(128, 256))), "study.yaml: is not UTF-8 text"),
         (lambda file: file.write_bytes(b"\x00\x01\x02"), "is not allowed in YAML"),
-        (lambda file: file.write_bytes(b"name: x\n" * 200_000), "study.yaml: has 1600000 bytes; a study file has at most 1000000"),
+        (
+            lambda file: file.write_bytes(b"name: x\n" * 200_000),
+            "study.yaml: has 1600000 bytes; a study file has at most 1000000",
+        ),
         (lambda file: file.write_text("a: [1,\nb: 2"), "study.yaml: line 2"),
         (lambda file: file.write_text(""), "study.yaml: is empty, not a mapping"),
         (lambda file: file.write_text("[" * 100_000), "study.yaml: is nested too deeply"),
@@ -483,8 +544,7 @@ def test_a_second_run_on_one_directory_is_refused_naming_the_process(place: Work
     with locked(place.run_dir):
         message = place.refused("run", place.write(), "--out", place.run_dir)
     assert message == (
-        f"{place.run_dir}: process {os.getpid()} is running a study here; wait for it, stop it, or give another "
-        "directory"
+        f"{place.run_dir}: process {os.getpid()} is at work here; wait for it, stop it, or give another directory"
     )
 
 

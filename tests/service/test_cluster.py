@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from service.cluster import BACK_OFF_S, LOST_AFTER_S, MAX_FRUITLESS, START_GRACE_S, next_step, submission_id
+from service.cluster import BACK_OFF_S, LOST_AFTER_S, MAX_FRUITLESS, START_GRACE_S, Step, next_step, submission_id
 from service.types import StudyRecord, StudyState
 
 NOW = 1_000_000.0
@@ -59,8 +59,9 @@ def test_a_cluster_that_forgot_the_job_gets_it_again() -> None:
     assert step.because == "the cluster does not know its driver's job: Ray was started anew"
 
 
-def test_a_submission_under_way_is_waited_for() -> None:
+def test_a_submission_that_reached_no_cluster_is_made_again_under_its_name() -> None:
     assert action(study(submitted_s_ago=2), None) == "wait"
+    assert next_step(study(submitted_s_ago=20), None, fruitless=1, now=NOW) == Step("submit", again=True)
 
 
 def test_drivers_that_achieve_nothing_come_ever_later_and_then_no_more() -> None:

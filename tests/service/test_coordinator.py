@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from search_spaces.fidelity import Scheduler
 from service.errors import StaleAttempt, StudyFailed
 from service.tune.evaluations import Evaluation
 from service.types import Origin, TrialState
@@ -20,9 +21,7 @@ from tests.service.harness import (
     drive,
     killer,
     lfs_space,
-    make_plan,
     new_study,
-    one_rung,
     score,
     trial_list,
 )
@@ -30,12 +29,15 @@ from workers.errors import EvidenceMismatch
 from workers.fake import FakeScorer
 from workers.types import ScoreRequest
 
+SCHEDULERS: tuple[Scheduler, ...] = ("hyperband", "asha", "none")
+
 
 def finished_study(directory: Path, **changes: Any) -> tuple[Any, str, Any]:
     directory.mkdir(parents=True, exist_ok=True)
     store, study = new_study(directory)
     coordinator = coordinator_of(store, study, **changes)
     drive(coordinator, FakeScorer())
+    assert all(trial.state.is_finished for trial in store.trials(study))
     return store, study, coordinator
 
 
@@ -68,20 +70,71 @@ def test_a_promoted_trial_pays_only_for_new_samples(tmp_path: Path) -> None:
     assert climber.samples_reused == 2 * (4 + 12)
 
 
+def test_asha_promotes_from_rungs_without_waiting_for_a_bracket(tmp_path: Path) -> None:
+    store, study = new_study(tmp_path)
+    coordinator = coordinator_of(store, study, scheduler="asha", max_trials=40)
+    climbed_at = []
+    while not climbed_at:
+        evaluation = coordinator.next_evaluation()
+        assert evaluation is not None
+        for chunk in range(len(evaluation.chunks)):
+            coordinator.on_outcome(evaluation, score(FakeScorer(), evaluation, chunk))
+        climbed_at = [trial.number for trial in coordinator.trials if len(trial.rungs) == 2]
+    searched = [trial for trial in coordinator.trials if trial.origin is Origin.SEARCH]
+    assert sum(len(trial.rungs) > 0 for trial in searched) == 3
+
+
+def test_asha_ends_trials_without_a_promotion_as_pruned_and_scores_the_others_in_full(tmp_path: Path) -> None:
+    store, study, _ = finished_study(tmp_path, scheduler="asha", max_trials=30)
+    trials = [trial for trial in store.trials(study) if trial.origin is Origin.SEARCH]
+    assert len(trials) == 30
+    at_rung = Counter(rung.rung for trial in trials for rung in trial.rungs)
+    assert at_rung[0] == 30
+    assert at_rung[1] >= 10
+    assert at_rung[2] >= at_rung[1] // 3
+    full = [trial for trial in trials if trial.state is TrialState.COMPLETE]
+    assert all([rung.rung for rung in trial.rungs] == [0, 1, 2] for trial in full)
+    assert len(full) == at_rung[2]
+    assert all(t.state is TrialState.PRUNED and t.reason for t in trials if t not in full)
+
+
+def test_without_a_scheduler_every_trial_is_scored_in_full(tmp_path: Path) -> None:
+    store, study, _ = finished_study(tmp_path, scheduler="none")
+    trials = store.trials(study)
+    assert {trial.state for trial in trials} == {TrialState.COMPLETE}
+    assert {tuple(rung.rung for rung in trial.rungs) for trial in trials} == {(0,)}
+
+
+def test_rungs_of_an_objectives_own_decide_how_much_of_it_is_scored(tmp_path: Path) -> None:
+    ladders = {"math": (4, 12, 36), "text": (10, 11, 20)}
+    samples = tuple({name: counts[rung] for name, counts in ladders.items()} for rung in range(3))
+    store, study, _ = finished_study(tmp_path, rung_samples=samples)
+    climber = next(t for t in store.trials(study) if [rung.rung for rung in t.rungs] == [0, 1, 2])
+    assert [dict(rung.num_samples) for rung in climber.rungs] == [dict(counts) for counts in samples]
+    assert climber.samples_scored == 36 + 20
+    stored = store.sample_values(study, "search")[climber.recipe.digest]
+    assert {name: len(values) for name, values in stored.items()} == {"math": 36, "text": 20}
+
+
 @pytest.mark.parametrize(("concurrency", "order_seed"), [(1, 0), (2, 1), (5, 2)])
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_the_trial_list_does_not_depend_on_the_order_in_which_results_come(
-    tmp_path: Path, concurrency: int, order_seed: int
+    tmp_path: Path, scheduler: Scheduler, concurrency: int, order_seed: int
 ) -> None:
-    store, study, _ = finished_study(tmp_path / "reference")
+    store, study, _ = finished_study(tmp_path / "reference", scheduler=scheduler)
     (tmp_path / "other").mkdir()
     other_store, other = new_study(tmp_path / "other")
-    drive(coordinator_of(other_store, other), FakeScorer(), concurrency=concurrency, order_seed=order_seed)
+    coordinator = coordinator_of(other_store, other, scheduler=scheduler)
+    drive(coordinator, FakeScorer(), concurrency=concurrency, order_seed=order_seed)
     assert trial_list(other_store, other) == trial_list(store, study)
 
 
-def test_killed_at_any_step_and_run_again_gives_the_undisturbed_trial_list(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_killed_at_any_step_and_run_again_gives_the_undisturbed_trial_list(
+    tmp_path: Path, scheduler: Scheduler
+) -> None:
     """Every step: each ask, each chunk before and after its commit, each rung, each promotion, the holdout stage."""
-    store, study, _ = finished_study(tmp_path / "undisturbed")
+    store, study, _ = finished_study(tmp_path / "undisturbed", scheduler=scheduler)
     expected = trial_list(store, study)
     expected_holdout = store.sample_values(study, "holdout")
     (tmp_path / "one").mkdir()
@@ -91,7 +144,7 @@ def test_killed_at_any_step_and_run_again_gives_the_undisturbed_trial_list(tmp_p
     while True:
         # The same study is killed over and over, each time a few steps further than it has come.
         try:
-            coordinator = coordinator_of(store, study, observer=killer(kill_at % 7))
+            coordinator = coordinator_of(store, study, scheduler=scheduler, observer=killer(kill_at % 7))
             drive(coordinator, FakeScorer(log_file=log), order_seed=kill_at)
         except Killed:
             num_kills += 1
@@ -155,8 +208,7 @@ def test_equal_recipes_are_scored_once_and_count_as_trials(tmp_path: Path) -> No
         def result(self, *, timeout_s: float) -> dict[str, Any] | None:
             return always
 
-    plan = replace(make_plan(study), max_trials=6)
-    drive(coordinator_of(store, study, plan=plan, proposer=Stubborn(space)), FakeScorer())
+    drive(coordinator_of(store, study, max_trials=6, proposer=Stubborn(space)), FakeScorer())
     trials = [trial for trial in store.trials(study) if trial.origin is Origin.SEARCH]
     assert len(trials) == 6
     assert len({trial.recipe.digest for trial in trials}) == 1
@@ -175,9 +227,7 @@ def test_a_searcher_that_repeats_itself_ends_the_search(tmp_path: Path) -> None:
         def result(self, *, timeout_s: float) -> dict[str, Any] | None:
             return always
 
-    plan = replace(make_plan(study), max_trials=500, rung_samples=(dict.fromkeys(("math", "text"), 8),))
-    plan = replace(plan, cycle=one_rung(500))
-    coordinator = coordinator_of(store, study, plan=plan, proposer=Stubborn(space))
+    coordinator = coordinator_of(store, study, scheduler="none", max_trials=500, proposer=Stubborn(space))
     drive(coordinator, FakeScorer())
     assert "scored already" in str(coordinator.end_of_search)
     assert sum(trial.origin is Origin.SEARCH for trial in store.trials(study)) == 17
@@ -273,16 +323,18 @@ def test_a_driver_that_was_replaced_cannot_write(tmp_path: Path) -> None:
         old.on_outcome(evaluation, score(FakeScorer(), evaluation, 0))
 
 
-def test_a_finished_search_goes_on_with_more_trials(tmp_path: Path) -> None:
-    store, study, _ = finished_study(tmp_path)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_finished_search_goes_on_with_more_trials(tmp_path: Path, scheduler: Scheduler) -> None:
+    store, study, _ = finished_study(tmp_path, scheduler=scheduler)
     before = trial_list(store, study)
-    drive(coordinator_of(store, study, plan=replace(make_plan(study), max_trials=20)), FakeScorer())
+    drive(coordinator_of(store, study, scheduler=scheduler, max_trials=20), FakeScorer())
     after = trial_list(store, study)
     assert after[: len(before)] == before
     assert len(after) == len(before) + 6
 
 
-def test_a_limit_ends_the_search_and_a_larger_one_takes_it_up_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_limit_ends_the_search_and_a_larger_one_takes_it_up_again(tmp_path: Path, scheduler: Scheduler) -> None:
     store, study = new_study(tmp_path)
     num_asked = 0
 
@@ -291,12 +343,12 @@ def test_a_limit_ends_the_search_and_a_larger_one_takes_it_up_again(tmp_path: Pa
         num_asked += 1
         return "limits.max_wall_clock_s: used up" if num_asked > 6 else None
 
-    coordinator = coordinator_of(store, study, is_out_of_budget=is_out_of_budget)
+    coordinator = coordinator_of(store, study, scheduler=scheduler, is_out_of_budget=is_out_of_budget)
     drive(coordinator, FakeScorer())
     assert coordinator.end_of_search == "limits.max_wall_clock_s: used up"
     assert all(trial.state.is_finished for trial in store.trials(study))
     num_before = len(store.trials(study))
-    drive(coordinator_of(store, study), FakeScorer())
+    drive(coordinator_of(store, study, scheduler=scheduler), FakeScorer())
     trials = store.trials(study)
     assert sum(trial.origin is Origin.SEARCH for trial in trials) == 14
     assert len(trials) > num_before

@@ -95,6 +95,32 @@ def test_without_a_scheduler_there_is_one_rung_of_all_samples_or_of_those_asked_
     assert found.rung_samples == (dict.fromkeys(SIZES, 38),)
 
 
+def test_asha_has_one_bracket_of_all_trials(root: Path) -> None:
+    found = examined(root, fidelity={"scheduler": "asha", "min_samples": 4, "max_samples": 36})
+    assert found.cycle == (Bracket(14, 0, 3, 3),)
+    plan = found.plan("s", found.facts())
+    assert (plan.scheduler, plan.eta) == ("asha", 3)
+
+
+def test_objectives_may_have_rungs_of_their_own(root: Path) -> None:
+    specs = [{**objective("sums", "sums"), "rungs": [5, 10, 40]}, objective("words", "words")]
+    found = examined(root, objectives=specs)
+    assert found.rung_samples == ({"sums": 5, "words": 4}, {"sums": 10, "words": 12}, {"sums": 40, "words": 36})
+    specs[1]["rungs"] = [6]
+    with pytest.raises(InvalidStudy, match=r"objectives\.1\.rungs: \[6\] has another length"):
+        examined(root, objectives=specs)
+    del specs[0]["rungs"]
+    found = examined(root, objectives=specs, fidelity={"scheduler": "none"})
+    assert found.rung_samples == ({"sums": 40, "words": 6},)
+
+
+def test_data_smaller_than_an_objectives_own_rungs_are_told_at_that_objective(root: Path) -> None:
+    specs = [{**objective(name, name), "rungs": [10, 39]} for name in SIZES]
+    with pytest.raises(InvalidStudy) as caught:
+        examined(root, objectives=specs, fidelity={})
+    assert str(caught.value) == "objectives.1.rungs: 39 samples asked for, objective 'words' has 38; use at most 38"
+
+
 def test_the_last_rung_may_be_as_large_as_the_smallest_data_and_no_larger(root: Path) -> None:
     assert examined(root, fidelity={"rungs": [38]}).rung_samples == (dict.fromkeys(SIZES, 38),)
     with pytest.raises(InvalidStudy) as caught:
@@ -122,6 +148,13 @@ def test_expected_samples_are_those_counted_by_hand(root: Path) -> None:
 )
 def test_expected_samples_of_cut_and_repeated_brackets(root: Path, max_trials: int, search: int) -> None:
     assert examined(root, search={"max_trials": max_trials}).expected_samples()["search"] == search
+
+
+def test_asha_is_expected_to_promote_one_in_eta_of_all_trials(root: Path) -> None:
+    """Fourteen start at 8 samples, four go on for 16 more, one for 48 more."""
+    fidelity = {"scheduler": "asha", "min_samples": 4, "max_samples": 36}
+    expected = examined(root, fidelity=fidelity).expected_samples()
+    assert expected["search"] == 8 * 72 + 14 * 8 + 4 * 16 + 48
 
 
 def test_without_a_scheduler_every_trial_pays_for_all_samples(root: Path) -> None:
@@ -246,20 +279,43 @@ def test_what_does_not_fit_is_refused_with_all_sizes(root: Path) -> None:
         examine(study_of(root), available_bytes=needed - 1)
 
 
+def test_what_headers_tell_is_told_before_any_weights_are_read(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hashing large models takes minutes: nothing that is known before may wait for it."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))  # nothing is known of the weights
+    monkeypatch.setattr("hashlib.file_digest", lambda *_: pytest.fail("weights were read"))
+    study = study_of(root, search_space={"kind": "lfs", "layer_groups": 9}, limits={"max_layers": 2})
+    with pytest.raises(InvalidStudy) as caught:
+        examine(study, available_bytes=2**30)
+    assert [problem.field for problem in caught.value.problems] == [
+        "limits.max_layers",
+        "search_space.layer_groups",
+        "engine",
+    ]
+
+
 # The plan that people see.
 
 
 def test_the_printed_plan_says_what_was_found(root: Path) -> None:
-    plan = check(study_of(root))
+    plan = check(study_of(root), root)
     assert plan.samples == {"search": 912, "holdout": 480, "full_budget": 1584}
     assert plan.memory_bytes["needed"] == plan.memory_bytes["bank"] + plan.memory_bytes["engines"]
     assert 0 < plan.hours < 1
     text = plan.to_text()
-    assert "rungs     4 -> 12 -> 36 samples of each objective, 2 objectives" in text
+    assert "rungs     4 -> 12 -> 36 samples of each objective, 2 objectives; scheduler: hyperband" in text
     assert "samples   912 in the search (42% fewer than 1,584 at full budget), about 480 held out" in text
     assert "min, by this machine's arithmetic speed" in text
 
 
 def test_a_plan_without_holdout_or_scheduler_promises_neither(root: Path) -> None:
-    text = check(study_of(root, fidelity={"scheduler": "none"}, holdout=[])).to_text()
+    text = check(study_of(root, fidelity={"scheduler": "none"}, holdout=[]), root).to_text()
     assert "samples   1,716 in the search, none held out" in text
+    assert "rungs     sums 40, words 38 samples; scheduler: none" in text
+
+
+def test_a_plan_under_asha_promises_no_more_than_is_known(root: Path) -> None:
+    fidelity = {"scheduler": "asha", "min_samples": 4, "max_samples": 36}
+    text = check(study_of(root, fidelity=fidelity), root).to_text()
+    assert "samples   at least 800 in the search (at most 49% fewer than 1,584 at full budget)" in text

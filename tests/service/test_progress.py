@@ -126,6 +126,19 @@ def test_panel_shows_states_rungs_best_and_notes():
     assert text.count("trial 7 failed: NaN [logits]") == 200
 
 
+def test_a_search_without_brackets_shows_its_rungs_only(clock):
+    anywhere = replace(SNAPSHOT, bracket=None, num_brackets=None, rung=None)
+    view, stream = lines(clock)
+    view.update(anywhere)
+    assert "(2 failed), best #12" in stream.getvalue()
+    panel = Console(file=io.StringIO(), width=96)
+    shown = ProgressView(stream=Terminal())
+    shown.update(anywhere)
+    panel.print(shown)
+    assert re.search(r"rungs +30 → 90 → 270 ", panel.file.getvalue())
+    assert "bracket" not in panel.file.getvalue()
+
+
 def test_panel_fits_a_narrow_terminal():
     view = ProgressView(stream=Terminal())
     view.update(SNAPSHOT)
@@ -145,3 +158,14 @@ def test_update_is_cheap():
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (250, "4m10s"), (7500, "2h05m")])
 def test_duration_reads_as_people_say_it(seconds, text):
     assert duration(seconds) == text
+
+
+def test_a_snapshot_survives_json_and_keys_of_later_versions():
+    document = json.loads(json.dumps(SNAPSHOT.to_json()))
+    assert ProgressSnapshot.from_json({**document, "mood": "good"}) == SNAPSHOT
+
+
+def test_time_worked_before_counts_as_elapsed(clock):
+    stream = io.StringIO()
+    ProgressView(ProgressStyle.LINES, stream=stream, worked_s=3600, clock=clock).update(SNAPSHOT)
+    assert stream.getvalue().startswith("[1h00m] searching: ")

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from search_spaces.fidelity import Bracket, hyperband_brackets
-from service.tune.rung_table import Closing, RungTable
+from search_spaces.fidelity import Bracket, Scheduler, bracket_cycle
+from search_spaces.objectives import Candidate, promotion_order
+from service.tune.rung_table import Decision, Proposal, RungTable
+from service.tune.schedulers import SCHEDULERS
 
 
-def table_of(*, max_trials: int, num_rungs: int = 3, eta: int = 3, extras: int = 0, lag: int = 1) -> RungTable:
-    """A table with its extras added, none of them evaluated."""
-    table = RungTable(
+def table_of(
+    *, max_trials: int, scheduler: Scheduler = "hyperband", num_rungs: int = 3, extras: int = 0, lag: int = 1
+) -> RungTable:
+    """A table with its extras added, none of them evaluated. eta is 3."""
+    table = SCHEDULERS[scheduler](
         num_rungs=num_rungs,
-        eta=eta,
-        cycle=hyperband_brackets(num_rungs, eta),
+        eta=3,
+        cycle=bracket_cycle(scheduler, num_rungs=num_rungs, eta=3, max_trials=max_trials),
         num_extras=extras,
         max_trials=max_trials,
         lag=lag,
@@ -46,24 +51,23 @@ def filled(size: int, **settings: Any) -> RungTable:
     return table
 
 
-def closings(table: RungTable, outcomes: list[float | None], rung: int) -> list[Closing | None]:
-    """Record trial i's cost, or its failure, in order."""
+def decisions(table: RungTable, outcomes: list[float | None], rung: int) -> list[tuple[Decision, ...]]:
+    """What is decided as trial i's cost, or its failure, is recorded, in order."""
     return [
         table.fail(number) if cost is None else table.record(number, rung, (cost,))
         for number, cost in enumerate(outcomes)
     ]
 
 
-def play(table: RungTable, cost: Callable[[int], float] = float) -> list[Closing]:
+def play(table: RungTable, cost: Callable[[int], float] = float) -> list[Decision]:
     """Propose and evaluate, one at a time, until the table is finished."""
-    closed = []
+    decided: list[Decision] = []
     while not table.is_finished:
         while propose(table) is not None:
             pass
         number, rung = next(table.ready())
-        if (closing := table.record(number, rung, (cost(number),))) is not None:
-            closed.append(closing)
-    return closed
+        decided += table.record(number, rung, (cost(number),))
+    return decided
 
 
 # Promotion.
@@ -71,22 +75,22 @@ def play(table: RungTable, cost: Callable[[int], float] = float) -> list[Closing
 
 def test_a_rung_closes_with_its_last_trial_and_promotes_one_in_eta_lowest_cost_first() -> None:
     table = filled(9)
-    *earlier, last = closings(table, [9, 2, 8, 1, 7, 3, 6, 5, 4], rung=0)
-    assert earlier == [None] * 8
-    assert last == Closing(bracket=0, rung=0, promoted=(3, 1, 5), pruned=(0, 2, 4, 6, 7, 8))
+    *earlier, last = decisions(table, [9, 2, 8, 1, 7, 3, 6, 5, 4], rung=0)
+    assert earlier == [()] * 8
+    assert last == (Decision(bracket=0, rung=0, promoted=(3, 1, 5), pruned=(0, 2, 4, 6, 7, 8)),)
     assert sorted(table.ready()) == [(1, 1), (3, 1), (5, 1)]
 
 
 def test_equal_costs_are_promoted_by_trial_number() -> None:
-    assert closings(filled(9), [0.5] * 9, rung=0)[-1] == Closing(0, 0, (0, 1, 2), (3, 4, 5, 6, 7, 8))
+    assert decisions(filled(9), [0.5] * 9, rung=0)[-1] == (Decision(0, 0, (0, 1, 2), (3, 4, 5, 6, 7, 8)),)
 
 
 def test_several_objectives_are_promoted_by_front_before_mean() -> None:
     table = filled(3)
     # 0 is dominated by 1; 1 and 2 are the front, both ends of it, so that the number decides.
     for number, costs in enumerate([(0.5, 0.5), (0.4, 0.4), (0.0, 1.0)]):
-        closing = table.record(number, 0, costs)
-    assert closing == Closing(0, 0, promoted=(1,), pruned=(0, 2))
+        decided = table.record(number, 0, costs)
+    assert decided == (Decision(0, 0, promoted=(1,), pruned=(0, 2)),)
 
 
 @pytest.mark.parametrize(
@@ -102,30 +106,29 @@ def test_several_objectives_are_promoted_by_front_before_mean() -> None:
 def test_failed_trials_count_for_how_many_are_promoted_and_are_never_promoted(
     outcomes: list[float | None], promoted: tuple[int, ...]
 ) -> None:
-    closing = closings(filled(9), outcomes, rung=0)[-1]
-    assert closing is not None
-    assert closing.promoted == promoted
-    assert set(closing.pruned).isdisjoint({number for number, cost in enumerate(outcomes) if cost is None})
+    (decision,) = decisions(filled(9), outcomes, rung=0)[-1]
+    assert decision.promoted == promoted
+    assert set(decision.pruned).isdisjoint({number for number, cost in enumerate(outcomes) if cost is None})
 
 
 def test_a_failure_that_comes_last_closes_the_rung() -> None:
-    closing = closings(filled(9), [1, 2, 3, 4, 5, 6, 7, 8, None], rung=0)[-1]
-    assert closing == Closing(0, 0, (0, 1, 2), (3, 4, 5, 6, 7))
+    decided = decisions(filled(9), [1, 2, 3, 4, 5, 6, 7, 8, None], rung=0)[-1]
+    assert decided == (Decision(0, 0, (0, 1, 2), (3, 4, 5, 6, 7)),)
 
 
 def test_a_bracket_of_failures_ends_without_a_promotion() -> None:
     table = filled(9)
-    assert closings(table, [None] * 9, rung=0) == [None] * 9
+    assert decisions(table, [None] * 9, rung=0) == [()] * 9
     assert table.is_finished
     assert list(table.ready()) == []
 
 
 def test_a_promoted_trial_that_fails_frees_no_place_for_a_pruned_one() -> None:
     table = filled(9)
-    closings(table, [1, 2, 3, 4, 5, 6, 7, 8, 9], rung=0)
-    assert [table.fail(0), table.fail(1)] == [None, None]
-    assert table.record(2, 1, (0.3,)) == Closing(0, 1, promoted=(2,), pruned=())
-    assert table.record(2, 2, (0.3,)) is None
+    decisions(table, [1, 2, 3, 4, 5, 6, 7, 8, 9], rung=0)
+    assert [table.fail(0), table.fail(1)] == [(), ()]
+    assert table.record(2, 1, (0.3,)) == (Decision(0, 1, promoted=(2,), pruned=()),)
+    assert table.record(2, 2, (0.3,)) == ()
     assert table.is_finished
 
 
@@ -137,14 +140,14 @@ def test_a_waiting_trial_is_neither_ready_nor_finished() -> None:
     assert not table.is_finished
 
 
-def test_a_closing_lost_before_it_was_stored_is_decided_again_from_the_same_books() -> None:
-    """A driver that died at a promotion rebuilds the table from rungs and asks `close_rung`."""
+def test_a_decision_lost_before_it_was_stored_is_made_again_from_the_same_books() -> None:
+    """A driver that died at a promotion rebuilds the table from what is stored."""
     costs = [9, 2, 8, 1, 7, 3, 6, 5, 4]
-    first = closings(filled(9), list(costs), rung=0)[-1]
+    first = decisions(filled(9), list(costs), rung=0)[-1]
     again = filled(9)
     found = [again.record(number, 0, (costs[number],)) for number in reversed(range(9))]
     assert found[-1] == first
-    assert again.close_rung(0) is None  # decided once only
+    assert again.decide(0) == ()  # decided once only
 
 
 # Order of evaluations.
@@ -174,7 +177,7 @@ def test_extras_are_evaluated_once_at_the_last_rung_and_are_no_members_of_bracke
     table = table_of(max_trials=3, extras=2)
     assert list(table.ready()) == [(0, 2), (1, 2)]
     assert table.num_proposed == 0
-    assert table.record(0, 2, (0.1,)) is None
+    assert table.record(0, 2, (0.1,)) == ()
     assert list(table.ready()) == [(1, 2)]
 
 
@@ -240,7 +243,9 @@ def test_extras_are_visible_at_the_last_rung_and_waited_for() -> None:
 
 
 def test_a_proposal_before_the_extras_are_added_is_a_programming_error() -> None:
-    table = RungTable(num_rungs=1, eta=3, cycle=hyperband_brackets(1, 3), num_extras=1, max_trials=1, lag=1)
+    table = SCHEDULERS["none"](
+        num_rungs=1, eta=3, cycle=(Bracket(1, first_rung=0, num_rungs=1, eta=3),), num_extras=1, max_trials=1, lag=1
+    )
     with pytest.raises(AssertionError, match="sources and published trials come first"):
         table.proposal()
 
@@ -283,9 +288,10 @@ def test_a_bracket_opens_only_when_those_two_before_it_are_closed() -> None:
 
 
 @pytest.mark.parametrize("lag", [1, 2, 5, 9])
-def test_what_a_proposal_sees_does_not_depend_on_the_order_of_results(lag: int) -> None:
+@pytest.mark.parametrize("scheduler", ["hyperband", "asha"])
+def test_what_a_proposal_sees_does_not_depend_on_the_order_of_results(scheduler: Scheduler, lag: int) -> None:
     def seen(pick: Callable[[list[tuple[int, int]]], tuple[int, int]]) -> dict[int, Any]:
-        table, proposals = table_of(max_trials=25, extras=2, lag=lag), {}
+        table, proposals = table_of(max_trials=25, scheduler=scheduler, extras=2, lag=lag), {}
         while not table.is_finished:
             while (proposal := table.proposal()) is not None:
                 proposals[proposal.number] = proposal
@@ -318,7 +324,7 @@ def test_the_cycle_repeats_and_the_last_bracket_is_cut_to_max_trials(max_trials:
 
 @pytest.mark.parametrize(("cut", "climb"), [(1, [1, 1]), (2, [1, 1]), (4, [1, 1]), (6, [2, 1]), (9, [3, 1])])
 def test_a_cut_bracket_still_brings_one_trial_to_the_last_rung(cut: int, climb: list[int]) -> None:
-    assert [len(closing.promoted) for closing in play(table_of(max_trials=cut))] == climb
+    assert [len(decision.promoted) for decision in play(table_of(max_trials=cut))] == climb
 
 
 def test_a_larger_max_trials_opens_a_new_bracket_and_leaves_the_cut_one_as_it_is() -> None:
@@ -328,7 +334,7 @@ def test_a_larger_max_trials_opens_a_new_bracket_and_leaves_the_cut_one_as_it_is
     after.open_bracket(0, first_rung=0, size=before.size(0))
     for number in range(4):
         after.add_trial(number, 0)
-    assert closings(after, [0, 1, 2, 3], rung=0)[-1] == Closing(0, 0, (0,), (1, 2, 3))
+    assert decisions(after, [0, 1, 2, 3], rung=0)[-1] == (Decision(0, 0, (0,), (1, 2, 3)),)
     after.record(0, 1, (0.0,))
     after.record(0, 2, (0.0,))
     proposal = after.proposal()
@@ -342,14 +348,14 @@ def test_ending_the_search_cuts_open_brackets_and_plays_them_to_the_end() -> Non
     for _ in range(4):
         propose(table)
     for number in range(4):
-        assert table.record(number, 0, (number / 10,)) is None  # the bracket was to have nine
+        assert table.record(number, 0, (number / 10,)) == ()  # the bracket was to have nine
     assert table.end_search() == (0,)
     assert table.size(0) == 4
     assert table.is_search_over
     assert table.proposal() is None
-    assert table.close_rung(0) == Closing(0, 0, promoted=(0,), pruned=(1, 2, 3))
-    assert table.record(0, 1, (0.0,)) == Closing(0, 1, promoted=(0,), pruned=())
-    assert table.record(0, 2, (0.0,)) is None
+    assert table.decide(0) == (Decision(0, 0, promoted=(0,), pruned=(1, 2, 3)),)
+    assert table.record(0, 1, (0.0,)) == (Decision(0, 1, promoted=(0,), pruned=()),)
+    assert table.record(0, 2, (0.0,)) == ()
     assert table.is_finished
 
 
@@ -358,9 +364,9 @@ def test_ending_the_search_while_trials_run_leaves_the_rung_open_until_they_are_
     for _ in range(4):
         propose(table)
     assert table.end_search() == (0,)
-    assert closings(table, [3, 2, None], rung=0) == [None] * 3
+    assert decisions(table, [3, 2, None], rung=0) == [()] * 3
     assert not table.is_finished
-    assert table.record(3, 0, (0.0,)) == Closing(0, 0, promoted=(3,), pruned=(0, 1))
+    assert table.record(3, 0, (0.0,)) == (Decision(0, 0, promoted=(3,), pruned=(0, 1)),)
 
 
 def test_ending_the_search_again_or_with_full_brackets_changes_nothing() -> None:
@@ -373,14 +379,135 @@ def test_a_bracket_that_was_opened_and_has_no_trial_ends_empty() -> None:
     table = table_of(max_trials=9)
     table.open_bracket(0, first_rung=0, size=9)
     assert table.end_search() == (0,)
-    assert table.close_rung(0) is None
+    assert table.decide(0) == ()
     assert table.is_finished
     assert table.position() is None
 
 
-def test_one_rung_needs_no_promotion() -> None:
-    table = RungTable(
-        num_rungs=1, eta=3, cycle=(Bracket(4, first_rung=0, num_rungs=1, eta=3),), num_extras=0, max_trials=4, lag=2
-    )
+@pytest.mark.parametrize("scheduler", ["none", "hyperband"])
+def test_one_rung_needs_no_promotion_and_no_waiting_for_brackets(scheduler: Scheduler) -> None:
+    table = table_of(max_trials=4, scheduler=scheduler, num_rungs=1, lag=4)
+    assert [propose(table) for _ in range(4)] == [0, 1, 2, 3]
+    assert table.position() is None
     assert play(table) == []
-    assert table.num_proposed == 4
+    assert table.is_finished
+
+
+# ASHA.
+
+
+def asha_of(size: int, **settings: Any) -> RungTable:
+    """An ASHA table with all its `size` trials proposed, none evaluated."""
+    return filled(size, scheduler="asha", **settings)
+
+
+def test_asha_promotes_with_every_result_that_makes_a_trial_one_of_the_best() -> None:
+    """One in eta of what the rung holds: after three results the best, after six the two best. A better one that comes
+    late goes on as well, although that makes three of seven."""
+    decided = decisions(asha_of(10), [5, 3, 4, 6, 7, 2, 1], rung=0)
+    assert [[decision.promoted for decision in found] for found in decided] == [[], [], [(1,)], [], [], [(5,)], [(6,)]]
+    assert [number for number, rung in asha_ready(10, [5, 3, 4, 6, 7, 2, 1]) if rung == 1] == [1, 5, 6]
+
+
+def asha_ready(size: int, costs: list[float | None]) -> list[tuple[int, int]]:
+    table = asha_of(size)
+    decisions(table, costs, rung=0)
+    return list(table.ready())
+
+
+def test_asha_counts_a_rung_in_the_order_of_its_trials_whenever_their_results_come() -> None:
+    table = asha_of(9)
+    costs = [5, 3, 4, 6, 7, 2]
+    assert [table.record(number, 0, (costs[number],)) for number in (5, 4, 3, 2, 1)] == [()] * 5
+    assert table.record(0, 0, (5,)) == (Decision(0, 0, promoted=(1, 5), pruned=()),)
+
+
+def test_asha_prunes_a_rung_when_nobody_can_come_to_it_any_more() -> None:
+    table = asha_of(6)
+    costs: list[float | None] = [5, 3, 4, 6, 7, 2]
+    assert decisions(table, costs, rung=0)[-1] == (Decision(0, 0, promoted=(5,), pruned=(0, 2, 3, 4)),)
+    assert table.record(5, 1, (2.0,)) == ()
+    # The second rung holds two: one in three of them is none, so the best goes on at the end.
+    assert table.record(1, 1, (3.0,)) == (Decision(0, 1, promoted=(5,), pruned=(1,)),)
+    table.record(5, 2, (2.0,))
+    assert table.is_finished
+
+
+def test_asha_failures_count_for_what_a_rung_holds_and_are_never_promoted() -> None:
+    table = asha_of(9)
+    assert decisions(table, [None, 2, None], rung=0)[-1] == (Decision(0, 0, promoted=(1,), pruned=()),)
+    assert decisions(asha_of(3), [None] * 3, rung=0) == [()] * 3
+
+
+def test_asha_cascades_to_higher_rungs_where_the_results_are_there() -> None:
+    table = asha_of(4)
+    assert decisions(table, [2, 1, 3], rung=0)[-1] == (Decision(0, 0, promoted=(1,), pruned=()),)
+    assert table.record(1, 1, (1.0,)) == ()
+    assert table.record(3, 0, (4.0,)) == (Decision(0, 0, (), (0, 2, 3)), Decision(0, 1, (1,), ()))
+
+
+def test_asha_search_that_ends_early_still_brings_one_trial_to_the_last_rung() -> None:
+    table = table_of(max_trials=50, scheduler="asha", lag=9)
+    for _ in range(2):
+        propose(table)
+    assert decisions(table, [2, 1], rung=0) == [(), ()]
+    assert table.end_search() == (0,)
+    assert table.decide(0) == (Decision(0, 0, (1,), (0,)),)
+    assert table.record(1, 1, (1.0,)) == (Decision(0, 1, (1,), ()),)
+    table.record(1, 2, (1.0,))
+    assert table.is_finished
+
+
+def test_asha_sees_the_second_evaluation_of_a_trial_two_lags_after_the_result_that_brought_it_about() -> None:
+    """Trial 2 is promoted by its own result: proposal 6 = 2 + 2 lags waits for its second evaluation. Trial 1 is
+    promoted by the result of trial 5, which is hidden from 6 even if it is there."""
+    table = table_of(max_trials=20, scheduler="asha", lag=2)
+    seen: dict[int, Proposal] = {}
+
+    def take_all() -> None:
+        while (proposal := table.proposal()) is not None:
+            seen[proposal.number] = proposal
+            propose(table)
+
+    for number in range(6):
+        take_all()
+        table.record(number, 0, ((3 - number) / 10 if number < 3 else number,))
+    take_all()
+    assert max(seen) == 5
+    assert list(table.ready()) == [(1, 1), (2, 1)]
+    table.record(1, 1, (0.2,))
+    assert table.proposal() is None
+    table.record(2, 1, (0.1,))
+    take_all()
+    assert (2, 1) not in seen[5].visible
+    assert seen[6].visible == ((0, 0), (1, 0), (2, 0), (2, 1), (3, 0), (4, 0))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_asha_promotes_whom_one_worker_of_the_paper_would(seed: int) -> None:
+    """Algorithm 2 with a single worker: promote from the highest rung that can, else start a new configuration."""
+    draw = random.Random(seed)
+    costs = [tuple(draw.randrange(20) / 20 for _ in range(2)) for _ in range(40)]
+    held: list[list[int]] = [[], [], []]
+    sent: list[list[int]] = [[], []]
+
+    def promotable(rung: int) -> list[int]:
+        order = promotion_order([Candidate(number, costs[number]) for number in held[rung]])
+        return [number for number in order[: len(held[rung]) // 3] if number not in sent[rung]]
+
+    while (rung := next((rung for rung in (1, 0) if promotable(rung)), None)) is not None or len(held[0]) < len(costs):
+        if rung is None:
+            held[0].append(len(held[0]))
+        else:
+            number = promotable(rung)[0]
+            sent[rung].append(number)
+            held[rung + 1].append(number)
+    table = table_of(max_trials=100, scheduler="asha", lag=100)
+    for _ in costs:
+        propose(table)
+    climbed: list[list[int]] = [[], []]
+    while ready := list(table.ready()):
+        number, rung = draw.choice(ready)
+        for decision in table.record(number, rung, costs[number]):
+            climbed[decision.rung] += decision.promoted
+    assert [sorted(numbers) for numbers in climbed] == [sorted(numbers) for numbers in sent]

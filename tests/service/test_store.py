@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
@@ -363,13 +364,12 @@ def test_a_cancelled_study_cannot_be_taken_over(store: Store, writer: StudyWrite
         writer.heartbeat(wall_clock_s=1.0)
 
 
-def test_each_submission_is_noted_by_one_process(store: Store, writer: StudyWriter) -> None:
-    study = writer.study_id
-    assert store.record_submission(study, 1)
-    assert not store.record_submission(study, 1)
-    assert not store.record_submission(study, 3)
-    assert store.record_submission(study, 2)
-    assert store.study(study).submissions == 2
+def test_a_submission_is_noted_with_its_time(store: Store, writer: StudyWriter) -> None:
+    before = time.time()
+    store.record_submission(writer.study_id, 2)
+    study = store.study(writer.study_id)
+    assert study.submissions == 2
+    assert before <= study.submitted_at <= time.time()
 
 
 def test_attempts_are_fruitless_until_a_result_is_stored(store: Store) -> None:
@@ -482,3 +482,18 @@ def test_a_process_that_dies_in_a_transaction_leaves_what_was_committed_and_no_l
     assert writer.attempt == 2
     writer.record_chunk(3, "search", chunk(range(3, 6)))
     assert store.trials(study)[0].samples_scored == 6
+
+
+def test_the_last_event_and_the_trials_of_one_study_are_its_own(store: Store, writer: StudyWriter) -> None:
+    other = store.open_attempt(store.create_study(name="other", document={}, facts={}).id)
+    writer.add_trial(TRIAL)
+    other.add_event("tick", {})
+    for study in (writer.study_id, other.study_id):
+        assert store.last_event_id(study) == store.events(study)[-1].id
+    assert store.last_event_id("nope") == 0
+    assert store.trial_counts(writer.study_id) == {writer.study_id: {"WAITING": 1}}
+    assert store.trial_counts(other.study_id) == {}
+
+
+def test_another_store_opens_the_same_database_by_its_url(store: Store, writer: StudyWriter, url: str) -> None:
+    assert store.url == url

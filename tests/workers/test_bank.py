@@ -48,11 +48,18 @@ def test_the_bank_gives_the_stored_tensors_in_their_stored_dtype(untied_family: 
     }
 
 
+def test_the_bank_can_be_in_memory(untied_family: Family, tmp_path: Path) -> None:
+    mapped, held = Bank(untied_family, cache=tmp_path), Bank(untied_family, "host", cache=tmp_path)
+    assert held.summary() == {**mapped.summary(), "placement": "host"}
+    assert torch.equal(held.get("math", NAME), mapped.get("math", NAME))
+    assert held.get("math", NAME).data_ptr() != mapped.get("math", NAME).data_ptr()
+
+
 def test_what_the_bank_does_not_hold_is_named(untied_family: Family, tmp_path: Path) -> None:
     bank = Bank(untied_family, cache=tmp_path)
     with pytest.raises(InvalidModel, match=r"no tensor 'x' of model 'math'; it holds the tensors of base, math, text"):
         bank.get("math", "x")
-    with pytest.raises(ValueError, match="placement 'disk'; expected 'auto' or 'mapped'"):
+    with pytest.raises(ValueError, match="placement 'disk'; expected one of auto, mapped, host"):
         Bank(untied_family, "disk", cache=tmp_path)
 
 
@@ -125,19 +132,17 @@ def test_cosines_are_those_of_the_tensors(untied_family: Family, tmp_path: Path)
     assert set(found) == {expected}
 
 
-def test_sorted_magnitudes_are_kept_as_far_as_memory_allows(
-    untied_family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_of_magnitudes_are_made_once_and_counted(untied_family: Family, tmp_path: Path) -> None:
     bank = Bank(untied_family, cache=tmp_path)
-    expected = (bank.get("math", NAME).float() - bank.get("base", NAME).float()).abs().flatten().sort().values
-    found = bank.magnitudes(("math", NAME), ("base", NAME))
-    assert found is not None
-    assert torch.equal(found, expected)
-    assert bank.magnitudes(("math", NAME), ("base", NAME)) is found
-    assert bank.summary()["statistics_bytes"] == found.nbytes
-    monkeypatch.setattr("workers.bank.MAGNITUDES_BYTES", 2 * found.nbytes - 1)
-    assert bank.magnitudes(("text", NAME), ("base", NAME)) is None
-    assert bank.magnitudes(("math", NAME), ("base", NAME)) is found
+    sources = [("math", NAME), ("text", NAME)]
+    found = bank.magnitudes(sources, ("base", NAME))
+    assert all(a is b for a, b in zip(found, bank.magnitudes(sources, ("base", NAME)), strict=True))
+    assert bank.summary()["statistics_bytes"] == sum(table.num_bytes for table in found if table)
+    for (alias, _), table in zip(sources, found, strict=True):
+        tau = bank.get(alias, NAME).float() - bank.get("base", NAME).float()
+        ordered = tau.abs().flatten().sort().values
+        assert table is not None
+        assert all(table.of_rank(rank, tau) == ordered[-rank] for rank in (1, 77, 4000, tau.numel()))
 
 
 def test_a_base_alone_can_be_held(untied_family: Family, tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ from tests.builders import character_tokenizer
 from workers.checkpoints import (
     check_family,
     check_tokenizer,
+    content_problems,
     fingerprint,
+    locate,
     open_checkpoint,
     open_family,
 )
@@ -123,6 +125,11 @@ def test_another_rotary_embedding_is_named_however_it_is_written(tmp_path: Path)
     assert message.endswith("rope_type is 'yarn'; the base has 'default'")
 
 
+def test_a_rotary_embedding_that_is_no_mapping_is_none(tmp_path: Path) -> None:
+    base, expert = write(tmp_path / "base"), write(tmp_path / "odd", rope_parameters=["default"], rope_scaling="linear")
+    check_family(base, {"odd": expert})
+
+
 def test_missing_tensors_are_named(tmp_path: Path) -> None:
     found = tensors()
     del found["model.layers.0.input_layernorm.weight"]
@@ -155,6 +162,8 @@ def test_a_directory_without_config_or_with_a_broken_one_is_refused(tmp_path: Pa
     assert "config.json: cannot be read as JSON" in problems_of(lambda: open_checkpoint(tmp_path))
     (tmp_path / "config.json").write_text("[]")
     assert "holds a list; expected an object" in problems_of(lambda: open_checkpoint(tmp_path))
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    assert problems_of(lambda: open_checkpoint(tmp_path)) == f"{tmp_path}/config.json: is nested too deeply"
     (tmp_path / "config.json").unlink()
     assert "no config.json; expected a Hugging Face model directory" in problems_of(lambda: open_checkpoint(tmp_path))
 
@@ -164,7 +173,9 @@ def test_pickles_are_never_loaded(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     message = problems_of(lambda: open_checkpoint(tmp_path))
     assert message == (
-        f"{tmp_path}: only pickles (pytorch_model.bin), which are never loaded; convert the model to safetensors"
+        f"{tmp_path}: only pickles (pytorch_model.bin), which are never loaded, for they can run any program; convert "
+        "a model that you trust to safetensors: `AutoModelForCausalLM.from_pretrained(DIR, "
+        "dtype='auto').save_pretrained(NEW_DIR)` of transformers does so"
     )
 
 
@@ -295,6 +306,52 @@ def test_open_family_names_places_and_contents(tmp_path: Path) -> None:
     assert family.experts[0].directory == str(expert)
 
 
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the hub's, which cannot be reached."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def test_a_hub_model_is_found_in_the_hubs_cache(hub_cache: Path, tmp_path: Path) -> None:
+    repository = hub_cache / "models--owner--tiny"
+    snapshot = repository / "snapshots" / ("c" * 40)
+    write(snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("c" * 40)
+    assert locate("owner/tiny") == snapshot
+    family = open_family("owner/tiny", {"math": write(tmp_path / "math")}, cache=tmp_path / "cache")
+    assert family.base.directory == str(snapshot)
+    assert family.base.fingerprint == fingerprint(snapshot, cache=tmp_path / "cache")
+
+
+def test_what_is_neither_a_directory_nor_a_hub_model_says_what_would_be(hub_cache: Path, tmp_path: Path) -> None:
+    for name in ("owner/nothing", "nothing"):
+        message = problems_of(lambda name=name: open_checkpoint(name))
+        assert message.startswith(
+            f"{name}: neither a directory nor a hub model that can be had here: it is not wholly in the hub's cache, "
+            "and the hub cannot be reached; expected a directory with config.json"
+        )
+        assert "the id of a hub model that is in the hub's cache or can be fetched" in message
+    for path in (tmp_path / "nothing", Path("a/b/c"), Path("../nothing")):
+        assert problems_of(lambda path=path: open_checkpoint(path)).startswith(f"{path}: does not exist; expected a di")
+
+
+def test_the_contents_are_told_by_tensor_and_only_once(tmp_path: Path) -> None:
+    found = tensors()
+    found["model.norm.weight"][1] = float("nan")
+    found["model.layers.0.mlp.up_proj.weight"][2, :2] = float("-inf")
+    checkpoint, cache = open_checkpoint(write(tmp_path / "bad", found)), tmp_path / "cache"
+    expected = tuple(
+        f"{tmp_path}/bad: tensor {name!r} holds {count} values that are NaN or infinite; expected finite weights"
+        for name, count in (("model.layers.0.mlp.up_proj.weight", 2), ("model.norm.weight", 1))
+    )
+    assert content_problems(checkpoint, "1", cache=cache) == expected
+    good = open_checkpoint(write(tmp_path / "good"))
+    assert content_problems(good, "2", cache=cache) == ()
+    assert content_problems(checkpoint, "2", cache=cache) == (), "what is known of a content is not looked for again"
+
+
 def test_tokenizers_agree_with_their_own_file(untied_family: Family, tied_family: Family) -> None:
     for family in (untied_family, tied_family):
         check_tokenizer(family.base.directory)
@@ -307,6 +364,18 @@ def test_a_tokenizer_that_transformers_builds_otherwise_is_refused(tied_family: 
     message = problems_of(lambda: check_tokenizer(tmp_path))
     assert "(Qwen2Tokenizer) encodes" in message
     assert "expected the same ids" in message
+
+
+def test_a_tokenizer_that_decodes_otherwise_is_refused(tied_family: Family, tmp_path: Path) -> None:
+    # Its class restores the byte-level alphabet by itself, whatever decoder the file names.
+    for file in Path(tied_family.base.directory).glob("*.json"):
+        shutil.copy(file, tmp_path)
+    document = json.loads((tmp_path / "tokenizer.json").read_text())
+    document["decoder"] = {"type": "Fuse"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    message = problems_of(lambda: check_tokenizer(tmp_path))
+    assert "(Qwen2Tokenizer) decodes [" in message
+    assert "] as 'Hello world', tokenizer.json as 'Hello\u0120world'; expected the same text: set model_type" in message
 
 
 def test_a_missing_or_broken_tokenizer_is_refused(tied_family: Family, tmp_path: Path) -> None:

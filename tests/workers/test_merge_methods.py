@@ -13,12 +13,8 @@ from hypothesis import strategies as st
 from torch import tensor
 
 from search_spaces.errors import InvalidRecipe
-from search_spaces.recipe import Merge, Source
 from workers.merge_methods import (
-    METHODS,
-    Operands,
     linear,
-    merge_tensors,
     num_kept,
     slerp,
     task_arithmetic,
@@ -188,17 +184,6 @@ def test_ties_agrees_with_its_definition_element_by_element(lambda_: float, k: f
         agreeing = [value for value in column if value * sum(column) > 0]
         mean = sum(agreeing) / len(agreeing) if agreeing else 0.0
         assert float(merged[i]) == pytest.approx(float(base[i]) + lambda_ * mean, abs=1e-6)
-
-
-def test_operands_are_not_modified() -> None:
-    base, experts = models(2)
-    copies = [tensor_.clone() for tensor_ in (base, *experts)]
-    coefficients = {"weight": 0.5, "lambda": 0.5, "k": 0.5, "t": 0.5}
-    for method in METHODS.values():
-        sources = tuple(Source(f"m{i}") for i in range(method.num_sources or 2))
-        merge = Merge(method.name, sources, {name: coefficients[name] for name in method.coefficients})
-        merge_tensors(merge, Operands(tuple(experts[: len(sources)]), base if method.needs_base else None))
-    assert all(torch.equal(now, before) for now, before in zip((base, *experts), copies, strict=True))
 
 
 def test_the_number_of_threads_does_not_change_a_bit(all_threads: None) -> None:

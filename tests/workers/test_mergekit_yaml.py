@@ -37,6 +37,11 @@ def slerp(first: str, second: str, t: float) -> Make:
     return lambda layer: Merge("slerp", (Source(first, layer), Source(second, layer)), {"t": t})
 
 
+def by(method: str, *aliases: str, **coefficients: float | tuple[float, ...]) -> Make:
+    named = {name.rstrip("_"): value for name, value in coefficients.items()}
+    return lambda layer: Merge(method, tuple(Source(alias, layer) for alias in aliases), named)
+
+
 def ties(layer: int | None) -> Merge:
     return Merge("ties", (Source("math", layer), Source("text", layer)), {"lambda": 0.5, "k": 0.3})
 
@@ -103,6 +108,76 @@ def test_mergekit_gives_the_same_tensors(
     compare(recipe, bank, document, tmp_path / "theirs")
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "method"),
+    [
+        (by("nuslerp", "math", "text", weight=(0.2, 0.5)), by("nuslerp", "math", "text", weight=0.5), "nuslerp"),
+        (by("nuslerp_rows", "math", "text", weight=(0.2, 0.5)),) * 2 + ("nuslerp",),
+        (by("nuslerp_columns", "math", "text", weight=(0.2, 0.5)),) * 2 + ("nuslerp",),
+        (by("nuslerp_task_vectors", "math", "text", weight=(0.2, 0.5)),) * 2 + ("nuslerp",),
+        (by("multislerp", "base", "math", "text", weight=(0.2, 0.5, 0.1)),) * 2 + ("multislerp",),
+        (by("multislerp_task_vectors", "math", "text", weight=(0.2, 0.5)),) * 2 + ("multislerp",),
+        (by("karcher", "base", "math", "text"),) * 2 + ("karcher",),
+        (by("nearswap", "text", "math", t=0.001), by("nearswap", "text", "math", t=0.01), "nearswap"),
+        (by("ram", "math", "text"),) * 2 + ("ram",),
+        (by("ramplus_tl", "math", "text", r=0.3, epsilon=0.001), by("ramplus_tl", "math", "text", r=0.2), "ramplus_tl"),
+        (
+            by("ties_weighted", "math", "text", weight=(0.3, 0.4), density=1.0, lambda_=0.7),
+            by("ties_weighted", "math", "text", weight=0.5, density=1.0, normalize=0.0),
+            "ties",
+        ),
+    ],
+)
+def test_mergekit_gives_the_same_by_the_other_methods(
+    bank: Bank, tmp_path: Path, one: Make, other: Make, method: str
+) -> None:
+    recipe = recipe_of(bank.family, [(one, other, one), (one, other, one), (other,) * 3], one, other)
+    document = config_of(recipe, bank)
+    assert document["merge_method"] == method
+    compare(recipe, bank, document, tmp_path)
+
+
+def test_mergekit_gives_the_same_scaled_models(bank: Bank, tmp_path: Path) -> None:
+    scaled = by("passthrough", "math", scale=0.7)
+    recipe = recipe_of(bank.family, [(scaled, arithmetic(0.3, 0.4), passthrough("text"))] * 3, scaled, scaled)
+    compare(recipe, bank, config_of(recipe, bank), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (by("model_stock", "math", "text"), "model_stock differs in mergekit where task vectors are short"),
+        (by("arcee_fusion", "math", "text"), "arcee_fusion takes random quartiles in mergekit"),
+        (by("sce", "math", "text", select_topk=1.0), "sce differs in mergekit where task vectors are small"),
+        (by("karcher", "math", "text", weight=(1.0, 2.0)), "karcher has equal weights in mergekit"),
+        (by("ram", "base", "text"), "ram has the base among its sources"),
+        (by("pcb", "base", "text", lambda_=1.0, density=0.1), "mergekit has no pcb"),
+        (
+            by("ties_weighted", "math", "text", weight=1.0, density=0.5),
+            "ties_weighted differs in mergekit where magnitudes are equal",
+        ),
+        (
+            lambda layer: Merge("dare_linear_l1", (Source("math", layer),), {"lambda": 1.0, "density": 0.5}, 0),
+            "dare_linear_l1 has random masks, which mergekit draws otherwise",
+        ),
+    ],
+)
+def test_methods_that_mergekit_computes_otherwise_are_not_written(bank: Bank, make: Make, reason: str) -> None:
+    recipe = recipe_of(bank.family, [(make,) * 3] * 3, make, make)
+    with pytest.raises(Inexpressible, match=reason):
+        config_of(recipe, bank)
+
+
+def test_models_that_differ_within_a_layer_are_inexpressible(bank: Bank) -> None:
+    one, other = by("ram", "math", "text"), by("ram", "math")
+    recipe = recipe_of(bank.family, [(one, other, one)] * 3, one, one)
+    with pytest.raises(Inexpressible, match="layer 0 and what goes with it merge different models"):
+        config_of(recipe, bank)
+    recipe = recipe_of(bank.family, [(one,) * 3, (other,) * 3, (one,) * 3], one, one)
+    with pytest.raises(Inexpressible, match="mergekit merges the same number of models in all layers"):
+        config_of(recipe, bank)
+
+
 def test_mergekit_gives_the_same_untied_head(untied_bank: Bank, tmp_path: Path) -> None:
     layers = [(arithmetic(0.3, 0.4),) * 3, *[(linear(0.3, 0.7), passthrough("text"), arithmetic(0.1, 0.1))] * 4]
     recipe = recipe_of(untied_bank.family, layers, arithmetic(0.5, 0.1), linear(0.9, 0.1))
@@ -120,14 +195,35 @@ def test_mergekit_gives_the_same_layers_from_elsewhere(untied_bank: Bank, tmp_pa
     compare(recipe, untied_bank, document, tmp_path / "theirs")
 
 
-def compare(recipe: Recipe, bank: Bank, document: dict[str, object], directory: Path) -> None:
+@pytest.mark.parametrize("make", [arithmetic(0.3, 0.4), by("multislerp_task_vectors", "math", "text", weight=0.5)])
+def test_from_bfloat16_files_both_write_bfloat16_computed_in_float32(
+    untied_bank: Bank, tmp_path: Path, make: Make
+) -> None:
+    recipe = recipe_of(untied_bank.family, [(make,) * 3] * 5, make, make)
+    directories = {model.alias: model.directory for model in untied_bank.family.models}
+    theirs = run_mergekit(mergekit_config(recipe, untied_bank.layout, directories, dtype="bfloat16"), tmp_path)
+    ours = dict(merged_tensors(recipe, untied_bank, torch.bfloat16))
+    assert theirs.keys() == ours.keys()
+    for name, tensor in ours.items():
+        assert theirs[name].dtype == torch.bfloat16
+        # Where float32 results differ in their last bit, a bfloat16 may be the next one.
+        torch.testing.assert_close(theirs[name], tensor, rtol=2**-7, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+    differing = sum(int((theirs[name] != tensor).sum()) for name, tensor in ours.items())
+    assert differing < 0.001 * sum(tensor.numel() for tensor in ours.values())
+
+
+def run_mergekit(document: dict[str, object], directory: Path) -> dict[str, torch.Tensor]:
     from mergekit.config import MergeConfiguration
     from mergekit.merge import run_merge
     from mergekit.options import MergeOptions
 
     options = MergeOptions(device="cpu", copy_tokenizer=False, write_model_card=False, quiet=True)
     run_merge(MergeConfiguration.model_validate(document), str(directory), options)
-    theirs = {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def compare(recipe: Recipe, bank: Bank, document: dict[str, object], directory: Path) -> None:
+    theirs = run_mergekit(document, directory)
     ours = dict(merged_tensors(recipe, bank, torch.float32))
     assert theirs.keys() == ours.keys()
     for name, tensor in ours.items():

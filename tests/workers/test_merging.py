@@ -9,10 +9,12 @@ import torch
 
 from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
+from tests.workers.merge_methods.examples import EXAMPLES
 from tests.workers.recipes import arithmetic, num_layers, slerp
 from workers.bank import Bank
 from workers.errors import InvalidModel
-from workers.merge_methods import linear, task_arithmetic, ties
+from workers.masks import keep, mask_key
+from workers.merge_methods import METHODS, linear, task_arithmetic, ties
 from workers.merging import check_recipe, merged_names, merged_tensors
 from workers.types import Family
 
@@ -136,20 +138,21 @@ def test_equal_digests_give_equal_bits(tied: Bank) -> None:
     assert all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in pairs)
 
 
-def test_known_statistics_change_no_bit(tied: Bank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_and_known_statistics_change_no_bit(tied: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
     for make in (
         lambda layer: Merge("ties", sources(layer), {"lambda": 0.8, "k": 0.37}),
         lambda layer: Merge("slerp", sources(layer), {"t": 0.37}),
+        lambda layer: Merge("dare_linear", sources(layer), {"lambda": 0.6, "density": (0.3, 0.9)}, seed=5),
     ):
         recipe = recipe_of(tied.family, make)
-        list(merged_tensors(recipe, tied, torch.float32))
-        fresh = Bank(tied.family, cache=tmp_path)
-        known = dict(merged_tensors(recipe, tied, torch.float32))
+        first = dict(merged_tensors(recipe, tied, torch.bfloat16))
+        known = dict(merged_tensors(recipe, tied, torch.bfloat16))
         with monkeypatch.context() as patch:
-            patch.setattr("workers.bank.MAGNITUDES_BYTES", 0)
-            afresh = dict(merged_tensors(recipe, fresh, torch.float32))
-        assert fresh.summary()["statistics_bytes"] == 0
-        assert all(torch.equal(afresh[name], tensor) for name, tensor in known.items())
+            patch.setattr("workers.merging.is_fused", lambda *operands: False)
+            plain = dict(merged_tensors(recipe, tied, torch.bfloat16))
+        for name, tensor in plain.items():
+            assert torch.equal(first[name], tensor)
+            assert torch.equal(known[name], tensor)
 
 
 def test_models_are_found_by_content_whatever_their_aliases(tied: Bank, tmp_path: Path) -> None:
@@ -190,12 +193,55 @@ def test_sources_are_never_modified(tied: Bank) -> None:
     assert all(torch.equal(tied.get(*key), tensor) for key, tensor in before.items())
 
 
+def by(method: str, *aliases: str, seed: int = 0) -> Make:
+    spec = METHODS[method].spec
+    numbers = {c.name: EXAMPLES[c.name] for c in spec.coefficients if not isinstance(EXAMPLES.get(c.name, ()), tuple)}
+    if spec.coefficient("weight"):
+        numbers["weight"] = 0.4
+    return lambda layer: Merge(
+        method, tuple(Source(alias, layer) for alias in aliases), numbers, seed if spec.takes_seed else None
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_merges_whole_models_in_recipes(untied: Bank, method: str) -> None:
+    aliases = ("math", "text")[: METHODS[method].spec.max_sources or 2]
+    recipe = recipe_of(untied.family, by(method, *aliases), embedding=passthrough("base"), head=passthrough("base"))
+    merged = dict(merged_tensors(Recipe.from_json(recipe.to_json()), untied, torch.float32))
+    assert {name: tuple(tensor.shape) for name, tensor in merged.items()} == merged_names(recipe, untied)
+    assert all(tensor.isfinite().all() for tensor in merged.values())
+    name = "model.layers.2.mlp.up_proj.weight"
+    assert not torch.equal(merged[name], untied.get("base", name).float())
+    base, experts = untied.get("base", name).float(), [untied.get(alias, name).float() for alias in aliases]
+    # No method leaves the neighbourhood of the models.
+    reach = sum(float((expert - base).norm()) for expert in experts)
+    assert float((merged[name] - base * (0.7 if method == "passthrough" else 1)).norm()) < 3 * reach
+
+
+def test_masks_follow_seed_content_and_tensor_and_not_aliases(tied: Bank, tmp_path: Path) -> None:
+    recipe = recipe_of(tied.family, by("dare_linear", "math", "text"))
+    merged = dict(merged_tensors(recipe, tied, torch.float32))
+    other = dict(merged_tensors(recipe_of(tied.family, by("dare_linear", "math", "text", seed=1)), tied, torch.float32))
+    renamed = replace(
+        tied.family, experts=tuple(replace(expert, alias=f"{expert.alias}2") for expert in tied.family.experts)
+    )
+    again = dict(merged_tensors(recipe, Bank(renamed, cache=tmp_path), torch.float32))
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert all(torch.equal(again[key], tensor) for key, tensor in merged.items())
+    assert not torch.equal(other[name], merged[name])
+    expected = tied.get("base", name).clone()
+    for alias in sorted(("math", "text"), key=tied.family.fingerprints.__getitem__):
+        mask = keep(mask_key(0, tied.family.fingerprints[alias], name), expected.shape, 0.4)
+        expected += (tied.get(alias, name) - tied.get("base", name)) * mask * (0.4 / 0.4)
+    torch.testing.assert_close(merged[name], expected, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda layer: Merge("karcher", sources(layer)), r"layer 0, attention: unknown merge method 'karcher'; known "),
-        (lambda layer: Merge("passthrough", sources(layer)), "passthrough merges 1 sources, given 2"),
-        (lambda layer: Merge("ties", sources(layer), {"lambda": 0.5}), r"ties needs 'k', found only \['lambda'\]"),
+        (lambda layer: Merge("fisher", sources(layer)), r"layer 0, attention: unknown merge method 'fisher'; known "),
+        (lambda layer: Merge("passthrough", sources(layer)), "attention: passthrough has 2 sources; it takes 1"),
+        (lambda layer: Merge("ties", sources(layer), {"lambda": 0.5}), "ties needs one number 'k', found None"),
         (
             lambda layer: Merge("linear", (Source("math", 7), Source("text", 7)), {"weight": (0.5, 0.5)}),
             r"source '(math|text)' names layer 7; the models have layers 0..4",

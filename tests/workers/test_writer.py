@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from search_spaces.recipe import Recipe
 from tests.workers.recipes import arithmetic, slerp
@@ -21,7 +22,7 @@ from workers.bank import Bank
 from workers.checkpoints import check_tokenizer, open_checkpoint
 from workers.merging import merged_tensors
 from workers.types import Family
-from workers.writer import export
+from workers.writer import Progress, export, left_behind_bytes
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,194 @@ def test_a_failed_export_leaves_nothing(untied: Bank, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="no space left"):
         export(arithmetic(untied.family, 0.3, 0.4), Unfinished(), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+KILLED_EXPORT = """
+import os, signal, sys
+from tests.workers.recipes import arithmetic
+from workers.bank import Bank
+from workers.checkpoints import open_family
+from workers.writer import Progress, export, left_behind_bytes
+
+home, out, count, max_shard_bytes = sys.argv[1:]
+family = open_family(f"{home}/base", {"math": f"{home}/math", "text": f"{home}/text"}, cache=f"{home}/cache")
+left = int(count)
+
+def killed(progress):
+    global left
+    left -= 1
+    if left < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+bank = Bank(family, cache=f"{home}/cache")
+export(arithmetic(family, 0.3, 0.4), bank, out, max_shard_bytes=int(max_shard_bytes), progress=killed)
+"""
+
+SHARDS = 300_000
+
+
+def killed_after(num_tensors: int, family: Family, out: Path) -> Path:
+    """What an export has written that was killed at its `num_tensors`-th tensor."""
+    home = Path(family.base.directory).parent
+    command = [sys.executable, "-c", KILLED_EXPORT, str(home), str(out), str(num_tensors + 1), str(SHARDS)]
+    assert subprocess.run(command, cwd=Path(__file__).parents[2]).returncode == -signal.SIGKILL
+    assert not out.exists()
+    (partial,) = out.parent.glob(f".{out.name}.*.partial")
+    return partial / "model"
+
+
+def test_a_killed_export_goes_on_with_the_shards_that_are_whole(
+    untied: Bank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = arithmetic(untied.family, 0.3, 0.4)
+    whole = export(recipe, untied, tmp_path / "whole", max_shard_bytes=SHARDS)
+    partial = killed_after(30, untied.family, tmp_path / "out")
+    before = {file.name: file.stat() for file in sorted(partial.glob("*.safetensors"))}
+    assert len(before) > 4
+    *kept, spoilt, _unfinished = before
+    with (partial / spoilt).open("r+b") as file:  # as a disk may lose what it said was written
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\xff")
+    merged: list[str] = []
+    get = untied.get
+    monkeypatch.setattr(untied, "get", lambda alias, name: merged.append(name) or get(alias, name))  # type: ignore[func-returns-value]
+    told: list[Progress] = []
+    out = export(recipe, untied, tmp_path / "out", max_shard_bytes=SHARDS, progress=told.append)
+    index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    assert set(merged) == {name for name, file in index.items() if file not in kept}
+    for name, status in before.items():
+        found = (out / name).stat()
+        assert ((found.st_ino, found.st_mtime_ns) == (status.st_ino, status.st_mtime_ns)) == (name in kept)
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == {
+        file.name: file.read_bytes() for file in whole.iterdir()
+    }
+    assert told[0].written == told[0].kept == told[-1].kept > 0
+    assert told[-1].written == told[-1].total == sum(tensor.nbytes for tensor in stored(out).values())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+
+
+def interrupted(recipe: Recipe, bank: Bank, out: Path) -> Path:
+    """What an export has written that was interrupted in its second shard."""
+
+    def interrupt(progress: Progress) -> None:
+        if progress.written > SHARDS:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export(recipe, bank, out, max_shard_bytes=SHARDS, progress=interrupt)
+    (partial,) = out.parent.iterdir()
+    return partial
+
+
+def test_what_another_export_has_left_is_not_used(untied: Bank, tmp_path: Path) -> None:
+    partial = interrupted(arithmetic(untied.family, 0.3, 0.4), untied, tmp_path / "out")
+    shards = partial.glob("model/*.safetensors")
+    assert left_behind_bytes(tmp_path / "out") > sum(file.stat().st_size for file in shards) > 0
+    recipe = arithmetic(untied.family, 0.3, 0.5)
+    told: list[Progress] = []
+    out = export(recipe, untied, tmp_path / "out", max_shard_bytes=SHARDS, progress=told.append)
+    assert told[-1].kept == 0
+    assert all(torch.equal(stored(out)[n], tensor) for n, tensor in merged_tensors(recipe, untied, torch.float32))
+    assert left_behind_bytes(out) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("state", ["", "[]", "{", '{"model-00001-of-00015.safetensors": 5}'])
+def test_a_state_that_says_nothing_keeps_nothing(untied: Bank, tmp_path: Path, state: str) -> None:
+    recipe = arithmetic(untied.family, 0.3, 0.4)
+    partial = interrupted(recipe, untied, tmp_path / "out")
+    assert json.loads((partial / "state.json").read_text())
+    (partial / "state.json").write_text(state)
+    told: list[Progress] = []
+    export(recipe, untied, tmp_path / "out", max_shard_bytes=SHARDS, progress=told.append)
+    assert told[0].kept == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_one_model_is_written_by_one_process_at_a_time(untied: Bank, tmp_path: Path) -> None:
+    recipe = arithmetic(untied.family, 0.3, 0.4)
+
+    def again(progress: Progress) -> None:
+        with pytest.raises(FileExistsError, match="out: another process is writing this model there; wait for it"):
+            export(recipe, untied, tmp_path / "out")
+
+    assert export(recipe, untied, tmp_path / "out", progress=again) == tmp_path / "out"
+
+
+EXPORT_IN_LITTLE_MEMORY = """
+import json, re, sys, threading
+from pathlib import Path
+import torch
+from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
+from workers.bank import Bank
+from workers.checkpoints import open_family
+from workers.merging import merged_tensors
+from workers.writer import Progress, export, left_behind_bytes
+
+home, layers = Path(sys.argv[1]), int(sys.argv[2])
+family = open_family(home / "base", {"math": home / "math", "text": home / "text"}, cache=home / "cache")
+bank = Bank(family, "mapped", keeps_statistics=False, cache=home / "cache")
+
+def anonymous():
+    return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+def recipe(method, coefficients, seed=None):
+    def merge(layer):
+        return Merge(method, (Source("math", layer), Source("text", layer)), coefficients, seed)
+    rows = tuple(LayerRecipe(merge(i), merge(i), merge(i)) for i in range(layers))
+    return Recipe(family.fingerprints, "base", rows, merge(None), merge(None))
+
+peaks = {}
+for method, arguments in {
+    "task_arithmetic": ({"lambda": 0.3},),
+    "slerp": ({"t": 0.3},),
+    "ties": ({"lambda": 0.5, "k": 0.3},),
+}.items():
+    merged = recipe(method, *arguments)
+    list(merged_tensors(merged, bank, torch.float32, names={"model.norm.weight"}))  # what is compiled and imported once
+    before, highest, is_over = anonymous(), 0, threading.Event()
+    def watch():
+        global highest
+        while not is_over.wait(0.0005):
+            highest = max(highest, anonymous())
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    export(merged, bank, home / method)
+    is_over.set()
+    watcher.join()
+    peaks[method] = highest - before
+print(json.dumps(peaks))
+"""
+
+
+def test_an_export_needs_two_tensors_per_source(tmp_path: Path) -> None:
+    """Beside mapped files, whose pages the system takes back when it needs them: anonymous memory cannot be."""
+    num_layers, hidden = 8, 512
+    shapes = {"model.embed_tokens.weight": (256, hidden), "model.norm.weight": (hidden,)}
+    for layer in range(num_layers):
+        within = {f"mlp.{name}_proj": (4 * hidden, hidden) for name in ("up", "gate")}
+        within |= {"mlp.down_proj": (hidden, 4 * hidden), "input_layernorm": (hidden,)}
+        within |= {f"self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"}
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in within.items()}
+    generator = torch.Generator().manual_seed(0)
+    for alias in ("base", "math", "text"):
+        values = {shape: torch.randn(shape, generator=generator).bfloat16() for shape in set(shapes.values())}
+        (tmp_path / alias).mkdir()
+        save_file(
+            {name: values[shape].clone() for name, shape in shapes.items()}, tmp_path / alias / "model.safetensors"
+        )
+        config = {"model_type": "llama", "num_hidden_layers": num_layers, "tie_word_embeddings": True}
+        (tmp_path / alias / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, "-c", EXPORT_IN_LITTLE_MEMORY, str(tmp_path), str(num_layers)]
+    # Left alone, glibc keeps some tens of MB of what was freed, whatever the model's size.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    largest = 4 * max(math.prod(shape) for shape in shapes.values())  # in float32
+    limit = 2 * 3 * largest
+    assert (tmp_path / "ties" / "model.safetensors").stat().st_size > 5 * limit
+    peaks = json.loads(done.stdout)
+    assert all(peak <= limit for peak in peaks.values()), (peaks, limit)
 
 
 def test_a_killed_export_is_swept_by_the_next_and_a_running_one_is_not(untied: Bank, tmp_path: Path) -> None:

@@ -1,0 +1,75 @@
+"""The HTTP application: what it is made of, and what starts and ends with it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+from fastapi import Depends, FastAPI
+from fastapi.concurrency import run_in_threadpool
+
+from service.api.examiner import Examiner, ProcessExaminer
+from service.api.exports import Exports
+from service.api.hub import EventHub
+from service.api.metrics import CountRequests, RequestCounter
+from service.api.openapi import install_openapi
+from service.api.problems import install_handlers
+from service.api.records import RunRecords
+from service.api.requests import principal
+from service.api.routes import events, exports, operations, results, studies
+from service.api.services import Services
+from service.api.types import Cluster
+from service.store import Store
+
+__all__ = ["create_app"]
+
+DESCRIPTION = "Searches for the best merges of language models. Errors are problem details (RFC 9457)."
+
+
+def create_app(store: Store, *, cluster: Cluster, data_dir: Path, examiner: Examiner | None = None) -> FastAPI:
+    """The server's application. It starts and stops `cluster`; `store` stays its owner's.
+
+    Exported models are kept in `data_dir`; `examiner` None examines in a process of its own."""
+    requests = RequestCounter()
+    services = Services(
+        store=store,
+        cluster=cluster,
+        examiner=examiner or ProcessExaminer(),
+        exports=Exports(store, data_dir),
+        hub=EventHub(store),
+        records=RunRecords(store),
+        requests=requests,
+    )
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        cluster.start()
+        services.examiner.start()
+        services.exports.start()
+        try:
+            yield
+        finally:
+            await services.exports.stop()
+            await run_in_threadpool(services.examiner.stop)
+            await run_in_threadpool(cluster.stop)
+
+    app = FastAPI(
+        title="mergesearch",
+        version=version("mergesearch"),
+        description=DESCRIPTION,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        docs_url=None,  # its page needs a network
+        redoc_url=None,
+        dependencies=[Depends(principal)],
+    )
+    app.state.services = services
+    app.add_middleware(CountRequests, counter=requests)
+    install_handlers(app)
+    install_openapi(app)
+    for part in (studies, results, events, exports):
+        app.include_router(part.router, prefix="/v1")
+    app.include_router(operations.router)
+    return app

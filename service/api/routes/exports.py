@@ -1,0 +1,156 @@
+"""Merged models: ask for one, see how far it is, download it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Path, Request
+from fastapi.concurrency import run_in_threadpool
+from starlette.responses import Response, StreamingResponse
+
+from search_spaces.documents import parse_document
+from search_spaces.errors import InvalidStudy, Problem
+from service.api.documents import export_document, export_path
+from service.api.exports import Tar
+from service.api.problems import InvalidRequest, Json, Refusal, refusals
+from service.api.requests import JSON_TYPES, read_body, sent_as_json
+from service.api.services import Context, Services, Study
+from service.documents import ExportDocument, ExportsDocument
+from service.errors import Conflict, NotFound
+from service.selection import best_trial
+from service.types import ExportRecord, ExportState, StudyRecord, StudyState
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["exports"])
+
+DTYPES = ("float32", "bfloat16", "float16")
+EXPORT_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ExportRequest"}}},
+    }
+}
+LOCATION = {"Location": {"description": "The export's path.", "schema": {"type": "string"}}}
+
+
+def _export(
+    study: Study,
+    export_id: Annotated[str, Path(description="As in the export's `id`.", pattern="^[0-9a-f]{32}$")],
+    services: Context,
+) -> ExportRecord:
+    try:
+        record = services.store.export(export_id)
+    except NotFound:
+        record = None
+    if record is None or record.study != study.id:
+        raise Refusal(404, f"export {export_id!r}: study {study.name!r} has no such export")
+    return record
+
+
+Export = Annotated[ExportRecord, Depends(_export)]
+
+
+@router.post(
+    "/studies/{study_id:segment}/exports",
+    status_code=202,
+    response_model=None,
+    responses={
+        202: {"model": ExportDocument, "description": "It is written, or was before.", "headers": LOCATION},
+        **refusals(404, 409, 413, 415, 422, 503),
+    },
+    openapi_extra=EXPORT_BODY,
+)
+async def create_export(request: Request, study: Study, services: Context) -> Response:
+    """Have the merge of a trial written for download. The same trial in the same dtype is one export."""
+    sent_as_json(request.headers, accepted=JSON_TYPES)
+    trial, dtype = _asked(await read_body(request))
+    if study.state is not StudyState.COMPLETE:
+        raise Conflict(f"study {study.name!r} is {study.state.value}; models are exported once it is COMPLETE")
+    number = await run_in_threadpool(_chosen, services, study, trial)
+    if dtype is None:
+        dtype = await services.examiner.engine_dtype(study.document)
+    record = await services.exports.request(study.id, trial=number, dtype=dtype)
+    document = await run_in_threadpool(_document, services, record)
+    return Json(document, status_code=202, headers={"Location": export_path(record)})
+
+
+@router.get(
+    "/studies/{study_id:segment}/exports",
+    response_model=None,
+    responses={200: {"model": ExportsDocument}, **refusals(404)},
+)
+def list_exports(study: Study, services: Context) -> Response:
+    """The study's exports, oldest first."""
+    records = services.store.exports(study.id)
+    return Json(ExportsDocument(exports=[_document(services, record) for record in records]))
+
+
+@router.get(
+    "/studies/{study_id:segment}/exports/{export_id:segment}",
+    response_model=None,
+    responses={200: {"model": ExportDocument}, **refusals(404)},
+)
+def get_export(export: Export, services: Context) -> Response:
+    """An export, and where to download it once it is COMPLETE."""
+    return Json(_document(services, export))
+
+
+@router.get(
+    "/studies/{study_id:segment}/exports/{export_id:segment}/download",
+    response_model=None,
+    responses={
+        200: {
+            "description": "The model's files in one folder, not compressed.",
+            "content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}},
+        },
+        **refusals(404, 409),
+    },
+)
+def download_export(export: Export, services: Context) -> Response:
+    """An export as a tar archive."""
+    if export.state is not ExportState.COMPLETE:
+        raise Conflict(f"export {export.id} is {export.state.value}; it can be downloaded once it is COMPLETE")
+    directory = services.exports.directory(export)
+    tar = Tar(directory, modified_at=export.created_at)
+    headers = {
+        "Content-Length": str(tar.size),
+        "Content-Disposition": f'attachment; filename="{directory.name}.tar"',
+    }
+    return StreamingResponse(tar.chunks(), media_type="application/x-tar", headers=headers)
+
+
+def _document(services: Services, export: ExportRecord) -> ExportDocument:
+    return export_document(export, services.exports.directory(export))
+
+
+def _asked(content: bytes) -> tuple[Any, str | None]:
+    """Trial and dtype of a request. Raises InvalidRequest with every problem."""
+    try:
+        document = parse_document(content, "the request's body", is_json=True)
+    except InvalidStudy as error:
+        raise InvalidRequest(error.problems) from error
+    problems = [
+        Problem(key, "unknown key; known keys: trial, dtype") for key in document if key not in ("trial", "dtype")
+    ]
+    trial, dtype = document.get("trial", "best"), document.get("dtype")
+    if trial != "best" and (type(trial) is not int or trial < 0):
+        problems.append(Problem("trial", f'{trial!r:.60} is not accepted; give "best" or the number of a trial'))
+    if dtype is not None and dtype not in DTYPES:
+        problems.append(Problem("dtype", f"{dtype!r:.60} is not known; available: null, {', '.join(DTYPES)}"))
+    if problems:
+        raise InvalidRequest(tuple(problems))
+    return trial, dtype
+
+
+def _chosen(services: Services, study: StudyRecord, trial: Any) -> int:
+    record = services.records.record(study.id)
+    if trial == "best":
+        best = best_trial(record.trials, record.objectives)
+        if best is None:
+            raise Conflict(f"study {study.name!r}: no trial has reached the full budget, so there is no best one")
+        return best.number
+    if trial >= len(record.trials):
+        message = f'{trial} is not accepted; give "best" or a number from 0 to {len(record.trials) - 1}'
+        raise InvalidRequest((Problem("trial", message),))
+    return int(trial)

@@ -1,0 +1,61 @@
+"""For those who operate the server: is it alive, can studies go on, what does it do."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fastapi import APIRouter, Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+
+# pydantic reads typing's own TypedDict only from Python 3.12 on.
+from typing_extensions import TypedDict
+
+from service.api.docs import render_docs
+from service.api.metrics import prometheus_text
+from service.api.problems import Away, Json, refusals
+from service.api.services import PAGE_HEADERS, Context
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["operations"])
+
+
+class HealthDocument(TypedDict):
+    status: Literal["alive"]
+
+
+class ReadinessDocument(TypedDict):
+    status: Literal["ready"]
+
+
+@router.get("/healthz", response_model=None, responses={200: {"model": HealthDocument}})
+async def healthz() -> Response:
+    """The process lives."""
+    return Json(HealthDocument(status="alive"))
+
+
+@router.get("/readyz", response_model=None, responses={200: {"model": ReadinessDocument}, **refusals(503)})
+def readyz(services: Context) -> Response:
+    """The database answers, and studies are being worked on. Until then they are accepted all the same."""
+    services.store.last_event_id("")
+    if reason := services.cluster.not_ready():
+        raise Away(reason)
+    return Json(ReadinessDocument(status="ready"))
+
+
+@router.get(
+    "/metrics",
+    response_model=None,
+    responses={200: {"description": "Prometheus' text format.", "content": {"text/plain": {}}}},
+)
+def metrics(services: Context) -> Response:
+    """Studies by state and requests by route."""
+    is_ready = services.cluster.not_ready() is None
+    text = prometheus_text(services.store.studies(), services.requests, is_ready=is_ready)
+    return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+
+@router.get("/docs", include_in_schema=False)
+def docs(request: Request) -> Response:
+    """This interface, for people."""
+    return HTMLResponse(render_docs(request.app.openapi()), headers=PAGE_HEADERS)

@@ -1,0 +1,148 @@
+"""What a study has found so far: trials, recipes, front, summary, report, plots."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+from urllib.parse import urlencode
+
+from fastapi import APIRouter, Path, Query
+from starlette.responses import HTMLResponse, Response
+
+from service.api.documents import study_path
+from service.api.plots import PLOTS
+from service.api.problems import Json, Refusal, refusals
+from service.api.services import MAX_NUMBER, PAGE_HEADERS, Context, Services, Study, TrialNumber
+from service.documents import (
+    ParetoDocument,
+    PlotDocument,
+    PlotsDocument,
+    RecipeDocument,
+    SummaryDocument,
+    TrialDocument,
+    TrialsDocument,
+)
+from service.errors import NotFound
+from service.results import pareto, summary, trial_document
+from service.types import StudyRecord, TrialRecord
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["results"])
+
+MAX_PAGE = 1000
+TrialState = Literal["WAITING", "RUNNING", "COMPLETE", "PRUNED", "FAIL"]
+
+
+@router.get(
+    "/studies/{study_id:segment}/trials",
+    response_model=None,
+    responses={200: {"model": TrialsDocument}, **refusals(404, 422)},
+)
+def list_trials(
+    study: Study,
+    services: Context,
+    after: Annotated[int | None, Query(description="Only trials with a larger number.", ge=0, le=MAX_NUMBER)] = None,
+    limit: Annotated[int, Query(description="At most so many.", ge=1, le=MAX_PAGE)] = 100,
+    state: Annotated[TrialState | None, Query(description="Only trials in this state.")] = None,
+) -> Response:
+    """Trials by number, a page at a time."""
+    found: list[TrialRecord] = []
+    start = 0 if after is None else after + 1
+    while len(found) <= limit:
+        batch = services.store.trials(study.id, start=start, stop=start + limit + 1)
+        found += (trial for trial in batch if state is None or trial.state.value == state)
+        if not batch:
+            break
+        start = batch[-1].number + 1
+    page = found[:limit]
+    query: dict[str, Any] = {"limit": limit, **({"state": state} if state else {})}
+    more = f"{study_path(study.id)}/trials?{urlencode({'after': page[-1].number, **query})}" if found[limit:] else None
+    return Json(TrialsDocument(trials=[trial_document(trial) for trial in page], next=more))
+
+
+@router.get(
+    "/studies/{study_id:segment}/trials/{number:segment}",
+    response_model=None,
+    responses={200: {"model": TrialDocument}, **refusals(404)},
+)
+def get_trial(study: Study, number: TrialNumber, services: Context) -> Response:
+    """A trial."""
+    return Json(trial_document(_trial(services, study, number)))
+
+
+@router.get(
+    "/studies/{study_id:segment}/trials/{number:segment}/recipe",
+    response_model=None,
+    responses={200: {"model": RecipeDocument}, **refusals(404)},
+)
+def get_recipe(study: Study, number: TrialNumber, services: Context) -> Response:
+    """The merge that a trial stands for, as `mergesearch merge` reads it."""
+    return Json(_trial(services, study, number).recipe.to_json())
+
+
+@router.get(
+    "/studies/{study_id:segment}/pareto",
+    response_model=None,
+    responses={200: {"model": ParetoDocument}, **refusals(404)},
+)
+def get_pareto(study: Study, services: Context) -> Response:
+    """The trials at full budget that no other one beats in every objective."""
+    return Json(pareto(services.records.record(study.id)))
+
+
+@router.get(
+    "/studies/{study_id:segment}/summary",
+    response_model=None,
+    responses={200: {"model": SummaryDocument}, **refusals(404)},
+)
+def get_summary(study: Study, services: Context) -> Response:
+    """What the study has found and what it has cost, as in summary.json."""
+    return Json(summary(services.records.record(study.id)))
+
+
+@router.get(
+    "/studies/{study_id:segment}/report",
+    response_model=None,
+    responses={200: {"description": "The report.", "content": {"text/html": {}}}, **refusals(404)},
+)
+def get_report(study: Study, services: Context) -> Response:
+    """The report of the study as it stands, one page that works offline."""
+    return HTMLResponse(services.records.report(study.id), headers=PAGE_HEADERS)
+
+
+@router.get(
+    "/studies/{study_id:segment}/plots",
+    response_model=None,
+    responses={200: {"model": PlotsDocument}, **refusals(404)},
+)
+def list_plots(study: Study) -> Response:
+    """The plots there are."""
+    path = f"{study_path(study.id)}/plots"
+    document: PlotsDocument = {
+        "plots": [
+            {"name": name, "title": (series.__doc__ or "").strip(), "link": f"{path}/{name}"}
+            for name, series in PLOTS.items()
+        ]
+    }
+    return Json(document)
+
+
+@router.get(
+    "/studies/{study_id:segment}/plots/{name:segment}",
+    response_model=None,
+    responses={200: {"model": PlotDocument}, **refusals(404)},
+)
+def get_plot(
+    study: Study,
+    name: Annotated[Literal["history", "front", "holdout", "recipe", "budget"], Path(description="Which plot.")],
+    services: Context,
+) -> Response:
+    """A plot's series as numbers."""
+    return Json(PLOTS[name](services.records.record(study.id)))
+
+
+def _trial(services: Services, study: StudyRecord, number: int) -> TrialRecord:
+    try:
+        return services.store.trial(study.id, number)
+    except NotFound as error:
+        raise Refusal(404, f"trial {number}: study {study.name!r} has no such trial (yet)") from error

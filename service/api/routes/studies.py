@@ -1,0 +1,204 @@
+"""Studies: create, list, look at, cancel."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Header, Query, Request
+from fastapi.concurrency import run_in_threadpool
+from starlette.responses import PlainTextResponse, Response
+
+from service.api.documents import study_document, study_path
+from service.api.problems import Json, refusals
+from service.api.requests import JSON_TYPES, YAML_TYPES, read_body, sent_as_json
+from service.api.services import Context, Services, Study
+from service.documents import StudiesDocument, StudyDocument
+from service.errors import Conflict, StaleAttempt
+from service.types import StudyRecord, StudyState
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["studies"])
+
+STUDY_BODY = {
+    "requestBody": {
+        "required": True,
+        "description": "A study file; its paths are absolute, for they are read on the server.",
+        "content": {media: {"schema": {"$ref": "#/components/schemas/Study"}} for media in (*JSON_TYPES, *YAML_TYPES)},
+    }
+}
+LOCATION = {"Location": {"description": "The study's path.", "schema": {"type": "string"}}}
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key",
+        description="A name for this request: sent again with the same body it makes no second study.",
+        pattern="^[!-~]{1,255}$",
+    ),
+]
+StateFilter = Literal["CREATED", "RUNNING", "STOPPED", "COMPLETE", "FAILED", "CANCELLED"]
+
+
+@router.post(
+    "/studies",
+    status_code=201,
+    response_model=None,
+    responses={
+        200: {"model": StudyDocument, "description": "The study that the same request made before."},
+        201: {"model": StudyDocument, "description": "The study was created.", "headers": LOCATION},
+        **refusals(409, 413, 415, 422, 503),
+    },
+    openapi_extra=STUDY_BODY,
+)
+async def create_study(request: Request, services: Context, idempotency_key: IdempotencyKey = None) -> Response:
+    """Create a study, after everything that can be checked beforehand was; it is worked on as soon as it can be."""
+    is_json = sent_as_json(request.headers, accepted=(*JSON_TYPES, *YAML_TYPES))
+    content = await read_body(request)
+    if idempotency_key is None:
+        record, is_new = await _created(services, content, is_json, key=None)
+    else:
+        lock = services.key_locks.setdefault(idempotency_key, asyncio.Lock())
+        async with lock:
+            record, is_new = await _created(services, content, is_json, key=idempotency_key)
+    document = await run_in_threadpool(_document, services, record)
+    if not is_new:
+        return Json(document)
+    services.cluster.wake()
+    return Json(document, status_code=201, headers={"Location": study_path(record.id)})
+
+
+async def _created(services: Services, content: bytes, is_json: bool, *, key: str | None) -> tuple[StudyRecord, bool]:
+    digest = hashlib.sha256(content).hexdigest()
+    found = await run_in_threadpool(services.store.study_of_key, key) if key is not None else None
+    if found is None:
+        examined = await services.examiner.examine(content, is_json=is_json)
+        record = await run_in_threadpool(
+            services.store.create_study,
+            name=examined.name,
+            document=examined.document,
+            facts=examined.facts,
+            idempotency_key=key,
+            request_digest=digest,
+        )
+    else:
+        record = found
+    if record.request_digest != digest:
+        raise Conflict(
+            f"Idempotency-Key {key!r} was sent before with another body, which made study {record.id}; "
+            "send another key for another study"
+        )
+    return record, found is None
+
+
+@router.get("/studies", response_model=None, responses={200: {"model": StudiesDocument}, **refusals(422)})
+def list_studies(
+    services: Context,
+    state: Annotated[StateFilter | None, Query(description="Only studies in this state.")] = None,
+    name: Annotated[str | None, Query(description="Only studies of this name.")] = None,
+) -> Response:
+    """Every study, oldest first."""
+    counts = services.store.trial_counts()
+    studies: list[StudyDocument] = [
+        study_document(record, trials=counts.get(record.id, {}), cluster=services.cluster)
+        for record in services.store.studies()
+        if (state is None or record.state.value == state) and (name is None or record.name == name)
+    ]
+    return Json(StudiesDocument(studies=studies))
+
+
+@router.get(
+    "/studies/{study_id:segment}", response_model=None, responses={200: {"model": StudyDocument}, **refusals(404)}
+)
+def get_study(study: Study, services: Context) -> Response:
+    """A study: its state, how far it is, and where to look further."""
+    return Json(_document(services, study))
+
+
+@router.get(
+    "/studies/{study_id:segment}/study",
+    response_model=None,
+    responses={
+        200: {
+            "description": "The study file.",
+            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Study"}}},
+        },
+        **refusals(404),
+    },
+)
+def get_study_file(study: Study) -> Response:
+    """The study file with every default written out; submitted again it makes an equal study."""
+    return Json(study.document)
+
+
+@router.get(
+    "/studies/{study_id:segment}/log",
+    response_model=None,
+    responses={200: {"description": "The log.", "content": {"text/plain": {}}}, **refusals(404, 503)},
+)
+def get_log(study: Study, services: Context) -> Response:
+    """What the study's drivers have printed."""
+    return PlainTextResponse(services.cluster.log(study).encode("utf-8", "replace"))
+
+
+# -- verbs -------------------------------------------------------------------------------------------------------------
+
+
+def cancel(services: Services, study_id: str) -> StudyRecord:
+    """End the study where it stands; what it has found stays. Raises Conflict if it has ended otherwise."""
+    while True:
+        record = services.store.study(study_id)
+        if record.state is StudyState.CANCELLED:
+            return record
+        if record.state.is_finished:
+            raise Conflict(
+                f"study {study_id} is {record.state.value} already; only what has not ended can be cancelled"
+            )
+        try:
+            # From here on its driver cannot write; what it wrote up to here counts.
+            writer = services.store.open_attempt(study_id, because="it was cancelled")
+            if not services.store.study(study_id).state.is_finished:
+                writer.set_state(StudyState.CANCELLED, "cancelled by request")
+        except StaleAttempt:  # another driver, or another request, was faster
+            continue
+
+
+VERBS: Mapping[str, Callable[[Services, str], StudyRecord]] = {"cancel": cancel}
+
+
+def _route(verb: str) -> Callable[..., Response]:
+    def change(study: Study, services: Context) -> Response:
+        record = VERBS[verb](services, study.id)
+        services.cluster.wake()
+        return Json(_document(services, record), status_code=202)
+
+    return change
+
+
+def _add_verbs() -> None:
+    described: dict[int | str, dict[str, Any]] = {
+        202: {"model": StudyDocument, "description": "Done, or was done before."},
+        **refusals(404, 409),
+    }
+    for verb, action in VERBS.items():
+        router.add_api_route(
+            f"/studies/{{study_id:segment}}:{verb}",
+            _route(verb),
+            methods=["POST"],
+            name=verb,
+            operation_id=f"{verb}_study",
+            description=action.__doc__,
+            status_code=202,
+            response_model=None,
+            responses=described,
+        )
+
+
+_add_verbs()
+
+
+def _document(services: Services, record: StudyRecord) -> StudyDocument:
+    counts = services.store.trial_counts(record.id).get(record.id, {})
+    return study_document(record, trials=counts, cluster=services.cluster)

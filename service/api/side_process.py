@@ -1,0 +1,152 @@
+"""A process beside the server for what must not run in it: heavy imports, long computations, what may crash.
+
+Calls are plain functions of importable modules with picklable arguments; they run one at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+import anyio
+import anyio.to_thread
+
+__all__ = ["ProcessDied", "SideProcess"]
+
+logger = logging.getLogger(__name__)
+
+# Not forked: the server has threads. A fresh interpreter also shares none of its sockets.
+CONTEXT = multiprocessing.get_context("spawn")
+
+Result = TypeVar("Result")
+
+
+class ProcessDied(RuntimeError):
+    """The process ended before the call did; the next call starts another one."""
+
+
+class SideProcess:
+    """Runs calls in a process of its own, started when first needed and again after it has died."""
+
+    def __init__(self, name: str, *, warm_up: Callable[[], None] | None = None) -> None:
+        """`warm_up` is run in the process before its first call."""
+        self._name = name
+        self._warm_up = warm_up
+        self._turn = asyncio.Lock()
+        self._thread = anyio.CapacityLimiter(1)
+        self._starting = threading.Lock()
+        self._process: BaseProcess | None = None
+        self._connection: Connection[Any, Any] | None = None
+        self._is_stopped = False
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def start(self) -> None:
+        """Start the process, so that the first call finds it warm; returns at once."""
+        self._running()
+
+    def stop(self) -> None:
+        """End the process and whatever it is doing; its call raises ProcessDied, as do all later ones."""
+        with self._starting:
+            self._is_stopped = True
+            if self._process is not None:
+                self._process.kill()
+                self._process.join()
+
+    async def call(
+        self, function: Callable[..., Result], *args: Any, timeout_s: float | None = None, **kwargs: Any
+    ) -> Result:
+        """What `function` returns or raises there. Raises ProcessDied; TimeoutError after `timeout_s`, when the process
+        is ended."""
+        async with self._turn:
+            result: Result = await anyio.to_thread.run_sync(
+                self._call, function, args, kwargs, timeout_s, limiter=self._thread
+            )
+            return result
+
+    def _call(self, function: Callable[..., Any], args: Any, kwargs: Any, timeout_s: float | None) -> Any:
+        try:
+            connection = self._running()
+            connection.send((function, args, kwargs))
+            if not connection.poll(timeout_s):
+                self._end()
+                raise TimeoutError(f"{self._name}: no answer within {timeout_s} s")
+            is_result, value = connection.recv()
+        except (EOFError, OSError) as error:
+            if isinstance(error, TimeoutError):
+                raise
+            self._end()
+            raise ProcessDied(f"{self._name}: the process ended before it was done") from error
+        if is_result:
+            return value
+        raise value
+
+    def _running(self) -> Connection[Any, Any]:
+        with self._starting:
+            if self._is_stopped:
+                raise ProcessDied(f"{self._name}: was stopped")
+            # Between two calls there is nothing to read but the end of the pipe.
+            if (
+                self._connection is None
+                or self._process is None
+                or self._connection.poll()
+                or not self._process.is_alive()
+            ):
+                self._connection, theirs = CONTEXT.Pipe()
+                arguments = (theirs, self._warm_up)
+                self._process = CONTEXT.Process(target=_work, args=arguments, name=self._name, daemon=True)
+                self._process.start()
+                theirs.close()  # so that its death is the end of the pipe
+            return self._connection
+
+    def _end(self) -> None:
+        with self._starting:
+            if self._process is not None:
+                self._process.kill()
+                self._process.join()
+                logger.warning("%s: process %s has ended", self._name, self._process.pid)
+            self._process = None
+
+
+def _work(connection: Connection[Any, Any], warm_up: Callable[[], None] | None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this process
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if warm_up is not None:
+        warm_up()
+    while True:
+        try:
+            function, args, kwargs = connection.recv()
+        except EOFError:
+            return
+        try:
+            reply = True, function(*args, **kwargs)
+        except Exception as error:
+            reply = False, _portable(error)
+        connection.send(reply)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _portable(error: Exception) -> Exception:
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+        return error if type(copy) is type(error) else RuntimeError(repr(error))
+    except Exception:
+        return RuntimeError(repr(error))

@@ -1,0 +1,22 @@
+"""A typed Python client of the server: `Client` blocks, `AsyncClient` is awaited; both have the same methods.
+
+    from service.client import Client
+
+    with Client("http://127.0.0.1:8080") as client:
+        study = client.submit("study.yaml")
+        for event in client.events(study["id"]):
+            print(event.kind, event.payload)
+        print(client.pareto(study["id"])["front"])
+        client.export(study["id"], "best", "merged")
+
+What the server is asked is described once (`routes`), what reading a stream of events and unpacking a download take
+also (`events`, `download`); `clients` carries it out. Importing this package loads neither httpx nor anything heavy.
+"""
+
+from __future__ import annotations
+
+from service.client.clients import AsyncClient, Client
+from service.client.events import Event
+from service.errors import ExportFailed, InvalidAnswer, RequestRefused, ServerUnreachable
+
+__all__ = ["AsyncClient", "Client", "Event", "ExportFailed", "InvalidAnswer", "RequestRefused", "ServerUnreachable"]

@@ -1,0 +1,360 @@
+"""The two clients: they carry out what `routes`, `events` and `download` describe, one blocking, one awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
+
+from service.client import routes
+from service.client.download import check_free, unpack
+from service.client.events import SILENCE_S, Event, EventReader
+from service.client.routes import Call, Lost, Reply, Steps, refusal
+from service.errors import NotFound, ServerUnreachable
+
+if TYPE_CHECKING:
+    import httpx
+
+__all__ = ["AsyncClient", "Client"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+CONNECT_S = 10.0
+
+# How long one answer may take: a server that checks a study reads the headers of all its models.
+TIMEOUT_S = 300.0
+
+# How long a reader of events goes on looking for a server that was there before.
+PATIENCE_S = 600.0
+
+Received = Callable[[int, int | None], None]
+"""Called as a download goes on: bytes received so far, and what all files add up to, if known."""
+
+
+def _described(method: T, steps: Callable[..., Any]) -> T:
+    """`method`, which `help` shall show as what it carries out."""
+    signature = inspect.signature(steps)
+    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), *signature.parameters.values()]
+    result = str(signature.return_annotation).removeprefix("Steps[").removesuffix("]")
+    described: Any = method
+    described.__name__ = described.__qualname__ = steps.__name__
+    described.__doc__ = steps.__doc__
+    described.__signature__ = signature.replace(parameters=parameters, return_annotation=result)
+    return method
+
+
+def _blocking(steps: Callable[P, Steps[T]]) -> Callable[Concatenate[Client, P], T]:
+    def method(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return client._carry_out(steps(*args, **kwargs))
+
+    return _described(method, steps)
+
+
+def _awaited(steps: Callable[P, Steps[T]]) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
+    async def method(client: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await client._carry_out(steps(*args, **kwargs))
+
+    return _described(method, steps)
+
+
+class Client:
+    """A server, asked by blocking calls. Thread-safe. Use as a context manager, or close it.
+
+        with Client("http://gpu-box:8080") as client:
+            study = client.submit("study.yaml")
+
+    `timeout_s` is how long one answer may take, `patience_s` how long `events` looks for a server that went away.
+    Raises NotFound if `url` is no address. Every call may raise RequestRefused (with the server's problem document),
+    ServerUnreachable and InvalidAnswer.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float = TIMEOUT_S, patience_s: float = PATIENCE_S) -> None:
+        import httpx
+
+        self.url = _address(url)
+        self._patience_s = patience_s
+        self._http = httpx.Client(timeout=httpx.Timeout(timeout_s, connect=CONNECT_S))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    submit = _blocking(routes.submit)
+    studies = _blocking(routes.studies)
+    study = _blocking(routes.study)
+    find = _blocking(routes.find)
+    cancel = _blocking(routes.cancel)
+    summary = _blocking(routes.summary)
+    pareto = _blocking(routes.pareto)
+    report = _blocking(routes.report)
+    log = _blocking(routes.log)
+    trials = _blocking(routes.trials)
+    trial = _blocking(routes.trial)
+    recipe = _blocking(routes.recipe)
+    _finished_export = _blocking(routes.finished_export)
+
+    def events(self, study: str, *, after: int = 0) -> Iterator[Event]:
+        """What happens to a study, from its beginning or after the event of an id, until it has ended.
+
+            for event in client.events("5f0c..."):
+                print(event.kind, event.payload)
+
+        A lost connection is made again, also to a server that was started anew, and no event is missed or told twice.
+        """
+        import httpx
+
+        reader = EventReader(study, after=after, patience_s=self._patience_s)
+        while not reader.has_ended:
+            call = reader.call()
+            try:
+                with self._http.stream(**_request(self.url, call), timeout=_listening()) as response:
+                    if response.status_code == 200:
+                        for data in response.iter_bytes():
+                            yield from reader.feed(data)
+                        content = b""
+                    else:
+                        content = response.read()
+                    outcome: Reply | Lost = _reply(response, content)
+            except httpx.RequestError as error:
+                outcome = _lost(self.url, error)
+            if not reader.has_ended:
+                time.sleep(reader.pause_s(outcome))
+
+    def export(
+        self,
+        study: str,
+        trial: str | int,
+        out: Path | str,
+        *,
+        dtype: str | None = None,
+        received: Received | None = None,
+    ) -> Path:
+        """Have a trial ("best" or its number) written as a merged model, fetch it to the new directory `out`, return
+        that.
+
+            client.export("5f0c...", "best", "merged", dtype="bfloat16")
+
+        `dtype` None is what the study's engine scored in. The directory appears whole or not at all. Raises Conflict
+        (`out` exists, its disk is too small), ExportFailed, InvalidAnswer (the download was cut off).
+        """
+        check_free(Path(out))
+        document = self._finished_export(study, trial, dtype=dtype)
+        return self._fetch(routes.download(study, document), Path(out), document["bytes"], received, threading.Event())
+
+    def _fetch(
+        self, call: Call, out: Path, num_bytes: int | None, received: Received | None, stop: threading.Event
+    ) -> Path:
+        import httpx
+
+        check_free(out, num_bytes)
+        try:
+            with self._http.stream(**_request(self.url, call)) as response:
+                if response.status_code != 200:
+                    raise refusal(_reply(response, response.read()))
+                return unpack(_counted(response.iter_bytes(), num_bytes, received, stop), out, num_bytes=num_bytes)
+        except httpx.RequestError as error:
+            raise ServerUnreachable(f"{self.url}{call.path}: the download was cut off: {_why(error)}") from error
+
+    def _carry_out(self, steps: Steps[T]) -> T:
+        outcome: Reply | Lost | None = None
+        while True:
+            try:
+                step = steps.send(outcome)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            outcome = None
+            if isinstance(step, Call):
+                outcome = self._send(step)
+            else:
+                time.sleep(step)
+
+    def _send(self, call: Call) -> Reply | Lost:
+        import httpx
+
+        try:
+            response = self._http.request(**_request(self.url, call))
+            return _reply(response, response.content)
+        except httpx.RequestError as error:
+            return _lost(self.url, error)
+
+
+class AsyncClient:
+    """A server, asked by awaited calls: the methods of `Client`, each awaited, and `events` with `async for`.
+
+    async with AsyncClient("http://gpu-box:8080") as client:
+        study = await client.submit("study.yaml")
+        async for event in client.events(study["id"]):
+            print(event.kind, event.payload)
+    """
+
+    def __init__(self, url: str, *, timeout_s: float = TIMEOUT_S, patience_s: float = PATIENCE_S) -> None:
+        import httpx
+
+        self.url = _address(url)
+        self._timeout_s = timeout_s
+        self._patience_s = patience_s
+        self._http = httpx.AsyncClient(timeout=httpx.Timeout(timeout_s, connect=CONNECT_S))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+    submit = _awaited(routes.submit)
+    studies = _awaited(routes.studies)
+    study = _awaited(routes.study)
+    find = _awaited(routes.find)
+    cancel = _awaited(routes.cancel)
+    summary = _awaited(routes.summary)
+    pareto = _awaited(routes.pareto)
+    report = _awaited(routes.report)
+    log = _awaited(routes.log)
+    trials = _awaited(routes.trials)
+    trial = _awaited(routes.trial)
+    recipe = _awaited(routes.recipe)
+    _finished_export = _awaited(routes.finished_export)
+
+    async def events(self, study: str, *, after: int = 0) -> AsyncIterator[Event]:
+        """As `Client.events`.
+
+        async for event in client.events("5f0c..."):
+            print(event.kind, event.payload)
+        """
+        import httpx
+
+        reader = EventReader(study, after=after, patience_s=self._patience_s)
+        while not reader.has_ended:
+            call = reader.call()
+            try:
+                async with self._http.stream(**_request(self.url, call), timeout=_listening()) as response:
+                    if response.status_code == 200:
+                        async for data in response.aiter_bytes():
+                            for event in reader.feed(data):
+                                yield event
+                        content = b""
+                    else:
+                        content = await response.aread()
+                    outcome: Reply | Lost = _reply(response, content)
+            except httpx.RequestError as error:
+                outcome = _lost(self.url, error)
+            if not reader.has_ended:
+                await asyncio.sleep(reader.pause_s(outcome))
+
+    async def export(
+        self,
+        study: str,
+        trial: str | int,
+        out: Path | str,
+        *,
+        dtype: str | None = None,
+        received: Received | None = None,
+    ) -> Path:
+        """As `Client.export`; files are written, and `received` is called, in a thread."""
+        check_free(Path(out))
+        document = await self._finished_export(study, trial, dtype=dtype)
+        call, stop = routes.download(study, document), threading.Event()
+        try:
+            with Client(self.url, timeout_s=self._timeout_s) as client:
+                return await asyncio.to_thread(client._fetch, call, Path(out), document["bytes"], received, stop)
+        except asyncio.CancelledError:
+            stop.set()
+            raise
+
+    async def _carry_out(self, steps: Steps[T]) -> T:
+        outcome: Reply | Lost | None = None
+        while True:
+            try:
+                step = steps.send(outcome)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            outcome = None
+            if isinstance(step, Call):
+                outcome = await self._send(step)
+            else:
+                await asyncio.sleep(step)
+
+    async def _send(self, call: Call) -> Reply | Lost:
+        import httpx
+
+        try:
+            response = await self._http.request(**_request(self.url, call))
+            return _reply(response, response.content)
+        except httpx.RequestError as error:
+            return _lost(self.url, error)
+
+
+# -- what both do ------------------------------------------------------------------------------------------------------
+
+
+def _address(url: str) -> str:
+    """The address without a slash at its end; http unless it says otherwise. Raises NotFound if it is none."""
+    import httpx
+
+    try:
+        parsed = httpx.URL(url if "://" in url else f"http://{url}")
+    except httpx.InvalidURL:
+        parsed = httpx.URL()
+    is_whole = parsed.scheme in ("http", "https") and parsed.host and (parsed.port or 1) < 2**16
+    if not is_whole or parsed.query or parsed.fragment:
+        raise NotFound(f"server {url!r}: is no address; write http://HOST:PORT")
+    return str(parsed).rstrip("/")
+
+
+def _request(url: str, call: Call) -> dict[str, Any]:
+    return {
+        "method": call.method,
+        "url": url + call.path,
+        "params": dict(call.query) or None,
+        "headers": dict(call.headers),
+        "content": call.content,
+    }
+
+
+def _listening() -> httpx.Timeout:
+    import httpx
+
+    return httpx.Timeout(SILENCE_S, connect=CONNECT_S)
+
+
+def _reply(response: httpx.Response, content: bytes) -> Reply:
+    return Reply(str(response.url), response.status_code, response.headers, content)
+
+
+def _lost(url: str, error: httpx.RequestError) -> Lost:
+    import httpx
+
+    was_there = isinstance(error, httpx.ReadError | httpx.WriteError | httpx.CloseError | httpx.RemoteProtocolError)
+    return Lost(url, _why(error), was_cut=was_there)
+
+
+def _why(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def _counted(
+    chunks: Iterator[bytes], num_bytes: int | None, received: Received | None, stop: threading.Event
+) -> Iterator[bytes]:
+    count = 0
+    for chunk in chunks:
+        if stop.is_set():
+            raise InterruptedError("the download was cancelled")
+        count += len(chunk)
+        if received is not None:
+            received(count, num_bytes)
+        yield chunk

@@ -1,0 +1,117 @@
+"""A merged model that comes as a tar stream becomes a directory: whole or not at all, and nothing beside it.
+
+The archive is not trusted: it may hold folders and ordinary files below one folder, nothing else.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from service.disk import gib, lack_of_space
+from service.errors import Conflict, InvalidAnswer
+
+__all__ = ["check_free", "unpack"]
+
+BLOCK_BYTES = 2**20
+
+
+def check_free(out: Path, num_bytes: int | None = None) -> None:
+    """Raises Conflict if `out` exists, or if its disk cannot take `num_bytes`."""
+    if out.exists() or out.is_symlink():
+        raise Conflict(f"{out}: exists already; give a directory that does not")
+    if num_bytes is not None and (problem := lack_of_space(out, num_bytes)):
+        raise Conflict(problem)
+
+
+def unpack(chunks: Iterable[bytes], out: Path, *, num_bytes: int | None = None) -> Path:
+    """Write the one folder of a tar stream as `out`, and return that; `num_bytes` is what its files must add up to.
+
+    It is unpacked beside `out` and renamed at the end. Raises Conflict (`out` exists, the disk is too small) and
+    InvalidAnswer (cut off, or not what a model's archive may hold); nothing is left behind then.
+    """
+    out = out.absolute()
+    check_free(out, num_bytes)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
+        folder = _unpack_into(Path(temporary), chunks, num_bytes)
+        check_free(out)
+        folder.rename(out)
+    return out
+
+
+def _unpack_into(directory: Path, chunks: Iterable[bytes], num_bytes: int | None) -> Path:
+    """The folder, in `directory`."""
+    names: list[str] = []
+    written = 0
+    try:
+        # As a stream: forwards only, so that nothing but a block is in memory.
+        with tarfile.open(fileobj=_Chunks(chunks), mode="r|", bufsize=BLOCK_BYTES) as archive:
+            for member in archive:
+                name, *parts = _parts(member)
+                names = names or [name]
+                if name not in names:
+                    raise InvalidAnswer(f"archive: {member.name!r} is not in the folder {names[0]!r}")
+                target = directory.joinpath(name, *parts)
+                if member.isdir():
+                    target.mkdir(parents=True, exist_ok=True)
+                    continue
+                written += member.size
+                if num_bytes is not None and written > num_bytes:
+                    raise InvalidAnswer(f"archive: holds more than the {num_bytes} bytes announced")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                source = archive.extractfile(member)
+                assert source is not None
+                with source, target.open("xb") as file:
+                    shutil.copyfileobj(source, file, BLOCK_BYTES)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise InvalidAnswer(f"archive: holds {Path(error.filename).relative_to(directory)} twice") from error
+    except tarfile.TarError as error:
+        raise InvalidAnswer(f"archive: cannot be read: {error}") from error
+    except OSError as error:  # the disk is full, a name is too long for it
+        raise Conflict(f"{directory.parent}: cannot be written: {error.strerror}, after {gib(written)}") from error
+    if not names:
+        raise InvalidAnswer("archive: is empty")
+    if num_bytes is not None and written != num_bytes:
+        raise InvalidAnswer(
+            f"archive: cut off after {gib(written)} of {gib(num_bytes)} ({written} of {num_bytes} bytes)"
+        )
+    return directory / names[0]
+
+
+def _parts(member: tarfile.TarInfo) -> tuple[str, ...]:
+    """Where the member belongs, below the directory. Raises InvalidAnswer for whatever could lead elsewhere."""
+    parts = PurePosixPath(member.name).parts
+    if not parts or member.name.startswith("/") or ".." in parts or not {"\\", "\0"}.isdisjoint(member.name):
+        raise InvalidAnswer(f"archive: {member.name!r} leads out of its folder; nothing was unpacked")
+    if member.issparse() or not (member.isdir() or member.isreg()):
+        raise InvalidAnswer(f"archive: {member.name!r} is neither a folder nor an ordinary file; nothing was unpacked")
+    if member.isreg() and len(parts) == 1:
+        raise InvalidAnswer(f"archive: {member.name!r} is in no folder; nothing was unpacked")
+    return parts
+
+
+class _Chunks(io.RawIOBase):
+    """Bytes that come in pieces, as a file that `tarfile` can read."""
+
+    def __init__(self, chunks: Iterable[bytes]) -> None:
+        self._chunks = iter(chunks)
+        self._rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return 0
+            self._rest = memoryview(chunk)
+        count = min(len(buffer), len(self._rest))
+        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
+        return count

@@ -1,0 +1,207 @@
+"""The application with everything real but the cluster, and a study as a driver would have stored it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Self
+
+import uvicorn
+
+from search_spaces.study import Study
+from service.api import create_app
+from service.api.examiner import Examined, Examiner, read_request
+from service.documents import JobDocument
+from service.progress import ProgressSnapshot
+from service.results import RunRecord
+from service.selection import held_out
+from service.store import Store, StudyWriter
+from service.types import RungRecord, StudyRecord, StudyState, TrialRecord, TrialState
+from tests.service.synthetic_run import EXPERTS, FINGERPRINTS, RUNGS, run_record
+from workers.types import Evidence, SampleResult, ScoreResult
+
+FAMILY = Path(__file__).parents[3] / "workers" / "tiny_family"
+HOLDOUT_SAMPLES = 12
+
+
+class FakeCluster:
+    """A cluster that does nothing; `reason` says why it is away, `log_text` is every study's log."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self.log_text = "==> driver <==\nscored\n"
+        self.num_wakes = 0
+        self.is_running = False
+
+    def start(self) -> None:
+        self.is_running = True
+
+    def stop(self) -> None:
+        self.is_running = False
+
+    def not_ready(self) -> str | None:
+        return self.reason
+
+    def job(self, study: StudyRecord) -> JobDocument | None:
+        return {"submission_id": f"{study.name}-1", "dashboard_url": None} if study.submissions else None
+
+    def log(self, study: StudyRecord) -> str:
+        if self.reason is not None:
+            raise ConnectionError(self.reason)
+        return self.log_text
+
+    def wake(self) -> None:
+        self.num_wakes += 1
+
+
+class QuickExaminer:
+    """Checks only what the study file itself tells; counts."""
+
+    def __init__(self) -> None:
+        self.num_examined = 0
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    async def examine(self, content: bytes, *, is_json: bool) -> Examined:
+        study = read_request(content, is_json=is_json)
+        self.num_examined += 1
+        return Examined(study.name, study.canonical(), facts(study))
+
+    async def engine_dtype(self, document: Mapping[str, Any]) -> str:
+        return "float32"
+
+
+class ApiServer:
+    """The application on a database in `data_dir`, over real HTTP, for as long as the context lasts."""
+
+    def __init__(self, data_dir: Path, *, examiner: Examiner | None = None) -> None:
+        self.data_dir = data_dir
+        self.cluster = FakeCluster()
+        self.examiner = examiner or QuickExaminer()
+
+    def __enter__(self) -> Self:
+        self.store = Store(f"sqlite:///{self.data_dir / 'mergesearch.db'}")
+        self.app = create_app(self.store, cluster=self.cluster, data_dir=self.data_dir, examiner=self.examiner)
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self._server = uvicorn.Server(uvicorn.Config(self.app, log_level="critical", timeout_graceful_shutdown=1))
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]})
+        self._thread.start()
+        while not self._server.started:
+            assert self._thread.is_alive()
+            time.sleep(0.005)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+        self.store.close()
+
+
+def facts(study: Study) -> dict[str, Any]:
+    return {
+        "fingerprints": dict(FINGERPRINTS),
+        "num_layers": 8,
+        "tasks": {spec.name: "0" for spec in study.objectives},
+        "holdout_tasks": {},
+        "rung_samples": [dict.fromkeys((spec.name for spec in study.objectives), size) for size in RUNGS],
+        "lag": 4,
+        "objectives": [
+            {"name": spec.name, "metric": spec.metric, "direction": "maximize", "range": None}
+            for spec in study.objectives
+        ],
+        "version": "0.1.0",
+    }
+
+
+def document(name: str = "math-text-lookup", **changes: Any) -> dict[str, Any]:
+    """A study of the shipped family, as a client sends it."""
+
+    def tasks(split: str) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": name,
+                "task": {"file": str(FAMILY / "tasks" / f"{name}_{split}.jsonl"), "max_tokens": 8},
+                "metric": "exact_match",
+            }
+            for name in EXPERTS
+        ]
+
+    return {
+        "name": name,
+        "models": {"base": str(FAMILY / "base"), "experts": {n: str(FAMILY / "experts" / n) for n in EXPERTS}},
+        "search_space": {"kind": "lfs", "layer_groups": 2},
+        "search": {"algorithm": "random", "max_trials": 12},
+        "fidelity": {"scheduler": "hyperband", "min_samples": 30, "max_samples": 270, "eta": 3},
+        "objectives": tasks("search"),
+        "holdout": tasks("holdout"),
+        "engine": {"max_model_len": 64},
+        **changes,
+    }
+
+
+def stored_study(store: Store, *, name: str = "math-text-lookup", key: str | None = None) -> StudyRecord:
+    study = Study.model_validate(document(name))
+    return store.create_study(name=name, document=study.canonical(), facts=facts(study), idempotency_key=key)
+
+
+def finished_study(store: Store, *, num_trials: int = 12, name: str = "math-text-lookup") -> StudyRecord:
+    """A study with sources, published recipes, trials of every end, a held-out stage and a verification."""
+    made = run_record(num_trials=num_trials)
+    record = stored_study(store, name=name)
+    store.record_submission(record.id, 1)
+    writer = store.open_attempt(record.id)
+    writer.set_state(StudyState.RUNNING)
+    for trial in made.trials:
+        write_trial(writer, trial)
+    for trial in held_out(made.trials, made.objectives):
+        write_holdout(writer, trial)
+    reports = [asdict(report) for report in made.verifications]
+    writer.set_document_named("verification", {"reports": reports})
+    writer.heartbeat(wall_clock_s=312.4, progress=snapshot(made).to_json())
+    writer.set_state(StudyState.COMPLETE)
+    return store.study(record.id)
+
+
+def write_trial(writer: StudyWriter, trial: TrialRecord) -> None:
+    begun = replace(trial, state=TrialState.WAITING, rungs=(), reason=None, values={}, standard_errors={})
+    writer.add_trial(begun)
+    for rung in trial.rungs:
+        writer.finish_rung(trial.number, rung, samples_reused=0)
+    writer.finish_trials([trial.number], trial.state, trial.reason)
+
+
+def write_holdout(writer: StudyWriter, trial: TrialRecord) -> None:
+    samples = tuple(
+        SampleResult(name, position, f"d{position}", float((trial.number + position) % 3 > 0), "says")
+        for name in EXPERTS
+        for position in range(HOLDOUT_SAMPLES)
+    )
+    prompts = {f"holdout {name}": "0" for name in EXPERTS}
+    evidence = Evidence(trial.recipe.digest, "bank", prompts, "sum", "replica-1", trial.number, "fake")
+    writer.record_chunk(trial.number, "holdout", ScoreResult(samples, evidence, {"score": 0.5, "swap": 0.02}))
+    writer.add_event("holdout_scored", {"trial": trial.number})
+
+
+def rung(number: int, value: float = 0.5) -> RungRecord:
+    return RungRecord(number, dict.fromkeys(EXPERTS, 30), dict.fromkeys(EXPERTS, value), dict.fromkeys(EXPERTS, 0.1))
+
+
+def snapshot(run: RunRecord) -> ProgressSnapshot:
+    return ProgressSnapshot(
+        study=run.study.name,
+        stage="held-out",
+        trials={TrialState.COMPLETE: len(run.trials)},
+        max_trials=len(run.trials),
+        rungs=RUNGS,
+        samples_scored=100,
+        samples_planned=100,
+    )

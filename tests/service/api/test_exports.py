@@ -1,0 +1,189 @@
+"""Merged models over HTTP: the archive holds what `export_trial` writes, and nothing is lost on the way."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from search_spaces.study import load_study
+from service.api.exports import Tar, export_id
+from service.export import export_trial
+from service.preflight import examine
+from service.store import Store
+from service.types import (
+    ExportRecord,
+    ExportState,
+    Origin,
+    RungRecord,
+    StudyRecord,
+    StudyState,
+    TrialRecord,
+    TrialState,
+)
+from tests.service.api.harness import FAMILY, ApiServer, finished_study, stored_study
+
+TIMEOUT_S = 180.0
+
+
+def family_study(store: Store) -> StudyRecord:
+    """A finished study of the shipped family: its sources and published recipes, number 6 best."""
+    examination = examine(load_study(FAMILY / "study.yaml"))
+    study = examination.study
+    record = store.create_study(name=study.name, document=study.canonical(), facts=examination.facts())
+    writer = store.open_attempt(record.id)
+    for number, (_, label, recipe) in enumerate(examination.extras()):
+        writer.add_trial(TrialRecord(number, Origin.PUBLISHED, label, TrialState.WAITING, recipe))
+        values = dict.fromkeys(examination.tasks, 0.9 if number == 6 else 0.1)
+        finished = RungRecord(2, examination.rung_samples[-1], values, dict.fromkeys(values, 0.01))
+        writer.finish_rung(number, finished, samples_reused=0, state=TrialState.COMPLETE)
+    writer.set_state(StudyState.COMPLETE)
+    return store.study(record.id)
+
+
+def wait(http: httpx.Client, path: str) -> dict[str, Any]:
+    deadline = time.monotonic() + TIMEOUT_S
+    while (export := http.get(path).json())["state"] in ("WAITING", "RUNNING"):
+        assert time.monotonic() < deadline, export
+        time.sleep(0.05)
+    return dict(export)
+
+
+def contents(archive: bytes) -> dict[str, bytes]:
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        return {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    with ApiServer(tmp_path_factory.mktemp("api")) as server:
+        yield server
+
+
+def test_the_best_trial_is_downloaded_as_export_writes_it(
+    http: httpx.Client, server: ApiServer, tmp_path: Path
+) -> None:
+    record = family_study(server.store)
+    path = f"/v1/studies/{record.id}/exports"
+    asked = [http.post(path, json=body) for body in ({"trial": "best"}, {}, {"trial": "best", "dtype": "float32"})]
+    assert [answer.status_code for answer in asked] == [202] * 3
+    assert len({answer.json()["id"] for answer in asked}) == 1
+    export = asked[0].json()
+    assert asked[0].headers["location"] == export["links"]["self"] == f"{path}/{export['id']}"
+    assert (export["dtype"], export["bytes"], "download" in export["links"]) == ("float32", None, False)
+    if export["state"] != "COMPLETE":
+        assert http.get(f"{export['links']['self']}/download").status_code == 409
+
+    export = wait(http, export["links"]["self"])
+    assert (export["state"], export["reason"]) == ("COMPLETE", None)
+    answer = http.get(export["links"]["download"])
+    assert answer.headers["content-type"] == "application/x-tar"
+    assert answer.headers["content-disposition"] == 'attachment; filename="math-text-lookup-trial-6.tar"'
+    assert int(answer.headers["content-length"]) == len(answer.content)
+
+    written = export_trial(server.store, record, "best", tmp_path / "model", dtype="float32")
+    expected = {f"math-text-lookup-trial-6/{file.name}": file.read_bytes() for file in written.iterdir()}
+    assert contents(answer.content) == expected
+    assert export["bytes"] == sum(map(len, expected.values()))
+    assert http.get(path).json() == {"exports": [export]}
+    assert http.post(path, json={"trial": 6}).json() == export
+
+
+def test_an_export_that_failed_may_be_tried_again_and_says_why_it_failed(http: httpx.Client, server: ApiServer) -> None:
+    record = finished_study(server.store, num_trials=3)  # its fingerprints are of no real files
+    name = export_id(record.id, 1, "bfloat16")
+    path = f"/v1/studies/{record.id}/exports"
+    server.store.add_export(ExportRecord(name, record.id, 1, "bfloat16", ExportState.FAIL, 1.0, reason="disk full"))
+    assert http.get(f"{path}/{name}").json()["reason"] == "disk full"
+    asked = http.post(path, json={"trial": 1, "dtype": "bfloat16"}).json()
+    assert (asked["id"], asked["reason"]) == (name, None)
+    export = wait(http, asked["links"]["self"])
+    assert export["state"] == "FAIL"
+    assert export["reason"].endswith("have changed since the study; what was scored cannot be written")
+    answer = http.get(f"{path}/{name}/download")
+    assert answer.status_code == 409
+    assert answer.json()["detail"] == f"export {name} is FAIL; it can be downloaded once it is COMPLETE"
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "message"),
+    [
+        ({"trial": "worst"}, "trial", "'worst' is not accepted; give \"best\" or the number of a trial"),
+        ({"trial": -1}, "trial", '-1 is not accepted; give "best" or the number of a trial'),
+        ({"trial": True}, "trial", 'True is not accepted; give "best" or the number of a trial'),
+        ({"trial": 2**70}, "trial", f'{2**70} is not accepted; give "best" or a number from 0 to 11'),
+        ({"trial": float("nan")}, "trial", 'nan is not accepted; give "best" or the number of a trial'),
+        ({"dtype": "int8"}, "dtype", "'int8' is not known; available: null, float32, bfloat16, float16"),
+        ({"dtype": []}, "dtype", "[] is not known; available: null, float32, bfloat16, float16"),
+        ({"out": "/etc"}, "out", "unknown key; known keys: trial, dtype"),
+    ],
+)
+def test_wrong_requests_are_refused_by_field(
+    http: httpx.Client, server: ApiServer, body: dict[str, Any], field: str, message: str
+) -> None:
+    record = finished_study(server.store, num_trials=3)
+    headers = {"Content-Type": "application/json"}
+    answer = http.post(f"/v1/studies/{record.id}/exports", content=json.dumps(body), headers=headers)
+    assert answer.status_code == 422, answer.text
+    assert answer.json()["problems"] == [{"field": field, "message": message}]
+
+
+def test_what_is_not_complete_is_not_exported(http: httpx.Client, server: ApiServer) -> None:
+    record = stored_study(server.store)
+    answer = http.post(f"/v1/studies/{record.id}/exports", json={})
+    assert answer.status_code == 409
+    assert answer.json()["detail"] == ("study 'math-text-lookup' is CREATED; models are exported once it is COMPLETE")
+
+
+def test_an_export_belongs_to_its_study(http: httpx.Client, server: ApiServer) -> None:
+    mine, other = (finished_study(server.store, num_trials=3) for _ in range(2))
+    export = http.post(f"/v1/studies/{mine.id}/exports", json={"dtype": "float16"}).json()
+    assert http.get(f"/v1/studies/{other.id}/exports/{export['id']}").status_code == 404
+    assert http.get(f"/v1/studies/{other.id}/exports").json() == {"exports": []}
+
+
+def test_an_interrupted_export_is_written_at_the_next_start(tmp_path: Path) -> None:
+    name = export_id("s", 0, "float32")
+    store = Store(f"sqlite:///{tmp_path / 'mergesearch.db'}")
+    record = family_study(store)
+    store.add_export(ExportRecord(name, record.id, 1, "float32", ExportState.RUNNING, created_at=1.0))
+    store.close()
+    leftover = tmp_path / "exports" / name / "half"
+    leftover.mkdir(parents=True)
+    with ApiServer(tmp_path) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        assert wait(http, f"/v1/studies/{record.id}/exports/{name}")["state"] == "COMPLETE"
+        assert not leftover.exists()
+
+
+def test_stopping_the_server_leaves_an_export_to_be_begun_again(tmp_path: Path) -> None:
+    with ApiServer(tmp_path) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        record = family_study(server.store)
+        asked = http.post(f"/v1/studies/{record.id}/exports", json={}).json()
+        while http.get(asked["links"]["self"]).json()["state"] == "WAITING":
+            time.sleep(0.01)
+    store = Store(f"sqlite:///{tmp_path / 'mergesearch.db'}")
+    assert store.export(asked["id"]).state is ExportState.RUNNING
+    store.close()
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [1, 511, 512, 513], [3 * 2**20 + 5, 10240]])
+def test_an_archive_is_as_long_as_it_said(tmp_path: Path, sizes: list[int]) -> None:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    expected = {}
+    for index, size in enumerate(sizes):
+        name = f"file-{index}-{'long' * 60 if index == 1 else ''}"
+        (directory / name).write_bytes(expected.setdefault(f"model/{name}", bytes([index + 65]) * size))
+    archive = Tar(directory, modified_at=1_760_000_000.7)
+    content = b"".join(archive.chunks())
+    assert archive.size == len(content)
+    assert max(map(len, archive.chunks()), default=0) <= 2**20
+    assert contents(content) == expected
+    assert content == b"".join(Tar(directory, modified_at=1_760_000_000.2).chunks())

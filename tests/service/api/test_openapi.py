@@ -1,0 +1,130 @@
+"""The OpenAPI document says what the server does, and the server does what it says, whatever is sent."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from schemathesis.engine import Status, from_schema
+from schemathesis.engine.events import FatalError, NonFatalError, ScenarioFinished
+
+from service.api.exports import Exports
+from service.types import ExportRecord, ExportState, StudyState
+from tests.service.api.harness import ApiServer, finished_study, stored_study
+
+EXPORT = "e" * 32
+CONFIGURATION = {
+    "seed": 0,
+    "generation": {"max-examples": 10, "deterministic": True},
+    "phases": {"stateful": {"enabled": False}},
+    # A study that is well formed may name models that are not there.
+    "checks": {"positive_data_acceptance": {"enabled": False}},
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    with ApiServer(tmp_path_factory.mktemp("api")) as server:
+        services = server.app.state.services
+        # Exports that are asked for stay WAITING.
+        server.app.state.services = replace(services, exports=Exports(server.store, server.data_dir))
+        yield server
+
+
+@pytest.fixture(scope="module")
+def schema(server: ApiServer) -> Any:
+    """Of well-formed names of studies and exports, some are of what there is."""
+    finished = finished_study(server.store, num_trials=5)
+    created = stored_study(server.store)
+    export = ExportRecord(EXPORT, finished.id, 1, "float32", ExportState.COMPLETE, created_at=1.0)
+    server.store.add_export(export)
+    directory = server.app.state.services.exports.directory(export)
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    schema = schemathesis.openapi.from_url(
+        f"{server.url}/openapi.json", config=schemathesis.Config.from_dict(CONFIGURATION)
+    )
+
+    @schema.hook
+    def map_path_parameters(context: Any, path_parameters: Any) -> Any:
+        study = str((path_parameters or {}).get("study_id", ""))
+        if len(study) == 32 and set(study) <= set("0123456789abcdef"):
+            streams = context.operation.path.endswith("/events")  # of what has not ended they do not end
+            if study[0] < "c":
+                path_parameters["study_id"] = finished.id if study[0] < "8" or streams else created.id
+            if "export_id" in path_parameters and study[1] < "8":
+                path_parameters["export_id"] = EXPORT
+        return path_parameters
+
+    return schema
+
+
+def test_the_server_keeps_to_its_document(server: ApiServer, schema: Any) -> None:
+    problems = []
+    for event in from_schema(schema).execute():
+        if isinstance(event, NonFatalError | FatalError):
+            problems.append(str(event))
+        elif isinstance(event, ScenarioFinished):
+            problems += [
+                f"{event.recorder.label}: {failure.failure_info.failure}\n{failure.failure_info.code_sample}"
+                for checks in event.recorder.checks.values()
+                for failure in checks
+                if failure.status is Status.FAILURE
+            ]
+    assert not problems, "\n\n".join(problems)
+    # Every operation was seen to work, not only to refuse.
+    told = httpx.get(f"{server.url}/metrics").text
+    answered = set(re.findall(r'method="(\w+)",route="([^"]+)",status="(\d)', told))
+    for path, operations in schema.raw_schema["paths"].items():
+        for method in operations:
+            assert (method.upper(), path, "2") in answered, told
+    assert not any(status == "5" for _, _, status in answered), told
+
+
+def test_every_route_is_described_with_its_refusals(http: httpx.Client) -> None:
+    document = http.get("/openapi.json").json()
+    assert "/v1/studies/{study_id}:cancel" in document["paths"]
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            where = f"{method} {path}"
+            assert operation["description"], where
+            for status, answer in operation["responses"].items():
+                media = set(answer.get("content", {}))
+                assert media == {"application/problem+json"} if int(status) >= 400 else media, (where, status)
+            if "{" in path:
+                assert "404" in operation["responses"], where
+    assert set(document["paths"]["/v1/studies"]["post"]["requestBody"]["content"]) >= {
+        "application/json",
+        "application/yaml",
+    }
+    assert "HTTPValidationError" not in document["components"]["schemas"]
+
+
+def test_every_reference_leads_somewhere(http: httpx.Client) -> None:
+    document = http.get("/openapi.json").json()
+    references = set()
+
+    def collect(node: Any) -> None:
+        if isinstance(node, dict):
+            if isinstance(reference := node.get("$ref"), str):
+                references.add(reference)
+            for inner in node.values():
+                collect(inner)
+        elif isinstance(node, list):
+            for inner in node:
+                collect(inner)
+
+    collect(document)
+    assert references
+    assert {r.removeprefix("#/components/schemas/") for r in references} <= set(document["components"]["schemas"])
+
+
+def test_states_are_those_of_studies(http: httpx.Client) -> None:
+    parameters = http.get("/openapi.json").json()["paths"]["/v1/studies"]["get"]["parameters"]
+    (state,) = (parameter for parameter in parameters if parameter["name"] == "state")
+    assert next(iter(state["schema"]["anyOf"]))["enum"] == [state.value for state in StudyState]

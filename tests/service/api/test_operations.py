@@ -1,0 +1,79 @@
+"""Alive, ready, counted."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+
+from service.types import StudyState
+from tests.service.api.harness import ApiServer, stored_study
+
+
+def test_the_cluster_lives_as_long_as_the_application(tmp_path: Path) -> None:
+    with ApiServer(tmp_path) as server:
+        assert server.cluster.is_running
+    assert not server.cluster.is_running
+
+
+def test_the_server_is_alive_before_it_is_ready(http: httpx.Client, server: ApiServer) -> None:
+    server.cluster.reason = "Ray is being started"
+    assert http.get("/healthz").json() == {"status": "alive"}
+    answer = http.get("/readyz")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.json()["detail"] == "Ray is being started"
+    server.cluster.reason = None
+    assert http.get("/readyz").json() == {"status": "ready"}
+
+
+def test_metrics_count_studies_by_state_and_requests_by_route(http: httpx.Client, server: ApiServer) -> None:
+    for _ in range(2):
+        record = stored_study(server.store)
+        http.get(f"/v1/studies/{record.id}")
+    server.store.open_attempt(record.id).set_state(StudyState.RUNNING)
+    http.get("/nowhere")
+    lines = http.get("/metrics").text.splitlines()
+    assert 'mergesearch_studies{state="CREATED"} 1' in lines
+    assert 'mergesearch_studies{state="RUNNING"} 1' in lines
+    assert "mergesearch_ready 1" in lines
+    assert 'mergesearch_http_requests_total{method="GET",route="/v1/studies/{study_id}",status="200"} 2' in lines
+    assert 'mergesearch_http_requests_total{method="GET",route="none",status="404"} 1' in lines
+
+
+@pytest.mark.parametrize("method", ["DELETE", "PUT", "PATCH"])
+def test_other_methods_are_refused_with_those_there_are(http: httpx.Client, method: str) -> None:
+    answer = http.request(method, "/v1/studies")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "GET, POST")
+    assert answer.json()["detail"] == f"{method} is not possible here; use GET, POST"
+
+
+def test_a_database_that_does_not_answer_is_unavailable(http: httpx.Client, server: ApiServer) -> None:
+    database = server.data_dir / "mergesearch.db"
+    server.store.close()
+    content = database.read_bytes()
+    for name in ("mergesearch.db", "mergesearch.db-wal", "mergesearch.db-shm"):
+        (server.data_dir / name).unlink(missing_ok=True)
+    database.write_bytes(b"no database at all" * 1000)
+    for path in ("/readyz", "/v1/studies"):
+        answer = http.get(path)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+        assert answer.json()["detail"] == "the server's database does not answer; its log says why"
+    server.store.close()
+    database.write_bytes(content)
+
+
+def test_the_page_for_people_names_every_route_and_loads_nothing(http: httpx.Client) -> None:
+    page = http.get("/docs")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    document = http.get("/openapi.json").json()
+    for path in document["paths"]:
+        assert f"<code>{path}</code>" in page.text
+    for name in document["components"]["schemas"]:
+        assert f'id="{name}"' in page.text
+    for link in re.findall(r'href="#([^"]+)"', page.text):
+        assert f'id="{link}"' in page.text
+    assert "<script" not in page.text
+    assert not re.search(r'(src|href)="https?:', page.text)

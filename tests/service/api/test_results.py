@@ -1,0 +1,185 @@
+"""What a study has found, over HTTP: the same documents as the result files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from service.documents import schemas
+from service.report import render_report
+from service.results import pareto, summary, trial_document
+from service.run_record import run_record
+from service.selection import accuracy_objectives, best_trial, full_budget_trials
+from service.types import StudyRecord, StudyState, TrialState
+from tests.service.api.harness import ApiServer, finished_study, rung, stored_study, write_trial
+from tests.service.synthetic_run import run_record as made_up
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    with ApiServer(tmp_path_factory.mktemp("api")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def study(server: ApiServer) -> StudyRecord:
+    return finished_study(server.store, num_trials=30)
+
+
+@pytest.fixture
+def get(http: httpx.Client, study: StudyRecord) -> Any:
+    def get(rest: str) -> Any:
+        answer = http.get(f"/v1/studies/{study.id}{rest}")
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    return get
+
+
+def as_json(document: Any) -> Any:
+    return json.loads(json.dumps(document))
+
+
+def test_pages_of_trials_are_all_of_them(get: Any, server: ApiServer, study: StudyRecord, http: httpx.Client) -> None:
+    every = [as_json(trial_document(trial)) for trial in server.store.trials(study.id)]
+    assert get("/trials")["trials"] == every
+    page = get("/trials?limit=10")
+    seen = page["trials"]
+    assert len(seen) == 10
+    while page["next"] is not None:
+        page = http.get(page["next"]).json()
+        seen += page["trials"]
+    assert seen == every
+    assert get("/trials?limit=39")["next"] is None
+    for trial in every:
+        jsonschema.validate(trial, schemas()["trial"])
+
+
+@pytest.mark.parametrize("state", list(TrialState))
+@pytest.mark.parametrize("limit", [1, 4, 1000])
+def test_pages_of_one_state_are_all_of_it(
+    get: Any, server: ApiServer, study: StudyRecord, http: httpx.Client, state: TrialState, limit: int
+) -> None:
+    expected = [trial.number for trial in server.store.trials(study.id) if trial.state is state]
+    page = get(f"/trials?state={state.value}&limit={limit}")
+    seen = [trial["number"] for trial in page["trials"]]
+    while page["next"] is not None:
+        page = http.get(page["next"]).json()
+        assert page["trials"]
+        seen += [trial["number"] for trial in page["trials"]]
+    assert seen == expected
+
+
+def test_a_trial_and_its_recipe(get: Any, server: ApiServer, study: StudyRecord) -> None:
+    trial = server.store.trial(study.id, 17)
+    assert get("/trials/17") == as_json(trial_document(trial))
+    assert get("/trials/17/recipe") == as_json(trial.recipe.to_json())
+    jsonschema.validate(get("/trials/17/recipe"), schemas()["recipe"])
+
+
+def test_summary_and_front_are_those_of_the_result_files(get: Any, server: ApiServer, study: StudyRecord) -> None:
+    run = run_record(server.store, study.id)
+    assert get("/summary") == as_json(summary(run))
+    assert get("/pareto") == as_json(pareto(run))
+    jsonschema.validate(get("/summary"), schemas()["summary"])
+
+
+def test_the_report_is_the_page_of_the_result_files_and_runs_nothing(
+    http: httpx.Client, server: ApiServer, study: StudyRecord
+) -> None:
+    answer = http.get(f"/v1/studies/{study.id}/report")
+    assert answer.text == render_report(run_record(server.store, study.id))
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+    assert "sandbox" in answer.headers["content-security-policy"]
+
+
+def test_every_plot_there_is_can_be_had(get: Any, http: httpx.Client) -> None:
+    plots = get("/plots")["plots"]
+    assert [plot["name"] for plot in plots] == ["history", "front", "holdout", "recipe", "budget"]
+    for plot in plots:
+        assert plot["title"]
+        assert http.get(plot["link"]).json()["plot"] == plot["name"]
+
+
+def test_the_history_holds_every_finished_rung_and_the_best_so_far(
+    get: Any, server: ApiServer, study: StudyRecord
+) -> None:
+    run = run_record(server.store, study.id)
+    plot = get("/plots/history")
+    assert [series["name"] for series in plot["series"]] == ["mean", "math", "text", "lookup"]
+    for series in plot["series"]:
+        assert len(series["points"]) == sum(len(trial.rungs) for trial in run.trials)
+        values = [point["value"] for point in series["record"]]
+        assert values == sorted(set(values))
+        assert values[-1] == max(point["value"] for point in series["points"] if point["is_full"])
+    best = best_trial(run.trials, run.objectives)
+    assert best is not None
+    assert plot["series"][0]["record"][-1]["trial"] == best.number
+    assert plot["failed"] == [trial.number for trial in run.trials if trial.state is TrialState.FAIL]
+
+
+def test_the_front_says_who_is_on_it(get: Any, server: ApiServer, study: StudyRecord) -> None:
+    run = run_record(server.store, study.id)
+    plot, document = get("/plots/front"), get("/pareto")
+    assert [point["trial"] for point in plot["points"]] == [t.number for t in full_budget_trials(run.trials)]
+    on_front = [point["trial"] for point in plot["points"] if point["is_on_front"]]
+    assert on_front == [row["trial"] for row in document["front"]]
+    (best,) = (point for point in plot["points"] if point["is_best"])
+    means = {
+        point["trial"]: sum(point["values"][name] for name in accuracy_objectives(run.objectives))
+        for point in plot["points"]
+    }
+    assert means[best["trial"]] == pytest.approx(max(means.values()))
+
+
+def test_the_recipe_covers_every_layer_once(get: Any) -> None:
+    plot = get("/plots/recipe")
+    layers = [number for run in plot["layers"] for number in range(run["first"], run["last"] + 1)]
+    assert layers == list(range(8))
+    for run in plot["layers"]:
+        assert set(run["components"]) == {"attention", "mlp", "norm"}
+        for picture in run["components"].values():
+            assert sum(picture["shares"].values()) == pytest.approx(1)
+
+
+def test_held_out_rows_are_those_of_the_summary(get: Any) -> None:
+    rows = get("/plots/holdout")["rows"]
+    assert rows == get("/summary")["holdout"]
+    assert rows
+
+
+def test_the_budget_counts_searched_trials_by_rung(get: Any, server: ApiServer, study: StudyRecord) -> None:
+    plot = get("/plots/budget")
+    searched = [trial for trial in server.store.trials(study.id) if trial.origin.value == "search"]
+    assert [rung["trials"] for rung in plot["rungs"]] == [
+        sum(len(trial.rungs) > rung for trial in searched) for rung in range(3)
+    ]
+    assert [rung["samples"] for rung in plot["rungs"]] == [30, 90, 270]
+
+
+def test_results_follow_what_is_stored(http: httpx.Client, server: ApiServer) -> None:
+    record = stored_study(server.store, name="growing")
+    path = f"/v1/studies/{record.id}"
+
+    def scored() -> tuple[int, bool]:
+        trials = http.get(f"{path}/summary").json()["trials"]
+        return sum(trials.values()), "No trial has reached the full budget yet" in http.get(f"{path}/report").text
+
+    for rest in ("", "/trials", "/pareto", "/report", "/plots/history", "/plots/front", "/plots/recipe", "/exports"):
+        assert http.get(path + rest).status_code == 200, rest
+    assert scored() == (0, True)
+    writer = server.store.open_attempt(record.id)
+    writer.set_state(StudyState.RUNNING)
+    first, *_ = made_up(num_trials=3).trials
+    write_trial(writer, first)
+    assert scored() == (1, False)
+    writer.finish_rung(0, rung(0), samples_reused=0)
+    assert http.get(f"{path}/summary").json()["state"] == "RUNNING"
+    writer.set_state(StudyState.FAILED, "no engine")
+    assert http.get(f"{path}/summary").json()["reason"] == "no engine"

@@ -1,0 +1,210 @@
+"""Studies over HTTP: created once, listed, looked at, cancelled."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from service.errors import StaleAttempt
+from service.types import StudyState
+from tests.service.api.harness import ApiServer, document, finished_study, rung, stored_study
+
+UNKNOWN = "0" * 32
+
+
+def test_a_study_is_created_and_found_where_its_location_says(http: httpx.Client, server: ApiServer) -> None:
+    answer = http.post("/v1/studies", json=document())
+    assert answer.status_code == 201
+    created = answer.json()
+    assert answer.headers["location"] == created["links"]["self"] == f"/v1/studies/{created['id']}"
+    assert http.get(answer.headers["location"]).json() == created
+    assert (created["name"], created["state"], created["attempt"]) == ("math-text-lookup", "CREATED", 0)
+    assert (created["trials"], created["progress"], created["job"]) == ({}, None, None)
+    assert server.cluster.num_wakes == 1
+    for link in set(created["links"]) - {"events"}:
+        assert http.get(created["links"][link]).status_code == 200, link
+
+
+@pytest.mark.parametrize("media_type", ["application/yaml", "application/x-yaml", "text/yaml; charset=UTF-8"])
+def test_yaml_makes_the_same_study_as_json(http: httpx.Client, media_type: str) -> None:
+    headers = {"Content-Type": media_type}
+    from_yaml = http.post("/v1/studies", content=yaml.safe_dump(document()), headers=headers)
+    assert from_yaml.status_code == 201, from_yaml.text
+    from_json = http.post("/v1/studies", json=document())
+    files = [http.get(answer.json()["links"]["study"]).json() for answer in (from_yaml, from_json)]
+    assert files[0] == files[1]
+    assert http.post("/v1/studies", json=files[0]).status_code == 201
+
+
+def test_fifty_requests_of_one_key_make_one_study(http: httpx.Client, server: ApiServer) -> None:
+    def post(_: int) -> httpx.Response:
+        return httpx.post(f"{server.url}/v1/studies", json=document(), headers={"Idempotency-Key": "one"}, timeout=60)
+
+    with ThreadPoolExecutor(50) as pool:
+        answers = list(pool.map(post, range(50)))
+    assert sorted(answer.status_code for answer in answers) == [200] * 49 + [201]
+    assert len({answer.json()["id"] for answer in answers}) == 1
+    assert len(http.get("/v1/studies").json()["studies"]) == 1
+
+
+def test_a_key_names_one_body(http: httpx.Client, server: ApiServer) -> None:
+    headers = {"Idempotency-Key": "one"}
+    created = http.post("/v1/studies", json=document(), headers=headers).json()
+    answer = http.post("/v1/studies", json=document("another"), headers=headers)
+    assert answer.status_code == 409
+    assert answer.json()["detail"] == (
+        f"Idempotency-Key 'one' was sent before with another body, which made study {created['id']}; "
+        "send another key for another study"
+    )
+    assert http.post("/v1/studies", json=document("another"), headers={"Idempotency-Key": "two"}).status_code == 201
+
+
+def test_a_key_of_a_refused_request_may_be_used_again(http: httpx.Client) -> None:
+    headers = {"Idempotency-Key": "one"}
+    assert http.post("/v1/studies", json=document(objectives=[]), headers=headers).status_code == 422
+    assert http.post("/v1/studies", json=document(), headers=headers).status_code == 201
+
+
+def test_without_a_key_every_request_makes_a_study(http: httpx.Client) -> None:
+    ids = {http.post("/v1/studies", json=document()).json()["id"] for _ in range(3)}
+    assert len(ids) == 3
+
+
+@pytest.mark.parametrize("key", ["", "two words", "x" * 256, "h\xe9"])
+def test_keys_that_are_no_names_are_refused(http: httpx.Client, key: str) -> None:
+    headers = {"Idempotency-Key": key.encode("latin-1")}
+    answer = http.post("/v1/studies", json=document(), headers=headers)
+    assert answer.status_code == 422
+    assert answer.json()["problems"][0]["field"] == "Idempotency-Key"
+
+
+def test_studies_are_listed_by_state_and_name_oldest_first(http: httpx.Client, server: ApiServer) -> None:
+    made = [stored_study(server.store, name=name) for name in ("a", "b", "a")]
+    server.store.open_attempt(made[1].id).set_state(StudyState.RUNNING)
+
+    def ids(**query: str) -> list[str]:
+        return [study["id"] for study in http.get("/v1/studies", params=query).json()["studies"]]
+
+    assert ids() == [record.id for record in made]
+    assert ids(name="a") == [made[0].id, made[2].id]
+    assert ids(state="RUNNING") == [made[1].id]
+    assert ids(state="RUNNING", name="a") == []
+
+
+def test_an_unknown_state_is_refused_with_those_there_are(http: httpx.Client) -> None:
+    (problem,) = http.get("/v1/studies", params={"state": "DONE"}).json()["problems"]
+    assert problem["field"] == "state"
+    assert problem["message"].startswith("\"DONE\" is not accepted; input should be 'CREATED', 'RUNNING'")
+
+
+def test_a_study_tells_how_far_it_is(http: httpx.Client, server: ApiServer) -> None:
+    record = finished_study(server.store)
+    told = http.get(f"/v1/studies/{record.id}").json()
+    assert (told["state"], told["attempt"], told["wall_clock_s"]) == ("COMPLETE", 1, 312.4)
+    assert sum(told["trials"].values()) == 21
+    assert told["progress"]["stage"] == "held-out"
+    assert told["job"] == {"submission_id": "math-text-lookup-1", "dashboard_url": None}
+
+
+def test_what_is_no_study_is_not_found(http: httpx.Client) -> None:
+    names = (UNKNOWN, "x", "0" * 33, "..", "%00", "%2e%2e%2fetc", "\N{SNOWMAN}", "0' OR '1'='1")
+    for name, rest in itertools.product(names, ("", "/trials", "/events", "/report", "/exports", ":cancel")):
+        answer = http.request("POST" if rest == ":cancel" else "GET", f"/v1/studies/{name}{rest}")
+        assert answer.status_code == 404, (name, rest)
+        assert answer.headers["content-type"] == "application/problem+json"
+        assert answer.json()["status"] == 404
+        if name == UNKNOWN:
+            assert answer.json()["detail"] == f"study '{UNKNOWN}': there is no such study"
+
+
+# Cancelling.
+
+
+def test_cancelling_ends_a_study_once_and_stops_its_driver(http: httpx.Client, server: ApiServer) -> None:
+    record = stored_study(server.store)
+    writer = server.store.open_attempt(record.id)
+    writer.set_state(StudyState.RUNNING)
+    answers = [http.post(f"/v1/studies/{record.id}:cancel") for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [202] * 3
+    assert {answer.json()["state"] for answer in answers} == {"CANCELLED"}
+    with pytest.raises(StaleAttempt):
+        writer.finish_rung(0, rung(0), samples_reused=0)
+    kinds = [event.kind for event in server.store.events(record.id)]
+    assert kinds == ["created", "attempt", "state", "attempt", "state"]
+    assert server.cluster.num_wakes == 3
+
+
+def test_studies_cancelled_by_many_at_once_are_cancelled_once(server: ApiServer) -> None:
+    record = stored_study(server.store)
+
+    def cancel(_: int) -> httpx.Response:
+        return httpx.post(f"{server.url}/v1/studies/{record.id}:cancel", timeout=60)
+
+    with ThreadPoolExecutor(10) as pool:
+        assert {answer.status_code for answer in pool.map(cancel, range(10))} == {202}
+    assert [event.kind for event in server.store.events(record.id)].count("state") == 1
+
+
+@pytest.mark.parametrize("state", [StudyState.COMPLETE, StudyState.FAILED])
+def test_what_has_ended_cannot_be_cancelled(http: httpx.Client, server: ApiServer, state: StudyState) -> None:
+    record = stored_study(server.store)
+    server.store.open_attempt(record.id).set_state(state)
+    answer = http.post(f"/v1/studies/{record.id}:cancel")
+    assert answer.status_code == 409
+    assert answer.json()["detail"].startswith(f"study {record.id} is {state.value} already")
+    assert server.store.study(record.id).attempt == 1
+
+
+def test_verbs_are_posted(http: httpx.Client, server: ApiServer) -> None:
+    record = stored_study(server.store)
+    answer = http.get(f"/v1/studies/{record.id}:cancel")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert http.post(f"/v1/studies/{record.id}:vanish").status_code == 404
+
+
+# Logs.
+
+
+def test_the_log_is_what_the_drivers_printed(http: httpx.Client, server: ApiServer) -> None:
+    record = stored_study(server.store)
+    server.cluster.log_text = "scored \N{SNOWMAN} \udcff\n"
+    answer = http.get(f"/v1/studies/{record.id}/log")
+    assert answer.headers["content-type"] == "text/plain; charset=utf-8"
+    assert answer.text == "scored \N{SNOWMAN} ?\n"
+
+
+def test_the_log_waits_for_the_cluster(http: httpx.Client, server: ApiServer) -> None:
+    record = stored_study(server.store)
+    server.cluster.reason = "Ray is being started"
+    answer = http.get(f"/v1/studies/{record.id}/log")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    assert answer.json()["detail"] == "Ray is being started"
+
+
+def test_studies_are_accepted_while_the_cluster_is_away(http: httpx.Client, server: ApiServer) -> None:
+    server.cluster.reason = "Ray is being started"
+    assert http.post("/v1/studies", json=document()).status_code == 201
+
+
+def test_problems_name_every_field(http: httpx.Client) -> None:
+    body: dict[str, Any] = document()
+    body["serch"] = {}
+    body["search"]["max_trials"] = 0
+    body["fidelity"]["eta"] = "3"
+    answer = http.post("/v1/studies", content=json.dumps(body), headers={"Content-Type": "application/json"})
+    assert answer.status_code == 422
+    told = answer.json()
+    assert (told["type"], told["title"], told["status"]) == ("about:blank", "Unprocessable Entity", 422)
+    assert told["detail"] == "3 things are wrong with the request"
+    assert {problem["field"]: problem["message"] for problem in told["problems"]} == {
+        "search.max_trials": "0 is not accepted; give at least 1",
+        "fidelity.eta": '"3" is not accepted; give a whole number',
+        "serch": 'unknown key; did you mean "search"? known keys: '
+        "name, models, search_space, search, fidelity, objectives, holdout, engine, limits",
+    }

@@ -1,0 +1,22 @@
+"""Coefficients with which every merge method can be tried, for three models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+SHARES = (0.2, 0.5, 0.3)
+EXAMPLES: Mapping[str, float | tuple[float, ...]] = {
+    "weight": SHARES,
+    "lambda": 0.4,
+    "k": 0.3,
+    "t": 0.3,
+    "density": 0.4,
+    "epsilon": 0.1,
+    "gamma": 0.1,
+    "select_topk": 0.5,
+    "mask_lambda": 0.4,
+    "agreement": 2.0,
+    "scale": 0.7,
+    "steps": 5.0,
+    "learning_rate": 1e-3,
+}

@@ -1,0 +1,198 @@
+"""The fused kernels against the plain methods: the same bits, whatever the operands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from search_spaces.recipe import Merge, Source
+from workers import masks
+from workers.kernels import FUSED, is_fused, merge_stored
+from workers.kernels import cpu as kernels
+from workers.kernels.ordering import ascending_magnitudes
+from workers.magnitudes import SPACING, MagnitudeTable
+from workers.merge_methods import METHODS, Operands, cosine, num_kept
+
+BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
+LAMBDAS = (0.3, -0.2, 0.7, 0.11, 0.6, 0.05, 0.9, 0.4)
+
+
+def merges(num_sources: int) -> Iterator[Merge]:
+    """Every fused method; TIES with few and many kept, DARE with few, many and all."""
+    sources = tuple(Source(f"m{i}") for i in range(num_sources))
+    numbers = LAMBDAS[:num_sources]
+    yield Merge("linear", sources, {"weight": numbers})
+    yield Merge("task_arithmetic", sources, {"lambda": numbers})
+    for k in (1e-6, 0.2, 0.777777, 1.0):
+        yield Merge("ties", sources, {"lambda": 0.7, "k": k})
+    for density in (0.03, 0.5, 1.0):
+        each = tuple(density * (1 - 0.01 * i) for i in range(num_sources))
+        yield Merge("dare_linear", sources, {"lambda": numbers, "density": each}, seed=3)
+        yield Merge("dare_ties", sources, {"lambda": -0.8, "density": each}, seed=3)
+    if num_sources == 2:
+        yield Merge("slerp", sources, {"t": 0.3})
+        yield Merge("nuslerp", sources, {"weight": numbers})
+
+
+def operands(shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], seed: int = 0) -> Operands:
+    """A base and experts near it, `dtypes` being those of the base and of each expert, with all statistics."""
+    generator = torch.Generator().manual_seed(seed)
+    base = torch.randn(shape, generator=generator)
+    tensors = tuple(
+        (base + 0.05 * torch.randn(shape, generator=generator)).to(dtype) for dtype in dtypes[1:]
+    )
+    base = base.to(dtypes[0])
+    return with_statistics(tensors, base)
+
+
+def with_statistics(tensors: tuple[torch.Tensor, ...], base: torch.Tensor) -> Operands:
+    tables = tuple(MagnitudeTable.of(tensor, base) for tensor in tensors)
+    keys = tuple(masks.mask_key(3, f"m{i}", "weight") for i in range(len(tensors)))
+    return Operands(tensors, base, cosine(*tensors) if len(tensors) == 2 else None, tables, keys)
+
+
+def plain(merge: Merge, given: Operands, dtype: torch.dtype) -> torch.Tensor:
+    """By the plain method, which sorts for itself."""
+    alone = Operands(given.tensors, given.base, None, None, given.keys).in_float32()
+    return METHODS[merge.method].merge(alone, merge).to(dtype)
+
+
+def fused(merge: Merge, given: Operands, dtype: torch.dtype) -> torch.Tensor:
+    assert is_fused(merge, given, dtype)
+    out = torch.full(given.tensors[0].shape, 7.0, dtype=dtype)
+    merge_stored(merge, given, out)
+    return out
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int32 if tensor.dtype == FLOAT32 else torch.int16)
+
+
+def check(merge: Merge, given: Operands, dtype: torch.dtype) -> None:
+    found, expected = fused(merge, given, dtype), plain(merge, given, dtype)
+    assert torch.equal(bits(found), bits(expected)), (merge, int((found != expected).sum()))
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_every_fused_method_is_among_those_checked() -> None:
+    assert {merge.method for merge in merges(2)} == set(FUSED)
+
+
+@pytest.mark.parametrize("num_sources", [1, 3])
+def test_kernels_give_the_bits_of_the_plain_methods(num_sources: int, two_threads: None) -> None:
+    for shape in ((1,), (7, 43), (301, 499)):
+        given = operands(shape, (FLOAT32,) * (num_sources + 1))
+        for merge in merges(num_sources):
+            check(merge, given, FLOAT32)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])
+def test_stored_dtypes_are_read_and_written_with_one_rounding(dtype: torch.dtype) -> None:
+    given = operands((97, 53), (dtype,) * 3)
+    for merge in merges(2):
+        check(merge, given, dtype)
+
+
+def test_dtypes_may_differ_between_sources_base_and_result() -> None:
+    given = operands((33, 5), (FLOAT16, BFLOAT16, FLOAT32, FLOAT16))
+    for merge in merges(3):
+        check(merge, given, BFLOAT16)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])
+def test_rounding_is_torchs_for_every_kind_of_number(dtype: torch.dtype) -> None:
+    halves = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    finite = halves[torch.isfinite(halves)]
+    passed = fused(Merge("linear", (Source("a"),), {"weight": 1.0}), Operands((finite,)), FLOAT32)
+    assert torch.equal(bits(passed), bits(finite.float()))  # every number of the type is read right
+    between = torch.cat([passed[:-1] + (passed[1:] - passed[:-1]) * share for share in (0.25, 0.5, 0.75)])
+    random = torch.randint(-(2**31), 2**31, (200_000,), generator=torch.Generator().manual_seed(0)).int().view(FLOAT32)
+    numbers = torch.cat([between, passed, random[torch.isfinite(random)], torch.tensor([0.0, -0.0, 65519.9, 65520.0])])
+    check(Merge("linear", (Source("a"),), {"weight": 1.0}), Operands((numbers,)), dtype)
+
+
+def test_the_number_of_threads_changes_no_bit(two_threads: None) -> None:
+    given = operands((512, 513), (FLOAT32,) * 3)
+    for merge in merges(2):
+        parallel = fused(merge, given, FLOAT32)
+        torch.set_num_threads(1)
+        assert torch.equal(fused(merge, given, FLOAT32), parallel)
+        torch.set_num_threads(2)
+
+
+def test_fused_masks_are_those_of_the_definition() -> None:
+    zero, one = torch.zeros(70_001), torch.ones(70_001)
+    for key in (0, 1, 2**32 - 1, 2**63 + 12345, 2**64 - 1):
+        for density in (1e-6, 0.1, 0.5, 0.999999, 1.0):
+            found = torch.empty(70_001)
+            kernels.dare_linear([one], zero, found, lambdas=[density], densities=[density], keys=[key])
+            assert torch.equal(found != 0, masks.keep(key, (70_001,), density))
+
+
+# Few distinct numbers, so that magnitudes are often equal, or zero, or cancel.
+numbers = st.sampled_from([0.0, -0.0, 0.5, -0.5, 1.0, -1.0, 1.5, 2.0, 1e-30, -3.0])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.integers(1, 400), st.integers(0, 1_000_000))
+def test_ties_keeps_exactly_what_a_full_sort_keeps(data: st.DataObject, size: int, millionths: int) -> None:
+    rows = [data.draw(st.lists(numbers, min_size=3, max_size=60)) for _ in range(2)]
+    tensors = tuple(torch.tensor((row * size)[:size]) for row in rows)
+    base = torch.zeros(size)
+    merge = Merge("ties", (Source("a"), Source("b")), {"lambda": 0.9, "k": millionths / 1e6})
+    check(merge, with_statistics(tensors, base), FLOAT32)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5000), st.integers(0, 40), st.integers(0, 2**31), st.floats(0, 1))
+def test_any_rank_is_found_among_fewer_than_the_tables_spacing(
+    size: int, num_distinct: int, seed: int, share: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    base, source = torch.zeros(size), torch.randn(size, generator=generator)
+    if num_distinct:
+        source = (source * num_distinct).round() / num_distinct
+    ordered = source.abs().sort().values
+    table = MagnitudeTable.of(source, base)
+    rank = num_kept(round(share, 6), size)
+    trim = table.trim(rank)
+    between = (ordered > trim.low) & (ordered < trim.high)
+    assert int(between.sum()) < SPACING
+    assert trim.low <= ordered[-rank] <= trim.high
+    assert table.of_rank(rank, source) == ordered[-rank] == torch.kthvalue(source.abs(), size - rank + 1).values
+    assert table.num_bytes <= 8 * (size / SPACING + 2)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+def test_magnitudes_are_sorted_in_parts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = operands((40_000,), (dtype, dtype))
+    given.tensors[0][:9000] = given.base[:9000]  # type: ignore[index]
+    assert given.base is not None
+    expected = (given.tensors[0].float() - given.base.float()).abs().sort().values
+    for part, size in ((1 << 20, 1 << 20), (1 << 20, 3000), (7000, 500), (1, 1)):
+        monkeypatch.setattr("workers.kernels.ordering.PART", part)
+        monkeypatch.setattr("workers.kernels.ordering.RANGE", size)
+        pieces = [torch.from_numpy(piece.copy()) for piece in ascending_magnitudes(given.tensors[0], given.base)]
+        assert torch.equal(torch.cat(pieces), expected)
+
+
+def test_what_has_no_kernel_is_left_to_the_plain_methods() -> None:
+    given = operands((8, 6), (FLOAT32,) * 3)
+    linear = Merge("linear", (Source("a"), Source("b")), {"weight": 0.5})
+    assert is_fused(linear, given, FLOAT32)
+    assert not is_fused(Merge("nearswap", (Source("a"), Source("b")), {"t": 0.1}), given, FLOAT32)
+    assert not is_fused(linear, given, torch.float64)
+    turned = Operands(tuple(tensor.T for tensor in given.tensors))
+    assert not is_fused(linear, turned, FLOAT32)
+    assert not is_fused(linear, Operands((torch.empty(0), torch.empty(0))), FLOAT32)

@@ -1,0 +1,114 @@
+"""The worker extension on a plain transformers model: what is written, and that the evidence says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from search_spaces.errors import InvalidRecipe
+from search_spaces.recipe import Merge, Recipe, Source
+from tests.workers.recipes import arithmetic, slerp
+from workers.kernels.cpu import weighted_words
+from workers.merging import merged_tensors
+from workers.types import Family
+from workers.vllm_extension import WEIGHT, MergeExtension, checksum, family_to_json, open_bank
+
+
+class Extension(MergeExtension):
+    """The extension, with a model that loads tensors by name and counts them."""
+
+    def __init__(self, family: Family) -> None:
+        from transformers import AutoModelForCausalLM
+
+        model: Any = AutoModelForCausalLM.from_pretrained(family.base.directory, dtype=torch.float32)
+        self.loaded: list[str] = []
+        self.parameters = dict(model.named_parameters())
+        model.compute_logits = lambda hidden: hidden
+        model.load_weights = self.load_weights
+        self.model_runner = SimpleNamespace(
+            get_model=lambda: model, model_config=SimpleNamespace(dtype=torch.float32), kv_caches=[]
+        )
+        self.mergesearch_open(family_to_json(family))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        self.loaded = []
+        for name, tensor in weights:
+            self.parameters[name].copy_(tensor)
+            self.loaded.append(name)
+        return set(self.loaded)
+
+    def apply(self, recipe: Recipe) -> dict[str, Any]:
+        return self.mergesearch_apply(json.dumps(recipe.to_json()))
+
+
+@pytest.fixture
+def extension(tied_family: Family) -> Extension:
+    return Extension(tied_family)
+
+
+def holds(extension: Extension, recipe: Recipe, family: Family) -> bool:
+    expected = dict(merged_tensors(recipe, open_bank(family_to_json(family)), torch.float32))
+    return all(torch.equal(extension.parameters[name], tensor) for name, tensor in expected.items())
+
+
+def test_only_what_is_computed_differently_is_written(extension: Extension, tied_family: Family) -> None:
+    first = arithmetic(tied_family, 0.3, 0.5)
+    layers = list(first.layers)
+    sources = (Source("math", 1), Source("text", 1))
+    layers[1] = replace(layers[1], mlp=Merge("linear", sources, {"weight": (0.25, 0.75)}))
+    second = replace(first, layers=tuple(layers))
+
+    assert extension.apply(first)["tensors_written"] == len(extension.parameters)
+    report = extension.apply(second)
+    assert extension.loaded
+    assert all(name.startswith("model.layers.1.mlp.") for name in extension.loaded)
+    assert report["tensors_written"] == len(extension.loaded) == 3
+    assert report["digest"] == second.digest
+    assert holds(extension, second, tied_family)
+    assert report["checksum"] == checksum(extension.parameters) == extension.mergesearch_checksum()
+
+    apart = Extension(tied_family)
+    assert apart.apply(second)["checksum"] == report["checksum"]
+    assert apart.apply(first)["checksum"] != report["checksum"]
+
+
+def test_a_merge_that_fails_on_the_way_is_forgotten(
+    extension: Extension, tied_family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = arithmetic(tied_family, 0.3, 0.5), slerp(tied_family, 0.4)
+    extension.apply(first)
+    with monkeypatch.context() as patch:
+        patch.setattr("workers.merging.merge_stored", lambda *operands: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            extension.apply(second)
+    assert extension.mergesearch_held()["digest"] is None
+    assert extension.apply(first)["tensors_written"] == len(extension.parameters)
+    assert holds(extension, first, tied_family)
+
+
+def test_a_recipe_that_cannot_be_merged_leaves_what_is_held(extension: Extension, tied_family: Family) -> None:
+    first = arithmetic(tied_family, 0.3, 0.5)
+    extension.apply(first)
+    with pytest.raises(InvalidRecipe):
+        extension.apply(arithmetic(tied_family, 0.3, 0.5, layers=99))
+    assert extension.mergesearch_held()["digest"] == first.digest
+
+
+def test_parameters_that_a_merge_does_not_reach_are_an_error(extension: Extension, tied_family: Family) -> None:
+    extension.model_runner.get_model().register_parameter("extra", torch.nn.Parameter(torch.zeros(3)))
+    with pytest.raises(RuntimeError, match="left 1 parameters unwritten, extra for one"):
+        extension.apply(arithmetic(tied_family, 0.3, 0.5))
+    assert extension.mergesearch_held()["digest"] is None
+
+
+def test_fused_checksums_are_those_of_the_definition() -> None:
+    for size in (0, 1, 1000, 200_003):
+        words = torch.randint(-(2**63), 2**63 - 1, (size,), generator=torch.Generator().manual_seed(size))
+        expected = sum(word * (i * WEIGHT | 1) for i, word in enumerate(words.tolist())) % 2**64
+        assert weighted_words(words, WEIGHT) == expected

@@ -1,0 +1,118 @@
+"""Numba functions on single elements: a stored one as float32, a float32 rounded once to be stored.
+
+NumPy has no bfloat16: arrays of 16-bit words stand for it (uint16), and for float16 (int16), of which Numba does no
+arithmetic on CPU. Infinities and NaN come out of arithmetic, never out of the sources: the bank refuses those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+import torch
+from numba import types
+from numba.extending import intrinsic, overload
+
+__all__ = ["as_array", "bits_of", "compiled", "rounded", "value"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+WORDS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+BFLOAT16, FLOAT16 = types.uint16, types.int16
+
+
+def compiled(function: F) -> F:
+    """Compiled at the first call with operands of given types, and kept on disk where there is a place for it.
+
+    It runs without the interpreter lock. Sums keep their order and nothing is contracted to fused multiply-add: the
+    bits are those of the same operations in torch.
+    """
+    try:
+        return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
+    except RuntimeError:  # neither this folder nor the user's cache can be written
+        return numba.njit(nogil=True, error_model="numpy")(function)
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    """The memory of a contiguous tensor as a flat array that `value` and `rounded` know."""
+    return tensor.detach().view(-1).view(WORDS[tensor.dtype]).numpy()
+
+
+@intrinsic
+def bits_of(typing_context: Any, number: Any) -> Any:
+    """The bits of a float32."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], context.get_value_type(types.uint32))
+
+    return types.uint32(types.float32), build
+
+
+@intrinsic
+def _float(typing_context: Any, bits: Any) -> Any:
+    """The float32 of these bits."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], context.get_value_type(types.float32))
+
+    return types.float32(types.uint32), build
+
+
+def value(word: Any) -> Any:
+    """An element as float32."""
+    raise NotImplementedError("only in compiled code")
+
+
+@overload(value)
+def _value(word: Any) -> Any:
+    return {types.float32: _from_float32, BFLOAT16: _from_bfloat16, FLOAT16: _from_float16}.get(word)
+
+
+def _from_float32(word: Any) -> Any:
+    return word
+
+
+def _from_bfloat16(word: Any) -> Any:
+    return _float(np.uint32(np.uint32(word) << np.uint32(16)))
+
+
+def _from_float16(word: Any) -> Any:
+    # Exponent and mantissa in their places; the product corrects the exponent's bias, exactly, subnormals included.
+    magnitude = _float(np.uint32(np.uint32(word & 0x7FFF) << np.uint32(13))) * np.float32(2.0**112)
+    return _float(np.uint32(bits_of(magnitude) | np.uint32(np.uint32(word & 0x8000) << np.uint32(16))))
+
+
+def rounded(number: Any, like: Any) -> Any:
+    """A float32 as an element of the same type as `like`, rounded to nearest, ties to even."""
+    raise NotImplementedError("only in compiled code")
+
+
+@overload(rounded)
+def _rounded(number: Any, like: Any) -> Any:
+    return {types.float32: _as_float32, BFLOAT16: _as_bfloat16, FLOAT16: _as_float16}.get(like)
+
+
+def _as_float32(number: Any, like: Any) -> Any:
+    return number
+
+
+def _as_bfloat16(number: Any, like: Any) -> Any:
+    bits = bits_of(number)
+    nearest = np.uint32(bits + np.uint32(0x7FFF) + np.uint32((bits >> np.uint32(16)) & np.uint32(1)))
+    return np.uint16(0x7FC0) if number != number else np.uint16(nearest >> np.uint32(16))
+
+
+def _as_float16(number: Any, like: Any) -> Any:
+    bits = bits_of(number)
+    magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
+    # From 2^-14 the exponent's bias changes by 112; from 65520 the carry makes infinity of it, and so it stays.
+    last = np.uint32((magnitude >> np.uint32(13)) & np.uint32(1))
+    nearest = np.uint32(np.uint32(magnitude - np.uint32(112 << 23) + np.uint32(0xFFF) + last) >> np.uint32(13))
+    nearest = np.uint32(0x7C00) if magnitude >= np.uint32(143 << 23) else nearest
+    # Below 2^-14 results are multiples of 2^-24, which is the last bit of 0.5: the sum rounds to them.
+    small = np.uint32(bits_of(np.float32(abs(number) + np.float32(0.5))) - np.uint32(126 << 23))
+    nearest = small if magnitude < np.uint32(113 << 23) else nearest
+    nearest = np.uint32(0x7E00) if number != number else nearest
+    return np.int16(np.uint16(nearest | np.uint32((bits >> np.uint32(16)) & np.uint32(0x8000))))

@@ -1,0 +1,99 @@
+"""Random masks by counter: whether an element is kept is a pure function of (seed, model, tensor name, element index).
+
+No mask is stored and no order of calls matters, so scoring and export, CPU and GPU, torch and fused kernels agree to
+the bit. The definition, all in unsigned integers:
+
+    key = the 8 bytes of blake2b(text, digest_size=8), little-endian, of the UTF-8 text
+          "{seed}\\x1f{model}\\x1f{name}": seed in decimal, model = content fingerprint, name = the source's tensor
+    k0, k1 = key mod 2^32, key >> 32
+    hash(key, i), i the element's index in C order, modulo 2^32 at every step:
+        x = i * 0x9e3779b9 + k0
+        x ^= x >> 16;  x *= 0x7feb352d
+        x ^= x >> 15;  x += k1 + (i >> 32);  x *= 0x846ca68b
+        x ^= x >> 16
+    threshold(p) = floor(p * 2^32), p rounded to six decimals, in exact arithmetic; 2^32 for p = 1
+    element i is kept if hash(key, i) < threshold(p)
+
+The rounds are those of lowbias32 (C. Wellons' hash prospector) on a Weyl sequence, with the second key word between
+them, so that masks of different keys are no permutations of one another; without the Weyl step neighbours a power of
+two apart are correlated. i * 0x9e3779b9 is an addition in a loop, and k1 + (i >> 32) is constant over 2^32 elements.
+In signed 64-bit arithmetic multipliers of 2^31 and more are used less 2^32, which is equal modulo 2^32: then no product
+leaves int64.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+
+from search_spaces.recipe import COEFFICIENT_DECIMALS
+
+__all__ = ["MULTIPLIERS", "STEP", "hashes", "keep", "keep_each", "key_words", "mask_key", "threshold"]
+
+STEP = 0x9E3779B9
+MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
+
+MASK_32 = 0xFFFFFFFF
+# The hashes of this many elements are made at a time: their int64 temporaries stay in a core's cache.
+CHUNK = 1 << 16
+
+
+def mask_key(seed: int, model: str, name: str) -> int:
+    """The 64-bit key of a mask. `model` is a content fingerprint, so masks do not depend on aliases."""
+    text = f"{seed}\x1f{model}\x1f{name}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def key_words(key: int) -> tuple[int, int]:
+    """(k0, k1), the key's low and high 32 bits."""
+    return key & MASK_32, key >> 32
+
+
+def threshold(probability: float) -> int:
+    """floor(probability * 2^32) in exact arithmetic on six decimals; an element whose hash is below it is kept."""
+    scale: int = 10**COEFFICIENT_DECIMALS
+    return min(scale, max(0, round(probability * scale))) * 2**32 // scale
+
+
+def hashes(key: int, start: int, stop: int, *, device: torch.device | str = "cpu") -> torch.Tensor:
+    """The hashes, in [0, 2^32), of elements start to stop - 1: int64 [stop - start]."""
+    k0, k1 = key_words(key)
+    first, second = MULTIPLIERS
+    index = torch.arange(start, stop, dtype=torch.int64, device=device)
+    x = (index & MASK_32).mul_(STEP - 2**32).add_(k0).bitwise_and_(MASK_32)
+    x ^= x >> 16
+    x.mul_(first).bitwise_and_(MASK_32)
+    x ^= x >> 15
+    x += (index >> 32) + k1
+    x.bitwise_and_(MASK_32).mul_(second - 2**32).bitwise_and_(MASK_32)
+    x ^= x >> 16
+    return x
+
+
+def keep(
+    key: int, shape: torch.Size | tuple[int, ...], probability: float, *, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """The mask of a tensor of `shape`: bool, True with `probability` for each element independently."""
+    kept = torch.empty(torch.Size(shape), dtype=torch.bool, device=device)
+    flat, bound = kept.view(-1), threshold(probability)
+    for start, stop in _chunks(flat.numel()):
+        torch.lt(hashes(key, start, stop, device=device), bound, out=flat[start:stop])
+    return kept
+
+
+def keep_each(key: int, probabilities: torch.Tensor) -> torch.Tensor:
+    """The mask in which each element has a probability of its own: kept if its hash < floor(probability * 2^32).
+
+    `probabilities` is float64, so that the product is exact."""
+    kept = torch.empty(probabilities.shape, dtype=torch.bool, device=probabilities.device)
+    flat, chances = kept.view(-1), probabilities.reshape(-1)
+    for start, stop in _chunks(flat.numel()):
+        bounds = (chances[start:stop] * 2.0**32).long()
+        torch.lt(hashes(key, start, stop, device=probabilities.device), bounds, out=flat[start:stop])
+    return kept
+
+
+def _chunks(num_elements: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + CHUNK, num_elements)) for start in range(0, num_elements, CHUNK))

@@ -1,0 +1,103 @@
+"""Merging task vectors by elected signs, in the ways that are all called TIES.
+
+The functions take task vectors [one per source] and return the merged task vector; they may modify what they are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = [
+    "disjoint_interpolation",
+    "disjoint_majority_mean",
+    "disjoint_mean",
+    "disjoint_sum",
+    "disjoint_weighted",
+    "disjoint_weighted_mean",
+]
+
+
+def disjoint_mean(taus: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Eq. 7 and 8 of "Automated Model Merging", TIES (arXiv:2306.01708): the mean of those that have the sign of the
+    sum; zero where the sum is zero."""
+    return _mean_of_agreeing(taus, _sum(taus).sign_())
+
+
+def disjoint_majority_mean(taus: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`disjoint_mean`, but where the sum is zero the sign is that of the tensor's majority of signs (MergeLM)."""
+    elected = _sum(taus).sign_()
+    majority = int((elected > 0).sum()) - int((elected < 0).sum())
+    sign = float((majority > 0) - (majority < 0))
+    return _mean_of_agreeing(taus, elected.masked_fill_(elected == 0, sign))
+
+
+def disjoint_sum(taus: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum, not the mean, of those that have the sign of the sum (MergeBench)."""
+    elected = _sum(taus).sign_()
+    merged = torch.zeros_like(elected)
+    for tau in taus:
+        merged += tau.mul_(elected).clamp_(min=0)
+    return merged.mul_(elected)
+
+
+def disjoint_weighted(taus: Sequence[torch.Tensor], weights: Sequence[float], *, normalize: bool) -> torch.Tensor:
+    """Signs elected by the weighted sum of the task vectors, + where it is zero; the weighted sum of those that agree,
+    divided by the sum of their weights (`normalize`; by 1 where that is zero) (mergekit)."""
+    taus = [tau.mul_(weight) for tau, weight in zip(taus, weights, strict=True)]
+    is_positive = _sum(taus) >= 0
+    merged = torch.zeros_like(taus[0])
+    divisor = torch.zeros_like(taus[0])
+    for tau, weight in zip(taus, weights, strict=True):
+        agrees = torch.where(is_positive, tau > 0, tau < 0)
+        merged += tau.masked_fill_(~agrees, 0)
+        if normalize:
+            divisor += agrees.to(tau.dtype).mul_(weight)
+    return merged.div_(divisor.masked_fill_(divisor == 0, 1)) if normalize else merged
+
+
+def disjoint_weighted_mean(taus: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """Signs elected without weights, + where the sum is zero; the weighted sum of those that agree, divided by their
+    number (PEFT)."""
+    is_positive = _sum(taus) >= 0
+    merged = torch.zeros_like(taus[0])
+    count = torch.zeros_like(taus[0])
+    for tau, weight in zip(taus, weights, strict=True):
+        agrees = torch.where(is_positive, tau > 0, tau < 0)
+        count += agrees
+        merged += tau.masked_fill_(~agrees, 0).mul_(weight)
+    return merged.div_(count.clamp_(min=1))
+
+
+def disjoint_interpolation(taus: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """Signs as in `disjoint_mean`; where one agrees it is kept as it is, where several agree they are interpolated with
+    their weights divided by the sum of these (M3, appendix H)."""
+    elected = _sum(taus).sign_()
+    alone, mixed = torch.zeros_like(elected), torch.zeros_like(elected)
+    count, divisor = torch.zeros_like(elected), torch.zeros_like(elected)
+    for tau, weight in zip(taus, weights, strict=True):
+        agreeing = tau.mul_(elected).clamp_(min=0)
+        alone += agreeing
+        mixed += agreeing * weight
+        agrees = agreeing.sign_()
+        count += agrees
+        divisor += agrees.mul_(weight)
+    mixed.div_(divisor.masked_fill_(divisor == 0, 1))
+    return torch.where(count > 1, mixed, alone).mul_(elected)
+
+
+def _sum(taus: Sequence[torch.Tensor]) -> torch.Tensor:
+    summed = taus[0].clone()
+    for tau in taus[1:]:
+        summed += tau
+    return summed
+
+
+def _mean_of_agreeing(taus: Sequence[torch.Tensor], elected: torch.Tensor) -> torch.Tensor:
+    merged, count = torch.zeros_like(elected), torch.zeros_like(elected)
+    for tau in taus:
+        agreeing = tau.mul_(elected).clamp_(min=0)  # |tau| where its sign is the elected one, else 0
+        merged += agreeing
+        count += agreeing.sign_()
+    return merged.mul_(elected).div_(count.clamp_(min=1))

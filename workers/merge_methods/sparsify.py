@@ -1,0 +1,87 @@
+"""Sparse task vectors: by magnitude (TIES, Model Breadcrumbs), at random (DARE), at random by magnitude (DELLA).
+
+Each function returns the sparse task vector and may modify the one it is given. Random masks are those of
+`workers.masks`, by a key that stands for seed, model and tensor.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from workers import masks
+from workers.magnitudes import MagnitudeTable
+from workers.merge_methods.arithmetic import magnitude_of_rank, num_kept, share_of, total
+
+__all__ = ["cut_both_ends", "dropped", "magnitude_sampled", "match_l1_norm", "trimmed"]
+
+# L1 norms below this are not matched: there is nothing to rescale.
+NO_NORM = 1e-7
+
+
+def trimmed(tau: torch.Tensor, k: float, magnitudes: MagnitudeTable | None = None) -> torch.Tensor:
+    """`tau` with zeros for all but its `num_kept(k, n)` largest magnitudes and all that equal the smallest of them
+    (eq. 6; arXiv:2306.01708)."""
+    rank = num_kept(k, tau.numel())
+    if rank == tau.numel():
+        return tau
+    smallest_kept = magnitude_of_rank(tau, rank, magnitudes)
+    if smallest_kept == 0:
+        return tau
+    # hardshrink keeps what is strictly larger than its bound.
+    return torch.nn.functional.hardshrink(tau, float(smallest_kept.nextafter(torch.zeros_like(smallest_kept))))
+
+
+def cut_both_ends(
+    tau: torch.Tensor, density: float, gamma: float, magnitudes: MagnitudeTable | None = None
+) -> torch.Tensor:
+    """`tau` without its floor(gamma n) largest magnitudes and with the floor(density n) largest of the others, at least
+    one, and all that equal the largest or the smallest of these (Model Breadcrumbs, arXiv:2312.06795,
+    where the two percentiles are 1 - gamma and 1 - gamma - density)."""
+    num_elements = tau.numel()
+    num_cut = share_of(gamma, num_elements)
+    count = min(num_kept(density, num_elements), num_elements - num_cut)
+    if count <= 0 or count == num_elements:
+        return tau
+    largest = magnitude_of_rank(tau, num_cut + 1, magnitudes)
+    smallest = magnitude_of_rank(tau, num_cut + count, magnitudes)
+    sizes = tau.abs()
+    return tau.masked_fill_((sizes > largest) | (sizes < smallest), 0)
+
+
+def dropped(tau: torch.Tensor, density: float, key: int) -> torch.Tensor:
+    """`tau` with each element kept with probability `density`, not rescaled (DARE, arXiv:2311.03099)."""
+    return tau.masked_fill_(~masks.keep(key, tau.shape, density, device=tau.device), 0)
+
+
+def magnitude_sampled(
+    tau: torch.Tensor, density: float, epsilon: float, key: int, *, is_symmetric: bool = False, rescale: bool = True
+) -> torch.Tensor:
+    """MagPrune (DELLA, arXiv:2406.11617): larger elements of a row are likelier kept, from density - epsilon to
+    density + epsilon in steps by rank; what is kept is divided by its probability (`rescale`).
+
+    The paper's epsilon is twice ours, and its drop probability is p_min + epsilon r / n for ranks r from 0, the
+    largest: the smallest element stays a step above density - epsilon. `is_symmetric` divides by n - 1 (mergekit).
+    Equal magnitudes are ranked by position, the earlier as the smaller. A tensor without rows is one row.
+    """
+    rows = tau.reshape(1, -1) if tau.dim() < 2 else tau
+    width = rows.shape[-1]
+    order = rows.abs().sort(dim=-1, stable=True).indices
+    ranks = torch.empty_like(order)
+    ranks.scatter_(-1, order, torch.arange(width, device=tau.device).expand_as(order))
+    if width == 1 and is_symmetric:
+        probabilities = torch.full_like(ranks, 1, dtype=torch.float64) * density
+    elif is_symmetric:
+        probabilities = (density - epsilon) + ranks.double() * (2 * epsilon / (width - 1))
+    else:
+        probabilities = (density + epsilon) - (width - 1 - ranks).double() * (2 * epsilon / width)
+    probabilities = probabilities.reshape(tau.shape)
+    kept = masks.keep_each(key, probabilities)
+    if rescale:
+        tau = tau / torch.where(kept, probabilities, 1).float()
+    return tau.masked_fill_(~kept, 0)
+
+
+def match_l1_norm(sparse: torch.Tensor, tau: torch.Tensor) -> torch.Tensor:
+    """`sparse` scaled to the sum of magnitudes of `tau`, as mergekit rescales; as it is where one has none."""
+    before, after = total(torch.abs, tau), total(torch.abs, sparse)
+    return sparse if min(before, after) < NO_NORM else sparse * (before / after)
