@@ -22,7 +22,7 @@ from workers.types import Family, ModelSource
 
 if TYPE_CHECKING:
     from workers.bank import Bank
-    from workers.mergekit_input import Configuration
+    from workers.mergekit_document import Configuration
 
 __all__ = ["MergePlan", "check_merge", "merge_file"]
 
@@ -127,7 +127,7 @@ def _prepared(file: Path, directories: Mapping[str, Path], dtype: str | None) ->
     document = _read(file)
     try:
         if isinstance(document, Mapping) and "merge_method" in document and "format" not in document:
-            from workers.mergekit_input import read_configuration
+            from workers.mergekit_document import read_configuration
 
             job = _of_configuration(read_configuration(document), file, directories)
         else:
@@ -200,7 +200,7 @@ def _of_recipe(document: Any, directories: Mapping[str, Path]) -> _Job:
                 f"{directories[alias]} is not the recipe's {alias!r}: its content has fingerprint "
                 f"{fingerprint[:12]}, the recipe's {recipe.models[alias][:12]}"
             )
-    from workers.mergekit_input import DTYPES
+    from workers.mergekit_document import DTYPES
 
     stated = document.get("dtype")
     return _Job(recipe, Bank(family, "mapped", keeps_statistics=False), stated if stated in DTYPES else DEFAULT_DTYPE)

@@ -5,7 +5,8 @@ Names are those of the merged model in Hugging Face form. Where the tensors go i
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterator
+import math
+from collections.abc import Callable, Container, Hashable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ from workers.layout import some_of
 from workers.masks import mask_key
 from workers.merge_methods import METHODS, Operands
 
-__all__ = ["MergedTensor", "check_recipe", "computations", "merged_names", "merged_tensors"]
+__all__ = ["MergedTensor", "Scratch", "check_recipe", "computations", "merged_names", "merged_tensors"]
 
 
 @dataclass(frozen=True)
@@ -35,19 +36,39 @@ class MergedTensor:
     shape: tuple[int, ...]
 
 
+class Scratch:
+    """Memory for one merged tensor at a time: `tensor` is an `into` of `merged_tensors` for who copies each at once."""
+
+    def __init__(self, bank: Bank, dtype: torch.dtype) -> None:
+        self._memory = torch.empty(0, dtype=dtype, device=bank.device)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """It overwrites the tensor given before."""
+        size = math.prod(shape)
+        if size > self._memory.numel():
+            self._memory = self._memory.new_empty(size)
+        return self._memory[:size].view(shape)
+
+
 def merged_tensors(
-    recipe: Recipe, bank: Bank, dtype: torch.dtype, *, names: Container[str] | None = None
+    recipe: Recipe,
+    bank: Bank,
+    dtype: torch.dtype,
+    *,
+    names: Container[str] | None = None,
+    into: Callable[[str, tuple[int, ...]], torch.Tensor] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The merged model, tensor by tensor: embedding, layers in order, head; a tied output head is not emitted. With
     `names` only these of them.
 
-    Each is computed in float32 and rounded once, to `dtype`. Equal digests give equal bits. A tensor may share memory
-    with the bank: never write to it. Raises InvalidRecipe, InvalidModel before the first tensor.
+    Each is computed in float32 and rounded once, to `dtype`. Equal digests give equal bits. `into` may say where: given
+    name and shape, a contiguous tensor of `dtype` on the bank's device (new memory takes longer to get than to fill). A
+    tensor may share memory with the bank: never write to it. Raises InvalidRecipe, InvalidModel before the first tensor.
     """
     plan, aliases = _plan(recipe, bank)
     if names is not None:
         plan = [tensor for tensor in plan if tensor.name in names]
-    return ((tensor.name, _merged(tensor, recipe, aliases, bank, dtype)) for tensor in plan)
+    return ((tensor.name, _merged(tensor, recipe, aliases, bank, dtype, into)) for tensor in plan)
 
 
 def merged_names(recipe: Recipe, bank: Bank) -> dict[str, tuple[int, ...]]:
@@ -154,7 +175,12 @@ def _computation(tensor: MergedTensor, base: str, aliases: dict[str, str]) -> Ha
 
 
 def _merged(
-    tensor: MergedTensor, recipe: Recipe, aliases: dict[str, str], bank: Bank, dtype: torch.dtype
+    tensor: MergedTensor,
+    recipe: Recipe,
+    aliases: dict[str, str],
+    bank: Bank,
+    dtype: torch.dtype,
+    into: Callable[[str, tuple[int, ...]], torch.Tensor] | None,
 ) -> torch.Tensor:
     merge, method = tensor.merge, METHODS[tensor.merge.method]
 
@@ -180,7 +206,7 @@ def _merged(
         keys=masks,
     )
     if is_fused(merge, operands, dtype):
-        merged = torch.empty(tensor.shape, dtype=dtype, device=operands.tensors[0].device)
+        merged = into(tensor.name, tensor.shape) if into else torch.empty(tensor.shape, dtype=dtype, device=bank.device)
         merge_stored(merge, operands, merged)
         return merged
     return method.merge(operands.in_float32(), merge).to(dtype)

@@ -36,7 +36,10 @@ class MergeExtension:
 
     def mergesearch_open(self, family: str) -> str:
         """Open the bank of source weights and watch for NaN logits. Returns the bank's fingerprint."""
+        from workers.merging import Scratch
+
         self._mergesearch_bank = open_bank(family)
+        self._mergesearch_scratch = Scratch(self._mergesearch_bank, self.model_runner.model_config.dtype)
         self._mergesearch_digest: str | None = None
         self._mergesearch_swaps = 0
         self._mergesearch_forget()
@@ -68,11 +71,12 @@ class MergeExtension:
         model = self.model_runner.get_model()
         started = time.perf_counter()
         bank, held, sums = self._mergesearch_bank, self._mergesearch_computations, self._mergesearch_sums
-        wanted = computations(recipe, bank)
         self._mergesearch_digest = None
+        wanted = computations(recipe, bank)
         self._mergesearch_forget()
         changed = {name for name, computation in wanted.items() if held.get(name) != computation}
-        tensors = _Timed(merged_tensors(recipe, bank, self.model_runner.model_config.dtype, names=changed))
+        dtype = self.model_runner.model_config.dtype
+        tensors = _Timed(merged_tensors(recipe, bank, dtype, names=changed, into=self._mergesearch_scratch.tensor))
         with torch.inference_mode():
             # vLLM's own loader knows which rows of which fused parameter a tensor is, what a rank's shard of it is,
             # how the vocabulary is padded and which head is tied.

@@ -1,8 +1,8 @@
 """Merging in memory: bandwidth of each method against copying, time against mergekit, memory against the models' size.
 
 Base and three experts of 110M float32 parameters each, random, in a Llama's shapes, two threads. Every candidate has
-new coefficients (a new k, t, or seed). Its time is from the recipe to the last merged tensor, each written to memory
-once and dropped; the first candidate, which also makes the statistics, is given apart. A method's bytes are each source
+new coefficients (a new k, t, or seed). Its time is from the recipe to the last merged tensor, written to memory that
+was there before; the first candidate, which also makes the statistics, is given apart. A method's bytes are each source
 read once and the result written once; copying is `copy_` between tensors of 256 MB, in the same process and in turn with
 the methods; medians of ten. mergekit merges the same to a RAM disk in a process of its own, once, imports excluded.
 """
@@ -176,9 +176,10 @@ def _merging(directory: Path) -> tuple[Any, Callable[[str, int], None]]:
     torch.set_num_threads(THREADS)
     family = merge_family.open_made(directory)
     bank = Bank(family, cache=directory / "cache")
+    result = {name: torch.zeros(info.shape) for name, info in bank.base.tensors.items()}
 
     def merge(method: str, seed: int) -> None:
-        for _ in merged_tensors(merge_family.recipe(family, method, seed), bank, torch.float32):
+        for _ in merged_tensors(merge_family.recipe(family, method, seed), bank, torch.float32, into=lambda name, shape: result[name]):
             pass
 
     return family, merge

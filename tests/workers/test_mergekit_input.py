@@ -17,7 +17,9 @@ from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import Recipe
 from workers.bank import Bank
 from workers.masks import keep, keep_each, mask_key
-from workers.mergekit_input import MERGE_METHODS, REFUSED_METHODS, read_configuration, to_recipe
+from workers.mergekit_document import read_configuration
+from workers.mergekit_input import to_recipe
+from workers.mergekit_methods import MERGE_METHODS, REFUSED_METHODS
 from workers.mergekit_yaml import mergekit_config
 from workers.merging import merged_tensors
 from workers.types import Family

@@ -92,12 +92,14 @@ def test_a_merge_that_fails_on_the_way_is_forgotten(
     assert holds(extension, first, tied_family)
 
 
-def test_a_recipe_that_cannot_be_merged_leaves_what_is_held(extension: Extension, tied_family: Family) -> None:
+def test_a_recipe_that_cannot_be_merged_writes_nothing(extension: Extension, tied_family: Family) -> None:
     first = arithmetic(tied_family, 0.3, 0.5)
     extension.apply(first)
     with pytest.raises(InvalidRecipe):
         extension.apply(arithmetic(tied_family, 0.3, 0.5, layers=99))
-    assert extension.mergesearch_held()["digest"] == first.digest
+    assert extension.mergesearch_held()["digest"] is None
+    assert extension.apply(first)["tensors_written"] == 0
+    assert holds(extension, first, tied_family)
 
 
 def test_parameters_that_a_merge_does_not_reach_are_an_error(extension: Extension, tied_family: Family) -> None:

@@ -252,7 +252,8 @@ def _arrays(tensors: Tensors) -> tuple[np.ndarray, ...]:
 
 
 def _floats(numbers: Iterable[float]) -> tuple[np.float32, ...]:
-    return tuple(map(np.float32, numbers))
+    with np.errstate(over="ignore"):  # too large for float32 is infinite, as in torch
+        return tuple(map(np.float32, numbers))
 
 
 def _masks(keys: Sequence[int], densities: Sequence[float]) -> tuple[tuple[np.uint32, ...], ...]:

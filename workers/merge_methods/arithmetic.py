@@ -26,7 +26,7 @@ __all__ = [
 NO_DIRECTION = 1e-8
 # Reductions sum blocks of this many elements, one by one, then the blocks exactly.
 BLOCK = 4096
-CHUNK = 256 * BLOCK
+CHUNK = 64 * BLOCK
 
 
 def weighted_sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
