@@ -92,7 +92,10 @@ class Bank:
         return self._aliases.get(fingerprint)
 
     def get(self, alias: str, name: str) -> torch.Tensor:
-        """Tensor `name` of model `alias`, on `device`. It may be the bank's own: never write to it. Raises InvalidModel."""
+        """Tensor `name` of model `alias`, on `device`. It may be the bank's own: never write to it.
+
+        Raises InvalidModel.
+        """
         tensor = self._tensors.get((alias, name))
         if tensor is None:
             held = ", ".join(self._checkpoints)

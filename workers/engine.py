@@ -154,7 +154,10 @@ class Engine:
 
         Raises TrialFailed if the merge cannot be computed, EvidenceMismatch if the engine does not hold it after all.
         """
-        is_new = self.held_digest != recipe.digest
+        try:
+            is_new = self.held_digest != recipe.digest
+        except InvalidRecipe as error:
+            raise TrialFailed(f"the merge cannot be computed: {error}") from error
         timings = {"materialise_s": 0.0, "swap_s": 0.0, "repack_s": 0.0}
         if is_new:
             if self._llm.llm_engine.has_unfinished_requests():

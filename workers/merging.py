@@ -61,9 +61,10 @@ def merged_tensors(
     """The merged model, tensor by tensor: embedding, layers in order, head; a tied output head is not emitted. With
     `names` only these of them.
 
-    Each is computed in float32 and rounded once, to `dtype`. Equal digests give equal bits. `into` may say where: given
-    name and shape, a contiguous tensor of `dtype` on the bank's device (new memory takes longer to get than to fill). A
-    tensor may share memory with the bank: never write to it. Raises InvalidRecipe, InvalidModel before the first tensor.
+    Each is computed in float32 and rounded once, to `dtype`. Equal digests give equal bits. A tensor may share memory
+    with the bank: never write to it. `into` may give memory for a tensor of a name and shape, contiguous, of `dtype`,
+    on the bank's device: getting new memory takes longer than filling it. Raises InvalidRecipe, InvalidModel before the
+    first tensor.
     """
     plan, aliases = _plan(recipe, bank)
     if names is not None:

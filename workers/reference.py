@@ -124,7 +124,7 @@ def merged_model(recipe: Recipe, bank: Bank, *, dtype: str) -> Any:
     model, found = kind.from_pretrained(
         None,
         config=config,
-        state_dict={name: tensor.float() for name, tensor in merged_tensors(recipe, bank, getattr(torch, dtype))},
+        state_dict={name: tensor.cpu().float() for name, tensor in merged_tensors(recipe, bank, getattr(torch, dtype))},
         dtype=torch.float32,
         output_loading_info=True,
     )

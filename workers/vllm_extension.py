@@ -33,6 +33,9 @@ class MergeExtension:
 
     # vLLM's worker brings these.
     model_runner: Any
+    # How each tensor held was computed, and the sum of each parameter; empty where that is not known.
+    _mergesearch_computations: dict[str, Hashable]
+    _mergesearch_sums: dict[str, int]
 
     def mergesearch_open(self, family: str) -> str:
         """Open the bank of source weights and watch for NaN logits. Returns the bank's fingerprint."""
@@ -101,9 +104,8 @@ class MergeExtension:
         }
 
     def _mergesearch_forget(self) -> None:
-        """Know nothing of what the weights are: how each tensor was computed, and each parameter's sum."""
-        self._mergesearch_computations: dict[str, Hashable] = {}
-        self._mergesearch_sums: dict[str, int] = {}
+        self._mergesearch_computations = {}
+        self._mergesearch_sums = {}
 
     def mergesearch_held(self) -> dict[str, Any]:
         """What the weights are: {digest (None if unknown), swaps, checksum (as of the last swap)}."""

@@ -3,8 +3,8 @@
 Base and three experts of 110M float32 parameters each, random, in a Llama's shapes, two threads. Every candidate has
 new coefficients (a new k, t, or seed). Its time is from the recipe to the last merged tensor, written to memory that
 was there before; the first candidate, which also makes the statistics, is given apart. A method's bytes are each source
-read once and the result written once; copying is `copy_` between tensors of 256 MB, in the same process and in turn with
-the methods; medians of ten. mergekit merges the same to a RAM disk in a process of its own, once, imports excluded.
+read once and the result written once. Copying is `copy_` between tensors of 256 MB, in the same process, in turn with
+the methods. Medians of ten. mergekit merges the same to a RAM disk in a process of its own, once, imports excluded.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def measure_memory(directory: Path) -> dict[str, Any]:
     tables = [MagnitudeTable.of(row, few[0]).trim(99) for row in few[1:]]
     cpu.ties(list(few[1:]), few[0], torch.empty(1 << 17), lambda_=1.0, trims=tables)  # compiled, threads started
     Bank(family, cache=directory / "cache")  # the contents are known to be finite
-    allowed = merge_family.EXPERTS.__len__() + 2
+    allowed = len(merge_family.EXPERTS) + 2
     wanted = allowed * _model_bytes(family)
     limit = _allocated() + int(MEMORY * wanted)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -179,7 +179,9 @@ def _merging(directory: Path) -> tuple[Any, Callable[[str, int], None]]:
     result = {name: torch.zeros(info.shape) for name, info in bank.base.tensors.items()}
 
     def merge(method: str, seed: int) -> None:
-        for _ in merged_tensors(merge_family.recipe(family, method, seed), bank, torch.float32, into=lambda name, shape: result[name]):
+        for _ in merged_tensors(
+            merge_family.recipe(family, method, seed), bank, torch.float32, into=lambda name, shape: result[name]
+        ):
             pass
 
     return family, merge

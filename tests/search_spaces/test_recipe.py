@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -159,3 +160,20 @@ def test_json_that_is_no_recipe_is_refused(change, message):
 def test_merges_that_make_no_sense_are_refused(build, message):
     with pytest.raises(InvalidRecipe, match=message):
         build()
+
+
+def test_single_tensors_are_part_of_json_digest_and_canonical_form():
+    whole = recipe(merge("linear", "math", "text", weight=(0.5, 0.5)))
+    own = replace(whole, tensors={"b": merge("slerp", "math", "text", t=0.5), "a": merge("slerp", "math", "text", t=0)})
+    assert list(own.tensors) == ["a", "b"]
+    assert own.digest != whole.digest
+    assert Recipe.from_json(json.loads(json.dumps(own.to_json()))) == own
+    assert own.canonical().tensors["a"] == merge("passthrough", "math")
+    assert "tensors" not in whole.to_json()
+    # A tensor may be called anything.
+    odd = replace(whole, tensors={name: merge("passthrough", "base") for name in ("base", "sources", "models")})
+    assert len(odd.digest) == 64
+    with pytest.raises(InvalidRecipe, match=r"^a: slerp\.t is 2; give a number in \[0, 1\]"):
+        replace(whole, tensors={"a": merge("slerp", "math", "text", t=2)}).check()
+    with pytest.raises(InvalidRecipe, match=r"\['code'\] not in models"):
+        replace(whole, tensors={"a": merge("passthrough", "code")})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from search_spaces.recipe import Recipe
+from search_spaces.recipe import Merge, Recipe, Source
 from tests.conftest import OPTIONS
 from tests.workers.recipes import arithmetic, slerp
 from workers.engine import Engine, base_recipe, engine_environment, kv_cache_bytes
@@ -152,7 +152,7 @@ def test_merge_that_cannot_be_computed_fails_the_trial_and_nothing_is_held(
         engine.swap(arithmetic(untied_family, 0.3, 0.3, layers=3))
     good = arithmetic(untied_family, 0.3, 0.3)
     with pytest.raises(TrialFailed, match="the merge cannot be computed"):
-        engine.swap(replace(good, head=replace(good.head, method="alchemy")))
+        engine.swap(replace(good, head=Merge("passthrough", (Source("math", 3),))))
     assert engine.held_digest is None
     assert engine.swap(good).is_new
 

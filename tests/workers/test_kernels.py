@@ -42,9 +42,7 @@ def operands(shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], seed: int 
     """A base and experts near it, `dtypes` being those of the base and of each expert, with all statistics."""
     generator = torch.Generator().manual_seed(seed)
     base = torch.randn(shape, generator=generator)
-    tensors = tuple(
-        (base + 0.05 * torch.randn(shape, generator=generator)).to(dtype) for dtype in dtypes[1:]
-    )
+    tensors = tuple((base + 0.05 * torch.randn(shape, generator=generator)).to(dtype) for dtype in dtypes[1:])
     base = base.to(dtypes[0])
     return with_statistics(tensors, base)
 

@@ -271,3 +271,44 @@ def test_scales_and_alignments_are_refused_and_not_ignored(untied: Bank) -> None
 def test_a_recipe_of_other_models_is_refused_by_fingerprint(untied: Bank, tied: Bank) -> None:
     with pytest.raises(InvalidModel, match=r"model 'math' \([0-9a-f]{12}\) is not among the given ones: base \("):
         merged_tensors(arithmetic(tied.family, 0.5, 0.5), untied, torch.float32)
+
+
+def test_single_tensors_have_their_own_merges(untied: Bank) -> None:
+    whole = arithmetic(untied.family, 0.3, 0.4)
+    norm, up = "model.layers.2.input_layernorm.weight", "model.layers.2.mlp.up_proj.weight"
+    own = {norm: passthrough("text")(2), up: passthrough("math")(4), "lm_head.weight": passthrough("text")(None)}
+    merged = dict(merged_tensors(replace(whole, tensors=own), untied, torch.bfloat16))
+    taken = {norm: ("text", norm), up: ("math", up.replace(".2.", ".4.")), "lm_head.weight": ("text", "lm_head.weight")}
+    for name, tensor in merged_tensors(whole, untied, torch.bfloat16):
+        assert torch.equal(merged[name], untied.get(*taken[name]) if name in taken else tensor)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "message"),
+    [
+        (
+            "model.layers.9.mlp.up_proj.weight",
+            passthrough("text")(2),
+            "tensors: the merged model has no model.layers.9",
+        ),
+        (
+            "model.norm.weight",
+            passthrough("text")(2),
+            "model.norm.weight: source 'text' names layer 2; expected no layer",
+        ),
+        ("model.layers.0.mlp.up_proj.weight", passthrough("text")(7), "source 'text' names layer 7; the models have"),
+        ("model.layers.0.mlp.up_proj.weight", passthrough("text")(None), "names layer None; expected a layer"),
+    ],
+)
+def test_single_tensors_that_cannot_be_merged_are_refused(untied: Bank, name: str, make: Merge, message: str) -> None:
+    with pytest.raises(InvalidRecipe, match=message):
+        check_recipe(replace(arithmetic(untied.family, 0.3, 0.4), tensors={name: make}), untied)
+
+
+def test_some_tensors_are_those_of_the_whole(untied: Bank) -> None:
+    recipe = arithmetic(untied.family, 0.3, 0.4)
+    whole = dict(merged_tensors(recipe, untied, torch.float32))
+    names = {"model.norm.weight", "model.layers.3.mlp.down_proj.weight"}
+    some = dict(merged_tensors(recipe, untied, torch.float32, names=names))
+    assert some.keys() == names
+    assert all(torch.equal(whole[name], tensor) for name, tensor in some.items())

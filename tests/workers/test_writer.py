@@ -16,13 +16,13 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from search_spaces.recipe import Recipe
+from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from tests.workers.recipes import arithmetic, slerp
 from workers.bank import Bank
-from workers.checkpoints import check_tokenizer, open_checkpoint
+from workers.checkpoints import check_tokenizer, open_checkpoint, open_family
 from workers.merging import merged_tensors
 from workers.types import Family
-from workers.writer import Progress, export, left_behind_bytes
+from workers.writer import Progress, export, left_behind_bytes, licence
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,27 @@ def test_another_depth_is_written_to_the_configuration(tied: Bank, tmp_path: Pat
     assert open_checkpoint(out).layout.num_layers == 2
 
 
+def test_what_the_configuration_says_of_each_layer_moves_with_it(untied: Bank, tmp_path: Path) -> None:
+    config = {**untied.base.config, "no_rope_layers": [0, 1, 2, 3, 4], "window": [0, 1, 2, 3, 4]}
+    shutil.copytree(untied.base.directory, tmp_path / "base")
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    family = open_family(tmp_path / "base", {e.alias: e.directory for e in untied.family.experts}, cache=tmp_path)
+    recipe = arithmetic(family, 0.3, 0.3)
+    swapped = (Merge("passthrough", (Source("math", layer),)) for layer in (3, 1, 2, 0, 4))
+    for layers, expected in (
+        (tuple(LayerRecipe(merge, merge, merge) for merge in swapped), [3, 1, 2, 0, 4]),
+        (recipe.layers, [0, 1, 2, 3, 4]),
+    ):
+        out = export(replace(recipe, layers=layers), Bank(family, cache=tmp_path), tmp_path / str(expected[0]))
+        found = json.loads((out / "config.json").read_text())
+        assert (found["no_rope_layers"], found["window"]) == (expected, [0, 1, 2, 3, 4])
+
+
 def test_the_model_card_tells_sources_recipe_scores_and_licences(untied_family: Family, tmp_path: Path) -> None:
     experts = []
-    for expert, licence in zip(untied_family.experts, ("apache-2.0", "mit"), strict=True):
+    for expert, stated_licence in zip(untied_family.experts, ("apache-2.0", "mit"), strict=True):
         copy = shutil.copytree(expert.directory, tmp_path / expert.alias)
-        (copy / "README.md").write_text(f"---\nlicense: {licence}\n---\n# Model\n")
+        (copy / "README.md").write_text(f"---\nlicense: {stated_licence}\n---\n# Model\n")
         experts.append(replace(expert, directory=str(copy)))
     bank = Bank(replace(untied_family, experts=tuple(experts)), cache=tmp_path / "cache")
     recipe = slerp(bank.family, 0.25)
@@ -135,6 +151,26 @@ def test_the_model_card_tells_sources_recipe_scores_and_licences(untied_family: 
     assert "| 0-4 | norm | passthrough | base |  |" in card
     assert recipe.digest in card
     assert str(tmp_path) not in card
+
+
+def test_several_licences_of_a_source_are_all_told(tmp_path: Path) -> None:
+    for text, found in (
+        ("---\nlicense: [mit, cc-by-4.0]\n---\n", "mit, cc-by-4.0"),
+        ("---\nlicense: []\n---\n", None),
+        ("# No head\n", None),
+        ("---\n: : [\n---\n", None),
+    ):
+        (tmp_path / "README.md").write_text(text)
+        assert licence(tmp_path) == found
+    assert licence(tmp_path / "nowhere") is None
+
+
+def test_single_tensors_are_in_the_card_and_not_in_a_mergekit_configuration(untied: Bank, tmp_path: Path) -> None:
+    norm = Merge("passthrough", (Source("text"),))
+    recipe = replace(arithmetic(untied.family, 0.3, 0.4), tensors={"model.norm.weight": norm})
+    card = (export(recipe, untied, tmp_path / "out") / "README.md").read_text()
+    assert "| tensor | model.norm.weight | passthrough | text |  |" in card
+    assert "There is no mergekit configuration: single tensors have merges of their own." in card
 
 
 def test_layers_that_differ_have_rows_of_their_own(untied: Bank, tmp_path: Path) -> None:
@@ -196,7 +232,7 @@ import os, signal, sys
 from tests.workers.recipes import arithmetic
 from workers.bank import Bank
 from workers.checkpoints import open_family
-from workers.writer import Progress, export, left_behind_bytes
+from workers.writer import export
 
 home, out, count, max_shard_bytes = sys.argv[1:]
 family = open_family(f"{home}/base", {"math": f"{home}/math", "text": f"{home}/text"}, cache=f"{home}/cache")
@@ -311,7 +347,7 @@ from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from workers.bank import Bank
 from workers.checkpoints import open_family
 from workers.merging import merged_tensors
-from workers.writer import Progress, export, left_behind_bytes
+from workers.writer import export
 
 home, layers = Path(sys.argv[1]), int(sys.argv[2])
 family = open_family(home / "base", {"math": home / "math", "text": home / "text"}, cache=home / "cache")

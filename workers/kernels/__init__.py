@@ -7,6 +7,7 @@ statistics are and where they are kept is not known here.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -44,13 +45,8 @@ def merge_stored(merge: Merge, stored: Operands, out: torch.Tensor) -> None:
 
 
 def _backend(out: torch.Tensor) -> ModuleType:
-    if out.is_cuda:
-        from workers.kernels import cuda
-
-        return cuda
-    from workers.kernels import cpu
-
-    return cpu
+    """Imported when they are needed: both compilers take a second to import."""
+    return importlib.import_module(f"workers.kernels.{out.device.type}")
 
 
 def _sum(weights: Callable[[Merge, Operands], Sequence[float]]) -> Callable[..., None]:

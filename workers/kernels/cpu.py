@@ -47,9 +47,7 @@ def task_arithmetic(tensors: Tensors, base: torch.Tensor, out: torch.Tensor, *, 
     _run(_task_arithmetic, [(b, xs, _floats(lambdas), merged, *piece) for piece in _pieces(merged.size)])
 
 
-def ties(
-    tensors: Tensors, base: torch.Tensor, out: torch.Tensor, *, lambda_: float, trims: Sequence[Trim]
-) -> None:
+def ties(tensors: Tensors, base: torch.Tensor, out: torch.Tensor, *, lambda_: float, trims: Sequence[Trim]) -> None:
     """Write `merge_methods.ties` to `out`, `trims` saying what of each task vector is kept.
 
     What they leave undecided is collected in the pass and merged once it is known.
@@ -102,7 +100,8 @@ def dare_ties(
 def weighted_words(words: torch.Tensor, weight: int) -> int:
     """sum_i words[i] * (i * weight | 1) modulo 2^64, of contiguous int64 words."""
     array = words.view(-1).numpy().view(np.uint64)
-    return sum(_run(_weighted_words, [(array, U64(weight), *piece) for piece in _pieces(array.size)])) % 2**64
+    sums = _run(_weighted_words, [(array, U64(weight), *piece) for piece in _pieces(array.size)])
+    return sum(map(int, sums)) % 2**64
 
 
 # Indices are unsigned: a signed one could count from the end, and the check for that keeps loops from being vectorised.

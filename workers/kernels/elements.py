@@ -7,7 +7,7 @@ arithmetic on CPU. Infinities and NaN come out of arithmetic, never out of the s
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
@@ -30,9 +30,9 @@ def compiled(function: F) -> F:
     bits are those of the same operations in torch.
     """
     try:
-        return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
+        return cast("F", numba.njit(nogil=True, error_model="numpy", cache=True)(function))
     except RuntimeError:  # neither this folder nor the user's cache can be written
-        return numba.njit(nogil=True, error_model="numpy")(function)
+        return cast("F", numba.njit(nogil=True, error_model="numpy")(function))
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:

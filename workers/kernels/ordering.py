@@ -1,4 +1,4 @@
-"""The magnitudes of a task vector in ascending order, in pieces: sorting needs a bounded memory, whatever the tensor."""
+"""The magnitudes of a task vector in ascending order, in pieces: sorting them takes a bounded memory."""
 
 from __future__ import annotations
 
