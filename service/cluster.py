@@ -74,7 +74,7 @@ def next_step(study: StudyRecord, job: str | None, *, fruitless: int, now: float
     if study.submissions == 0:
         return Step("submit")
     heard_at = study.heartbeat_at or 0.0
-    has_begun = heard_at >= study.submitted_at
+    has_begun = study.attempt > study.submitted_after
     if job in ("PENDING", "RUNNING"):
         if has_begun and now - heard_at > LOST_AFTER_S:
             return Step("stop", f"its driver was not heard of for {now - heard_at:.0f} s")

@@ -8,6 +8,8 @@ of Ray's own processes dies, it takes the others down at once: half a cluster on
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import json
 import logging
 import os
@@ -17,6 +19,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -66,10 +69,27 @@ def stop_processes(record: HostRecord) -> None:
     """Kill what is left of a cluster: its processes carry its session's directory in their command lines."""
     for process in psutil.process_iter(["cmdline"]):
         if any(record.session_dir in argument for argument in process.info["cmdline"] or ()):
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
+            _kill(process)
+
+
+def _kill(process: psutil.Process) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.kill()
+
+
+def _let_agents_choose_ports() -> None:
+    """Jobs are submitted through a node's agent, and an agent whose port is taken takes none and says nothing. Its port
+    is 52365 unless `ray start` is told otherwise: that of another Ray here, or of one that is still ending.
+    `ray.init` has no argument for it (Ray 2.60)."""
+    from ray._private.parameter import RayParams
+
+    original = RayParams.__init__
+
+    @functools.wraps(original)
+    def with_any_port(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **{"dashboard_agent_listen_port": 0, **kwargs})
+
+    RayParams.__init__ = with_any_port
 
 
 def main() -> int:
@@ -85,6 +105,7 @@ def main() -> int:
 
     from service.ray_session import start_ray
 
+    _let_agents_choose_ports()
     context = start_ray(dashboard_host=options.dashboard_host, dashboard_port=options.dashboard_port)
     me = psutil.Process()
     record = HostRecord(
@@ -101,6 +122,8 @@ def main() -> int:
     vital = [child for child in me.children(recursive=True) if _is_vital(child)]
     reason = _watch(vital, stopping, options.data_dir)
     logger.info("stopping Ray: %s", reason)
+    for child in me.children(recursive=True):  # agents, workers and jobs, which go by names of their own
+        _kill(child)
     stop_processes(record)
     os._exit(0 if stopping.is_set() else 1)  # Ray's own exit handlers would wait for what is gone
 

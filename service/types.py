@@ -116,7 +116,8 @@ class TrialRecord:
 class StudyRecord:
     """A study as stored. `document` is the canonical study file; `facts` what was found when it was first run (model
     fingerprints, number of layers, task sizes, prompt hashes, versions). `attempt` counts drivers that took it over,
-    `submissions` those sent to a cluster; times are seconds since the epoch, 0 or None: never."""
+    `submissions` those sent to a cluster, the last one when there had been `submitted_after` attempts; times are
+    seconds since the epoch, 0 or None: never."""
 
     id: str
     name: str
@@ -131,6 +132,7 @@ class StudyRecord:
     progress: Mapping[str, Any] | None = None
     submissions: int = 0
     submitted_at: float = 0.0
+    submitted_after: int = 0
     request_digest: str | None = None
 
 

@@ -55,6 +55,8 @@ studies = Table(
     # Drivers submitted to the cluster so far, and when the last one was; both 0 for a study run without a server.
     Column("submissions", Integer, nullable=False, default=0),
     Column("submitted_at", Float, nullable=False, default=0.0),
+    # The attempt there was at that time: the driver submitted has begun when there is a newer one.
+    Column("submitted_after", Integer, nullable=False, default=0),
     # What a client calls its request, and the digest of that request: the same twice makes one study.
     Column("idempotency_key", String(255), unique=True),
     Column("request_digest", String(64)),

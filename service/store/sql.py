@@ -180,7 +180,9 @@ class Store:
         table = schema.studies
         with self._engine.begin() as connection:
             connection.execute(
-                sa.update(table).where(table.c.id == study_id).values(submissions=number, submitted_at=time.time())
+                sa.update(table)
+                .where(table.c.id == study_id)
+                .values(submissions=number, submitted_at=time.time(), submitted_after=table.c.attempt)
             )
 
     def fruitless_attempts(self, study_id: str) -> int:

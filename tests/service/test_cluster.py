@@ -14,8 +14,10 @@ STUDY = StudyRecord("0123456789abcdef", "math-code", StudyState.RUNNING, {}, {},
 
 
 def study(*, submitted_s_ago: float, heard_s_ago: float | None = None) -> StudyRecord:
+    """Its driver has begun if it was heard of since it was submitted."""
     heartbeat_at = None if heard_s_ago is None else NOW - heard_s_ago
-    return replace(STUDY, submitted_at=NOW - submitted_s_ago, heartbeat_at=heartbeat_at)
+    attempt = int(heard_s_ago is not None and heard_s_ago < submitted_s_ago)
+    return replace(STUDY, submitted_at=NOW - submitted_s_ago, heartbeat_at=heartbeat_at, attempt=attempt)
 
 
 def action(record: StudyRecord, job: str | None, fruitless: int = 0) -> str:

@@ -368,7 +368,7 @@ def test_a_submission_is_noted_with_its_time(store: Store, writer: StudyWriter) 
     before = time.time()
     store.record_submission(writer.study_id, 2)
     study = store.study(writer.study_id)
-    assert study.submissions == 2
+    assert (study.submissions, study.submitted_after) == (2, writer.attempt)
     assert before <= study.submitted_at <= time.time()
 
 
