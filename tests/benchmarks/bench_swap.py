@@ -90,9 +90,8 @@ def measure_swaps(directory: Path) -> dict[str, Any]:
                 reports.append(engine.swap(candidate))
                 seconds.append(time.perf_counter() - started)
             parts = [asdict(report) for report in reports]
-            medians = {
-                name: statistics.median(part[name] for part in parts) for name in ("materialise_s", "swap_s", "repack_s")
-            }
+            names = ("materialise_s", "swap_s", "repack_s")
+            medians = {name: statistics.median(part[name] for part in parts) for name in names}
             rows.append({"method": method, "median_s": statistics.median(seconds), "all_s": seconds, **medians})
         one_layer = [_swap_last_layer(engine, family, seed) for seed in range(REPEATS)]
     model_bytes, copy_s = _copying(family)
@@ -144,7 +143,11 @@ def measure_restart(directory: Path) -> dict[str, Any]:
     import_s = time.perf_counter() - started
     started = time.perf_counter()
     llm = LLM(
-        model=str(directory / "base"), dtype="float32", enforce_eager=True, max_model_len=256, kv_cache_memory_bytes=2**28
+        model=str(directory / "base"),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=256,
+        kv_cache_memory_bytes=2**28,
     )
     llm.generate("1+1=", SamplingParams(max_tokens=1), use_tqdm=False)
     start_s = time.perf_counter() - started
