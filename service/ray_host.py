@@ -66,15 +66,13 @@ def read_host(data_dir: Path) -> HostRecord | None:
 
 
 def stop_processes(record: HostRecord) -> None:
-    """Kill what is left of a cluster: its processes carry its session's directory in their command lines."""
-    for process in psutil.process_iter(["cmdline"]):
-        if any(record.session_dir in argument for argument in process.info["cmdline"] or ()):
-            _kill(process)
-
-
-def _kill(process: psutil.Process) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process.kill()
+    """Kill what is left of a cluster: what names its session's directory, or writes to a file there, as workers and
+    jobs do, which go by names of their own."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            is_named = any(record.session_dir in argument for argument in process.cmdline())
+            if is_named or any(file.path.startswith(record.session_dir) for file in process.open_files()):
+                process.kill()
 
 
 def _let_agents_choose_ports() -> None:
@@ -99,14 +97,13 @@ def main() -> int:
     parser.add_argument("--dashboard-port", type=int)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    stopping = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopping.set())
-
     from service.ray_session import start_ray
 
     _let_agents_choose_ports()
     context = start_ray(dashboard_host=options.dashboard_host, dashboard_port=options.dashboard_port)
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):  # Ray has put handlers of its own, which end this process at once
+        signal.signal(number, lambda *_: stopping.set())
     me = psutil.Process()
     record = HostRecord(
         process=me.pid,
@@ -122,9 +119,9 @@ def main() -> int:
     vital = [child for child in me.children(recursive=True) if _is_vital(child)]
     reason = _watch(vital, stopping, options.data_dir)
     logger.info("stopping Ray: %s", reason)
-    for child in me.children(recursive=True):  # agents, workers and jobs, which go by names of their own
-        _kill(child)
-    stop_processes(record)
+    for child in me.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
     os._exit(0 if stopping.is_set() else 1)  # Ray's own exit handlers would wait for what is gone
 
 
@@ -135,13 +132,19 @@ def _is_vital(process: psutil.Process) -> bool:
         return False
 
 
+def _is_dead(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def _watch(vital: list[psutil.Process], stopping: threading.Event, data_dir: Path) -> str:
     """Wait until there is a reason to stop."""
     served_at = time.monotonic()
     while not stopping.wait(POLL_S):
-        for process in vital:
-            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-                return f"one of Ray's processes ({process.pid}) has died"
+        if dead := [process.pid for process in vital if _is_dead(process)]:
+            return f"one of Ray's processes ({dead[0]}) has died"
         if _is_served(data_dir):
             served_at = time.monotonic()
         elif time.monotonic() - served_at > ORPHANED_AFTER_S:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -51,6 +52,23 @@ class SwapReport:
     swap_s: float
     repack_s: float
     is_new: bool
+
+
+def _let_llvmlite_be_inspected() -> None:
+    """vLLM looks into the attributes of all that loaded modules hold. llvmlite's handle of its library (there once
+    numba is) takes every name it does not know for a function of that library, `__dict__` too, and vLLM fails on it."""
+    ffi = sys.modules.get("llvmlite.binding.ffi")
+    if ffi is None:
+        return
+    handle = type(ffi.lib)
+    find = handle.__getattr__
+
+    def find_function(self: Any, name: str) -> Any:
+        if name == "__dict__":
+            raise AttributeError(name)
+        return find(self, name)
+
+    handle.__getattr__ = find_function
 
 
 class Engine:
@@ -97,6 +115,7 @@ class Engine:
         self.dtype = self.options.dtype
         if self.dtype == "auto":
             self.dtype = "float32" if is_cpu else "bfloat16"
+        _let_llvmlite_be_inspected()
         memory: dict[str, Any] = {"enforce_eager": True} if is_cpu else {}
         if is_cpu:
             memory["kv_cache_memory_bytes"] = kv_cache_bytes(self.prompts.config, self.max_length, self.dtype)

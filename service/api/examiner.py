@@ -5,6 +5,7 @@ They import torch and lm-eval and read models, so they run beside the server. Wh
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from search_spaces.study import InlineTask, ObjectiveSpec, Study, parse_study
 from service.api.problems import Away
 from service.api.side_process import ProcessDied, SideProcess
 
-__all__ = ["Examined", "Examiner", "ProcessExaminer", "read_request"]
+__all__ = ["Examined", "Examiner", "ProcessExaminer", "examine_here", "read_request"]
+
+logger = logging.getLogger(__name__)
 
 # Reading the weights of large models for the first time takes minutes; what takes longer hangs.
 TIMEOUT_S = 1800.0
@@ -66,9 +69,9 @@ class ProcessExaminer:
     async def examine(self, content: bytes, *, is_json: bool) -> Examined:
         try:
             try:
-                return await self._process.call(_examined, content, is_json, timeout_s=TIMEOUT_S)
+                return await self._process.call(examine_here, content, is_json=is_json, timeout_s=TIMEOUT_S)
             except ProcessDied:  # perhaps of another request's doing
-                return await self._process.call(_examined, content, is_json, timeout_s=TIMEOUT_S)
+                return await self._process.call(examine_here, content, is_json=is_json, timeout_s=TIMEOUT_S)
         except ProcessDied as error:
             raise Away(f"the study could not be examined ({error}); ask again") from error
         except TimeoutError as error:
@@ -136,11 +139,19 @@ def _warm_up() -> None:
     del lm_eval, torch, transformers
 
 
-def _examined(content: bytes, is_json: bool) -> Examined:
+def examine_here(content: bytes, *, is_json: bool) -> Examined:
+    """The examination itself, in this process."""
     from service.preflight import examine
 
     study = read_request(content, is_json=is_json)
-    return Examined(study.name, study.canonical(), examine(study).facts())
+    try:
+        return Examined(study.name, study.canonical(), examine(study).facts())
+    except InvalidStudy:
+        raise
+    except Exception as error:  # its driver would meet the same: a study that cannot be examined cannot run
+        logger.exception("study %s could not be examined", study.name)
+        message = f"the study could not be examined: {type(error).__name__}: {error}"
+        raise InvalidStudy((Problem("", message),)) from error
 
 
 def _engine_dtype(document: Mapping[str, Any]) -> str:

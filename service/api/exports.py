@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import shutil
 import tarfile
 import time
 from collections.abc import Iterator
@@ -33,7 +32,7 @@ def export_id(study_id: str, trial: int, dtype: str) -> str:
 
 
 class Exports:
-    """Writes the exports that SQL asks for; those that were interrupted are written again at the next start."""
+    """Writes the exports that SQL asks for; those that were interrupted go on at the next start."""
 
     def __init__(self, store: Store, data_dir: Path) -> None:
         self._store = store
@@ -50,7 +49,7 @@ class Exports:
         self._task = asyncio.create_task(self._run(), name="exports")
 
     async def stop(self) -> None:
-        """End the export that is being written; it is begun again at the next start."""
+        """End the export that is being written; it goes on at the next start."""
         self._is_stopping = True
         if self._process is not None:
             await anyio.to_thread.run_sync(self._process.stop)
@@ -95,10 +94,11 @@ class Exports:
             if record.state not in (ExportState.WAITING, ExportState.RUNNING):
                 return
             directory = await anyio.to_thread.run_sync(self._prepare, record)
-            self._process = SideProcess("export")
-            await self._process.call(
-                _export, self._store.url, record.study, str(record.trial), directory, dtype=record.dtype
-            )
+            if not directory.exists():  # a model appears whole: what is there was written before the server ended
+                self._process = SideProcess("export")
+                await self._process.call(
+                    _export, self._store.url, record.study, str(record.trial), directory, dtype=record.dtype
+                )
             state, reason = ExportState.COMPLETE, None
         except Exception as error:
             logger.warning("export %s failed", name, exc_info=error)
@@ -112,8 +112,7 @@ class Exports:
     def _prepare(self, record: ExportRecord) -> Path:
         self._store.set_export_state(record.id, ExportState.RUNNING)
         directory = self.directory(record)
-        shutil.rmtree(directory.parent, ignore_errors=True)  # what an interrupted one left
-        directory.parent.mkdir(parents=True)
+        directory.parent.mkdir(parents=True, exist_ok=True)  # an interrupted export left there what it goes on from
         return directory
 
 

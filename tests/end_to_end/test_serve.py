@@ -47,7 +47,9 @@ def test_studies_survive_the_death_of_driver_replica_ray_and_server(small: Path,
         server.start()
         assert server.wait_until_ended(study, timeout_s=2 * START_S)["state"] == "COMPLETE", server.story(study)
         reasons = [event["payload"]["because"] for event in server.events(study) if event["kind"] == "attempt"]
+        of_ray = psutil.Process(server.host.process).children(recursive=True)
         assert server.stop() == 0
+        assert psutil.wait_procs(of_ray, timeout=30)[1] == []
     assert reasons[0] is None
     assert "its driver ended" in reasons[1]
     assert "Ray was started anew" in reasons[2]

@@ -395,7 +395,13 @@ def test_ctrl_c_leaves_the_study_running_and_says_so(site: Site) -> None:
     name = site.store.study(writer.study_id).name
     command = [sys.executable, "-m", "service.cli", "watch", name, "--server", site.url]
     process = subprocess.Popen(
-        command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # As in a terminal: what runs the tests may itself run in the background, where Ctrl-C is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stderr is not None
     told = ""

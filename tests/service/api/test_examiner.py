@@ -15,9 +15,10 @@ import httpx
 import psutil
 import pytest
 
+import service.preflight
 from search_spaces.errors import InvalidStudy
 from search_spaces.study import Study, load_study
-from service.api.examiner import Examined, ProcessExaminer, read_request
+from service.api.examiner import Examined, ProcessExaminer, examine_here, read_request
 from service.api.problems import Away
 from service.preflight import examine
 from tests.service.api.harness import FAMILY, ApiServer, document
@@ -151,3 +152,12 @@ def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
         body["objectives"][0]["task"]["file"] = file
         with pytest.raises(InvalidStudy, match=f"objectives.0.task.file: {file}: is not a file"):
             read_request(json.dumps(body).encode(), is_json=True)
+
+
+def test_a_study_that_breaks_the_examination_is_refused_with_what_happened(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(study: Study) -> None:
+        raise ZeroDivisionError("by nothing")
+
+    monkeypatch.setattr(service.preflight, "examine", broken)
+    with pytest.raises(InvalidStudy, match=r"^the study could not be examined: ZeroDivisionError: by nothing$"):
+        examine_here(json.dumps(document()).encode(), is_json=True)

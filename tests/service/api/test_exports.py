@@ -155,11 +155,14 @@ def test_an_interrupted_export_is_written_at_the_next_start(tmp_path: Path) -> N
     record = family_study(store)
     store.add_export(ExportRecord(name, record.id, 1, "float32", ExportState.RUNNING, created_at=1.0))
     store.close()
-    leftover = tmp_path / "exports" / name / "half"
-    leftover.mkdir(parents=True)
     with ApiServer(tmp_path) as server, httpx.Client(base_url=server.url, timeout=60) as http:
         assert wait(http, f"/v1/studies/{record.id}/exports/{name}")["state"] == "COMPLETE"
-        assert not leftover.exists()
+        written = {file: file.stat().st_mtime_ns for file in (tmp_path / "exports" / name).glob("*/*")}
+        assert any(file.suffix == ".safetensors" for file in written)
+        server.store.set_export_state(name, ExportState.RUNNING)  # as if it had ended just before saying so
+    with ApiServer(tmp_path) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        assert wait(http, f"/v1/studies/{record.id}/exports/{name}")["state"] == "COMPLETE"
+        assert {file: file.stat().st_mtime_ns for file in (tmp_path / "exports" / name).glob("*/*")} == written
 
 
 def test_stopping_the_server_leaves_an_export_to_be_begun_again(tmp_path: Path) -> None:
