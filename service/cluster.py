@@ -104,7 +104,11 @@ class RayCluster:
     def __init__(self, store: Store, data_dir: Path, *, dashboard_host: str, dashboard_port: int | None) -> None:
         self._store = store
         self._data_dir = data_dir
-        self._host = _Host(data_dir, dashboard_host, dashboard_port) if "RAY_ADDRESS" not in os.environ else None
+        self._host: _Host | None = None
+        if "RAY_ADDRESS" not in os.environ:
+            # Ray asks for a token by default, but only who starts it knows that: server and host must agree.
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
+            self._host = _Host(data_dir, dashboard_host, dashboard_port)
         self._client: Any = None
         self._dashboard_url: str | None = None
         self._not_ready: str | None = "Ray is being started"

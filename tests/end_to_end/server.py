@@ -32,7 +32,7 @@ class Server:
         self.url = ""
         self.seconds_to_healthz = 0.0
         self._command = [*command, "--data", str(data_dir), "--port", "0"]
-        outer = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        outer = {name: os.environ[name] for name in os.environ if name not in ("RAY_ADDRESS", "RAY_AUTH_MODE")}
         self._environment = {**outer, "PYTHONPATH": str(ROOT), **(environment or {})}
 
     def start(self, *, timeout_s: float = 60.0) -> None:
