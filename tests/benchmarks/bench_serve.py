@@ -105,7 +105,7 @@ def _seconds(events: list[dict[str, Any]]) -> float:
 def _study(seed: int) -> dict[str, Any]:
     study = load_study(family_dir() / "study.yaml")
     document = study.canonical()
-    document["search"].update(algorithm="random", max_trials=320, seed=seed)
+    document["search"].update(algorithm="random", max_trials=160, seed=seed)
     document["fidelity"] = {"scheduler": "hyperband", "rungs": [8, 24]}
     document["holdout"] = []
     document["engine"]["verify"] = False
