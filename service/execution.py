@@ -143,7 +143,7 @@ class Clock:
                 self.beat()
             except StaleAttempt:  # the driver's own next write says so where it can be acted upon
                 return
-            except Exception:
+            except Exception:  # one that is missed does no harm; if none gets through, the driver is replaced
                 logger.exception("a heartbeat was not stored")
 
 

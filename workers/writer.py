@@ -422,7 +422,7 @@ def _appearing(out: Path, job: str) -> Iterator[Path]:
             except OSError as error:
                 raise FileExistsError(f"{out}: appeared meanwhile; expected a new or empty directory") from error
             _sync(out.parent)
-        except Exception:
+        except Exception:  # only what is killed or interrupted may be gone on with
             shutil.rmtree(place, ignore_errors=True)
             raise
         shutil.rmtree(place, ignore_errors=True)

@@ -148,5 +148,5 @@ def _portable(error: Exception) -> Exception:
     try:
         copy = pickle.loads(pickle.dumps(error))
         return error if type(copy) is type(error) else RuntimeError(repr(error))
-    except Exception:
+    except Exception:  # pickling runs the error's own code, which may raise anything
         return RuntimeError(repr(error))

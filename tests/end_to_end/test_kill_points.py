@@ -13,17 +13,15 @@ import pytest
 import ray
 import yaml
 
-from search_spaces.parameters import Parameters
 from search_spaces.study import load_study
 from service.preflight import examine
 from service.run import DATABASE, read_run
 from service.store import Store
 from service.tune.coordinator import Coordinator
-from service.tune.searchers import get_searcher
 from service.types import StudyState
 from tests.builders import tiny_family
 from tests.end_to_end.processes import query, started
-from tests.service.harness import drive, trial_list
+from tests.service.harness import InlineProposer, drive, trial_list
 from workers.checkpoints import open_checkpoint
 from workers.fake import FakeScorer
 
@@ -103,20 +101,6 @@ def command(study: Path, out: Path, settings: Any) -> list[str | Path]:
     return [*fake, "run", study, "--out", out, "--export", "best"]
 
 
-class Proposer:
-    """`coordinator.Proposer` in the caller's own thread."""
-
-    def __init__(self, parameters: Parameters) -> None:
-        self._parameters = parameters
-        self._call: Mapping[str, Any] = {}
-
-    def submit(self, **call: Any) -> None:
-        self._call = call
-
-    def result(self, *, timeout_s: float) -> dict[str, Any] | None:
-        return get_searcher("random").propose(self._parameters, seed=0, **self._call)
-
-
 def undisturbed(study_file: Path, facts: Mapping[str, Any], directory: Path) -> tuple[list[Any], list[Any]]:
     """Trials and what is stored of their chunks and samples, without Ray: one evaluation after the other."""
     directory.mkdir()
@@ -128,7 +112,7 @@ def undisturbed(study_file: Path, facts: Mapping[str, Any], directory: Path) -> 
         space=examination.space,
         store=store,
         writer=store.open_attempt(study_id),
-        proposer=Proposer(examination.space.parameters),
+        proposer=InlineProposer(examination.space, seed=0),
     )
     drive(coordinator, FakeScorer(bank_fingerprint=examination.family.fingerprint), concurrency=1)
     trials = trial_list(store, study_id)
