@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml deploy/constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"Python {v.major}.{v.minor} is too old: 3.11 or later is needed (make PYTHON=python3.11 ...)")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python $(TORCH_BACKEND) --constraint deploy/constraints.txt --editable '.[$(EXTRAS)]'
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(TORCH_BACKEND) --constraint deploy/constraints.txt --editable '.[$(EXTRAS)]'
 	@touch $@
 
 demo: install

@@ -66,11 +66,11 @@ def submission_id(study: StudyRecord, number: int) -> str:
     return f"{study.name}-{study.id[:8]}-{number}"
 
 
-def next_step(study: StudyRecord, job: str | None, *, fruitless: int, now: float) -> Step:
+def next_step(study: StudyRecord, job: str | None, *, fruitless: int, now: float, message: str | None = None) -> Step:
     """What an unfinished study needs.
 
-    `job` is what the cluster says of the last driver's job (None: it does not know it), `fruitless` how many drivers
-    in a row ended without a result, `now` seconds since the epoch."""
+    `job` is the state that the cluster gives the last driver's job (None: it does not know it), `message` what it says
+    of it, `fruitless` how many drivers in a row ended without a result, `now` seconds since the epoch."""
     if study.submissions == 0:
         return Step("submit")
     heard_at = study.heartbeat_at or 0.0
@@ -87,7 +87,7 @@ def next_step(study: StudyRecord, job: str | None, *, fruitless: int, now: float
     because = (
         "the cluster does not know its driver's job: Ray was started anew"
         if job is None
-        else f"its driver ended (Ray's word: {job}){f': {study.reason}' if study.reason else ''}"
+        else f"its driver ended (Ray's word: {job}): {(has_begun and study.reason) or message or 'no reason given'}"
     )
     if fruitless >= MAX_FRUITLESS:
         return Step("give up", f"{fruitless} drivers in a row ended without a result; the last one: {because}")
@@ -113,7 +113,7 @@ class RayCluster:
         self._dashboard_url: str | None = None
         self._not_ready: str | None = "Ray is being started"
         self._quiet: set[str] = set()  # cancelled studies whose job has ended
-        self._losses: dict[str, str | None] = {}  # why a study needs another driver
+        self._losses: dict[str, dict[int, str]] = {}  # why a study's drivers were lost, since one last began to work
         self._stopping = threading.Event()
         self._waking = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cluster", daemon=True)
@@ -217,10 +217,13 @@ class RayCluster:
 
     def _look_at(self, study: StudyRecord, *, may_start: bool) -> bool:
         """Do what the study needs. Returns True if it has a driver, or will have one soon."""
-        job = self._job_status(study)
-        step = next_step(study, job, fruitless=self._store.fruitless_attempts(study.id), now=time.time())
+        job, message = self._job(study)
+        fruitless = self._store.fruitless_attempts(study.id)
+        step = next_step(study, job, fruitless=fruitless, now=time.time(), message=message)
+        if study.attempt > study.submitted_after and step.action == "wait":
+            self._losses.pop(study.id, None)
         if step.action == "stop":
-            self._losses[study.id] = step.because
+            self._lose_driver(study, step.because)
             self._client.stop_job(submission_id(study, study.submissions))
         elif step.action == "give up":
             logger.error("study %s: given up: %s", study.id, step.because)
@@ -229,11 +232,16 @@ class RayCluster:
         elif step.action == "submit":
             if not may_start:
                 return False
-            because = self._losses.setdefault(study.id, step.because)
+            self._lose_driver(study, step.because)
             # What the cluster never took is submitted again under its own name.
+            because = "; then ".join(self._losses.get(study.id, {}).values()) or None
             self._submit(study, study.submissions + (not step.again), because)
-            del self._losses[study.id]
         return True
+
+    def _lose_driver(self, study: StudyRecord, because: str | None) -> None:
+        """Note why the last driver will not do; the first reason is the true one, what follows is its consequence."""
+        if because is not None:
+            self._losses.setdefault(study.id, {}).setdefault(study.submissions, because)
 
     def _submit(self, study: StudyRecord, number: int, because: str | None) -> None:
         self._store.record_submission(study.id, number)
@@ -254,20 +262,22 @@ class RayCluster:
     def _stop_cancelled(self, study: StudyRecord) -> None:
         if study.id in self._quiet:
             return
-        if self._job_status(study) in ("PENDING", "RUNNING"):
+        if self._job(study)[0] in ("PENDING", "RUNNING"):
             self._client.stop_job(submission_id(study, study.submissions))
         else:
             self._quiet.add(study.id)
 
-    def _job_status(self, study: StudyRecord) -> str | None:
+    def _job(self, study: StudyRecord) -> tuple[str | None, str | None]:
+        """State of the last driver's job and the first line of what the cluster says of it; (None, None): unknown."""
         if study.submissions == 0:
-            return None
+            return None, None
         try:
-            return str(self._client.get_job_status(submission_id(study, study.submissions)).value)
+            info = self._client.get_job_info(submission_id(study, study.submissions))
         except RuntimeError as error:
             if _is_unknown(error):
-                return None
+                return None, None
             raise
+        return str(info.status.value), (info.message or "").partition("\n")[0] or None
 
 
 def _is_unknown(error: Exception) -> bool:

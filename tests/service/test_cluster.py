@@ -51,8 +51,17 @@ def test_a_driver_that_never_begins_is_stopped() -> None:
 
 @pytest.mark.parametrize("job", ["FAILED", "STOPPED", "SUCCEEDED"])
 def test_a_driver_that_ended_before_its_study_is_replaced(job: str) -> None:
-    step = next_step(study(submitted_s_ago=100, heard_s_ago=1), job, fruitless=0, now=NOW)
-    assert (step.action, step.because) == ("submit", f"its driver ended (Ray's word: {job})")
+    said = "exit code 9"
+    step = next_step(study(submitted_s_ago=100, heard_s_ago=1), job, fruitless=0, now=NOW, message=said)
+    assert (step.action, step.because) == ("submit", f"its driver ended (Ray's word: {job}): exit code 9")
+
+
+def test_what_a_driver_said_itself_counts_unless_another_said_it() -> None:
+    record = replace(study(submitted_s_ago=100, heard_s_ago=1), reason="no engine")
+    step = next_step(record, "FAILED", fruitless=0, now=NOW, message="exit code 1")
+    assert step.because == "its driver ended (Ray's word: FAILED): no engine"
+    step = next_step(replace(record, attempt=0), "FAILED", fruitless=0, now=NOW, message="no agent")
+    assert step.because == "its driver ended (Ray's word: FAILED): no agent"
 
 
 def test_a_cluster_that_forgot_the_job_gets_it_again() -> None:
@@ -71,7 +80,7 @@ def test_drivers_that_achieve_nothing_come_ever_later_and_then_no_more() -> None
         pause_s = BACK_OFF_S * 2**fruitless
         assert action(study(submitted_s_ago=pause_s - 0.5), "FAILED", fruitless) == "wait"
         assert action(study(submitted_s_ago=pause_s + 0.5), "FAILED", fruitless) == "submit"
-    record = replace(study(submitted_s_ago=5), reason="no engine")
+    record = replace(study(submitted_s_ago=5, heard_s_ago=1), reason="no engine")
     step = next_step(record, "FAILED", fruitless=MAX_FRUITLESS, now=NOW)
     assert step.action == "give up"
     assert step.because == (
