@@ -113,6 +113,7 @@ class RayCluster:
         self._dashboard_url: str | None = None
         self._not_ready: str | None = "Ray is being started"
         self._quiet: set[str] = set()  # cancelled studies whose job has ended
+        self._queued: set[str] = set()  # studies for which there is no room yet
         self._losses: dict[str, dict[int, str]] = {}  # why a study's drivers were lost, since one last began to work
         self._stopping = threading.Event()
         self._waking = threading.Event()
@@ -136,6 +137,16 @@ class RayCluster:
 
     def not_ready(self) -> str | None:
         return self._not_ready
+
+    def waiting_for(self, study: StudyRecord) -> str | None:
+        """What must come before a driver works on the study; None: one does, or the study has ended."""
+        if study.state.is_finished:
+            return None
+        if self._not_ready is not None:
+            return f"Ray: {self._not_ready}"
+        if study.id in self._queued:
+            return f"one of the {MAX_RUNNING} studies before it to end"
+        return None if study.attempt > study.submitted_after else "its driver to start"
 
     def job(self, study: StudyRecord) -> JobDocument | None:
         if study.submissions == 0:
@@ -209,11 +220,15 @@ class RayCluster:
     def _look_at_studies(self) -> None:
         studies = self._store.studies()
         num_running = 0
+        queued: set[str] = set()
         for study in studies:
             if study.state is StudyState.CANCELLED:
                 self._stop_cancelled(study)
             elif not study.state.is_finished:
-                num_running += self._look_at(study, may_start=num_running < MAX_RUNNING)
+                has_driver = self._look_at(study, may_start=num_running < MAX_RUNNING)
+                num_running += has_driver
+                queued |= set() if has_driver else {study.id}
+        self._queued = queued
 
     def _look_at(self, study: StudyRecord, *, may_start: bool) -> bool:
         """Do what the study needs. Returns True if it has a driver, or will have one soon."""

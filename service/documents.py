@@ -265,6 +265,7 @@ class StudyDocument(TypedDict):
     name: str
     state: State
     reason: str | None
+    waiting_for: Annotated[str | None, Field(description="What must come before a driver works on it.")]
     created_at: Time
     wall_clock_s: Annotated[float, Field(description="Seconds that drivers have worked on it.")]
     attempt: Annotated[int, Field(description="Drivers that have worked on it so far.")]

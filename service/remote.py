@@ -157,7 +157,8 @@ class ServerVerbs:
         from service.progress import ProgressSnapshot, ProgressView
 
         with ProgressView(worked_s=study["wall_clock_s"]) as view:
-            view.note(f"study {study['name']}: {study['id']}, {study['state']}")
+            waits = f", waits for {study['waiting_for']}" if study["waiting_for"] else ""
+            view.note(f"study {study['name']}: {study['id']}, {study['state']}{waits}")
             for event in self._client.events(study["id"]):
                 if event.kind == "progress":
                     view.update(ProgressSnapshot.from_json(event.payload))

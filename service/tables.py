@@ -148,6 +148,8 @@ def study_table(study: StudyDocument, *, server: str) -> Table:
     table.add_row("study", Text(study["name"], style="bold"))
     table.add_row("id", study["id"])
     table.add_row("state", state)
+    if study["waiting_for"]:
+        table.add_row("waits for", study["waiting_for"])
     table.add_row("created", _local_time(study["created_at"]))
     table.add_row("worked", f"{duration(study['wall_clock_s'])}, by {drivers}")
     table.add_row("trials", _trials_text(study))

@@ -37,6 +37,7 @@ def study_document(record: StudyRecord, *, trials: Mapping[str, int], cluster: C
         "name": record.name,
         "state": record.state.value,
         "reason": record.reason,
+        "waiting_for": cluster.waiting_for(record),
         "created_at": rfc_3339(record.created_at),
         "wall_clock_s": record.wall_clock_s,
         "attempt": record.attempt,

@@ -23,6 +23,9 @@ class Cluster(Protocol):
     def not_ready(self) -> str | None:
         """Why studies do not go on; None: they do."""
 
+    def waiting_for(self, study: StudyRecord) -> str | None:
+        """What must come before a driver works on the study; None: one does, or the study has ended."""
+
     def job(self, study: StudyRecord) -> JobDocument | None:
         """The job of the study's last driver; None before the first."""
 

@@ -407,7 +407,7 @@ class Coordinator:
             if not pruned:
                 continue
             self._observer("promotion")
-            reason = f"not promoted from rung {decision.rung} of bracket {decision.bracket}"
+            reason = f"not promoted from rung {decision.rung}"
             self._writer.finish_trials(pruned, TrialState.PRUNED, reason)
             for number in pruned:
                 self._trials[number] = replace(self._trials[number], state=TrialState.PRUNED, reason=reason)

@@ -76,6 +76,9 @@ class IdleCluster:
     def not_ready(self) -> str | None:
         return self.away
 
+    def waiting_for(self, study: StudyRecord) -> str | None:
+        return None if study.state.is_finished else self.away
+
     def job(self, study: StudyRecord) -> JobDocument | None:
         return {"submission_id": f"{study.name}-1", "dashboard_url": f"http://dashboard/#/jobs/{study.name}-1"}
 

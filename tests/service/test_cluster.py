@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from service.cluster import BACK_OFF_S, LOST_AFTER_S, MAX_FRUITLESS, START_GRACE_S, Step, next_step, submission_id
+from service.cluster import (
+    BACK_OFF_S,
+    LOST_AFTER_S,
+    MAX_FRUITLESS,
+    START_GRACE_S,
+    RayCluster,
+    Step,
+    next_step,
+    submission_id,
+)
+from service.store import Store
 from service.types import StudyRecord, StudyState
 
 NOW = 1_000_000.0
@@ -91,3 +102,12 @@ def test_drivers_that_achieve_nothing_come_ever_later_and_then_no_more() -> None
 
 def test_a_submission_has_one_name_that_starts_with_the_study() -> None:
     assert submission_id(STUDY, 3) == "math-code-01234567-3"
+
+
+def test_a_study_says_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    store = Store(f"sqlite:///{tmp_path / 'studies.db'}")
+    cluster = RayCluster(store, tmp_path, dashboard_host="127.0.0.1", dashboard_port=None)
+    assert cluster.waiting_for(STUDY) == "Ray: Ray is being started"
+    assert cluster.waiting_for(replace(STUDY, state=StudyState.CANCELLED)) is None
+    store.close()

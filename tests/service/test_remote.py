@@ -389,7 +389,8 @@ def test_submit_may_watch_at_once(site: Site, terminal: Terminal) -> None:
             assert ", CREATED" in err.splitlines()[0]
 
 
-def test_ctrl_c_leaves_the_study_running_and_says_so(site: Site) -> None:
+def test_ctrl_c_leaves_the_study_running_and_says_so(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site.cluster, "away", "Ray: Ray is being started")
     writer = site.begin(next(names))
     writer.add_event("search_ended", {"reason": "for the test to see"})
     name = site.store.study(writer.study_id).name
@@ -415,6 +416,7 @@ def test_ctrl_c_leaves_the_study_running_and_says_so(site: Site) -> None:
     assert (
         f"study {name} goes on without being watched; `mergesearch watch {writer.study_id[:8]}` shows it again" in err
     )
+    assert "waits for Ray: Ray is being started" in told
     assert "Traceback" not in err
     assert site.store.study(writer.study_id).state is StudyState.RUNNING
     writer.add_event("note", {})  # nobody has taken it over

@@ -46,6 +46,9 @@ class FakeCluster:
     def not_ready(self) -> str | None:
         return self.reason
 
+    def waiting_for(self, study: StudyRecord) -> str | None:
+        return None if study.state.is_finished else self.reason
+
     def job(self, study: StudyRecord) -> JobDocument | None:
         return {"submission_id": f"{study.name}-1", "dashboard_url": None} if study.submissions else None
 

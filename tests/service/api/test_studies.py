@@ -189,7 +189,9 @@ def test_the_log_waits_for_the_cluster(http: httpx.Client, server: ApiServer) ->
 
 def test_studies_are_accepted_while_the_cluster_is_away(http: httpx.Client, server: ApiServer) -> None:
     server.cluster.reason = "Ray is being started"
-    assert http.post("/v1/studies", json=document()).status_code == 201
+    answer = http.post("/v1/studies", json=document())
+    assert answer.status_code == 201
+    assert http.get(answer.headers["location"]).json()["waiting_for"] == "Ray is being started"
 
 
 def test_problems_name_every_field(http: httpx.Client) -> None:
