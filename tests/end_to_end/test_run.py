@@ -17,15 +17,12 @@ from search_spaces.study import load_study
 from service.export import export_trial
 from service.preflight import examine
 from service.run import DATABASE, read_run
-from service.store import Store
-from service.tune.coordinator import Coordinator
 from service.types import Origin, StudyState, TrialState
-from tests.builders import tiny_family
 from tests.conftest import record_engine_start
 from tests.end_to_end.processes import mergesearch, num_chunks, started
-from tests.service.harness import InlineProposer, drive, trial_list
+from tests.end_to_end.small_study import undisturbed
+from tests.service.harness import trial_list
 from workers.bank import Bank
-from workers.fake import FakeScorer
 from workers.merging import merged_tensors
 from workers.reference import verify
 from workers.tiny_family import family_dir
@@ -113,40 +110,12 @@ def test_export_gives_the_stored_samples_in_plain_transformers_and_the_merged_te
 # -- fake scorer, real Ray -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A study of a tiny family, for the fake scorer."""
-    directory = tmp_path_factory.mktemp("small")
-    tiny_family(directory, experts=("math", "text"))
-    for name, size in (("search", 120), ("holdout", 40)):
-        lines = (json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(size))
-        (directory / f"{name}.jsonl").write_text("".join(lines))
-
-    def objective(split: str) -> dict[str, Any]:
-        file = str(directory / f"{split}.jsonl")
-        return {"name": "sums", "task": {"file": file, "max_tokens": 6}, "metric": "exact_match"}
-
-    document = {
-        "name": "small",
-        "models": {"base": str(directory / "base"), "experts": {a: str(directory / a) for a in ("math", "text")}},
-        "search_space": {"kind": "lfs", "layer_groups": 2},
-        "search": {"algorithm": "random", "max_trials": 15},
-        "fidelity": {"scheduler": "hyperband", "rungs": [12, 40, 120]},
-        "objectives": [objective("search")],
-        "holdout": [objective("holdout")],
-        "engine": {"max_model_len": 64},
-    }
-    file = directory / "study.yaml"
-    file.write_text(yaml.safe_dump(document))
-    return file
-
-
 def fake(study: Path, out: Path, **settings: Any) -> list[str | Path]:
     """The command, with the fake scorer."""
     return [sys.executable, "-m", "tests.end_to_end.fake_run", json.dumps(settings), "run", study, "--out", out]
 
 
-def test_ctrl_c_leaves_a_directory_that_the_same_command_resumes(small: Path, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_a_directory_that_the_same_command_resumes(small: Path, tmp_path: Path, ray_address: str) -> None:
     out = tmp_path / "run"
     with started(fake(small, out, sample_delay_s=0.01), directory=out) as run:
         run.wait_for_rows(9, timeout_s=START_S)
@@ -157,34 +126,18 @@ def test_ctrl_c_leaves_a_directory_that_the_same_command_resumes(small: Path, tm
     assert json.loads((out / "summary.json").read_text())["state"] == "STOPPED"
     assert 9 <= num_chunks(out) < 30
 
-    with started(fake(small, out), directory=out) as run:
+    with started(fake(small, out), directory=out, ray_address=ray_address) as run:
         assert run.wait(timeout_s=START_S) == 0, run.log
     with read_run(out) as (store, study):
         assert study.state is StudyState.COMPLETE
-        assert trial_list(store, study.id) == undisturbed_trials(small, tmp_path)
+        assert trial_list(store, study.id) == undisturbed(small, tmp_path / "undisturbed")
 
 
-def undisturbed_trials(study_file: Path, directory: Path) -> list[tuple[Any, ...]]:
-    """Without Ray: one evaluation after the other."""
-    examination = examine(load_study(study_file))
-    store = Store(f"sqlite:///{directory / 'undisturbed.db'}")
-    study_id = store.create_study(name="undisturbed", document={}, facts={}).id
-    coordinator = Coordinator(
-        examination.plan(study_id, examination.facts()),
-        space=examination.space,
-        store=store,
-        writer=store.open_attempt(study_id),
-        proposer=InlineProposer(examination.space, seed=examination.study.search.seed),
-    )
-    drive(coordinator, FakeScorer(bank_fingerprint=examination.family.fingerprint))
-    trials = trial_list(store, study_id)
-    store.close()
-    return trials
-
-
-def test_study_whose_candidates_all_fail_ends_failed_and_says_why(small: Path, tmp_path: Path) -> None:
+def test_study_whose_candidates_all_fail_ends_failed_and_says_why(
+    small: Path, tmp_path: Path, ray_address: str
+) -> None:
     out = tmp_path / "run"
-    with started(fake(small, out, fails_above=-1.0), directory=out) as run:
+    with started(fake(small, out, fails_above=-1.0), directory=out, ray_address=ray_address) as run:
         assert run.wait(timeout_s=START_S) == 1, run.log
     reason = "no trial was scored at the full budget"
     assert f"mergesearch: {reason}" in run.log

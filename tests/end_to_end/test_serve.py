@@ -14,10 +14,8 @@ from search_spaces.study import load_study
 from service.store import Store
 from service.study_job import DATABASE
 from tests.end_to_end.server import drivers, replicas, serving
-from tests.end_to_end.test_run import small, undisturbed_trials
+from tests.end_to_end.small_study import undisturbed
 from tests.service.harness import trial_list
-
-__all__ = ["small"]
 
 START_S = 240.0  # Ray, a job, Serve and replicas, on two busy cores
 
@@ -54,7 +52,7 @@ def test_studies_survive_the_death_of_driver_replica_ray_and_server(small: Path,
     assert "its driver ended" in reasons[1]
     assert "Ray was started anew" in reasons[2]
     store = Store(f"sqlite:///{server.data_dir / DATABASE}")
-    assert trial_list(store, study) == undisturbed_trials(small, tmp_path)
+    assert trial_list(store, study) == undisturbed(small, tmp_path / "undisturbed")
     assert chunks_scored_twice(store, study) == []
     store.close()
 

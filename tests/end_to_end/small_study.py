@@ -1,0 +1,79 @@
+"""A study of a tiny family for the fake scorer, and what becomes of it when nothing disturbs it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from search_spaces.study import load_study
+from service.preflight import examine
+from service.run import DATABASE
+from service.store import Store
+from service.tune.coordinator import Coordinator
+from tests.builders import tiny_family
+from tests.end_to_end.processes import query
+from tests.service.harness import InlineProposer, drive, trial_list
+from workers.fake import FakeScorer
+
+EXPERTS = ("math", "text")
+NUM_HOLDOUT = 40
+
+
+def write_study(directory: Path, *, name: str, rungs: Sequence[int], max_trials: int) -> Path:
+    """The study's file, beside its models and its data."""
+    tiny_family(directory, experts=EXPERTS)
+    for split, size in (("search", rungs[-1]), ("holdout", NUM_HOLDOUT)):
+        lines = (json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(size))
+        (directory / f"{split}.jsonl").write_text("".join(lines))
+
+    def objective(split: str) -> dict[str, Any]:
+        task = {"file": str(directory / f"{split}.jsonl"), "max_tokens": 6}
+        return {"name": "sums", "task": task, "metric": "exact_match"}
+
+    document = {
+        "name": name,
+        "models": {"base": str(directory / "base"), "experts": {a: str(directory / a) for a in EXPERTS}},
+        "search_space": {"kind": "lfs", "layer_groups": 2},
+        "search": {"algorithm": "random", "max_trials": max_trials},
+        "fidelity": {"scheduler": "hyperband", "rungs": list(rungs)},
+        "objectives": [objective("search")],
+        "holdout": [objective("holdout")],
+        "engine": {"max_model_len": 64},
+    }
+    file = directory / "study.yaml"
+    file.write_text(yaml.safe_dump(document))
+    return file
+
+
+def undisturbed(
+    study_file: Path, directory: Path, *, facts: Mapping[str, Any] | None = None, concurrency: int = 3
+) -> list[tuple[Any, ...]]:
+    """The trials, without Ray: what is scored, at most `concurrency` evaluations at a time, is in `directory`.
+
+    `facts` are those under which the compared run planned; by default what is found now."""
+    directory.mkdir()
+    examination = examine(load_study(study_file))
+    store = Store(f"sqlite:///{directory / DATABASE}")
+    study_id = store.create_study(name="undisturbed", document={}, facts={}).id
+    coordinator = Coordinator(
+        examination.plan(study_id, examination.facts() if facts is None else facts),
+        space=examination.space,
+        store=store,
+        writer=store.open_attempt(study_id),
+        proposer=InlineProposer(examination.space, seed=examination.study.search.seed),
+    )
+    drive(coordinator, FakeScorer(bank_fingerprint=examination.family.fingerprint), concurrency=concurrency)
+    trials = trial_list(store, study_id)
+    store.close()
+    return trials
+
+
+def stored(directory: Path) -> list[Any]:
+    """Every chunk and every sample that is stored in the directory, in an order of their own."""
+    chunks = query(directory, "SELECT recipe_digest, prompts, num_samples FROM evidence ORDER BY 1, 2")
+    columns = "recipe_digest, split, objective, position, value, response"
+    return [chunks, query(directory, f"SELECT {columns} FROM samples ORDER BY 1, 2, 3, 4")]
