@@ -269,7 +269,7 @@ class RayCluster:
             self._client.submit_job(
                 entrypoint=shlex.join([*command, *(["--because", because] if because else [])]),
                 submission_id=name,
-                metadata={"study": study.name, "study_id": study.id},
+                metadata={"job_name": study.name, "study_id": study.id},  # the dashboard lists jobs by "job_name"
             )
         except RuntimeError as error:  # a cluster that comes up answers before its agents take jobs
             raise ConnectionError(f"Ray takes no jobs yet: {error}") from error
