@@ -283,7 +283,7 @@ class RayCluster:
             self._quiet.add(study.id)
 
     def _job(self, study: StudyRecord) -> tuple[str | None, str | None]:
-        """State of the last driver's job and the first line of what the cluster says of it; (None, None): unknown."""
+        """State of the last driver's job and what the cluster says of it, in a line; (None, None): unknown."""
         if study.submissions == 0:
             return None, None
         try:
@@ -292,7 +292,8 @@ class RayCluster:
             if _is_unknown(error):
                 return None, None
             raise
-        return str(info.status.value), (info.message or "").partition("\n")[0] or None
+        message, _, _ = (info.message or "").partition(", last available logs")
+        return str(info.status.value), message.partition("\n")[0] or None
 
 
 def _is_unknown(error: Exception) -> bool:

@@ -34,7 +34,7 @@ def run() -> dict[str, Any]:
     environment = {"FAKE_SCORER": json.dumps(SETTINGS)}
     with (
         tempfile.TemporaryDirectory(prefix="mergesearch-bench-") as directory,
-        serving(["tests.end_to_end.fake_serve"], Path(directory) / "data", environment=environment) as server,
+        serving(["tests.benchmarks.fake_serve"], Path(directory) / "data", environment=environment) as server,
     ):
         _measure(server, seed=99, num_watchers=0)  # starts Ray and the replicas
         pairs = [

@@ -1,18 +1,39 @@
-"""What the end-to-end tests with the fake scorer share."""
+"""What the end-to-end tests share."""
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
 
 import pytest
 import ray
 
-from tests.end_to_end.small_study import write_study
+from tests.conftest import record_engine_start
+from tests.end_to_end.processes import mergesearch, started
+from tests.end_to_end.studies import shipped_study, write_small_study
+
+START_S = 300.0  # Ray, Serve and an engine, on two busy cores
+
+
+@pytest.fixture(scope="session")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a finished `mergesearch run` of `shipped_study` with seed 1, its best merge exported; the study
+    file lies beside it."""
+    directory = tmp_path_factory.mktemp("shipped")
+    study = directory / "study.json"
+    study.write_text(json.dumps(shipped_study(directory, name="shipped", seed=1)))
+    out = directory / "run"
+    with started(mergesearch("run", study, "--out", out, "--export", "best"), directory=out) as run:
+        run.wait_for_rows(1, timeout_s=START_S)
+        record_engine_start("shipped family, a run", time.monotonic() - run.started_at)
+        assert run.wait(timeout_s=START_S) == 0, run.log
+    return out
 
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_study(tmp_path_factory.mktemp("small"), name="small", rungs=[12, 40, 120], max_trials=15)
+    return write_small_study(tmp_path_factory.mktemp("small"), name="small", rungs=[12, 40, 120], max_trials=15)
 
 
 @pytest.fixture(scope="session")

@@ -24,14 +24,14 @@ POLL_S = 0.1
 
 
 class Server:
-    """A server on a data directory; `start` may be called again after `kill`."""
+    """A server on a data directory; `start` may be called again after `kill`, and keeps the address."""
 
     def __init__(self, command: Sequence[str], data_dir: Path, *, environment: Mapping[str, str] | None = None) -> None:
         self.data_dir = data_dir
         self.log_file = data_dir.with_suffix(".log")
         self.url = ""
         self.seconds_to_healthz = 0.0
-        self._command = [*command, "--data", str(data_dir), "--port", "0"]
+        self._command = [*command, "--data", str(data_dir)]
         outer = {name: os.environ[name] for name in os.environ if name not in ("RAY_ADDRESS", "RAY_AUTH_MODE")}
         self._environment = {**outer, "PYTHONPATH": str(ROOT), **(environment or {})}
 
@@ -41,7 +41,7 @@ class Server:
         told = len(self.log) if self.log_file.exists() else 0
         with self.log_file.open("a") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", *self._command],
+                [sys.executable, "-m", *self._command, "--port", str(httpx.URL(self.url).port or 0)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -13,7 +13,7 @@ import pytest
 from service.run import read_run
 from service.types import StudyState
 from tests.end_to_end.processes import started
-from tests.end_to_end.small_study import stored, undisturbed, write_study
+from tests.end_to_end.studies import stored, undisturbed, write_small_study
 from tests.service.harness import trial_list
 from workers.checkpoints import open_checkpoint
 
@@ -35,7 +35,9 @@ KILL_POINTS = (
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Long enough for two chunks of a trial at full budget."""
-    return write_study(tmp_path_factory.mktemp("kill_points"), name="kill-points", rungs=[60, 180, 540], max_trials=12)
+    return write_small_study(
+        tmp_path_factory.mktemp("kill_points"), name="kill-points", rungs=[60, 180, 540], max_trials=12
+    )
 
 
 @pytest.mark.timeout(900)

@@ -14,8 +14,7 @@ import pytest
 import yaml
 
 from service.run import read_run
-from tests.builders import tiny_family, tiny_qwen2
-from tests.conftest import HIDDEN, OPTIONS, record_engine_start
+from tests.conftest import OPTIONS, record_engine_start
 from tests.end_to_end.processes import (
     REPLICA,
     Process,
@@ -26,9 +25,12 @@ from tests.end_to_end.processes import (
     seconds_until_gone,
     started,
 )
+from tests.end_to_end.studies import undisturbed
 from tests.service.harness import trial_list
 from workers.prompts import Generation
 from workers.reference import Reference
+from workers.replica import ServeScorer
+from workers.types import Family
 
 START_S = 300.0  # Ray, Serve and an engine, on two busy cores
 MAX_TOKENS = 2
@@ -38,37 +40,39 @@ ALL_GONE_S = 90.0
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def study(tied_family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen2 family with tied embeddings and a task per expert: to say what that expert says."""
-    directory = tmp_path_factory.mktemp("qwen2")
-    experts = ("math", "text")
-    tiny_family(directory, build=tiny_qwen2, experts=experts, hidden=HIDDEN, layers=5, noise=0.01)
+    directory = tmp_path_factory.mktemp("kills")
     objectives: dict[str, list[dict[str, Any]]] = {"search": [], "holdout": []}
-    for expert in experts:
-        rows = _sayings(directory / expert, expert)[: NUM_SEARCH + NUM_HOLDOUT]
+    for expert in tied_family.experts:
+        name = expert.alias
+        rows = _sayings(expert.directory, name)[: NUM_SEARCH + NUM_HOLDOUT]
         for split, part in (("search", rows[:NUM_SEARCH]), ("holdout", rows[NUM_SEARCH:])):
-            file = directory / f"{expert}_{split}.jsonl"
+            file = directory / f"{name}_{split}.jsonl"
             file.write_text("".join(json.dumps(row) + "\n" for row in part))
             task = {"file": str(file), "max_tokens": MAX_TOKENS}
-            objectives[split].append({"name": expert, "task": task, "metric": "exact_match"})
+            objectives[split].append({"name": name, "task": task, "metric": "exact_match"})
     document = {
         "name": "kills",
-        "models": {"base": str(directory / "base"), "experts": {name: str(directory / name) for name in experts}},
+        "models": {
+            "base": tied_family.base.directory,
+            "experts": {expert.alias: expert.directory for expert in tied_family.experts},
+        },
         "search_space": {"kind": "lfs", "layer_groups": 2},
         "search": {"algorithm": "random", "max_trials": 18},
         "fidelity": {"scheduler": "hyperband", "rungs": [40, 120, NUM_SEARCH]},
         "objectives": objectives["search"],
         "holdout": objectives["holdout"],
-        "engine": {"max_model_len": 64, "verify": {"trials": 1, "samples": 8}},
+        "engine": {"max_model_len": OPTIONS.max_model_len, "verify": {"trials": 1, "samples": 8}},
     }
     file = directory / "study.yaml"
     file.write_text(yaml.safe_dump(document))
     return file
 
 
-def _sayings(model: Path, name: str) -> list[dict[str, str]]:
+def _sayings(model: str, name: str) -> list[dict[str, str]]:
     """Prompts to which the model says something, and what it says according to transformers."""
-    reference = Reference(str(model), OPTIONS)
+    reference = Reference(model, OPTIONS)
     prompts = [f"{name} {7 * i % 1000}+{i}=" for i in range(3 * NUM_SEARCH)]
     requests = [Generation(tuple(reference.prompts.encode(prompt)), MAX_TOKENS, ("\n",)) for prompt in prompts]
     answers = reference.generate(requests)
@@ -77,18 +81,15 @@ def _sayings(model: Path, name: str) -> list[dict[str, str]]:
 
 @pytest.mark.timeout(1500)
 def test_killed_replica_driver_and_group_leave_the_undisturbed_trials_and_no_process(
-    study: Path, tmp_path: Path
+    study: Path, scorer: ServeScorer, tmp_path: Path
 ) -> None:
-    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
-    with started(mergesearch("run", study, "--out", undisturbed), directory=undisturbed) as run:
-        _until_scoring(run, 1, "undisturbed run")
-        assert run.wait(timeout_s=START_S) == 0, run.log
-    expected = _trials(undisturbed)
+    expected = undisturbed(study, tmp_path / "undisturbed", scorer=scorer)
     scores = {trial[2]: trial[7][-1].values for trial in expected}
     assert min(scores[f"expert:{name}"][name] for name in ("math", "text")) > 0.99, "what transformers said they say"
     assert len({tuple(values.values()) for values in scores.values()}) > 10, "scores tell the trials apart"
-    total = num_chunks(undisturbed)
+    total = num_chunks(tmp_path / "undisturbed")
 
+    disturbed = tmp_path / "disturbed"
     command = mergesearch("run", study, "--out", disturbed)
     with started(command, directory=disturbed) as run:
         _until_scoring(run, 3, "killed run")

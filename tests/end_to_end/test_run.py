@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from search_spaces.study import load_study
@@ -18,45 +15,17 @@ from service.export import export_trial
 from service.preflight import examine
 from service.run import DATABASE, read_run
 from service.types import Origin, StudyState, TrialState
-from tests.conftest import record_engine_start
-from tests.end_to_end.processes import mergesearch, num_chunks, started
-from tests.end_to_end.small_study import undisturbed
+from tests.end_to_end.processes import num_chunks, started
+from tests.end_to_end.studies import SHIPPED_SAMPLES, undisturbed
 from tests.service.harness import trial_list
 from workers.bank import Bank
 from workers.merging import merged_tensors
 from workers.reference import verify
-from workers.tiny_family import family_dir
 from workers.types import Span
 
 START_S = 300.0
 
 # -- real engine ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a finished run on the shipped family: every trial on 270 samples of each of three skills."""
-    directory = tmp_path_factory.mktemp("shipped")
-    document = yaml.safe_load((family_dir() / "study.yaml").read_text())
-    models = document["models"]
-    models["base"] = str(family_dir() / models["base"])
-    models["experts"] = {alias: str(family_dir() / path) for alias, path in models["experts"].items()}
-    for spec in (*document["objectives"], *document["holdout"]):
-        spec["task"]["file"] = str(family_dir() / spec["task"]["file"])
-    for spec in document["holdout"]:  # what is proven here is scoring and export: twenty held-out samples are enough
-        short = directory / f"{spec['name']}_holdout.jsonl"
-        short.write_text("".join(Path(spec["task"]["file"]).read_text().splitlines(keepends=True)[:20]))
-        spec["task"]["file"] = str(short)
-    document["search"] = {"algorithm": "random", "max_trials": 3, "seed": 1}
-    document["fidelity"] = {"scheduler": "none", "max_samples": 270}
-    study = directory / "study.yaml"
-    study.write_text(yaml.safe_dump(document))
-    out = directory / "run"
-    with started(mergesearch("run", study, "--out", out, "--export", "best"), directory=out) as run:
-        run.wait_for_rows(1, timeout_s=START_S)
-        record_engine_start("shipped family, a run", time.monotonic() - run.started_at)
-        assert run.wait(timeout_s=START_S) == 0, run.log
-    return out
 
 
 def test_run_leaves_its_files_and_the_best_merge(shipped: Path) -> None:
@@ -75,14 +44,14 @@ def test_export_gives_the_stored_samples_in_plain_transformers_and_the_merged_te
     shipped: Path, tmp_path: Path
 ) -> None:
     with read_run(shipped) as (store, study):
-        examination = examine(load_study(shipped.parent / "study.yaml"))
+        examination = examine(load_study(shipped.parent / "study.json"))
         searched = [trial for trial in store.trials(study.id) if trial.origin is Origin.SEARCH]
         stored = {trial.number: store.samples(study.id, trial.recipe.digest, "search") for trial in searched}
         exports = {n: export_trial(store, study, str(n), tmp_path / str(n)) for n in stored}
     methods = {merge.method for trial in searched for merge in trial.recipe.merges()}
     assert methods >= {"task_arithmetic", "ties", "slerp", "linear"}
     bank = Bank(examination.family)
-    spans = tuple(Span(name, task, 0, 270) for name, task in examination.tasks.items())
+    spans = tuple(Span(name, task, 0, SHIPPED_SAMPLES) for name, task in examination.tasks.items())
     num_samples, differences = 0, []
     for trial in searched:
         out = exports[trial.number]

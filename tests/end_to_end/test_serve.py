@@ -1,8 +1,10 @@
-"""Studies over HTTP on real Ray, with fakes in the replicas: what survives which process being killed."""
+"""The main job over HTTP with real engines: two studies at once, and everything that works on them killed once."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,51 +12,111 @@ from typing import Any
 import psutil
 import pytest
 
-from search_spaces.study import load_study
+from search_spaces.study import parse_study
+from service.client import Client
+from service.preflight import examine
+from service.run import read_run
 from service.store import Store
 from service.study_job import DATABASE
-from tests.end_to_end.server import drivers, replicas, serving
-from tests.end_to_end.small_study import undisturbed
+from tests.conftest import record_engine_start
+from tests.end_to_end.processes import mergesearch
+from tests.end_to_end.server import Server, drivers, replicas, serving
+from tests.end_to_end.studies import SHIPPED_SAMPLES, shipped_study
 from tests.service.harness import trial_list
+from workers.reference import verify
+from workers.types import Span
 
-START_S = 240.0  # Ray, a job, Serve and replicas, on two busy cores
+START_S = 240.0  # Ray, a job, Serve and an engine, on two busy cores
 
 
 @pytest.mark.timeout(1200)
-def test_studies_survive_the_death_of_driver_replica_ray_and_server(small: Path, tmp_path: Path) -> None:
-    document = load_study(small).canonical()
-    environment = {"FAKE_SCORER": json.dumps({"sample_delay_s": 0.02})}
-    with serving(["tests.end_to_end.fake_serve"], tmp_path / "data", environment=environment) as server:
-        study = server.submit(document)
-        server.wait_for_events(study, 2, "rung", timeout_s=START_S)
-
-        (replica,) = replicas(server)
-        replica.kill()
-        server.wait_for_events(study, 2, "replica", timeout_s=START_S)
-
-        for driver in drivers(study):
-            driver.kill()
-        server.wait_for_events(study, 2, "attempt", timeout_s=START_S)
-        num_rungs = Counter(event["kind"] for event in server.events(study))["rung"]
-        server.wait_for_events(study, num_rungs + 1, "rung", timeout_s=START_S)
-
-        (gcs,) = (p for p in psutil.Process(server.host.process).children(recursive=True) if p.name() == "gcs_server")
-        gcs.kill()
-        server.wait_for_events(study, 3, "attempt", timeout_s=START_S)
-        server.kill()
-        server.start()
-        assert server.wait_until_ended(study, timeout_s=2 * START_S)["state"] == "COMPLETE", server.story(study)
-        reasons = [event["payload"]["because"] for event in server.events(study) if event["kind"] == "attempt"]
-        of_ray = psutil.Process(server.host.process).children(recursive=True)
+def test_two_studies_survive_the_death_of_replica_driver_ray_and_server_and_the_download_scores_as_reported(
+    shipped: Path, tmp_path: Path
+) -> None:
+    documents = [shipped_study(tmp_path, name=f"shipped-{seed}", seed=seed) for seed in (1, 2)]
+    file = tmp_path / "first.json"
+    file.write_text(json.dumps(documents[0]))
+    with serving(["service.cli", "serve"], tmp_path / "data") as server, Client(server.url) as client:
+        command = [str(argument) for argument in mergesearch("submit", file, "--watch", "--server", server.url)]
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as watcher:
+            first = until_submitted(client, "shipped-1")
+            second = client.submit(documents[1])["id"]
+            of_ray = kill_all(server, first)
+            for study in (first, second):
+                ended = server.wait_until_ended(study, timeout_s=2 * START_S)
+                assert ended["state"] == "COMPLETE", server.story(study)
+            _, told = watcher.communicate(timeout=60)
+            assert watcher.returncode == 0, told
+        best = client.summary(first)["best"]
+        assert best is not None
+        assert best["trial"] in [entry["trial"] for entry in client.pareto(first)["front"]]
+        reasons = [event["payload"]["because"] for event in server.events(first) if event["kind"] == "attempt"]
+        out = client.export(first, "best", tmp_path / "model")
         assert server.stop() == 0
         assert psutil.wait_procs(of_ray, timeout=30)[1] == []
     assert reasons[0] is None
     assert "its driver ended" in reasons[1]
     assert "Ray was started anew" in reasons[2]
     store = Store(f"sqlite:///{server.data_dir / DATABASE}")
-    assert trial_list(store, study) == undisturbed(small, tmp_path / "undisturbed")
-    assert chunks_scored_twice(store, study) == []
+    with read_run(shipped) as (undisturbed, run):
+        assert trial_list(store, first) == trial_list(undisturbed, run.id)
+    for study in (first, second):
+        assert chunks_scored_twice(store, study) == []
+    held = {study: {row["replica"] for row in store.evidence(study)} for study in (first, second)}
+    assert len(held[first]) == len(held[first] | held[second]) == 3, "an engine at a time, shared; two were killed"
+    examination = examine(parse_study(documents[0]))
+    recipe = store.trial(first, best["trial"]).recipe
+    report = verify(
+        recipe.digest,
+        str(out),
+        examination.engine_options,
+        samples=store.samples(first, recipe.digest, "search"),
+        spans=tuple(Span(name, task, 0, SHIPPED_SAMPLES) for name, task in examination.tasks.items()),
+        dtype="float32",
+        engine_logprobs={},
+    )
     store.close()
+    assert report.num_samples == SHIPPED_SAMPLES * len(examination.tasks)
+    assert report.num_beyond == 0, report.differences
+
+
+def until_submitted(client: Client, name: str) -> str:
+    """The study's id, once another process has submitted it."""
+    deadline = time.monotonic() + START_S
+    while not (found := [study["id"] for study in client.studies() if study["name"] == name]):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return found[0]
+
+
+def kill_all(server: Server, study: str) -> list[psutil.Process]:
+    """A replica, the study's driver, the head of Ray and the server, each once the study went on after the one before.
+    Returns the processes of the Ray that is there in the end."""
+    started_at = time.monotonic()
+    server.wait_for_events(study, 2, "rung", timeout_s=START_S)
+    record_engine_start("shipped family, over HTTP", time.monotonic() - started_at)
+
+    (replica,) = replicas(server)
+    started_at = time.monotonic()
+    replica.kill()
+    server.wait_for_events(study, 2, "replica", timeout_s=START_S)
+    record_engine_start("replacement of the killed replica", time.monotonic() - started_at)
+
+    for driver in drivers(study):
+        driver.kill()
+    server.wait_for_events(study, 2, "attempt", timeout_s=START_S)
+    num_rungs = Counter(event["kind"] for event in server.events(study))["rung"]
+    server.wait_for_events(study, num_rungs + 1, "rung", timeout_s=START_S)
+
+    (gcs,) = (p for p in psutil.Process(server.host.process).children(recursive=True) if p.name() == "gcs_server")
+    started_at = time.monotonic()
+    gcs.kill()
+    server.wait_for_events(study, 3, "attempt", timeout_s=START_S)
+    server.kill()
+    server.start()
+    server.wait_for_events(study, 3, "replica", timeout_s=START_S)
+    record_engine_start("on the Ray that was started anew", time.monotonic() - started_at)
+    return psutil.Process(server.host.process).children(recursive=True)
 
 
 def chunks_scored_twice(store: Store, study: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""A study of a tiny family for the fake scorer, and what becomes of it when nothing disturbs it."""
+"""Studies for the end-to-end tests, and what becomes of one that nothing disturbs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from tests.builders import tiny_family
 from tests.end_to_end.processes import query
 from tests.service.harness import InlineProposer, drive, trial_list
 from workers.fake import FakeScorer
+from workers.tiny_family import family_dir
+from workers.types import Scorer
 
 EXPERTS = ("math", "text")
 NUM_HOLDOUT = 40
+SHIPPED_SAMPLES = 270
 
 
-def write_study(directory: Path, *, name: str, rungs: Sequence[int], max_trials: int) -> Path:
-    """The study's file, beside its models and its data."""
+def write_small_study(directory: Path, *, name: str, rungs: Sequence[int], max_trials: int) -> Path:
+    """For the fake scorer: the study's file, beside the models of a tiny family and the data."""
     tiny_family(directory, experts=EXPERTS)
     for split, size in (("search", rungs[-1]), ("holdout", NUM_HOLDOUT)):
         lines = (json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(size))
@@ -49,12 +52,33 @@ def write_study(directory: Path, *, name: str, rungs: Sequence[int], max_trials:
     return file
 
 
-def undisturbed(
-    study_file: Path, directory: Path, *, facts: Mapping[str, Any] | None = None, concurrency: int = 3
-) -> list[tuple[Any, ...]]:
-    """The trials, without Ray: what is scored, at most `concurrency` evaluations at a time, is in `directory`.
+def shipped_study(directory: Path, *, name: str, seed: int) -> dict[str, Any]:
+    """On the shipped family: three searched trials beside the sources and published ones, each on 270 samples of each
+    of three skills. Twenty held-out samples a skill, in `directory`: what is proven is scoring, not selection."""
+    document = load_study(family_dir() / "study.yaml").canonical()
+    document["name"] = name
+    document["search"] = {"algorithm": "random", "max_trials": 3, "seed": seed}
+    document["fidelity"] = {"scheduler": "none", "max_samples": SHIPPED_SAMPLES}
+    document["engine"]["verify"] = {"trials": 1, "samples": 8}
+    for spec in document["holdout"]:
+        short = directory / f"{spec['name']}_holdout.jsonl"
+        short.write_text("".join(Path(spec["task"]["file"]).read_text().splitlines(keepends=True)[:20]))
+        spec["task"]["file"] = str(short)
+    return document
 
-    `facts` are those under which the compared run planned; by default what is found now."""
+
+def undisturbed(
+    study_file: Path,
+    directory: Path,
+    *,
+    scorer: Scorer | None = None,
+    facts: Mapping[str, Any] | None = None,
+    concurrency: int = 3,
+) -> list[tuple[Any, ...]]:
+    """The trials, without Tune: what is scored, at most `concurrency` evaluations at a time, is in `directory`.
+
+    `scorer` is a fake unless given; `facts` are those under which the compared run planned, by default what is found
+    now."""
     directory.mkdir()
     examination = examine(load_study(study_file))
     store = Store(f"sqlite:///{directory / DATABASE}")
@@ -66,7 +90,8 @@ def undisturbed(
         writer=store.open_attempt(study_id),
         proposer=InlineProposer(examination.space, seed=examination.study.search.seed),
     )
-    drive(coordinator, FakeScorer(bank_fingerprint=examination.family.fingerprint), concurrency=concurrency)
+    scorer = scorer or FakeScorer(bank_fingerprint=examination.family.fingerprint)
+    drive(coordinator, scorer, concurrency=concurrency)
     trials = trial_list(store, study_id)
     store.close()
     return trials

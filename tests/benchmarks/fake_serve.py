@@ -8,5 +8,5 @@ import service.cluster
 from service.cli import main
 
 if __name__ == "__main__":
-    service.cluster.JOB_MODULE = "tests.end_to_end.fake_job"
+    service.cluster.JOB_MODULE = "tests.benchmarks.fake_job"
     sys.exit(main(["serve", *sys.argv[1:]]))
