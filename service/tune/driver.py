@@ -29,8 +29,6 @@ __all__ = ["run_evaluations"]
 
 logger = logging.getLogger(__name__)
 
-TRIAL_ACTOR_CPUS = 0.05
-
 # While nothing is in flight, waiting for the searcher is the only thing to do; this bounds one wait.
 SEARCHER_WAIT_S = 5.0
 
@@ -190,10 +188,8 @@ def run_evaluations(
     for variable, value in TUNE_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(concurrency)
-    trainable = tune.with_resources(
-        tune.with_parameters(EvaluationTrainable, scorer=scorer),
-        tune.PlacementGroupFactory([{"CPU": TRIAL_ACTOR_CPUS}]),
-    )
+    trainable = tune.with_parameters(EvaluationTrainable, scorer=scorer)
+    trainable.__qualname__ = EvaluationTrainable.__qualname__  # the dashboard's name for the actors
     interrupt = _Interrupt()
     tuner = tune.Tuner(
         trainable,

@@ -14,11 +14,18 @@ from workers.types import Scorer, ScoreRequest, ScoreResult
 
 __all__ = ["EvaluationTrainable"]
 
+# It waits for replicas, and does no work of its own.
+CPUS = 0.05
+
 
 class EvaluationTrainable(tune.Trainable):
     """Scores one evaluation, a chunk per step. Reports {"outcome": ScoreResult | ChunkFailed}.
 
     An actor's first step only says that it is up: {"outcome": None}."""
+
+    @classmethod
+    def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
+        return tune.PlacementGroupFactory([{"CPU": CPUS}])
 
     def setup(self, config: dict[str, Any], scorer: Scorer) -> None:
         self._scorer = scorer

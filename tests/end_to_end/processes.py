@@ -22,7 +22,7 @@ POLL_S = 0.02
 REPLICA = "ray::ServeReplica"
 
 # What must be gone first: it holds an engine's memory, works on the study, or would start such a process again.
-WORKING = (REPLICA, "ray::EvaluationTrainable", "ray::ResourceTrainable", "ray::_ProposerActor", "raylet", "gcs_server")
+WORKING = (REPLICA, "ray::EvaluationTrainable", "ray::_ProposerActor", "raylet", "gcs_server")
 
 
 @dataclass(frozen=True)
