@@ -9,57 +9,27 @@ from __future__ import annotations
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import event
 
-from search_spaces.recipe import Recipe
 from service.errors import Conflict, NotFound, StaleAttempt
 from service.store import schema
-from service.types import (
-    ExportRecord,
-    ExportState,
-    Origin,
-    RungRecord,
-    StudyRecord,
-    StudyState,
-    TrialRecord,
-    TrialState,
-)
-from workers.types import SampleResult, ScoreResult
+from service.store.records import BracketRecord, EventRecord, study_record, trial_record
+from service.store.writer import Split, StudyWriter, insert, insert_event
+from service.types import ExportRecord, ExportState, RungRecord, StudyRecord, StudyState, TrialRecord
+from workers.types import SampleResult
 
-__all__ = ["BracketRecord", "EventRecord", "Split", "Store", "StudyWriter"]
-
-Split = str  # "search" or "holdout"
+__all__ = ["Store"]
 
 # Events that say that a driver got something done.
 RESULT_EVENTS = ("rung", "trial_state", "holdout_scored", "verification")
 
 # How long a writer waits for another transaction on SQLite before it gives up.
 BUSY_TIMEOUT_S = 60
-
-
-@dataclass(frozen=True)
-class BracketRecord:
-    """A bracket as it was opened: its index, the rung it starts at, and how many configurations it takes."""
-
-    bracket: int
-    first_rung: int
-    size: int
-
-
-@dataclass(frozen=True)
-class EventRecord:
-    """One thing that happened. `id` grows with time and is never reused."""
-
-    id: int
-    time: float
-    kind: str
-    payload: Mapping[str, Any]
 
 
 class Store:
@@ -126,9 +96,9 @@ class Store:
             "request_digest": request_digest,
         }
         with self._engine.begin() as connection:
-            added = connection.execute(_insert(connection, schema.studies).on_conflict_do_nothing(), row)
+            added = connection.execute(insert(connection, schema.studies).on_conflict_do_nothing(), row)
             if added.rowcount == 1:
-                _insert_event(connection, study_id, "created", {"name": name})
+                insert_event(connection, study_id, "created", {"name": name})
         if idempotency_key is None:
             return self.study(study_id)
         record = self.study_of_key(idempotency_key)
@@ -154,7 +124,7 @@ class Store:
         table = schema.studies
         with self._reads.connect() as connection:
             rows = connection.execute(sa.select(table).where(where).order_by(table.c.created_at, table.c.id))
-            return tuple(_study_record(row) for row in rows.mappings())
+            return tuple(study_record(row) for row in rows.mappings())
 
     def open_attempt(self, study_id: str, *, because: str | None = None) -> StudyWriter:
         """Take the study over: from now on only the returned writer may write.
@@ -172,7 +142,7 @@ class Store:
                 raise NotFound(f"study {study_id!r}: no such study in {self._engine.url.render_as_string()}")
             if found.state == StudyState.CANCELLED.value:
                 raise StaleAttempt(f"study {study_id}: was cancelled")
-            _insert_event(connection, study_id, "attempt", {"attempt": found.attempt, "because": because})
+            insert_event(connection, study_id, "attempt", {"attempt": found.attempt, "because": because})
         return StudyWriter(self._engine, study_id, found.attempt)
 
     def record_submission(self, study_id: str, number: int) -> None:
@@ -220,7 +190,7 @@ class Store:
         """The export as it is stored; one of the same id that is there already is left as it is."""
         with self._engine.begin() as connection:
             row = {**asdict(record), "state": record.state.value}
-            connection.execute(_insert(connection, schema.exports).on_conflict_do_nothing(), row)
+            connection.execute(insert(connection, schema.exports).on_conflict_do_nothing(), row)
         return self.export(record.id)
 
     def set_export_state(self, export_id: str, state: ExportState, reason: str | None = None) -> None:
@@ -260,7 +230,7 @@ class Store:
                     RungRecord(row["rung"], row["samples"], row["values"], row["standard_errors"])
                 )
             rows = connection.execute(between(schema.trials, schema.trials.c.number)).mappings()
-            return tuple(_trial_record(row, tuple(rungs[row["number"]])) for row in rows)
+            return tuple(trial_record(row, tuple(rungs[row["number"]])) for row in rows)
 
     def trial(self, study_id: str, number: int) -> TrialRecord:
         """Raises NotFound."""
@@ -332,260 +302,6 @@ class Store:
             return connection.execute(
                 sa.select(table.c.document).where((table.c.study == study_id) & (table.c.name == name))
             ).scalar()
-
-
-class StudyWriter:
-    """The one writer of a study. Every method is one transaction; all raise StaleAttempt once another has taken over.
-
-    Writing the same chunk, rung or bracket again changes nothing, so that a driver may repeat what it cannot know
-    was stored.
-    """
-
-    def __init__(self, engine: sa.Engine, study_id: str, attempt: int) -> None:
-        self._engine = engine
-        self.study_id = study_id
-        self.attempt = attempt
-
-    @contextmanager
-    def _transaction(self) -> Iterator[sa.Connection]:
-        table = schema.studies
-        with self._engine.begin() as connection:
-            current = connection.execute(
-                sa.select(table.c.attempt).where(table.c.id == self.study_id).with_for_update()
-            ).scalar()
-            if current != self.attempt:
-                raise StaleAttempt(
-                    f"study {self.study_id}: attempt {self.attempt} may not write, attempt {current} has taken over"
-                )
-            yield connection
-
-    def heartbeat(self, *, wall_clock_s: float, progress: Mapping[str, Any] | None = None) -> None:
-        """The driver is alive, all attempts together have worked this long, and this far it is (None: as before)."""
-        changes: dict[str, Any] = {"heartbeat_at": time.time(), "wall_clock_s": wall_clock_s}
-        if progress is not None:
-            changes["progress"] = dict(progress)
-        with self._transaction() as connection:
-            self._update_study(connection, **changes)
-
-    def set_state(self, state: StudyState, reason: str | None = None) -> None:
-        with self._transaction() as connection:
-            self._update_study(connection, state=state.value, reason=reason)
-            self._add_event(connection, "state", {"state": state.value, "reason": reason})
-
-    def set_document(self, document: Mapping[str, Any]) -> None:
-        """Replace the study file: other limits, or more trials."""
-        with self._transaction() as connection:
-            self._update_study(connection, document=dict(document))
-
-    def set_facts(self, facts: Mapping[str, Any]) -> None:
-        with self._transaction() as connection:
-            self._update_study(connection, facts=dict(facts))
-
-    def open_bracket(self, record: BracketRecord) -> None:
-        with self._transaction() as connection:
-            self._insert_once(
-                connection,
-                schema.brackets,
-                [{"bracket": record.bracket, "first_rung": record.first_rung, "size": record.size}],
-            )
-
-    def resize_bracket(self, bracket: int, size: int) -> None:
-        """The search ended before the bracket was full."""
-        table = schema.brackets
-        with self._transaction() as connection:
-            where = (table.c.study == self.study_id) & (table.c.bracket == bracket)
-            connection.execute(sa.update(table).where(where).values(size=size))
-
-    def add_trial(self, trial: TrialRecord) -> None:
-        with self._transaction() as connection:
-            connection.execute(
-                sa.insert(schema.trials).values(
-                    study=self.study_id,
-                    number=trial.number,
-                    origin=trial.origin.value,
-                    label=trial.label,
-                    state=trial.state.value,
-                    reason=trial.reason,
-                    bracket=trial.bracket,
-                    configuration=None if trial.configuration is None else dict(trial.configuration),
-                    recipe=trial.recipe.to_json(),
-                    recipe_digest=trial.recipe.digest,
-                    samples_scored=trial.samples_scored,
-                    samples_reused=trial.samples_reused,
-                    timings_s=dict(trial.timings_s),
-                )
-            )
-            self._add_event(connection, "trial", {"trial": trial.number, "label": trial.label})
-
-    def record_chunk(self, trial: int, split: Split, result: ScoreResult) -> None:
-        """Store a chunk's samples with the evidence of what the engine held, and add its cost to the trial.
-
-        `samples_scored` counts what the search cost; holdout samples are not part of it."""
-        evidence = result.evidence
-        table = schema.trials
-        with self._transaction() as connection:
-            evidence_id = connection.execute(
-                sa.insert(schema.evidence)
-                .values(
-                    study=self.study_id,
-                    trial=trial,
-                    recipe_digest=evidence.recipe_digest,
-                    bank_fingerprint=evidence.bank_fingerprint,
-                    prompts=dict(evidence.prompts),
-                    weights_checksum=evidence.weights_checksum,
-                    replica=evidence.replica,
-                    swap_count=evidence.swap_count,
-                    engine=evidence.engine,
-                    timings_s=dict(result.timings_s),
-                    num_samples=len(result.samples),
-                    finished_at=time.time(),
-                )
-                .returning(schema.evidence.c.id)
-            ).scalar_one()
-            self._insert_once(
-                connection,
-                schema.samples,
-                [
-                    {
-                        "recipe_digest": evidence.recipe_digest,
-                        "split": split,
-                        "objective": sample.objective,
-                        "position": sample.position,
-                        "document": sample.document,
-                        "value": sample.value,
-                        "response": sample.response,
-                        "is_truncated": sample.is_truncated,
-                        "evidence": evidence_id,
-                    }
-                    for sample in result.samples
-                ],
-            )
-            where = (table.c.study == self.study_id) & (table.c.number == trial)
-            timings = connection.execute(sa.select(table.c.timings_s).where(where)).scalar_one()
-            connection.execute(
-                sa.update(table)
-                .where(where)
-                .values(
-                    samples_scored=table.c.samples_scored + (len(result.samples) if split == "search" else 0),
-                    timings_s=_added(timings, result.timings_s),
-                    state=sa.case(
-                        (table.c.state == TrialState.WAITING.value, TrialState.RUNNING.value), else_=table.c.state
-                    ),
-                )
-            )
-
-    def finish_rung(
-        self, trial: int, rung: RungRecord, *, samples_reused: int, state: TrialState | None = None
-    ) -> None:
-        """Store a finished rung and the trial's count of reused samples; `state` also ends the trial."""
-        table = schema.trials
-        with self._transaction() as connection:
-            self._insert_once(
-                connection,
-                schema.rungs,
-                [
-                    {
-                        "trial": trial,
-                        "rung": rung.rung,
-                        "samples": dict(rung.num_samples),
-                        "values": dict(rung.values),
-                        "standard_errors": dict(rung.standard_errors),
-                    }
-                ],
-            )
-            changes: dict[str, Any] = {"samples_reused": samples_reused}
-            if state is not None:
-                changes["state"] = state.value
-            connection.execute(
-                sa.update(table).where((table.c.study == self.study_id) & (table.c.number == trial)).values(changes)
-            )
-            self._add_event(
-                connection,
-                "rung",
-                {"trial": trial, "rung": rung.rung, "values": dict(rung.values), "state": state and state.value},
-            )
-
-    def finish_trials(self, trials: Sequence[int], state: TrialState, reason: str | None = None) -> None:
-        """End trials that get no further rung: PRUNED by a promotion, or FAIL with its reason."""
-        table = schema.trials
-        with self._transaction() as connection:
-            connection.execute(
-                sa.update(table)
-                .where((table.c.study == self.study_id) & table.c.number.in_(list(trials)))
-                .values(state=state.value, reason=reason)
-            )
-            for trial in trials:
-                self._add_event(connection, "trial_state", {"trial": trial, "state": state.value, "reason": reason})
-
-    def set_document_named(self, name: str, document: Any) -> None:
-        """Store a closing stage's result, replacing an earlier one."""
-        table = schema.documents
-        with self._transaction() as connection:
-            connection.execute(sa.delete(table).where((table.c.study == self.study_id) & (table.c.name == name)))
-            connection.execute(sa.insert(table).values(study=self.study_id, name=name, document=document))
-            self._add_event(connection, name, {})
-
-    def add_event(self, kind: str, payload: Mapping[str, Any]) -> None:
-        with self._transaction() as connection:
-            self._add_event(connection, kind, payload)
-
-    # -- inside a transaction --------------------------------------------------------------------------------------
-
-    def _add_event(self, connection: sa.Connection, kind: str, payload: Mapping[str, Any]) -> None:
-        _insert_event(connection, self.study_id, kind, payload)
-
-    def _update_study(self, connection: sa.Connection, **changes: Any) -> None:
-        connection.execute(sa.update(schema.studies).where(schema.studies.c.id == self.study_id).values(**changes))
-
-    def _insert_once(self, connection: sa.Connection, table: sa.Table, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Insert rows, leaving those whose key is there already as they are."""
-        if not rows:
-            return
-        statement = _insert(connection, table).on_conflict_do_nothing()
-        connection.execute(statement, [{"study": self.study_id, **row} for row in rows])
-
-
-def _insert(connection: sa.Connection, table: sa.Table) -> Any:
-    """An INSERT that knows ON CONFLICT, which SQLAlchemy has by dialect."""
-    from sqlalchemy.dialects import postgresql, sqlite
-
-    return (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
-
-
-def _insert_event(connection: sa.Connection, study_id: str, kind: str, payload: Mapping[str, Any]) -> None:
-    connection.execute(
-        sa.insert(schema.events).values(study=study_id, time=time.time(), kind=kind, payload=dict(payload))
-    )
-
-
-def _study_record(row: sa.RowMapping) -> StudyRecord:
-    values = {name: value for name, value in row.items() if name != "idempotency_key"}
-    return StudyRecord(**{**values, "state": StudyState(row["state"])})
-
-
-def _trial_record(row: sa.RowMapping, rungs: tuple[RungRecord, ...]) -> TrialRecord:
-    state = TrialState(row["state"])
-    is_full = state is TrialState.COMPLETE and bool(rungs)
-    return TrialRecord(
-        number=row["number"],
-        origin=Origin(row["origin"]),
-        label=row["label"],
-        state=state,
-        recipe=Recipe.from_json(row["recipe"]),
-        configuration=row["configuration"],
-        bracket=row["bracket"],
-        reason=row["reason"],
-        rungs=rungs,
-        samples_scored=row["samples_scored"],
-        samples_reused=row["samples_reused"],
-        timings_s=row["timings_s"],
-        values=rungs[-1].values if is_full else {},
-        standard_errors=rungs[-1].standard_errors if is_full else {},
-    )
-
-
-def _added(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, float]:
-    return {name: left.get(name, 0.0) + right.get(name, 0.0) for name in sorted({*left, *right})}
 
 
 def _prepare_sqlite(connection: Any, _: Any) -> None:

@@ -17,8 +17,7 @@ import sqlalchemy as sa
 
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from service.errors import Conflict, NotFound, StaleAttempt
-from service.store import Store, StudyWriter, schema
-from service.store.sql import BracketRecord
+from service.store import BracketRecord, Store, StudyWriter, schema
 from service.types import ExportRecord, ExportState, Origin, RungRecord, StudyState, TrialRecord, TrialState
 from workers.types import Evidence, SampleResult, ScoreResult
 

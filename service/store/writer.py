@@ -1,0 +1,248 @@
+"""How a study is written: by its driver alone, which every transaction checks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import sqlalchemy as sa
+
+from service.errors import StaleAttempt
+from service.store import schema
+from service.store.records import BracketRecord
+from service.types import RungRecord, StudyState, TrialRecord, TrialState
+from workers.types import ScoreResult
+
+__all__ = ["Split", "StudyWriter", "insert", "insert_event"]
+
+Split = str  # "search" or "holdout"
+
+
+class StudyWriter:
+    """The one writer of a study. Every method is one transaction; all raise StaleAttempt once another has taken over.
+
+    Writing the same chunk, rung or bracket again changes nothing, so that a driver may repeat what it cannot know
+    was stored.
+    """
+
+    def __init__(self, engine: sa.Engine, study_id: str, attempt: int) -> None:
+        self._engine = engine
+        self.study_id = study_id
+        self.attempt = attempt
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sa.Connection]:
+        table = schema.studies
+        with self._engine.begin() as connection:
+            current = connection.execute(
+                sa.select(table.c.attempt).where(table.c.id == self.study_id).with_for_update()
+            ).scalar()
+            if current != self.attempt:
+                raise StaleAttempt(
+                    f"study {self.study_id}: attempt {self.attempt} may not write, attempt {current} has taken over"
+                )
+            yield connection
+
+    def heartbeat(self, *, wall_clock_s: float, progress: Mapping[str, Any] | None = None) -> None:
+        """The driver is alive, all attempts together have worked this long, and this far it is (None: as before)."""
+        changes: dict[str, Any] = {"heartbeat_at": time.time(), "wall_clock_s": wall_clock_s}
+        if progress is not None:
+            changes["progress"] = dict(progress)
+        with self._transaction() as connection:
+            self._update_study(connection, **changes)
+
+    def set_state(self, state: StudyState, reason: str | None = None) -> None:
+        with self._transaction() as connection:
+            self._update_study(connection, state=state.value, reason=reason)
+            self._add_event(connection, "state", {"state": state.value, "reason": reason})
+
+    def set_document(self, document: Mapping[str, Any]) -> None:
+        """Replace the study file: other limits, or more trials."""
+        with self._transaction() as connection:
+            self._update_study(connection, document=dict(document))
+
+    def set_facts(self, facts: Mapping[str, Any]) -> None:
+        with self._transaction() as connection:
+            self._update_study(connection, facts=dict(facts))
+
+    def open_bracket(self, record: BracketRecord) -> None:
+        with self._transaction() as connection:
+            self._insert_once(
+                connection,
+                schema.brackets,
+                [{"bracket": record.bracket, "first_rung": record.first_rung, "size": record.size}],
+            )
+
+    def resize_bracket(self, bracket: int, size: int) -> None:
+        """The search ended before the bracket was full."""
+        table = schema.brackets
+        with self._transaction() as connection:
+            where = (table.c.study == self.study_id) & (table.c.bracket == bracket)
+            connection.execute(sa.update(table).where(where).values(size=size))
+
+    def add_trial(self, trial: TrialRecord) -> None:
+        with self._transaction() as connection:
+            connection.execute(
+                sa.insert(schema.trials).values(
+                    study=self.study_id,
+                    number=trial.number,
+                    origin=trial.origin.value,
+                    label=trial.label,
+                    state=trial.state.value,
+                    reason=trial.reason,
+                    bracket=trial.bracket,
+                    configuration=None if trial.configuration is None else dict(trial.configuration),
+                    recipe=trial.recipe.to_json(),
+                    recipe_digest=trial.recipe.digest,
+                    samples_scored=trial.samples_scored,
+                    samples_reused=trial.samples_reused,
+                    timings_s=dict(trial.timings_s),
+                )
+            )
+            self._add_event(connection, "trial", {"trial": trial.number, "label": trial.label})
+
+    def record_chunk(self, trial: int, split: Split, result: ScoreResult) -> None:
+        """Store a chunk's samples with the evidence of what the engine held, and add its cost to the trial.
+
+        `samples_scored` counts what the search cost; holdout samples are not part of it."""
+        evidence = result.evidence
+        table = schema.trials
+        with self._transaction() as connection:
+            evidence_id = connection.execute(
+                sa.insert(schema.evidence)
+                .values(
+                    study=self.study_id,
+                    trial=trial,
+                    recipe_digest=evidence.recipe_digest,
+                    bank_fingerprint=evidence.bank_fingerprint,
+                    prompts=dict(evidence.prompts),
+                    weights_checksum=evidence.weights_checksum,
+                    replica=evidence.replica,
+                    swap_count=evidence.swap_count,
+                    engine=evidence.engine,
+                    timings_s=dict(result.timings_s),
+                    num_samples=len(result.samples),
+                    finished_at=time.time(),
+                )
+                .returning(schema.evidence.c.id)
+            ).scalar_one()
+            self._insert_once(
+                connection,
+                schema.samples,
+                [
+                    {
+                        "recipe_digest": evidence.recipe_digest,
+                        "split": split,
+                        "objective": sample.objective,
+                        "position": sample.position,
+                        "document": sample.document,
+                        "value": sample.value,
+                        "response": sample.response,
+                        "is_truncated": sample.is_truncated,
+                        "evidence": evidence_id,
+                    }
+                    for sample in result.samples
+                ],
+            )
+            where = (table.c.study == self.study_id) & (table.c.number == trial)
+            timings = connection.execute(sa.select(table.c.timings_s).where(where)).scalar_one()
+            connection.execute(
+                sa.update(table)
+                .where(where)
+                .values(
+                    samples_scored=table.c.samples_scored + (len(result.samples) if split == "search" else 0),
+                    timings_s=_added(timings, result.timings_s),
+                    state=sa.case(
+                        (table.c.state == TrialState.WAITING.value, TrialState.RUNNING.value), else_=table.c.state
+                    ),
+                )
+            )
+
+    def finish_rung(
+        self, trial: int, rung: RungRecord, *, samples_reused: int, state: TrialState | None = None
+    ) -> None:
+        """Store a finished rung and the trial's count of reused samples; `state` also ends the trial."""
+        table = schema.trials
+        with self._transaction() as connection:
+            self._insert_once(
+                connection,
+                schema.rungs,
+                [
+                    {
+                        "trial": trial,
+                        "rung": rung.rung,
+                        "samples": dict(rung.num_samples),
+                        "values": dict(rung.values),
+                        "standard_errors": dict(rung.standard_errors),
+                    }
+                ],
+            )
+            changes: dict[str, Any] = {"samples_reused": samples_reused}
+            if state is not None:
+                changes["state"] = state.value
+            connection.execute(
+                sa.update(table).where((table.c.study == self.study_id) & (table.c.number == trial)).values(changes)
+            )
+            self._add_event(
+                connection,
+                "rung",
+                {"trial": trial, "rung": rung.rung, "values": dict(rung.values), "state": state and state.value},
+            )
+
+    def finish_trials(self, trials: Sequence[int], state: TrialState, reason: str | None = None) -> None:
+        """End trials that get no further rung: PRUNED by a promotion, or FAIL with its reason."""
+        table = schema.trials
+        with self._transaction() as connection:
+            connection.execute(
+                sa.update(table)
+                .where((table.c.study == self.study_id) & table.c.number.in_(list(trials)))
+                .values(state=state.value, reason=reason)
+            )
+            for trial in trials:
+                self._add_event(connection, "trial_state", {"trial": trial, "state": state.value, "reason": reason})
+
+    def set_document_named(self, name: str, document: Any) -> None:
+        """Store a closing stage's result, replacing an earlier one."""
+        table = schema.documents
+        with self._transaction() as connection:
+            connection.execute(sa.delete(table).where((table.c.study == self.study_id) & (table.c.name == name)))
+            connection.execute(sa.insert(table).values(study=self.study_id, name=name, document=document))
+            self._add_event(connection, name, {})
+
+    def add_event(self, kind: str, payload: Mapping[str, Any]) -> None:
+        with self._transaction() as connection:
+            self._add_event(connection, kind, payload)
+
+    # -- inside a transaction --------------------------------------------------------------------------------------
+
+    def _add_event(self, connection: sa.Connection, kind: str, payload: Mapping[str, Any]) -> None:
+        insert_event(connection, self.study_id, kind, payload)
+
+    def _update_study(self, connection: sa.Connection, **changes: Any) -> None:
+        connection.execute(sa.update(schema.studies).where(schema.studies.c.id == self.study_id).values(**changes))
+
+    def _insert_once(self, connection: sa.Connection, table: sa.Table, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Insert rows, leaving those whose key is there already as they are."""
+        if not rows:
+            return
+        statement = insert(connection, table).on_conflict_do_nothing()
+        connection.execute(statement, [{"study": self.study_id, **row} for row in rows])
+
+
+def insert(connection: sa.Connection, table: sa.Table) -> Any:
+    """An INSERT that knows ON CONFLICT, which SQLAlchemy has by dialect."""
+    from sqlalchemy.dialects import postgresql, sqlite
+
+    return (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
+
+
+def insert_event(connection: sa.Connection, study_id: str, kind: str, payload: Mapping[str, Any]) -> None:
+    connection.execute(
+        sa.insert(schema.events).values(study=study_id, time=time.time(), kind=kind, payload=dict(payload))
+    )
+
+
+def _added(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, float]:
+    return {name: left.get(name, 0.0) + right.get(name, 0.0) for name in sorted({*left, *right})}
