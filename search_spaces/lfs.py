@@ -64,8 +64,9 @@ class LfsSpace:
         methods: Sequence[str] = tuple(PUBLISHED),
         method_per: Literal["layer_group", "component"] = "layer_group",
         preset: Literal["paper"] | None = None,
+        tokenizer: str = "base",
     ) -> None:
-        """`fingerprints` maps the aliases `base` and `experts` to content fingerprints.
+        """`fingerprints` maps the aliases `base` and `experts` to content fingerprints; `tokenizer` is every recipe's.
 
         Raises InvalidStudy: no experts, more layer groups than layers, an unknown method, or a `preset` that the
         other arguments contradict."""
@@ -80,6 +81,7 @@ class LfsSpace:
         self._base = base
         self._experts = tuple(experts)
         self._fingerprints = {alias: fingerprints[alias] for alias in (base, *experts)}
+        self._tokenizer = tokenizer
         self._layer_groups = split_layers(num_layers, layer_groups)
         self._components = COMPONENT_GROUPS[component_groups]
         self._methods = tuple(name for name in METHODS if name in methods)
@@ -105,8 +107,14 @@ class LfsSpace:
             for group, merges in zip(self._layer_groups, groups, strict=True)
             for layer in range(group.start, group.stop)
         )
-        recipe = Recipe(self._fingerprints, self._base, layers, embedding=groups[0]["norm"], head=groups[-1]["norm"])
-        return recipe.canonical()
+        return Recipe(
+            self._fingerprints,
+            self._base,
+            layers,
+            embedding=groups[0]["norm"],
+            head=groups[-1]["norm"],
+            tokenizer=self._tokenizer,
+        ).canonical()
 
     def from_recipe(self, recipe: Recipe) -> dict[str, Any] | None:
         renamed = self._in_my_names(recipe.canonical())

@@ -23,12 +23,12 @@ class KnownRecipe(NamedTuple):
 
 
 def sources_and_published(
-    *, base: str, experts: Sequence[str], fingerprints: Mapping[str, str], num_layers: int
+    *, base: str, experts: Sequence[str], fingerprints: Mapping[str, str], num_layers: int, tokenizer: str = "base"
 ) -> tuple[KnownRecipe, ...]:
     """The base, each expert, then the published merges of all experts; canonical, without equal recipes."""
     known: dict[str, KnownRecipe] = {}
     for origin, label, merge in _merges(base, tuple(experts)):
-        recipe = _everywhere(merge, base=base, fingerprints=fingerprints, num_layers=num_layers)
+        recipe = _everywhere(merge, base, fingerprints, num_layers, tokenizer)
         known.setdefault(recipe.digest, KnownRecipe(origin, label, recipe))
     return tuple(known.values())
 
@@ -45,10 +45,10 @@ def _merges(base: str, experts: tuple[str, ...]) -> Iterator[tuple[Literal["sour
     yield "published", "TIES k 0.2 lambda 1.0", Merge("ties", sources, {"k": 0.2, "lambda": 1.0})
 
 
-def _everywhere(merge: Merge, *, base: str, fingerprints: Mapping[str, str], num_layers: int) -> Recipe:
+def _everywhere(merge: Merge, base: str, fingerprints: Mapping[str, str], num_layers: int, tokenizer: str) -> Recipe:
     def at(layer: int) -> Merge:
         sources = tuple(Source(source.model, layer) for source in merge.sources)
         return Merge(merge.method, sources, merge.coefficients, merge.seed)
 
     layers = tuple(LayerRecipe(at(layer), at(layer), at(layer)) for layer in range(num_layers))
-    return Recipe(fingerprints, base, layers, embedding=merge, head=merge).canonical()
+    return Recipe(fingerprints, base, layers, embedding=merge, head=merge, tokenizer=tokenizer).canonical()

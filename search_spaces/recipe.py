@@ -187,7 +187,9 @@ class Recipe:
     `models` maps every alias used to its content fingerprint; `base` is the alias of the base model; `layers` are the
     merged model's layers in order; `embedding` is the input embedding (a tied output head follows it); `head` is the
     final norm and, where untied, the output head. `tensors` are single tensors, by their names in the merged model,
-    that have another merge than their component.
+    that have another merge than their component. `tokenizer` is the merged model's vocabulary, by which the rows of
+    embeddings are aligned: "base", "union", or the alias of another model. All but the base's also depend on
+    models that no merge uses, so that these are kept.
     """
 
     models: Mapping[str, str]
@@ -196,6 +198,7 @@ class Recipe:
     embedding: Merge
     head: Merge
     tensors: Mapping[str, Merge] = field(default_factory=dict)
+    tokenizer: str = "base"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "models", dict(sorted(self.models.items())))
@@ -203,6 +206,12 @@ class Recipe:
         used = {self.base} | {source.model for merge in self.merges() for source in merge.sources}
         if missing := sorted(used - set(self.models)):
             raise InvalidRecipe(f"recipe: {missing} not in models; known are {sorted(self.models)}")
+        if self.tokenizer == self.base:
+            object.__setattr__(self, "tokenizer", "base")
+        if self.tokenizer not in ("base", "union", *self.models):
+            raise InvalidRecipe(
+                f"recipe: tokenizer is {self.tokenizer!r}; expected base, union or one of {sorted(self.models)}"
+            )
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -237,6 +246,8 @@ class Recipe:
         self.check()
         recipe = self.rewritten(lambda merge: _canonical(merge, base=self.base, fingerprints=self.models))
         used = {self.base} | {source.model for merge in recipe.merges() for source in merge.sources}
+        if self.tokenizer != "base":
+            used = set(self.models)
         return replace(recipe, models={alias: self.models[alias] for alias in used})
 
     @property
@@ -246,6 +257,9 @@ class Recipe:
         if cached is None:
             document = self.canonical().to_json()
             del document["models"]
+            if self.tokenizer != "base":
+                of = self.models.get(self.tokenizer, self.tokenizer)
+                document["tokenizer"] = {"of": of, "models": sorted(self.models.values())}
             text = json.dumps(_renamed(document, self.models), sort_keys=True, separators=(",", ":"))
             cached = hashlib.sha256(text.encode()).hexdigest()
             object.__setattr__(self, "_digest", cached)
@@ -262,6 +276,8 @@ class Recipe:
         }
         if self.tensors:
             document["tensors"] = {name: merge.to_json() for name, merge in self.tensors.items()}
+        if self.tokenizer != "base":
+            document["tokenizer"] = self.tokenizer
         return document
 
     @classmethod
@@ -278,6 +294,7 @@ class Recipe:
                 embedding=Merge.from_json(document["embedding"]),
                 head=Merge.from_json(document["head"]),
                 tensors={str(name): Merge.from_json(merge) for name, merge in document.get("tensors", {}).items()},
+                tokenizer=str(document.get("tokenizer", "base")),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise InvalidRecipe(f"recipe: missing or malformed: {error!r}") from error

@@ -67,8 +67,8 @@ def without_consequences(problems: list[Problem], document: Mapping[str, Any]) -
 
 
 def contradictions(parts: ValidParts) -> Iterator[Problem]:
-    if parts.models is not None and "base" in parts.models.experts:
-        yield Problem("models.experts.base", 'an expert cannot be called "base"; that is the base model; rename it')
+    if parts.models is not None:
+        yield from _models_contradictions(parts.models)
     if parts.search_space is not None:
         yield from _space_contradictions(parts.search_space)
     if parts.fidelity is not None:
@@ -76,6 +76,15 @@ def contradictions(parts: ValidParts) -> Iterator[Problem]:
     for section, specs in (("objectives", parts.objectives), ("holdout", parts.holdout)):
         yield from _objective_contradictions(section, specs)
     yield from _holdout_contradictions(parts.objectives, parts.holdout, parts.objective_names)
+
+
+def _models_contradictions(models: Models) -> Iterator[Problem]:
+    if "base" in models.experts:
+        yield Problem("models.experts.base", 'an expert cannot be called "base"; that is the base model; rename it')
+    if "union" in models.experts:
+        yield Problem("models.experts.union", 'an expert cannot be called "union"; that is a tokenizer; rename it')
+    if models.tokenizer not in (accepted := ("base", "union", *models.experts)):
+        yield Problem("models.tokenizer", f"{models.tokenizer} is no model here; give {', '.join(accepted)}")
 
 
 def _space_contradictions(space: SearchSpaceSpec) -> Iterator[Problem]:

@@ -86,9 +86,13 @@ class Section(BaseModel):
 
 class Models(Section):
     base: Line
-    """The base model: a directory, or a hub id."""
+    """The base model: a directory, or a hub id, which may name a tag or commit: owner/name@commit."""
     experts: Annotated[dict[Name, Line], Field(min_length=1)]
-    """Models fine-tuned from the base: alias to directory or hub id. The base's alias is "base"."""
+    """Models fine-tuned from the base, or PEFT LoRA adapters to it: alias to directory or hub id. The base's alias is
+    "base"."""
+    tokenizer: Name = "base"
+    """Whose tokens the merges have, where models have others: base, an expert's alias, or union, which is the base's
+    and what experts have added. Embeddings are aligned by the tokens' strings."""
 
 
 class SearchSpaceSpec(Section):

@@ -9,6 +9,7 @@ from typing import Any
 from search_spaces.study import Study
 from service.disk import free_bytes, gib
 from service.preflight import EXPORT, Examination, examine
+from workers.hub import is_stand_in, named
 
 __all__ = ["CheckedPlan", "check"]
 
@@ -29,6 +30,7 @@ class CheckedPlan:
     hours: float
     memory_bytes: dict[str, int]
     disk_bytes: dict[str, int]
+    absent_models: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -55,7 +57,16 @@ class CheckedPlan:
                 f"{memory['available']}",
                 f"disk      {gib(self.disk_bytes['export'])} for an exported model, "
                 f"{gib(self.disk_bytes['available'])} free",
+                *self._download(),
             )
+        )
+
+    def _download(self) -> tuple[str, ...]:
+        if not self.absent_models:
+            return ()
+        return (
+            f"download  {gib(self.disk_bytes['download'])} of weights from the hub before it starts: "
+            f"{', '.join(self.absent_models)}; NaN and infinity are looked for then",
         )
 
     def _ladders(self) -> str:
@@ -69,8 +80,10 @@ class CheckedPlan:
 def check(study: Study, directory: Path, *, exports: bool = False) -> CheckedPlan:
     """Examine a study that would run in `directory` and count what it will take; `exports`: the best merge too.
 
-    Starts nothing. Raises InvalidStudy with every problem."""
-    examination = examine(study, export_dir=directory / EXPORT if exports else None)
+    Starts nothing, and of hub models that are not here looks at all but the weights. Raises InvalidStudy with every
+    problem."""
+    examination = examine(study, export_dir=directory / EXPORT if exports else None, downloads=False)
+    places = [model.directory for model in examination.family.models]
     memory = examination.memory
     samples = examination.expected_samples()
     return CheckedPlan(
@@ -90,7 +103,12 @@ def check(study: Study, directory: Path, *, exports: bool = False) -> CheckedPla
             "needed": memory.needed_bytes,
             "available": memory.available_bytes,
         },
-        disk_bytes={"export": examination.export_bytes, "available": free_bytes(directory)},
+        disk_bytes={
+            "export": examination.export_bytes,
+            "available": free_bytes(directory),
+            "download": examination.absent_bytes,
+        },
+        absent_models=tuple(sorted({named(place) for place in places if is_stand_in(Path(place))})),
     )
 
 

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -268,7 +269,13 @@ def _merge(options: argparse.Namespace) -> int:
     try:
         with ExportView() as view:
             out = merge_file(
-                options.file, directories, options.out, dtype=options.dtype, progress=view.update, **shards
+                options.file,
+                directories,
+                options.out,
+                dtype=options.dtype,
+                note=partial(print, file=sys.stderr),
+                progress=view.update,
+                **shards,
             )
     except KeyboardInterrupt:
         print("interrupted; the same command keeps the files that are whole", file=sys.stderr)

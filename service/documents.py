@@ -99,6 +99,7 @@ class SwapsDocument(TypedDict):
 
 class EngineDocument(TypedDict):
     starts: Number
+    kinds: Annotated[list[str], Field(description="Program, dtype, and the size and place of the source weights.")]
     busy_fraction: float | None
     swaps: Number
     swap_s: SwapsDocument
@@ -227,6 +228,11 @@ class RecipeDocument(TypedDict):
         Annotated[
             dict[str, MergeDocument],
             Field(description="Single tensors, by name, that have another merge than their component."),
+        ]
+    ]
+    tokenizer: NotRequired[
+        Annotated[
+            str, Field(description="The merged model's: \"union\", or the alias of a model; left out, the base's.")
         ]
     ]
 

@@ -10,7 +10,7 @@ from search_spaces.recipe import Recipe
 from search_spaces.study import Study
 from service.disk import lack_of_space
 from service.errors import Conflict, NotFound
-from service.preflight import DTYPE_BYTES, engine_dtype
+from service.preflight import DTYPE_BYTES, engine_dtype, pinned
 from service.run_record import run_record
 from service.selection import best_trial
 from service.store import Store
@@ -35,8 +35,8 @@ def export_trial(
 
     result = run_record(store, record.id)
     chosen = _chosen(result.trials, trial, best_trial(result.trials, result.objectives))
-    study = Study.model_validate(record.document)
-    family = open_family(study.models.base, study.models.experts)
+    study = pinned(Study.model_validate(record.document), record.facts)
+    family = open_family(study.models.base, study.models.experts, tokenizer=study.models.tokenizer)
     if family.fingerprints != record.facts["fingerprints"]:
         changed = sorted(a for a, f in family.fingerprints.items() if record.facts["fingerprints"].get(a) != f)
         raise Conflict(f"models {', '.join(changed)} have changed since the study; what was scored cannot be written")

@@ -7,8 +7,9 @@ anything is written, and what headers tell before anything large is read.
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from search_spaces.recipe import Recipe
 from service.disk import free_bytes, gib
 from service.export import model_bytes, write_model
 from service.preflight import DTYPE_BYTES
+from workers.errors import InvalidModel
 from workers.types import Family, ModelSource
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from workers.mergekit_document import Configuration
 
 __all__ = ["MergePlan", "check_merge", "merge_file"]
+
+logger = logging.getLogger(__name__)
 
 # In which a merge is written where neither the command nor the file says.
 DEFAULT_DTYPE = "bfloat16"
@@ -65,15 +69,28 @@ class MergePlan:
                 f"output    {self.num_parameters:,} parameters in {self.num_layers} layers, {self.dtype}, "
                 f"{gib(self.disk_bytes['export'])}",
                 f"disk      {gib(self.disk_bytes['available'])} free",
+                *self._download(),
             )
         )
 
+    def _download(self) -> tuple[str, ...]:
+        """Of models whose weights are on the hub and not here."""
+        num_bytes = self.disk_bytes["download"]
+        if not num_bytes:
+            return ()
+        return (f"download  {gib(num_bytes)} of weights from the hub; NaN and infinity are looked for then",)
+
 
 def check_merge(file: Path, directories: Mapping[str, Path], out: Path, *, dtype: str | None = None) -> MergePlan:
-    """Check all that `merge_file` would, and say what it would do; nothing is written. Raises as `merge_file` does."""
+    """Check all that `merge_file` would, and say what it would do; nothing is written, and of hub models that are not
+    here the weights are not looked at. Raises as `merge_file` does."""
+    from workers.hub import absent_bytes, lack_of_space, named
     from workers.writer import licence, recipe_rows
 
-    job = _prepared(file, directories, dtype)
+    job = _prepared(file, directories, dtype, downloads=False)
+    places = [Path(model.directory) for model in job.bank.family.models]
+    if lack := lack_of_space(places):
+        raise InvalidModel((lack,))
     num_bytes = model_bytes(job.recipe, job.bank, out, dtype=job.dtype)
     base, used = job.bank.family.base, job.recipe.canonical().models
     return MergePlan(
@@ -81,7 +98,7 @@ def check_merge(file: Path, directories: Mapping[str, Path], out: Path, *, dtype
             {
                 "alias": model.alias,
                 "role": "base" if model is base else "expert",
-                "directory": model.directory,
+                "directory": named(model.directory),
                 "licence": licence(Path(model.directory)),
                 "fingerprint": model.fingerprint,
             }
@@ -93,7 +110,7 @@ def check_merge(file: Path, directories: Mapping[str, Path], out: Path, *, dtype
         num_parameters=num_bytes // DTYPE_BYTES[job.dtype],
         dtype=job.dtype,
         digest=job.recipe.digest,
-        disk_bytes={"export": num_bytes, "available": free_bytes(out)},
+        disk_bytes={"export": num_bytes, "available": free_bytes(out), "download": absent_bytes(places)},
     )
 
 
@@ -103,16 +120,18 @@ def merge_file(
     out: Path,
     *,
     dtype: str | None = None,
+    note: Callable[[str], None] = logger.info,
     **details: Any,
 ) -> Path:
-    """Write the merge that `file` describes to `out` and return it; `details` are further arguments of `writer.export`.
+    """Write the merge that `file` describes to `out` and return it; `details` are further arguments of `writer.export`,
+    and `note` hears of downloads from the hub.
 
     `directories` says where models are, by their aliases in a recipe, by their names in mergekit's configuration, where
     those that are not named there are directories relative to the file, or hub ids. `dtype` None is the file's.
     Raises InvalidRecipe, InvalidModel, Conflict.
     """
-    job = _prepared(file, directories, dtype)
-    return write_model(job.recipe, job.bank, out, dtype=job.dtype, tokenizer_dir=job.tokenizer_dir, **details)
+    job = _prepared(file, directories, dtype, note=note)
+    return write_model(job.recipe, job.bank, out, dtype=job.dtype, **details)
 
 
 @dataclass(frozen=True)
@@ -120,23 +139,25 @@ class _Job:
     recipe: Recipe
     bank: Bank
     dtype: str
-    tokenizer_dir: Path | None = None
 
 
-def _prepared(file: Path, directories: Mapping[str, Path], dtype: str | None) -> _Job:
+def _prepared(file: Path, directories: Mapping[str, Path], dtype: str | None, **fetching: Any) -> _Job:
+    """`fetching`: whether there are downloads from the hub, and who hears of them, as `open_family` takes it."""
     document = _read(file)
     try:
         if isinstance(document, Mapping) and "merge_method" in document and "format" not in document:
             from workers.mergekit_document import read_configuration
 
-            job = _of_configuration(read_configuration(document), file, directories)
+            job = _of_configuration(read_configuration(document), file, directories, **fetching)
         else:
-            job = _of_recipe(document, directories)
+            job = _of_recipe(document, directories, **fetching)
     except InvalidRecipe as error:
         raise InvalidRecipe("\n".join(f"{file}: {line}" for line in str(error).splitlines())) from error
     from workers.merging import check_recipe
+    from workers.result_files import result_dir
 
     check_recipe(job.recipe, job.bank)
+    result_dir(job.bank.family)
     return replace(job, dtype=dtype) if dtype else job
 
 
@@ -184,7 +205,7 @@ def _yaml_problem(error: Any) -> str:
 # Our recipe
 
 
-def _of_recipe(document: Any, directories: Mapping[str, Path]) -> _Job:
+def _of_recipe(document: Any, directories: Mapping[str, Path], **fetching: Any) -> _Job:
     from workers.bank import Bank
 
     recipe = Recipe.from_json(document)
@@ -193,7 +214,7 @@ def _of_recipe(document: Any, directories: Mapping[str, Path]) -> _Job:
         raise InvalidRecipe(f"where are {', '.join(missing)}? Add {hint}")
     if unknown := sorted(set(directories) - set(recipe.models)):
         raise InvalidRecipe(f"has no model {', '.join(unknown)}; it names {', '.join(recipe.models)}")
-    family = _family(recipe.base, directories)
+    family = _family(recipe.base, directories, recipe.tokenizer, **fetching)
     for alias, fingerprint in family.fingerprints.items():
         if recipe.models[alias] != fingerprint:
             raise InvalidRecipe(
@@ -209,7 +230,9 @@ def _of_recipe(document: Any, directories: Mapping[str, Path]) -> _Job:
 # mergekit's configuration
 
 
-def _of_configuration(configuration: Configuration, file: Path, directories: Mapping[str, Path]) -> _Job:
+def _of_configuration(
+    configuration: Configuration, file: Path, directories: Mapping[str, Path], **fetching: Any
+) -> _Job:
     from workers.bank import Bank
     from workers.checkpoints import check_family, open_checkpoint
     from workers.mergekit_input import to_recipe
@@ -217,20 +240,36 @@ def _of_configuration(configuration: Configuration, file: Path, directories: Map
     if unknown := sorted(set(directories) - set(configuration.models)):
         raise InvalidRecipe(f"has no model {', '.join(unknown)}; it names {', '.join(configuration.models)}")
     aliases = _aliases(configuration.models)
-    places = {alias: directories.get(model) or _place(model, file) for model, alias in aliases.items()}
+    places = {
+        alias: directories.get(model) or _place(_adapter_or_model(model, configuration), file)
+        for model, alias in aliases.items()
+    }
     base, *others = aliases.values()
     # All that headers tell first: contents are hashed and read after that.
+    tokenizer = _tokenizer(configuration, aliases)
     if others:
-        checkpoint, *_ = check_family(places[base], {alias: places[alias] for alias in others})
+        checkpoints = check_family(places[base], {alias: places[alias] for alias in others}, tokenizer=tokenizer)
     else:
-        checkpoint = open_checkpoint(places[base])
+        checkpoints = (open_checkpoint(places[base]),)
     unknown_contents = {alias: alias for alias in places}
-    recipe = to_recipe(configuration, aliases, fingerprints=unknown_contents, layout=checkpoint.layout)
-    family = _family(base, places)
-    tokenizer_dir = _tokenizer_dir(configuration, aliases, family)
+    recipe = to_recipe(configuration, aliases, fingerprints=unknown_contents, layout=checkpoints[0].layout)
+    checked = {alias: checkpoint.directory for alias, checkpoint in zip((base, *others), checkpoints, strict=True)}
+    family = _family(base, checked, tokenizer, **fetching)
     bank = Bank(family, "mapped", keeps_statistics=False)
-    recipe = replace(recipe, models=family.fingerprints)
-    return _Job(recipe, bank, configuration.dtype or _stored_dtype(bank), tokenizer_dir)
+    recipe = replace(recipe, models=family.fingerprints, tokenizer=tokenizer)
+    return _Job(recipe, bank, configuration.dtype or _stored_dtype(family))
+
+
+def _adapter_or_model(model: str, configuration: Configuration) -> str:
+    """What an expert's files are: of MODEL+LORA the adapter's, for the model is the base."""
+    from workers.mergekit_document import split_adapter
+
+    whole, adapter = split_adapter(model)
+    if adapter is not None and (model == configuration.base or whole != configuration.base):
+        raise InvalidRecipe(
+            f"{model}: an adapter is merged here as an expert of the model that it changes; give base_model: {whole}"
+        )
+    return model if adapter is None else adapter
 
 
 def _place(model: str, file: Path) -> str | Path:
@@ -245,54 +284,55 @@ def _aliases(models: tuple[str, ...]) -> dict[str, str]:
     for model in models:
         name = re.sub(r"[^\w.-]+", "-", Path(model).name) or "model"
         alias, number = name, 2
-        while alias in aliases.values():
+        while alias in aliases.values() or alias == "union" or (aliases and alias == "base"):
             alias, number = f"{name}-{number}", number + 1
         aliases[model] = alias
     return aliases
 
 
-def _tokenizer_dir(configuration: Configuration, aliases: Mapping[str, str], family: Family) -> Path | None:
-    """Whose tokenizer the merged model has. Rows of embeddings are merged as they are, so tokens must agree."""
-    from workers.vocabulary import vocabulary_problems
-
+def _tokenizer(configuration: Configuration, aliases: Mapping[str, str]) -> str:
+    """The vocabulary of the merged model: "base", "union", or an alias."""
     source = configuration.tokenizer_source
-    if source is None:
-        return None
-    directories = {model.alias: Path(model.directory) for model in family.models}
-    if source not in ("base", "union") and source not in aliases:
+    if source is None or source in ("union", configuration.base):
+        return source if source == "union" else "base"
+    if source != "base" and source not in aliases:
         raise InvalidRecipe(
             f"tokenizer_source: {source} is none of the models; give base, union, or {', '.join(aliases)}"
         )
-    others = {alias: directory for alias, directory in directories.items() if alias != family.base.alias}
-    if problems := vocabulary_problems(Path(family.base.directory), others):
-        raise InvalidRecipe(
-            "\n".join(
-                f"tokenizer_source: {source}: {problem}; models are merged here only where all have the same tokens"
-                for problem in problems
-            )
-        )
-    return None if source in ("base", "union") else directories[aliases[source]]
+    return "base" if source == "base" else aliases[source]
 
 
-def _stored_dtype(bank: Bank) -> str:
-    """The dtype of all the models, float32 where they have several."""
-    dtypes = {
-        str(bank.get(model.alias, name).dtype).removeprefix("torch.")
-        for model in bank.family.models
-        for name in bank.layout.places
-    }
-    return dtypes.pop() if len(dtypes) == 1 else "float32"
+def _stored_dtype(family: Family) -> str:
+    """The dtype of all whole models, float32 where they have several."""
+    from workers.checkpoints import open_sources
+
+    names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+    whole = [checkpoint for checkpoint in open_sources(family).values() if checkpoint.base is None]
+    dtypes = {checkpoint.tensors[name].dtype for checkpoint in whole for name in checkpoint.layout.places}
+    return names[dtypes.pop()] if len(dtypes) == 1 else "float32"
 
 
 # Both
 
 
-def _family(base: str, directories: Mapping[str, str | Path]) -> Family:
+def _family(
+    base: str,
+    directories: Mapping[str, str | Path],
+    tokenizer: str,
+    *,
+    downloads: bool = True,
+    note: Callable[[str], None] = logger.info,
+) -> Family:
     """The models of a recipe; it may name no other than its base."""
-    from workers.checkpoints import fingerprint, locate, open_family
+    from workers.checkpoints import fingerprint, open_family
+    from workers.hub import fetched, locate
 
     experts = {alias: directory for alias, directory in directories.items() if alias != base}
     if experts:
-        return open_family(directories[base], experts, base_alias=base)
+        return open_family(
+            directories[base], experts, tokenizer=tokenizer, base_alias=base, downloads=downloads, note=note
+        )
     directory = locate(directories[base]).resolve()
+    if downloads:
+        (directory,) = fetched([directory], note=note)
     return Family(ModelSource(base, str(directory), fingerprint(directory)), experts=())

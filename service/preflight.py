@@ -7,8 +7,10 @@ where there are none those of the weights, for reading large models takes minute
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -28,9 +30,11 @@ from service.errors import Conflict
 from service.tune.plan import Plan
 from service.types import Origin, StudyRecord
 from workers.errors import InvalidModel, InvalidTask
-from workers.types import CHUNKS_IN_FLIGHT_PER_REPLICA, EngineOptions, Family, TaskInfo, TaskSpec
+from workers.types import CHUNKS_IN_FLIGHT_PER_REPLICA, EngineOptions, Family, ModelSource, TaskInfo, TaskSpec
 
-__all__ = ["DTYPE_BYTES", "EXPORT", "Examination", "MemoryPlan", "check_unchanged", "engine_dtype", "examine"]
+__all__ = ["DTYPE_BYTES", "EXPORT", "Examination", "MemoryPlan", "check_unchanged", "engine_dtype", "examine", "pinned"]
+
+logger = logging.getLogger(__name__)
 
 # Where in its directory a run exports its best merge.
 EXPORT = "export"
@@ -81,6 +85,10 @@ class Examination:
     memory: MemoryPlan
     export_bytes: int
     """Weights of one merged model, as exported."""
+    commits: Mapping[str, str]
+    """Of the hub models, as the study calls them."""
+    absent_bytes: int
+    """Weights that are on the hub and not here: they were not looked into."""
 
     @property
     def concurrency(self) -> int:
@@ -94,6 +102,7 @@ class Examination:
         """What a study is found to be when it is first run; a resumed run must find the same."""
         return {
             "fingerprints": self.family.fingerprints,
+            "commits": dict(self.commits),
             "num_layers": self.num_layers,
             "tasks": {name: spec.digest for name, spec in self.tasks.items()},
             "holdout_tasks": {name: spec.digest for name, spec in self.holdout_tasks.items()},
@@ -131,6 +140,7 @@ class Examination:
             experts=aliases,
             fingerprints=self.family.fingerprints,
             num_layers=self.num_layers,
+            tokenizer=self.family.tokenizer,
         )
         return tuple((Origin(origin), label, recipe) for origin, label, recipe in found)
 
@@ -151,6 +161,20 @@ class Examination:
         return {"search": search, "holdout": holdout, "full_budget": full}
 
 
+def pinned(study: Study, facts: Mapping[str, Any]) -> Study:
+    """The study with its hub models at the commits that `facts` says it was started with."""
+
+    def name(model: str) -> str:
+        commit = facts.get("commits", {}).get(model)
+        return f"{model.partition('@')[0]}@{commit}" if commit else model
+
+    models = study.models
+    experts = {alias: name(model) for alias, model in models.experts.items()}
+    return study.model_copy(
+        update={"models": models.model_copy(update={"base": name(models.base), "experts": experts})}
+    )
+
+
 def check_unchanged(record: StudyRecord, facts: Mapping[str, Any]) -> None:
     """Raises Conflict if models or task data are not what they were when the study was started."""
     for key in ("fingerprints", "tasks", "holdout_tasks"):
@@ -162,12 +186,22 @@ def check_unchanged(record: StudyRecord, facts: Mapping[str, Any]) -> None:
             )
 
 
-def examine(study: Study, *, available_bytes: int | None = None, export_dir: Path | None = None) -> Examination:
+def examine(
+    study: Study,
+    *,
+    available_bytes: int | None = None,
+    export_dir: Path | None = None,
+    downloads: bool = True,
+    note: Callable[[str], None] = logger.info,
+) -> Examination:
     """Check everything that can be checked without an engine.
 
     `available_bytes` is the memory of one machine; None: this machine's. Where there is an `export_dir`, the best merge
-    must fit on its disk. Raises InvalidStudy with every problem.
+    must fit on its disk. Weights that are on the hub and not here are downloaded once nothing else is wrong, and `note`
+    hears of it; without `downloads` all but them is checked. Raises InvalidStudy with every problem.
     """
+    from workers.hub import absent_bytes
+
     problems: list[Problem] = []
     models = _examine_models(study, problems)
     tasks, infos = _examine_tasks(study.objectives, "objectives", study, problems)
@@ -178,13 +212,13 @@ def examine(study: Study, *, available_bytes: int | None = None, export_dir: Pat
     memory = _memory(study, models, available_bytes) if models else None
     if models is not None and memory is not None:
         _examine_space(study, models, dict.fromkeys(("base", *study.models.experts), ""), problems)
-        _examine_prompts(study, models.base_dir, problems)
+        _examine_prompts(study, models.result_dir, problems)
         _examine_memory(memory, problems)
         if export_dir is not None and (lack := lack_of_space(export_dir, models.export_bytes(study))):
             problems.append(Problem("", f"--export: {lack}"))
     if problems or models is None or memory is None:
         raise InvalidStudy(tuple(problems))
-    family = _read_weights(study, problems)
+    family = _read_weights(study, models, problems, downloads=downloads, note=note)
     space = _examine_space(study, models, family.fingerprints, problems)
     if problems or space is None:
         raise InvalidStudy(tuple(problems))
@@ -203,6 +237,8 @@ def examine(study: Study, *, available_bytes: int | None = None, export_dir: Pat
         cycle=cycle,
         memory=memory,
         export_bytes=models.export_bytes(study),
+        commits=models.commits,
+        absent_bytes=absent_bytes(Path(model.directory) for model in family.models),
     )
 
 
@@ -210,7 +246,9 @@ def examine(study: Study, *, available_bytes: int | None = None, export_dir: Pat
 class _Models:
     """What the headers say of a family."""
 
-    base_dir: Path
+    directories: Mapping[str, Path]
+    commits: Mapping[str, str]
+    result_dir: Path
     num_layers: int
     num_parameters: int
     bank_bytes: int
@@ -220,41 +258,66 @@ class _Models:
 
 
 def _examine_models(study: Study, problems: list[Problem]) -> _Models | None:
-    from workers.checkpoints import check_family, check_tokenizer, locate
+    from workers.checkpoints import aligned, check_family, check_tokenizer, stored_bytes
+    from workers.hub import commit_of, lack_of_space, locate, named
+    from workers.result_files import result_dir
 
     found: list[str] = []
     checkpoints: tuple[Any, ...] = ()
+    tokenizer = study.models.tokenizer
     try:
-        checkpoints = check_family(study.models.base, study.models.experts)
+        checkpoints = check_family(study.models.base, study.models.experts, tokenizer=tokenizer)
+        sources = (
+            ModelSource(alias, str(checkpoint.directory), "")
+            for alias, checkpoint in zip(("base", *study.models.experts), checkpoints, strict=True)
+        )
+        family = Family(next(sources), tuple(sources), tokenizer)
+        if tokenizer != "base":
+            check_tokenizer(result_dir(family))
+        found += filter(None, [lack_of_space(checkpoint.directory for checkpoint in checkpoints)])
     except InvalidModel as error:
         found += error.problems
     try:
-        check_tokenizer(locate(study.models.base))
+        check_tokenizer(checkpoints[0].directory if checkpoints else locate(study.models.base))
     except InvalidModel as error:
-        found += [text for text in error.problems if f"base model: {text}" not in found]
+        found += [text for text in map(named, error.problems) if f"base model: {text}" not in found]
     problems.extend(Problem("models", text) for text in found)
     if found:
         return None
-    base = checkpoints[0]
+    views, _ = aligned(dict(zip(("base", *study.models.experts), checkpoints, strict=True)), tokenizer)
+    base = views["base"]
+    directories = {alias: Path(checkpoint.directory) for alias, checkpoint in views.items()}
+    asked = {"base": study.models.base, **study.models.experts}
+    commits = {
+        asked[alias]: commit_of(place) for alias, place in directories.items() if not os.path.isdir(asked[alias])
+    }
     return _Models(
-        base_dir=base.directory,
+        directories=directories,
+        commits={model: commit for model, commit in commits.items() if commit},
+        result_dir=Path(result_dir(family)),
         num_layers=base.layout.num_layers,
-        num_parameters=sum(tensor.num_elements for tensor in base.tensors.values()),
-        bank_bytes=sum(tensor.num_bytes for c in checkpoints for tensor in c.tensors.values()),
+        num_parameters=sum(math.prod(tensor.shape) for tensor in base.tensors.values()),
+        bank_bytes=stored_bytes(checkpoints),
     )
 
 
-def _read_weights(study: Study, problems: list[Problem]) -> Family:
-    """The family by content; what is wrong with the contents is appended to `problems`."""
-    from workers.checkpoints import content_problems, open_checkpoint, open_family
+def _read_weights(
+    study: Study, models: _Models, problems: list[Problem], *, downloads: bool, note: Callable[[str], None]
+) -> Family:
+    """The family by content; what is wrong with the contents that are here is appended to `problems`."""
+    from workers.checkpoints import content_problems, open_family, open_sources
 
+    base, *experts = models.directories
+    directories = {alias: models.directories[alias] for alias in experts}
+    tokenizer = study.models.tokenizer
     try:
-        family = open_family(study.models.base, study.models.experts)
+        family = open_family(models.directories[base], directories, tokenizer=tokenizer, downloads=downloads, note=note)
+        checkpoints = open_sources(family)
     except InvalidModel as error:  # changed since the headers were read
         raise InvalidStudy(tuple(Problem("models", text) for text in error.problems)) from error
     for model in family.models:
         place = "models.base" if model is family.base else f"models.experts.{model.alias}"
-        wrong = content_problems(open_checkpoint(model.directory), model.fingerprint)
+        wrong = content_problems(checkpoints[model.alias], model.fingerprint)
         problems.extend(Problem(place, text) for text in wrong)
     return family
 
@@ -305,11 +368,11 @@ def _engine_options(study: Study) -> EngineOptions:
     )
 
 
-def _examine_prompts(study: Study, base_dir: Path, problems: list[Problem]) -> None:
+def _examine_prompts(study: Study, directory: Path, problems: list[Problem]) -> None:
     """Whether prompts can be written as the study says, and leave the model room to answer."""
     from workers.prompts import Prompts
 
-    prompts = Prompts(str(base_dir), _engine_options(study))
+    prompts = Prompts(str(directory), _engine_options(study))
     asked = study.engine.chat_template
     found = prompts.tokenizer.chat_template  # one, or several by name
     names = list(found) if isinstance(found, dict) else ["default"] if found else []
@@ -317,7 +380,7 @@ def _examine_prompts(study: Study, base_dir: Path, problems: list[Problem]) -> N
         problems.append(
             Problem(
                 "engine.chat_template",
-                f"{json.dumps(asked)}: the tokenizer of {base_dir} has "
+                f"{json.dumps(asked)}: the tokenizer of {directory} has "
                 + (f"the templates {', '.join(names)}; give one of them" if names else "no template; write false"),
             )
         )
@@ -395,6 +458,7 @@ def _examine_space(
             methods=spec.methods,
             method_per=spec.method_per,
             preset=spec.preset,
+            tokenizer=study.models.tokenizer,
         )
     except InvalidStudy as error:
         problems.extend(error.problems)

@@ -48,10 +48,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class EngineFigures:
-    """What the engines of a run did: starts, recipe swaps with the seconds of each, and the share of the search's
-    wall-clock in which an engine was scoring or swapping (None if not measured)."""
+    """What the engines of a run were (program, dtype, size and place of the source weights) and did: starts, recipe
+    swaps with the seconds of each, and the share of the search's wall-clock in which an engine was scoring or swapping
+    (None if not measured)."""
 
     starts: int = 0
+    kinds: tuple[str, ...] = ()
     swap_s: tuple[float, ...] = ()
     busy_fraction: float | None = None
 
@@ -213,6 +215,7 @@ def _engine_document(engine: EngineFigures) -> EngineDocument:
     swap_s = engine.swap_s
     return {
         "starts": engine.starts,
+        "kinds": list(engine.kinds),
         "busy_fraction": engine.busy_fraction,
         "swaps": len(swap_s),
         "swap_s": {

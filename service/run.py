@@ -16,7 +16,7 @@ from pathlib import Path
 from search_spaces.study import Study, same_but_limits
 from service.errors import Conflict, NotFound
 from service.execution import Clock, execute
-from service.preflight import EXPORT, Examination, check_unchanged, examine
+from service.preflight import EXPORT, Examination, check_unchanged, examine, pinned
 from service.progress import ProgressView
 from service.ray_session import check_reachable, ray_session
 from service.report import render_report
@@ -87,7 +87,8 @@ def run_study(
     """
     if not (directory / DATABASE).exists():  # else it may be finished, and need no Ray
         check_reachable()
-    examination = examine(study, export_dir=directory / EXPORT if exports else None)
+    export_dir = directory / EXPORT if exports else None
+    examination = examine(_as_started(study, directory), export_dir=export_dir, note=view.note)
     with locked(directory):
         store = Store(f"sqlite:///{directory / DATABASE}")
         try:
@@ -130,6 +131,15 @@ def read_run(directory: Path) -> Iterator[tuple[Store, StudyRecord]]:
         yield store, studies[0]
     finally:
         store.close()
+
+
+def _as_started(study: Study, directory: Path) -> Study:
+    """The study, its hub models at the commits of the run that is in `directory`, if there is one."""
+    try:
+        with read_run(directory) as (_, record):
+            return pinned(study, record.facts)
+    except NotFound:
+        return study
 
 
 def _created_or_resumed(store: Store, study: Study, examination: Examination, directory: Path) -> StudyRecord:

@@ -94,6 +94,7 @@ def _engine(
     busy = sum(sum(s for n, s in row["timings_s"].items() if n != "wait") for row in searched)
     return EngineFigures(
         starts=len({row["replica"] for row in evidence}),  # also of engines that were killed and told us nothing
+        kinds=tuple(sorted({row["engine"] for row in evidence})),
         swap_s=tuple(seconds for seconds in swaps if seconds > 0),
         busy_fraction=min(1.0, busy / (span * num_replicas)) if span else None,
     )

@@ -15,7 +15,7 @@ from search_spaces.errors import InvalidStudy
 from search_spaces.study import Study
 from service.errors import Conflict, NotFound, StaleAttempt, StudyFailed
 from service.execution import Clock, execute
-from service.preflight import Examination, check_unchanged, examine
+from service.preflight import Examination, check_unchanged, examine, pinned
 from service.progress import ProgressStyle, ProgressView
 from service.ray_session import ray_session
 from service.store import Store, StudyWriter
@@ -57,7 +57,7 @@ def drive(store: Store, study_id: str, *, work_dir: Path, because: str | None = 
     record = store.study(study_id)
     try:
         with Clock(writer, record.wall_clock_s) as clock, ProgressView(ProgressStyle.LINES, interval_s=30.0) as view:
-            examination = examine(Study.model_validate(record.document))
+            examination = examine(pinned(Study.model_validate(record.document), record.facts), note=view.note)
             check_unchanged(record, examination.facts())
             with ray_session():
                 scorer = _shared_scorer(examination)

@@ -50,9 +50,8 @@ def tiny_llama(
         "pad_token_id": 0,
     }
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**(settings | config)))
-    _random_norms_and_biases(model)
-    return _save(model.to(dtype), character_tokenizer(), directory)
+    model = with_random_norms_and_biases(LlamaForCausalLM(LlamaConfig(**(settings | config))))
+    return save(model.to(dtype), character_tokenizer(), directory)
 
 
 def tiny_qwen2(
@@ -84,9 +83,8 @@ def tiny_qwen2(
         "pad_token_id": tokenizer.pad_token_id,
     }
     torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(Qwen2Config(**(settings | config)))
-    _random_norms_and_biases(model)
-    return _save(model.to(dtype), tokenizer, directory)
+    model = with_random_norms_and_biases(Qwen2ForCausalLM(Qwen2Config(**(settings | config))))
+    return save(model.to(dtype), tokenizer, directory)
 
 
 def tiny_family(
@@ -110,7 +108,7 @@ def tiny_family(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += noise * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-        _save(model, tokenizer, root / alias)
+        save(model, tokenizer, root / alias)
     return open_family(base_dir, {alias: root / alias for alias in experts}, cache=root / "cache")
 
 
@@ -150,16 +148,63 @@ def byte_tokenizer() -> Any:
     return Qwen2Tokenizer(vocab=model["vocab"], merges=[tuple(merge) for merge in model["merges"]])
 
 
-def _random_norms_and_biases(model: Any) -> None:
+def with_random_norms_and_biases(model: Any) -> Any:
     """Fresh models have norms of one and biases of zero, which would hide mistakes about them."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter += 0.1 * torch.randn(parameter.shape)
+    return model
 
 
-def _save(model: Any, tokenizer: Any, directory: str | Path) -> Path:
+def save(model: Any, tokenizer: Any, directory: str | Path) -> Path:
+    """A complete Hugging Face folder. Returns it."""
     path = Path(directory)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+def lora_adapter(
+    base_dir: str | Path, directory: str | Path, seed: int = 0, *, scale: float = 0.1, **config: Any
+) -> Any:
+    """A PEFT LoRA adapter of the model in `base_dir`, all that it trains random; `config` goes to LoraConfig.
+
+    Returns peft's model, not merged."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    base = AutoModelForCausalLM.from_pretrained(base_dir, dtype="auto")
+    model = get_peft_model(base, LoraConfig(**(settings | config)))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += scale * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    model.save_pretrained(directory)
+    return model
+
+
+def with_tokens(
+    base_dir: str | Path,
+    directory: str | Path,
+    *tokens: str,
+    seed: int = 1,
+    rows: int | None = None,
+    noise: float = 0.02,
+) -> Path:
+    """A copy of a model, fine-tuned by noise, whose tokenizer has `tokens` added and whose embedding has `rows` rows;
+    None: one for each token."""
+    from tokenizers import AddedToken
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(base_dir)
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in tokens])
+    model = AutoModelForCausalLM.from_pretrained(base_dir, dtype="auto")
+    model.resize_token_embeddings(rows or len(tokenizer), mean_resizing=False)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += noise * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    return save(model, tokenizer, directory)

@@ -13,14 +13,16 @@ from typing import Any
 import psutil
 import torch
 
-from workers.checkpoints import Checkpoint, check_family, content_problems, fingerprint, open_checkpoint
+from workers.checkpoints import Checkpoint, aligned, content_problems, fingerprint, open_sources, stored_bytes
 from workers.errors import InvalidModel
+from workers.headers import TensorInfo
+from workers.hub import is_stand_in
 from workers.layout import Layout
 from workers.magnitudes import MagnitudeTable
-from workers.merge_methods import cosine
+from workers.merge_methods import Products, cosine, inner_products
 from workers.types import Family, ModelSource
 
-__all__ = ["Bank"]
+__all__ = ["Bank", "Key"]
 
 Key = tuple[str, str]  # alias and tensor name
 
@@ -30,6 +32,7 @@ GPU_SHARE, HOST_SHARE = 0.8, 0.5
 
 class Bank:
     """The tensors of a family by alias and name, read-only, in their stored dtype; safe to read from several threads.
+    Of an adapter its matrices are held, and what it makes of its base's tensors is float32.
 
     `placement` says where they are: "mapped" from their files, whose pages all processes on the machine share; in
     "host" memory, pinned where there is a GPU; in the memory of the current "gpu". "auto" is the fastest of these that
@@ -52,26 +55,25 @@ class Bank:
         accepted = ("auto", "mapped", "host", *(["gpu"] if has_gpu else []))
         if placement not in accepted:
             raise ValueError(f"bank: placement {placement!r}; expected one of {', '.join(accepted)}")
-        if family.experts:
-            check_family(family.base.directory, {model.alias: model.directory for model in family.experts})
         self.family = family
         self.device = torch.device("cuda" if has_gpu else "cpu")
-        self._checkpoints = {model.alias: open_checkpoint(model.directory) for model in family.models}
+        self._checkpoints = open_sources(family)
         self._aliases = {model.fingerprint: model.alias for model in reversed(family.models)}
         self._keeps_statistics = keeps_statistics
         self._magnitudes: dict[tuple[Key, Key], MagnitudeTable] = {}
         self._cosines: dict[tuple[Key, Key], float] = {}
+        self._products: dict[tuple[tuple[Key, ...], Key | None], Products] = {}
         problems = [problem for model in family.models for problem in self._content_problems(model, cache)]
         if problems:
             raise InvalidModel(tuple(problems))
-        self.num_bytes = sum(
-            info.num_bytes for checkpoint in self._checkpoints.values() for info in checkpoint.tensors.values()
-        )
+        self._checkpoints, self.alignment = aligned(self._checkpoints, family.tokenizer)
+        self.num_bytes = stored_bytes(self._checkpoints.values())
         self.placement = _fastest_place(self.num_bytes) if placement == "auto" else placement
-        self._tensors = {
-            (alias, name): _placed(checkpoint.read(name), self.placement)
-            for alias, checkpoint in self._checkpoints.items()
-            for name in checkpoint.tensors
+        self._stored = {
+            info: _placed(checkpoint.read_stored(info), self.placement)
+            for checkpoint in self._checkpoints.values()
+            if not is_stand_in(checkpoint.directory)
+            for info in checkpoint.own
         }
 
     @property
@@ -80,7 +82,8 @@ class Bank:
 
     @property
     def base(self) -> Checkpoint:
-        """The base model's checkpoint: its configuration, tensor headers and layout are those of every merge."""
+        """The base model's checkpoint: its configuration, tensor headers and layout are those of every merge, in the
+        family's vocabulary."""
         return self._checkpoints[self.family.base.alias]
 
     @property
@@ -94,13 +97,14 @@ class Bank:
     def get(self, alias: str, name: str) -> torch.Tensor:
         """Tensor `name` of model `alias`, on `device`. It may be the bank's own: never write to it.
 
-        Raises InvalidModel.
+        An adapter's is computed anew each time. Raises InvalidModel.
         """
-        tensor = self._tensors.get((alias, name))
+        checkpoint = self._checkpoints.get(alias)
+        tensor = checkpoint.tensors.get(name) if checkpoint else None
         if tensor is None:
             held = ", ".join(self._checkpoints)
             raise InvalidModel((f"bank: no tensor {name!r} of model {alias!r}; it holds the tensors of {held}",))
-        return tensor.to(self.device, non_blocking=True)
+        return tensor.value(self._read)
 
     def cosine(self, first: Key, second: Key) -> float:
         """The cosine between two tensors, each (alias, name), as SLERP needs it; computed once."""
@@ -109,6 +113,17 @@ class Bank:
             known = cosine(self.get(*first), self.get(*second))
             if self._keeps_statistics:
                 self._cosines[first, second] = known
+        return known
+
+    def products(self, sources: Sequence[Key], base: Key | None) -> Products:
+        """The inner products of all pairs of tensors, or with `base` of their differences from it; computed once."""
+        asked = (tuple(sources), base)
+        known = self._products.get(asked)
+        if known is None:
+            tensors = [self.get(*source) for source in sources]
+            known = inner_products(tensors, None if base is None else self.get(*base))
+            if self._keeps_statistics:
+                self._products[asked] = known
         return known
 
     def magnitudes(self, sources: Sequence[Key], base: Key) -> tuple[MagnitudeTable | None, ...]:
@@ -135,8 +150,11 @@ class Bank:
             "fingerprint": self.fingerprint,
         }
 
+    def _read(self, info: TensorInfo) -> torch.Tensor:
+        return self._stored[info].to(self.device, non_blocking=True)
+
     def _content_problems(self, model: ModelSource, cache: str | Path | None) -> list[str]:
-        actual = fingerprint(model.directory, cache=cache)
+        actual = fingerprint(model.directory, base=self.family.base.directory, cache=cache)
         if actual != model.fingerprint:
             return [
                 f"model {model.alias!r}: {model.directory} has changed: its fingerprint is {actual[:12]}, "

@@ -9,48 +9,46 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workers.adapters import ADAPTER_CONFIG, AdaptedBase, is_adapter, read_adapter
+from workers.configurations import in_common_names
+from workers.derived import SourceTensor
 from workers.errors import InvalidModel
 from workers.findings import remembered
 from workers.headers import TensorInfo, read_headers
-from workers.layout import Layout, is_output_head, layout, some_of
+from workers.hub import TOKENIZER_FILES, fetched, is_stand_in, locate, named, stated_hash
+from workers.layout import IGNORED, Layout, is_output_head, layout, some_of
 from workers.types import Family, ModelSource
+from workers.vocabulary import BASE, EMBEDDING_NAMES, UNION, Alignment, Vocabulary, align, token_ids
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "BY_CONFIG",
     "TOKENIZER_FILES",
     "Checkpoint",
+    "aligned",
     "check_family",
     "check_tokenizer",
     "content_problems",
     "fingerprint",
-    "locate",
     "open_checkpoint",
     "open_family",
+    "open_sources",
+    "stored_bytes",
 ]
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
+log = logging.getLogger(__name__)
 
-EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
-
-# Configuration fields that must agree for layers of two models to be interchangeable.
+# Configuration fields, in common names, that must agree for layers of two models to be interchangeable.
 STRUCTURE = (
     "architectures",
     "model_type",
@@ -62,17 +60,24 @@ STRUCTURE = (
     "head_dim",
     "hidden_act",
     "vocab_size",
+    "layer_types",
+    "num_experts",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "partial_rotary_factor",
+    "use_parallel_residual",
 )
+
+# Configuration fields that hold ids of tokens.
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+BY_CONFIG = "(by config.json, or transformers' default where it is silent)"
 
 # A report lists this many shapes of one model that differ, then counts the rest.
 MAX_SHAPES = 5
-
-DIRECTORY = "a directory with config.json, tokenizer files and *.safetensors"
-
-HUB_ID = re.compile(r"\w[\w.-]*(?:/\w[\w.-]*)?")
-
-# What is fetched of a hub model: never pickles, never code.
-HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", *TOKENIZER_FILES)
 
 # What tokenizers are likely to differ in.
 PROBES = (
@@ -86,70 +91,65 @@ PROBES = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose headers were read. `read` maps a tensor; it is read-only and keeps its stored dtype."""
+    """A checkpoint whose headers were read, or an adapter to `base`, which has the tensors of its base as it changes
+    them. What `read` gives is read-only; tensors that are stored are mapped and keep their dtype."""
 
     directory: Path
     config: Mapping[str, Any]
-    tensors: Mapping[str, TensorInfo]
+    tensors: Mapping[str, SourceTensor]
+    base: Checkpoint | None = None
     _open: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
+    def settings(self) -> Mapping[str, Any]:
+        """The configuration in common names, defaults filled in."""
+        return in_common_names(self.config)
+
+    @cached_property
     def layout(self) -> Layout:
-        return layout(self.config, self.tensors)
+        return layout(self.settings, self.tensors)
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor `name`, mapped from its file. Raises InvalidModel if there is none."""
+        """The tensor `name`. Raises InvalidModel if there is none."""
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise InvalidModel((f"{self.directory}: no tensor {name!r}; it has {len(self.tensors)} others",))
+        return tensor.value(self.read_stored)
+
+    def read_stored(self, info: TensorInfo) -> torch.Tensor:
+        """The tensor as it is stored, mapped from its file."""
         from safetensors import safe_open
 
-        info = self.tensors.get(name)
-        if info is None:
-            raise InvalidModel((f"{self.directory}: no tensor {name!r}; it has {len(self.tensors)} others",))
         if info.file not in self._open:
+            if is_stand_in(info.file.parent):
+                raise InvalidModel((f"{named(str(info.file))}: its weights are on the hub, not here",))
             self._open[info.file] = safe_open(info.file, framework="pt")
-        tensor: torch.Tensor = self._open[info.file].get_tensor(name)
+        tensor: torch.Tensor = self._open[info.file].get_tensor(info.name)
         return tensor
+
+    @cached_property
+    def is_here(self) -> bool:
+        """Its weights can be read, and its base's; of a hub model's stand-in they cannot."""
+        return not is_stand_in(self.directory) and (self.base is None or self.base.is_here)
+
+    @cached_property
+    def stored(self) -> frozenset[TensorInfo]:
+        """What is read of files, other models' included."""
+        return frozenset(info for tensor in self.tensors.values() for info in tensor.stored())
+
+    @property
+    def own(self) -> frozenset[TensorInfo]:
+        """What is read of its own files."""
+        return frozenset(info for info in self.stored if info.file.parent == self.directory)
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The safetensors files in use, in order of name."""
-        return tuple(sorted({info.file for info in self.tensors.values()}))
-
-
-def locate(model: str | Path) -> Path:
-    """The directory of `model`: itself, or where the Hugging Face hub's cache has the model of that id.
-
-    A hub model that is not in the cache, or is there in part, is fetched where the hub can be reached: configuration,
-    tokenizer and safetensors only. Raises InvalidModel.
-    """
-    path = Path(model)
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise InvalidModel((f"{path}: is a file; expected {DIRECTORY}",))
-    if not HUB_ID.fullmatch(str(model)):
-        raise InvalidModel((f"{path}: does not exist; expected {DIRECTORY}",))
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
-
-    try:
-        return Path(snapshot_download(str(model), allow_patterns=[*HUB_FILES]))
-    except Exception as error:  # of the hub's client, of its HTTP library, and of the system
-        if isinstance(error, LocalEntryNotFoundError):
-            reason = "it is not wholly in the hub's cache, and the hub cannot be reached"
-        elif isinstance(error, RepositoryNotFoundError):
-            reason = "the hub has none of this name, or not for you"
-        else:
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise InvalidModel(
-            (
-                f"{model}: neither a directory nor a hub model that can be had here: {reason}; expected {DIRECTORY}, "
-                "or the id of a hub model that is in the hub's cache or can be fetched",
-            )
-        ) from error
+        """The safetensors files of its own that are in use, in order of name."""
+        return tuple(sorted({info.file for info in self.own}))
 
 
 def open_checkpoint(directory: str | Path) -> Checkpoint:
-    """Read the configuration and every safetensors header of `directory`, which may be a hub id as for `locate`.
+    """Read the configuration and every safetensors header of `directory`, which may be a hub id as for `hub.locate`.
 
     Raises InvalidModel with all problems."""
     path = locate(directory)
@@ -159,73 +159,178 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     if not problems:
         problems += _checkpoint_problems(path, config, tensors)
     if problems:
+        raise InvalidModel(tuple(map(named, problems)))
+    return Checkpoint(path, config, {name: info for name, info in tensors.items() if not IGNORED.search(name)})
+
+
+def _open_expert(directory: str | Path, base: Checkpoint | None) -> Checkpoint | None:
+    """A whole model, or an adapter to `base`: None where there is no base. Raises InvalidModel with all problems."""
+    path = locate(directory)
+    if not is_adapter(path):
+        return open_checkpoint(path)
+    problems: list[str] = []
+    adapted = AdaptedBase(base.directory, base.settings, base.tensors, base.layout) if base else None
+    tensors = read_adapter(path, adapted, problems)
+    if problems:
         raise InvalidModel(tuple(problems))
-    return Checkpoint(path, config, tensors)
+    return Checkpoint(path, base.config, tensors, base) if base else None
 
 
-def check_family(base_dir: str | Path, experts: Mapping[str, str | Path]) -> tuple[Checkpoint, ...]:
-    """The base's checkpoint and those of all `experts`, which can be merged with it.
+def check_family(
+    base_dir: str | Path, experts: Mapping[str, str | Path], *, tokenizer: str = BASE
+) -> tuple[Checkpoint, ...]:
+    """The base's checkpoint and those of all `experts`, which can be merged with it: whole models or LoRA adapters.
 
-    Reads configurations and headers only. Raises InvalidModel with every problem of every model.
+    Their embeddings are as they are stored; that `aligned` can bring them to the vocabulary `tokenizer` is checked.
+    Reads configurations, headers and tokenizers only, of hub models that are not here as `hub.locate` has them. Raises
+    InvalidModel with every problem of every model.
     """
     problems: list[str] = []
-    opened: list[Checkpoint] = []
+    opened: dict[str, Checkpoint] = {}
     if not experts:
         problems.append("models.experts: there are none; name at least one model fine-tuned from the base")
     base: Checkpoint | None = None
     try:
         base = open_checkpoint(base_dir)
-        opened.append(base)
     except InvalidModel as error:
         problems += [f"base model: {problem}" for problem in error.problems]
     for alias, directory in experts.items():
         try:
-            expert = open_checkpoint(directory)
+            expert = _open_expert(directory, base)
         except InvalidModel as error:
             problems += [f"expert {alias!r}: {problem}" for problem in error.problems]
         else:
-            opened.append(expert)
-            problems += [f"expert {alias!r}: {problem}" for problem in _differences(base, expert)] if base else []
-    if problems:
-        raise InvalidModel(tuple(problems))
-    return tuple(opened)
+            opened |= {alias: expert} if expert else {}
+    if base:
+        problems += _misfits(base, opened, tokenizer)
+    if problems or base is None:
+        raise InvalidModel(tuple(map(named, problems)))
+    return base, *opened.values()
+
+
+def _misfits(base: Checkpoint, experts: Mapping[str, Checkpoint], tokenizer: str) -> Iterator[str]:
+    """Why the experts cannot be merged with the base, their embeddings brought to one vocabulary."""
+    views: Mapping[str, Checkpoint] = {_BASE_KEY: base, **experts}
+    if tokenizer in (BASE, UNION, *experts):
+        try:
+            views, _ = aligned(views, tokenizer)
+        except InvalidModel as error:
+            yield from error.problems
+    for alias in experts:
+        yield from (f"expert {alias!r}: {problem}" for problem in _differences(views[_BASE_KEY], views[alias]))
+
+
+# Of the base, where its alias is not known; no alias is empty.
+_BASE_KEY = ""
+
+
+def aligned(checkpoints: Mapping[str, Checkpoint], tokenizer: str) -> tuple[dict[str, Checkpoint], Alignment]:
+    """The checkpoints (by alias, the base first) with embeddings and heads of one vocabulary, as `vocabulary.align`
+    says; the base's configuration is that of a model with this vocabulary. Raises InvalidModel."""
+    models = {
+        alias: Vocabulary(
+            checkpoint.directory,
+            {name: checkpoint.tensors[name] for name in checkpoint.layout.places},
+            token_ids(checkpoint.directory),
+        )
+        for alias, checkpoint in checkpoints.items()
+    }
+    alignment = align(models, tokenizer)
+    views = dict(checkpoints)
+    for alias, view in checkpoints.items() if alignment.tensors else ():
+        config = {**view.config, "vocab_size": alignment.num_rows}
+        tensors = {**models[alias].tensors, **alignment.tensors.get(alias, {})}
+        views[alias] = replace(view, config=config, tensors=tensors)
+    if tokenizer in checkpoints:
+        base, owner = next(iter(views)), checkpoints[tokenizer].config
+        special = {name: owner[name] for name in SPECIAL_TOKENS if name in owner}
+        views[base] = replace(views[base], config={**views[base].config, **special})
+    return views, alignment
 
 
 def open_family(
     base_dir: str | Path,
     experts: Mapping[str, str | Path],
     *,
+    tokenizer: str = BASE,
     base_alias: str = "base",
     cache: str | Path | None = None,
+    downloads: bool = True,
+    note: Callable[[str], None] = log.info,
 ) -> Family:
-    """The checked family with absolute directories and content fingerprints. Raises InvalidModel."""
-    checkpoints = check_family(base_dir, experts)
+    """The checked family with absolute directories and content fingerprints. Raises InvalidModel.
+
+    Hub models that are not here are downloaded once nothing is wrong with any model, and checked again (`note` hears
+    of it as `hub.fetched` says); without `downloads` they stay stand-ins, whose fingerprints the hub's hashes tell.
+    """
+    checkpoints = check_family(base_dir, experts, tokenizer=tokenizer)
+    if downloads and any(is_stand_in(checkpoint.directory) for checkpoint in checkpoints):
+        directories = fetched([checkpoint.directory for checkpoint in checkpoints], note=note)
+        here = dict(zip(experts, directories[1:], strict=True))
+        checkpoints = check_family(directories[0], here, tokenizer=tokenizer)
     base, *others = (
-        ModelSource(alias, str(directory := checkpoint.directory.resolve()), fingerprint(directory, cache=cache))
+        ModelSource(
+            alias,
+            str(checkpoint.directory.resolve()),
+            fingerprint(checkpoint.directory, base=checkpoints[0].directory, cache=cache),
+        )
         for alias, checkpoint in zip((base_alias, *experts), checkpoints, strict=True)
     )
-    return Family(base=base, experts=tuple(others))
+    return Family(base=base, experts=tuple(others), tokenizer=tokenizer)
 
 
-def fingerprint(directory: str | Path, *, cache: str | Path | None = None) -> str:
+def open_sources(family: Family) -> dict[str, Checkpoint]:
+    """The checkpoints of a family by alias, the base first, checked as `check_family` does. Raises InvalidModel."""
+    if not family.experts:
+        return {family.base.alias: open_checkpoint(family.base.directory)}
+    experts = {model.alias: model.directory for model in family.experts}
+    checkpoints = check_family(family.base.directory, experts, tokenizer=family.tokenizer)
+    return dict(zip((family.base.alias, *experts), checkpoints, strict=True))
+
+
+def stored_bytes(checkpoints: Iterable[Checkpoint]) -> int:
+    """How large all that they read of files is; what several of them read counts once."""
+    return sum(info.num_bytes for info in frozenset().union(*(checkpoint.stored for checkpoint in checkpoints)))
+
+
+def fingerprint(directory: str | Path, *, base: str | Path | None = None, cache: str | Path | None = None) -> str:
     """sha256 (hex) of the names and contents of what makes the model: its safetensors files, config.json,
-    generation_config.json and tokenizer files; not of where it lies, nor of other files beside them.
+    generation_config.json and tokenizer files; not of where it lies, nor of other files beside them. Of an adapter to
+    `base`: its safetensors file, adapter_config.json, tokenizer files, and the base's fingerprint.
 
     Hashing a large model takes minutes, so each file's hash is remembered under `cache` (see `findings.cache_dir`) by
     path, size and modification time. Raises InvalidModel.
     """
-    checkpoint = open_checkpoint(directory)
-    others = ("config.json", "generation_config.json", *TOKENIZER_FILES)
-    files = [*checkpoint.files, *(checkpoint.directory / name for name in others)]
-    hashes = sorted((file.name, _file_hash(file, cache)) for file in files if file.is_file())
-    return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
+    path = locate(directory)
+    hashes: list[tuple[str, str]] = []
+    if base is not None and is_adapter(path):
+        weights = {info.file for info in _headers(path, "adapter_model").values()}
+        others = [ADAPTER_CONFIG, *TOKENIZER_FILES]
+        hashes.append(("base", fingerprint(base, cache=cache)))
+    else:
+        weights = set(open_checkpoint(path).files)
+        others = ["config.json", "generation_config.json", *TOKENIZER_FILES]
+    files = [*weights, *(path / name for name in others)]
+    hashes += [(file.name, _file_hash(file, cache)) for file in files if file.is_file()]
+    return hashlib.sha256(json.dumps(sorted(hashes)).encode()).hexdigest()
+
+
+def _headers(path: Path, stem: str) -> Mapping[str, TensorInfo]:
+    problems: list[str] = []
+    tensors = read_headers(path, problems, stem=stem)
+    if problems:
+        raise InvalidModel(tuple(problems))
+    return tensors
 
 
 def content_problems(checkpoint: Checkpoint, content: str, *, cache: str | Path | None = None) -> tuple[str, ...]:
     """What only the weights tell: tensors with NaN or infinity, a tied head that is not the embedding.
 
-    Reads all of them, once for each `content`, the model's fingerprint (`cache` as in `findings.cache_dir`).
+    Reads all of them, once for each `content`, the model's fingerprint (`cache` as in `findings.cache_dir`). Weights
+    that are not here tell nothing.
     """
+    if not checkpoint.is_here:
+        return ()
     key = f"content/1 {content}"
     found = remembered(key, cache=cache)
     if found is None:
@@ -276,7 +381,8 @@ def check_tokenizer(directory: str | Path) -> None:
 def _bad_tensors(checkpoint: Checkpoint) -> Iterator[str]:
     import torch
 
-    for name in checkpoint.tensors:
+    known = checkpoint.base.tensors if checkpoint.base else {}
+    for name in [name for name, tensor in checkpoint.tensors.items() if tensor is not known.get(name)]:
         tensor = checkpoint.read(name)
         if tensor.numel() and not all(torch.isfinite(end) for end in torch.aminmax(tensor)):
             num_bad = tensor.numel() - int(torch.isfinite(tensor).sum())
@@ -291,6 +397,8 @@ def _bad_tensors(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _file_hash(file: Path, cache: str | Path | None) -> str:
+    if stated := stated_hash(file):
+        return stated
     status = file.stat()
     key = f"sha256/1 {file.resolve()} {status.st_size} {status.st_mtime_ns}"
     known = remembered(key, cache=cache)
@@ -324,26 +432,32 @@ def _read_config(path: Path, problems: list[str]) -> dict[str, Any]:
     if config.get("is_encoder_decoder") or config.get("vision_config") is not None:
         kind = "an encoder-decoder" if config.get("is_encoder_decoder") else "a vision-language"
         problems.append(f"{file}: {kind} model ({config.get('model_type')}); only decoder-only text models are merged")
+    else:
+        try:
+            in_common_names(config)
+        except InvalidModel as error:
+            problems += [f"{path}: {problem}" for problem in error.problems]
     return config
 
 
-def _checkpoint_problems(path: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
+def _checkpoint_problems(path: Path, config: Mapping[str, Any], tensors: Mapping[str, SourceTensor]) -> Iterator[str]:
+    settings = in_common_names(config)
     try:
-        found = layout(config, tensors)
+        found = layout(settings, tensors)
     except InvalidModel as error:
         yield from (f"{path}: {problem}" for problem in error.problems)
         return
-    stated = config.get("num_hidden_layers", found.num_layers)
+    stated = settings.get("num_hidden_layers", found.num_layers)
     if stated != found.num_layers:
-        yield f"{path}: config.json says num_hidden_layers={stated}, its tensors are of {found.num_layers} layers"
-    if found.is_tied and config.get("tie_word_embeddings") is False:
-        yield f"{path}: config.json says tie_word_embeddings=false, but no output head (lm_head) is stored"
+        yield f"{path}: num_hidden_layers is {stated} {BY_CONFIG}, its tensors are of {found.num_layers} layers"
+    if found.is_tied and settings.get("tie_word_embeddings") is False:
+        yield f"{path}: tie_word_embeddings is false {BY_CONFIG}, but no output head (lm_head) is stored"
 
 
 def _differences(base: Checkpoint, expert: Checkpoint) -> Iterator[str]:
     """Why layers of `expert` cannot be exchanged with those of `base`."""
     where = str(expert.directory)
-    stated, wanted = _structure(expert.config), _structure(base.config)
+    stated, wanted = _structure(expert.settings), _structure(base.settings)
     for name in wanted:
         if name in stated and stated[name] != wanted[name]:
             yield f"{where}: {name} is {stated[name]!r}; the base has {wanted[name]!r}"
@@ -368,12 +482,12 @@ def _differences(base: Checkpoint, expert: Checkpoint) -> Iterator[str]:
         yield f"{where}: {len(shapes) - MAX_SHAPES} more tensors differ in shape from the base's"
 
 
-def _structure(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that two models must share, as far as `config` states them, rotary embeddings included: every merge,
+def _structure(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that two models must share, as far as `settings` say them, rotary embeddings included: every merge,
     an expert alone among them, computes with the base's."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    rope = settings.get("rope_parameters") or settings.get("rope_scaling")
     rope = rope if isinstance(rope, Mapping) else {}
-    fields = {name: config.get(name) for name in (*STRUCTURE, "rope_theta")}
+    fields = {name: settings.get(name) for name in (*STRUCTURE, "rope_theta")}
     fields |= {"rope_type": rope.get("type"), **rope}
     return {name: value for name, value in fields.items() if value is not None}
 

@@ -25,8 +25,10 @@ import psutil
 
 from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
+from workers.configurations import read_config
 from workers.errors import EngineUnavailable, EvidenceMismatch, InvalidModel, TrialFailed
 from workers.prompts import LOGPROB_TOLERANCE, Continuation, Generation, Prompts
+from workers.result_files import result_dir
 from workers.types import EngineOptions, Family
 
 __all__ = ["Engine", "SwapReport", "base_recipe", "engine_environment", "kv_cache_bytes"]
@@ -82,7 +84,7 @@ class Engine:
     def __init__(self, family: Family, options: EngineOptions, *, log_file: str | None = None) -> None:
         self.family = family
         self.options = options
-        self.prompts = Prompts(family.base.directory, options)
+        self.prompts = Prompts(result_dir(family), options)
         self.swap_s: list[float] = []
         self._state: dict[str, Any] = {"digest": None, "swaps": 0, "checksum": ""}
         self._new_tokenizer: tempfile.TemporaryDirectory[str] | None = None
@@ -116,35 +118,42 @@ class Engine:
         if self.dtype == "auto":
             self.dtype = "float32" if is_cpu else "bfloat16"
         _let_llvmlite_be_inspected()
-        memory: dict[str, Any] = {"enforce_eager": True} if is_cpu else {}
+        by_device: dict[str, Any]
         if is_cpu:
-            memory["kv_cache_memory_bytes"] = kv_cache_bytes(self.prompts.config, self.max_length, self.dtype)
+            cache = kv_cache_bytes(self.prompts.config, self.max_length, self.dtype)
+            by_device = {"enforce_eager": True, "kv_cache_memory_bytes": cache}
+        else:
+            # Other kernels for mixtures of experts shuffle the weights when they are loaded: what is written over them
+            # later would be read in the wrong order.
+            by_device = {"moe_backend": "triton"}
         self._llm: Any = LLM(
-            model=self.family.base.directory,
+            model=self.prompts.directory,
             tokenizer=self._tokenizer_directory(),
             dtype=self.dtype,
             max_model_len=self.max_length,
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=max(MAX_NUM_BATCHED_TOKENS, self.max_length),
             tensor_parallel_size=self.options.tensor_parallel_size,
-            load_format="safetensors",
+            # Whatever is loaded is overwritten by the first swap; where the vocabulary is not the base's, nothing is.
+            load_format="safetensors" if self.prompts.directory == self.family.base.directory else "dummy",
             generation_config="vllm",  # end-of-text tokens are passed with each request, defaults for sampling ignored
             worker_extension_cls="workers.vllm_extension.MergeExtension",
             enable_prefix_caching=True,
             seed=self.options.seed,
             disable_log_stats=True,
             trust_remote_code=False,
-            **memory,
+            **by_device,
         )
         self.bank_fingerprint = str(self._call("mergesearch_open", family_to_json(self.family)))
+        self.sources = str(self._call("mergesearch_sources"))
 
     def _tokenizer_directory(self) -> str:
         """Where vLLM finds the tokenizer that we use: the model's folder, or a copy that says which class reads it."""
         from transformers import AutoTokenizer
 
         ours = self.prompts.tokenizer
-        if type(AutoTokenizer.from_pretrained(self.family.base.directory)) is type(ours):
-            return self.family.base.directory
+        if type(AutoTokenizer.from_pretrained(self.prompts.directory)) is type(ours):
+            return self.prompts.directory
         self._new_tokenizer = tempfile.TemporaryDirectory(prefix="mergesearch-tokenizer-")
         ours.save_pretrained(self._new_tokenizer.name)
         return self._new_tokenizer.name
@@ -357,10 +366,17 @@ def kv_cache_bytes(config: dict[str, Any], max_length: int, dtype: str) -> int:
 
 def base_recipe(family: Family) -> Recipe:
     """The recipe that is the base model itself."""
-    config = json.loads((Path(family.base.directory) / "config.json").read_text())
+    num_layers = int(read_config(family.base.directory)["num_hidden_layers"])
 
     def taken(layer: int | None) -> Merge:
         return Merge("passthrough", (Source(family.base.alias, layer),))
 
-    layers = tuple(LayerRecipe(taken(i), taken(i), taken(i)) for i in range(int(config["num_hidden_layers"])))
-    return Recipe(family.fingerprints, family.base.alias, layers, embedding=taken(None), head=taken(None))
+    layers = tuple(LayerRecipe(taken(i), taken(i), taken(i)) for i in range(num_layers))
+    return Recipe(
+        family.fingerprints,
+        family.base.alias,
+        layers,
+        embedding=taken(None),
+        head=taken(None),
+        tokenizer=family.tokenizer,
+    )

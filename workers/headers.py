@@ -10,13 +10,16 @@ import json
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from workers.layout import IGNORED, some_of
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["DTYPE_BYTES", "MAX_HEADER_BYTES", "TensorInfo", "read_headers"]
 
@@ -34,14 +37,22 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 # What a trainer leaves beside a model; pickles too, but never weights.
 TRAINERS = ("training_args.bin", "optimizer.pt", "scheduler.pt")
 
+CONVERSIONS = {
+    "model": "`AutoModelForCausalLM.from_pretrained(DIR, dtype='auto').save_pretrained(NEW_DIR)` of transformers",
+    "adapter_model": "`AutoPeftModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)` of peft",
+}
+
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One stored tensor: safetensors' name of its dtype, its shape, and the file that holds it."""
+    """One stored tensor: safetensors' name of its dtype, its shape, the file that holds it, and its name there.
+
+    A `derived.SourceTensor`."""
 
     dtype: str
     shape: tuple[int, ...]
     file: Path
+    name: str
 
     @property
     def num_elements(self) -> int:
@@ -51,14 +62,22 @@ class TensorInfo:
     def num_bytes(self) -> int:
         return self.num_elements * DTYPE_BYTES.get(self.dtype, 1)
 
+    def stored(self) -> Iterator[TensorInfo]:
+        yield self
 
-def read_headers(path: Path, problems: list[str]) -> dict[str, TensorInfo]:
+    def value(self, read: Callable[[TensorInfo], torch.Tensor]) -> torch.Tensor:
+        return read(self)
+
+
+def read_headers(path: Path, problems: list[str], *, stem: str = "model") -> dict[str, TensorInfo]:
     """Every tensor stored in directory `path`, by name; what is wrong with its files is appended to `problems`.
+
+    Files are called `stem`.safetensors, or as `stem`.safetensors.index.json says.
 
     Reads the index and the headers only, and of a file never more than it has. Where nothing was appended, each
     tensor's bytes lie within its file, none are shared, and none are left over.
     """
-    shards, expected = _shards(path, problems)
+    shards, expected = _shards(path, stem, problems)
     tensors: dict[str, TensorInfo] = {}
     for shard in shards:
         try:
@@ -78,24 +97,23 @@ def read_headers(path: Path, problems: list[str]) -> dict[str, TensorInfo]:
 # The files
 
 
-def _shards(path: Path, problems: list[str]) -> tuple[list[Path], Mapping[str, str] | None]:
+def _shards(path: Path, stem: str, problems: list[str]) -> tuple[list[Path], Mapping[str, str] | None]:
     """The safetensors files, and the index's map from tensor to file where there is one."""
-    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    single, index = path / f"{stem}.safetensors", path / f"{stem}.safetensors.index.json"
     if single.is_file():
         return [single], None
     if index.is_file():
         return _indexed_shards(path, index, problems)
     pickles = {file.name for pattern in PICKLES for file in path.glob(pattern)} - set(TRAINERS)
-    if (path / "adapter_config.json").is_file():
+    if stem == "model" and (path / "adapter_config.json").is_file():
         problems.append(f"{path}: a PEFT adapter; expected a whole model: merge the adapter into its base first")
     elif pickles:
         problems.append(
             f"{path}: only pickles ({some_of(pickles)}), which are never loaded, for they can run any program; convert "
-            "a model that you trust to safetensors: `AutoModelForCausalLM.from_pretrained(DIR, "
-            "dtype='auto').save_pretrained(NEW_DIR)` of transformers does so"
+            f"a model that you trust to safetensors: {CONVERSIONS[stem]} does so"
         )
     else:
-        problems.append(f"{path}: no model.safetensors and no model.safetensors.index.json")
+        problems.append(f"{path}: no {single.name} and no {index.name}")
     return [], None
 
 
@@ -187,7 +205,7 @@ def _entry(name: str, entry: object, file: Path) -> tuple[TensorInfo, tuple[int,
         raise ValueError(f": its shape is {shape!r:.80}; expected a list of whole numbers, 0 or more")
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(f": its data_offsets are {offsets!r:.80}; expected [begin, end] in bytes")
-    info = TensorInfo(dtype, tuple(shape), file)
+    info = TensorInfo(dtype, tuple(shape), file, name)
     begin, end = offsets
     if dtype in DTYPE_BYTES and end - begin != info.num_bytes:
         raise ValueError(

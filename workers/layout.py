@@ -14,19 +14,23 @@ from typing import Any, Literal
 from search_spaces.recipe import Component
 from workers.errors import InvalidModel
 
-__all__ = ["IGNORED", "Layout", "Place", "is_output_head", "layout", "some_of"]
+__all__ = ["EMBEDDING", "IGNORED", "Layout", "Place", "is_output_head", "layout", "some_of"]
 
 # A report names this many tensors of one kind of problem, then counts the rest.
 MAX_NAMED = 5
 
 LAYER = re.compile(r"^(?P<prefix>(?:\w+\.)*?(?:layers|h|blocks)\.)(?P<layer>\d+)\.(?P<suffix>.+)$")
-NORM = re.compile(r"norm|(?:^|[._])ln(?:$|[._])")
-ATTENTION = re.compile(r"attn|attention")
-MLP = re.compile(r"mlp|feed_forward|ffn|moe|(?:^|\.)fc[12]\.")
+NORM = re.compile(r"norm|(?:^|_)ln(?:$|_)")
+# What the name of one module says of it; `post_attention_layernorm` is a norm.
+COMPONENT_OF: tuple[tuple[Component, re.Pattern[str]], ...] = (
+    ("norm", NORM),
+    ("attention", re.compile(r"attn|attention")),
+    ("mlp", re.compile(r"mlp|feed_forward|ffn|moe|^fc[12]$")),
+)
 EMBEDDING = re.compile(r"embed|(?:^|\.)w[tp]e\.")
 OUTPUT_HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output)\.")
-# Buffers that old checkpoints carry; models compute them anew.
-IGNORED = re.compile(r"rotary_emb\.inv_freq$")
+# Buffers that old checkpoints carry (rotary frequencies, causal masks); models compute them anew.
+IGNORED = re.compile(r"rotary_emb\.inv_freq$|(?:^|\.)(?:self_|cross)?(?:attn|attention)\.(?:masked_)?bias$")
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,10 @@ class Layout:
 def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
     """Assign every tensor to a layer and component, by the names of the modules that hold it.
 
-    Norms are norms wherever they sit, biases go with their module, the final norm and the output head form the head.
-    Raises InvalidModel naming the tensors that fit nowhere.
+    Norms are norms wherever they sit, biases go with their module, routers and the experts of a mixture are parts of
+    the MLP, each a tensor of its own; positions belong to the embedding, the final norm and the output head form the
+    head. `config` is in common names (`configurations.in_common_names`). Raises InvalidModel naming the tensors that
+    fit nowhere.
     """
     names = [name for name in names if not IGNORED.search(name)]
     places: dict[str, Place] = {}
@@ -129,11 +135,9 @@ def some_of(names: Iterable[str]) -> str:
 
 
 def _component(suffix: str) -> Component | None:
-    if NORM.search(suffix):
-        return "norm"
-    if ATTENTION.search(suffix):
-        return "attention"
-    return "mlp" if MLP.search(suffix) else None
+    """What the innermost module that says so is: `norm_attn_norm.attn.Wqkv.weight` is attention."""
+    modules = suffix.split(".")[:-1]
+    return next((kind for module in reversed(modules) for kind, name in COMPONENT_OF if name.search(module)), None)
 
 
 def _part_outside_layers(name: str) -> Literal["embedding", "head"] | None:
@@ -141,4 +145,4 @@ def _part_outside_layers(name: str) -> Literal["embedding", "head"] | None:
         return "head"
     if EMBEDDING.search(name):
         return "embedding"
-    return "head" if NORM.search(name) else None
+    return "head" if any(NORM.search(module) for module in name.split(".")) else None

@@ -16,7 +16,16 @@ from typing import Any
 from search_spaces.errors import InvalidRecipe
 from workers.mergekit_methods import MERGE_METHODS, REFUSED_METHODS, WITHOUT_EFFECT, Parameter, Scalar
 
-__all__ = ["DTYPES", "Condition", "Configuration", "ModelInput", "Settings", "Slice", "read_configuration"]
+__all__ = [
+    "DTYPES",
+    "Condition",
+    "Configuration",
+    "ModelInput",
+    "Settings",
+    "Slice",
+    "read_configuration",
+    "split_adapter",
+]
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -65,9 +74,10 @@ class Slice:
 
 @dataclass(frozen=True)
 class Configuration:
-    """A configuration that was understood. Models are named as it names them: directories or hub ids.
+    """A configuration that was understood. Models are named as it names them: directories or hub ids, MODEL+LORA for
+    an adapter to a model.
 
-    `tokenizer_source` is "base", "union", a model, or None, which is the base without a look at the others' tokens.
+    `tokenizer_source` is "base", "union", a model, or None, which is the base.
     """
 
     method: str
@@ -108,6 +118,12 @@ def read_configuration(document: Any) -> Configuration:
     return configuration
 
 
+def split_adapter(model: str) -> tuple[str, str | None]:
+    """A model and the LoRA adapter to it that MODEL+LORA names; None without one."""
+    name, plus, adapter = model.partition("+")
+    return name, adapter if plus else None
+
+
 TOP = ("merge_method", "base_model", "models", "slices", "parameters", "dtype", "out_dtype", "tokenizer_source")
 
 NOT_MERGED = {
@@ -116,7 +132,7 @@ NOT_MERGED = {
     "tokens": "tokens of their own are not merged here; give tokenizer_source",
     "pad_to_multiple_of": "the vocabulary is not padded here; leave it out",
     "residual_weight": "has no effect; leave it out",
-    "lora": "adapters are not merged here; merge it into its model first",
+    "lora": "write the two as one, MODEL+LORA",
     "override_architecture": "the architecture is what the model's config.json says; leave it out",
 }
 
@@ -273,8 +289,8 @@ class _Reader:
         if not isinstance(node, str) or not node:
             self._problem(place, f"{_shown(node)} is no model; give a directory or the id of a hub model")
             return ""
-        if "+" in node:
-            self._problem(place, f"{node}: {NOT_MERGED['lora']}")
+        if not all(part is None or part for part in split_adapter(node)):
+            self._problem(place, f"{node} is no model; give MODEL+LORA, or a name without +")
         if "@" in node:
             self._problem(place, f"{node}: revisions are not fetched here; give the directory that holds this one")
         return node

@@ -2,8 +2,8 @@
 
 Slices of layers, gradients over them and filters on tensor names mean what they mean there. What differs: arithmetic is
 in float32 whatever `dtype` says, and rounded once, to `out_dtype` or `dtype`; random masks are drawn by tensor name
-from one seed; with `tokenizer_source` rows of the embedding that stand for no token are kept. Where models are is not
-known here.
+from one seed; embeddings are aligned by token without `tokenizer_source` too, and rows that stand for no token stay.
+Where models are is not known here.
 """
 
 from __future__ import annotations

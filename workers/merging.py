@@ -6,21 +6,24 @@ Names are those of the merged model in Hugging Face form. Where the tensors go i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Hashable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
 from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import COMPONENTS, Merge, Recipe, Source
-from workers.bank import Bank
+from workers.bank import Bank, Key
 from workers.errors import InvalidModel
-from workers.kernels import is_fused, merge_stored
+from workers.kernels import FUSED, for_each, is_fused, merge_stored
 from workers.layout import some_of
+from workers.magnitudes import MagnitudeTable
 from workers.masks import mask_key
-from workers.merge_methods import METHODS, Operands
+from workers.merge_methods import METHODS, Operands, Products
+from workers.vocabulary import BASE, UNION
 
-__all__ = ["MergedTensor", "Scratch", "check_recipe", "computations", "merged_names", "merged_tensors"]
+__all__ = ["MergedTensor", "Scratch", "check_recipe", "computations", "merge_into", "merged_names", "merged_tensors"]
 
 
 @dataclass(frozen=True)
@@ -63,13 +66,35 @@ def merged_tensors(
 
     Each is computed in float32 and rounded once, to `dtype`. Equal digests give equal bits. A tensor may share memory
     with the bank: never write to it. `into` may give memory for a tensor of a name and shape, contiguous, of `dtype`,
-    on the bank's device: getting new memory takes longer than filling it. Raises InvalidRecipe, InvalidModel before the
-    first tensor.
+    on the bank's device: getting new memory takes longer than filling it. Where the results have a place already,
+    `merge_into` is faster. Raises InvalidRecipe, InvalidModel before the first tensor.
     """
     plan, aliases = _plan(recipe, bank)
     if names is not None:
         plan = [tensor for tensor in plan if tensor.name in names]
-    return ((tensor.name, _merged(tensor, recipe, aliases, bank, dtype, into)) for tensor in plan)
+    return ((tensor.name, _Computation.of(tensor, recipe, aliases, bank).result(bank, dtype, into)) for tensor in plan)
+
+
+def merge_into(recipe: Recipe, bank: Bank, destinations: Mapping[str, torch.Tensor]) -> None:
+    """Write the merged tensors of these names, as `merged_tensors` gives them, into memory of their shapes: contiguous,
+    of one dtype, on the bank's device. The fastest way: no tensor waits for another. Raises as it does."""
+    plan, aliases = _plan(recipe, bank)
+    together = []
+
+    def write(computation: _Computation) -> None:
+        destination = destinations[computation.tensor.name]
+        merged = computation.result(bank, destination.dtype, lambda name, shape: destination)
+        if merged is not destination:
+            destination.copy_(merged)
+
+    for tensor in plan:
+        if tensor.name in destinations:
+            computation = _Computation.of(tensor, recipe, aliases, bank)
+            if tensor.merge.method in FUSED:
+                together.append((math.prod(tensor.shape), computation))
+            else:  # in torch, which has threads of its own
+                write(computation)
+    for_each(write, together, bank.device)
 
 
 def merged_names(recipe: Recipe, bank: Bank) -> dict[str, tuple[int, ...]]:
@@ -164,9 +189,22 @@ def _bank_aliases(recipe: Recipe, bank: Bank) -> dict[str, str]:
             )
         else:
             aliases[alias] = held
+    family = bank.family
+    if _vocabulary(recipe.tokenizer, recipe.models) != _vocabulary(family.tokenizer, family.fingerprints):
+        problems.append(f"recipe: tokenizer is {recipe.tokenizer!r}; the models were opened for {family.tokenizer!r}")
+    if recipe.tokenizer != BASE:
+        spare = {model.alias for model in family.models if model.fingerprint not in recipe.models.values()}
+        if spare:
+            problems.append(
+                f"recipe: with tokenizer {recipe.tokenizer!r} every model counts; {some_of(spare)} is not the recipe's"
+            )
     if problems:
         raise InvalidModel(tuple(problems))
     return aliases
+
+
+def _vocabulary(tokenizer: str, fingerprints: Mapping[str, str]) -> str:
+    return tokenizer if tokenizer in (BASE, UNION) else fingerprints[tokenizer]
 
 
 def _computation(tensor: MergedTensor, base: str, aliases: dict[str, str]) -> Hashable:
@@ -175,39 +213,65 @@ def _computation(tensor: MergedTensor, base: str, aliases: dict[str, str]) -> Ha
     return merge.method, tuple(merge.coefficients.items()), merge.seed, tensor.suffix, sources, base
 
 
-def _merged(
-    tensor: MergedTensor,
-    recipe: Recipe,
-    aliases: dict[str, str],
-    bank: Bank,
-    dtype: torch.dtype,
-    into: Callable[[str, tuple[int, ...]], torch.Tensor] | None,
-) -> torch.Tensor:
-    merge, method = tensor.merge, METHODS[tensor.merge.method]
+@dataclass(frozen=True)
+class _Computation:
+    """A tensor to compute: its operands by name in the bank, and what depends on the sources alone."""
 
-    def key(source: Source) -> tuple[str, str]:
-        return aliases[source.model], bank.layout.name(tensor.suffix, source.layer)
+    tensor: MergedTensor
+    sources: tuple[Key, ...]
+    base: Key | None
+    keys: tuple[int, ...] | None
+    cosine: float | None
+    magnitudes: tuple[MagnitudeTable | None, ...] | None
+    products: Products | None
 
-    keys = tuple(key(source) for source in merge.sources)
-    if merge.method == "passthrough" and merge.number("scale") == 1:
-        return bank.get(*keys[0]).to(dtype)
-    base = key(Source(recipe.base, merge.sources[0].layer))
-    masks = None
-    if method.takes_seed:
-        assert merge.seed is not None, f"{merge.method} without a seed passed the check"
-        masks = tuple(
-            mask_key(merge.seed, recipe.models[source.model], name)
-            for source, (_, name) in zip(merge.sources, keys, strict=True)
+    @classmethod
+    def of(cls, tensor: MergedTensor, recipe: Recipe, aliases: dict[str, str], bank: Bank) -> Self:
+        merge, method = tensor.merge, METHODS[tensor.merge.method]
+
+        def key(source: Source) -> Key:
+            return aliases[source.model], bank.layout.name(tensor.suffix, source.layer)
+
+        sources = tuple(key(source) for source in merge.sources)
+        base = key(Source(recipe.base, merge.sources[0].layer))
+        masks = None
+        if method.takes_seed:
+            assert merge.seed is not None, f"{merge.method} without a seed passed the check"
+            masks = tuple(
+                mask_key(merge.seed, recipe.models[source.model], name)
+                for source, (_, name) in zip(merge.sources, sources, strict=True)
+            )
+        return cls(
+            tensor,
+            sources,
+            base if method.needs_base else None,
+            masks,
+            bank.cosine(*sources) if "cosine" in method.uses else None,
+            bank.magnitudes(sources, base) if "magnitudes" in method.uses else None,
+            bank.products(sources, base if method.needs_base else None) if "products" in method.uses else None,
         )
-    operands = Operands(
-        tensors=tuple(bank.get(*source) for source in keys),
-        base=bank.get(*base) if method.needs_base else None,
-        cosine=bank.cosine(*keys) if "cosine" in method.uses else None,
-        magnitudes=bank.magnitudes(keys, base) if "magnitudes" in method.uses else None,
-        keys=masks,
-    )
-    if is_fused(merge, operands, dtype):
-        merged = into(tensor.name, tensor.shape) if into else torch.empty(tensor.shape, dtype=dtype, device=bank.device)
-        merge_stored(merge, operands, merged)
-        return merged
-    return method.merge(operands.in_float32(), merge).to(dtype)
+
+    @property
+    def is_copy(self) -> bool:
+        return self.tensor.merge.method == "passthrough" and self.tensor.merge.number("scale") == 1
+
+    def result(
+        self, bank: Bank, dtype: torch.dtype, into: Callable[[str, tuple[int, ...]], torch.Tensor] | None
+    ) -> torch.Tensor:
+        """As `merged_tensors` gives it."""
+        merge, shape = self.tensor.merge, self.tensor.shape
+        if self.is_copy:
+            return bank.get(*self.sources[0]).to(dtype)
+        operands = Operands(
+            tensors=tuple(bank.get(*source) for source in self.sources),
+            base=None if self.base is None else bank.get(*self.base),
+            cosine=self.cosine,
+            magnitudes=self.magnitudes,
+            keys=self.keys,
+            products=self.products,
+        )
+        if is_fused(merge, operands, dtype):
+            merged = into(self.tensor.name, shape) if into else torch.empty(shape, dtype=dtype, device=bank.device)
+            merge_stored(merge, operands, merged)
+            return merged
+        return METHODS[merge.method].merge(operands.in_float32(), merge).to(dtype)

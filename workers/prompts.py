@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from workers.configurations import read_config
 from workers.errors import InvalidModel
 from workers.types import EngineOptions
 
@@ -77,8 +78,8 @@ class Prompts:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        config: dict[str, Any] = json.loads((Path(self.directory) / "config.json").read_text())
-        return config
+        """The model's configuration in the names that models share, defaults filled in."""
+        return read_config(self.directory)
 
     @property
     def max_length(self) -> int:

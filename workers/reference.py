@@ -17,6 +17,7 @@ import torch
 from search_spaces.recipe import Recipe
 from workers.errors import InvalidTask
 from workers.prompts import LOGPROB_TOLERANCE, Continuation, Generation, Prompts
+from workers.result_files import result_dir
 from workers.types import EngineOptions, SampleResult, Span, VerificationReport
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["Reference", "logprobs", "merged_model", "verify"]
 
 BATCH = 64  # texts at once: bounds memory, not speed
+
+# The attention that transformers writes out itself: its default leaves out Gemma-2's cap on the scores, silently.
+ATTENTION = "eager"
 
 
 class Reference:
@@ -40,7 +44,7 @@ class Reference:
 
         self.prompts = Prompts(directory, options)
         self.model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, trust_remote_code=False
+            directory, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=False
         ).eval()
         self.gaps: dict[tuple[int, ...], list[tuple[str, float]]] = {}
 
@@ -118,14 +122,14 @@ def merged_model(recipe: Recipe, bank: Bank, *, dtype: str) -> Any:
 
     from workers.merging import merged_tensors
 
-    directory = bank.family.base.directory
-    config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    config = transformers.AutoConfig.from_pretrained(result_dir(bank.family), trust_remote_code=False)
     kind = getattr(transformers, config.architectures[0])
     model, found = kind.from_pretrained(
         None,
         config=config,
         state_dict={name: tensor.cpu().float() for name, tensor in merged_tensors(recipe, bank, getattr(torch, dtype))},
         dtype=torch.float32,
+        attn_implementation=ATTENTION,
         output_loading_info=True,
     )
     if found["missing_keys"] or found["unexpected_keys"]:

@@ -100,7 +100,7 @@ class EngineWorker:
                 weights_checksum=swap.weights_checksum,
                 replica=self.name,
                 swap_count=swap.swap_count,
-                engine=f"vllm/{self.engine.dtype}",
+                engine=f"vllm, {self.engine.dtype}, {self.engine.sources}",
             ),
             timings_s={"materialise": swap.materialise_s, "swap": swap.swap_s, "score": score_s, "wait": 0.0},
         )
@@ -302,7 +302,7 @@ def log_file() -> str:
 def app_name(family: Family, options: EngineOptions) -> str:
     """The Serve application of a family: the same models and options share replicas."""
     models = [(model.alias, model.directory, model.fingerprint) for model in family.models]
-    return f"scorer-{digest_of([models, asdict(options)])[:12]}"
+    return f"scorer-{digest_of([models, family.tokenizer, asdict(options)])[:12]}"
 
 
 @dataclass(frozen=True)

@@ -47,10 +47,12 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class Family:
-    """A base model and its experts: what one engine can merge."""
+    """A base model and its experts: what one engine can merge. `tokenizer` is the vocabulary of every merge: "base",
+    "union", or an expert's alias, as `vocabulary.align` says."""
 
     base: ModelSource
     experts: tuple[ModelSource, ...]
+    tokenizer: str = "base"
 
     @property
     def models(self) -> tuple[ModelSource, ...]:
@@ -63,7 +65,13 @@ class Family:
     @property
     def fingerprint(self) -> str:
         """Digest of the models' contents: the same sources give the same, whatever their aliases and places."""
-        return digest_of({"base": self.base.fingerprint, "models": sorted({m.fingerprint for m in self.models})})
+        document: dict[str, Any] = {
+            "base": self.base.fingerprint,
+            "models": sorted({model.fingerprint for model in self.models}),
+        }
+        if self.tokenizer != "base":
+            document["tokenizer"] = self.fingerprints.get(self.tokenizer, self.tokenizer)
+        return digest_of(document)
 
 
 @dataclass(frozen=True)
@@ -159,7 +167,8 @@ class Evidence:
     """What the engine held while it scored: the digest the engine itself reports, not the one that was asked for.
 
     `prompts` maps an objective to the sha256 of the token ids of every prompt of its span, in order;
-    `weights_checksum` is of the engine's parameters after the swap; `replica` and `swap_count` say which engine.
+    `weights_checksum` is of the engine's parameters after the swap; `replica` and `swap_count` say which engine, and
+    `engine` what it is: program, dtype, size and place of the source weights.
     """
 
     recipe_digest: str

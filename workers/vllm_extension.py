@@ -9,19 +9,23 @@ import hashlib
 import json
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from search_spaces.recipe import Recipe
 from workers.types import Family, ModelSource
+from workers.vllm_plugin import PACK
 
 if TYPE_CHECKING:
     from workers.bank import Bank
 
 __all__ = ["MergeExtension", "checksum", "family_from_json", "family_to_json", "open_bank"]
 
+PLACES = {"mapped": "in mapped files", "host": "in host memory", "gpu": "in GPU memory"}
 # Values per piece of a checksum: bounds its temporary memory to 3 x 8 bytes each.
 CHECKSUM_CHUNK = 1 << 22
 # The odd weight of word i is i times this, with the last bit set: 2^64 / golden ratio.
@@ -36,6 +40,8 @@ class MergeExtension:
     # How each tensor held was computed, and the sum of each parameter; empty where that is not known.
     _mergesearch_computations: dict[str, Hashable]
     _mergesearch_sums: dict[str, int]
+    # Where a merge of each tensor may be written at once; None where only vLLM's loader knows.
+    _mergesearch_places: dict[str, _Place | None]
 
     def mergesearch_open(self, family: str) -> str:
         """Open the bank of source weights and watch for NaN logits. Returns the bank's fingerprint."""
@@ -45,6 +51,7 @@ class MergeExtension:
         self._mergesearch_scratch = Scratch(self._mergesearch_bank, self.model_runner.model_config.dtype)
         self._mergesearch_digest: str | None = None
         self._mergesearch_swaps = 0
+        self._mergesearch_places = {}
         self._mergesearch_forget()
         model = self.model_runner.get_model()
         device = next(model.parameters()).device
@@ -61,6 +68,11 @@ class MergeExtension:
         model.compute_logits = watched
         return str(self._mergesearch_bank.fingerprint)
 
+    def mergesearch_sources(self) -> str:
+        """How large the bank's sources are and where they are, for people to read."""
+        bank = self._mergesearch_bank
+        return f"{bank.num_bytes / 1e9:.2f} GB of sources {PLACES[bank.placement]}"
+
     def mergesearch_apply(self, recipe_json: str) -> dict[str, Any]:
         """Write the merge over the engine's weights, in place: addresses stay, so captured graphs stay valid.
 
@@ -68,7 +80,7 @@ class MergeExtension:
         tensors_written, materialise_s, repack_s, swap_s (packing included)}. While it writes, and if it fails, no
         digest is held.
         """
-        from workers.merging import computations, merged_tensors
+        from workers.merging import computations, merge_into, merged_tensors
 
         recipe = Recipe.from_json(json.loads(recipe_json))
         model = self.model_runner.get_model()
@@ -79,12 +91,24 @@ class MergeExtension:
         self._mergesearch_forget()
         changed = {name for name, computation in wanted.items() if held.get(name) != computation}
         dtype = self.model_runner.model_config.dtype
-        tensors = _Timed(merged_tensors(recipe, bank, dtype, names=changed, into=self._mergesearch_scratch.tensor))
+        parameters = dict(model.named_parameters())
+        places = {
+            name: place for name in changed if (place := self._mergesearch_places.get(name)) and place.is_in(parameters)
+        }
         with torch.inference_mode():
-            # vLLM's own loader knows which rows of which fused parameter a tensor is, what a rank's shard of it is,
-            # how the vocabulary is padded and which head is tied.
-            written = set(model.load_weights(iter(tensors)))
-            parameters = dict(model.named_parameters())
+            merging = time.perf_counter()
+            merge_into(recipe, bank, {name: place.memory for name, place in places.items()})
+            materialise_s = time.perf_counter() - merging
+            written = {place.parameter for place in places.values()}
+            if others := changed - places.keys():
+                # vLLM's own loader knows which rows of which fused parameter a tensor is, what a rank's shard of it
+                # is, how the vocabulary is padded and which head is tied.
+                tensors = merged_tensors(recipe, bank, dtype, names=others, into=self._mergesearch_scratch.tensor)
+                watch = _Watch(tensors, parameters)
+                with watch:
+                    written |= set(model.load_weights(iter(watch)))
+                self._mergesearch_places |= watch.places
+                materialise_s += watch.seconds
             if missing := sorted(set(parameters) - written - sums.keys()):
                 raise RuntimeError(f"the merge left {len(missing)} parameters unwritten, {missing[0]} for one")
             rewritten = {name: parameter for name, parameter in parameters.items() if name in written}
@@ -98,9 +122,9 @@ class MergeExtension:
         return {
             **self.mergesearch_held(),
             "tensors_written": len(changed),
-            "materialise_s": tensors.seconds,
+            "materialise_s": materialise_s,
             "repack_s": repack_s,
-            "swap_s": time.perf_counter() - started - tensors.seconds,
+            "swap_s": time.perf_counter() - started - materialise_s,
         }
 
     def _mergesearch_forget(self) -> None:
@@ -133,21 +157,62 @@ class MergeExtension:
         return count
 
 
-class _Timed:
-    """Passes (name, tensor) on and adds up the time spent waiting for them."""
+@dataclass(frozen=True)
+class _Place:
+    """The part of a parameter that one tensor of the merged model makes up."""
 
-    def __init__(self, source: Iterator[tuple[str, torch.Tensor]]) -> None:
+    parameter: str
+    memory: torch.Tensor
+
+    def is_in(self, parameters: Mapping[str, torch.Tensor]) -> bool:
+        """It still is: vLLM has not given the parameter other memory."""
+        return _storage(parameters[self.parameter]) == _storage(self.memory)
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Passes (name, tensor) on to vLLM's loader, adds up the time spent waiting for them, and sees where each goes.
+
+    Where the loader did nothing but copy the whole tensor to one part of a parameter, that is its place: `places`.
+    """
+
+    def __init__(self, source: Iterator[tuple[str, torch.Tensor]], parameters: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.source = source
         self.seconds = 0.0
+        self.places: dict[str, _Place | None] = {}
+        self._owners = {_storage(parameter): name for name, parameter in parameters.items()}
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         while True:
             started = time.perf_counter()
-            item = next(self.source, None)
+            with _disable_current_modes():
+                item = next(self.source, None)
             self.seconds += time.perf_counter() - started
             if item is None:
                 return
+            self._copies.clear()
             yield item
+            self.places[item[0]] = self._place(item[1])
+
+    def _place(self, tensor: torch.Tensor) -> _Place | None:
+        if len(self._copies) != 1:
+            return None
+        memory, copied = self._copies[0]
+        is_whole = copied.data_ptr() == tensor.data_ptr() and copied.shape == memory.shape == tensor.shape
+        is_whole &= copied.stride() == tensor.stride()  # GPT-2's square weights are transposed on the way
+        is_plain = memory.is_contiguous() and memory.dtype == tensor.dtype and memory.device == tensor.device
+        owner = self._owners.get(_storage(memory))
+        return _Place(owner, memory.detach()) if is_whole and is_plain and owner is not None else None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self._copies.append(args[:2])
+        return func(*args, **(kwargs or {}))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _repack(model: torch.nn.Module, changed: Iterable[torch.nn.Parameter]) -> float:
@@ -157,13 +222,10 @@ def _repack(model: torch.nn.Module, changed: Iterable[torch.nn.Parameter]) -> fl
     """
     started = time.perf_counter()
     ids = set(map(id, changed))
-    packed = [module for module in model.modules() if hasattr(module, "cpu_linear")]
-    layers = [module for module in packed if any(id(held) in ids for held in module.parameters(recurse=False))]
-    if layers:
-        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-        for layer in layers:
-            dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    for module in model.modules():
+        pack = getattr(module, PACK, None)
+        if pack is not None and any(id(held) in ids for held in module.parameters(recurse=False)):
+            pack()
     return time.perf_counter() - started
 
 
@@ -217,9 +279,11 @@ def open_bank(family: str) -> Bank:
 
 
 def family_to_json(family: Family) -> str:
-    return json.dumps([[model.alias, model.directory, model.fingerprint] for model in family.models])
+    models = [[model.alias, model.directory, model.fingerprint] for model in family.models]
+    return json.dumps({"models": models, "tokenizer": family.tokenizer})
 
 
 def family_from_json(text: str) -> Family:
-    base, *experts = (ModelSource(*fields) for fields in json.loads(text))
-    return Family(base, tuple(experts))
+    document = json.loads(text)
+    base, *experts = (ModelSource(*fields) for fields in document["models"])
+    return Family(base, tuple(experts), document["tokenizer"])

@@ -25,10 +25,12 @@ import torch
 import yaml
 
 from search_spaces.recipe import COMPONENTS, Merge, Recipe
+from workers.adapters import is_adapter
 from workers.bank import Bank
 from workers.checkpoints import TOKENIZER_FILES, open_checkpoint
 from workers.mergekit_yaml import Inexpressible, mergekit_config
 from workers.merging import merged_names, merged_tensors
+from workers.result_files import result_dir
 from workers.types import digest_of
 
 __all__ = [
@@ -84,7 +86,6 @@ def export(
     dtype: torch.dtype = torch.float32,
     scores: Mapping[str, Score] | None = None,
     study: str | None = None,
-    tokenizer_dir: str | Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Path:
@@ -92,7 +93,7 @@ def export(
     can express the recipe, mergekit_config.yml. Returns the directory.
 
     Its tensors are bit for bit what `merged_tensors` gives for `dtype`. `scores` maps an objective to its held-out
-    value, `study` names the study for the model card; the tokenizer is the base's unless `tokenizer_dir` is given;
+    value, `study` names the study for the model card; the tokenizer is that of the bank's family;
     `progress` is told of every tensor. An existing export of the same recipe and dtype is left as it is, and the whole
     shards of one that was killed or interrupted are checked and kept. Raises FileExistsError for any other directory
     that is not empty and while another process writes to it, InvalidRecipe, InvalidModel.
@@ -106,9 +107,8 @@ def export(
     with _appearing(out, _job(recipe, bank, dtype, max_shard_bytes)) as directory:
         _write_shards(shards, recipe, bank, dtype, directory, progress)
         _write_json(directory / "config.json", _config(recipe, bank, dtype))
-        base_dir = bank.base.directory
-        sources = dict.fromkeys(TOKENIZER_FILES, Path(tokenizer_dir or base_dir)) | {"generation_config.json": base_dir}
-        for name, source in sources.items():
+        source = Path(result_dir(bank.family))
+        for name in (*TOKENIZER_FILES, "generation_config.json"):
             if (source / name).is_file():
                 shutil.copyfile(source / name, directory / name)
         _write_json(
@@ -274,10 +274,20 @@ def _config(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any]:
 
 def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] | str:
     """The mergekit configuration, or why there is none."""
-    held = {model.alias: model.directory for model in bank.family.models}
+    base_dir = bank.family.base.directory
+    held = {
+        model.alias: f"{base_dir}+{model.directory}" if is_adapter(Path(model.directory)) else model.directory
+        for model in bank.family.models
+    }
     directories = {alias: held[bank.alias(content) or alias] for alias, content in recipe.models.items()}
+    alignment, tokenizer = bank.alignment, bank.family.tokenizer
+    if alignment.tensors and alignment.num_unnamed:
+        return f"{alignment.num_unnamed} rows of the embedding stand for no token, which mergekit drops"
     try:
-        return mergekit_config(recipe, bank.layout, directories, dtype=_name(dtype))
+        document = mergekit_config(recipe, bank.layout, directories, dtype=_name(dtype))
+        if alignment.tensors or tokenizer != "base":
+            document["tokenizer_source"] = held.get(tokenizer, tokenizer)
+        return document
     except Inexpressible as error:
         return str(error)
 
@@ -317,7 +327,8 @@ def _model_card(
             ],
         ),
         "## Recipe",
-        f"Digest `{recipe.digest}`; the whole of it is in `recipe.json`.",
+        f"Digest `{recipe.digest}`; the whole of it is in `recipe.json`."
+        + (f" Its tokens are those of {recipe.tokenizer}." if recipe.tokenizer != "base" else ""),
         _table(("layers", "component", "method", "sources", "coefficients"), recipe_rows(recipe)),
     ]
     if scores:

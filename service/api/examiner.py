@@ -145,7 +145,7 @@ def examine_here(content: bytes, *, is_json: bool) -> Examined:
 
     study = read_request(content, is_json=is_json)
     try:
-        return Examined(study.name, study.canonical(), examine(study).facts())
+        return Examined(study.name, study.canonical(), examine(study, downloads=False).facts())
     except InvalidStudy:
         raise
     except Exception as error:  # its driver would meet the same: a study that cannot be examined cannot run

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -34,17 +36,36 @@ def ram_disk() -> Iterator[Path]:
         yield Path(directory)
 
 
-def make(directory: Path) -> Any:
-    """Write the family to `directory`, in float32. Returns the Family."""
+def make(directory: Path, **shapes: int) -> Any:
+    """Write the family to `directory`, in float32, in other `shapes` where they are given. Returns the Family."""
     from tests.builders import tiny_family
 
-    return tiny_family(directory, experts=EXPERTS, noise=0.002, **SHAPES)  # type: ignore[arg-type]
+    return tiny_family(directory, experts=EXPERTS, noise=0.002, **SHAPES | shapes)  # type: ignore[arg-type]
 
 
 def open_made(directory: Path) -> Any:
     from workers.checkpoints import open_family
 
     return open_family(directory / "base", {name: directory / name for name in EXPERTS}, cache=directory / "cache")
+
+
+def output(module: str, *arguments: str) -> str:
+    """The last line that `python -m MODULE ARGUMENTS` prints, in a process with as many threads as are measured."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", module, *arguments]
+    finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    return finished.stdout.splitlines()[-1]
+
+
+def model_bytes(family: Any) -> int:
+    from workers.checkpoints import open_checkpoint
+
+    return sum(info.num_bytes for info in open_checkpoint(family.base.directory).tensors.values())
+
+
+def models_moved(spec: Any) -> int:
+    """How many models' bytes a merge by a method reads and writes: its sources, the base if it needs it, the result."""
+    return min(len(EXPERTS), spec.max_sources or len(EXPERTS)) + spec.needs_base + 1
 
 
 def recipe(family: Any, method: str, seed: int) -> Any:
@@ -159,6 +180,9 @@ def run_mergekit(configuration: dict[str, Any], out: Path) -> float:
 
 
 if __name__ == "__main__":
-    made, asked = Path(sys.argv[1]), sys.argv[2]
-    built = recipe(open_made(made), asked, 0)
-    print(json.dumps({"method": asked, "seconds": run_mergekit(mergekit_config(made, built, asked), made / "merged")}))
+    made, first, *asked = Path(sys.argv[1]), *sys.argv[2:]
+    seconds = {}
+    for method in (first, first, *asked):  # what the first merge of a process takes longer is not counted
+        built = recipe(open_made(made), method, 0)
+        seconds[method] = run_mergekit(mergekit_config(made, built, method), made / "merged")
+    print(json.dumps(seconds))

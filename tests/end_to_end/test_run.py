@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ def test_run_leaves_its_files_and_the_best_merge(shipped: Path) -> None:
     summary = json.loads((shipped / "summary.json").read_text())
     assert summary["state"] == "COMPLETE"
     assert summary["engine"]["starts"] == 1
+    (kind,) = summary["engine"]["kinds"]
+    assert re.fullmatch(r"vllm, float32, \d+\.\d\d GB of sources in mapped files", kind)
     assert {file.name for file in shipped.iterdir()} >= {"trials.jsonl", "pareto.json", "report.html", DATABASE}
     recipe = json.loads((shipped / "export" / "recipe.json").read_text())
     with read_run(shipped) as (store, study):

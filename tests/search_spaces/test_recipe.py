@@ -177,3 +177,22 @@ def test_single_tensors_are_part_of_json_digest_and_canonical_form():
         replace(whole, tensors={"a": merge("slerp", "math", "text", t=2)}).check()
     with pytest.raises(InvalidRecipe, match=r"\['code'\] not in models"):
         replace(whole, tensors={"a": merge("passthrough", "code")})
+
+
+def test_the_tokenizer_is_part_of_the_digest_and_left_out_where_it_is_the_bases():
+    plain = recipe(merge("passthrough", "math"))
+    found = {name: replace(plain, tokenizer=name) for name in ("base", "union", "math", "text")}
+    assert len({each.digest for each in found.values()}) == 4
+    assert "tokenizer" not in found["base"].to_json()
+    for name, each in found.items():
+        assert Recipe.from_json(json.loads(json.dumps(each.to_json()))) == each
+        # With another tokenizer than the base's, rows also depend on models that no merge uses.
+        assert set(each.canonical().models) == ({"base", "math"} if name == "base" else {"base", "math", "text"})
+    renamed = Recipe(
+        {"b": "0", "m": "2", "t": "1"}, "b", plain.layers[:0], *2 * [merge("passthrough", "m")], tokenizer="m"
+    )
+    same = replace(plain, layers=(), tokenizer="math")
+    assert renamed.digest == same.digest
+    assert replace(renamed, tokenizer="b").tokenizer == "base"
+    with pytest.raises(InvalidRecipe, match=r"tokenizer is 'code'; expected base, union or one of \['base', 'math'"):
+        replace(plain, tokenizer="code")

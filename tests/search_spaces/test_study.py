@@ -178,6 +178,17 @@ def test_an_expert_cannot_be_called_base():
     ]
 
 
+def test_the_tokenizer_is_the_bases_an_experts_or_of_all():
+    for tokenizer in ("base", "union", "math"):
+        assert parse_study(changed("models.tokenizer", tokenizer)).models.tokenizer == tokenizer
+    (problem,) = problems(changed("models.tokenizer", "code"))
+    assert problem[0] == "models.tokenizer"
+    assert problem[1].startswith("code is no model here; give base, union, math")
+    assert problems(changed("models.experts.union", "x")) == [
+        ("models.experts.union", 'an expert cannot be called "union"; that is a tokenizer; rename it')
+    ]
+
+
 def test_an_alias_that_is_no_name_is_refused():
     (problem,) = problems(changed("models.experts", {"a/b": "x"}))
     assert problem[0] == "models.experts.a/b"

@@ -32,7 +32,7 @@ from service.types import Origin, RungRecord, TrialRecord, TrialState
 from tests.builders import tiny_family
 from tests.conftest import write_choices
 from tests.workers.recipes import arithmetic
-from workers.checkpoints import open_family
+from workers.checkpoints import BY_CONFIG, open_family
 from workers.findings import CACHE_VARIABLE
 from workers.types import Family
 
@@ -200,8 +200,9 @@ def test_a_missing_model_directory(place: Workplace) -> None:
     )
     assert name == (
         "models: expert 'text': owner/name: neither a directory nor a hub model that can be had here: it is not wholly "
-        "in the hub's cache, and the hub cannot be reached; expected a directory with config.json, tokenizer files and "
-        "*.safetensors, or the id of a hub model that is in the hub's cache or can be fetched"
+        "in the hub's cache, and the hub cannot be reached: HF_HUB_OFFLINE is set; expected a directory with "
+        "config.json, tokenizer files and *.safetensors, or the id of a hub model that is in the hub's cache or can be "
+        "fetched"
     )
 
 
@@ -236,22 +237,21 @@ def test_truncated_safetensors_name_file_and_both_sizes(place: Workplace) -> Non
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b'{"model_type": "llama"}'])
-def test_a_damaged_configuration_is_a_message_or_none_of_our_business(place: Workplace, content: bytes) -> None:
+def test_a_damaged_configuration_is_told(place: Workplace, content: bytes) -> None:
     expert = copied(place, "math")
     (expert / "config.json").write_bytes(content)
     code, _, err = place.run("run", place.write(models__experts__math=str(expert)), "--out", place.run_dir, "--check")
-    assert code == (2 if content != b'{"model_type": "llama"}' else 0)
-    assert code == 0 or str(expert / "config.json") in err
+    assert code == 2
+    assert str(expert) in err
 
 
-def test_a_base_whose_configuration_does_not_count_its_layers(place: Workplace) -> None:
+def test_a_configuration_that_does_not_count_layers_says_what_transformers_takes_it_to_say(place: Workplace) -> None:
     base = copied(place, "base")
     config = json.loads((base / "config.json").read_text())
     del config["num_hidden_layers"]
     (base / "config.json").write_text(json.dumps(config))
-    code, out, _ = place.run("run", place.write(models__base=str(base)), "--out", place.run_dir, "--check")
-    assert code == 0
-    assert "2 layers" in out
+    problem = place.refused_study(models__base=str(base))
+    assert f"num_hidden_layers is 32 {BY_CONFIG}, its tensors are of 2 layers" in problem
 
 
 def test_a_base_without_tokenizer(place: Workplace) -> None:

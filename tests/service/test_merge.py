@@ -14,6 +14,7 @@ import yaml
 from safetensors.torch import load_file
 
 from service.cli import main
+from tests.builders import lora_adapter, with_tokens
 from tests.workers.recipes import arithmetic
 from workers.bank import Bank
 from workers.checkpoints import open_family
@@ -207,29 +208,36 @@ def test_a_tokenizer_is_taken_where_all_have_the_same_tokens(
     assert (home / "out" / "tokenizer.json").read_bytes() == (copy / "tokenizer.json").read_bytes()
 
 
-def test_other_tokens_are_refused_with_a_tokenizer_source(
-    home: Path, tied_family: Family, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_models_with_other_tokens_are_brought_to_one_vocabulary(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (home / "text").unlink()
-    copy = shutil.copytree(tied_family.experts[1].directory, home / "text")
-    document = json.loads((copy / "tokenizer.json").read_text())
-    document["added_tokens"].append({**document["added_tokens"][0], "content": "<tool>", "id": 383})
-    (copy / "tokenizer.json").write_text(json.dumps(document))
-    file = written(home / "merge.yml", CONFIGURATION, tokenizer={"source": "union"})
-    found = refused(capsys, file, "--out", home / "out")
-    assert found == (
-        f"{file}: tokenizer_source: union: model 'text': {copy}: 1 tokens differ from the base's or have other ids: "
-        "'<tool>'; models are merged here only where all have the same tokens"
-    )
+    copy = with_tokens(home / "base", home / "text", "<tool>", rows=390)
+    stored = merged(copy)["model.embed_tokens.weight"]
+    for tokenizer, rows in ((None, 384), ({"source": "union"}, 384), ({"source": "text"}, 390)):
+        file = written(home / "merge.yml", CONFIGURATION, tokenizer=tokenizer)
+        out = home / f"out-{rows}-{tokenizer is None}"
+        assert main(["merge", str(file), "--out", str(out)]) == 0
+        assert (
+            len(merged(out)["model.embed_tokens.weight"]) == json.loads((out / "config.json").read_text())["vocab_size"]
+        )
+        assert len(merged(out)["model.embed_tokens.weight"]) == rows
+        ids = {
+            token["content"]: token["id"] for token in json.loads((out / "tokenizer.json").read_text())["added_tokens"]
+        }
+        assert ("<tool>" in ids) == (tokenizer is not None)
+        if tokenizer is not None:
+            torch.testing.assert_close(merged(out)["model.embed_tokens.weight"][ids["<tool>"]], stored[ids["<tool>"]])
+        recipe = ["merge", str(out / "recipe.json"), "--out", str(home / f"again-{out.name}")]
+        assert main([*recipe, *(f"--model={alias}={home / alias}" for alias in ("base", "math", "text"))]) == 0
+        assert all(
+            torch.equal(tensor, merged(home / f"again-{out.name}")[name]) for name, tensor in merged(out).items()
+        )
     file = written(home / "merge.yml", CONFIGURATION, tokenizer_source="code")
     assert refused(capsys, file, "--out", home / "out") == (
         f"{file}: tokenizer_source: code is none of the models; give base, union, or base, math, text"
     )
     (copy / "tokenizer.json").unlink()
-    file = written(home / "merge.yml", CONFIGURATION, tokenizer_source="base")
-    assert f"model 'text': {copy}: no tokenizer.json to compare tokens by" in refused(
-        capsys, file, "--out", home / "out"
-    )
+    file = written(home / "merge.yml", CONFIGURATION)
+    assert "has 390 rows for tokens, the base 384, and " in refused(capsys, file, "--out", home / "out")
 
 
 def test_shards_are_as_large_as_asked(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,3 +270,39 @@ def test_one_model_alone_is_a_family(home: Path) -> None:
         found["model.layers.4.mlp.up_proj.weight"], source.get("math", "model.layers.2.mlp.up_proj.weight")
     )
     assert json.loads((home / "out" / "config.json").read_text())["num_hidden_layers"] == 5
+
+
+# Adapters.
+
+
+def test_an_adapter_is_merged_like_the_model_that_it_makes(
+    home: Path, tied_family: Family, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = lora_adapter(home / "base", home / "tuned").merge_and_unload()
+    whole.save_pretrained(home / "whole")
+    files = {}
+    for name, model in {"tuned": "tuned", "plus": "base+tuned", "whole": "whole"}.items():
+        models = [CONFIGURATION["models"][0], {"model": model, "parameters": {"weight": 0.4}}]
+        files[name] = written(home / f"{name}.yml", CONFIGURATION, models=models)
+        assert main(["merge", str(files[name]), "--check", "--out", str(home / "new")]) == 0
+        assert f"{home / name if name != 'plus' else home / 'tuned'}" in capsys.readouterr().out
+        assert main(["merge", str(files[name]), "--out", str(home / f"{name}-out")]) == 0
+    expected = merged(home / "whole-out")
+    for name in ("tuned", "plus"):
+        found = merged(home / f"{name}-out")
+        assert found.keys() == expected.keys()
+        for key, tensor in expected.items():
+            torch.testing.assert_close(found[key], tensor, atol=1e-6, rtol=1e-6)
+    # What it leaves makes it again: its recipe, and its configuration for mergekit, which names the adapter.
+    out = home / "tuned-out"
+    places = [f"--model={alias}={home / alias}" for alias in ("base", "math", "tuned")]
+    for left, arguments in (("recipe.json", places), ("mergekit_config.yml", [])):
+        again = home / f"again-{left}"
+        assert main(["merge", str(out / left), *arguments, "--out", str(again)]) == 0
+        assert all(torch.equal(tensor, merged(again)[key]) for key, tensor in merged(out).items())
+    text = yaml.safe_dump({**CONFIGURATION, "models": [{"model": "math+tuned"}], "merge_method": "linear"})
+    message = refused(capsys, written(home / "wrong.yml", text), "--check", "--out", home / "new")
+    assert (
+        "math+tuned: an adapter is merged here as an expert of the model that it changes; give base_model: math"
+        in message
+    )

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,9 +17,12 @@ from search_spaces.study import Study, parse_study
 from service.check import check
 from service.preflight import ENGINE_OVERHEAD_BYTES, Examination, examine
 from service.types import Origin
-from tests.builders import tiny_family
+from tests.builders import lora_adapter, tiny_family, with_tokens
 from tests.conftest import write_choices
+from tests.layouts import LAYOUTS, layout_family
+from workers.bank import Bank
 from workers.findings import CACHE_VARIABLE
+from workers.merging import check_recipe
 from workers.tasks import content_hash
 from workers.types import EngineOptions
 
@@ -76,6 +80,20 @@ def test_models_space_and_tasks_are_as_on_disk(root: Path) -> None:
     assert {name: info.num_samples for name, info in found.holdout_infos.items()} == dict.fromkeys(SIZES, HOLDOUT)
     assert found.tasks["sums"].content == content_hash(root / "sums.jsonl")
     assert {task.permutation_seed for task in found.tasks.values()} == {5}
+
+
+@pytest.mark.parametrize("model_type", LAYOUTS)
+def test_every_layout_has_a_space_whose_points_are_merges_of_it(root: Path, tmp_path: Path, model_type: str) -> None:
+    family = layout_family(tmp_path, model_type)
+    models = {
+        "base": family.base.directory,
+        "experts": {expert.alias: expert.directory for expert in family.experts},
+    }
+    found = examined(root, models=models)
+    assert found.num_layers == 3
+    assert found.family.fingerprints == family.fingerprints
+    point = found.space.parameters.sample(np.random.default_rng(0))
+    check_recipe(found.space.to_recipe(point), Bank(found.family))
 
 
 def test_rungs_and_brackets_are_those_of_hyperband(root: Path) -> None:
@@ -319,3 +337,43 @@ def test_a_plan_under_asha_promises_no_more_than_is_known(root: Path) -> None:
     fidelity = {"scheduler": "asha", "min_samples": 4, "max_samples": 36}
     text = check(study_of(root, fidelity=fidelity), root).to_text()
     assert "samples   at least 800 in the search (at most 49% fewer than 1,584 at full budget)" in text
+
+
+def test_an_adapter_is_an_expert_that_takes_the_memory_of_its_matrices(root: Path) -> None:
+    lora_adapter(root / "base", root / "tuned")
+    sizes = {
+        name: examine(
+            study_of(root, models={"base": "base", "experts": {"math": "math", name: name}})
+        ).memory.bank_bytes
+        for name in ("text", "tuned")
+    }
+    adapter = sum(tensor.nbytes for tensor in load_file(root / "tuned" / "adapter_model.safetensors").values())
+    one = sum(tensor.nbytes for tensor in load_file(root / "base" / "model.safetensors").values())
+    assert sizes == {"text": 3 * one, "tuned": 2 * one + adapter}
+    small = tiny_family(root / "small", experts=("math",), hidden=64).base.directory
+    lora_adapter(small, root / "foreign")
+    with pytest.raises(InvalidStudy) as caught:
+        examine(study_of(root, models={"base": "base", "experts": {"math": "nowhere", "tuned": "foreign"}}))
+    messages = [problem.message for problem in caught.value.problems if problem.field == "models"]
+    assert len(messages) == 5
+    assert any("expert 'math': " in message for message in messages)
+    assert any("foreign/adapter_model.safetensors: an adapter of another model: " in message for message in messages)
+
+
+def test_a_study_of_models_with_other_tokens_has_the_vocabulary_that_it_names(root: Path) -> None:
+    with_tokens(root / "base", root / "tools", "<tool>", rows=130)
+    models = {"base": "base", "experts": {"math": "math", "tools": "tools"}}
+    counts = {}
+    for tokenizer in ("base", "union", "tools"):
+        found = examine(study_of(root, models={**models, "tokenizer": tokenizer}))
+        counts[tokenizer] = found.num_parameters
+        assert found.family.tokenizer == tokenizer
+        recipes = [recipe for _, _, recipe in found.extras()]
+        recipes.append(found.space.to_recipe(found.space.parameters.sample(np.random.default_rng(0))))
+        bank = Bank(found.family)
+        for recipe in recipes:
+            assert recipe.tokenizer == tokenizer
+            check_recipe(recipe, bank)
+    assert counts == {"base": counts["base"], "union": counts["base"], "tools": counts["base"] + 2 * 32}
+    with pytest.raises(InvalidStudy, match=r"models.tokenizer: code is no model here; give base, union, math, tools"):
+        study_of(root, models={**models, "tokenizer": "code"})

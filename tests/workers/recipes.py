@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
+from workers.configurations import read_config
 from workers.types import Family
 
 
 def num_layers(family: Family) -> int:
-    return int(json.loads((Path(family.base.directory) / "config.json").read_text())["num_hidden_layers"])
+    return int(read_config(family.base.directory)["num_hidden_layers"])
 
 
 def arithmetic(family: Family, *weights: float, layers: int | None = None) -> Recipe:

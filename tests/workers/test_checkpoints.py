@@ -11,15 +11,16 @@ from safetensors.torch import load_file, save_file
 
 from tests.builders import character_tokenizer
 from workers.checkpoints import (
+    BY_CONFIG,
     check_family,
     check_tokenizer,
     content_problems,
     fingerprint,
-    locate,
     open_checkpoint,
     open_family,
 )
 from workers.errors import InvalidModel
+from workers.hub import locate
 from workers.types import Family
 
 CONFIG = {
@@ -148,12 +149,12 @@ def test_tied_and_untied_models_are_not_mixed(tmp_path: Path) -> None:
 
 def test_an_untied_model_must_store_its_head(tmp_path: Path) -> None:
     message = problems_of(lambda: open_checkpoint(write(tmp_path, tie_word_embeddings=False)))
-    assert "tie_word_embeddings=false, but no output head (lm_head) is stored" in message
+    assert f"tie_word_embeddings is false {BY_CONFIG}, but no output head (lm_head) is stored" in message
 
 
 def test_config_and_tensors_must_agree_on_depth(tmp_path: Path) -> None:
     message = problems_of(lambda: open_checkpoint(write(tmp_path, num_hidden_layers=12)))
-    assert message == f"{tmp_path}: config.json says num_hidden_layers=12, its tensors are of 1 layers"
+    assert message == f"{tmp_path}: num_hidden_layers is 12 {BY_CONFIG}, its tensors are of 1 layers"
 
 
 def test_a_directory_without_config_or_with_a_broken_one_is_refused(tmp_path: Path) -> None:
@@ -330,7 +331,7 @@ def test_what_is_neither_a_directory_nor_a_hub_model_says_what_would_be(hub_cach
         message = problems_of(lambda name=name: open_checkpoint(name))
         assert message.startswith(
             f"{name}: neither a directory nor a hub model that can be had here: it is not wholly in the hub's cache, "
-            "and the hub cannot be reached; expected a directory with config.json"
+            "and the hub cannot be reached: HF_HUB_OFFLINE is set; expected a directory with config.json"
         )
         assert "the id of a hub model that is in the hub's cache or can be fetched" in message
     for path in (tmp_path / "nothing", Path("a/b/c"), Path("../nothing")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,11 +12,11 @@ from hypothesis import strategies as st
 
 from search_spaces.recipe import Merge, Source
 from workers import masks
-from workers.kernels import FUSED, is_fused, merge_stored
+from workers.kernels import FUSED, for_each, is_fused, merge_stored
 from workers.kernels import cpu as kernels
 from workers.kernels.ordering import ascending_magnitudes
 from workers.magnitudes import SPACING, MagnitudeTable
-from workers.merge_methods import METHODS, Operands, cosine, num_kept
+from workers.merge_methods import METHODS, Operands, cosine, inner_products, num_kept
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 LAMBDAS = (0.3, -0.2, 0.7, 0.11, 0.6, 0.05, 0.9, 0.4)
@@ -33,7 +34,15 @@ def merges(num_sources: int) -> Iterator[Merge]:
         each = tuple(density * (1 - 0.01 * i) for i in range(num_sources))
         yield Merge("dare_linear", sources, {"lambda": numbers, "density": each}, seed=3)
         yield Merge("dare_ties", sources, {"lambda": -0.8, "density": each}, seed=3)
+    yield Merge("ram", sources, {"epsilon": 0.03})
+    yield Merge("multislerp", sources, {"weight": numbers})
+    yield Merge("multislerp_task_vectors", sources, {"weight": numbers})
+    yield Merge("karcher", sources, {"weight": tuple(map(abs, numbers))})
+    if num_sources > 1:
+        yield Merge("model_stock", sources)
     if num_sources == 2:
+        yield Merge("nearswap", sources, {"t": 0.03})
+        yield Merge("nuslerp_task_vectors", sources, {"weight": numbers})
         yield Merge("slerp", sources, {"t": 0.3})
         yield Merge("nuslerp", sources, {"weight": numbers})
 
@@ -53,6 +62,14 @@ def with_statistics(tensors: tuple[torch.Tensor, ...], base: torch.Tensor) -> Op
     return Operands(tensors, base, cosine(*tensors) if len(tensors) == 2 else None, tables, keys)
 
 
+def given_to(merge: Merge, stored: Operands) -> Operands:
+    """With the inner products that the method takes: of task vectors where it needs the base."""
+    tensors = [tensor.float() for tensor in stored.tensors]
+    if METHODS[merge.method].needs_base and stored.base is not None:
+        tensors = [tensor - stored.base.float() for tensor in tensors]
+    return replace(stored, products=inner_products(tensors))
+
+
 def plain(merge: Merge, given: Operands, dtype: torch.dtype) -> torch.Tensor:
     """By the plain method, which sorts for itself."""
     alone = Operands(given.tensors, given.base, None, None, given.keys).in_float32()
@@ -62,7 +79,7 @@ def plain(merge: Merge, given: Operands, dtype: torch.dtype) -> torch.Tensor:
 def fused(merge: Merge, given: Operands, dtype: torch.dtype) -> torch.Tensor:
     assert is_fused(merge, given, dtype)
     out = torch.full(given.tensors[0].shape, 7.0, dtype=dtype)
-    merge_stored(merge, given, out)
+    merge_stored(merge, given_to(merge, given), out)
     return out
 
 
@@ -129,6 +146,36 @@ def test_the_number_of_threads_changes_no_bit(two_threads: None) -> None:
         torch.set_num_threads(2)
 
 
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+def test_results_may_start_anywhere(dtype: torch.dtype) -> None:
+    """Stores past the caches go to multiples of 32 bytes; nothing else is touched."""
+    given = operands((1023,), (FLOAT32,) * 3)
+    for merge in (next(merges(2)), Merge("ties", (Source("a"), Source("b")), {"lambda": 0.7, "k": 0.3})):
+        expected = plain(merge, given, dtype)
+        for start in range(18):
+            memory = torch.full((1060,), 7.0, dtype=dtype)
+            merge_stored(merge, given, memory[start : start + 1023])
+            assert torch.equal(memory[start : start + 1023], expected)
+            assert (memory[:start] == 7).all()
+            assert (memory[start + 1023 :] == 7).all()
+
+
+def test_many_tensors_are_merged_in_several_threads_and_none_twice(two_threads: None) -> None:
+    sizes = [1, 5, 900, 70_000, 300_000, *[4000] * 300]
+    done: list[int] = []
+    for_each(done.append, list(zip(sizes, range(len(sizes)), strict=True)), torch.device("cpu"))
+    assert sorted(done) == list(range(len(sizes)))
+    assert done[0] == 4  # the largest first
+
+    def fails(item: int) -> None:
+        if item == 9:
+            raise ZeroDivisionError
+        done.append(item)
+
+    with pytest.raises(ZeroDivisionError):
+        for_each(fails, list(zip(sizes, range(len(sizes)), strict=True)), torch.device("cpu"))
+
+
 def test_fused_masks_are_those_of_the_definition() -> None:
     zero, one = torch.zeros(70_001), torch.ones(70_001)
     for key in (0, 1, 2**32 - 1, 2**63 + 12345, 2**64 - 1):
@@ -189,7 +236,7 @@ def test_what_has_no_kernel_is_left_to_the_plain_methods() -> None:
     given = operands((8, 6), (FLOAT32,) * 3)
     linear = Merge("linear", (Source("a"), Source("b")), {"weight": 0.5})
     assert is_fused(linear, given, FLOAT32)
-    assert not is_fused(Merge("nearswap", (Source("a"), Source("b")), {"t": 0.1}), given, FLOAT32)
+    assert not is_fused(Merge("arcee_fusion", (Source("a"), Source("b"))), given, FLOAT32)
     assert not is_fused(linear, given, torch.float64)
     turned = Operands(tuple(tensor.T for tensor in given.tensors))
     assert not is_fused(linear, turned, FLOAT32)

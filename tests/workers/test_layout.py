@@ -18,6 +18,8 @@ def test_layout_follows_the_modules() -> None:
         "model.layers.0.post_attention_layernorm.weight",
         "model.layers.0.mlp.gate_proj.weight",
         "model.layers.1.mlp.experts.3.w1.weight",
+        "model.layers.1.mlp.gate.weight",
+        "model.layers.1.mlp.shared_expert_gate.weight",
         "model.norm.weight",
         "lm_head.weight",
     ]
@@ -30,6 +32,8 @@ def test_layout_follows_the_modules() -> None:
         "model.layers.0.post_attention_layernorm.weight": Place("norm", 0, "post_attention_layernorm.weight"),
         "model.layers.0.mlp.gate_proj.weight": Place("mlp", 0, "mlp.gate_proj.weight"),
         "model.layers.1.mlp.experts.3.w1.weight": Place("mlp", 1, "mlp.experts.3.w1.weight"),
+        "model.layers.1.mlp.gate.weight": Place("mlp", 1, "mlp.gate.weight"),
+        "model.layers.1.mlp.shared_expert_gate.weight": Place("mlp", 1, "mlp.shared_expert_gate.weight"),
         "model.norm.weight": Place("head", None, "model.norm.weight"),
         "lm_head.weight": Place("head", None, "lm_head.weight"),
     }
@@ -82,6 +86,24 @@ def test_layout_knows_other_decoders(
     components = {place.component: place.suffix for place in found.places.values()}
     assert components == {"attention": attention, "mlp": mlp, "norm": norm, "embedding": embedding, "head": head}
     assert found.layer_prefix == prefix
+
+
+def test_the_innermost_module_that_says_what_it_is_decides() -> None:
+    prefix = "transformer.blocks.0."
+    components = {
+        "norm_attn_norm.attn.Wqkv.weight": "attention",
+        "norm_attn_norm.norm_1.weight": "norm",
+        "ffn.experts.mlp.w1": "mlp",
+        "attn.c_attn.bias": "attention",
+    }
+    found = layout({}, ["transformer.wte.weight", *(prefix + suffix for suffix in components)])
+    assert {p.suffix: p.component for p in found.places.values() if p.layer == 0} == components
+
+
+@pytest.mark.parametrize("mask", ["attn.bias", "attn.masked_bias", "attn.attention.bias", "attention.masked_bias"])
+def test_masks_are_no_weights(mask: str) -> None:
+    names = ["transformer.wte.weight", "transformer.h.0.attn.c_proj.bias", f"transformer.h.0.{mask}"]
+    assert set(layout({}, names).places) == set(names[:2])
 
 
 def test_a_tied_head_that_is_stored_is_no_tensor_of_the_layout() -> None:

@@ -413,12 +413,9 @@ REFUSALS: list[tuple[Mapping[str, Any], str]] = [
     ({"base_model": 7}, "base_model: 7 is no model; give a directory or the id of a hub model"),
     ({"base_model": None}, "base_model: is missing; ties needs it"),
     ({"base_model": "OTHER"}, "base_model: OTHER is not among the sources of slices.0; add it, with its layer_range"),
-    (
-        {f"{FIRST}.model": "MATH+LORA"},
-        f"{FIRST}.model: MATH+LORA: adapters are not merged here; merge it into its model",
-    ),
+    ({f"{FIRST}.model": "MATH+"}, f"{FIRST}.model: MATH+ is no model; give MODEL+LORA, or a name without +"),
     ({f"{FIRST}.model": "MATH@v2"}, f"{FIRST}.model: MATH@v2: revisions are not fetched here; "),
-    ({f"{FIRST}.model": {"model": "MATH", "lora": "x"}}, f"{FIRST}.model.lora: adapters are not merged here; "),
+    ({f"{FIRST}.model": {"model": "MATH", "lora": "x"}}, f"{FIRST}.model.lora: write the two as one, MODEL+LORA"),
     ({f"{FIRST}.model": "BASE"}, f"{FIRST}.model: BASE is among these already; a model is merged once"),
     (
         {f"slices.0.sources.{i}.layer_range": [0, 9] for i in range(3)},
@@ -553,7 +550,7 @@ def test_task_vectors_of_another_layer_or_base_are_refused(tied: Bank) -> None:
 
 
 def test_everything_wrong_is_reported_at_once(tied: Bank) -> None:
-    both = changed(GOOD, {"dtype": "int8", "parameters.density": "x", f"{FIRST}.model": "a+b"})
+    both = changed(GOOD, {"dtype": "int8", "parameters.density": "x", f"{FIRST}.model": "a+"})
     assert len(refusal(both, tied).splitlines()) == 3
 
 

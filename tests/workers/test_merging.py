@@ -9,13 +9,15 @@ import torch
 
 from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
+from tests.benchmarks import bench_memory, merge_family
 from tests.workers.merge_methods.examples import EXAMPLES
 from tests.workers.recipes import arithmetic, num_layers, slerp
 from workers.bank import Bank
 from workers.errors import InvalidModel
+from workers.kernels import FUSED
 from workers.masks import keep, mask_key
 from workers.merge_methods import METHODS, linear, task_arithmetic, ties
-from workers.merging import check_recipe, merged_names, merged_tensors
+from workers.merging import check_recipe, merge_into, merged_names, merged_tensors
 from workers.types import Family
 
 Make = Callable[[int | None], Merge]
@@ -312,3 +314,35 @@ def test_some_tensors_are_those_of_the_whole(untied: Bank) -> None:
     some = dict(merged_tensors(recipe, untied, torch.float32, names=names))
     assert some.keys() == names
     assert all(torch.equal(whole[name], tensor) for name, tensor in some.items())
+
+
+def test_a_bank_and_a_candidate_need_the_sources_a_result_and_a_tenth(tmp_path: Path) -> None:
+    """In a process whose memory is limited to that, by every fused method; a second result, or task vectors, would not
+    fit."""
+    merge_family.make(
+        tmp_path, hidden=256, intermediate_size=704, num_attention_heads=4, num_key_value_heads=4, vocab_size=8000
+    )
+    rows = bench_memory.measure(tmp_path)
+    assert [row["placement"] for row in rows] == ["mapped", "host"]
+    for row in rows:
+        assert set(row["methods"]) == set(FUSED)
+        assert row["opening"] < row["sources"] / (row["sources"] + row["result"]) + 0.05
+        assert 0.99 < row["merging"] <= bench_memory.ALLOWED
+
+
+def test_merges_written_in_place_are_those_of_the_stream(untied: Bank) -> None:
+    """Fused or not, copied or computed, in one thread or several."""
+    makers = (
+        by("task_arithmetic", "math", "text"),
+        by("nearswap", "math", "text"),
+        by("della", "math", "text", seed=3),
+    )
+    for maker in (*makers, passthrough("text")):
+        recipe = recipe_of(untied.family, maker)
+        for dtype in (torch.float32, torch.bfloat16):
+            expected = dict(merged_tensors(recipe, untied, dtype))
+            found = {name: torch.full(tensor.shape, 7.0, dtype=dtype) for name, tensor in expected.items()}
+            left_out = found.pop("model.norm.weight")
+            merge_into(recipe, untied, found)
+            assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+            assert (left_out == 7).all()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import Merge, Recipe, Source
 from tests.workers.recipes import arithmetic, slerp
+from workers.engine import base_recipe
 from workers.kernels.cpu import weighted_words
 from workers.merging import merged_tensors
 from workers.types import Family
@@ -28,6 +29,7 @@ class Extension(MergeExtension):
 
         model: Any = AutoModelForCausalLM.from_pretrained(family.base.directory, dtype=torch.float32)
         self.loaded: list[str] = []
+        self.transformed: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
         self.parameters = dict(model.named_parameters())
         model.compute_logits = lambda hidden: hidden
         model.load_weights = self.load_weights
@@ -39,7 +41,7 @@ class Extension(MergeExtension):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         self.loaded = []
         for name, tensor in weights:
-            self.parameters[name].copy_(tensor)
+            self.parameters[name].copy_(self.transformed.get(name, lambda same: same)(tensor))
             self.loaded.append(name)
         return set(self.loaded)
 
@@ -65,10 +67,11 @@ def test_only_what_is_computed_differently_is_written(extension: Extension, tied
     second = replace(first, layers=tuple(layers))
 
     assert extension.apply(first)["tensors_written"] == len(extension.parameters)
+    before = {name: parameter.detach().clone() for name, parameter in extension.parameters.items()}
     report = extension.apply(second)
-    assert extension.loaded
-    assert all(name.startswith("model.layers.1.mlp.") for name in extension.loaded)
-    assert report["tensors_written"] == len(extension.loaded) == 3
+    rewritten = {name for name, parameter in extension.parameters.items() if not torch.equal(parameter, before[name])}
+    assert all(name.startswith("model.layers.1.mlp.") for name in rewritten)
+    assert report["tensors_written"] == len(rewritten) == 3
     assert report["digest"] == second.digest
     assert holds(extension, second, tied_family)
     assert report["checksum"] == checksum(extension.parameters) == extension.mergesearch_checksum()
@@ -76,6 +79,32 @@ def test_only_what_is_computed_differently_is_written(extension: Extension, tied
     apart = Extension(tied_family)
     assert apart.apply(second)["checksum"] == report["checksum"]
     assert apart.apply(first)["checksum"] != report["checksum"]
+
+
+def test_merges_are_written_where_the_loader_was_seen_to_write(extension: Extension, tied_family: Family) -> None:
+    extension.apply(base_recipe(tied_family))
+    assert set(extension.loaded) == set(extension.parameters)
+    recipe = arithmetic(tied_family, 0.3, 0.5)
+    extension.loaded = []
+    extension.apply(recipe)
+    assert extension.loaded == []
+    assert holds(extension, recipe, tied_family)
+
+    # A parameter in other memory, and one of which the loader makes something else, are the loader's again.
+    moved, turned = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.weight"
+    extension.parameters[moved].data = extension.parameters[moved].detach().clone()
+    square = "model.layers.2.self_attn.o_proj.weight"
+    extension.transformed = {turned: lambda tensor: tensor * 2, square: lambda tensor: tensor.t()}
+    extension._mergesearch_places = {}
+    extension._mergesearch_forget()
+    extension.apply(base_recipe(tied_family))
+    extension.parameters[moved].data = extension.parameters[moved].detach().clone()
+    extension.apply(recipe)
+    assert sorted(extension.loaded) == [moved, turned, square]
+    expected = dict(merged_tensors(recipe, open_bank(family_to_json(tied_family)), torch.float32))
+    assert torch.equal(extension.parameters[turned], expected[turned] * 2)
+    assert torch.equal(extension.parameters[square], expected[square].t())
+    assert torch.equal(extension.parameters[moved], expected[moved])
 
 
 def test_a_merge_that_fails_on_the_way_is_forgotten(

@@ -7,31 +7,47 @@ threads of our own, as many as torch uses: elements do not depend on each other,
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numba
 import numpy as np
 import torch
 
-from workers.kernels.elements import as_array, compiled, rounded, value
+from workers.kernels.elements import as_array, compiled, copied_past_caches, rounded, stores_done, value
 from workers.magnitudes import SPACING, Trim
 from workers.masks import MULTIPLIERS, STEP, key_words, threshold
 
-__all__ = ["dare_linear", "dare_ties", "task_arithmetic", "ties", "weighted_sum", "weighted_words"]
+__all__ = [
+    "dare_linear",
+    "dare_ties",
+    "each_in_one_thread",
+    "nearswap",
+    "ram",
+    "task_arithmetic",
+    "ties",
+    "weighted_sum",
+    "weighted_task_sum",
+    "weighted_words",
+]
 
 # A smaller piece is not worth waking a thread for.
 MIN_PIECE = 1 << 16  # elements
-# TIES looks for undecided elements in groups of this size, one by one only where a group has any.
-GROUP = 256
+# Results are made in blocks, which stay in the first cache, and go from there to where they shall be. In TIES undecided
+# elements are looked for one by one only in blocks that have any.
+BLOCK = 256  # elements
 
+T = TypeVar("T")
 Tensors = Sequence[torch.Tensor]
 U32 = np.uint32
 U64 = np.uint64
-ZERO, ONE = np.float32(0), np.float32(1)
+ZERO, ONE, NEAREST = np.float32(0), np.float32(1), np.float32(1e-6)
 NONE, SOME = U32(0), U32(1)
+_local = threading.local()  # is_alone: this thread merges one of many small tensors
 WEYL, FIRST, SECOND = U32(STEP), U32(MULTIPLIERS[0]), U32(MULTIPLIERS[1])
 
 
@@ -39,6 +55,24 @@ def weighted_sum(tensors: Tensors, out: torch.Tensor, *, weights: Sequence[float
     """Write `merge_methods.arithmetic.weighted_sum` to `out`."""
     xs, merged = _arrays(tensors), as_array(out)
     _run(_weighted_sum, [(xs, _floats(weights), merged, *piece) for piece in _pieces(merged.size)])
+
+
+def weighted_task_sum(tensors: Tensors, base: torch.Tensor, out: torch.Tensor, *, weights: Sequence[float]) -> None:
+    """Write `merge_methods.arithmetic.weighted_sum` of the task vectors, plus the base, to `out`."""
+    b, xs, merged = as_array(base), _arrays(tensors), as_array(out)
+    _run(_weighted_task_sum, [(b, xs, _floats(weights), merged, *piece) for piece in _pieces(merged.size)])
+
+
+def nearswap(tensors: Tensors, out: torch.Tensor, *, t: float) -> None:
+    """Write `merge_methods.averages.nearswap` to `out`."""
+    (first, second), merged = _arrays(tensors), as_array(out)
+    _run(_nearswap, [(first, second, np.float32(t), merged, *piece) for piece in _pieces(merged.size)])
+
+
+def ram(tensors: Tensors, base: torch.Tensor, out: torch.Tensor, *, epsilon: float) -> None:
+    """Write `merge_methods.competition.ram` to `out`."""
+    b, xs, merged = as_array(base), _arrays(tensors), as_array(out)
+    _run(_ram, [(b, xs, np.float32(epsilon), merged, *piece) for piece in _pieces(merged.size)])
 
 
 def task_arithmetic(tensors: Tensors, base: torch.Tensor, out: torch.Tensor, *, lambdas: Sequence[float]) -> None:
@@ -109,31 +143,89 @@ def weighted_words(words: torch.Tensor, weight: int) -> int:
 
 @compiled
 def _weighted_sum(xs: Any, weights: Any, out: Any, start: int, stop: int) -> None:
-    like = out[U64(start)]
-    for i in range(U64(start), U64(stop)):
-        total = value(xs[0][i]) * weights[0]
-        for s in range(1, len(xs)):
-            total += value(xs[s][i]) * weights[s]
-        out[i] = rounded(total, like)
+    block = np.empty(BLOCK, out.dtype)
+    for begin in range(U64(start), U64(stop), U64(BLOCK)):
+        end = min(begin + U64(BLOCK), U64(stop))
+        for i in range(begin, end):
+            total = value(xs[0][i]) * weights[0]
+            for s in range(1, len(xs)):
+                total += value(xs[s][i]) * weights[s]
+            block[i - begin] = rounded(total, block[0])
+        copied_past_caches(block, out, begin, end)
+    stores_done()
+
+
+@compiled
+def _weighted_task_sum(base: Any, xs: Any, weights: Any, out: Any, start: int, stop: int) -> None:
+    block = np.empty(BLOCK, out.dtype)
+    for begin in range(U64(start), U64(stop), U64(BLOCK)):
+        end = min(begin + U64(BLOCK), U64(stop))
+        for i in range(begin, end):
+            b = value(base[i])
+            total = (value(xs[0][i]) - b) * weights[0]
+            for s in range(1, len(xs)):
+                total += (value(xs[s][i]) - b) * weights[s]
+            block[i - begin] = rounded(total + b, block[0])
+        copied_past_caches(block, out, begin, end)
+    stores_done()
 
 
 @compiled
 def _task_arithmetic(base: Any, xs: Any, lambdas: Any, out: Any, start: int, stop: int) -> None:
-    like = out[U64(start)]
-    for i in range(U64(start), U64(stop)):
-        b = value(base[i])
-        total = b
-        for s in range(len(xs)):
-            total += (value(xs[s][i]) - b) * lambdas[s]
-        out[i] = rounded(total, like)
+    block = np.empty(BLOCK, out.dtype)
+    for begin in range(U64(start), U64(stop), U64(BLOCK)):
+        end = min(begin + U64(BLOCK), U64(stop))
+        for i in range(begin, end):
+            b = value(base[i])
+            total = b
+            for s in range(len(xs)):
+                total += (value(xs[s][i]) - b) * lambdas[s]
+            block[i - begin] = rounded(total, block[0])
+        copied_past_caches(block, out, begin, end)
+    stores_done()
+
+
+@compiled
+def _nearswap(first: Any, second: Any, t: Any, out: Any, start: int, stop: int) -> None:
+    block = np.empty(BLOCK, out.dtype)
+    for begin in range(U64(start), U64(stop), U64(BLOCK)):
+        end = min(begin + U64(BLOCK), U64(stop))
+        for i in range(begin, end):
+            a, b = value(first[i]), value(second[i])
+            distance = abs(a - b)
+            share = ONE / (distance if distance > NEAREST else NEAREST) * t
+            share = share if share < ONE else ONE
+            block[i - begin] = rounded(share * b + (ONE - share) * a, block[0])
+        copied_past_caches(block, out, begin, end)
+    stores_done()
+
+
+@compiled
+def _ram(base: Any, xs: Any, epsilon: Any, out: Any, start: int, stop: int) -> None:
+    block = np.empty(BLOCK, out.dtype)
+    for begin in range(U64(start), U64(stop), U64(BLOCK)):
+        end = min(begin + U64(BLOCK), U64(stop))
+        for i in range(begin, end):
+            b = value(base[i])
+            count = ZERO
+            for s in range(len(xs)):
+                count += ONE if abs(value(xs[s][i]) - b) > epsilon else ZERO
+            share = ONE / (count if count > ONE else ONE)
+            total = ZERO
+            for s in range(len(xs)):
+                tau = value(xs[s][i]) - b
+                total += (tau if abs(tau) > epsilon else ZERO) * share
+            block[i - begin] = rounded(total + b, block[0])
+        copied_past_caches(block, out, begin, end)
+    stores_done()
 
 
 @compiled
 def _ties(base: Any, xs: Any, lows: Any, highs: Any, lambda_: Any, out: Any, found: Any, start: int, stop: int) -> int:
     """Undecided elements of a task vector are trimmed, and their positions written to `found`. Returns how many."""
-    num_found, like = 0, out[U64(start)]
-    for begin in range(U64(start), U64(stop), U64(GROUP)):
-        end = min(begin + U64(GROUP), U64(stop))
+    num_found, block = 0, np.empty(BLOCK, out.dtype)
+    for begin in range(U64(start), U64(stop), U64(BLOCK)):
+        end = min(begin + U64(BLOCK), U64(stop))
         undecided = NONE
         for i in range(begin, end):
             b = value(base[i])
@@ -149,7 +241,8 @@ def _ties(base: Any, xs: Any, lows: Any, highs: Any, lambda_: Any, out: Any, fou
                 agreeing = tau * elected if abs(tau) >= highs[s] else ZERO
                 merged += agreeing if agreeing > ZERO else ZERO
                 count += ONE if agreeing > ZERO else ZERO
-            out[i] = rounded(merged * elected / (count if count > ONE else ONE) * lambda_ + b, like)
+            block[i - begin] = rounded(merged * elected / (count if count > ONE else ONE) * lambda_ + b, block[0])
+        copied_past_caches(block, out, begin, end)
         if undecided > NONE:
             for i in range(begin, end):
                 b = value(base[i])
@@ -160,6 +253,7 @@ def _ties(base: Any, xs: Any, lows: Any, highs: Any, lambda_: Any, out: Any, fou
                 if is_undecided:
                     found[num_found] = i
                     num_found += 1
+    stores_done()
     return num_found
 
 
@@ -198,35 +292,43 @@ def _weighted_words(words: Any, weight: Any, start: int, stop: int) -> Any:
 def _dare_linear(
     base: Any, xs: Any, k0s: Any, k1s: Any, bounds: Any, factors: Any, out: Any, start: int, stop: int
 ) -> None:
-    like = out[U64(start)]
-    for i in range(U64(start), U64(stop)):
-        b = value(base[i])
-        total = b
-        for s in range(len(xs)):
-            tau = value(xs[s][i]) - b
-            total += (tau if _is_kept(i, k0s[s], k1s[s], bounds[s]) else ZERO) * factors[s]
-        out[i] = rounded(total, like)
+    block = np.empty(BLOCK, out.dtype)
+    for begin in range(U64(start), U64(stop), U64(BLOCK)):
+        end = min(begin + U64(BLOCK), U64(stop))
+        for i in range(begin, end):
+            b = value(base[i])
+            total = b
+            for s in range(len(xs)):
+                tau = value(xs[s][i]) - b
+                total += (tau if _is_kept(i, k0s[s], k1s[s], bounds[s]) else ZERO) * factors[s]
+            block[i - begin] = rounded(total, block[0])
+        copied_past_caches(block, out, begin, end)
+    stores_done()
 
 
 @compiled
 def _dare_ties(
     base: Any, xs: Any, k0s: Any, k1s: Any, bounds: Any, rescales: Any, lambda_: Any, out: Any, start: int, stop: int
 ) -> None:
-    like = out[U64(start)]
-    for i in range(U64(start), U64(stop)):
-        b = value(base[i])
-        total = ZERO
-        for s in range(len(xs)):
-            tau = value(xs[s][i]) - b
-            total += tau * rescales[s] if _is_kept(i, k0s[s], k1s[s], bounds[s]) else ZERO
-        elected = _sign(total)
-        merged, count = ZERO, ZERO
-        for s in range(len(xs)):
-            tau = (value(xs[s][i]) - b) * rescales[s]
-            agreeing = tau * elected if _is_kept(i, k0s[s], k1s[s], bounds[s]) else ZERO
-            merged += agreeing if agreeing > ZERO else ZERO
-            count += ONE if agreeing > ZERO else ZERO
-        out[i] = rounded(merged * elected / (count if count > ONE else ONE) * lambda_ + b, like)
+    block = np.empty(BLOCK, out.dtype)
+    for begin in range(U64(start), U64(stop), U64(BLOCK)):
+        end = min(begin + U64(BLOCK), U64(stop))
+        for i in range(begin, end):
+            b = value(base[i])
+            total = ZERO
+            for s in range(len(xs)):
+                tau = value(xs[s][i]) - b
+                total += tau * rescales[s] if _is_kept(i, k0s[s], k1s[s], bounds[s]) else ZERO
+            elected = _sign(total)
+            merged, count = ZERO, ZERO
+            for s in range(len(xs)):
+                tau = (value(xs[s][i]) - b) * rescales[s]
+                agreeing = tau * elected if _is_kept(i, k0s[s], k1s[s], bounds[s]) else ZERO
+                merged += agreeing if agreeing > ZERO else ZERO
+                count += ONE if agreeing > ZERO else ZERO
+            block[i - begin] = rounded(merged * elected / (count if count > ONE else ONE) * lambda_ + b, block[0])
+        copied_past_caches(block, out, begin, end)
+    stores_done()
 
 
 @numba.njit(inline="always")
@@ -263,8 +365,10 @@ def _masks(keys: Sequence[int], densities: Sequence[float]) -> tuple[tuple[np.ui
 
 
 def _pieces(num_elements: int) -> list[tuple[int, int]]:
-    """(start, stop) for each thread."""
-    size = max(1, -(-num_elements // max(1, min(torch.get_num_threads(), num_elements // MIN_PIECE))))
+    """(start, stop) for each thread; whole blocks, so that all start where `out` may be written past the caches."""
+    is_alone = getattr(_local, "is_alone", False)
+    num_pieces = 1 if is_alone else max(1, min(torch.get_num_threads(), num_elements // MIN_PIECE))
+    size = max(1, -(-num_elements // (num_pieces * BLOCK))) * BLOCK
     return [(start, min(start + size, num_elements)) for start in range(0, num_elements, size)]
 
 
@@ -274,6 +378,30 @@ def _run(kernel: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[A
     return [kernel(*arguments) for arguments in calls[:1]] + [other.result() for other in others]
 
 
+def each_in_one_thread(function: Callable[[T], None], items: Sequence[T]) -> None:
+    """Call `function` once for each of `items`, in as many threads as torch uses; kernels it calls stay in its thread.
+
+    For many small tensors: waking a thread for half of one takes as long as merging it.
+    """
+    queue = iter(items)  # of a sequence: asked by one thread at a time, under the interpreter's lock
+
+    def work() -> None:
+        _local.is_alone = True
+        try:
+            for item in queue:
+                function(item)
+        finally:
+            _local.is_alone = False
+
+    others = [_threads().submit(work) for _ in range(torch.get_num_threads() - 1)]
+    try:
+        work()
+    finally:
+        wait(others)
+    for other in others:
+        other.result()
+
+
 @lru_cache(maxsize=1)
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(thread_name_prefix="merge")
+    return ThreadPoolExecutor(max(1, os.cpu_count() or 1), thread_name_prefix="merge")

@@ -16,7 +16,16 @@ import triton.language as tl
 from workers.magnitudes import SPACING, Trim
 from workers.masks import MULTIPLIERS, STEP, key_words, threshold
 
-__all__ = ["dare_linear", "dare_ties", "task_arithmetic", "ties", "weighted_sum"]
+__all__ = [
+    "dare_linear",
+    "dare_ties",
+    "nearswap",
+    "ram",
+    "task_arithmetic",
+    "ties",
+    "weighted_sum",
+    "weighted_task_sum",
+]
 
 BLOCK = 1024  # elements of a program
 
@@ -27,6 +36,22 @@ WEYL, FIRST, SECOND = tl.constexpr(STEP), tl.constexpr(MULTIPLIERS[0]), tl.const
 def weighted_sum(tensors: Tensors, out: torch.Tensor, *, weights: Sequence[float]) -> None:
     """Write `merge_methods.arithmetic.weighted_sum` to `out`."""
     _launch(_weighted_sum, out.numel(), tuple(tensors), _floats(weights, out), out, out.numel())
+
+
+def weighted_task_sum(tensors: Tensors, base: torch.Tensor, out: torch.Tensor, *, weights: Sequence[float]) -> None:
+    """Write `merge_methods.arithmetic.weighted_sum` of the task vectors, plus the base, to `out`."""
+    _launch(_weighted_task_sum, out.numel(), base, tuple(tensors), _floats(weights, out), out, out.numel())
+
+
+def nearswap(tensors: Tensors, out: torch.Tensor, *, t: float) -> None:
+    """Write `merge_methods.averages.nearswap` to `out`."""
+    first, second = tensors
+    _launch(_nearswap, out.numel(), first, second, _floats([t, 1e-6], out), out, out.numel())
+
+
+def ram(tensors: Tensors, base: torch.Tensor, out: torch.Tensor, *, epsilon: float) -> None:
+    """Write `merge_methods.competition.ram` to `out`."""
+    _launch(_ram, out.numel(), base, tuple(tensors), _floats([epsilon], out), out, out.numel())
 
 
 def task_arithmetic(tensors: Tensors, base: torch.Tensor, out: torch.Tensor, *, lambdas: Sequence[float]) -> None:
@@ -92,6 +117,45 @@ def _weighted_sum(xs, weights, out, size, BLOCK: tl.constexpr):  # type: ignore[
     for s in tl.static_range(1, len(xs)):
         total += tl.load(xs[s] + i, mask=is_inside).to(tl.float32) * tl.load(weights + s)
     tl.store(out + i, total.to(out.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def _weighted_task_sum(base, xs, weights, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = i < size
+    b = tl.load(base + i, mask=is_inside).to(tl.float32)
+    total = (tl.load(xs[0] + i, mask=is_inside).to(tl.float32) - b) * tl.load(weights)
+    for s in tl.static_range(1, len(xs)):
+        total += (tl.load(xs[s] + i, mask=is_inside).to(tl.float32) - b) * tl.load(weights + s)
+    tl.store(out + i, (total + b).to(out.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def _nearswap(first, second, numbers, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`numbers`: t, and the smallest distance that it is divided by."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = i < size
+    a = tl.load(first + i, mask=is_inside, other=0).to(tl.float32)
+    b = tl.load(second + i, mask=is_inside, other=0).to(tl.float32)
+    distance = tl.maximum(tl.abs(a - b), tl.load(numbers + 1))
+    share = tl.minimum(tl.div_rn(tl.full(distance.shape, 1.0, tl.float32), distance) * tl.load(numbers), 1.0)
+    tl.store(out + i, (share * b + (1 - share) * a).to(out.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def _ram(base, xs, epsilon, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = i < size
+    b = tl.load(base + i, mask=is_inside, other=0).to(tl.float32)
+    count, total = tl.zeros_like(b), tl.zeros_like(b)
+    for s in tl.static_range(len(xs)):
+        tau = tl.load(xs[s] + i, mask=is_inside, other=0).to(tl.float32) - b
+        count += tl.where(tl.abs(tau) > tl.load(epsilon), 1.0, 0.0)
+    share = tl.div_rn(tl.full(count.shape, 1.0, tl.float32), tl.maximum(count, 1.0))
+    for s in tl.static_range(len(xs)):
+        tau = tl.load(xs[s] + i, mask=is_inside, other=0).to(tl.float32) - b
+        total += tl.where(tl.abs(tau) > tl.load(epsilon), tau, 0.0) * share
+    tl.store(out + i, (total + b).to(out.dtype.element_ty), mask=is_inside)
 
 
 @triton.jit

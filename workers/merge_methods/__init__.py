@@ -21,18 +21,33 @@ from search_spaces.methods import Coefficient, MethodSpec
 from search_spaces.recipe import Merge
 from workers.magnitudes import MagnitudeTable
 from workers.merge_methods import averages, competition, task_vectors
-from workers.merge_methods.arithmetic import cosine, num_kept
-from workers.merge_methods.averages import linear, linear_weights, nuslerp_weights, slerp, slerp_weights
+from workers.merge_methods.arithmetic import Products, cosine, cosine_of, inner_products, num_kept
+from workers.merge_methods.averages import (
+    karcher_weights,
+    linear,
+    linear_weights,
+    model_stock_weights,
+    multislerp_weights,
+    nuslerp_weights,
+    slerp,
+    slerp_weights,
+)
 from workers.merge_methods.task_vectors import task_arithmetic, ties
 
 __all__ = [
     "METHODS",
     "MergeMethod",
     "Operands",
+    "Products",
     "cosine",
+    "cosine_of",
+    "inner_products",
+    "karcher_weights",
     "linear",
     "linear_weights",
     "merge_tensors",
+    "model_stock_weights",
+    "multislerp_weights",
     "num_kept",
     "nuslerp_weights",
     "slerp",
@@ -41,7 +56,7 @@ __all__ = [
     "ties",
 ]
 
-Statistic = Literal["cosine", "magnitudes"]
+Statistic = Literal["cosine", "magnitudes", "products"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +65,8 @@ class Operands:
 
     `base` is the base model's, for methods that need it; `keys` are the masks' (`masks.mask_key`), one per source, for
     those that draw some. What depends only on the sources may be known from an earlier merge: `cosine` of the first
-    two tensors, and for each source its `magnitudes`, the table of |source - base|.
+    two tensors, for each source its `magnitudes`, the table of |source - base|, and the inner `products` of all pairs
+    of tensors, or with a base of task vectors.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -58,6 +74,7 @@ class Operands:
     cosine: float | None = None
     magnitudes: tuple[MagnitudeTable | None, ...] | None = None
     keys: tuple[int, ...] | None = None
+    products: Products | None = None
 
     def in_float32(self) -> Operands:
         """The same operands in float32, if they are in other dtypes."""
@@ -104,6 +121,8 @@ class MergeMethod:
             arguments["magnitudes"] = operands.magnitudes
         if "cosine" in self.uses:
             arguments["cos"] = operands.cosine
+        if "products" in self.uses:
+            arguments["products"] = operands.products
         if not self.needs_base:
             return self.function(operands.tensors, **arguments)
         assert operands.base is not None, f"{self.name} was given no base"
@@ -262,6 +281,7 @@ METHODS: Mapping[str, MergeMethod] = {
             MERGEKIT,
             "`nuslerp` of task vectors",
             "nuslerp with base_model",
+            uses=("products",),
         ),
         _method(
             "multislerp",
@@ -269,6 +289,7 @@ METHODS: Mapping[str, MergeMethod] = {
             "goddard.blog/posts/multislerp",
             "of whole models; all-zero tensors stay zero, where mergekit raises",
             "multislerp",
+            uses=("products",),
         ),
         _method(
             "multislerp_task_vectors",
@@ -276,6 +297,7 @@ METHODS: Mapping[str, MergeMethod] = {
             "goddard.blog/posts/multislerp",
             "of task vectors; models equal to the base give the base, where mergekit raises; a single source is itself",
             "multislerp with base_model",
+            uses=("products",),
         ),
         _method(
             "karcher",
@@ -284,6 +306,7 @@ METHODS: Mapping[str, MergeMethod] = {
             "weights, equal unless given; 10 steps, tolerance 1e-5; opposite directions are left out of a step, where "
             "mergekit divides by sin(pi)",
             "karcher",
+            uses=("products",),
         ),
         _method(
             "model_stock",
@@ -291,6 +314,7 @@ METHODS: Mapping[str, MergeMethod] = {
             "arXiv:2403.19522",
             "a ratio per tensor; exact cosines, where mergekit takes norms whose product is below 1e-6 for larger",
             "model_stock",
+            uses=("products",),
         ),
         _method(
             "model_stock_rows",

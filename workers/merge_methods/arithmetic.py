@@ -11,8 +11,11 @@ from search_spaces.recipe import COEFFICIENT_DECIMALS
 from workers.magnitudes import MagnitudeTable
 
 __all__ = [
+    "Products",
     "cosine",
+    "cosine_of",
     "dot",
+    "inner_products",
     "magnitude_of_rank",
     "norm",
     "num_kept",
@@ -22,6 +25,7 @@ __all__ = [
     "weighted_sum",
 ]
 
+Products = Sequence[Sequence[float]]  # inner products of tensors, [N, N]
 # A tensor of a smaller Euclidean norm has no direction.
 NO_DIRECTION = 1e-8
 # Reductions sum blocks of this many elements, one by one, then the blocks exactly.
@@ -54,10 +58,34 @@ def norm(tensor: torch.Tensor) -> float:
 
 def cosine(first: torch.Tensor, second: torch.Tensor) -> float:
     """The cosine of the angle between two tensors taken as vectors, in [-1, 1]; 0 where one has no direction."""
-    norms = (norm(first), norm(second))
+    return cosine_of(inner_products((first, second)), 0, 1)
+
+
+def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = None) -> Products:
+    """Those of all pairs, in rows, summed in float64; with `base` of the differences from it, in float32."""
+    pairs = [(i, j) for i in range(len(tensors)) for j in range(i + 1)]
+    sums: list[list[float]] = [[] for _ in pairs]
+    given = tensors if base is None else (*tensors, base)
+    for pieces in zip(*(torch.split(tensor.flatten(), CHUNK) for tensor in given), strict=True):
+        vectors = [piece.float() for piece in pieces]
+        if base is not None:
+            *others, start = vectors
+            vectors = [vector - start for vector in others]
+        vectors = [vector.double() for vector in vectors]
+        for (i, j), found in zip(pairs, sums, strict=True):
+            found += _blocks(vectors[i] * vectors[j])
+    products = [[0.0] * len(tensors) for _ in tensors]
+    for (i, j), found in zip(pairs, sums, strict=True):
+        products[i][j] = products[j][i] = math.fsum(found)
+    return products
+
+
+def cosine_of(products: Products, first: int, second: int) -> float:
+    """`cosine` of two of the tensors whose inner products these are."""
+    norms = (math.sqrt(products[first][first]), math.sqrt(products[second][second]))
     if min(norms) <= NO_DIRECTION:
         return 0.0
-    return max(-1.0, min(1.0, dot(first, second) / (norms[0] * norms[1])))
+    return max(-1.0, min(1.0, products[first][second] / (norms[0] * norms[1])))
 
 
 def row_cosines(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -92,6 +120,9 @@ def magnitude_of_rank(tau: torch.Tensor, rank: int, magnitudes: MagnitudeTable |
 def _block_sums(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> Iterator[float]:
     for pieces in zip(*(torch.split(tensor.flatten(), CHUNK) for tensor in tensors), strict=True):
         values = function(*(piece.double() for piece in pieces))
-        whole = values.numel() // BLOCK * BLOCK
-        yield from values[:whole].view(-1, BLOCK).sum(dim=1).tolist()
-        yield float(values[whole:].sum())
+        yield from _blocks(values)
+
+
+def _blocks(values: torch.Tensor) -> list[float]:
+    whole = values.numel() // BLOCK * BLOCK
+    return [*values[:whole].view(-1, BLOCK).sum(dim=1).tolist(), float(values[whole:].sum())]

@@ -11,17 +11,27 @@ import torch
 
 from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import COEFFICIENT_DECIMALS
-from workers.merge_methods.arithmetic import cosine, dot, norm, row_cosines, weighted_sum
+from workers.merge_methods.arithmetic import (
+    Products,
+    cosine,
+    cosine_of,
+    inner_products,
+    row_cosines,
+    weighted_sum,
+)
 
 __all__ = [
     "arcee_fusion",
     "karcher",
+    "karcher_weights",
     "linear",
     "linear_weights",
     "model_stock",
     "model_stock_rows",
+    "model_stock_weights",
     "multislerp",
     "multislerp_task_vectors",
+    "multislerp_weights",
     "nearswap",
     "nuslerp",
     "nuslerp_columns",
@@ -39,8 +49,10 @@ COLLINEAR = 0.9995
 NUSLERP_COLLINEAR = 1 - 1e-7
 # Weights that sum to less say nothing about the share of each.
 NO_WEIGHT = 10.0**-COEFFICIENT_DECIMALS
-# Multi-SLERP's epsilon: added to norms it divides by, and the norm below which the weighted mean has no direction.
+# Multi-SLERP's epsilon, added to norms it divides by.
 MULTISLERP_EPSILON = 1e-8
+# A weighted mean of directions that is shorter has none: lengths from inner products have an error of about 1e-8.
+NO_MEAN = 1e-7
 # Karcher mean: at most so many steps, until a step is shorter than the tolerance.
 KARCHER_STEPS, KARCHER_TOLERANCE = 10, 1e-5
 # Model Stock's denominator 1 + (N - 1) cos below this has no finite ratio: the base stays.
@@ -118,51 +130,66 @@ def nuslerp_columns(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]
 
 
 def nuslerp_task_vectors(
-    tensors: Sequence[torch.Tensor], base: torch.Tensor, *, weights: Sequence[float]
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    *,
+    weights: Sequence[float],
+    products: Products | None = None,
 ) -> torch.Tensor:
     """theta_pre + `nuslerp` of the task vectors (mergekit's NuSLERP with a base model)."""
-    return nuslerp([tensor - base for tensor in tensors], weights=weights).add_(base)
+    cos = None if products is None else cosine_of(products, 0, 1)
+    return nuslerp([tensor - base for tensor in tensors], weights=weights, cos=cos).add_(base)
 
 
-def multislerp(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -> torch.Tensor:
+def multislerp(
+    tensors: Sequence[torch.Tensor], *, weights: Sequence[float], products: Products | None = None
+) -> torch.Tensor:
     """Barycentric interpolation on the hypersphere (mergekit's Multi-SLERP, goddard.blog/posts/multislerp).
 
     With w_t summing to one, u_t = theta_t / |theta_t| and m = sum_t w_t u_t / |sum_t w_t u_t|: the tangent vectors
-    v = sum_t w_t (u_t - <u_t, m> m) at m give (m cos |v| + v sin |v| / |v|) * sum_t w_t |theta_t|. Where the weighted
-    mean direction vanishes, two tensors are interpolated straight; more raise InvalidRecipe. A single tensor is itself.
+    v = sum_t w_t (u_t - <u_t, m> m) at m give (m cos |v| + v sin |v| / |v|) * sum_t w_t |theta_t|. As sum_t w_t u_t
+    has m's direction, v is zero but for rounding, and m * sum_t w_t |theta_t| is left. Where the weighted mean
+    direction vanishes, two tensors are interpolated straight; more raise InvalidRecipe. A single tensor is itself.
     """
     if len(tensors) == 1:
         return tensors[0]
-    shares = _shares("multislerp", weights)
-    norms = [norm(tensor) for tensor in tensors]
-    units = [tensor * (1 / (size + MULTISLERP_EPSILON)) for tensor, size in zip(tensors, norms, strict=True)]
-    mean = weighted_sum(units, shares)
-    size = norm(mean)
-    if size < MULTISLERP_EPSILON:
-        if len(tensors) == 2 or max(norms) == 0:
-            return weighted_sum(tensors, shares)
+    return weighted_sum(tensors, multislerp_weights(weights, products or inner_products(tensors)))
+
+
+def multislerp_weights(weights: Sequence[float], products: Products) -> list[float]:
+    """What `multislerp` multiplies each tensor with. Raises InvalidRecipe where more than two directions cancel."""
+    if len(products) == 1:
+        return [1.0]
+    shares, norms = _shares("multislerp", weights), _norms(products)
+    units = [share / (size + MULTISLERP_EPSILON) for share, size in zip(shares, norms, strict=True)]
+    size = _length(units, products)
+    if size < NO_MEAN:
+        if len(products) == 2 or max(norms) == 0:
+            return shares
         raise InvalidRecipe(
-            f"multislerp: the directions of {len(tensors)} tensors cancel with weights {tuple(weights)}: there is no "
+            f"multislerp: the directions of {len(products)} tensors cancel with weights {tuple(weights)}: there is no "
             "mean direction; use other weights or another method"
         )
-    mean *= 1 / size
-    along = [dot(unit, mean) for unit in units]
-    tangent = weighted_sum(units, shares).sub_(mean * math.fsum(w * a for w, a in zip(shares, along, strict=True)))
-    angle = norm(tangent) + MULTISLERP_EPSILON
     length = math.fsum(share * size for share, size in zip(shares, norms, strict=True))
-    return mean.mul_(math.cos(angle) * length).add_(tangent.mul_(math.sin(angle) / angle * length))
+    return [unit * length / size for unit in units]
 
 
 def multislerp_task_vectors(
-    tensors: Sequence[torch.Tensor], base: torch.Tensor, *, weights: Sequence[float]
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    *,
+    weights: Sequence[float],
+    products: Products | None = None,
 ) -> torch.Tensor:
     """theta_pre + `multislerp` of the task vectors (mergekit's Multi-SLERP with a base model)."""
     if len(tensors) == 1:
         return tensors[0]
-    return multislerp([tensor - base for tensor in tensors], weights=weights) + base
+    return multislerp([tensor - base for tensor in tensors], weights=weights, products=products).add_(base)
 
 
-def karcher(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -> torch.Tensor:
+def karcher(
+    tensors: Sequence[torch.Tensor], *, weights: Sequence[float], products: Products | None = None
+) -> torch.Tensor:
     """The Karcher (Riemannian) mean of directions on the unit sphere, times the mean norm (arXiv:2603.04972).
 
     The m with sum_t w_t log_m(u_t) = 0, by steps m <- exp_m(sum_t w_t log_m(u_t)) from the normalised mean, at most 10,
@@ -171,44 +198,62 @@ def karcher(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -> tor
     """
     if len(tensors) == 1:
         return tensors[0]
-    shares = _shares("karcher", weights)
-    norms = [norm(tensor) for tensor in tensors]
+    return weighted_sum(tensors, karcher_weights(weights, products or inner_products(tensors)))
+
+
+def karcher_weights(weights: Sequence[float], products: Products) -> list[float]:
+    """What `karcher` multiplies each tensor with: m and the steps are sums of the u_t, so only angles are needed."""
+    if len(products) == 1:
+        return [1.0]
+    shares, norms = _shares("karcher", weights), _norms(products)
     length = math.fsum(share * size for share, size in zip(shares, norms, strict=True))
     pointing = [i for i, size in enumerate(norms) if size > KARCHER_TOLERANCE and shares[i] != 0]
+    found = [0.0] * len(products)
     if not pointing:
-        return torch.zeros_like(tensors[0])
-    units = [tensors[i] * (1 / norms[i]) for i in pointing]
+        return found
+    cosines = [[max(-1.0, min(1.0, products[i][j] / (norms[i] * norms[j]))) for j in pointing] for i in pointing]
     shares = _shares("karcher", [shares[i] for i in pointing])
-    mean = weighted_sum(units, shares)
-    size = norm(mean)
-    mean = units[0].clone() if size < KARCHER_TOLERANCE else mean.mul_(1 / size)
+    size = _length(shares, cosines)
+    mean = [1.0] + [0.0] * (len(pointing) - 1) if size < KARCHER_TOLERANCE else [share / size for share in shares]
     for _ in range(KARCHER_STEPS):
-        step = torch.zeros_like(mean)
-        for unit, share in zip(units, shares, strict=True):
-            along = max(-1.0, min(1.0, dot(mean, unit)))
+        step = [0.0] * len(pointing)
+        for i, share in enumerate(shares):
+            along = max(-1.0, min(1.0, math.fsum(m * c for m, c in zip(mean, cosines[i], strict=True))))
             theta = math.acos(along)
             if theta < KARCHER_TOLERANCE or math.sin(theta) < KARCHER_TOLERANCE:
                 continue  # there already, or opposite: no direction leads there
             factor = share * theta / math.sin(theta)
-            step += unit * factor - mean * (factor * along)
-        size = norm(step)
+            step = [part - of_mean * factor * along for part, of_mean in zip(step, mean, strict=True)]
+            step[i] += factor
+        size = _length(step, cosines)
         if size < KARCHER_TOLERANCE:
             break
-        mean = mean.mul_(math.cos(size)).add_(step.mul_(math.sin(size) / size))
-        mean.mul_(1 / norm(mean))
-    return mean.mul_(length)
+        mean = [m * math.cos(size) + s * math.sin(size) / size for m, s in zip(mean, step, strict=True)]
+        size = _length(mean, cosines)
+        mean = [m / size for m in mean]
+    for i, of_mean in zip(pointing, mean, strict=True):
+        found[i] = of_mean / norms[i] * length
+    return found
 
 
-def model_stock(tensors: Sequence[torch.Tensor], base: torch.Tensor) -> torch.Tensor:
+def model_stock(
+    tensors: Sequence[torch.Tensor], base: torch.Tensor, *, products: Products | None = None
+) -> torch.Tensor:
     """Model Stock (arXiv:2403.19522), of N models: theta_pre + t * (mean of the task vectors),
     t = N cos / (1 + (N - 1) cos), cos the mean cosine between task vectors of this tensor.
 
     A task vector of norm at most 1e-8 is orthogonal to the others. Where the denominator vanishes the base stays.
     """
     taus = [tensor - base for tensor in tensors]
-    cosines = [cosine(taus[i], taus[j]) for i in range(len(taus)) for j in range(i + 1, len(taus))]
-    ratio = _stock_ratio(torch.tensor([math.fsum(cosines) / len(cosines)], dtype=torch.float64), len(taus))
-    return weighted_sum(taus, [float(ratio) / len(taus)] * len(taus)).add_(base)
+    return weighted_sum(taus, model_stock_weights(products or inner_products(taus))).add_(base)
+
+
+def model_stock_weights(products: Products) -> list[float]:
+    """What `model_stock` multiplies each task vector with, `products` being theirs."""
+    count = len(products)
+    cosines = [cosine_of(products, i, j) for i in range(count) for j in range(i + 1, count)]
+    ratio = _stock_ratio(torch.tensor([math.fsum(cosines) / len(cosines)], dtype=torch.float64), count)
+    return [float(ratio) / count] * count
 
 
 def model_stock_rows(tensors: Sequence[torch.Tensor], base: torch.Tensor) -> torch.Tensor:
@@ -253,6 +298,20 @@ def _shares(method: str, weights: Sequence[float]) -> list[float]:
     if abs(total) < NO_WEIGHT:
         raise InvalidRecipe(f"{method}: weights {tuple(weights)} sum to {total}; they must not sum to zero")
     return [weight / total for weight in weights]
+
+
+def _norms(products: Products) -> list[float]:
+    return [math.sqrt(row[i]) for i, row in enumerate(products)]
+
+
+def _length(coefficients: Sequence[float], products: Products) -> float:
+    """The norm of the sum of vectors times their coefficients."""
+    terms = (
+        a * b * product
+        for a, row in zip(coefficients, products, strict=True)
+        for b, product in zip(coefficients, row, strict=True)
+    )
+    return math.sqrt(max(0.0, math.fsum(terms)))
 
 
 def _t(weights: Sequence[float]) -> float:

@@ -155,7 +155,7 @@ def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_study_that_breaks_the_examination_is_refused_with_what_happened(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(study: Study) -> None:
+    def broken(study: Study, **_: Any) -> None:
         raise ZeroDivisionError("by nothing")
 
     monkeypatch.setattr(service.preflight, "examine", broken)

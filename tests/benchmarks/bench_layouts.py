@@ -1,0 +1,123 @@
+"""Every layout of `tests.layouts` in a live engine: after a swap, its log-probabilities are those of transformers.
+
+For each layout: a family with random weights, an engine on its base, and candidates written into that engine one after
+another, merged by task arithmetic, SLERP, and task arithmetic again in the last layer alone. Each candidate is exported
+too; transformers reads the export and computes, in float32 with its plain attention, the log-probability of every token
+of three prompts. "groups" says whether every tensor has a place; "export" whether transformers finds all the tensors
+that it needs and no more; the difference is the largest of all candidates, prompts and tokens. One process for each
+engine; what cannot be run at all is a row with its reason, and fails the benchmark as a difference beyond the bar does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.layouts import LAYOUTS, layout_family
+
+MUST = 1e-3
+PROMPT_TOKENS = (3, 48, 200)  # below and beyond the sliding windows and the cache's blocks
+
+
+def run() -> dict[str, Any]:
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="mergesearch-layouts-") as directory:
+        for name in LAYOUTS:
+            rows.append(_in_a_process(name, Path(directory) / name))
+            print(_line(rows[-1]), file=sys.stderr)
+    return {"must": MUST, "layouts": rows, "met": all(row["met"] for row in rows)}
+
+
+def show(result: dict[str, Any]) -> None:
+    print(f"{'layout':<12} groups  export  largest difference   swap ms  engine s")
+    for row in result["layouts"]:
+        print(_line(row))
+    missed = [row["layout"] for row in result["layouts"] if not row["met"]]
+    print(f"differences must stay below {result['must']}: " + (f"missed by {', '.join(missed)}" if missed else "met"))
+
+
+def _line(row: dict[str, Any]) -> str:
+    if "reason" in row:
+        return f"{row['layout']:<12} {row['reason']}"
+    return (
+        f"{row['layout']:<12} {'yes':<7} {'yes' if row['export'] else 'no':<7} {row['difference']:18.1e} "
+        f"{1000 * row['swap_s']:9.0f} {row['start_s']:9.1f}"
+    )
+
+
+def _in_a_process(name: str, directory: Path) -> dict[str, Any]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    command = [sys.executable, "-m", __name__, name, str(directory)]
+    finished = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if finished.returncode:
+        lines = finished.stderr.strip().splitlines()
+        return {"layout": name, "met": False, "reason": lines[-1] if lines else f"exit {finished.returncode}"}
+    row: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
+    return {**row, "met": row["export"] and row["difference"] < MUST}
+
+
+def measure(name: str, directory: Path) -> dict[str, Any]:
+    """One layout: its row of the table, and how many tensors each component has."""
+    from tests.conftest import HIDDEN, OPTIONS
+    from workers.bank import Bank
+    from workers.engine import Engine
+
+    family = layout_family(directory, name, hidden=HIDDEN)
+    bank = Bank(family, cache=directory / "cache")
+    started = time.perf_counter()
+    with Engine(family, OPTIONS) as engine:
+        start_s = time.perf_counter() - started
+        vocabulary = int(engine.prompts.config["vocab_size"])
+        prompts = [[(7919 * i + 11 + count) % vocabulary for i in range(count)] for count in PROMPT_TOKENS]
+        differences, whole = [], []
+        for number, recipe in enumerate(_candidates(family)):
+            engine.swap(recipe)
+            ours = engine.logprobs(prompts)
+            theirs, is_whole = _by_transformers(recipe, bank, directory / str(number), prompts)
+            whole.append(is_whole)
+            differences += [abs(a - b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)]
+        swap_s = engine.swap_s[1:]  # the first writes the base
+    return {
+        "layout": name,
+        "groups": dict(Counter(place.component for place in bank.layout.places.values())),
+        "export": all(whole),
+        "difference": max(differences),
+        "swap_s": sum(swap_s) / len(swap_s),
+        "start_s": start_s,
+    }
+
+
+def _candidates(family: Any) -> Iterator[Any]:
+    from tests.workers.recipes import arithmetic, slerp
+
+    first, other = arithmetic(family, 0.4, 0.9), arithmetic(family, 1.0, -0.5)
+    yield first
+    yield slerp(family, 0.3)
+    yield first
+    yield replace(first, layers=(*first.layers[:-1], other.layers[-1]))
+
+
+def _by_transformers(recipe: Any, bank: Any, out: Path, prompts: list[list[int]]) -> tuple[list[list[float]], bool]:
+    """The log-probabilities of the exported model, and whether transformers found the export to be a whole one."""
+    from transformers import AutoModelForCausalLM
+
+    from workers.reference import ATTENTION, logprobs
+    from workers.writer import export
+
+    model, found = AutoModelForCausalLM.from_pretrained(
+        export(recipe, bank, out), attn_implementation=ATTENTION, output_loading_info=True
+    )
+    return [logprobs(model.eval(), prompt) for prompt in prompts], not any(found.values())
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1], Path(sys.argv[2]))))

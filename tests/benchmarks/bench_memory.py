@@ -1,0 +1,119 @@
+"""How much memory a bank and one candidate take, for every fused method, in a process that may not take more.
+
+The models of `merge_family`. Allowed are the sources, one result, and a tenth of both. The limit is RLIMIT_DATA, which
+needs no right to make a control group: it counts all that a process may write to, and files too as they are mapped,
+though their pages are the page cache's. So it is set once a bank is open, to what the process has then and what is left
+of the allowance. That opening it takes no more than the sources is measured: anonymous memory, sampled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+PLACEMENTS = ("mapped", "host")
+ALLOWED = 1.1  # sources and result, times this
+
+
+def run() -> dict[str, Any]:
+    from tests.benchmarks import merge_family
+
+    with merge_family.ram_disk() as directory:
+        merge_family.make(directory)
+        rows = measure(directory)
+    return {"met": all(row["merging"] <= ALLOWED for row in rows), "allowed": ALLOWED, "placements": rows}
+
+
+def show(result: dict[str, Any]) -> None:
+    print(f"memory of a bank and one candidate, in parts of sources and result; must {result['allowed']}\n")
+    print("placement  sources MB  result MB   opening   merging  methods under the limit")
+    for row in result["placements"]:
+        print(
+            f"{row['placement']:<9} {row['sources'] / 1e6:11.0f} {row['result'] / 1e6:10.0f} {row['opening']:9.3f} "
+            f"{row['merging']:9.3f}  {len(row['methods'])}"
+        )
+
+
+def measure(directory: Path) -> list[dict[str, Any]]:
+    """As `measure_here`, in a process of its own."""
+    # Left alone, glibc keeps some tens of MB of what was freed, whatever the models' size.
+    settings = {"OMP_NUM_THREADS": "2", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    command = [sys.executable, "-m", __name__, str(directory)]
+    finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | settings)
+    return list(json.loads(finished.stdout.splitlines()[-1]))
+
+
+def measure_here(directory: Path) -> list[dict[str, Any]]:
+    """For each placement a bank of the family that `merge_family.make` left in `directory`, and under the limit a
+    candidate of each fused method. `opening` and `merging` are the largest shares of sources and result needed."""
+    import torch
+
+    from tests.benchmarks import merge_family
+    from workers.bank import Bank
+    from workers.kernels import FUSED
+    from workers.merging import merge_into
+
+    def merge(bank: Bank, destinations: dict[str, torch.Tensor]) -> None:
+        for method in FUSED:
+            merge_into(merge_family.recipe(family, method, 0), bank, destinations)
+
+    threading.stack_size(1 << 20)  # stacks count by their whole size, 8 MB for each thread
+    family = merge_family.open_made(directory)
+    bank = Bank(family, cache=directory / "cache")  # contents are known to be finite, what is compiled is compiled
+    shapes = {name: info.shape for name, info in bank.base.tensors.items()}
+    merge(bank, {name: torch.zeros(shape) for name, shape in shapes.items() if len(shape) == 1})
+    sources, result = bank.num_bytes, sum(4 * math.prod(shape) for shape in shapes.values())
+    del bank
+    rows = []
+    for placement in PLACEMENTS:
+        before = _status("RssAnon")
+        with _Highest() as opening:
+            bank = Bank(family, placement, cache=directory / "cache")
+        # The pages of mapped sources are the sources' memory too, though not anonymous.
+        held = max(sources, _status("RssAnon") - before)
+        limit, most = _status("VmData") + int(ALLOWED * (sources + result)) - held, resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
+        with _Highest() as merging:
+            merge(bank, {name: torch.zeros(shape) for name, shape in shapes.items()})
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        mapped = sources if placement == "mapped" else 0
+        peaks = [(highest.bytes - before + mapped) / (sources + result) for highest in (opening, merging)]
+        sizes = {"placement": placement, "sources": sources, "result": result}
+        rows.append({**sizes, **dict(zip(("opening", "merging"), peaks, strict=True)), "methods": list(FUSED)})
+        del bank
+    return rows
+
+
+class _Highest:
+    """The most anonymous memory that the process had while this was entered, looked at every half millisecond."""
+
+    def __enter__(self) -> _Highest:
+        self.bytes = 0
+        self._is_over = threading.Event()
+        self._watcher = threading.Thread(target=self._watch)
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        self._watcher.join()
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(0.0005):
+            self.bytes = max(self.bytes, _status("RssAnon"))
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure_here(Path(sys.argv[1]))))

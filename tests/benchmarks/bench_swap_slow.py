@@ -1,0 +1,15 @@
+"""`bench_swap` for the methods that mergekit takes longest for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.benchmarks import bench_swap
+
+__all__ = ["run", "show"]
+
+show = bench_swap.show
+
+
+def run() -> dict[str, Any]:
+    return bench_swap.run(bench_swap.SLOW)

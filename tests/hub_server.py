@@ -1,0 +1,184 @@
+"""A small Hugging Face hub: the routes that its client uses, on this machine, with a record of what was served."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workers.findings import CACHE_VARIABLE
+
+API = re.compile(r"/api/models/(?P<name>[\w.-]+/[\w.-]+)(?:/(?P<kind>revision|tree)/(?P<revision>[\w.-]+))?")
+FILE = re.compile(r"/(?P<name>[\w.-]+/[\w.-]+)/resolve/(?P<revision>[\w.-]+)/(?P<file>[\w./-]+)")
+BLOB = re.compile(r"/blobs/(?P<name>[\w.-]+/[\w.-]+)/(?P<commit>\w+)/(?P<file>[\w./-]+)")
+
+
+@dataclass
+class Repository:
+    """Commits by hash, and the last one. `refusal` is what the hub answers, status and error code, for files whose
+    names end with `refused`."""
+
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    head: str = ""
+    refusal: tuple[int, str] | None = None
+    refused: str = ""
+
+
+@dataclass
+class Hub:
+    """Repositories by name, requests as (method, path), and how many bytes were sent of each LFS file ("name/file")."""
+
+    url: str = ""
+    repositories: dict[str, Repository] = field(default_factory=dict)
+    sends_ranges: bool = True
+    requests: list[tuple[str, str]] = field(default_factory=list)
+    sent: dict[str, int] = field(default_factory=dict)
+
+    def push(self, name: str, directory: Path) -> str:
+        """A commit of the directory's files, which becomes the head. Returns its hash."""
+        files = {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
+        repository = self.repositories.setdefault(name, Repository())
+        content = json.dumps([name, sorted((file, digest(data)) for file, data in files.items())])
+        repository.head = digest(content.encode())[:40]
+        repository.commits[repository.head] = files
+        return repository.head
+
+    def sent_of(self, name: str) -> int:
+        return sum(count for file, count in self.sent.items() if file.startswith(f"{name}/"))
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@contextmanager
+def serving(hub: Hub) -> Iterator[None]:
+    handler = type("Handler", (_Handler,), {"hub": hub})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
+def only_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch, directory: Path) -> Iterator[None]:
+    """Serve `hub` as the only one that the client knows, with empty caches in `directory`."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(directory / "cache"))
+    with serving(hub):
+        constants = "huggingface_hub.constants"
+        monkeypatch.setattr(f"{constants}.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(f"{constants}.HF_HUB_CACHE", str(directory / "hub"))
+        monkeypatch.setattr(f"{constants}.ENDPOINT", hub.url)
+        template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        yield
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: Hub
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def _answer(self) -> None:
+        path, _, query = self.path.partition("?")
+        self.hub.requests.append((self.command, path))
+        if match := BLOB.fullmatch(path):
+            data = self.hub.repositories[match["name"]].commits[match["commit"]][match["file"]]
+            return self._send_part(data, f"{match['name']}/{match['file']}")
+        match = API.fullmatch(path) or FILE.fullmatch(path)
+        repository = self.hub.repositories.get(match["name"]) if match else None
+        if match is None or repository is None:
+            return self._refuse(401, "RepoNotFound")
+        revision = match["revision"] or "main"
+        commit = repository.head if revision == "main" else revision
+        if commit not in repository.commits:
+            return self._refuse(404, "RevisionNotFound")
+        files = repository.commits[commit]
+        if match.re is FILE:
+            if repository.refusal and match["file"].endswith(repository.refused):
+                return self._refuse(*repository.refusal)
+            return self._send_file(match["name"], commit, match["file"], files.get(match["file"]))
+        if match["kind"] == "tree":
+            return self._send_json([_tree_entry(file, data) for file, data in files.items()])
+        siblings = [_sibling(file, data, with_sizes="blobs=true" in query.lower()) for file, data in files.items()]
+        return self._send_json({"id": match["name"], "sha": commit, "siblings": siblings, "private": False})
+
+    def _send_file(self, name: str, commit: str, file: str, data: bytes | None) -> None:
+        if data is None:
+            return self._refuse(404, "EntryNotFound")
+        headers = {"X-Repo-Commit": commit, "ETag": f'"{digest(data)[:40]}"'}
+        if not _is_lfs(file):
+            return self._send(200, data, headers)
+        host = self.hub.url.replace("127.0.0.1", "localhost")  # another one, as the hub's storage is
+        linked = {"X-Linked-Size": str(len(data)), "X-Linked-ETag": f'"{digest(data)}"'}
+        return self._send(302, b"", {**headers, **linked, "Location": f"{host}/blobs/{name}/{commit}/{file}"})
+
+    def _send_part(self, data: bytes, label: str) -> None:
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if asked and self.hub.sends_ranges:
+            begin, end = int(asked[1]), min(int(asked[2] or len(data) - 1), len(data) - 1)
+            part, status = data[begin : end + 1], 206
+            headers = {"Content-Range": f"bytes {begin}-{end}/{len(data)}"}
+        else:
+            part, status, headers = data, 200, {}
+        self.hub.sent[label] = self.hub.sent.get(label, 0) + len(part)
+        self._send(status, part, headers)
+
+    def _send_json(self, document: Any) -> None:
+        self._send(200, json.dumps(document).encode(), {"Content-Type": "application/json"})
+
+    def _refuse(self, status: int, code: str) -> None:
+        self._send(status, b"", {"X-Error-Code": code, "X-Error-Message": code})
+
+    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            try:
+                self.wfile.write(body)
+            except (BrokenPipeError, ConnectionResetError):  # who asks has seen enough
+                self.close_connection = True
+
+
+def _is_lfs(file: str) -> bool:
+    return file.endswith((".safetensors", ".bin"))
+
+
+def _sibling(file: str, data: bytes, *, with_sizes: bool) -> dict[str, Any]:
+    sizes: dict[str, Any] = {"size": len(data), "blobId": digest(data)[:40]} if with_sizes else {}
+    if with_sizes and _is_lfs(file):
+        sizes["lfs"] = {"size": len(data), "sha256": digest(data), "pointerSize": 134}
+    return {"rfilename": file, **sizes}
+
+
+def _tree_entry(file: str, data: bytes) -> dict[str, Any]:
+    entry: dict[str, Any] = {"type": "file", "path": file, "size": len(data), "oid": digest(data)[:40]}
+    if _is_lfs(file):
+        entry["lfs"] = {"oid": digest(data), "size": len(data), "pointerSize": 134}
+    return entry

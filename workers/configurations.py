@@ -1,0 +1,55 @@
+"""What a model's config.json says in the names that all of transformers' models share, defaults filled in.
+
+GPT-2 calls its number of layers n_layer, and many files leave out what is the default of their kind; transformers'
+configuration classes know both. Nothing is checked here but that transformers knows the kind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from workers.errors import InvalidModel
+
+__all__ = ["in_common_names", "read_config"]
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """The configuration of a model that has been opened before, in common names. Raises InvalidModel."""
+    config: dict[str, Any] = json.loads((Path(directory) / "config.json").read_text())
+    return in_common_names(config)
+
+
+def in_common_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` (as in config.json) with the defaults of its `model_type`, and under the names that models share
+    (num_hidden_layers, hidden_size, num_attention_heads, tie_word_embeddings ...) besides its own.
+
+    Raises InvalidModel if transformers has no model of that type itself: code that comes with a model is never run.
+    """
+    model_type = config.get("model_type")
+    common_names, defaults = _known(model_type if isinstance(model_type, str) else "")
+    found = {**defaults, **config}
+    return {common: found[own] for common, own in common_names.items() if own in found} | found
+
+
+@lru_cache
+def _known(model_type: str) -> tuple[Mapping[str, str], Mapping[str, Any]]:
+    """A model type's own name for each common one, and its defaults."""
+    from importlib.metadata import version
+
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        raise InvalidModel(
+            (
+                f"config.json: model_type {model_type!r} is not one that transformers {version('transformers')} knows; "
+                "code that comes with a model is never run",
+            )
+        )
+    kind = CONFIG_MAPPING[model_type]
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    return kind.attribute_map, {name: value for name, value in defaults.items() if value is not dataclasses.MISSING}
