@@ -164,6 +164,12 @@ class _Place:
     parameter: str
     memory: torch.Tensor
 
+    def overlaps(self, other: torch.Tensor) -> bool:
+        if _storage(other) != _storage(self.memory) or other.numel() == 0:
+            return False
+        (begin, end), (first, last) = _extent(self.memory), _extent(other)
+        return first < end and begin < last
+
     def is_in(self, parameters: Mapping[str, torch.Tensor]) -> bool:
         """It still is: vLLM has not given the parameter other memory."""
         return _storage(parameters[self.parameter]) == _storage(self.memory)
@@ -172,16 +178,26 @@ class _Place:
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Passes (name, tensor) on to vLLM's loader, adds up the time spent waiting for them, and sees where each goes.
 
-    Where the loader did nothing but copy the whole tensor to one part of a parameter, that is its place: `places`.
+    Where the loader did nothing but copy the whole tensor to one part of a parameter, and nothing else changed that
+    part before the end, that is its place: `places`.
     """
 
     def __init__(self, source: Iterator[tuple[str, torch.Tensor]], parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.source = source
         self.seconds = 0.0
-        self.places: dict[str, _Place | None] = {}
+        self._places: dict[str, _Place | None] = {}
         self._owners = {_storage(parameter): name for name, parameter in parameters.items()}
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._changed: list[torch.Tensor] = []
+
+    @property
+    def places(self) -> dict[str, _Place | None]:
+        """By tensor; None where only the loader knows."""
+        return {
+            name: None if place is None or any(map(place.overlaps, self._changed)) else place
+            for name, place in self._places.items()
+        }
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         while True:
@@ -193,7 +209,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return
             self._copies.clear()
             yield item
-            self.places[item[0]] = self._place(item[1])
+            self._places[item[0]] = self._place(item[1])
 
     def _place(self, tensor: torch.Tensor) -> _Place | None:
         if len(self._copies) != 1:
@@ -208,11 +224,19 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default:
             self._copies.append(args[:2])
+        elif func._schema.is_mutable and isinstance(args[0], torch.Tensor):
+            self._changed.append(args[0])
         return func(*args, **(kwargs or {}))
 
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte, and the one behind the last, that a tensor may reach, in memory."""
+    length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + length * tensor.element_size()
 
 
 def _repack(model: torch.nn.Module, changed: Iterable[torch.nn.Parameter]) -> float:

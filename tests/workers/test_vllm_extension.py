@@ -30,6 +30,7 @@ class Extension(MergeExtension):
         model: Any = AutoModelForCausalLM.from_pretrained(family.base.directory, dtype=torch.float32)
         self.loaded: list[str] = []
         self.transformed: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+        self.changed_later: list[str] = []
         self.parameters = dict(model.named_parameters())
         model.compute_logits = lambda hidden: hidden
         model.load_weights = self.load_weights
@@ -43,6 +44,8 @@ class Extension(MergeExtension):
         for name, tensor in weights:
             self.parameters[name].copy_(self.transformed.get(name, lambda same: same)(tensor))
             self.loaded.append(name)
+        for name in self.changed_later:
+            self.parameters[name][1:].mul_(3)
         return set(self.loaded)
 
     def apply(self, recipe: Recipe) -> dict[str, Any]:
@@ -90,7 +93,9 @@ def test_merges_are_written_where_the_loader_was_seen_to_write(extension: Extens
     assert extension.loaded == []
     assert holds(extension, recipe, tied_family)
 
-    # A parameter in other memory, and one of which the loader makes something else, are the loader's again.
+    # A parameter in other memory, and those of which the loader makes something else, are the loader's again.
+    tripled = "model.layers.0.mlp.down_proj.weight"
+    extension.changed_later = [tripled]
     moved, turned = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.weight"
     extension.parameters[moved].data = extension.parameters[moved].detach().clone()
     square = "model.layers.2.self_attn.o_proj.weight"
@@ -100,11 +105,12 @@ def test_merges_are_written_where_the_loader_was_seen_to_write(extension: Extens
     extension.apply(base_recipe(tied_family))
     extension.parameters[moved].data = extension.parameters[moved].detach().clone()
     extension.apply(recipe)
-    assert sorted(extension.loaded) == [moved, turned, square]
+    assert sorted(extension.loaded) == [tripled, moved, turned, square]
     expected = dict(merged_tensors(recipe, open_bank(family_to_json(tied_family)), torch.float32))
     assert torch.equal(extension.parameters[turned], expected[turned] * 2)
     assert torch.equal(extension.parameters[square], expected[square].t())
     assert torch.equal(extension.parameters[moved], expected[moved])
+    assert torch.equal(extension.parameters[tripled][1:], expected[tripled][1:] * 3)
 
 
 def test_a_merge_that_fails_on_the_way_is_forgotten(
