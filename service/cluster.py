@@ -84,10 +84,11 @@ def next_step(study: StudyRecord, job: str | None, *, fruitless: int, now: float
     if job is None and not has_begun:
         is_under_way = now - study.submitted_at < SUBMISSION_GRACE_S
         return Step("wait") if is_under_way else Step("submit", again=True)
+    reason = (has_begun and study.reason) or message or "no reason given"
     because = (
         "the cluster does not know its driver's job: Ray was started anew"
         if job is None
-        else f"its driver ended (Ray's word: {job}): {(has_begun and study.reason) or message or 'no reason given'}"
+        else f"its driver ended (Ray's word: {job}): {' '.join(reason.split())}"
     )
     if fruitless >= MAX_FRUITLESS:
         return Step("give up", f"{fruitless} drivers in a row ended without a result; the last one: {because}")
@@ -265,6 +266,8 @@ class RayCluster:
         # On a cluster of other machines the path of this process's interpreter means nothing.
         python = sys.executable if self._host is not None else "python"
         command = [python, "-m", JOB_MODULE, "--data", str(self._data_dir), "--study", study.id]
+        if self._host is not None and (address := self._host.address) is not None:
+            command += ["--ray-address", address]
         try:
             self._client.submit_job(
                 entrypoint=shlex.join([*command, *(["--because", because] if because else [])]),
@@ -312,6 +315,11 @@ class _Host:
         self._process: subprocess.Popen[bytes] | None = None
         self._failures = 0
         self._started_at = 0.0
+
+    @property
+    def address(self) -> str | None:
+        record = read_host(self._data_dir)
+        return record.address if record is not None else None
 
     @property
     def dashboard_url(self) -> str | None:

@@ -106,7 +106,10 @@ def start_ray(**options: Any) -> Any:
 
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
-            return ray.init(include_dashboard=True, object_store_memory=OBJECT_STORE_BYTES, **_COMMON, **options)
+            # "local": not one that `ray start` has left on this machine.
+            return ray.init(
+                "local", include_dashboard=True, object_store_memory=OBJECT_STORE_BYTES, **_COMMON, **options
+            )
         except Exception as error:  # what Ray raises when its own processes are slow has no class of its own
             if attempt == START_ATTEMPTS or "timed out" not in str(error):
                 raise ConnectionError(f"Ray did not start on this machine: {error}") from error

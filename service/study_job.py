@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -37,9 +38,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m service.study_job", description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--study", required=True)
+    # Where several Rays run on a machine, Ray's jobs may be told the address of another than theirs (Ray 2.60).
+    parser.add_argument("--ray-address", help="the cluster to join (default: what Ray says)")
     parser.add_argument("--because", help="why another driver was needed")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if options.ray_address:
+        os.environ["RAY_ADDRESS"] = options.ray_address
     store = Store(f"sqlite:///{options.data / DATABASE}")
     try:
         return drive(store, options.study, work_dir=options.data / "studies" / options.study, because=options.because)

@@ -125,7 +125,7 @@ def ray_cluster() -> Iterator[None]:
     import ray
 
     def start() -> None:
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
 
     try:
         start()
