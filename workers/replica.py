@@ -429,9 +429,9 @@ def deploy_scorer(
     from workers.engine import engine_environment
 
     name = name or app_name(family, options)
-    serve.start(proxy_location="Disabled")
     deadline = time.monotonic() + start_timeout_s
-    with _deploying(name, deadline):
+    with _deploying(deadline):
+        serve.start(proxy_location="Disabled")
         status = serve.status().applications.get(name)
         if status is None or status.status not in ("RUNNING", "DEPLOYING"):
             scaling = _scaling(replicas, options, keep_idle_s)
@@ -491,8 +491,9 @@ def _scaling(replicas: int, options: EngineOptions, keep_idle_s: float | None) -
 
 
 @contextmanager
-def _deploying(name: str, deadline: float) -> Iterator[None]:
-    """Only one process of the cluster deploys this application: a second deployment would restart its replicas.
+def _deploying(deadline: float) -> Iterator[None]:
+    """Only one process of the cluster starts Serve or deploys: one of two that start Serve at once fails, and a second
+    deployment of an application would restart its replicas.
 
     The lock is an actor's name; Ray frees it with the process that holds it, however that ends."""
     import ray
@@ -504,10 +505,10 @@ def _deploying(name: str, deadline: float) -> Iterator[None]:
     lock = None
     while lock is None:
         try:
-            lock = Lock.options(name=f"deploying-{name}").remote()  # type: ignore[attr-defined]
+            lock = Lock.options(name="deploying").remote()  # type: ignore[attr-defined]
         except ValueError as error:  # the name is taken
             if time.monotonic() > deadline:
-                raise EngineUnavailable(f"{name}: another process has been deploying it for too long") from error
+                raise EngineUnavailable("another process has been deploying replicas for too long") from error
             time.sleep(0.5)
     try:
         yield
