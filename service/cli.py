@@ -181,14 +181,15 @@ def _run_in(study: Any, directory: Path, *, export_best: bool, as_json: bool) ->
     try:
         with view:
             result = run_study(study, directory, view=view, exports=export_best)
-            exported = _export_from(directory, "best", directory / EXPORT) if export_best else None
+            if export_best:
+                _export_from(directory, "best", directory / EXPORT)
     except KeyboardInterrupt:
         print(f"interrupted; the same command resumes the study in {directory}", file=sys.stderr)
         return 130
     if as_json:
         print_json(summary(result))
     else:
-        places = {"report": directory / "report.html"} | ({"merged_model": exported} if exported else {})
+        places = {"report": directory / "report.html"} | ({"merged_model": directory / EXPORT} if export_best else {})
         print_results(pareto(result), summary(result), **{name: str(place) for name, place in places.items()})
     return 0
 
