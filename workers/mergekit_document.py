@@ -291,8 +291,6 @@ class _Reader:
             return ""
         if not all(part is None or part for part in split_adapter(node)):
             self._problem(place, f"{node} is no model; give MODEL+LORA, or a name without +")
-        if "@" in node:
-            self._problem(place, f"{node}: revisions are not fetched here; give the directory that holds this one")
         return node
 
     def _dtype(self, node: Any, place: str) -> str | None:

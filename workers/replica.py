@@ -508,7 +508,10 @@ def _deploying(deadline: float) -> Iterator[None]:
             lock = Lock.options(name="deploying").remote()  # type: ignore[attr-defined]
         except ValueError as error:  # the name is taken
             if time.monotonic() > deadline:
-                raise EngineUnavailable("another process has been deploying replicas for too long") from error
+                raise EngineUnavailable(
+                    'another process still deploys replicas (it holds the Ray actor "deploying"), for longer than one '
+                    "may take to start; end that process, or run the study again"
+                ) from error
             time.sleep(0.5)
     try:
         yield

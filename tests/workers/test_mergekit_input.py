@@ -414,7 +414,6 @@ REFUSALS: list[tuple[Mapping[str, Any], str]] = [
     ({"base_model": None}, "base_model: is missing; ties needs it"),
     ({"base_model": "OTHER"}, "base_model: OTHER is not among the sources of slices.0; add it, with its layer_range"),
     ({f"{FIRST}.model": "MATH+"}, f"{FIRST}.model: MATH+ is no model; give MODEL+LORA, or a name without +"),
-    ({f"{FIRST}.model": "MATH@v2"}, f"{FIRST}.model: MATH@v2: revisions are not fetched here; "),
     ({f"{FIRST}.model": {"model": "MATH", "lora": "x"}}, f"{FIRST}.model.lora: write the two as one, MODEL+LORA"),
     ({f"{FIRST}.model": "BASE"}, f"{FIRST}.model: BASE is among these already; a model is merged once"),
     (
