@@ -3,9 +3,11 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 EXTRAS ?= cpu,test
+DEVICE := $(if $(findstring gpu,$(EXTRAS)),gpu,cpu)
+CONSTRAINTS := deploy/constraints.txt deploy/constraints-$(DEVICE).txt
 # uv does not read pip's configuration; without local wheels it takes torch's CPU builds from where torch publishes them.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
-TORCH_BACKEND := $(if $(strip $(UV_FIND_LINKS)),,--torch-backend cpu)
+TORCH_BACKEND := $(if $(strip $(UV_FIND_LINKS))$(filter gpu,$(DEVICE)),,--torch-backend cpu)
 comma := ,
 STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
@@ -17,12 +19,12 @@ PYTEST_ARGS ?=
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml deploy/constraints.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or later"; exit 1; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"Python {v.major}.{v.minor} is too old: 3.11 or later is needed (make PYTHON=python3.11 ...)")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(TORCH_BACKEND) --constraint deploy/constraints.txt --editable '.[$(EXTRAS)]'
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(TORCH_BACKEND) $(CONSTRAINTS:%=--constraint %) --editable '.[$(EXTRAS)]'
 	@touch $@
 
 demo: install

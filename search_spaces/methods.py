@@ -179,7 +179,7 @@ def _known(specs: Sequence[MethodSpec]) -> dict[str, MethodSpec]:
 METHODS: Mapping[str, MethodSpec] = _known(
     (
         MethodSpec("passthrough", (Coefficient("scale", default=1),), max_sources=1),
-        MethodSpec("linear", (WEIGHT,), drops_zeros="weight"),
+        MethodSpec("linear", (WEIGHT,), drops_zeros="weight", constraint=_some_weight),
         _sums("task_arithmetic"),
         _on_task_vectors("ties", LAMBDA, K),
         _pair("slerp", Coefficient("t", 0, 1)),

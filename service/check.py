@@ -31,6 +31,7 @@ class CheckedPlan:
     memory_bytes: dict[str, int]
     disk_bytes: dict[str, int]
     absent_models: tuple[str, ...]
+    engine_remark: str
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -57,6 +58,7 @@ class CheckedPlan:
                 f"{memory['available']}",
                 f"disk      {gib(self.disk_bytes['export'])} for an exported model, "
                 f"{gib(self.disk_bytes['available'])} free",
+                *([f"engine    {self.engine_remark}"] if self.engine_remark else []),
                 *self._download(),
             )
         )
@@ -109,6 +111,7 @@ def check(study: Study, directory: Path, *, exports: bool = False) -> CheckedPla
             "download": examination.absent_bytes,
         },
         absent_models=tuple(sorted({named(place) for place in places if is_stand_in(Path(place))})),
+        engine_remark=examination.engine_remark,
     )
 
 

@@ -263,7 +263,8 @@ def _merge(options: argparse.Namespace) -> int:
 
     directories = _directories(options.model)
     if options.check:
-        plan = check_merge(options.file, directories, options.out, dtype=options.dtype)
+        note = partial(print, file=sys.stderr)
+        plan = check_merge(options.file, directories, options.out, dtype=options.dtype, note=note)
         print_json(plan.to_json()) if options.json else print(plan.to_text())
         return 0
     shards = {} if options.max_shard_size is None else {"max_shard_bytes": options.max_shard_size}

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from service.documents import JobDocument
+from service.answers import JobDocument
 from service.execution import HEARTBEAT_S
 from service.ray_host import HOST_FILE, read_host, stop_processes
 from service.store import Store

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +55,8 @@ def export_trial(
 
 
 def write_model(recipe: Recipe, bank: Bank, out: Path, *, dtype: str, **details: Any) -> Path:
-    """`writer.export` with its further arguments `details`; raises Conflict as `model_bytes` does."""
+    """`writer.export` with its further arguments `details`; raises Conflict as `model_bytes` does, and where the disk
+    is full before the model is whole: then nothing stays of it."""
     import torch
 
     from workers.writer import export
@@ -63,6 +66,13 @@ def write_model(recipe: Recipe, bank: Bank, out: Path, *, dtype: str, **details:
         return export(recipe, bank, out, dtype=getattr(torch, dtype), **details)
     except FileExistsError as error:
         raise Conflict(str(error)) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise Conflict(
+            f"{out}: {os.strerror(error.errno)}: what was written is removed; make room or give a directory on another "
+            "disk"
+        ) from error
 
 
 def model_bytes(recipe: Recipe, bank: Bank, out: Path, *, dtype: str) -> int:

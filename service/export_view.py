@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -50,7 +51,9 @@ class ExportView:
         self._shown_at = now
         line = _line(progress, elapsed_s)
         self._is_line_open = self._is_terminal
-        self._stream.write(f"\r\x1b[K{line}" if self._is_terminal else f"{line}\n")
+        # A line that wraps could not be rewritten.
+        whole = line[: shutil.get_terminal_size().columns - 1]
+        self._stream.write(f"\r\x1b[K{whole}" if self._is_terminal else f"{line}\n")
         self._stream.flush()
 
 
@@ -58,10 +61,12 @@ def _line(progress: Progress, elapsed_s: float) -> str:
     """`[42s] writing: 1.4 of 13.5 GiB (0.9 GiB were there), 250 MiB/s, 49s left`."""
     from service.progress import duration
 
-    there = f" ({progress.kept / 2**30:.1f} GiB were there)" if progress.kept else ""
+    size, unit = (2**30, "GiB") if progress.total >= 2**30 else (2**20, "MiB")
+    there = f" ({progress.kept / size:.1f} {unit} were there)" if progress.kept else ""
     rate = (progress.written - progress.kept) / elapsed_s
+    speed = f"{rate / 2**20:.0f} MiB/s" if rate >= 2**20 else f"{rate / 2**10:.0f} KiB/s"
     left = f", {duration((progress.total - progress.written) / rate)} left" if rate else ""
     return (
-        f"[{duration(elapsed_s)}] writing: {progress.written / 2**30:.1f} of {progress.total / 2**30:.1f} GiB{there}, "
-        f"{rate / 2**20:.0f} MiB/s{left}"
+        f"[{duration(elapsed_s)}] writing: {progress.written / size:.1f} of {progress.total / size:.1f} {unit}{there}, "
+        f"{speed}{left}"
     )

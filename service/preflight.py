@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -31,6 +31,9 @@ from service.tune.plan import Plan
 from service.types import Origin, StudyRecord
 from workers.errors import InvalidModel, InvalidTask
 from workers.types import CHUNKS_IN_FLIGHT_PER_REPLICA, EngineOptions, Family, ModelSource, TaskInfo, TaskSpec
+
+if TYPE_CHECKING:
+    from workers.engine_support import Inquiry
 
 __all__ = ["DTYPE_BYTES", "EXPORT", "Examination", "MemoryPlan", "check_unchanged", "engine_dtype", "examine", "pinned"]
 
@@ -89,6 +92,8 @@ class Examination:
     """Of the hub models, as the study calls them."""
     absent_bytes: int
     """Weights that are on the hub and not here: they were not looked into."""
+    engine_remark: str
+    """What is to be known of how vLLM runs the models; "" if nothing."""
 
     @property
     def concurrency(self) -> int:
@@ -203,12 +208,13 @@ def examine(
     from workers.hub import absent_bytes
 
     problems: list[Problem] = []
+    inquiry = _inquiry(study)
     models = _examine_models(study, problems)
     tasks, infos = _examine_tasks(study.objectives, "objectives", study, problems)
     holdout_tasks, holdout_infos = _examine_tasks(study.holdout, "holdout", study, problems)
     objectives = _objectives(study, infos, problems)
     rung_samples, cycle = _examine_fidelity(study, infos, problems)
-    _examine_devices(study, problems)
+    _examine_devices(study, models, problems)
     memory = _memory(study, models, available_bytes) if models else None
     if models is not None and memory is not None:
         _examine_space(study, models, dict.fromkeys(("base", *study.models.experts), ""), problems)
@@ -216,6 +222,7 @@ def examine(
         _examine_memory(memory, problems)
         if export_dir is not None and (lack := lack_of_space(export_dir, models.export_bytes(study))):
             problems.append(Problem("", f"--export: {lack}"))
+    engine_remark = _examine_engine(study, inquiry, problems)
     if problems or models is None or memory is None:
         raise InvalidStudy(tuple(problems))
     family = _read_weights(study, models, problems, downloads=downloads, note=note)
@@ -239,6 +246,7 @@ def examine(
         export_bytes=models.export_bytes(study),
         commits=models.commits,
         absent_bytes=absent_bytes(Path(model.directory) for model in family.models),
+        engine_remark=engine_remark,
     )
 
 
@@ -250,6 +258,7 @@ class _Models:
     commits: Mapping[str, str]
     result_dir: Path
     num_layers: int
+    num_heads: int | None
     num_parameters: int
     bank_bytes: int
 
@@ -296,9 +305,32 @@ def _examine_models(study: Study, problems: list[Problem]) -> _Models | None:
         commits={model: commit for model, commit in commits.items() if commit},
         result_dir=Path(result_dir(family)),
         num_layers=base.layout.num_layers,
+        num_heads=base.settings.get("num_attention_heads"),
         num_parameters=sum(math.prod(tensor.shape) for tensor in base.tensors.values()),
         bank_bytes=stored_bytes(checkpoints),
     )
+
+
+def _inquiry(study: Study) -> Inquiry | None:
+    """From now on vLLM is asked whether it can run the base, if that has a configuration; experts are of its kind."""
+    from workers.engine_support import Inquiry
+    from workers.hub import locate
+
+    try:
+        config = json.loads((locate(study.models.base) / "config.json").read_bytes())
+    except (InvalidModel, OSError, ValueError, RecursionError):  # `_examine_models` says so
+        return None
+    return Inquiry([config]) if isinstance(config, dict) else None
+
+
+def _examine_engine(study: Study, inquiry: Inquiry | None, problems: list[Problem]) -> str:
+    """Whether engines can run such models; returns what else is to be known of that."""
+    if inquiry is None:
+        return ""
+    (support,) = inquiry.answers(dtype=engine_dtype(study))
+    if support.problem:
+        problems.append(Problem("models.base", f"{study.models.base}: {support.problem}"))
+    return support.remark
 
 
 def _read_weights(
@@ -465,11 +497,20 @@ def _examine_space(
         return None
 
 
-def _examine_devices(study: Study, problems: list[Problem]) -> None:
-    """GPUs of this machine; of a cluster they are Ray's to know."""
+def _examine_devices(study: Study, models: _Models | None, problems: list[Problem]) -> None:
+    """GPUs of this machine; of a cluster they are Ray's to know. Whether the models can be split between them."""
     import torch
 
     engine = study.engine
+    if models and models.num_heads and models.num_heads % engine.tensor_parallel_size:
+        fitting = [str(number) for number in range(1, models.num_heads + 1) if models.num_heads % number == 0]
+        problems.append(
+            Problem(
+                "engine.tensor_parallel_size",
+                f"{engine.tensor_parallel_size} does not divide the models' {models.num_heads} attention heads; "
+                f"use one of {', '.join(fitting)}",
+            )
+        )
     num_needed = engine.replicas * engine.tensor_parallel_size
     num_gpus = torch.cuda.device_count()
     if num_gpus and num_needed > num_gpus and "RAY_ADDRESS" not in os.environ:

@@ -20,7 +20,7 @@ from service.terminal import console, print_json, print_json_line, print_results
 from service.types import StudyState, TrialState
 
 if TYPE_CHECKING:
-    from service.documents import StudyDocument
+    from service.answers import StudyDocument
 
 __all__ = ["DEFAULT_SERVER", "SERVER_VARIABLE", "ServerVerbs", "server_verbs"]
 

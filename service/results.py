@@ -27,7 +27,6 @@ from service.documents import (
     SummaryDocument,
     TrialDocument,
     VerificationDocument,
-    schemas,
 )
 from service.selection import accuracy_objectives, best_trial, costs_of, pareto_front
 from service.statistics import Z, independent_difference, mean_of
@@ -38,7 +37,6 @@ __all__ = [
     "EngineFigures",
     "RunRecord",
     "pareto",
-    "schemas",
     "summary",
     "trial_document",
     "trials_jsonl",

@@ -10,12 +10,12 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from service.answers import StudyDocument
 from service.documents import (
     EstimateDocument,
     HoldoutDocument,
     ObjectiveDocument,
     ParetoDocument,
-    StudyDocument,
     SummaryDocument,
     TrialDocument,
 )

@@ -40,8 +40,8 @@ def tiny_llama(
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
         "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
+        "num_attention_heads": max(1, hidden // 32),  # vLLM's CPU attention has no kernel for smaller heads
+        "num_key_value_heads": max(1, hidden // 32),
         "max_position_embeddings": 512,
         "tie_word_embeddings": tied,
         "initializer_range": 0.1,

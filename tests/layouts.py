@@ -45,6 +45,14 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "mixtral": {"num_local_experts": 6},
     "qwen2_moe": {**MIXTURE, "shared_expert_intermediate_size": 96},
     "qwen3_moe": {**MIXTURE, "mlp_only_layers": [1]},
+    "granitemoehybrid": {
+        "head_dim": None,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "mamba_n_heads": 8,
+        "mamba_d_state": 16,
+    },
 }
 
 

@@ -36,7 +36,8 @@ def modules_of(package: ModuleType) -> Iterator[str]:
 
 
 MODULES = [name for package in (search_spaces, workers, service) for name in modules_of(package)]
-ONLY_IN_AN_ENGINE = {"workers.vllm_extension", "workers.vllm_plugin"}  # importing vLLM takes half a minute
+# Importing vLLM takes half a minute.
+ONLY_IN_AN_ENGINE = {"workers.vllm_extension", "workers.vllm_models", "workers.vllm_plugin"}
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name not in ONLY_IN_AN_ENGINE])

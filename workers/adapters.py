@@ -21,7 +21,7 @@ from workers.derived import LowRank, SourceTensor
 from workers.headers import TensorInfo, read_headers
 from workers.layout import EMBEDDING, Layout, is_output_head, some_of
 
-__all__ = ["ADAPTER_CONFIG", "AdaptedBase", "is_adapter", "read_adapter"]
+__all__ = ["ADAPTER_CONFIG", "AdaptedBase", "is_adapter", "read_adapter", "stated_base"]
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +83,12 @@ def is_adapter(path: Path) -> bool:
     return (path / ADAPTER_CONFIG).is_file() and not any((path / name).is_file() for name in models)
 
 
+def stated_base(path: Path) -> str:
+    """The model that the adapter in `path` says it was trained on: a path or a hub id of its trainer's; "" if none."""
+    settings = _read_settings(path, [])
+    return settings.stated_base if settings else ""
+
+
 def read_adapter(path: Path, base: AdaptedBase | None, problems: list[str]) -> dict[str, SourceTensor]:
     """Every tensor of `base` as the adapter in `path` leaves it; what is wrong is appended to `problems`.
 
@@ -110,6 +116,8 @@ def read_adapter(path: Path, base: AdaptedBase | None, problems: list[str]) -> d
             unknown.append(parameter)
     for module, matrices in parts.matrices.items():
         name = base.name(f"{module}.weight")
+        if is_output_head(f"{module}.weight") and base.layout.is_tied:
+            continue  # the embedding's matrices again, or `_tied_problems` tells
         if name is None:
             unknown.append(f"{module}.weight")
             continue
@@ -292,11 +300,17 @@ def _matrix_problems(
 
 
 def _tied_problems(parts: _Parts, settings: _Settings) -> Iterator[str]:
-    """Of an adapter of a tied model: what was trained as two tensors is no tied model any more."""
-    trained = [module for module, matrices in parts.matrices.items() if matrices.is_embedding]
-    if not settings.ties_weights:
+    """Of an adapter of a tied model: what was trained as two tensors is no tied model any more.
+
+    peft trains the two as one where `ensure_weight_tying` asks for it, and stores the matrices of both. The model is
+    then the tied one with their product added once; peft 0.21's own merge adds it twice."""
+    heads = [module for module in parts.matrices if is_output_head(f"{module}.weight")]
+    embeddings = [module for module, matrices in parts.matrices.items() if matrices.is_embedding]
+    if settings.ties_weights:
+        trained = [] if embeddings else heads
+    else:
         whole = [name for name in parts.whole if any(f".{module}." in f".{name}" for module in settings.whole_modules)]
-        trained += [name for name in whole if is_output_head(name) or EMBEDDING.search(name)]
+        trained = [*embeddings, *heads, *(name for name in whole if is_output_head(name) or EMBEDDING.search(name))]
     for name in trained:
         yield (
             f"changes {name} alone, but in the base embedding and output head are one tensor; merge the adapter into "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workers.adapters import ADAPTER_CONFIG, AdaptedBase, is_adapter, read_adapter
+from workers.adapters import ADAPTER_CONFIG, AdaptedBase, is_adapter, read_adapter, stated_base
 from workers.configurations import in_common_names
 from workers.derived import SourceTensor
 from workers.errors import InvalidModel
@@ -202,10 +203,34 @@ def check_family(
         else:
             opened |= {alias: expert} if expert else {}
     if base:
+        problems += _foreign_adapters({_BASE_KEY: base, **opened}, {_BASE_KEY: base_dir, **experts})
         problems += _misfits(base, opened, tokenizer)
     if problems or base is None:
         raise InvalidModel(tuple(map(named, problems)))
     return base, *opened.values()
+
+
+def _foreign_adapters(opened: Mapping[str, Checkpoint], given: Mapping[str, str | Path]) -> Iterator[str]:
+    """Adapters that say they were trained on another of the models `given`: they fit the base's shapes all the same."""
+    for alias, adapter in opened.items():
+        if adapter.base is None:
+            continue
+        stated = stated_base(adapter.directory)
+        bases = [
+            other
+            for other, model in opened.items()
+            if model.base is None
+            and (
+                stated == str(given[other]).partition("@")[0]
+                or (os.path.isdir(stated) and os.path.samefile(stated, model.directory))
+            )
+        ]
+        if bases and _BASE_KEY not in bases:
+            yield (
+                f"expert {alias!r}: {adapter.directory}: an adapter to the expert {bases[0]!r} "
+                f"(base_model_name_or_path is {stated}); expected adapters to the base model: merge it into "
+                f"{bases[0]!r} with peft first, and give the whole model"
+            )
 
 
 def _misfits(base: Checkpoint, experts: Mapping[str, Checkpoint], tokenizer: str) -> Iterator[str]:

@@ -15,7 +15,11 @@ from typing import Any
 
 from workers.errors import InvalidModel
 
-__all__ = ["in_common_names", "read_config"]
+__all__ = ["LAYERS_WITHOUT_EXPERTS", "in_common_names", "of_each_layer", "read_config"]
+
+
+# The numbers of a mixture's layers without one.
+LAYERS_WITHOUT_EXPERTS = "mlp_only_layers"
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
@@ -34,6 +38,29 @@ def in_common_names(config: Mapping[str, Any]) -> dict[str, Any]:
     common_names, defaults = _known(model_type if isinstance(model_type, str) else "")
     found = {**defaults, **config}
     return {common: found[own] for common, own in common_names.items() if own in found} | found
+
+
+def of_each_layer(config: Mapping[str, Any], num_layers: int) -> dict[str, list[Any]]:
+    """The fields of `config` (as in config.json) that hold an entry for each layer, such as `layer_types`, also those
+    that a file leaves to transformers to work out from a layer's number; not lists of such numbers."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    known = CONFIG_MAPPING[config["model_type"]].from_dict(_with_all_numbers(config)).to_dict()
+    return {
+        name: value
+        for name, value in {**known, **config}.items()
+        if "layer" in name and name != LAYERS_WITHOUT_EXPERTS and isinstance(value, list) and len(value) == num_layers
+    }
+
+
+def _with_all_numbers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` with the numbers that JSON lacks: transformers writes infinity as {"__float__": "Infinity"}."""
+
+    def decoded(entry: dict[str, Any]) -> Any:
+        return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry
+
+    found: dict[str, Any] = json.loads(json.dumps(dict(config)), object_hook=decoded)
+    return found
 
 
 @lru_cache

@@ -11,27 +11,36 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import psutil
-
 from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from workers.configurations import read_config
 from workers.errors import EngineUnavailable, EvidenceMismatch, InvalidModel, TrialFailed
+from workers.memory import Division, divide, free_host_bytes, gpus_of_this_machine, kv_token_bytes, needs_of
 from workers.prompts import LOGPROB_TOLERANCE, Continuation, Generation, Prompts
 from workers.result_files import result_dir
 from workers.types import EngineOptions, Family
 
-__all__ = ["Engine", "SwapReport", "base_recipe", "engine_environment", "kv_cache_bytes"]
+__all__ = [
+    "Engine",
+    "SwapReport",
+    "base_recipe",
+    "engine_environment",
+    "free_gpu_bytes",
+    "kv_cache_bytes",
+    "typical_difference",
+]
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +49,10 @@ MAX_NUM_BATCHED_TOKENS = 4096
 CANARY_EVERY = 32  # swaps
 CANARY_TOKENS = 48
 GIB = 1 << 30
+# A GPU with this share of its memory free has no other user.
+MOSTLY_FREE = 0.9
+# So begin vLLM's classes for models that it has no code for.
+GENERIC = "Transformers"
 
 
 @dataclass(frozen=True)
@@ -86,21 +99,20 @@ class Engine:
         self.options = options
         self.prompts = Prompts(result_dir(family), options)
         self.swap_s: list[float] = []
-        self._state: dict[str, Any] = {"digest": None, "swaps": 0, "checksum": ""}
+        self._state: dict[str, Any] = {"digest": None, "swaps": 0, "checksum": "", "bank": {}}
         self._new_tokenizer: tempfile.TemporaryDirectory[str] | None = None
         started = time.perf_counter()
         try:
             self._start()
             self.start_s = time.perf_counter() - started
             self.swap(base_recipe(family), check=True)
-        except (EvidenceMismatch, InvalidModel):
+        except (EngineUnavailable, EvidenceMismatch, InvalidModel):
             self.close()
             raise
         except Exception as error:  # vLLM raises anything; the caller needs one class and the reason
             self.close()
-            reason = str(error).strip().splitlines()
             raise EngineUnavailable(
-                f"vLLM did not start for {family.base.directory}: {type(error).__name__}: {reason[0] if reason else ''}"
+                f"vLLM did not start for {family.base.directory}: {type(error).__name__}: {_reason(error)}"
                 + (f"; its log is {log_file}" if log_file else "")
             ) from error
         log.info("engine for %s started in %.1f s", family.base.directory, self.start_s)
@@ -113,19 +125,34 @@ class Engine:
         from vllm import LLM
         from vllm.platforms import current_platform
 
+        from workers.vllm_models import model_config
+
         is_cpu = bool(current_platform.is_cpu())
         self.dtype = self.options.dtype
         if self.dtype == "auto":
             self.dtype = "float32" if is_cpu else "bfloat16"
         _let_llvmlite_be_inspected()
+        opening: tuple[Any, ...] = ()
         by_device: dict[str, Any]
         if is_cpu:
             cache = kv_cache_bytes(self.prompts.config, self.max_length, self.dtype)
-            by_device = {"enforce_eager": True, "kv_cache_memory_bytes": cache}
+            by_device = {
+                "enforce_eager": True,
+                "kv_cache_memory_bytes": cache,
+                # vLLM's kernels for state-space layers fail on CPU where states are cached by prefix.
+                "enable_prefix_caching": not model_config(self.prompts.directory, dtype=self.dtype).has_inner_state,
+            }
         else:
-            # Other kernels for mixtures of experts shuffle the weights when they are loaded: what is written over them
-            # later would be read in the wrong order.
-            by_device = {"moe_backend": "triton"}
+            division, scratch_bytes = self._divide_memory()
+            opening = (division.places, scratch_bytes, division.reason)
+            by_device = {
+                "gpu_memory_utilization": division.gpu_share,
+                # Other kernels for mixtures of experts shuffle the weights when they are loaded: what is written over
+                # them later would be read in the wrong order.
+                "moe_backend": "triton",
+                "enforce_eager": not _has_code_for(self.prompts.config),
+                "enable_prefix_caching": True,
+            }
         self._llm: Any = LLM(
             model=self.prompts.directory,
             tokenizer=self._tokenizer_directory(),
@@ -134,18 +161,36 @@ class Engine:
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=max(MAX_NUM_BATCHED_TOKENS, self.max_length),
             tensor_parallel_size=self.options.tensor_parallel_size,
+            # Left to itself vLLM may take Ray inside of Ray, and wait for GPUs that this process has already.
+            distributed_executor_backend="mp" if self.options.tensor_parallel_size > 1 else None,
             # Whatever is loaded is overwritten by the first swap; where the vocabulary is not the base's, nothing is.
             load_format="safetensors" if self.prompts.directory == self.family.base.directory else "dummy",
             generation_config="vllm",  # end-of-text tokens are passed with each request, defaults for sampling ignored
             worker_extension_cls="workers.vllm_extension.MergeExtension",
-            enable_prefix_caching=True,
             seed=self.options.seed,
             disable_log_stats=True,
             trust_remote_code=False,
             **by_device,
         )
-        self.bank_fingerprint = str(self._call("mergesearch_open", family_to_json(self.family)))
+        self.bank_fingerprint = str(self._call("mergesearch_open", family_to_json(self.family), *opening))
         self.sources = str(self._call("mergesearch_sources"))
+
+    def _divide_memory(self) -> tuple[Division, int]:
+        """How engine and bank share the GPU, from what is free now, and the bytes left to merge in."""
+        ranks = self.options.tensor_parallel_size
+        needs = needs_of(
+            self.family, config=self.prompts.config, dtype=self.dtype, max_length=self.max_length, ranks=ranks
+        )
+        free, total = free_gpu_bytes(ranks)
+        division = divide(
+            needs,
+            gpu_free=free,
+            gpu_total=total,
+            host_free=free_host_bytes(),
+            copies=max(ranks, gpus_of_this_machine()),
+        )
+        log.info("%s; the engine has %.2f of the GPU", division.reason, division.gpu_share)
+        return division, needs.scratch
 
     def _tokenizer_directory(self) -> str:
         """Where vLLM finds the tokenizer that we use: the model's folder, or a copy that says which class reads it."""
@@ -167,6 +212,11 @@ class Engine:
     @property
     def swap_count(self) -> int:
         return int(self._state["swaps"])
+
+    @property
+    def bank_summary(self) -> dict[str, Any]:
+        """What the bank said of itself at the last swap (`bank.Bank.summary`), and why it is where it is."""
+        return dict(self._state["bank"])
 
     @property
     def weights_checksum(self) -> str:
@@ -192,10 +242,10 @@ class Engine:
                 raise RuntimeError("swap while requests are in flight")
             if len(recipe.layers) != (layers := int(self.prompts.config["num_hidden_layers"])):
                 raise TrialFailed(f"the recipe has {len(recipe.layers)} layers, the model {layers}")
-            try:
-                self._state = self._call("mergesearch_apply", json.dumps(recipe.to_json()))
-            except InvalidRecipe as error:
-                raise TrialFailed(f"the merge cannot be computed: {error}") from error
+            state = self._call("mergesearch_apply", json.dumps(recipe.to_json()))
+            if "refused" in state:
+                raise TrialFailed(f"the merge cannot be computed: {state['refused']}")
+            self._state = state
             started = time.perf_counter()
             # vLLM never does this by itself, and stale blocks give wrong scores.
             if not self._llm.reset_prefix_cache():
@@ -211,7 +261,8 @@ class Engine:
         return SwapReport(recipe.digest, self.swap_count, self.weights_checksum, **timings, is_new=is_new)
 
     def check_against_transformers(self, recipe: Recipe) -> float | None:
-        """The largest difference of a log-probability from transformers' on the merged weights of `recipe`.
+        """How far the log-probabilities are from transformers' on the merged weights of `recipe`, by
+        `typical_difference`.
 
         Raises EvidenceMismatch if it is beyond LOGPROB_TOLERANCE. None, with a warning, where there is no memory for
         a second model or the candidate's logits are not finite (scoring it says so).
@@ -219,7 +270,7 @@ class Engine:
         from workers.reference import logprobs, merged_model
 
         needed = 2 * sum(file.stat().st_size for file in Path(self.family.base.directory).glob("*.safetensors"))
-        if needed > psutil.virtual_memory().available:
+        if needed > free_host_bytes():
             log.warning("not compared with transformers: that takes %.1f GiB more memory", needed / GIB)
             return None
         vocabulary = int(self.prompts.config["vocab_size"])
@@ -231,7 +282,7 @@ class Engine:
         from workers.vllm_extension import family_to_json, open_bank
 
         theirs = logprobs(merged_model(recipe, open_bank(family_to_json(self.family)), dtype=self.dtype), prompt)
-        difference = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+        difference = typical_difference(ours, theirs, dtype=self.dtype)
         if not difference <= LOGPROB_TOLERANCE[self.dtype]:
             raise EvidenceMismatch(
                 f"recipe {recipe.digest[:12]}: log-probabilities of the engine and of transformers differ by "
@@ -338,7 +389,7 @@ def engine_environment(options: EngineOptions, environment: Any = None) -> dict[
 
     Where `environment` already says otherwise, it is left alone, except what the engine cannot do without.
     """
-    threads = options.threads or max(1, len(os.sched_getaffinity(0)) - 1)
+    threads = options.threads or max(1, (len(os.sched_getaffinity(0)) - 1) // options.tensor_parallel_size)
     wanted = {
         "OMP_NUM_THREADS": str(threads),
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -354,14 +405,64 @@ def engine_environment(options: EngineOptions, environment: Any = None) -> dict[
 def kv_cache_bytes(config: dict[str, Any], max_length: int, dtype: str) -> int:
     """Memory for keys and values on CPU: a full batch of texts of up to 512 tokens, within 1 GiB, and always one text
     of `max_length`."""
-    heads = int(config["num_attention_heads"])
-    head_size = int(config.get("head_dim") or config["hidden_size"] // heads)
-    value_bytes = 4 if dtype == "float32" else 2
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    per_token = 2 * int(config["num_hidden_layers"]) * kv_heads * head_size * value_bytes
+    per_token = kv_token_bytes(config, dtype)
     block = 128  # tokens, vLLM's default on CPU
     one_text = (max_length // block + 2) * block * per_token
     return max(one_text, min(GIB, MAX_NUM_SEQS * min(512, max_length + block) * per_token))
+
+
+def free_gpu_bytes(num_gpus: int, *, wait_s: float = 20.0, poll_s: float = 1.0) -> tuple[int, int]:
+    """(free, all) bytes of the first `num_gpus` GPUs that this process sees; of each the least.
+
+    Waits up to `wait_s` where they are not MOSTLY_FREE: what a killed engine held may come free only now. Raises
+    EngineUnavailable.
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        free, total = _gpu_bytes(num_gpus)
+        if free >= MOSTLY_FREE * total or time.monotonic() >= deadline:
+            return free, total
+        time.sleep(poll_s)
+
+
+def _gpu_bytes(num_gpus: int) -> tuple[int, int]:
+    """Several GPUs are looked at by a process that ends: a context of this one would stay in the first one's memory,
+    beside the rank that computes there."""
+    if num_gpus == 1:
+        import torch
+
+        return torch.cuda.mem_get_info()
+    code = f"import json, torch; print(json.dumps([torch.cuda.mem_get_info(i) for i in range({num_gpus})]))"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if answer.returncode:
+        reason = (answer.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise EngineUnavailable(f"the memory of {num_gpus} GPUs cannot be read: {reason}")
+    free, total = zip(*json.loads(answer.stdout), strict=True)
+    return min(free), min(total)
+
+
+def _reason(error: Exception) -> str:
+    """One line; of several mistakes in vLLM's configuration the first, which pydantic puts below a headline."""
+    mistakes = error.errors() if hasattr(error, "errors") else ()
+    text = str(mistakes[0]["msg"] if mistakes else error).strip()
+    return text.splitlines()[0] if text else ""
+
+
+def _has_code_for(config: Mapping[str, Any]) -> bool:
+    """vLLM has code of its own for the model. What it runs through transformers' modules is not compiled: for that it
+    would change transformers' classes (`vllm_plugin`), and graphs are captured of compiled models."""
+    from vllm import ModelRegistry
+
+    names = config.get("architectures") or ()
+    runs = [getattr(ModelRegistry.models.get(name), "class_name", GENERIC) for name in names]
+    return any(not name.startswith(GENERIC) for name in runs)
+
+
+def typical_difference(ours: Sequence[float], theirs: Sequence[float], *, dtype: str) -> float:
+    """Of two lists of log-probabilities: the largest in float32; else the root of the mean square, because there the
+    rounding of a whole model, whatever it does on average, moves some unlikely token far."""
+    apart = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+    return max(apart) if dtype == "float32" else math.sqrt(sum(value * value for value in apart) / len(apart))
 
 
 def base_recipe(family: Family) -> Recipe:

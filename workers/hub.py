@@ -29,10 +29,12 @@ from workers.findings import cache_dir
 from workers.headers import MAX_HEADER_BYTES, PICKLES
 
 __all__ = [
+    "HUB_ID",
     "TOKENIZER_FILES",
     "absent_bytes",
     "commit_of",
     "fetched",
+    "id_of",
     "is_stand_in",
     "lack_of_space",
     "locate",
@@ -148,6 +150,14 @@ def commit_of(directory: Path) -> str | None:
     if is_stand_in(directory):
         return _record(directory).commit
     return directory.name if directory.parent.name == "snapshots" and COMMIT.fullmatch(directory.name) else None
+
+
+def id_of(directory: Path) -> str | None:
+    """owner/name of the hub model that is at `directory`, as `locate` gives it; None of any other directory."""
+    if is_stand_in(directory):
+        return _record(directory).name
+    owner, _, name = directory.parent.parent.name.removeprefix("models--").rpartition("--")
+    return (f"{owner}/{name}" if owner else name) if commit_of(directory) else None
 
 
 def _cached(name: str, revision: str) -> Path | None:

@@ -24,9 +24,12 @@ NORM = re.compile(r"norm|(?:^|_)ln(?:$|_)")
 # What the name of one module says of it; `post_attention_layernorm` is a norm.
 COMPONENT_OF: tuple[tuple[Component, re.Pattern[str]], ...] = (
     ("norm", NORM),
-    ("attention", re.compile(r"attn|attention")),
+    # And what mixes positions in attention's place: state-space layers, convolutions, linear recurrences.
+    ("attention", re.compile(r"attn|attention|mamba|^conv$|^temporal_block$")),
     ("mlp", re.compile(r"mlp|feed_forward|ffn|moe|^fc[12]$")),
 )
+# Of models that see or hear.
+OTHER_INPUT = re.compile(r"(?:^|[._])(?:vision|visual|image|video|audio|speech)(?:$|[._])")
 EMBEDDING = re.compile(r"embed|(?:^|\.)w[tp]e\.")
 OUTPUT_HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output)\.")
 # Buffers that old checkpoints carry (rotary frequencies, causal masks); models compute them anew.
@@ -82,14 +85,17 @@ class Layout:
 def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
     """Assign every tensor to a layer and component, by the names of the modules that hold it.
 
-    Norms are norms wherever they sit, biases go with their module, routers and the experts of a mixture are parts of
-    the MLP, each a tensor of its own; positions belong to the embedding, the final norm and the output head form the
-    head. `config` is in common names (`configurations.in_common_names`). Raises InvalidModel naming the tensors that
-    fit nowhere.
+    Norms are norms wherever they sit, biases go with their module, what mixes positions is attention, routers and the
+    experts of a mixture are parts of the MLP, each a tensor of its own; positions belong to the embedding, the final
+    norm and the output head form the head. `config` is in common names (`configurations.in_common_names`). Raises
+    InvalidModel naming the tensors that fit nowhere.
     """
     names = [name for name in names if not IGNORED.search(name)]
     places: dict[str, Place] = {}
     unknown: list[str] = []
+    inputs = [name for name in names if OTHER_INPUT.search(name)]
+    if inputs:
+        raise InvalidModel((f"layout: a model that reads more than text, which is not merged: {some_of(inputs)}",))
     prefixes: set[str] = set()
     for name in names:
         if match := LAYER.match(name):
@@ -114,12 +120,25 @@ def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
                 f"with layers {sorted(layers)}",
             )
         )
+    _mend_final_norm(places)
     heads = [name for name, place in places.items() if place.component == "head" and is_output_head(name)]
     tied_head = None
     if config.get("tie_word_embeddings", not heads):
         for tied_head in heads:
             del places[tied_head]
     return Layout(places, len(layers), prefixes.pop(), tied_head)
+
+
+def _mend_final_norm(places: dict[str, Place]) -> None:
+    """Every decoder ends in a norm: where the only one outside of layers is called the embedding's, it is that norm."""
+    norms = {
+        name: place
+        for name, place in places.items()
+        if place.layer is None and any(NORM.search(module) for module in name.split("."))
+    }
+    if all(place.component == "embedding" for place in norms.values()):
+        for name in norms:
+            places[name] = Place("head", None, name)
 
 
 def is_output_head(name: str) -> bool:

@@ -6,7 +6,7 @@ the pass that merges. This depends on nothing but the two tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -15,17 +15,14 @@ import torch
 
 __all__ = ["SPACING", "MagnitudeTable", "Trim"]
 
-# One magnitude in so many is in the table: 8 bytes for 128 elements, and a rank is left with at most 127 of them.
+# One magnitude in so many is in the table: 9 bytes for 128 elements, and a rank is left with at most 127 of them.
 SPACING = 128
 
 
 @dataclass(frozen=True)
 class Trim:
-    """Which magnitudes are at least the one of a given rank: all from `high` on; of those strictly between `low` and
-    `high`, of which there are fewer than `SPACING`, all but the `num_smaller` smallest; none up to `low`.
-
-    Where it is known at once, low = high = that magnitude, and there is nothing between.
-    """
+    """The magnitude of a given rank: `high` where that is `low` too; else one of those strictly between the two, fewer
+    than `SPACING`, of which `num_smaller` are smaller or equal and before it in ascending order."""
 
     low: float
     high: float
@@ -33,29 +30,52 @@ class Trim:
 
 
 class MagnitudeTable:
-    """Every 128th of the ascending magnitudes and the largest, and how many elements are no larger than each."""
+    """Every 128th of the ascending magnitudes and the largest, how many elements are no larger than each, and how many
+    of the up to 128 before its place equal it."""
 
-    def __init__(self, cuts: np.ndarray, no_larger: np.ndarray) -> None:
+    def __init__(self, cuts: np.ndarray, no_larger: np.ndarray, equal_before: np.ndarray) -> None:
         self._cuts = cuts
         self._no_larger = no_larger
+        self._equal_before = equal_before
 
     @classmethod
     def of(cls, source: torch.Tensor, base: torch.Tensor) -> Self:
         """The table of |source - base|, in float32, of at least one element. Sorts them: once for two tensors."""
-        cuts, no_larger = [], []
+        return cls._of(_ascending(source, base))
+
+    @classmethod
+    def of_variances(cls, sources: Sequence[torch.Tensor], base: torch.Tensor) -> Self:
+        """The table of the variances between task vectors (`merge_methods.competition.variance`)."""
+        return cls._of(_ascending_variances(sources, base))
+
+    @classmethod
+    def _of(cls, ascending: Iterator[np.ndarray]) -> Self:
+        cuts, no_larger, smaller = [], [], []
         total = 0
-        for ordered in _ascending(source, base):
+        for ordered in ascending:
             cut = ordered[-total % SPACING :: SPACING].copy()
             cuts.append(cut)
             no_larger.append(np.searchsorted(ordered, cut, side="right") + total)
+            smaller.append(np.searchsorted(ordered, cut) + total)
+            largest, num_smaller = ordered[-1:].copy(), np.searchsorted(ordered, ordered[-1:]) + total
             total += ordered.size
-            largest = ordered[-1:].copy()
         counts = np.concatenate([*no_larger, [total]])
-        return cls(np.concatenate([*cuts, largest]), counts.astype(np.uint32 if total < 2**32 else np.uint64))
+        places = np.arange(len(counts)) * SPACING
+        equal_before = (places - np.concatenate([*smaller, num_smaller])).clip(0, SPACING)
+        return cls(
+            np.concatenate([*cuts, largest]),
+            counts.astype(np.uint32 if total < 2**32 else np.uint64),
+            equal_before.astype(np.uint8),
+        )
 
     @property
     def num_bytes(self) -> int:
-        return self._cuts.nbytes + self._no_larger.nbytes
+        return self._cuts.nbytes + self._no_larger.nbytes + self._equal_before.nbytes
+
+    @property
+    def num_not_zero(self) -> int:
+        zeros = self._no_larger[0] if self._cuts[0] == 0 else 0
+        return int(self._no_larger[-1]) - int(zeros)
 
     def trim(self, rank: int) -> Trim:
         """Where the `rank`-th largest magnitude is, from 1 to the number of elements."""
@@ -63,16 +83,18 @@ class MagnitudeTable:
         cut = position // SPACING
         low, high = float(self._cuts[cut]), float(self._cuts[cut + 1])
         num_smaller = position - int(self._no_larger[cut])
-        return Trim(low, low) if num_smaller < 0 else Trim(low, high, num_smaller)
+        if num_smaller < 0:
+            return Trim(low, low)
+        if (cut + 1) * SPACING - position <= int(self._equal_before[cut + 1]):
+            return Trim(high, high)
+        return Trim(low, high, num_smaller)
 
     def of_rank(self, rank: int, tau: torch.Tensor) -> torch.Tensor:
         """The `rank`-th largest magnitude of `tau`, the task vector that the table is of; float32, no dimensions."""
         trim = self.trim(rank)
         if trim.low < trim.high:
             sizes = tau.abs()
-            between = sizes[(sizes > trim.low) & (sizes < trim.high)].sort().values
-            if trim.num_smaller < len(between):
-                return between[trim.num_smaller]
+            return sizes[(sizes > trim.low) & (sizes < trim.high)].sort().values[trim.num_smaller]
         return torch.tensor(trim.high, dtype=torch.float32, device=tau.device)
 
 
@@ -83,3 +105,14 @@ def _ascending(source: torch.Tensor, base: torch.Tensor) -> Iterator[np.ndarray]
         from workers.kernels.ordering import ascending_magnitudes
 
         yield from ascending_magnitudes(source, base)
+
+
+def _ascending_variances(sources: Sequence[torch.Tensor], base: torch.Tensor) -> Iterator[np.ndarray]:
+    if base.is_cuda:
+        from workers.merge_methods.competition import variance
+
+        yield variance(sources, base).flatten().sort().values.cpu().numpy()
+    else:
+        from workers.kernels.ordering import ascending_variances
+
+        yield from ascending_variances(sources, base)

@@ -1,7 +1,7 @@
 """mergekit's configurations as documents: every key and value understood, or refused with its place.
 
-What has no effect is refused, not passed over, unless mergekit knows it (`int8_mask`). Where models are and what
-tensors they have is not known here.
+What mergekit passes over is refused here, for it is a mistake or no longer true, but for `int8_mask`, which has been
+without effect for long and is in many files. Where models are and what tensors they have is not known here.
 """
 
 from __future__ import annotations
@@ -89,8 +89,14 @@ class Configuration:
 
     @property
     def base(self) -> str:
-        """The model that the merged one has its configuration and tokenizer from, and task vectors their origin."""
-        return self.base_model or self.slices[0].base or self.slices[0].inputs[0].model
+        """The model that the merged one has its configuration and tokenizer from, and task vectors their origin. Where
+        none is named, it is the first, or the model that adapters are to."""
+        named = self.base_model or self.slices[0].base
+        if named is not None:
+            return named if MERGE_METHODS[self.method].base != "unused" else split_adapter(named)[0]
+        inputs = [source.model for slice_ in self.slices for source in slice_.inputs]
+        adapted = (whole for whole, adapter in map(split_adapter, inputs) if adapter is not None)
+        return next(adapted, inputs[0])
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -126,15 +132,22 @@ def split_adapter(model: str) -> tuple[str, str | None]:
 
 TOP = ("merge_method", "base_model", "models", "slices", "parameters", "dtype", "out_dtype", "tokenizer_source")
 
+# The only module of a language model, as mergekit calls it.
+MODULE = "default"
+
 NOT_MERGED = {
-    "modules": "models of several modules are not merged here; give models or slices",
-    "chat_template": "is not set by a merge here; the tokenizer's files are taken as they are",
-    "tokens": "tokens of their own are not merged here; give tokenizer_source",
+    "chat_template": "is not set by a merge here: it comes with the tokenizer; leave it out, and write another into "
+    "the merged model's chat_template.jinja",
+    "tokens": "embeddings of single tokens are not chosen here; give source alone",
     "pad_to_multiple_of": "the vocabulary is not padded here; leave it out",
     "residual_weight": "has no effect; leave it out",
-    "lora": "write the two as one, MODEL+LORA",
     "override_architecture": "the architecture is what the model's config.json says; leave it out",
+    "out_path": "is said by --out; leave it out",
+    "experts": "mixtures of experts are not made of whole models here, as mergekit-moe does",
 }
+
+
+PARAMETER_NAMES = {parameter.name for method in MERGE_METHODS.values() for parameter in method.parameters}
 
 
 class _Reader:
@@ -145,30 +158,54 @@ class _Reader:
         self._method: str | None = None
 
     def configuration(self, document: Any) -> Configuration:
-        top = self._mapping(document, "", (*TOP, "tokenizer", "name"))
+        top = self._mapping(document, "", (*TOP, "modules", "tokenizer", "name"))
         self._method = self._merge_method(top.get("merge_method"))
-        if len(top.keys() & {"models", "slices", "modules"}) != 1:
-            self._problem("", "expected either models or slices, one of them")
-        slices: tuple[Slice, ...] = ()
-        if "models" in top:
-            slices = (Slice(self._inputs(top["models"], "models", has_layers=False), None, {}, ""),)
-        elif "slices" in top:
-            listed = self._list(top["slices"], "slices")
-            slices = tuple(self._slice(node, f"slices.{i}") for i, node in enumerate(listed))
+        settings = dict(self._settings(top.get("parameters"), "parameters"))
+        if top.get("modules") is None:
+            slices = self._slices(top, "")
+        else:
+            if top.get("models") is not None or top.get("slices") is not None:
+                self._problem("", "expected models, slices or modules, one of them")
+            slices, inner = self._module(top["modules"])
+            settings |= {name: (*conditions, *settings.get(name, ())) for name, conditions in inner.items()}
         source = top.get("tokenizer_source")
         if top.get("tokenizer") is not None:
             if source is not None:
                 self._problem("tokenizer", "tokenizer_source says it already; give one of them")
-            source = self._mapping(top["tokenizer"], "tokenizer", ("source",)).get("source")
+            # What mergekit's tokenizer is where it says no more.
+            source = self._mapping(top["tokenizer"], "tokenizer", ("source",)).get("source", "union")
         dtypes = [self._dtype(top.get(name), name) for name in ("out_dtype", "dtype")]
         return Configuration(
             method=self._method or "",
             slices=slices,
             base_model=self._optional_model(top.get("base_model"), "base_model"),
-            settings=self._settings(top.get("parameters"), "parameters"),
+            settings=settings,
             dtype=next((dtype for dtype in dtypes if dtype), None),
             tokenizer_source=self._optional_model(source, "tokenizer_source"),
         )
+
+    def _module(self, node: Any) -> tuple[tuple[Slice, ...], Settings]:
+        """The slices and settings of a language model's one module: another way to write `models` or `slices`."""
+        if not isinstance(node, Mapping) or set(node) != {MODULE}:
+            self._problem("modules", f"models of several modules are not merged here; give {MODULE}, models or slices")
+            return (), {}
+        place = f"modules.{MODULE}"
+        found = self._mapping(node[MODULE], place, ("models", "slices", "parameters"))
+        return self._slices(found, place), self._settings(found.get("parameters"), f"{place}.parameters")
+
+    def _slices(self, node: Mapping[str, Any], place: str) -> tuple[Slice, ...]:
+        """Of a node that has `models` or `slices`."""
+        given = [name for name in ("models", "slices") if name in node]
+        if len(given) > 1:
+            given = [name for name in given if node[name] is not None]
+        if len(given) != 1:
+            self._problem(place, "expected either models or slices, one of them")
+            return ()
+        here = f"{place}.{given[0]}" if place else given[0]
+        if given == ["models"]:
+            return (Slice(self._inputs(node["models"], here, has_layers=False), None, {}, ""),)
+        listed = self._list(node["slices"], here)
+        return tuple(self._slice(entry, f"{here}.{i}") for i, entry in enumerate(listed))
 
     def _merge_method(self, name: Any) -> str | None:
         if isinstance(name, str) and name in MERGE_METHODS:
@@ -178,7 +215,7 @@ class _Reader:
         else:
             accepted = ", ".join(MERGE_METHODS)
             self._problem(
-                "merge_method", f"{_shown(name)} is not merged here; {_nearest(name, MERGE_METHODS)}{accepted}"
+                "merge_method", f"{_shown(name)} is not merged here; {_nearest(name, MERGE_METHODS)}known: {accepted}"
             )
         return None
 
@@ -199,8 +236,10 @@ class _Reader:
         for index, entry in enumerate(self._list(node, place)):
             here = f"{place}.{index}"
             found = self._mapping(entry, here, known)
+            if not isinstance(entry, Mapping):
+                continue
             model = self._model(found.get("model"), f"{here}.model")
-            if model in [source.model for source in inputs]:
+            if model and model in [source.model for source in inputs]:
                 self._problem(f"{here}.model", f"{model} is among these already; a model is merged once")
             layers = self._layer_range(found.get("layer_range"), f"{here}.layer_range") if has_layers else None
             settings = self._settings(found.get("parameters"), f"{here}.parameters", is_of_model=True)
@@ -231,7 +270,9 @@ class _Reader:
             if parameter is None:
                 takes = ", ".join(parameters) or "none"
                 self._problem(
-                    here, f"{self._method} takes no such parameter; {_nearest(name, parameters)}it takes {takes}"
+                    here,
+                    f"{self._method} takes no such parameter (mergekit passes it over): leave it out; "
+                    f"{_nearest(name, parameters)}it takes {takes}",
                 )
             elif is_of_model and parameter.scope == "shared":
                 self._problem(here, f"{self._method} has one {name} for all models; give it under parameters")
@@ -283,9 +324,20 @@ class _Reader:
         return None if node is None else self._model(node, place)
 
     def _model(self, node: Any, place: str) -> str:
+        if isinstance(node, Mapping) and "path" in node:
+            found = self._mapping(node, place, ("path", "revision"))
+            path, revision = self._model(found["path"], f"{place}.path"), found.get("revision")
+            if not isinstance(revision, str | None):
+                self._problem(
+                    f"{place}.revision", f"{_shown(revision)} is no branch, tag or commit; write it in quotes"
+                )
+                return path
+            return path if revision is None else f"{path}@{revision}"
         if isinstance(node, Mapping):
-            kind = "path" if "path" in node else "model"
-            return self._model(self._mapping(node, place, (kind,)).get(kind), f"{place}.{kind}")
+            found = self._mapping(node, place, ("model", "lora"))
+            model = self._model(found.get("model"), f"{place}.model")
+            adapter = None if found.get("lora") is None else self._model(found["lora"], f"{place}.lora")
+            return self._model(f"{model}+{adapter}", place) if model and adapter else model
         if not isinstance(node, str) or not node:
             self._problem(place, f"{_shown(node)} is no model; give a directory or the id of a hub model")
             return ""
@@ -308,12 +360,14 @@ class _Reader:
 
     def _mapping(self, node: Any, place: str, known: tuple[str, ...]) -> Mapping[str, Any]:
         if not isinstance(node, Mapping):
-            self._problem(place, f"{_shown(node)} is not accepted; give {', '.join(known)}")
+            self._problem(place, f"{_shown(node)} is not accepted; give a mapping with {', '.join(known)}")
             return {}
         for key in node:
-            if key not in known and node[key] is not None:
+            if key not in known and node[key] is not None and key not in WITHOUT_EFFECT:
                 here = f"{place}.{key}" if place else str(key)
                 message = f"unknown key; {_nearest(key, known)}known keys: {', '.join(known)}"
+                if "parameters" in known and key in PARAMETER_NAMES:
+                    message = "is a parameter, which mergekit passes over here; give it under parameters"
                 self._problem(here, NOT_MERGED.get(key, message))
         return node
 

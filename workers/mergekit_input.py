@@ -141,9 +141,14 @@ class _Builder:
         where = slice_.place or "models"
         try:
             merge = self._method.to_merge(Inputs(experts, base, values, self._seed))
+        except InvalidRecipe as error:
+            self._problem(where, str(error))
+            return _nothing()
+        try:
             merge.check()
         except InvalidRecipe as error:
-            self._problem(where, str(error).removeprefix("merge: "))
+            text = str(error).removeprefix("merge: ")
+            self._problem(where, text.replace(merge.method, self._configuration.method, 1))
             return _nothing()
         if METHODS[merge.method].needs_base:
             self._check_base(merge, base, slice_)

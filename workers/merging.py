@@ -20,7 +20,7 @@ from workers.kernels import FUSED, for_each, is_fused, merge_stored
 from workers.layout import some_of
 from workers.magnitudes import MagnitudeTable
 from workers.masks import mask_key
-from workers.merge_methods import METHODS, Operands, Products
+from workers.merge_methods import METHODS, Importance, Operands, Products
 from workers.vocabulary import BASE, UNION
 
 __all__ = ["MergedTensor", "Scratch", "check_recipe", "computations", "merge_into", "merged_names", "merged_tensors"]
@@ -224,6 +224,8 @@ class _Computation:
     cosine: float | None
     magnitudes: tuple[MagnitudeTable | None, ...] | None
     products: Products | None
+    importance: Importance | None
+    variances: MagnitudeTable | None
 
     @classmethod
     def of(cls, tensor: MergedTensor, recipe: Recipe, aliases: dict[str, str], bank: Bank) -> Self:
@@ -249,6 +251,8 @@ class _Computation:
             bank.cosine(*sources) if "cosine" in method.uses else None,
             bank.magnitudes(sources, base) if "magnitudes" in method.uses else None,
             bank.products(sources, base if method.needs_base else None) if "products" in method.uses else None,
+            bank.importance(*sources) if "importance" in method.uses else None,
+            bank.variances(sources, base) if "variances" in method.uses else None,
         )
 
     @property
@@ -262,6 +266,8 @@ class _Computation:
         merge, shape = self.tensor.merge, self.tensor.shape
         if self.is_copy:
             return bank.get(*self.sources[0]).to(dtype)
+        # As large as half a source: for one tensor at a time.
+        has_ranks = self.base is not None and "ranks" in METHODS[merge.method].uses and math.prod(shape) > 0
         operands = Operands(
             tensors=tuple(bank.get(*source) for source in self.sources),
             base=None if self.base is None else bank.get(*self.base),
@@ -269,6 +275,9 @@ class _Computation:
             magnitudes=self.magnitudes,
             keys=self.keys,
             products=self.products,
+            importance=self.importance,
+            variances=self.variances,
+            ranks=bank.ranks(self.sources, self.base) if has_ranks and self.base is not None else None,
         )
         if is_fused(merge, operands, dtype):
             merged = into(self.tensor.name, shape) if into else torch.empty(shape, dtype=dtype, device=bank.device)

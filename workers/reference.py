@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import torch
 
 from search_spaces.recipe import Recipe
 from workers.errors import InvalidTask
+from workers.memory import free_host_bytes
 from workers.prompts import LOGPROB_TOLERANCE, Continuation, Generation, Prompts
 from workers.result_files import result_dir
 from workers.types import EngineOptions, SampleResult, Span, VerificationReport
@@ -210,11 +212,16 @@ def _gap(reference: Reference, requests: Sequence[Any], stored: str, expected: s
     """How near the choice was where the answers part: what rounding may flip is near zero.
 
     For completions the gap between the two best log-probabilities at the first token by which they differ; for scored
-    options the largest difference between the engine's and the reference's log-probability of an option.
+    options the largest difference between the engine's and the reference's log-probability of an option, divided by
+    the root of the number of its tokens, over which errors of rounding add up.
     """
     if isinstance(requests[0], Continuation):
-        pairs = zip(json.loads(stored), json.loads(expected), strict=True)
-        return float(max(abs(ours - theirs) for ours, theirs in pairs))
+        answers = zip(requests, json.loads(stored), json.loads(expected), strict=True)
+        apart = (
+            abs(ours - theirs) / math.sqrt(max(1, len(request.tokens) - request.num_context))
+            for request, ours, theirs in answers
+        )
+        return float(max(apart))
     steps = reference.gaps[requests[0].tokens]
     for text, gap in steps:
         if not stored.startswith(text.rstrip("\ufffd")):
@@ -236,7 +243,5 @@ def _log_softmax(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 
 def fits_in_memory(directory: str | Path) -> bool:
     """Whether a checkpoint's export and its fp32 model fit into the memory that is free now."""
-    import psutil
-
     size = sum(file.stat().st_size for file in Path(directory).glob("*.safetensors"))
-    return bool(5 * size < psutil.virtual_memory().available)
+    return bool(5 * size < free_host_bytes())

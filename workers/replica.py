@@ -143,15 +143,13 @@ class EngineWorker:
             )
 
     def statistics(self) -> Mapping[str, Any]:
-        from workers.vllm_extension import family_to_json, open_bank
-
         return {
             "starts": 1,
             "start_s": [self.engine.start_s],
             "swaps": self.engine.swap_count,
             "swap_s": list(self.engine.swap_s),
             "busy_s": self.busy_s,
-            "bank": dict(open_bank(family_to_json(self.engine.family)).summary()),
+            "bank": self.engine.bank_summary,
         }
 
 
@@ -435,7 +433,8 @@ def deploy_scorer(
         status = serve.status().applications.get(name)
         if status is None or status.status not in ("RUNNING", "DEPLOYING"):
             scaling = _scaling(replicas, options, keep_idle_s)
-            shared = replace(options, threads=options.threads or max(1, ((os.cpu_count() or 2) - 1) // replicas))
+            processes = replicas * options.tensor_parallel_size
+            shared = replace(options, threads=options.threads or max(1, ((os.cpu_count() or 2) - 1) // processes))
 
             class Scorer(ScoringReplica):  # Serve looks for the decorated method when it deploys
                 @serve.multiplexed(max_num_models_per_replica=1)

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import Recipe
 from workers.types import Family, ModelSource
 from workers.vllm_plugin import PACK
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from workers.bank import Bank
 
 __all__ = ["MergeExtension", "checksum", "family_from_json", "family_to_json", "open_bank"]
+
+log = logging.getLogger(__name__)
 
 PLACES = {"mapped": "in mapped files", "host": "in host memory", "gpu": "in GPU memory"}
 # Values per piece of a checksum: bounds its temporary memory to 3 x 8 bytes each.
@@ -43,18 +46,24 @@ class MergeExtension:
     # Where a merge of each tensor may be written at once; None where only vLLM's loader knows.
     _mergesearch_places: dict[str, _Place | None]
 
-    def mergesearch_open(self, family: str) -> str:
-        """Open the bank of source weights and watch for NaN logits. Returns the bank's fingerprint."""
-        from workers.merging import Scratch
+    def mergesearch_open(
+        self, family: str, places: Sequence[str] = ("mapped",), scratch_bytes: int = 0, reason: str = ""
+    ) -> str:
+        """Open the bank of source weights, in the first of `places` (`bank.Bank`) that has room for it and, on the GPU,
+        for as many bytes to merge in; and watch for NaN logits. `reason` says why that place comes first.
 
-        self._mergesearch_bank = open_bank(family)
-        self._mergesearch_scratch = Scratch(self._mergesearch_bank, self.model_runner.model_config.dtype)
+        Returns the bank's fingerprint."""
+        device = next(self.model_runner.get_model().parameters()).device
+        self._mergesearch_bank = open_bank(family, places, device, scratch_bytes)
+        if self._mergesearch_bank.placement != places[0]:
+            reason += f"; {PLACES[places[0]]} there was too little left once the engine ran"
+        self._mergesearch_reason = reason
+        self._mergesearch_merge_on(device)
         self._mergesearch_digest: str | None = None
         self._mergesearch_swaps = 0
         self._mergesearch_places = {}
         self._mergesearch_forget()
         model = self.model_runner.get_model()
-        device = next(model.parameters()).device
         self._mergesearch_nan = torch.zeros((), dtype=torch.int64, device=device)
         compute_logits, nan_rows = model.compute_logits, self._mergesearch_nan
 
@@ -68,6 +77,12 @@ class MergeExtension:
         model.compute_logits = watched
         return str(self._mergesearch_bank.fingerprint)
 
+    def _mergesearch_merge_on(self, device: torch.device) -> None:
+        from workers.merging import Scratch
+
+        self._mergesearch_bank.merge_on(device)
+        self._mergesearch_scratch = Scratch(self._mergesearch_bank, self.model_runner.model_config.dtype)
+
     def mergesearch_sources(self) -> str:
         """How large the bank's sources are and where they are, for people to read."""
         bank = self._mergesearch_bank
@@ -77,12 +92,27 @@ class MergeExtension:
         """Write the merge over the engine's weights, in place: addresses stay, so captured graphs stay valid.
 
         Tensors that are computed as in the merge held are not written again. Returns {digest, swaps, checksum,
-        tensors_written, materialise_s, repack_s, swap_s (packing included)}. While it writes, and if it fails, no
-        digest is held.
+        tensors_written, materialise_s, repack_s, swap_s (packing included), bank (its summary)}. While it writes, and
+        if it fails, no digest is held. A recipe that cannot be merged is answered with the reason, {refused}: an error
+        loses its class on the way from a rank of several.
         """
+        try:
+            recipe = Recipe.from_json(json.loads(recipe_json))
+            try:
+                return self._mergesearch_write(recipe)
+            except torch.OutOfMemoryError as error:
+                if self._mergesearch_bank.device.type == "cpu":
+                    raise
+                log.warning("the GPU has too little memory left to merge in; from now on the CPU merges: %s", error)
+            self._mergesearch_merge_on(torch.device("cpu"))
+            torch.cuda.empty_cache()
+            return self._mergesearch_write(recipe)
+        except InvalidRecipe as error:
+            return {**self.mergesearch_held(), "refused": str(error)}
+
+    def _mergesearch_write(self, recipe: Recipe) -> dict[str, Any]:
         from workers.merging import computations, merge_into, merged_tensors
 
-        recipe = Recipe.from_json(json.loads(recipe_json))
         model = self.model_runner.get_model()
         started = time.perf_counter()
         bank, held, sums = self._mergesearch_bank, self._mergesearch_computations, self._mergesearch_sums
@@ -93,7 +123,11 @@ class MergeExtension:
         dtype = self.model_runner.model_config.dtype
         parameters = dict(model.named_parameters())
         places = {
-            name: place for name in changed if (place := self._mergesearch_places.get(name)) and place.is_in(parameters)
+            name: place
+            for name in changed
+            if (place := self._mergesearch_places.get(name))
+            and place.memory.device == bank.device
+            and place.is_in(parameters)
         }
         with torch.inference_mode():
             merging = time.perf_counter()
@@ -113,6 +147,7 @@ class MergeExtension:
                 raise RuntimeError(f"the merge left {len(missing)} parameters unwritten, {missing[0]} for one")
             rewritten = {name: parameter for name, parameter in parameters.items() if name in written}
             repack_s = _repack(model, rewritten.values())
+            _derive(model, dtype)
             sums |= {name: _sum(parameter) for name, parameter in rewritten.items()}
             total = _checksum(parameters, sums)
         self._mergesearch_computations, self._mergesearch_sums = wanted, sums
@@ -125,6 +160,7 @@ class MergeExtension:
             "materialise_s": materialise_s,
             "repack_s": repack_s,
             "swap_s": time.perf_counter() - started - materialise_s,
+            "bank": {**bank.summary(), "reason": self._mergesearch_reason},
         }
 
     def _mergesearch_forget(self) -> None:
@@ -152,8 +188,11 @@ class MergeExtension:
         count = int(self._mergesearch_nan.item())
         self._mergesearch_nan.zero_()
         if count:
-            for cache in self.model_runner.kv_caches:
-                cache.zero_()
+            with torch.inference_mode():
+                for cache in self.model_runner.kv_caches:
+                    # A layer with a state has several tensors.
+                    for part in cache if isinstance(cache, list | tuple) else (cache,):
+                        part.zero_()
         return count
 
 
@@ -253,6 +292,14 @@ def _repack(model: torch.nn.Module, changed: Iterable[torch.nn.Parameter]) -> fl
     return time.perf_counter() - started
 
 
+def _derive(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Let attention make again, at the same addresses, what some of its kernels keep of weights in another dtype."""
+    for module in model.modules():
+        derive = getattr(getattr(module, "impl", None), "process_weights_after_loading", None)
+        if callable(derive):
+            derive(dtype)
+
+
 def checksum(parameters: Mapping[str, torch.Tensor]) -> str:
     """sha256 (hex) over names, types, shapes and one 64-bit sum per parameter, by content alone.
 
@@ -272,7 +319,7 @@ def _checksum(parameters: Mapping[str, torch.Tensor], sums: Mapping[str, int]) -
 def _sum(parameter: torch.Tensor) -> int:
     words = _words(parameter)
     if words.device.type == "cpu":
-        from workers.kernels.cpu import weighted_words
+        from workers.kernels.sums import weighted_words
 
         return weighted_words(words, WEIGHT)
     number = 0
@@ -294,12 +341,40 @@ def _words(parameter: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8).to(torch.int64)
 
 
-@lru_cache(maxsize=1)
-def open_bank(family: str) -> Bank:
-    """The bank of a family (as `family_to_json` writes it); one per process, whoever asks."""
+_opened: dict[str, Bank] = {}  # the last one
+
+
+def open_bank(
+    family: str,
+    places: Sequence[str] = ("mapped",),
+    device: torch.device | str = "cpu",
+    scratch_bytes: int = 0,
+) -> Bank:
+    """The bank of a family (as `family_to_json` writes it), opened as `MergeExtension.mergesearch_open` says.
+
+    There is one per process, whoever asks: an engine's where the engine computes in this process, else one of mapped
+    files that merges on the CPU. Raises InvalidModel.
+    """
+    if family not in _opened:
+        _opened.clear()
+        _opened[family] = _first_with_room(family_from_json(family), places, torch.device(device), scratch_bytes)
+    return _opened[family]
+
+
+def _first_with_room(family: Family, places: Sequence[str], device: torch.device, scratch_bytes: int) -> Bank:
     from workers.bank import Bank
 
-    return Bank(family_from_json(family))
+    for place in places[:-1]:
+        bank: Bank | None = None
+        try:
+            bank = Bank(family, place, device=device)
+        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:  # the latter for pinned memory
+            log.warning("no room for the sources %s: %s", PLACES[place], error)
+        if bank is not None and (place != "gpu" or torch.cuda.mem_get_info(device)[0] >= scratch_bytes):
+            return bank
+        del bank
+        torch.cuda.empty_cache()
+    return Bank(family, places[-1], device=device)
 
 
 def family_to_json(family: Family) -> str:

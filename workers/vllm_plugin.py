@@ -25,18 +25,17 @@ EXPERT_WEIGHTS = {"w1": "w13_weight", "w2": "w2_weight"}
 
 
 def register() -> None:
-    """Make vLLM keep plain weights and transformers' classes on CPU. Does nothing elsewhere, in other programs, or when
-    called again."""
+    """Make vLLM keep transformers' classes and, on CPU, plain weights. Does nothing in other programs, or when called
+    again."""
     from vllm.model_executor.layers import utils
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu() or os.environ.get(KEEP_WEIGHTS) != "1":
+    if os.environ.get(KEEP_WEIGHTS) != "1":
         return
-    if getattr(utils.dispatch_cpu_unquantized_gemm, "keeps_weights", False):
-        return
-    _keep_linear_weights(utils)
-    _keep_expert_weights()
     _keep_transformers_classes()
+    if current_platform.is_cpu() and not getattr(utils.dispatch_cpu_unquantized_gemm, "keeps_weights", False):
+        _keep_linear_weights(utils)
+        _keep_expert_weights()
 
 
 def _keep_linear_weights(utils: Any) -> None:
@@ -73,7 +72,7 @@ def _keep_expert_weights() -> None:
 
 def _keep_transformers_classes() -> None:
     """Where vLLM has no code for a model, it computes with transformers' modules, and changes their class so that it
-    can be compiled and nobody else can make one. Our engines on CPU do not compile."""
+    can be compiled and nobody else can make one. Our engines do not compile such models."""
     from vllm.model_executor.models.transformers.base import Base
 
     Base._decorate_for_torch_compile = lambda self: None

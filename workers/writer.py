@@ -7,6 +7,7 @@ was killed keeps them when it is started again. How tensors are merged is not kn
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -24,10 +25,13 @@ from typing import Any, Protocol
 import torch
 import yaml
 
+from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import COMPONENTS, Merge, Recipe
 from workers.adapters import is_adapter
 from workers.bank import Bank
 from workers.checkpoints import TOKENIZER_FILES, open_checkpoint
+from workers.configurations import LAYERS_WITHOUT_EXPERTS, of_each_layer
+from workers.hub import commit_of, id_of
 from workers.mergekit_yaml import Inexpressible, mergekit_config
 from workers.merging import merged_names, merged_tensors
 from workers.result_files import result_dir
@@ -41,6 +45,7 @@ __all__ = [
     "is_written",
     "left_behind_bytes",
     "licence",
+    "merged_config",
     "recipe_rows",
 ]
 
@@ -96,17 +101,18 @@ def export(
     value, `study` names the study for the model card; the tokenizer is that of the bank's family;
     `progress` is told of every tensor. An existing export of the same recipe and dtype is left as it is, and the whole
     shards of one that was killed or interrupted are checked and kept. Raises FileExistsError for any other directory
-    that is not empty and while another process writes to it, InvalidRecipe, InvalidModel.
+    that is not empty and while another process writes to it, PermissionError, InvalidRecipe, InvalidModel.
     """
     if dtype not in DTYPES:
         raise ValueError(f"export: dtype {_name(dtype)}; expected one of {', '.join(map(_name, DTYPES))}")
-    out = Path(out_dir).absolute()
+    out = Path(out_dir).resolve()  # through links: what they lead to is made
     shards = _shards(merged_names(recipe, bank), dtype.itemsize, max_shard_bytes)
+    config = merged_config(recipe, bank, dtype)
     if is_written(recipe, out, dtype):
         return out
     with _appearing(out, _job(recipe, bank, dtype, max_shard_bytes)) as directory:
         _write_shards(shards, recipe, bank, dtype, directory, progress)
-        _write_json(directory / "config.json", _config(recipe, bank, dtype))
+        _write_json(directory / "config.json", config)
         source = Path(result_dir(bank.family))
         for name in (*TOKENIZER_FILES, "generation_config.json"):
             if (source / name).is_file():
@@ -125,9 +131,14 @@ def export(
 
 def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype) -> bool:
     """Whether `out_dir` is a whole export of this recipe in this dtype. Raises FileExistsError if it is anything else
-    than that, missing, or an empty directory."""
-    out = Path(out_dir)
+    than that, missing, or an empty directory; PermissionError if it cannot be made."""
+    out = Path(out_dir).resolve()
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        above = next(parent for parent in out.parents if parent.exists())
+        if not above.is_dir():
+            raise FileExistsError(f"{out}: cannot be made, for {above} is no directory")
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(above))
         return False
     try:
         found = json.loads((out / "recipe.json").read_text())
@@ -144,7 +155,7 @@ def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype) -> bool:
 
 def left_behind_bytes(out_dir: str | Path) -> int:
     """What killed exports to `out_dir` have left on the disk; the next keeps it or removes it."""
-    places = _partial_directories(Path(out_dir).absolute())
+    places = _partial_directories(Path(out_dir).resolve())
     return sum(file.stat().st_size for place in places for file in place.rglob("*") if file.is_file())
 
 
@@ -257,27 +268,39 @@ def _write_shard(
     return checksum.hexdigest()
 
 
-def _config(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any]:
-    """The base's configuration with the merged model's dtype and depth."""
+def merged_config(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any]:
+    """config.json of the merged model: the base's, with its dtype and depth. Raises InvalidRecipe."""
     config = {key: value for key, value in bank.base.config.items() if key != "_name_or_path"}
     for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
         config[key] = _name(dtype)
     depth = bank.layout.num_layers
     sources = [layer.attention.sources[0].layer or 0 for layer in recipe.layers]
     if sources != list(range(depth)):
+        listed = of_each_layer(config, depth)
+        config |= {key: [values[layer] for layer in sources] for key, values in listed.items()}
         config |= dict.fromkeys(DEPTH_KEYS & config.keys() or DEPTH_KEYS[:1], len(sources))
-        for key, value in config.items():  # layer_types, no_rope_layers and the like: an entry for each layer
-            if "layer" in key and isinstance(value, list) and len(value) == depth:
-                config[key] = [value[layer] for layer in sources]
+        # In a mixture of experts some layers may have none; one kind of configuration tells them by their numbers.
+        kinds = [frozenset(bank.layout.suffixes("mlp", layer)) for layer in range(depth)]
+        if len(set(kinds)) > 1 and "mlp_layer_types" not in listed:
+            if not {LAYERS_WITHOUT_EXPERTS, "decoder_sparse_step"} & config.keys():
+                raise InvalidRecipe(
+                    "layers: the models have layers with a mixture of experts and layers without, and a configuration "
+                    f"of type {config['model_type']!r} cannot say which is which in another order"
+                )
+            dense = min(kinds, key=len)
+            mlps = [layer.mlp.sources[0].layer or 0 for layer in recipe.layers]
+            numbers = [number for number, layer in enumerate(mlps) if kinds[layer] == dense]
+            config |= {LAYERS_WITHOUT_EXPERTS: numbers, "decoder_sparse_step": 1}
     return config
 
 
 def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] | str:
     """The mergekit configuration, or why there is none."""
-    base_dir = bank.family.base.directory
+    base = _called(Path(bank.family.base.directory))
     held = {
-        model.alias: f"{base_dir}+{model.directory}" if is_adapter(Path(model.directory)) else model.directory
+        model.alias: f"{base}+{_called(directory)}" if is_adapter(directory) else _called(directory)
         for model in bank.family.models
+        for directory in [Path(model.directory)]
     }
     directories = {alias: held[bank.alias(content) or alias] for alias, content in recipe.models.items()}
     alignment, tokenizer = bank.alignment, bank.family.tokenizer
@@ -305,6 +328,8 @@ def _model_card(
     licences = {alias: licence(directory) for alias, directory, _ in sources}
     front: dict[str, Any] = {"library_name": "transformers", "tags": ["merge", "mergesearch"]}
     stated = {text for text in licences.values() if text}
+    if hub_ids := sorted({name for _, directory, _ in sources if (name := id_of(directory))}):
+        front["base_model"] = hub_ids
     if stated:
         front["license"] = stated.pop() if len(set(licences.values())) == 1 else "other"
     origin = f' by the study "{study}"' if study else ""
@@ -314,12 +339,12 @@ def _model_card(
         f"{len(sources)} models merged{origin} by mergesearch, in float32, and stored in {_name(dtype)}.",
         "## Sources",
         _table(
-            ("model", "role", "folder", "licence", "fingerprint"),
+            ("model", "role", "source", "licence", "fingerprint"),
             [
                 (
                     alias,
                     "base" if alias == recipe.base else "expert",
-                    directory.name,
+                    _called(directory) if id_of(directory) else directory.name,
                     licences[alias] or "not stated",
                     f"`{content}`",
                 )
@@ -344,6 +369,12 @@ def _model_card(
     else:
         lines.append("`mergekit_config.yml` gives the same tensors with mergekit, up to float32 rounding.")
     return "\n\n".join(lines) + "\n"
+
+
+def _called(directory: Path) -> str:
+    """A hub model by its name and commit, which mean the same elsewhere; any other by its directory."""
+    name = id_of(directory)
+    return f"{name}@{commit_of(directory)}" if name else str(directory)
 
 
 def recipe_rows(recipe: Recipe) -> list[tuple[str, ...]]:

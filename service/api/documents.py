@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
+from service.answers import EventDocument, ExportDocument, ProgressDocument, StudyDocument
 from service.api.types import Cluster
-from service.documents import EventDocument, ExportDocument, ProgressDocument, StudyDocument
 from service.store import EventRecord
 from service.types import ExportRecord, ExportState, StudyRecord
 

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 
+from service.answers import EndDocument
 from service.api.documents import event_document
-from service.documents import EndDocument
 from service.store import EventRecord, Store
 from service.types import StudyRecord
 

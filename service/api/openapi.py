@@ -9,7 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import TypeAdapter
 
 from search_spaces.study import Study
-from service.documents import EndDocument, ProblemDocument, ProgressDocument
+from service.answers import EndDocument, ProblemDocument, ProgressDocument
 
 __all__ = ["EXPORT_REQUEST", "install_openapi"]
 

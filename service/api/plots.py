@@ -8,7 +8,7 @@ from typing import Any
 
 from search_spaces.objectives import Objective
 from search_spaces.recipe import COMPONENTS, Merge
-from service.documents import (
+from service.answers import (
     BudgetPlot,
     FrontPlot,
     FrontPoint,
@@ -18,7 +18,7 @@ from service.documents import (
     MergePicture,
     RecipePlot,
 )
-from service.recipe_picture import layer_runs, model_shares
+from service.report.recipe_picture import layer_runs, model_shares
 from service.results import RunRecord, pareto, summary
 from service.selection import accuracy_objectives, best_trial, full_budget_trials
 from service.types import Origin, TrialRecord, TrialState

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
 from search_spaces.errors import InvalidStudy, Problem
-from service.documents import FieldProblem, ProblemDocument
+from service.answers import FieldProblem, ProblemDocument
 from service.errors import Conflict, NotFound, StaleAttempt
 
 __all__ = [

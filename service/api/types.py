@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from service.documents import JobDocument
+from service.answers import JobDocument
 from service.types import StudyRecord
 
 __all__ = ["Cluster", "Principal"]

@@ -18,17 +18,8 @@ from urllib.parse import parse_qsl, quote, urlsplit
 from service.errors import Conflict, ExportFailed, InvalidAnswer, NotFound, RequestRefused, ServerUnreachable
 
 if TYPE_CHECKING:
-    from service.documents import (
-        ExportDocument,
-        ParetoDocument,
-        ProblemDocument,
-        RecipeDocument,
-        StudiesDocument,
-        StudyDocument,
-        SummaryDocument,
-        TrialDocument,
-        TrialsDocument,
-    )
+    from service.answers import ExportDocument, ProblemDocument, StudiesDocument, StudyDocument, TrialsDocument
+    from service.documents import ParetoDocument, RecipeDocument, SummaryDocument, TrialDocument
 
 __all__ = ["Call", "Lost", "Reply", "Steps", "path_of", "refusal"]
 

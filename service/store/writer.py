@@ -63,10 +63,6 @@ class StudyWriter:
         with self._transaction() as connection:
             self._update_study(connection, document=dict(document))
 
-    def set_facts(self, facts: Mapping[str, Any]) -> None:
-        with self._transaction() as connection:
-            self._update_study(connection, facts=dict(facts))
-
     def open_bracket(self, record: BracketRecord) -> None:
         with self._transaction() as connection:
             self._insert_once(

@@ -1,7 +1,7 @@
 """The coordinator of one study: turns stored facts into the next evaluation, and results into stored facts.
 
-It keeps the books between the rung table (which decides), the searcher (which proposes), the store (which remembers)
-and Ray Tune (which executes). It knows nothing of Ray: `driver.py` connects it to Tune.
+It stands between the rung table (which decides), the searcher (which proposes), the store (which remembers), the books
+of samples and evidence, and Ray Tune (which executes). It knows nothing of Ray: `driver.py` connects it to Tune.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any, Protocol
 
 from search_spaces.base import SearchSpace
 from search_spaces.errors import SearchSpaceError
-from search_spaces.recipe import Recipe
 from service.errors import StudyFailed
 from service.selection import held_out
-from service.statistics import estimate
 from service.store import BracketRecord, Store, StudyWriter
 from service.tune.evaluations import ChunkFailed, Evaluation
+from service.tune.evidence import EvidenceLedger
 from service.tune.plan import Plan
 from service.tune.rung_table import Decision, Proposal
+from service.tune.samples import SampleBook
 from service.tune.schedulers import SCHEDULERS
 from service.tune.searchers.base import Observation
-from service.types import Origin, RungRecord, TrialRecord, TrialState
+from service.types import Origin, TrialRecord, TrialState
 from workers.errors import EvidenceMismatch
-from workers.types import ScoreResult, Span, TaskSpec
+from workers.types import ScoreResult
 
 __all__ = ["Coordinator", "Proposer"]
 
@@ -72,7 +72,6 @@ class Coordinator:
     ) -> None:
         self.plan = plan
         self.end_of_search: str | None = None
-        self.holdout_failures: dict[int, str] = {}
         self._space = space
         self._store = store
         self._writer = writer
@@ -86,11 +85,10 @@ class Coordinator:
         self._holdout: deque[int] | None = None
         self._trials: dict[int, TrialRecord] = {}
         self._digests: dict[str, int] = {}
-        self._values = {split: store.sample_values(plan.study_id, split) for split in ("search", "holdout")}
-        self._checksums: dict[str, str] = {}
-        self._prompts: dict[str, str] = {}
-        self._replicas: set[str] = set()
-        self._scored = sum(len(p) for by in self._values.values() for o in by.values() for p in o.values())
+        self._samples = SampleBook(plan, store)
+        evidence = store.evidence(plan.study_id)
+        self._ledger = EvidenceLedger(plan.bank_fingerprint, evidence)
+        self._replicas = {row["replica"] for row in evidence}
         self.table = SCHEDULERS[plan.scheduler](
             num_rungs=len(plan.rung_samples),
             eta=plan.eta,
@@ -111,7 +109,7 @@ class Coordinator:
     @property
     def num_samples_scored(self) -> int:
         """Samples scored over all attempts, search and holdout."""
-        return self._scored
+        return self._samples.num_scored
 
     @property
     def num_in_flight(self) -> int:
@@ -167,7 +165,7 @@ class Coordinator:
             return True
         self._observer("chunk")
         trial = evaluation.trial
-        result = replace(outcome, evidence=replace(outcome.evidence, prompts=self._check_evidence(evaluation, outcome)))
+        result = replace(outcome, evidence=replace(outcome.evidence, prompts=self._ledger.check(evaluation, outcome)))
         self._writer.record_chunk(trial, evaluation.split, result)
         self._observer("commit")
         if result.evidence.replica not in self._replicas:
@@ -175,10 +173,7 @@ class Coordinator:
             self._writer.add_event(
                 "replica", {"replica": result.evidence.replica, "engine": result.evidence.engine, "trial": trial}
             )
-        values = self._values[evaluation.split].setdefault(evaluation.recipe.digest, {})
-        for sample in result.samples:
-            values.setdefault(sample.objective, {})[sample.position] = sample.value
-        self._scored += len(result.samples)
+        self._samples.add(evaluation.recipe.digest, evaluation.split, result.samples)
         record = self._trials[trial]
         if evaluation.split == "search":
             record = replace(record, samples_scored=record.samples_scored + len(result.samples))
@@ -186,7 +181,7 @@ class Coordinator:
                 record = replace(record, state=TrialState.RUNNING)
         timings = {n: record.timings_s.get(n, 0.0) + s for n, s in result.timings_s.items()}
         self._trials[trial] = replace(record, timings_s={**record.timings_s, **timings})
-        if self._missing(record.recipe, evaluation.rung, evaluation.split):
+        if self._samples.missing(record.recipe.digest, evaluation.rung, evaluation.split):
             return False
         self._finish(evaluation)
         return True
@@ -223,10 +218,6 @@ class Coordinator:
                 elif trial.state is TrialState.FAIL and rung == self._rung_of_failure(trial):
                     decisions += self.table.fail(trial.number)
         self._apply(decisions)
-        for row in self._store.evidence(self.plan.study_id):
-            self._checksums[row["recipe_digest"]] = row["weights_checksum"]
-            self._prompts.update(row["prompts"])
-            self._replicas.add(row["replica"])
 
     def _rung_of_failure(self, trial: TrialRecord) -> int:
         if trial.rungs:
@@ -249,7 +240,7 @@ class Coordinator:
             self._holdout = deque(
                 trial.number
                 for trial in held_out(self.trials, self.plan.objectives)
-                if self._missing(trial.recipe, 0, "holdout")
+                if self._samples.missing(trial.recipe.digest, 0, "holdout")
             )
             self._writer.add_event("holdout_started", {"trials": list(self._holdout)})
 
@@ -347,31 +338,10 @@ class Coordinator:
             return [(number, 0, "holdout") for number in self._holdout]
         return [(number, rung, "search") for number, rung in self.table.ready()]
 
-    def _targets(self, rung: int, split: str) -> tuple[Mapping[str, int], Mapping[str, TaskSpec]]:
-        if split == "holdout":
-            return self.plan.holdout_samples, self.plan.holdout_tasks
-        return self.plan.rung_samples[rung], self.plan.tasks
-
-    def _missing(self, recipe: Recipe, rung: int, split: str) -> list[Span]:
-        """Spans that no stored sample covers. Chunks are stored whole, so what is there is a prefix or has holes
-        only where an attempt was cut off."""
-        samples, tasks = self._targets(rung, split)
-        known = self._values[split].get(recipe.digest, {})
-        spans: list[Span] = []
-        for objective, stop in samples.items():
-            positions = [p for p in range(stop) if p not in known.get(objective, {})]
-            while positions:
-                start = positions[0]
-                length = next((i for i, p in enumerate(positions) if p != start + i), len(positions))
-                spans.append(Span(objective, tasks[objective], start, start + length))
-                positions = positions[length:]
-        return spans
-
     def _evaluation(self, trial: TrialRecord, rung: int, split: str) -> Evaluation:
         if split == "holdout" and self._holdout is not None:
             self._holdout.remove(trial.number)
-        spans = self._missing(trial.recipe, rung, split)
-        chunks = _chunks(spans, self.plan.chunk_samples)
+        chunks = self._samples.missing_chunks(trial.recipe.digest, rung, split)
         return Evaluation(self.plan.study_id, trial.number, rung, split, trial.recipe, chunks)
 
     def _finish(self, evaluation: Evaluation) -> None:
@@ -383,7 +353,7 @@ class Coordinator:
             self._observer("holdout")
             return
         trial = self._trials[number]
-        rung = self._rung_record(trial, evaluation.rung)
+        rung = self._samples.rung_record(trial.recipe.digest, evaluation.rung)
         is_last = evaluation.rung == self.table.last_rung
         rungs = (*trial.rungs, rung)
         # Every rung counts in full here: what neither promotion nor an equal recipe had scored was paid for.
@@ -416,79 +386,11 @@ class Coordinator:
         number = evaluation.trial
         self._in_flight.pop(number, None)
         if evaluation.split == "holdout":
-            self.holdout_failures[number] = reason
             self._writer.add_event("holdout_failed", {"trial": number, "reason": reason})
             return
         self._writer.finish_trials([number], TrialState.FAIL, reason)
         self._trials[number] = replace(self._trials[number], state=TrialState.FAIL, reason=reason)
         self._apply(self.table.fail(number))
 
-    def _rung_record(self, trial: TrialRecord, rung: int) -> RungRecord:
-        samples = self.plan.rung_samples[rung]
-        known = self._values["search"][trial.recipe.digest]
-        estimates = {
-            objective: estimate([known[objective][position] for position in range(stop)])
-            for objective, stop in samples.items()
-        }
-        return RungRecord(
-            rung=rung,
-            num_samples=dict(samples),
-            values={objective: found.value for objective, found in estimates.items()},
-            standard_errors={objective: found.standard_error for objective, found in estimates.items()},
-        )
-
     def _costs(self, values: Mapping[str, float]) -> tuple[float, ...]:
         return tuple(objective.cost(values[objective.name]) for objective in self.plan.objectives)
-
-    # -- evidence --------------------------------------------------------------------------------------------------
-
-    def _check_evidence(self, evaluation: Evaluation, result: ScoreResult) -> dict[str, str]:
-        """Prompt hashes by "split objective[start:stop]". Raises EvidenceMismatch."""
-        evidence, digest = result.evidence, evaluation.recipe.digest
-        where = f"trial {evaluation.trial}, replica {evidence.replica}"
-        if evidence.recipe_digest != digest:
-            raise EvidenceMismatch(f"{where}: the engine held recipe {evidence.recipe_digest}, not {digest}")
-        if evidence.bank_fingerprint != self.plan.bank_fingerprint:
-            raise EvidenceMismatch(
-                f"{where}: its bank holds sources {evidence.bank_fingerprint}, the study's are "
-                f"{self.plan.bank_fingerprint}: a model directory has changed"
-            )
-        known = self._checksums.setdefault(digest, evidence.weights_checksum)
-        if known != evidence.weights_checksum:
-            raise EvidenceMismatch(
-                f"{where}: recipe {digest} was scored with weights of checksum {known} before, now "
-                f"{evidence.weights_checksum}"
-            )
-        positions: dict[str, list[int]] = {}
-        for sample in result.samples:
-            positions.setdefault(sample.objective, []).append(sample.position)
-        prompts = {}
-        for objective, at in positions.items():
-            key = f"{evaluation.split} {objective}[{min(at)}:{max(at) + 1}]"
-            prompts[key] = evidence.prompts[objective]
-            if self._prompts.setdefault(key, prompts[key]) != prompts[key]:
-                raise EvidenceMismatch(
-                    f"{where}: the prompts of {key} have hash {prompts[key]}, earlier {self._prompts[key]}: "
-                    "task data or tokenizer have changed"
-                )
-        return prompts
-
-
-def _chunks(spans: Sequence[Span], limit: int) -> tuple[tuple[Span, ...], ...]:
-    """Spans packed into chunks of at most `limit` samples, in order; longer spans are cut."""
-    chunks: list[tuple[Span, ...]] = []
-    current: list[Span] = []
-    room = limit
-    for span in spans:
-        start = span.start
-        while start < span.stop:
-            stop = min(span.stop, start + room)
-            current.append(replace(span, start=start, stop=stop))
-            room -= stop - start
-            start = stop
-            if room == 0:
-                chunks.append(tuple(current))
-                current, room = [], limit
-    if current:
-        chunks.append(tuple(current))
-    return tuple(chunks)

@@ -120,32 +120,36 @@ def measure_many(directory: Path) -> dict[str, Any]:
     """Kernels with many sources, as parts of copy bandwidth."""
     import torch
 
-    from workers.kernels import cpu
+    from search_spaces.recipe import Merge, Source
+    from workers.kernels import merge_stored
     from workers.magnitudes import MagnitudeTable
+    from workers.merge_methods import Operands
 
     torch.set_num_threads(THREADS)
     base, out = torch.randn(MANY_ELEMENTS), torch.zeros(MANY_ELEMENTS)
     tensors = [base + 0.01 * torch.randn(MANY_ELEMENTS) for _ in range(MANY)]
-    trims = [MagnitudeTable.of(tensor, base).trim(MANY_ELEMENTS // 3) for tensor in tensors]
-    numbers, keys = [0.3] * MANY, list(range(MANY))
-    kernels: dict[str, tuple[int, Callable[[], Any]]] = {
-        "copy": (2, lambda: out.copy_(base)),
-        "linear": (MANY + 1, lambda: cpu.weighted_sum(tensors, out, weights=numbers)),
-        "task_arithmetic": (MANY + 2, lambda: cpu.task_arithmetic(tensors, base, out, lambdas=numbers)),
-        "ties": (MANY + 2, lambda: cpu.ties(tensors, base, out, lambda_=0.5, trims=trims)),
-        "dare_linear": (
-            MANY + 2,
-            lambda: cpu.dare_linear(tensors, base, out, lambdas=numbers, densities=numbers, keys=keys),
-        ),
-        "dare_ties": (
-            MANY + 2,
-            lambda: cpu.dare_ties(tensors, base, out, lambda_=0.5, densities=numbers, keys=keys),
-        ),
+    tables = tuple(MagnitudeTable.of(tensor, base) for tensor in tensors)
+    stored = Operands(tuple(tensors), base, magnitudes=tables, keys=tuple(range(MANY)))
+    methods: dict[str, tuple[int, dict[str, float], int | None]] = {
+        "linear": (MANY + 1, {"weight": 0.3}, None),
+        "task_arithmetic": (MANY + 2, {"lambda": 0.3}, None),
+        "ties": (MANY + 2, {"lambda": 0.5, "k": 0.3}, None),
+        "dare_linear": (MANY + 2, {"lambda": 0.3, "density": 0.3}, 0),
+        "dare_ties": (MANY + 2, {"lambda": 0.5, "density": 0.3}, 0),
     }
+    sources = tuple(Source(f"m{i}") for i in range(MANY))
+
+    def kernel(method: str) -> Callable[[], None]:
+        _, coefficients, seed = methods[method]
+        merge = Merge(method, sources, coefficients, seed)
+        return lambda: merge_stored(merge, stored, out)
+
+    kernels: dict[str, tuple[int, Callable[[], Any]]] = {"copy": (2, lambda: out.copy_(base))}
+    kernels |= {method: (count, kernel(method)) for method, (count, *_) in methods.items()}
     seconds: dict[str, list[float]] = {name: [] for name in kernels}
     for repeat in range(REPEATS + 1):
-        for name, (_, kernel) in kernels.items():
-            took = _seconds(kernel)
+        for name, (_, call) in kernels.items():
+            took = _seconds(call)
             if repeat:
                 seconds[name].append(took)
     speeds = {name: count / statistics.median(seconds[name]) for name, (count, _) in kernels.items()}

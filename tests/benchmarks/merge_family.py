@@ -79,6 +79,7 @@ def recipe(family: Any, method: str, seed: int) -> Any:
     ranges = {
         "k": (0.1, 0.9), "density": (0.3, 0.8), "epsilon": (0.05, 0.15), "gamma": (0.005, 0.02), "t": (0.1, 0.9),
         "weight": (0.2, 1.0), "lambda": (0.2, 1.0), "select_topk": (0.1, 0.9),
+        "mask_lambda": (0.2, 0.6), "agreement": (1, 1),
     }  # fmt: skip
     if method == "nearswap":
         ranges["t"] = (0.0005, 0.002)
@@ -116,6 +117,7 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "breadcrumbs_ties": ("breadcrumbs_ties", {"normalize": False}),
     "sce": ("sce", {}),
     "ram": ("ram", {}),
+    "ramplus_tl": ("ramplus_tl", {}),
     "della_linear_l1": ("della_linear", {"normalize": False}),
     "della_l1": ("della", {"normalize": True}),
 }
@@ -141,7 +143,7 @@ def mergekit_config(directory: Path, candidate: Any, method: str) -> dict[str, A
             for key, value in merge.coefficients.items()
             if isinstance(value, tuple) or key in ("density", "epsilon", "gamma")
         }
-        if spec.needs_base and method not in ("model_stock", "sce", "ram"):
+        if spec.needs_base and method not in ("model_stock", "sce", "ram", "ramplus_tl"):
             parameters.setdefault("weight", 1.0)
         models.append({"model": str(directory / source.model), "parameters": parameters})
     shared = {

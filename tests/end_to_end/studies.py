@@ -16,7 +16,7 @@ from service.store import Store
 from service.tune.coordinator import Coordinator
 from tests.builders import tiny_family
 from tests.end_to_end.processes import query
-from tests.service.harness import InlineProposer, drive, trial_list
+from tests.service.tune.harness import InlineProposer, drive, trial_list
 from workers.fake import FakeScorer
 from workers.tiny_family import family_dir
 from workers.types import Scorer

@@ -14,7 +14,7 @@ from service.run import read_run
 from service.types import StudyState
 from tests.end_to_end.processes import started
 from tests.end_to_end.studies import stored, undisturbed, write_small_study
-from tests.service.harness import trial_list
+from tests.service.tune.harness import trial_list
 from workers.checkpoints import open_checkpoint
 
 ATTEMPT_S = 300.0

@@ -26,7 +26,7 @@ from tests.end_to_end.processes import (
     started,
 )
 from tests.end_to_end.studies import undisturbed
-from tests.service.harness import trial_list
+from tests.service.tune.harness import trial_list
 from workers.prompts import Generation
 from workers.reference import Reference
 from workers.replica import ServeScorer

@@ -18,7 +18,7 @@ from service.run import DATABASE, read_run
 from service.types import Origin, StudyState, TrialState
 from tests.end_to_end.processes import num_chunks, started
 from tests.end_to_end.studies import SHIPPED_SAMPLES, undisturbed
-from tests.service.harness import trial_list
+from tests.service.tune.harness import trial_list
 from workers.bank import Bank
 from workers.merging import merged_tensors
 from workers.reference import verify

@@ -22,7 +22,7 @@ from tests.conftest import record_engine_start
 from tests.end_to_end.processes import mergesearch
 from tests.end_to_end.server import Server, drivers, replicas, serving
 from tests.end_to_end.studies import SHIPPED_SAMPLES, shipped_study
-from tests.service.harness import trial_list
+from tests.service.tune.harness import trial_list
 from workers.reference import verify
 from workers.types import Span
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.service.http_server import Site, serving
+from tests.service.site import Site, serving
 from workers.findings import CACHE_VARIABLE
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from search_spaces.errors import InvalidStudy
@@ -20,6 +22,7 @@ from service.merge import check_merge, merge_file
 from service.preflight import examine, pinned
 from tests.builders import lora_adapter, tiny_llama
 from tests.hub_server import Hub, only_hub
+from workers.engine_support import Inquiry
 from workers.hub import FIRST_BYTES
 
 EXPERTS = ("math", "text")
@@ -32,6 +35,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tiny_llama(directory / name, seed, hidden=128)
     lines = [json.dumps({"prompt": str(i), "answer": str(i)}) for i in range(9)]
     (directory / "sums.jsonl").write_text("\n".join(lines) + "\n")
+    config = json.loads((directory / "base" / "config.json").read_text())
+    Inquiry([config], cache=directory / "cache").answers(dtype="float32")  # once for all tests
     return directory
 
 
@@ -40,6 +45,7 @@ def hub(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     hub = Hub()
     for name in ("base", *EXPERTS):
         hub.push(f"owner/{name}", root / name)
+    shutil.copytree(root / "cache", tmp_path / "cache")
     with only_hub(hub, monkeypatch, tmp_path):
         yield hub
 
@@ -144,6 +150,15 @@ def test_a_merge_of_hub_models_is_checked_before_their_weights_come(hub: Hub, ro
     )
     name = "model.layers.1.mlp.up_proj.weight"
     assert torch.allclose(merged[name], (base[name] + math[name]) / 2, atol=1e-6)
+    # What it leaves names the models as the hub does, not as this machine's cache.
+    pinned = {name: f"owner/{name}@{hub.repositories[f'owner/{name}'].head}" for name in ("base", "math")}
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert yaml.safe_load(card.split("---")[1])["base_model"] == ["owner/base", "owner/math"]
+    assert f"| math | expert | {pinned['math']} | " in card
+    written = yaml.safe_load((tmp_path / "out" / "mergekit_config.yml").read_text())
+    assert [source["model"] for source in written["slices"][0]["sources"]] == list(pinned.values())
+    merge_file(tmp_path / "out" / "mergekit_config.yml", {}, tmp_path / "again")
+    assert (tmp_path / "again" / "recipe.json").read_bytes() == (tmp_path / "out" / "recipe.json").read_bytes()
 
 
 def test_an_adapter_here_to_a_base_that_is_not_is_checked(hub: Hub, root: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +90,28 @@ def test_the_file_is_told_by_what_it_holds(home: Path, tied_family: Family) -> N
         assert all(torch.equal(other[name], tensor) and tensor.dtype == torch.float16 for name, tensor in first.items())
 
 
+def test_a_recipe_says_what_it_lacks(home: Path, tied_family: Family, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = {**arithmetic(tied_family, 0.3, 0.4).to_json(), "dtype": "int8"}
+    file = written(home / "recipe.json", json.dumps(recipe))
+    found = refused(capsys, file, "--out", home / "out")
+    assert found == f"{file}: dtype: 'int8' is not written here; give float32, bfloat16, float16"
+    file.write_text(json.dumps({**recipe, "dtype": "float16"}))
+    here = [f"--model={alias}={home / alias}" for alias in ("base", "math")]
+    assert refused(capsys, file, "--out", home / "out", *here) == f"{file}: where is text? Add --model text=DIR"
+
+
 def test_a_model_that_is_elsewhere_is_named_as_in_the_file(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (home / "text").rename(home / "elsewhere")
     file = written(home / "merge.yml", CONFIGURATION)
     found = refused(capsys, file, "--out", home / "out")
     assert found.startswith("expert 'text': text: neither a directory nor a hub model that can be had here")
     assert main(["merge", str(file), "--out", str(home / "out"), "--model", f"text={home}/elsewhere"]) == 0
+    (home / "elsewhere").rename(home / "text")
+    for place in ("./gone", "/no/such", "a/b/c", "C:\\models\\x"):
+        other = written(home / "other.yml", CONFIGURATION, base_model=place)
+        found = refused(capsys, other, "--out", home / "new")
+        assert found.startswith(f"{other}: {place}: there is no such directory")
+        assert f"--model {place}=DIR says where it is" in found
     found = refused(capsys, file, "--out", home / "other", "--model", "code=x")
     assert found == f"{file}: has no model code; it names base, math, text"
 
@@ -126,6 +145,9 @@ def test_check_says_what_would_be_done_and_writes_nothing(home: Path, capsys: py
     assert sorted(home.iterdir()) == before
     assert main(["merge", str(file), "--out", str(home / "out"), "--dtype", "float32"]) == 0
     assert sum(tensor.numel() for tensor in merged(home / "out").values()) == plan["num_parameters"]
+    assert not plan["is_done"]
+    assert main(["merge", str(file), "--out", str(home / "out"), "--check", "--dtype", "float32"]) == 0
+    assert re.search(r"in 5 layers, float32, \d+\.\d GiB, there already\n", capsys.readouterr().out)
 
 
 def test_check_refuses_what_the_merge_would(
@@ -142,6 +164,50 @@ def test_check_refuses_what_the_merge_would(
         assert "merge_method: 'x' is not merged here" in refused(
             capsys, written(home / "x.yml", CONFIGURATION, merge_method="x"), "--out", home / "out", *options
         )
+
+
+def test_models_here_are_found_from_a_file_elsewhere(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "configurations").mkdir()
+    file = written(home / "configurations" / "merge.yml", CONFIGURATION, base_model="~/base")
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("HOME", str(home))
+    assert main(["merge", str(file), "--out", "out", "--check"]) == 0
+
+
+def test_what_a_merge_refuses_names_the_file(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    models = [{"model": model, "parameters": {"weight": weight}} for model, weight in (("math", 1), ("text", -1))]
+    file = written(home / "merge.yml", {"models": models, "merge_method": "linear"})
+    assert refused(capsys, file, "--out", home / "out").startswith(f"{file}: models: linear: weights ")
+
+
+def test_reading_for_long_is_told(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from workers import checkpoints
+
+    def slow(*arguments: Any, **options: Any) -> str:
+        time.sleep(0.05)
+        return fingerprint(*arguments, **options)
+
+    fingerprint = checkpoints.fingerprint
+    monkeypatch.setattr(checkpoints, "fingerprint", slow)
+    for patience_s, expected in ((0.01, "reading the models: "), (60, "")):
+        monkeypatch.setattr("service.merge.PATIENCE_S", patience_s)
+        assert main(["merge", str(written(home / "m.yml", CONFIGURATION)), "--out", str(home / "o"), "--check"]) == 0
+        assert capsys.readouterr().err[: len("reading the models: ")] == expected
+
+
+def test_a_disk_that_fills_meanwhile_is_told(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("workers.writer._write_shard", full)
+    before = sorted(home.iterdir())
+    found = refused(capsys, written(home / "merge.yml", CONFIGURATION), "--out", home / "out")
+    assert found.startswith(f"{home / 'out'}: No space left on device: what was written is removed; make room")
+    assert sorted(home.iterdir()) == sorted([*before, home / "merge.yml"])
 
 
 def test_what_a_killed_merge_has_left_counts_as_room(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +233,13 @@ def test_what_a_killed_merge_has_left_counts_as_room(home: Path, monkeypatch: py
             "merge_method: ties\n---\nmerge_method: linear\n",
             "line 2: holds several documents, as mergekit-multi reads; ",
         ),
-        ("experts: []\n", "is neither a configuration of mergekit's (it has no merge_method) nor a recipe (it has no "),
+        (
+            "merge_method: slerp\nparameters: {}\nparameters: {t: 1}\n",
+            "line 3: not YAML: key 'parameters' is given twice",
+        ),
+        ("a: &x {b: 1}\nc: {<<: *x, b: 2}\n", "is neither a configuration"),
+        ("sources: []\n", "is neither a configuration of mergekit's (it has no merge_method) nor a recipe (it has no "),
+        ("experts: []\n", "experts: mixtures of experts are not made of whole models here, as mergekit-moe does"),
         ("just text", "is neither a configuration"),
         ("merge_method: ties", "expected either models or slices, one of them"),
         ("format: mergesearch-recipe/0", "recipe: format is 'mergesearch-recipe/0'; this version reads "),
@@ -300,9 +372,33 @@ def test_an_adapter_is_merged_like_the_model_that_it_makes(
         again = home / f"again-{left}"
         assert main(["merge", str(out / left), *arguments, "--out", str(again)]) == 0
         assert all(torch.equal(tensor, merged(again)[key]) for key, tensor in merged(out).items())
-    text = yaml.safe_dump({**CONFIGURATION, "models": [{"model": "math+tuned"}], "merge_method": "linear"})
-    message = refused(capsys, written(home / "wrong.yml", text), "--check", "--out", home / "new")
-    assert (
-        "math+tuned: an adapter is merged here as an expert of the model that it changes; give base_model: math"
-        in message
-    )
+    for changes, message in (
+        (
+            {"models": [{"model": "math+tuned"}]},
+            "math+tuned: an adapter is merged here as an expert of the model that ",
+        ),
+        (
+            {"base_model": "base+tuned"},
+            "base_model: base+tuned: task vectors start from a whole model here; write that ",
+        ),
+    ):
+        assert message in refused(capsys, written(home / "x.yml", CONFIGURATION, **changes), "--out", home / "new")
+
+
+def test_adapters_without_a_base_are_merged_into_the_model_that_they_are_to(home: Path) -> None:
+    made = [
+        lora_adapter(home / "base", home / name, seed).merge_and_unload().state_dict()
+        for seed, name in enumerate(("one", "two"))
+    ]
+    name = "model.layers.1.mlp.down_proj.weight"
+    alone = {"merge_method": "passthrough", "models": [{"model": "base+one"}]}
+    both = [{"model": model, "parameters": {"weight": 1}} for model in ("math", "base+two")]
+    for out, document, expected in (
+        ("alone", alone, made[0][name]),
+        ("named", {**alone, "base_model": "base+one"}, made[0][name]),
+        ("both", {"merge_method": "linear", "models": both}, (merged(home / "math")[name] + made[1][name]) / 2),
+    ):
+        assert main(["merge", str(written(home / f"{out}.yml", document)), "--out", str(home / out)]) == 0
+        torch.testing.assert_close(merged(home / out)[name], expected, atol=1e-6, rtol=1e-6)
+        config = json.loads((home / out / "config.json").read_text())
+        assert config["architectures"] == ["Qwen2ForCausalLM"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,18 @@ from search_spaces.errors import InvalidStudy
 from search_spaces.fidelity import Bracket
 from search_spaces.study import Study, parse_study
 from service.check import check
+from service.merge import check_merge
 from service.preflight import ENGINE_OVERHEAD_BYTES, Examination, examine
 from service.types import Origin
 from tests.builders import lora_adapter, tiny_family, with_tokens
-from tests.conftest import write_choices
+from tests.conftest import HIDDEN, write_choices
 from tests.layouts import LAYOUTS, layout_family
 from workers.bank import Bank
+from workers.engine_support import Inquiry
 from workers.findings import CACHE_VARIABLE
 from workers.merging import check_recipe
 from workers.tasks import content_hash
-from workers.types import EngineOptions
+from workers.types import EngineOptions, Family
 
 SIZES = {"sums": 40, "words": 38}
 HOLDOUT = 20
@@ -82,9 +85,30 @@ def test_models_space_and_tasks_are_as_on_disk(root: Path) -> None:
     assert {task.permutation_seed for task in found.tasks.values()} == {5}
 
 
+CLASSIFIER = {"architectures": ["LlamaForSequenceClassification"]}
+
+
+def config_of(directory: str | Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(directory, "config.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def layouts(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Family]:
+    """A family of each, about all of which vLLM was asked at once, and about a classifier."""
+    directory = tmp_path_factory.mktemp("layouts")
+    families = {name: layout_family(directory / name, name, hidden=HIDDEN) for name in LAYOUTS}
+    configs = [config_of(family.base.directory) for family in families.values()]
+    configs.append(config_of(root / "base") | CLASSIFIER)
+    Inquiry(configs, cache=tmp_path_factory.getbasetemp() / "findings").answers(dtype="float32")
+    return families
+
+
 @pytest.mark.parametrize("model_type", LAYOUTS)
-def test_every_layout_has_a_space_whose_points_are_merges_of_it(root: Path, tmp_path: Path, model_type: str) -> None:
-    family = layout_family(tmp_path, model_type)
+def test_every_layout_has_a_space_whose_points_are_merges_of_it(
+    root: Path, layouts: dict[str, Family], model_type: str
+) -> None:
+    family = layouts[model_type]
     models = {
         "base": family.base.directory,
         "experts": {expert.alias: expert.directory for expert in family.experts},
@@ -92,6 +116,7 @@ def test_every_layout_has_a_space_whose_points_are_merges_of_it(root: Path, tmp_
     found = examined(root, models=models)
     assert found.num_layers == 3
     assert found.family.fingerprints == family.fingerprints
+    assert ("runs transformers' modules" in found.engine_remark) == (model_type == "gpt_neox")
     point = found.space.parameters.sample(np.random.default_rng(0))
     check_recipe(found.space.to_recipe(point), Bank(found.family))
 
@@ -301,15 +326,45 @@ def test_what_headers_tell_is_told_before_any_weights_are_read(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hashing large models takes minutes: nothing that is known before may wait for it."""
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))  # nothing is known of the weights
+    again = shutil.copytree(root, tmp_path / "again")  # files that nothing is known of
     monkeypatch.setattr("hashlib.file_digest", lambda *_: pytest.fail("weights were read"))
-    study = study_of(root, search_space={"kind": "lfs", "layer_groups": 9}, limits={"max_layers": 2})
+    study = study_of(again, search_space={"kind": "lfs", "layer_groups": 9}, limits={"max_layers": 2})
     with pytest.raises(InvalidStudy) as caught:
         examine(study, available_bytes=2**30)
     assert [problem.field for problem in caught.value.problems] == [
         "limits.max_layers",
         "search_space.layer_groups",
         "engine",
+    ]
+
+
+def test_a_model_that_vllm_cannot_run_is_told_with_all_else(
+    root: Path, layouts: dict[str, Family], tmp_path: Path
+) -> None:
+    """And merged all the same where no engine is asked for."""
+    again = shutil.copytree(root, tmp_path / "again")
+    for model in ("base", "math", "text"):
+        (again / model / "config.json").write_text(json.dumps(config_of(root / model) | CLASSIFIER))
+    with pytest.raises(InvalidStudy) as caught:
+        examine(study_of(again, limits={"max_layers": 2}), available_bytes=2**40)
+    limit, engine = caught.value.problems
+    assert limit.field == "limits.max_layers"
+    assert engine.field == "models.base"
+    assert engine.message.startswith(
+        f"{again}/base: architecture LlamaForSequenceClassification (config.json): as LlamaForCausalLM in vLLM "
+    )
+    document = {"merge_method": "linear", "models": [{"model": str(again / name)} for name in ("math", "text")]}
+    file = tmp_path / "merge.yml"
+    file.write_text(json.dumps({**document, "dtype": "float32", "parameters": {"weight": 0.5}}))
+    assert check_merge(file, {}, tmp_path / "out") is not None
+
+
+def test_heads_are_shared_out_evenly_between_devices(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # of a cluster, which has as many devices as it has
+    with pytest.raises(InvalidStudy) as caught:
+        examine(study_of(root, engine={"tensor_parallel_size": 2, "max_model_len": 64}), available_bytes=2**40)
+    assert [str(problem) for problem in caught.value.problems] == [
+        "engine.tensor_parallel_size: 2 does not divide the models' 1 attention heads; use one of 1"
     ]
 
 
@@ -377,3 +432,14 @@ def test_a_study_of_models_with_other_tokens_has_the_vocabulary_that_it_names(ro
     assert counts == {"base": counts["base"], "union": counts["base"], "tools": counts["base"] + 2 * 32}
     with pytest.raises(InvalidStudy, match=r"models.tokenizer: code is no model here; give base, union, math, tools"):
         study_of(root, models={**models, "tokenizer": "code"})
+
+
+def test_the_printed_plan_says_how_vllm_runs_models_that_it_has_no_code_for(
+    root: Path, layouts: dict[str, Family]
+) -> None:
+    family = layouts["gpt_neox"]
+    models = {"base": family.base.directory, "experts": {model.alias: model.directory for model in family.experts}}
+    lines = check(study_of(root, models=models), root).to_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("engine ")]
+    assert line.endswith("has no code of its own for GPTNeoXForCausalLM: it runs transformers' modules")
+    assert not any(line.startswith("engine ") for line in check(study_of(root), root).to_text().splitlines())

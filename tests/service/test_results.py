@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from search_spaces.objectives import Objective, non_dominated_ranks
-from service.results import EngineFigures, pareto, schemas, summary, trials_jsonl, write_results
+from service.documents import schemas
+from service.results import EngineFigures, pareto, summary, trials_jsonl, write_results
 from service.selection import best_trial, costs_of, finalists, full_budget_trials, pareto_front
 from service.tables import holdout_table, pareto_table, trials_table
 from service.types import Origin, TrialState

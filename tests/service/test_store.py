@@ -77,14 +77,13 @@ def test_an_unknown_study_is_not_found(store: Store) -> None:
             call("nope")
 
 
-def test_state_reason_time_document_and_facts_are_kept(store: Store, writer: StudyWriter) -> None:
+def test_state_reason_time_and_document_are_kept_and_facts_stay(store: Store, writer: StudyWriter) -> None:
     writer.set_state(StudyState.STOPPED, "interrupted")
     writer.heartbeat(wall_clock_s=12.5)
     writer.set_document({"seed": 2})
-    writer.set_facts({"layers": 3})
     record = store.study(writer.study_id)
     assert (record.state, record.reason, record.wall_clock_s) == (StudyState.STOPPED, "interrupted", 12.5)
-    assert (record.document, record.facts) == ({"seed": 2}, {"layers": 3})
+    assert (record.document, record.facts) == ({"seed": 2}, {"layers": 2})
 
 
 def test_a_database_of_another_schema_version_is_refused(store: Store, url: str) -> None:
@@ -288,7 +287,6 @@ WRITES: dict[str, Callable[[StudyWriter], None]] = {
     "heartbeat": lambda w: w.heartbeat(wall_clock_s=99.0),
     "set_state": lambda w: w.set_state(StudyState.FAILED, "x"),
     "set_document": lambda w: w.set_document({"x": 1}),
-    "set_facts": lambda w: w.set_facts({"x": 1}),
     "open_bracket": lambda w: w.open_bracket(BracketRecord(5, 0, 9)),
     "resize_bracket": lambda w: w.resize_bracket(0, 1),
     "add_trial": lambda w: w.add_trial(replace(TRIAL, number=99)),

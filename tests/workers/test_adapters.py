@@ -248,12 +248,28 @@ def test_pickled_and_cut_off_adapters_are_refused(base: Path, tmp_path: Path) ->
 def test_an_embedding_trained_apart_from_its_head_is_no_tied_model(tmp_path: Path) -> None:
     base = tiny_llama(tmp_path / "base")
     lora_adapter(base, tmp_path / "lora", target_modules=["embed_tokens", "q_proj"])
+    lora_adapter(base, tmp_path / "head", target_modules=["lm_head", "q_proj"])
     lora_adapter(base, tmp_path / "whole", modules_to_save=["lm_head"])
-    for adapter, name in (("lora", "model.embed_tokens"), ("whole", "lm_head.weight")):
+    for adapter, name in (("lora", "model.embed_tokens"), ("head", "lm_head"), ("whole", "lm_head.weight")):
         (problem,) = problems_of(base, tmp_path / adapter)
         assert problem.startswith(f"{tmp_path / adapter}: changes {name} alone, but in the base embedding")
     expected = lora_adapter(base, tmp_path / "tuned", modules_to_save=["lm_head"], ensure_weight_tying=True)
     assert_equal(base, tmp_path, expected.merge_and_unload().state_dict())
+
+
+@pytest.mark.parametrize("modules", [["embed_tokens", "q_proj"], ["lm_head"], ["embed_tokens", "lm_head", "down_proj"]])
+def test_an_embedding_trained_with_its_head_is_changed_once(tmp_path: Path, modules: list[str]) -> None:
+    """As the adapted model computes: peft's own merge adds the change for each of the two names of the one tensor."""
+    base = tiny_llama(tmp_path / "base")
+    adapted = lora_adapter(base, tmp_path / "tuned", target_modules=modules, ensure_weight_tying=True)
+    tokens = torch.arange(60)[None]
+    with torch.no_grad():
+        expected = adapted(tokens).logits
+        model = type(adapted.get_base_model()).from_pretrained(base)
+        found = check_family(base, {"tuned": tmp_path / "tuned"})[1]
+        model.load_state_dict({name: found.read(name) for name in found.tensors}, strict=False)
+        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        torch.testing.assert_close(model(tokens).logits, expected, rtol=0, atol=1e-4)
 
 
 def test_an_adapter_is_no_base(base: Path, tmp_path: Path) -> None:
@@ -262,6 +278,19 @@ def test_an_adapter_is_no_base(base: Path, tmp_path: Path) -> None:
         InvalidModel, match=r"base model: .*: a PEFT adapter; expected a whole model: merge the adapter"
     ):
         check_family(tmp_path, {"tuned": base})
+
+
+def test_an_adapter_to_another_expert_is_refused(base: Path, tmp_path: Path) -> None:
+    math = tiny_llama(tmp_path / "math", seed=1, tied=False)
+    lora_adapter(math, tmp_path / "tuned")
+    with pytest.raises(InvalidModel) as caught:
+        check_family(base, {"tuned": tmp_path / "tuned", "math": math})
+    (problem,) = caught.value.problems
+    assert problem == (
+        f"expert 'tuned': {tmp_path / 'tuned'}: an adapter to the expert 'math' (base_model_name_or_path is {math}); "
+        "expected adapters to the base model: merge it into 'math' with peft first, and give the whole model"
+    )
+    check_family(math, {"tuned": tmp_path / "tuned", "copy": math})
 
 
 def test_the_name_of_another_base_is_said_once(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -55,12 +56,41 @@ def test_the_bank_can_be_in_memory(untied_family: Family, tmp_path: Path) -> Non
     assert held.get("math", NAME).data_ptr() != mapped.get("math", NAME).data_ptr()
 
 
+@pytest.mark.parametrize("chunk", [1, 50_000, 1 << 30])
+def test_in_memory_tensors_lie_apart(
+    untied_family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr("workers.bank.CHUNK_BYTES", chunk)
+    mapped, held = Bank(untied_family, cache=tmp_path), Bank(untied_family, "host", cache=tmp_path)
+    names = [(model.alias, name) for model in untied_family.models for name in mapped.base.tensors]
+    assert all(torch.equal(held.get(*name), mapped.get(*name)) for name in names)
+    places = sorted((held.get(*name).data_ptr(), held.get(*name).nbytes) for name in names)
+    assert all(first + size <= second for (first, size), (second, _) in itertools.pairwise(places))
+    assert all(first % 64 == 0 for first, _ in places), "kernels read whole lines"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("placement", ["mapped", "host", "gpu"])
+def test_wherever_the_sources_are_a_gpu_is_given_them(untied_family: Family, tmp_path: Path, placement: str) -> None:
+    mapped, bank = Bank(untied_family, cache=tmp_path), Bank(untied_family, placement, device="cuda:0", cache=tmp_path)
+    for name in mapped.base.tensors:
+        assert bank.get("math", name).device == torch.device("cuda", 0)
+        assert torch.equal(bank.get("math", name).cpu(), mapped.get("math", name))
+    assert {tensor.is_pinned() for tensor in bank._stored.values()} == {placement == "host"}
+    sources = [("math", NAME), ("text", NAME)]
+    pairs = zip(bank.magnitudes(sources, ("base", NAME)), mapped.magnitudes(sources, ("base", NAME)), strict=True)
+    assert all(ours and theirs and ours.trim(77) == theirs.trim(77) for ours, theirs in pairs)
+
+
 def test_what_the_bank_does_not_hold_is_named(untied_family: Family, tmp_path: Path) -> None:
     bank = Bank(untied_family, cache=tmp_path)
     with pytest.raises(InvalidModel, match=r"no tensor 'x' of model 'math'; it holds the tensors of base, math, text"):
         bank.get("math", "x")
-    with pytest.raises(ValueError, match="placement 'disk'; expected one of auto, mapped, host"):
+    with pytest.raises(ValueError, match=r"placement 'disk'; expected one of mapped, host$"):
         Bank(untied_family, "disk", cache=tmp_path)
+    with pytest.raises(ValueError, match=r"placement 'gpu'; expected one of mapped, host$"):
+        Bank(untied_family, "gpu", cache=tmp_path)
 
 
 def test_the_fingerprint_follows_contents_and_not_aliases(
@@ -143,6 +173,20 @@ def test_tables_of_magnitudes_are_made_once_and_counted(untied_family: Family, t
         ordered = tau.abs().flatten().sort().values
         assert table is not None
         assert all(table.of_rank(rank, tau) == ordered[-rank] for rank in (1, 77, 4000, tau.numel()))
+
+
+def test_what_was_computed_on_another_device_is_computed_again(untied_family: Family, tmp_path: Path) -> None:
+    bank = Bank(untied_family, cache=tmp_path)
+    first = bank.magnitudes([("math", NAME)], ("base", NAME))
+    bank.merge_on("cpu")
+    assert bank.magnitudes([("math", NAME)], ("base", NAME))[0] is first[0]
+    bank.merge_on("meta")
+    assert bank.summary()["statistics_bytes"] == 0
+    assert bank.get("math", NAME).device.type == "meta"
+    # Sorting is the CPU's, wherever merges are computed: a GPU has no memory left for it.
+    (table,) = bank.magnitudes([("math", NAME)], ("base", NAME))
+    assert table is not None
+    assert table is not first[0]
 
 
 def test_a_base_alone_can_be_held(untied_family: Family, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,14 @@ import torch
 from search_spaces.recipe import Merge, Recipe, Source
 from tests.conftest import OPTIONS
 from tests.workers.recipes import arithmetic, slerp
-from workers.engine import Engine, base_recipe, engine_environment, kv_cache_bytes
+from workers.engine import (
+    Engine,
+    base_recipe,
+    engine_environment,
+    free_gpu_bytes,
+    kv_cache_bytes,
+    typical_difference,
+)
 from workers.errors import EngineUnavailable, EvidenceMismatch, TrialFailed
 from workers.evaluation import Evaluation
 from workers.prompts import Generation
@@ -198,3 +207,59 @@ def test_kv_cache_holds_one_whole_text_and_no_more_than_needed() -> None:
     assert kv_cache_bytes(tiny, 256, "float32") == 256 * 384 * 2 * 4 * 128 * 4
     assert kv_cache_bytes(large, 2048, "bfloat16") == 1 << 30
     assert kv_cache_bytes(large, 32768, "bfloat16") >= 32768 * 2 * 32 * 8 * 128 * 2
+
+
+def test_one_far_off_token_is_rounding_in_16_bits_and_not_in_32() -> None:
+    ours, theirs = [-1.0] * 47 + [-20.0], [-1.0] * 47 + [-20.4]
+    assert typical_difference(ours, theirs, dtype="float32") == pytest.approx(0.4)
+    assert typical_difference(ours, theirs, dtype="bfloat16") == pytest.approx(0.4 / 48**0.5)
+    assert not typical_difference([float("nan")], [-1.0], dtype="bfloat16") <= 1.0
+
+
+def test_on_a_gpu_vllm_is_given_its_share_and_the_bank_its_places(
+    engine: Engine, untied_family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM itself stays out of it: what it would be given on a GPU is looked at."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    asked: dict[str, Any] = {}
+
+    class Asked:
+        llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
+
+        def __init__(self, **options: Any) -> None:
+            asked.update(options)
+
+        def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+            asked[method] = args
+            return [{"digest": base_recipe(untied_family).digest, "swaps": 1, "checksum": ""}]
+
+    monkeypatch.setattr("vllm.LLM", Asked)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda platform: False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (79 * 10**9, 80 * 10**9))
+    monkeypatch.setattr("workers.engine.free_host_bytes", lambda: 0)  # nor is there memory for a second model
+    Engine(untied_family, OPTIONS).close()
+    family, places, scratch_bytes, reason = asked.pop("mergesearch_open")
+    assert (family, places) == (family_to_json(untied_family), ("gpu", "mapped"))
+    assert 0 < scratch_bytes < 10**6
+    assert "GB of the GPU's 80.0 GB for keys and values" in reason
+    options = {name: value for name, value in asked.items() if not name.startswith("mergesearch_")}
+    found = EngineArgs(**options)
+    assert found.gpu_memory_utilization == pytest.approx(0.9199, abs=1e-4)
+    assert (found.dtype, found.moe_backend, found.enforce_eager) == ("bfloat16", "triton", False)
+    assert found.kv_cache_memory_bytes is None
+
+
+def test_memory_that_a_killed_engine_held_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [10, 10, 95]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free.pop(0) if len(free) > 1 else free[0], 100))
+    assert free_gpu_bytes(1, poll_s=0.0) == (95, 100)
+    free[:] = [40]
+    assert free_gpu_bytes(1, wait_s=0.0) == (40, 100), "another program's memory stays its own"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs are there")
+def test_gpus_that_are_not_there_are_told() -> None:
+    with pytest.raises(EngineUnavailable, match=r"the memory of 2 GPUs cannot be read: .*CUDA"):
+        free_gpu_bytes(2)

@@ -16,7 +16,7 @@ from tests.builders import lora_adapter, tiny_llama
 from tests.hub_server import Hub, only_hub
 from workers.checkpoints import check_family, fingerprint, open_checkpoint, open_family, open_sources
 from workers.errors import InvalidModel
-from workers.hub import FIRST_BYTES, absent_bytes, commit_of, fetched, is_stand_in, locate
+from workers.hub import FIRST_BYTES, absent_bytes, commit_of, fetched, id_of, is_stand_in, locate
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +124,7 @@ def test_what_was_checked_is_what_is_downloaded(hub: Hub, models: Path, tmp_path
     second = hub.push("owner/math", models / "wide")
     base_dir, math_dir = fetched([checkpoint.directory for checkpoint in checkpoints])
     assert math_dir.name == commit_of(math_dir) == first
+    assert (id_of(math_dir), id_of(models / "math")) == ("owner/math", None)
     assert fingerprint(math_dir) == fingerprint(models / "math", cache=tmp_path)
     assert problems_of("owner/base", math="owner/math")[0].startswith(f"expert 'math': owner/math@{second}: ")
     hub.requests.clear()
@@ -136,6 +137,7 @@ def test_a_check_leaves_what_the_cache_has_of_a_model(hub: Hub, models: Path, mo
     (here,) = fetched([locate("owner/math")])
     hub.push("owner/math", models / "wide")
     assert is_stand_in(locate("owner/math"))
+    assert id_of(locate("owner/math")) == "owner/math"
     go_offline(monkeypatch)
     assert locate("owner/math") == here
     with pytest.raises(InvalidModel, match="not wholly in the hub's cache, and the hub cannot be reached: HF_HUB_OFFL"):

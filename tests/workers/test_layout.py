@@ -100,6 +100,42 @@ def test_the_innermost_module_that_says_what_it_is_decides() -> None:
     assert {p.suffix: p.component for p in found.places.values() if p.layer == 0} == components
 
 
+def test_what_mixes_positions_in_attentions_place_is_attention() -> None:
+    components = {  # of LFM2, Falcon-H1, Jamba, RecurrentGemma, Qwen3-Next and Inkling
+        "conv.conv.weight": "attention",
+        "conv.in_proj.weight": "attention",
+        "operator_norm.weight": "norm",
+        "mamba.A_log": "attention",
+        "mamba.conv1d.bias": "attention",
+        "mamba.dt_layernorm.weight": "norm",
+        "temporal_block.rg_lru.recurrent_param": "attention",
+        "mlp_block.up_proj.weight": "mlp",
+        "linear_attn.conv1d.weight": "attention",
+        "linear_attn.norm.weight": "norm",
+        "mlp_sconv.conv1d.weight": "mlp",
+    }
+    found = layout({}, ["model.embed_tokens.weight", *(f"model.layers.0.{suffix}" for suffix in components)])
+    assert {p.suffix: p.component for p in found.places.values() if p.layer == 0} == components
+
+
+def test_the_only_norm_outside_of_layers_is_the_final_one_whatever_its_name() -> None:
+    layer = "model.layers.0.self_attn.q_proj.weight"
+    lfm2 = layout({}, [layer, "model.embed_tokens.weight", "model.embedding_norm.weight"])
+    assert lfm2.suffixes("head") == ("model.embedding_norm.weight",)
+    assert lfm2.suffixes("embedding") == ("model.embed_tokens.weight",)
+    bloom = layout({}, [layer, "word_embeddings.weight", "word_embeddings_layernorm.weight", "ln_f.weight"])
+    assert bloom.suffixes("head") == ("ln_f.weight",)
+    assert bloom.suffixes("embedding") == ("word_embeddings.weight", "word_embeddings_layernorm.weight")
+
+
+@pytest.mark.parametrize(
+    "name", ["vision_embed_tokens.weight", "model.vision_tower.layers.0.mlp.fc1.weight", "audio_tower.norm.weight"]
+)
+def test_a_model_that_reads_more_than_text_is_refused(name: str) -> None:
+    with pytest.raises(InvalidModel, match=rf"more than text, which is not merged: {name}$"):
+        layout({}, [*NAMES, name])
+
+
 @pytest.mark.parametrize("mask", ["attn.bias", "attn.masked_bias", "attn.attention.bias", "attention.masked_bias"])
 def test_masks_are_no_weights(mask: str) -> None:
     names = ["transformer.wte.weight", "transformer.h.0.attn.c_proj.bias", f"transformer.h.0.{mask}"]

@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from search_spaces.errors import InvalidRecipe
+from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from tests.layouts import LAYOUTS, layout_family
 from tests.workers.recipes import arithmetic, slerp
 from workers.bank import Bank
@@ -51,6 +53,19 @@ def merged(family: Family, out: Path) -> dict[str, torch.Tensor]:
     return load_file(export(arithmetic(family, 0.4, 0.0), bank, out) / "model.safetensors")
 
 
+def layers_from(family: Family, *layers: tuple[str, int]) -> Recipe:
+    """A frankenmerge: (model, layer) for each layer, what is outside of the base."""
+    merges = [Merge("passthrough", (Source(model, layer),)) for model, layer in layers]
+    whole = Merge("passthrough", (Source(family.base.alias),))
+    return Recipe(family.fingerprints, family.base.alias, tuple(LayerRecipe(m, m, m) for m in merges), whole, whole)
+
+
+def test_layers_in_another_order_and_number_make_a_model(made: Made, tmp_path: Path) -> None:
+    layers = (("math", 0), ("math", 1), ("text", 1), ("base", 2), ("text", 0))
+    model = transformers_model(export(layers_from(made.family, *layers), made.bank, tmp_path / "out"))
+    assert len(model.base_model.get_submodule(made.bank.layout.layer_prefix.split(".", 1)[-1].rstrip("."))) == 5
+
+
 def open_family_again(family: Family, root: Path) -> Family:
     return open_family(family.base.directory, {m.alias: m.directory for m in family.experts}, cache=root / "cache")
 
@@ -65,10 +80,11 @@ def by_class(model: Any) -> dict[str, str]:
         holders = [modules[name[:end]] for end in reversed(ends)]
         if not name.startswith(layers):
             found[name] = "embedding" if isinstance(holders[0], torch.nn.Embedding) else "head"
-        elif type(holders[0]).__name__.endswith("Norm"):
+        elif "Norm" in type(holders[0]).__name__:
             found[name] = "norm"
         else:
-            found[name] = "attention" if any("Attention" in type(module).__name__ for module in holders) else "mlp"
+            mixes = any(re.search("Attention|Mamba", type(module).__name__) for module in holders)
+            found[name] = "attention" if mixes else "mlp"
     return found
 
 
@@ -171,3 +187,43 @@ def test_a_model_that_transformers_does_not_know_is_refused(tmp_path: Path) -> N
     save_file({"model.norm.weight": torch.ones(4)}, tmp_path / "model.safetensors")
     with pytest.raises(InvalidModel, match=r"config\.json: model_type 'llama9' is not one that transformers .* knows"):
         check_family(tmp_path, {"same": tmp_path})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "expected"),
+    [
+        ("gemma2", {}, ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+            ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        ),
+    ],
+)
+def test_what_a_layer_attends_to_goes_with_it_where_a_file_says_nothing(
+    tmp_path: Path, model_type: str, fields: dict[str, Any], expected: list[str]
+) -> None:
+    """Older files have no layer_types; transformers works them out from the layers' numbers."""
+    family = layout_family(tmp_path, model_type, **fields)
+    for model in family.models:
+        file = Path(model.directory) / "config.json"
+        config = json.loads(file.read_text())
+        del config["layer_types"]
+        file.write_text(json.dumps(config))
+    family = open_family_again(family, tmp_path)
+    recipe = layers_from(family, ("math", 0), ("math", 1), ("text", 1), ("text", 0))
+    model = transformers_model(export(recipe, Bank(family, cache=tmp_path / "cache"), tmp_path / "out"))
+    assert model.config.layer_types == expected
+
+
+def test_a_mixture_whose_configuration_cannot_say_which_layers_have_none_is_refused(tmp_path: Path) -> None:
+    family = layout_family(tmp_path, "qwen3_moe")
+    for model in family.models:
+        file = Path(model.directory) / "config.json"
+        config = json.loads(file.read_text())
+        del config["mlp_only_layers"], config["decoder_sparse_step"]
+        file.write_text(json.dumps(config))
+    bank = Bank(open_family_again(family, tmp_path), cache=tmp_path / "cache")
+    with pytest.raises(InvalidRecipe, match="layers with a mixture of experts and layers without, and a configuration"):
+        export(layers_from(bank.family, ("math", 1), ("math", 0)), bank, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -213,6 +213,21 @@ CONFIGURATIONS = {
         """,
     ),
     "ties": ("tied", EXPERTS + "merge_method: ties"),
+    "ties, in the only module, whose parameters come first": (
+        "tied",
+        """
+        modules:
+          default:
+            models:
+              - {model: MATH, parameters: {density: 0.5}}
+              - {model: TEXT}
+            parameters: {weight: {filter: mlp, value: 0.3}, density: 0.7}
+        base_model: BASE
+        merge_method: ties
+        int8_mask: true
+        parameters: {weight: [0.9, 0.3], density: 0.1, normalize: 1.0}
+        """,
+    ),
     "ties, not divided, by component": (
         "tied",
         EXPERTS
@@ -396,17 +411,23 @@ GOOD: dict[str, Any] = {
 FIRST = "slices.0.sources.1"
 
 REFUSALS: list[tuple[Mapping[str, Any], str]] = [
-    ({"modules": {"text": {}}}, "modules: models of several modules are not merged here; give models or slices"),
-    ({"chat_template": "auto"}, "chat_template: is not set by a merge here; "),
-    ({"tokenizer": {"source": "base", "tokens": {}}}, "tokenizer.tokens: tokens of their own are not merged here; "),
+    ({"modules": {"text": {}}}, "modules: models of several modules are not merged here; give default, models or "),
+    ({"modules": {"default": {"models": []}}}, "expected models, slices or modules, one of them"),
+    ({"slices": None, "modules": {"default": {}}}, "modules.default: expected either models or slices, one of them"),
+    ({"slices": None, "modules": {"default": {"models": 1}}}, "modules.default.models: 1 is not accepted; give a list"),
+    ({"chat_template": "auto"}, "chat_template: is not set by a merge here: "),
+    ({"tokenizer": {"source": "base", "tokens": {}}}, "tokenizer.tokens: embeddings of single tokens are not "),
     ({"tokenizer": {"source": "base"}, "tokenizer_source": "union"}, "tokenizer: tokenizer_source says it already; "),
     ({"merge_methods": "ties"}, 'merge_methods: unknown key; did you mean "merge_method"? known keys: merge_method, '),
-    ({"merge_method": "tie"}, "merge_method: 'tie' is not merged here; did you mean \"ties\"? passthrough, linear, "),
-    ({"merge_method": None}, "merge_method: nothing is not merged here; passthrough, linear, "),
+    ({"merge_method": "tie"}, "merge_method: 'tie' is not merged here; did you mean \"ties\"? known: passthrough, "),
+    ({"merge_method": None}, "merge_method: nothing is not merged here; known: passthrough, linear, "),
+    ({"normalize": True}, "normalize: is a parameter, which mergekit passes over here; give it under parameters"),
+    ({"out_path": "out"}, "out_path: is said by --out; leave it out"),
+    ({"experts": []}, "experts: mixtures of experts are not made of whole models here"),
     ({"merge_method": "sce"}, "merge_method: sce is another computation here: weights always by mean square"),
     ({"models": [{"model": "MATH"}]}, "expected either models or slices, one of them"),
     ({"slices": None}, "slices: nothing is not accepted; give a list with at least one entry"),
-    ({"slices": [5]}, "slices.0: 5 is not accepted; give sources, base_model, parameters"),
+    ({"slices": [5]}, "slices.0: 5 is not accepted; give a mapping with sources, base_model, parameters"),
     ({"slices.0.residual_weight": 0.5}, "slices.0.residual_weight: has no effect; leave it out"),
     ({"dtype": "float64"}, "dtype: 'float64' is not written here; give float32, bfloat16, float16"),
     ({"out_dtype": 16}, "out_dtype: 16 is not written here; "),
@@ -414,7 +435,8 @@ REFUSALS: list[tuple[Mapping[str, Any], str]] = [
     ({"base_model": None}, "base_model: is missing; ties needs it"),
     ({"base_model": "OTHER"}, "base_model: OTHER is not among the sources of slices.0; add it, with its layer_range"),
     ({f"{FIRST}.model": "MATH+"}, f"{FIRST}.model: MATH+ is no model; give MODEL+LORA, or a name without +"),
-    ({f"{FIRST}.model": {"model": "MATH", "lora": "x"}}, f"{FIRST}.model.lora: write the two as one, MODEL+LORA"),
+    ({f"{FIRST}.model": {"model": "MATH", "lora": 5}}, f"{FIRST}.model.lora: 5 is no model; give a directory or the "),
+    ({f"{FIRST}.model": {"path": "MATH", "revision": 1e3}}, f"{FIRST}.model.revision: 1000.0 is no branch, tag or "),
     ({f"{FIRST}.model": "BASE"}, f"{FIRST}.model: BASE is among these already; a model is merged once"),
     (
         {f"slices.0.sources.{i}.layer_range": [0, 9] for i in range(3)},
@@ -425,9 +447,12 @@ REFUSALS: list[tuple[Mapping[str, Any], str]] = [
     ({f"{FIRST}.layer_range": None}, f"{FIRST}.layer_range: nothing is no range of layers; "),
     (
         {f"{FIRST}.parameters.foo": 1},
-        f"{FIRST}.parameters.foo: ties takes no such parameter; it takes weight, density, ",
+        f"{FIRST}.parameters.foo: ties takes no such parameter (mergekit passes it over): leave it out; it takes ",
     ),
-    ({"parameters.denisty": 1}, 'parameters.denisty: ties takes no such parameter; did you mean "density"? it takes'),
+    (
+        {"parameters.denisty": 1},
+        'parameters.denisty: ties takes no such parameter (mergekit passes it over): leave it out; did you mean "den',
+    ),
     (
         {f"{FIRST}.parameters.lambda": 1},
         f"{FIRST}.parameters.lambda: ties has one lambda for all models; give it under ",
@@ -441,7 +466,7 @@ REFUSALS: list[tuple[Mapping[str, Any], str]] = [
         f"{FIRST}.parameters.weight: 'much' is not accepted; give a number, or a ",
     ),
     ({f"{FIRST}.parameters.weight": [1, None]}, f"{FIRST}.parameters.weight.1: nothing is not accepted; give a number"),
-    ({"parameters.density": 2e-7}, "slices.0: ties_weighted.density is 0; give a number in [1e-06, 1]"),
+    ({"parameters.density": 2e-7}, "slices.0: ties.density is 0; give a number in [1e-06, 1]"),
     ({"parameters.density": float("nan")}, "parameters.density: nan is not accepted; give a number"),
     ({"parameters.rescale": True}, "parameters.rescale: True is not merged here; ties has rescale: false"),
     ({"parameters.normalize": "yes"}, "parameters.normalize: 'yes' is not accepted; give true or false"),
@@ -522,7 +547,7 @@ METHOD_REFUSALS = [
         ["MATH"],
         "models: breadcrumbs: density 0.9 and gamma 0.2",
     ),
-    ("della", {"weight": 1, "density": 0.9}, ["MATH"], "models: della_l1: density 0.9 and epsilon 0.15: "),
+    ("della", {"weight": 1, "density": 0.9}, ["MATH"], "models: della: density 0.9 and epsilon 0.15: "),
     ("model_stock", {}, ["MATH"], "models: model_stock has 1 sources; it takes at least 2"),
 ]
 
@@ -546,6 +571,36 @@ def test_task_vectors_of_another_layer_or_base_are_refused(tied: Bank) -> None:
     assert refusal(
         changed(GOOD, {"slices.0.base_model": "MATH", "slices.0.sources.0.parameters": {"weight": 1}}), tied
     ) == ("slices.0.base_model: ties here has one base model for all slices, BASE")
+
+
+def test_models_are_named_in_one_way(tied: Bank) -> None:
+    """As text, or part by part."""
+    named: dict[Any, str] = {
+        "a/b": "a/b",
+        "a/b@v1+c": "a/b@v1+c",
+        ("path", "a/b"): "a/b",
+        ("path", "a/b", "revision", "v1"): "a/b@v1",
+        ("path", "a/b", "revision", None): "a/b",
+        ("model", "a/b", "lora", "c/d@v2"): "a/b+c/d@v2",
+    }
+    for written, expected in named.items():
+        entry = written if isinstance(written, str) else dict(zip(written[::2], written[1::2], strict=True))
+        for model in (entry, {"model": entry}) if isinstance(entry, str) or "path" in entry else (entry,):
+            document = {"merge_method": "linear", "models": [{"model": model}]}
+            assert read_configuration(document).slices[0].inputs[0].model == expected
+    both = {"model": {"path": "a", "revision": "x"}, "lora": {"path": "b", "revision": "y"}}
+    assert read_configuration({"merge_method": "linear", "models": [{"model": both}]}).models == (
+        "a@x",
+        "a@x+b@y",
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "expected"),
+    [({}, "union"), ({"source": "base"}, "base"), ({"source": {"path": "MATH"}}, "MATH"), (None, None)],
+)
+def test_a_tokenizer_is_the_union_unless_it_says_more(tokenizer: Any, expected: str | None) -> None:
+    assert read_configuration({**GOOD, "tokenizer": tokenizer}).tokenizer_source == expected
 
 
 def test_everything_wrong_is_reported_at_once(tied: Bank) -> None:

@@ -253,7 +253,7 @@ def test_ties_of_peft_is_the_same() -> None:
 
 def test_deviation_linear_refuses_weights_that_sum_to_zero() -> None:
     _, experts = random(4, 4)
-    with pytest.raises(InvalidRecipe, match=r"sum to 0\.0; they must not sum to zero"):
+    with pytest.raises(InvalidRecipe, match=r"weights .* sum to zero; they must not"):
         ours("linear", None, experts[:2], {"weight": (0.5, -0.5)})
     assert not theirs("linear", None, experts[:2], {"weight": (0.5, -0.5)}).isfinite().all()
 

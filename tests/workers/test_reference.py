@@ -92,5 +92,10 @@ def test_verification_lists_each_difference_with_how_near_the_choice_was(
     moved = json.dumps([value + 1e-4 for value in json.loads(last.response)])
     report = check([*samples[:-1], replace(last, value=1 - last.value, response=moved)], {})
     assert (len(report.differences), report.num_beyond) == (1, 0)
+    # Over the tokens of an option errors add up, as their root.
+    lengths = [len(asked.tokens) - asked.num_context for asked in evaluation.requests(choices, 11)]
+    moved = json.dumps([value + 0.1 for value in json.loads(last.response)])
+    (difference,) = check([*samples[:-1], replace(last, value=1 - last.value, response=moved)], {}).differences
+    assert difference["top2_gap"] == pytest.approx(0.1 / min(lengths) ** 0.5, abs=1e-4)
     with pytest.raises(InvalidTask, match="no stored sample of choices at position 11"):
         check(samples[:-1], {})

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import Merge, Recipe, Source
 from tests.workers.recipes import arithmetic, slerp
+from workers.bank import Bank
 from workers.engine import base_recipe
-from workers.kernels.cpu import weighted_words
+from workers.kernels.sums import weighted_words
 from workers.merging import merged_tensors
 from workers.types import Family
 from workers.vllm_extension import WEIGHT, MergeExtension, checksum, family_to_json, open_bank
@@ -130,8 +130,9 @@ def test_a_merge_that_fails_on_the_way_is_forgotten(
 def test_a_recipe_that_cannot_be_merged_writes_nothing(extension: Extension, tied_family: Family) -> None:
     first = arithmetic(tied_family, 0.3, 0.5)
     extension.apply(first)
-    with pytest.raises(InvalidRecipe):
-        extension.apply(arithmetic(tied_family, 0.3, 0.5, layers=99))
+    answer = extension.apply(arithmetic(tied_family, 0.3, 0.5, layers=99))
+    assert "the models have layers 0..2" in answer["refused"]
+    assert answer["digest"] is None
     assert extension.mergesearch_held()["digest"] is None
     assert extension.apply(first)["tensors_written"] == 0
     assert holds(extension, first, tied_family)
@@ -142,6 +143,77 @@ def test_parameters_that_a_merge_does_not_reach_are_an_error(extension: Extensio
     with pytest.raises(RuntimeError, match="left 1 parameters unwritten, extra for one"):
         extension.apply(arithmetic(tied_family, 0.3, 0.5))
     assert extension.mergesearch_held()["digest"] is None
+
+
+def test_where_the_gpu_is_full_the_cpu_merges(
+    extension: Extension, tied_family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are on the CPU here, and the bank is told that it merges on a GPU, which has no memory left."""
+    import workers.merging
+
+    write, devices = workers.merging.merged_tensors, []
+
+    def full(recipe: Recipe, bank: Bank, *rest: Any, **names: Any) -> Any:
+        devices.append(bank.device.type)
+        if bank.device.type == "cuda":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return write(recipe, bank, *rest, **names)
+
+    monkeypatch.setattr(workers.merging, "merged_tensors", full)
+    first, second = arithmetic(tied_family, 0.3, 0.5), arithmetic(tied_family, 0.4, 0.5)
+    extension._mergesearch_bank.device = torch.device("cuda", 0)
+    assert extension.apply(first)["digest"] == first.digest
+    assert extension.apply(second)["digest"] == second.digest
+    assert holds(extension, second, tied_family)
+    assert devices[:2] == ["cuda", "cpu"]
+    assert "cuda" not in devices[2:]
+
+
+def test_sources_go_where_there_is_room_and_the_summary_says_why(
+    tied_family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import workers.bank
+
+    placing, tried = workers.bank._placing, []
+
+    def full(placement: str, *rest: Any) -> Any:
+        tried.append(placement)
+        if placement == "gpu":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        if placement == "host":
+            raise torch.AcceleratorError("no pinned memory")
+        return placing(placement, *rest)
+
+    monkeypatch.setattr(workers.bank, "_placing", full)
+    monkeypatch.setattr("workers.vllm_extension._opened", {})
+    bank = open_bank(family_to_json(tied_family), ("gpu", "host", "mapped"), "cuda:0")
+    assert tried == ["gpu", "host", "mapped"]
+    assert (bank.placement, bank.device) == ("mapped", torch.device("cuda", 0))
+
+    extension = Extension(tied_family)  # the bank of this process is used as it is
+    extension.mergesearch_open(family_to_json(tied_family), ("gpu", "host", "mapped"), 0, "there is much room")
+    found = extension.apply(base_recipe(tied_family))["bank"]
+    assert found["placement"] == "mapped"
+    assert found["reason"] == "there is much room; in GPU memory there was too little left once the engine ran"
+
+
+def test_rows_of_nan_are_counted_once_and_leave_no_caches(extension: Extension) -> None:
+    model = extension.model_runner.get_model()
+    with torch.inference_mode():
+        caches = [torch.ones(3), [torch.ones(2), torch.ones(1)]]
+        extension.model_runner.kv_caches = caches
+        model.compute_logits(torch.tensor([[1.0, 2.0], [float("nan"), 0.0], [float("inf"), 1.0]]))
+    assert extension.mergesearch_nan_rows() == 1
+    assert [torch.count_nonzero(cache) for cache in (caches[0], *caches[1])] == [0, 0, 0]
+    assert extension.mergesearch_nan_rows() == 0
+
+
+def test_what_attention_keeps_of_weights_is_made_again(extension: Extension, tied_family: Family) -> None:
+    made = []
+    sinks = SimpleNamespace(process_weights_after_loading=made.append)
+    extension.model_runner.get_model().model.layers[1].self_attn.impl = sinks
+    extension.apply(arithmetic(tied_family, 0.3, 0.5))
+    assert made == [torch.float32]
 
 
 def test_fused_checksums_are_those_of_the_definition() -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from workers.bank import Bank
 from workers.checkpoints import check_tokenizer, open_checkpoint, open_family
 from workers.merging import merged_tensors
 from workers.types import Family
-from workers.writer import Progress, export, left_behind_bytes, licence
+from workers.writer import Progress, export, is_written, left_behind_bytes, licence
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,32 @@ def test_a_directory_with_anything_else_is_refused(untied: Bank, tmp_path: Path)
         export(recipe, untied, tmp_path / "file")
     (tmp_path / "empty").mkdir()
     assert export(recipe, untied, tmp_path / "empty") == tmp_path / "empty"
+
+
+def test_a_directory_that_cannot_be_made_is_refused_before_anything_is_written(
+    untied: Bank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = arithmetic(untied.family, 0.3, 0.3)
+    (tmp_path / "file").write_text("mine")
+    for check in (partial(export, recipe, untied), lambda out: is_written(recipe, out, torch.float32)):
+        with pytest.raises(FileExistsError, match=r"file/a/b: cannot be made, for .*/file is no directory"):
+            check(tmp_path / "file" / "a" / "b")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "access", lambda path, _: path != tmp_path)
+            with pytest.raises(PermissionError) as caught:
+                check(tmp_path / "a" / "b")
+        assert caught.value.filename == str(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_link_is_followed(untied: Bank, tmp_path: Path) -> None:
+    recipe = arithmetic(untied.family, 0.3, 0.3)
+    (tmp_path / "empty").mkdir()
+    for target in ("empty", "new"):
+        (tmp_path / f"to-{target}").symlink_to(tmp_path / target)
+        export(recipe, untied, tmp_path / f"to-{target}")
+        assert is_written(recipe, tmp_path / target, torch.float32)
+        assert (tmp_path / f"to-{target}").is_symlink()
 
 
 def test_an_unknown_dtype_is_refused(untied: Bank, tmp_path: Path) -> None:

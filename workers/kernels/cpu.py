@@ -1,256 +1,91 @@
 """Fused merge kernels for CPU: one pass over the operands, no temporaries, bit for bit the plain methods.
 
-Each compiled function handles elements `start` to `stop` - 1 of flat arrays, with the operations of
-`workers.merge_methods` in their order; Numba makes one for each number of sources and their dtypes. The pieces run in
-threads of our own, as many as torch uses: elements do not depend on each other, so their number changes no bit.
+There is one pass, `_merge`, which Numba compiles for every rule (`workers.kernels.rules`), number of sources and dtype:
+what it makes of an element is looked up by the rule's type, in ELEMENTS, KEPT and UNDECIDED. Elements do not depend on
+each other, so the number of threads changes no bit.
 """
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from functools import lru_cache
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, get_type_hints
 
 import numba
 import numpy as np
 import torch
+from numba.extending import overload
 
-from workers.kernels.elements import as_array, compiled, copied_past_caches, rounded, stores_done, value
-from workers.magnitudes import SPACING, Trim
-from workers.masks import MULTIPLIERS, STEP, key_words, threshold
+from workers.kernels import rules
+from workers.kernels.elements import (
+    IN_PLACE,
+    NONE,
+    ONE,
+    ZERO,
+    as_array,
+    as_arrays,
+    compiled,
+    copied_past_caches,
+    hashed,
+    is_between,
+    is_kept,
+    larger,
+    positive,
+    rounded,
+    sign,
+    stores_done,
+    value,
+    variance_of,
+)
+from workers.kernels.threads import pieces, run
+from workers.magnitudes import SPACING
 
-__all__ = [
-    "dare_linear",
-    "dare_ties",
-    "each_in_one_thread",
-    "nearswap",
-    "ram",
-    "task_arithmetic",
-    "ties",
-    "weighted_sum",
-    "weighted_task_sum",
-    "weighted_words",
-]
+__all__ = ["decided", "kept", "merge", "typed"]
 
-# A smaller piece is not worth waking a thread for.
-MIN_PIECE = 1 << 16  # elements
-# Results are made in blocks, which stay in the first cache, and go from there to where they shall be. In TIES undecided
+# Results are made in blocks, which stay in the first cache, and go from there to where they shall be. Undecided
 # elements are looked for one by one only in blocks that have any.
 BLOCK = 256  # elements
 
-T = TypeVar("T")
 Tensors = Sequence[torch.Tensor]
 U32 = np.uint32
 U64 = np.uint64
-ZERO, ONE, NEAREST = np.float32(0), np.float32(1), np.float32(1e-6)
-NONE, SOME = U32(0), U32(1)
-_local = threading.local()  # is_alone: this thread merges one of many small tensors
-WEYL, FIRST, SECOND = U32(STEP), U32(MULTIPLIERS[0]), U32(MULTIPLIERS[1])
+NEAREST = np.float32(1e-6)
 
 
-def weighted_sum(tensors: Tensors, out: torch.Tensor, *, weights: Sequence[float]) -> None:
-    """Write `merge_methods.arithmetic.weighted_sum` to `out`."""
-    xs, merged = _arrays(tensors), as_array(out)
-    _run(_weighted_sum, [(xs, _floats(weights), merged, *piece) for piece in _pieces(merged.size)])
+def merge(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Write what `rule` makes of the operands, contiguous and of fewer than 2^32 elements, to `out`.
 
-
-def weighted_task_sum(tensors: Tensors, base: torch.Tensor, out: torch.Tensor, *, weights: Sequence[float]) -> None:
-    """Write `merge_methods.arithmetic.weighted_sum` of the task vectors, plus the base, to `out`."""
-    b, xs, merged = as_array(base), _arrays(tensors), as_array(out)
-    _run(_weighted_task_sum, [(b, xs, _floats(weights), merged, *piece) for piece in _pieces(merged.size)])
-
-
-def nearswap(tensors: Tensors, out: torch.Tensor, *, t: float) -> None:
-    """Write `merge_methods.averages.nearswap` to `out`."""
-    (first, second), merged = _arrays(tensors), as_array(out)
-    _run(_nearswap, [(first, second, np.float32(t), merged, *piece) for piece in _pieces(merged.size)])
-
-
-def ram(tensors: Tensors, base: torch.Tensor, out: torch.Tensor, *, epsilon: float) -> None:
-    """Write `merge_methods.competition.ram` to `out`."""
-    b, xs, merged = as_array(base), _arrays(tensors), as_array(out)
-    _run(_ram, [(b, xs, np.float32(epsilon), merged, *piece) for piece in _pieces(merged.size)])
-
-
-def task_arithmetic(tensors: Tensors, base: torch.Tensor, out: torch.Tensor, *, lambdas: Sequence[float]) -> None:
-    """Write `merge_methods.task_arithmetic` to `out`."""
-    b, xs, merged = as_array(base), _arrays(tensors), as_array(out)
-    _run(_task_arithmetic, [(b, xs, _floats(lambdas), merged, *piece) for piece in _pieces(merged.size)])
-
-
-def ties(tensors: Tensors, base: torch.Tensor, out: torch.Tensor, *, lambda_: float, trims: Sequence[Trim]) -> None:
-    """Write `merge_methods.ties` to `out`, `trims` saying what of each task vector is kept.
-
-    What they leave undecided is collected in the pass and merged once it is known.
+    What the rule leaves undecided is collected in the pass and merged once it is known.
     """
-    b, xs, merged, scale = as_array(base), _arrays(tensors), as_array(out), np.float32(lambda_)
-    lows, highs = _floats(trim.low for trim in trims), _floats(trim.high for trim in trims)
-    pieces = _pieces(merged.size)
-    found = np.empty((len(pieces), len(xs) * SPACING), np.int64)
-    counts = _run(
-        _ties,
-        [(b, xs, lows, highs, scale, merged, row, *piece) for row, piece in zip(found, pieces, strict=True)],
-    )
+    xs, merged = as_arrays(tensors), as_array(out)
+    if isinstance(rule, rules.Important):
+        return _merge_important(rule, xs, merged)
+    b, numbers = xs[0] if base is None else as_array(base), typed(rule)
+    parts = pieces(merged.size, BLOCK)
+    found = np.empty((len(parts), _most_undecided(rule)), np.int64)
+    counts = run(_merge, [(numbers, b, xs, merged, row, *part) for row, part in zip(found, parts, strict=True)])
     if any(counts):
         positions = np.concatenate([row[:count] for row, count in zip(found, counts, strict=True)])
-        smaller = tuple(np.int64(trim.num_smaller) for trim in trims)
-        exact = _floats(_thresholds(b, xs, lows, highs, smaller, positions))
-        _ties_at(b, xs, exact, scale, merged, found[0], positions)
-
-
-def dare_linear(
-    tensors: Tensors,
-    base: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    lambdas: Sequence[float],
-    densities: Sequence[float],
-    keys: Sequence[int],
-) -> None:
-    """Write `merge_methods.dare_linear` to `out`, of fewer than 2^32 elements."""
-    b, xs, merged, masks = as_array(base), _arrays(tensors), as_array(out), _masks(keys, densities)
-    factors = _floats(lambda_ / density for lambda_, density in zip(lambdas, densities, strict=True))
-    _run(_dare_linear, [(b, xs, *masks, factors, merged, *piece) for piece in _pieces(merged.size)])
-
-
-def dare_ties(
-    tensors: Tensors,
-    base: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    lambda_: float,
-    densities: Sequence[float],
-    keys: Sequence[int],
-) -> None:
-    """Write `merge_methods.dare_ties` to `out`, of fewer than 2^32 elements."""
-    b, xs, merged, masks = as_array(base), _arrays(tensors), as_array(out), _masks(keys, densities)
-    scale, rescales = np.float32(lambda_), _floats(1 / density for density in densities)
-    _run(_dare_ties, [(b, xs, *masks, rescales, scale, merged, *piece) for piece in _pieces(merged.size)])
-
-
-def weighted_words(words: torch.Tensor, weight: int) -> int:
-    """sum_i words[i] * (i * weight | 1) modulo 2^64, of contiguous int64 words."""
-    array = words.view(-1).numpy().view(np.uint64)
-    sums = _run(_weighted_words, [(array, U64(weight), *piece) for piece in _pieces(array.size)])
-    return sum(map(int, sums)) % 2**64
+        _merge_at(typed(decided(rule, b, xs, positions)), b, xs, merged, found[0], positions)
+    return None
 
 
 # Indices are unsigned: a signed one could count from the end, and the check for that keeps loops from being vectorised.
 
 
 @compiled
-def _weighted_sum(xs: Any, weights: Any, out: Any, start: int, stop: int) -> None:
-    block = np.empty(BLOCK, out.dtype)
-    for begin in range(U64(start), U64(stop), U64(BLOCK)):
-        end = min(begin + U64(BLOCK), U64(stop))
-        for i in range(begin, end):
-            total = value(xs[0][i]) * weights[0]
-            for s in range(1, len(xs)):
-                total += value(xs[s][i]) * weights[s]
-            block[i - begin] = rounded(total, block[0])
-        copied_past_caches(block, out, begin, end)
-    stores_done()
-
-
-@compiled
-def _weighted_task_sum(base: Any, xs: Any, weights: Any, out: Any, start: int, stop: int) -> None:
-    block = np.empty(BLOCK, out.dtype)
-    for begin in range(U64(start), U64(stop), U64(BLOCK)):
-        end = min(begin + U64(BLOCK), U64(stop))
-        for i in range(begin, end):
-            b = value(base[i])
-            total = (value(xs[0][i]) - b) * weights[0]
-            for s in range(1, len(xs)):
-                total += (value(xs[s][i]) - b) * weights[s]
-            block[i - begin] = rounded(total + b, block[0])
-        copied_past_caches(block, out, begin, end)
-    stores_done()
-
-
-@compiled
-def _task_arithmetic(base: Any, xs: Any, lambdas: Any, out: Any, start: int, stop: int) -> None:
-    block = np.empty(BLOCK, out.dtype)
-    for begin in range(U64(start), U64(stop), U64(BLOCK)):
-        end = min(begin + U64(BLOCK), U64(stop))
-        for i in range(begin, end):
-            b = value(base[i])
-            total = b
-            for s in range(len(xs)):
-                total += (value(xs[s][i]) - b) * lambdas[s]
-            block[i - begin] = rounded(total, block[0])
-        copied_past_caches(block, out, begin, end)
-    stores_done()
-
-
-@compiled
-def _nearswap(first: Any, second: Any, t: Any, out: Any, start: int, stop: int) -> None:
-    block = np.empty(BLOCK, out.dtype)
-    for begin in range(U64(start), U64(stop), U64(BLOCK)):
-        end = min(begin + U64(BLOCK), U64(stop))
-        for i in range(begin, end):
-            a, b = value(first[i]), value(second[i])
-            distance = abs(a - b)
-            share = ONE / (distance if distance > NEAREST else NEAREST) * t
-            share = share if share < ONE else ONE
-            block[i - begin] = rounded(share * b + (ONE - share) * a, block[0])
-        copied_past_caches(block, out, begin, end)
-    stores_done()
-
-
-@compiled
-def _ram(base: Any, xs: Any, epsilon: Any, out: Any, start: int, stop: int) -> None:
-    block = np.empty(BLOCK, out.dtype)
-    for begin in range(U64(start), U64(stop), U64(BLOCK)):
-        end = min(begin + U64(BLOCK), U64(stop))
-        for i in range(begin, end):
-            b = value(base[i])
-            count = ZERO
-            for s in range(len(xs)):
-                count += ONE if abs(value(xs[s][i]) - b) > epsilon else ZERO
-            share = ONE / (count if count > ONE else ONE)
-            total = ZERO
-            for s in range(len(xs)):
-                tau = value(xs[s][i]) - b
-                total += (tau if abs(tau) > epsilon else ZERO) * share
-            block[i - begin] = rounded(total + b, block[0])
-        copied_past_caches(block, out, begin, end)
-    stores_done()
-
-
-@compiled
-def _ties(base: Any, xs: Any, lows: Any, highs: Any, lambda_: Any, out: Any, found: Any, start: int, stop: int) -> int:
-    """Undecided elements of a task vector are trimmed, and their positions written to `found`. Returns how many."""
+def _merge(rule: Any, base: Any, xs: Any, out: Any, found: Any, start: int, stop: int) -> int:
+    """Positions of undecided elements are written to `found`. Returns how many."""
     num_found, block = 0, np.empty(BLOCK, out.dtype)
     for begin in range(U64(start), U64(stop), U64(BLOCK)):
         end = min(begin + U64(BLOCK), U64(stop))
         undecided = NONE
         for i in range(begin, end):
-            b = value(base[i])
-            total = ZERO
-            for s in range(len(xs)):
-                tau = value(xs[s][i]) - b
-                undecided = U32(undecided + (SOME if (abs(tau) > lows[s]) & (abs(tau) < highs[s]) else NONE))
-                total += tau if abs(tau) >= highs[s] else ZERO
-            elected = _sign(total)
-            merged, count = ZERO, ZERO
-            for s in range(len(xs)):
-                tau = value(xs[s][i]) - b
-                agreeing = tau * elected if abs(tau) >= highs[s] else ZERO
-                merged += agreeing if agreeing > ZERO else ZERO
-                count += ONE if agreeing > ZERO else ZERO
-            block[i - begin] = rounded(merged * elected / (count if count > ONE else ONE) * lambda_ + b, block[0])
+            undecided |= _undecided(rule, base, xs, i)
+            block[i - begin] = rounded(_element(rule, base, xs, i), block[0])
         copied_past_caches(block, out, begin, end)
         if undecided > NONE:
             for i in range(begin, end):
-                b = value(base[i])
-                is_undecided = False
-                for s in range(len(xs)):
-                    magnitude = abs(value(xs[s][i]) - b)
-                    is_undecided |= (magnitude > lows[s]) & (magnitude < highs[s])
-                if is_undecided:
+                if _undecided(rule, base, xs, i) > NONE:
                     found[num_found] = i
                     num_found += 1
     stores_done()
@@ -258,150 +93,380 @@ def _ties(base: Any, xs: Any, lows: Any, highs: Any, lambda_: Any, out: Any, fou
 
 
 @compiled
-def _thresholds(base: Any, xs: Any, lows: Any, highs: Any, num_smaller: Any, positions: Any) -> Any:
-    """The smallest magnitude kept of each source: float32. What is undecided of any is at `positions`."""
-    exact = np.empty(len(xs), np.float32)
-    between = np.empty(len(positions), np.float32)
-    for s in range(len(xs)):
-        count = 0
-        for i in positions:
-            magnitude = abs(value(xs[s][i]) - value(base[i]))
-            if lows[s] < magnitude < highs[s]:
-                between[count] = magnitude
-                count += 1
-        smaller = num_smaller[s]
-        exact[s] = np.sort(between[:count])[smaller] if smaller < count else highs[s]
-    return exact
-
-
-@compiled
-def _ties_at(base: Any, xs: Any, exact: Any, lambda_: Any, out: Any, found: Any, positions: Any) -> None:
+def _merge_at(rule: Any, base: Any, xs: Any, out: Any, found: Any, positions: Any) -> None:
     for i in positions:
-        _ties(base, xs, exact, exact, lambda_, out, found, i, i + 1)
+        _merge(rule, base, xs, out, found, i, i + 1)
 
 
-@compiled
-def _weighted_words(words: Any, weight: Any, start: int, stop: int) -> Any:
-    total = U64(0)
-    for i in range(U64(start), U64(stop)):
-        total += words[i] * ((i * weight) | U64(1))
+# What is made of an element: `value(base[i])` and the sources' `value(xs[s][i])` by a rule.
+
+
+def _element(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    raise NotImplementedError("only in compiled code")
+
+
+@overload(_element, jit_options=IN_PLACE)
+def _element_of(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    return ELEMENTS[rule.instance_class]
+
+
+def _weighted_sum(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    total = value(xs[0][i]) * rule.weights[0]
+    for s in range(1, len(xs)):
+        total += value(xs[s][i]) * rule.weights[s]
     return total
 
 
+def _task_sum(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    b = value(base[i])
+    total = (value(xs[0][i]) - b) * rule.weights[0]
+    for s in range(1, len(xs)):
+        total += (value(xs[s][i]) - b) * rule.weights[s]
+    return total + b
+
+
+def _sum(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    b = value(base[i])
+    total = b
+    for s in range(len(xs)):
+        total += kept(rule.sparse, value(xs[s][i]) - b, s, i) * rule.factors[s]
+    return total
+
+
+def _mean(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    return _mean_of_agreeing(rule.sparse, base, xs, i) * rule.lambda_ + value(base[i])
+
+
+def _agreeing_sum(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    b, elected = value(base[i]), _elected(rule.sparse, base, xs, i)
+    merged = ZERO
+    for s in range(len(xs)):
+        merged += positive(kept(rule.sparse, value(xs[s][i]) - b, s, i) * elected)
+    return merged * elected * rule.lambda_ + b
+
+
+def _weighted(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    b = value(base[i])
+    total = kept(rule.sparse, value(xs[0][i]) - b, 0, i) * rule.weights[0]
+    for s in range(1, len(xs)):
+        total += kept(rule.sparse, value(xs[s][i]) - b, s, i) * rule.weights[s]
+    merged, divisor = ZERO, ZERO
+    for s in range(len(xs)):
+        tau = kept(rule.sparse, value(xs[s][i]) - b, s, i) * rule.weights[s]
+        agrees = (tau > ZERO) if total >= ZERO else (tau < ZERO)
+        merged += tau if agrees else ZERO
+        divisor += rule.weights[s] * rule.normalize if agrees else ZERO
+    return merged / (divisor if divisor != ZERO else ONE) * rule.lambda_ + b
+
+
+def _weighted_mean(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    b = value(base[i])
+    total = ZERO
+    for s in range(len(xs)):
+        total += kept(rule.sparse, value(xs[s][i]) - b, s, i)
+    merged, count = ZERO, ZERO
+    for s in range(len(xs)):
+        tau = kept(rule.sparse, value(xs[s][i]) - b, s, i)
+        agrees = (tau > ZERO) if total >= ZERO else (tau < ZERO)
+        merged += (tau if agrees else ZERO) * rule.weights[s]
+        count += ONE if agrees else ZERO
+    return merged / larger(count, ONE) + b
+
+
+def _interpolation(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    b, elected = value(base[i]), _elected(rule.sparse, base, xs, i)
+    alone, mixed, count, divisor = ZERO, ZERO, ZERO, ZERO
+    for s in range(len(xs)):
+        agreeing = positive(kept(rule.sparse, value(xs[s][i]) - b, s, i) * elected)
+        alone += agreeing
+        mixed += agreeing * rule.weights[s]
+        count += ONE if agreeing > ZERO else ZERO
+        divisor += rule.weights[s] if agreeing > ZERO else ZERO
+    mixed /= divisor if divisor != ZERO else ONE
+    return (mixed if count > ONE else alone) * elected * rule.lambda_ + b
+
+
+def _agreed(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    b = value(base[i])
+    merged = _merged_of(rule.sparse, base, xs, i)
+    votes = ZERO
+    for s in range(len(xs)):
+        tau = value(xs[s][i]) - b
+        votes += ONE if abs(tau) >= abs(merged - tau) * rule.mask_lambdas[s] else ZERO
+    return (merged if votes >= rule.agreement else ZERO) * rule.lambda_ + b
+
+
+def _shared_out(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    b = value(base[i])
+    count = ZERO
+    for s in range(len(xs)):
+        count += ONE if abs(value(xs[s][i]) - b) > rule.epsilon else ZERO
+    share = ONE / larger(count, ONE)
+    total = ZERO
+    for s in range(len(xs)):
+        tau = value(xs[s][i]) - b
+        total += (tau if abs(tau) > rule.epsilon else ZERO) * (rule.factors[s] if count == ONE else share)
+    return total + b
+
+
+def _variable(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    b = value(base[i])
+    is_kept = variance_of(base, xs, i) >= rule.high
+    total = ZERO
+    for s in range(len(xs)):
+        total += value(xs[s][i]) - b if is_kept else ZERO
+    elected = sign(total)
+    merged, divisor = ZERO, ZERO
+    for s in range(len(xs)):
+        agreeing = positive((value(xs[s][i]) - b if is_kept else ZERO) * elected)
+        merged += agreeing * rule.weights[s]
+        divisor += rule.weights[s] if agreeing > ZERO else ZERO
+    return merged * elected / (divisor if divisor != ZERO else ONE) + b
+
+
+def _nearswap(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    a, b = value(xs[0][i]), value(xs[1][i])
+    share = ONE / larger(abs(a - b), NEAREST) * rule.t
+    share = share if share < ONE else ONE
+    return share * b + (ONE - share) * a
+
+
+ELEMENTS: dict[type, Callable[..., Any]] = {
+    rules.WeightedSum: _weighted_sum,
+    rules.TaskSum: _task_sum,
+    rules.Sum: _sum,
+    rules.Mean: _mean,
+    rules.AgreeingSum: _agreeing_sum,
+    rules.Weighted: _weighted,
+    rules.WeightedMean: _weighted_mean,
+    rules.Interpolation: _interpolation,
+    rules.Agreed: _agreed,
+    rules.SharedOut: _shared_out,
+    rules.Variable: _variable,
+    rules.Nearswap: _nearswap,
+}
+
+
+# What is kept of an element of a task vector, of source s.
+
+
+def kept(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
+    raise NotImplementedError("only in compiled code")
+
+
+@overload(kept, jit_options=IN_PLACE)
+def _kept_of(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
+    return KEPT[sparse.instance_class]
+
+
+def _whole(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
+    return tau
+
+
+def _trimmed(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
+    return tau if abs(tau) >= sparse.highs[s] else ZERO
+
+
+def _between(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
+    return tau if (abs(tau) >= sparse.highs[s]) & (abs(tau) <= sparse.top_lows[s]) else ZERO
+
+
+def _dropped(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
+    return tau * sparse.scales[s] if is_kept(i, sparse.k0s[s], sparse.k1s[s], sparse.bounds[s]) else ZERO
+
+
+def _sampled(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
+    rank = sparse.ranks[s][i]
+    is_in = U64(hashed(i, sparse.k0s[s], sparse.k1s[s])) < sparse.thresholds[s][rank]
+    return tau / sparse.divisors[s][rank] * sparse.scales[s] if is_in else ZERO
+
+
+KEPT: dict[type, Callable[..., Any]] = {
+    rules.Whole: _whole,
+    rules.Trimmed: _trimmed,
+    rules.Between: _between,
+    rules.Dropped: _dropped,
+    rules.Sampled: _sampled,
+}
+
+
+# Whether it cannot be said yet: SOME or NONE.
+
+
+def _undecided(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    raise NotImplementedError("only in compiled code")
+
+
+@overload(_undecided, jit_options=IN_PLACE)
+def _undecided_of(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    fields = dict(zip(rule.instance_class._fields, rule.types, strict=True))
+    return UNDECIDED.get(fields.get("sparse", rule).instance_class, _never_undecided)
+
+
+def _never_undecided(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    return NONE
+
+
+def _undecided_trim(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    b, found = value(base[i]), NONE
+    for s in range(len(xs)):
+        found |= is_between(abs(value(xs[s][i]) - b), rule.sparse.lows[s], rule.sparse.highs[s])
+    return found
+
+
+def _undecided_between(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    b, found = value(base[i]), NONE
+    for s in range(len(xs)):
+        size = abs(value(xs[s][i]) - b)
+        found |= is_between(size, rule.sparse.lows[s], rule.sparse.highs[s])
+        found |= is_between(size, rule.sparse.top_lows[s], rule.sparse.top_highs[s])
+    return found
+
+
+def _undecided_variance(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    return is_between(variance_of(base, xs, i), rule.low, rule.high)
+
+
+UNDECIDED: dict[type, Callable[..., Any]] = {
+    rules.Trimmed: _undecided_trim,
+    rules.Between: _undecided_between,
+    rules.Variable: _undecided_variance,
+}
+
+
+# Of what they are made.
+
+
+@numba.njit(**IN_PLACE)
+def _elected(sparse: Any, base: Any, xs: Any, i: Any) -> Any:
+    """The sign of the sum of what is kept."""
+    b, total = value(base[i]), ZERO
+    for s in range(len(xs)):
+        total += kept(sparse, value(xs[s][i]) - b, s, i)
+    return sign(total)
+
+
+@numba.njit(**IN_PLACE)
+def _mean_of_agreeing(sparse: Any, base: Any, xs: Any, i: Any) -> Any:
+    b, elected = value(base[i]), _elected(sparse, base, xs, i)
+    merged, count = ZERO, ZERO
+    for s in range(len(xs)):
+        agreeing = positive(kept(sparse, value(xs[s][i]) - b, s, i) * elected)
+        merged += agreeing
+        count += ONE if agreeing > ZERO else ZERO
+    return merged * elected / larger(count, ONE)
+
+
+def _merged_of(sparse: Any, base: Any, xs: Any, i: Any) -> Any:
+    raise NotImplementedError("only in compiled code")
+
+
+@overload(_merged_of, jit_options=IN_PLACE)
+def _merged_of_sparse(sparse: Any, base: Any, xs: Any, i: Any) -> Any:
+    return _sum_of_taus if sparse.instance_class is rules.Whole else _mean_of_agreeing.py_func
+
+
+def _sum_of_taus(sparse: Any, base: Any, xs: Any, i: Any) -> Any:
+    b = value(base[i])
+    total = value(xs[0][i]) - b
+    for s in range(1, len(xs)):
+        total += value(xs[s][i]) - b
+    return total
+
+
+def _merge_important(rule: rules.Important, xs: tuple[np.ndarray, ...], out: np.ndarray) -> None:
+    rows = as_array(rule.rows)
+    width = out.size // rows.size
+    calls = [
+        (*xs, rows, np.float32(rule.threshold), width, out, start // width, -(-stop // width))
+        for start, stop in pieces(out.size, width)
+    ]
+    run(_important, calls)
+
+
 @compiled
-def _dare_linear(
-    base: Any, xs: Any, k0s: Any, k1s: Any, bounds: Any, factors: Any, out: Any, start: int, stop: int
-) -> None:
+def _important(first: Any, second: Any, rows: Any, threshold: Any, width: int, out: Any, start: int, stop: int) -> None:
     block = np.empty(BLOCK, out.dtype)
-    for begin in range(U64(start), U64(stop), U64(BLOCK)):
-        end = min(begin + U64(BLOCK), U64(stop))
-        for i in range(begin, end):
-            b = value(base[i])
-            total = b
-            for s in range(len(xs)):
-                tau = value(xs[s][i]) - b
-                total += (tau if _is_kept(i, k0s[s], k1s[s], bounds[s]) else ZERO) * factors[s]
-            block[i - begin] = rounded(total, block[0])
-        copied_past_caches(block, out, begin, end)
+    for row in range(start, stop):
+        weight = rows[row]
+        last = U64(row + 1) * U64(width)
+        for begin in range(U64(row) * U64(width), last, U64(BLOCK)):
+            end = min(begin + U64(BLOCK), last)
+            for i in range(begin, end):
+                a = value(first[i])
+                delta = value(second[i]) - a
+                block[i - begin] = rounded((delta if abs(delta) * weight >= threshold else ZERO) + a, block[0])
+            copied_past_caches(block, out, begin, end)
     stores_done()
 
 
-@compiled
-def _dare_ties(
-    base: Any, xs: Any, k0s: Any, k1s: Any, bounds: Any, rescales: Any, lambda_: Any, out: Any, start: int, stop: int
-) -> None:
-    block = np.empty(BLOCK, out.dtype)
-    for begin in range(U64(start), U64(stop), U64(BLOCK)):
-        end = min(begin + U64(BLOCK), U64(stop))
-        for i in range(begin, end):
-            b = value(base[i])
-            total = ZERO
-            for s in range(len(xs)):
-                tau = value(xs[s][i]) - b
-                total += tau * rescales[s] if _is_kept(i, k0s[s], k1s[s], bounds[s]) else ZERO
-            elected = _sign(total)
-            merged, count = ZERO, ZERO
-            for s in range(len(xs)):
-                tau = (value(xs[s][i]) - b) * rescales[s]
-                agreeing = tau * elected if _is_kept(i, k0s[s], k1s[s], bounds[s]) else ZERO
-                merged += agreeing if agreeing > ZERO else ZERO
-                count += ONE if agreeing > ZERO else ZERO
-            block[i - begin] = rounded(merged * elected / (count if count > ONE else ONE) * lambda_ + b, block[0])
-        copied_past_caches(block, out, begin, end)
-    stores_done()
+def typed(rule: Any) -> Any:
+    """The rule with NumPy's numbers and arrays, of the types that its fields are to have."""
+    return type(rule)(*(convert(field) for convert, field in zip(FIELDS[type(rule)], rule, strict=True)))
 
 
-@numba.njit(inline="always")
-def _sign(number: Any) -> Any:
-    return ONE if number > ZERO else (-ONE if number < ZERO else ZERO)
-
-
-@compiled
-def _is_kept(i: Any, k0: Any, k1: Any, bound: Any) -> Any:
-    """`workers.masks` for i below 2^32; `bound` is the threshold less one."""
-    x = U32(U32(U32(i) * WEYL) + k0)
-    x = U32(U32(x ^ U32(x >> U32(16))) * FIRST)
-    x = U32(U32(U32(x ^ U32(x >> U32(15))) + k1) * SECOND)
-    return U32(x ^ U32(x >> U32(16))) <= bound
-
-
-def _arrays(tensors: Tensors) -> tuple[np.ndarray, ...]:
-    """In one dtype, since the loop over them is compiled for one: float32 where they differ."""
-    if len({tensor.dtype for tensor in tensors}) > 1:
-        tensors = [tensor.float() for tensor in tensors]
-    return tuple(map(as_array, tensors))
-
-
-def _floats(numbers: Iterable[float]) -> tuple[np.float32, ...]:
+def _float32(number: float) -> np.float32:
     with np.errstate(over="ignore"):  # too large for float32 is infinite, as in torch
-        return tuple(map(np.float32, numbers))
+        return np.float32(number)
 
 
-def _masks(keys: Sequence[int], densities: Sequence[float]) -> tuple[tuple[np.uint32, ...], ...]:
-    """The two words of the keys, and the bounds of the hashes."""
-    first, second = zip(*map(key_words, keys), strict=True)
-    bounds = [threshold(density) - 1 for density in densities]
-    return tuple(map(U32, first)), tuple(map(U32, second)), tuple(map(U32, bounds))
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.view(-1).numpy()
 
 
-def _pieces(num_elements: int) -> list[tuple[int, int]]:
-    """(start, stop) for each thread; whole blocks, so that all start where `out` may be written past the caches."""
-    is_alone = getattr(_local, "is_alone", False)
-    num_pieces = 1 if is_alone else max(1, min(torch.get_num_threads(), num_elements // MIN_PIECE))
-    size = max(1, -(-num_elements // (num_pieces * BLOCK))) * BLOCK
-    return [(start, min(start + size, num_elements)) for start in range(0, num_elements, size)]
+CONVERSIONS: dict[Any, Callable[[Any], Any]] = {
+    float: _float32,
+    int: U32,
+    rules.Numbers: lambda numbers: tuple(map(_float32, numbers)),
+    rules.Words: lambda words: tuple(map(U32, words)),
+    rules.Tensors: lambda tensors: tuple(map(_array, tensors)),
+    rules.Sparsity: typed,
+}
+FIELDS = {rule: tuple(CONVERSIONS[kind] for kind in get_type_hints(rule).values()) for rule in (*ELEMENTS, *KEPT)}
 
 
-def _run(kernel: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """The results of all calls; this thread makes the first."""
-    others = [_threads().submit(kernel, *arguments) for arguments in calls[1:]]
-    return [kernel(*arguments) for arguments in calls[:1]] + [other.result() for other in others]
+def _most_undecided(rule: Any) -> int:
+    """How many elements of a tensor a rule may leave undecided: fewer than SPACING for each threshold."""
+    if isinstance(rule, rules.Variable):
+        return SPACING
+    sparse = getattr(rule, "sparse", None)
+    if isinstance(sparse, rules.Trimmed | rules.Between):
+        return SPACING * len(sparse.lows) * (2 if isinstance(sparse, rules.Between) else 1)
+    return 0
 
 
-def each_in_one_thread(function: Callable[[T], None], items: Sequence[T]) -> None:
-    """Call `function` once for each of `items`, in as many threads as torch uses; kernels it calls stay in its thread.
-
-    For many small tensors: waking a thread for half of one takes as long as merging it.
-    """
-    queue = iter(items)  # of a sequence: asked by one thread at a time, under the interpreter's lock
-
-    def work() -> None:
-        _local.is_alone = True
-        try:
-            for item in queue:
-                function(item)
-        finally:
-            _local.is_alone = False
-
-    others = [_threads().submit(work) for _ in range(torch.get_num_threads() - 1)]
-    try:
-        work()
-    finally:
-        wait(others)
-    for other in others:
-        other.result()
+def decided(rule: Any, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: np.ndarray) -> Any:
+    """The rule with the thresholds that the elements at `positions`, all that were undecided, say."""
+    if isinstance(rule, rules.Variable):
+        variances = _variances_at(base, xs, positions)
+        exact = _of_rank(variances, rule.low, rule.high, rule.rank)
+        return rule._replace(low=exact, high=exact)
+    sparse = rule.sparse
+    sizes = [_magnitudes_at(base, x, positions) for x in xs]
+    bottom = tuple(map(_of_rank, sizes, sparse.lows, sparse.highs, sparse.ranks))
+    sparse = sparse._replace(lows=bottom, highs=bottom)
+    if isinstance(sparse, rules.Between):
+        top = tuple(map(_of_rank, sizes, sparse.top_lows, sparse.top_highs, sparse.top_ranks))
+        sparse = sparse._replace(top_lows=top, top_highs=top)
+    return rule._replace(sparse=sparse)
 
 
-@lru_cache(maxsize=1)
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(1, os.cpu_count() or 1), thread_name_prefix="merge")
+def _of_rank(sizes: np.ndarray, low: float, high: float, rank: int) -> float:
+    return high if low == high else float(np.sort(sizes[(sizes > low) & (sizes < high)])[rank])
+
+
+@compiled
+def _magnitudes_at(base: Any, x: Any, positions: Any) -> Any:
+    sizes = np.empty(positions.size, np.float32)
+    for at in range(positions.size):
+        i = positions[at]
+        sizes[at] = abs(value(x[i]) - value(base[i]))
+    return sizes
+
+
+@compiled
+def _variances_at(base: Any, xs: Any, positions: Any) -> Any:
+    variances = np.empty(positions.size, np.float32)
+    for at in range(positions.size):
+        variances[at] = variance_of(base, xs, U64(positions[at]))
+    return variances

@@ -1,4 +1,4 @@
-"""Fused merge kernels for CUDA, the same functions as in `workers.kernels.cpu`: for tensors on one CUDA device.
+"""Fused merge kernels for CUDA: for tensors on one CUDA device.
 
 Multiplications and additions are not contracted, and divisions are rounded correctly, so that the bits are those of the
 plain methods there. The tests marked `gpu` run them on a device; without one they run in Triton's interpreter.
@@ -13,19 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
-from workers.magnitudes import SPACING, Trim
-from workers.masks import MULTIPLIERS, STEP, key_words, threshold
+from workers.kernels import rules
+from workers.magnitudes import SPACING
+from workers.masks import MULTIPLIERS, STEP
 
-__all__ = [
-    "dare_linear",
-    "dare_ties",
-    "nearswap",
-    "ram",
-    "task_arithmetic",
-    "ties",
-    "weighted_sum",
-    "weighted_task_sum",
-]
+__all__ = ["merge"]
 
 BLOCK = 1024  # elements of a program
 
@@ -33,80 +25,50 @@ Tensors = Sequence[torch.Tensor]
 WEYL, FIRST, SECOND = tl.constexpr(STEP), tl.constexpr(MULTIPLIERS[0]), tl.constexpr(MULTIPLIERS[1])
 
 
-def weighted_sum(tensors: Tensors, out: torch.Tensor, *, weights: Sequence[float]) -> None:
-    """Write `merge_methods.arithmetic.weighted_sum` to `out`."""
-    _launch(_weighted_sum, out.numel(), tuple(tensors), _floats(weights, out), out, out.numel())
+def merge(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: torch.Tensor) -> None:
+    """As `workers.kernels.cpu.merge`, for the rules of `methods.ON_CUDA`; nothing waits for the device."""
+    xs, size = tuple(tensors), out.numel()
+    match rule:
+        case rules.WeightedSum(weights):
+            _launch(_weighted_sum, size, xs, _floats(weights, out), out, size)
+        case rules.TaskSum(weights):
+            _launch(_weighted_task_sum, size, base, xs, _floats(weights, out), out, size)
+        case rules.Nearswap(t):
+            _launch(_nearswap, size, *xs, _floats([t, 1e-6], out), out, size)
+        case rules.SharedOut(epsilon, factors) if set(factors) == {1.0}:
+            _launch(_ram, size, base, xs, _floats([epsilon], out), out, size)
+        case rules.Sum(rules.Whole(), factors):
+            _launch(_task_arithmetic, size, base, xs, _floats(factors, out), out, size)
+        case rules.Sum(rules.Dropped() as sparse, factors):
+            numbers = _masks(sparse, out), _floats(sparse.scales, out), _floats(factors, out)
+            _launch(_dare_linear, size, base, xs, *numbers, out, size)
+        case rules.Mean(rules.Dropped() as sparse, lambda_):
+            numbers = _masks(sparse, out), _floats(sparse.scales, out), _floats([lambda_], out)
+            _launch(_dare_ties, size, base, xs, *numbers, out, size)
+        case rules.Mean(rules.Trimmed() as sparse, lambda_):
+            assert base is not None
+            _ties_of(sparse, lambda_, xs, base, out)
+        case _:
+            raise NotImplementedError(f"no CUDA kernel for {rule}")
 
 
-def weighted_task_sum(tensors: Tensors, base: torch.Tensor, out: torch.Tensor, *, weights: Sequence[float]) -> None:
-    """Write `merge_methods.arithmetic.weighted_sum` of the task vectors, plus the base, to `out`."""
-    _launch(_weighted_task_sum, out.numel(), base, tuple(tensors), _floats(weights, out), out, out.numel())
-
-
-def nearswap(tensors: Tensors, out: torch.Tensor, *, t: float) -> None:
-    """Write `merge_methods.averages.nearswap` to `out`."""
-    first, second = tensors
-    _launch(_nearswap, out.numel(), first, second, _floats([t, 1e-6], out), out, out.numel())
-
-
-def ram(tensors: Tensors, base: torch.Tensor, out: torch.Tensor, *, epsilon: float) -> None:
-    """Write `merge_methods.competition.ram` to `out`."""
-    _launch(_ram, out.numel(), base, tuple(tensors), _floats([epsilon], out), out, out.numel())
-
-
-def task_arithmetic(tensors: Tensors, base: torch.Tensor, out: torch.Tensor, *, lambdas: Sequence[float]) -> None:
-    """Write `merge_methods.task_arithmetic` to `out`."""
-    _launch(_task_arithmetic, out.numel(), base, tuple(tensors), _floats(lambdas, out), out, out.numel())
-
-
-def ties(tensors: Tensors, base: torch.Tensor, out: torch.Tensor, *, lambda_: float, trims: Sequence[Trim]) -> None:
-    """Write `merge_methods.ties` to `out`, `trims` saying what of each task vector is kept.
-
-    What they leave undecided is collected in the pass and merged once it is known; nothing waits for the device.
-    """
-    xs, lambdas = tuple(tensors), _floats([lambda_], out)
-    lows, highs = _floats([trim.low for trim in trims], out), _floats([trim.high for trim in trims], out)
+def _ties_of(
+    sparse: rules.Trimmed, lambda_: float, xs: tuple[torch.Tensor, ...], base: torch.Tensor, out: torch.Tensor
+) -> None:
+    """What is undecided is collected in the pass and merged once it is known."""
+    lambdas, lows, highs = (_floats(numbers, out) for numbers in ([lambda_], sparse.lows, sparse.highs))
     found = torch.full((len(xs) * SPACING,), -1, dtype=torch.int64, device=out.device)
+    most = found.numel()
     count = torch.zeros(1, dtype=torch.int32, device=out.device)
-    _launch(_ties, out.numel(), base, xs, lows, highs, lambdas, out, found, count, out.numel(), False)
+    _launch(_ties, out.numel(), base, xs, lows, highs, lambdas, out, found, count, most, out.numel(), False)
     at = found.clamp(min=0)
     exact = []
-    for tensor, trim in zip(tensors, trims, strict=True):
+    for tensor, low, high, rank in zip(xs, *sparse, strict=True):
         magnitudes = (tensor.view(-1)[at].float() - base.view(-1)[at].float()).abs_()
-        is_between = (found >= 0) & (magnitudes > trim.low) & (magnitudes < trim.high)
-        exact.append(magnitudes.masked_fill_(~is_between, trim.high).sort().values[trim.num_smaller])
+        is_between = (found >= 0) & (magnitudes > low) & (magnitudes < high)
+        exact.append(magnitudes.masked_fill_(~is_between, high).sort().values[rank])
     thresholds = torch.stack(exact)
-    _launch(_ties, found.numel(), base, xs, thresholds, thresholds, lambdas, out, found, count, found.numel(), True)
-
-
-def dare_linear(
-    tensors: Tensors,
-    base: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    lambdas: Sequence[float],
-    densities: Sequence[float],
-    keys: Sequence[int],
-) -> None:
-    """Write `merge_methods.dare_linear` to `out`, of fewer than 2^32 elements."""
-    factors = _floats([lambda_ / density for lambda_, density in zip(lambdas, densities, strict=True)], out)
-    masks = _masks(keys, densities, out)
-    _launch(_dare_linear, out.numel(), base, tuple(tensors), masks, factors, out, out.numel())
-
-
-def dare_ties(
-    tensors: Tensors,
-    base: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    lambda_: float,
-    densities: Sequence[float],
-    keys: Sequence[int],
-) -> None:
-    """Write `merge_methods.dare_ties` to `out`, of fewer than 2^32 elements."""
-    rescales, lambdas = _floats([1 / density for density in densities], out), _floats([lambda_], out)
-    masks = _masks(keys, densities, out)
-    _launch(_dare_ties, out.numel(), base, tuple(tensors), masks, rescales, lambdas, out, out.numel())
+    _launch(_ties, found.numel(), base, xs, thresholds, thresholds, lambdas, out, found, count, most, most, True)
 
 
 @triton.jit
@@ -170,8 +132,9 @@ def _task_arithmetic(base, xs, lambdas, out, size, BLOCK: tl.constexpr):  # type
 
 
 @triton.jit
-def _ties(base, xs, lows, highs, lambdas, out, found, count, size, AT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """All elements, writing to `found` where one is undecided; or those at `found` (`AT`), where it is not negative."""
+def _ties(base, xs, lows, highs, lambdas, out, found, count, most, size, AT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """All elements, writing to `found`, of `most` places, where one is undecided; or those at `found` (`AT`), where it
+    is not negative."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < size
     if AT:
@@ -196,34 +159,34 @@ def _ties(base, xs, lows, highs, lambdas, out, found, count, size, AT: tl.conste
     if not AT:
         is_undecided = is_undecided & is_inside
         place = tl.atomic_add(count + tl.zeros_like(i), 1, mask=is_undecided)
-        tl.store(found + place, i, mask=is_undecided)
+        tl.store(found + place, i, mask=is_undecided & (place < most))
 
 
 @triton.jit
-def _dare_linear(base, xs, masks, factors, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _dare_linear(base, xs, masks, scales, factors, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < size
     b = tl.load(base + i, mask=is_inside).to(tl.float32)
     total = b
     for s in tl.static_range(len(xs)):
-        tau = tl.load(xs[s] + i, mask=is_inside).to(tl.float32) - b
+        tau = (tl.load(xs[s] + i, mask=is_inside).to(tl.float32) - b) * tl.load(scales + s)
         total += tl.where(_is_kept(i, masks + 3 * s), tau, 0.0) * tl.load(factors + s)
     tl.store(out + i, total.to(out.dtype.element_ty), mask=is_inside)
 
 
 @triton.jit
-def _dare_ties(base, xs, masks, rescales, lambdas, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _dare_ties(base, xs, masks, scales, lambdas, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < size
     b = tl.load(base + i, mask=is_inside).to(tl.float32)
     total = tl.zeros_like(b)
     for s in tl.static_range(len(xs)):
-        tau = (tl.load(xs[s] + i, mask=is_inside).to(tl.float32) - b) * tl.load(rescales + s)
+        tau = (tl.load(xs[s] + i, mask=is_inside).to(tl.float32) - b) * tl.load(scales + s)
         total += tl.where(_is_kept(i, masks + 3 * s), tau, 0.0)
     elected = tl.where(total > 0, 1.0, tl.where(total < 0, -1.0, 0.0))
     merged, number = tl.zeros_like(b), tl.zeros_like(b)
     for s in tl.static_range(len(xs)):
-        tau = (tl.load(xs[s] + i, mask=is_inside).to(tl.float32) - b) * tl.load(rescales + s)
+        tau = (tl.load(xs[s] + i, mask=is_inside).to(tl.float32) - b) * tl.load(scales + s)
         agreeing = tl.where(_is_kept(i, masks + 3 * s), tau * elected, 0.0)
         merged += tl.where(agreeing > 0, agreeing, 0.0)
         number += tl.where(agreeing > 0, 1.0, 0.0)
@@ -244,8 +207,8 @@ def _floats(numbers: Sequence[float], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.float32, device=like.device)
 
 
-def _masks(keys: Sequence[int], densities: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    rows = [[*key_words(key), threshold(density) - 1] for key, density in zip(keys, densities, strict=True)]
+def _masks(sparse: rules.Dropped, like: torch.Tensor) -> torch.Tensor:
+    rows = list(zip(sparse.k0s, sparse.k1s, sparse.bounds, strict=True))
     return torch.tensor(rows, dtype=torch.int64, device=like.device)
 
 

@@ -1,4 +1,4 @@
-"""Numba functions on single elements: a stored one as float32, a float32 rounded once to be stored.
+"""Numba functions on single elements: a stored one as float32, what is made of it, and that rounded once to be stored.
 
 NumPy has no bfloat16: arrays of 16-bit words stand for it (uint16), and for float16 (int16), of which Numba does no
 arithmetic on CPU. Infinities and NaN come out of arithmetic, never out of the sources: the bank refuses those.
@@ -6,9 +6,10 @@ arithmetic on CPU. Infinities and NaN come out of arithmetic, never out of the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
+import llvmlite.binding as llvm
 import numba
 import numpy as np
 import torch
@@ -16,11 +17,45 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-__all__ = ["as_array", "bits_of", "compiled", "copied_past_caches", "rounded", "stores_done", "value"]
+from workers.masks import MULTIPLIERS, STEP
+
+__all__ = [
+    "IN_PLACE",
+    "NONE",
+    "ONE",
+    "SOME",
+    "ZERO",
+    "as_array",
+    "as_arrays",
+    "bits_of",
+    "compiled",
+    "copied_past_caches",
+    "hashed",
+    "is_between",
+    "is_kept",
+    "larger",
+    "positive",
+    "rounded",
+    "sign",
+    "stores_done",
+    "value",
+    "variance_of",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+# Loops over the sources are inside those over the elements: with more than a handful of sources LLVM would give up
+# unrolling the former, or checking that no operand overlaps the result, and no loop over elements would be vectorised.
+for option in ("-unroll-threshold=10000", "-runtime-memory-check-threshold=200"):
+    llvm.set_option("mergesearch", option)
+
 WORDS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+U32 = np.uint32
+ZERO, ONE = np.float32(0), np.float32(1)
+NONE, SOME = U32(0), U32(1)
+WEYL, FIRST, SECOND = U32(STEP), U32(MULTIPLIERS[0]), U32(MULTIPLIERS[1])
+# For functions that become part of those that call them.
+IN_PLACE = {"nogil": True, "error_model": "numpy", "forceinline": True}
 BFLOAT16, FLOAT16 = types.uint16, types.int16
 
 
@@ -39,6 +74,13 @@ def compiled(function: F) -> F:
 def as_array(tensor: torch.Tensor) -> np.ndarray:
     """The memory of a contiguous tensor as a flat array that `value` and `rounded` know."""
     return tensor.detach().view(-1).view(WORDS[tensor.dtype]).numpy()
+
+
+def as_arrays(tensors: Sequence[torch.Tensor]) -> tuple[np.ndarray, ...]:
+    """For `value`, in one dtype, since the loop over them is compiled for one: float32 where they differ."""
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        tensors = [tensor.float() for tensor in tensors]
+    return tuple(map(as_array, tensors))
 
 
 LINE = 32  # bytes, the widest store past the caches that all processors with AVX have; others split it
@@ -165,3 +207,56 @@ def _as_float16(number: Any, like: Any) -> Any:
     nearest = small if magnitude < np.uint32(113 << 23) else nearest
     nearest = np.uint32(0x7E00) if number != number else nearest
     return np.int16(np.uint16(nearest | np.uint32((bits >> np.uint32(16)) & np.uint32(0x8000))))
+
+
+@numba.njit(**IN_PLACE)
+def variance_of(base: Any, xs: Any, i: Any) -> Any:
+    """Of element i between the task vectors: `merge_methods.competition.variance`. Only in compiled code."""
+    b, count = value(base[i]), np.float32(len(xs))
+    first = value(xs[0][i]) - b
+    mean, squares = ZERO, ZERO
+    for s in range(len(xs)):
+        mean += (value(xs[s][i]) - b) - first
+    mean /= count
+    for s in range(len(xs)):
+        offset = (value(xs[s][i]) - b) - first - mean
+        squares += offset * offset
+    return squares / count
+
+
+# The built-in max also looks for NaN, in a branch.
+
+
+@numba.njit(**IN_PLACE)
+def larger(first: Any, second: Any) -> Any:
+    return first if first > second else second
+
+
+@numba.njit(**IN_PLACE)
+def positive(number: Any) -> Any:
+    return number if number > ZERO else ZERO
+
+
+@numba.njit(**IN_PLACE)
+def is_between(size: Any, low: Any, high: Any) -> Any:
+    return SOME if (size > low) & (size < high) else NONE
+
+
+@numba.njit(**IN_PLACE)
+def sign(number: Any) -> Any:
+    return ONE if number > ZERO else (-ONE if number < ZERO else ZERO)
+
+
+@numba.njit(**IN_PLACE)
+def is_kept(i: Any, k0: Any, k1: Any, bound: Any) -> Any:
+    """`workers.masks` for i below 2^32; `bound` is the threshold less one."""
+    return hashed(i, k0, k1) <= bound
+
+
+@numba.njit(**IN_PLACE)
+def hashed(i: Any, k0: Any, k1: Any) -> Any:
+    """The hash of `workers.masks` for i below 2^32."""
+    x = U32(U32(U32(i) * WEYL) + k0)
+    x = U32(U32(x ^ U32(x >> U32(16))) * FIRST)
+    x = U32(U32(U32(x ^ U32(x >> U32(15))) + k1) * SECOND)
+    return U32(x ^ U32(x >> U32(16)))

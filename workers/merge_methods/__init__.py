@@ -23,6 +23,8 @@ from workers.magnitudes import MagnitudeTable
 from workers.merge_methods import averages, competition, task_vectors
 from workers.merge_methods.arithmetic import Products, cosine, cosine_of, inner_products, num_kept
 from workers.merge_methods.averages import (
+    Importance,
+    importance_of,
     karcher_weights,
     linear,
     linear_weights,
@@ -32,31 +34,44 @@ from workers.merge_methods.averages import (
     slerp,
     slerp_weights,
 )
-from workers.merge_methods.task_vectors import task_arithmetic, ties
+from workers.merge_methods.competition import num_selected, ramplus_factor, sce_weights
+from workers.merge_methods.sparsify import by_rank, cut_ranks, l1_ratio, row_ranks, row_width
+from workers.merge_methods.task_vectors import m3_lambdas, task_arithmetic, ties
 
 __all__ = [
     "METHODS",
+    "Importance",
     "MergeMethod",
     "Operands",
     "Products",
+    "by_rank",
     "cosine",
     "cosine_of",
+    "cut_ranks",
+    "importance_of",
     "inner_products",
     "karcher_weights",
+    "l1_ratio",
     "linear",
     "linear_weights",
+    "m3_lambdas",
     "merge_tensors",
     "model_stock_weights",
     "multislerp_weights",
     "num_kept",
+    "num_selected",
     "nuslerp_weights",
+    "ramplus_factor",
+    "row_ranks",
+    "row_width",
+    "sce_weights",
     "slerp",
     "slerp_weights",
     "task_arithmetic",
     "ties",
 ]
 
-Statistic = Literal["cosine", "magnitudes", "products"]
+Statistic = Literal["cosine", "importance", "magnitudes", "products", "ranks", "variances"]
 
 
 @dataclass(frozen=True)
@@ -64,9 +79,10 @@ class Operands:
     """The same tensor of every source, in the order of the merge's sources, float32 and of one shape. None is modified.
 
     `base` is the base model's, for methods that need it; `keys` are the masks' (`masks.mask_key`), one per source, for
-    those that draw some. What depends only on the sources may be known from an earlier merge: `cosine` of the first
-    two tensors, for each source its `magnitudes`, the table of |source - base|, and the inner `products` of all pairs
-    of tensors, or with a base of task vectors.
+    those that draw some. What depends only on the sources may be known from an earlier merge: `cosine` and `importance`
+    of the first two tensors, for each source its `magnitudes`, the table of |source - base|, the inner `products` of
+    all pairs of tensors, or with a base of task vectors, the table of the `variances` between these, and the `ranks` of
+    their magnitudes in each row.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -75,6 +91,9 @@ class Operands:
     magnitudes: tuple[MagnitudeTable | None, ...] | None = None
     keys: tuple[int, ...] | None = None
     products: Products | None = None
+    importance: Importance | None = None
+    variances: MagnitudeTable | None = None
+    ranks: tuple[torch.Tensor, ...] | None = None
 
     def in_float32(self) -> Operands:
         """The same operands in float32, if they are in other dtypes."""
@@ -117,12 +136,8 @@ class MergeMethod:
         if self.takes_seed:
             assert operands.keys is not None, f"{self.name} was given no keys"
             arguments["keys"] = operands.keys
-        if "magnitudes" in self.uses:
-            arguments["magnitudes"] = operands.magnitudes
-        if "cosine" in self.uses:
-            arguments["cos"] = operands.cosine
-        if "products" in self.uses:
-            arguments["products"] = operands.products
+        for statistic in self.uses:
+            arguments["cos" if statistic == "cosine" else statistic] = getattr(operands, statistic)
         if not self.needs_base:
             return self.function(operands.tensors, **arguments)
         assert operands.base is not None, f"{self.name} was given no base"
@@ -333,6 +348,7 @@ METHODS: Mapping[str, MergeMethod] = {
             "the first source is what mergekit calls the base; quartiles of the whole tensor, where mergekit samples "
             "above a million elements",
             "arcee_fusion",
+            uses=("importance",),
         ),
         _method(
             "dare_linear",
@@ -363,6 +379,7 @@ METHODS: Mapping[str, MergeMethod] = {
             task_vectors.della,
             DELLA_PAPER,
             "the paper's probabilities (epsilon half as wide) and rescaling by each, signs and mean of `ties`",
+            uses=("ranks",),
         ),
         _method(
             "della_l1",
@@ -371,14 +388,16 @@ METHODS: Mapping[str, MergeMethod] = {
             f"symmetric probabilities, rescaled to the sum of magnitudes, signs of `ties_weighted`; {BY_NAME}; rows of "
             "one element, which mergekit cannot merge, by density",
             "della",
+            uses=("ranks",),
         ),
-        _method("della_linear", task_vectors.della_linear, DELLA_PAPER, "`della` without signs"),
+        _method("della_linear", task_vectors.della_linear, DELLA_PAPER, "`della` without signs", uses=("ranks",)),
         _method(
             "della_linear_l1",
             task_vectors.della_linear_l1,
             MERGEKIT,
             f"`della_l1` without signs; {BY_NAME}",
             "della_linear",
+            uses=("ranks",),
         ),
         _method(
             "breadcrumbs",
@@ -403,6 +422,7 @@ METHODS: Mapping[str, MergeMethod] = {
             "weights always by mean square, nothing where signs cancel; mergekit weighs equally below a sum of 1e-6, "
             "where most fine-tuned tensors are, and takes + where signs cancel",
             "sce",
+            uses=("variances",),
         ),
         _method("ram", competition.ram, RAM_PAPER, "changes above epsilon, 1e-5", "ram"),
         _method(

@@ -28,8 +28,9 @@ __all__ = [
 Products = Sequence[Sequence[float]]  # inner products of tensors, [N, N]
 # A tensor of a smaller Euclidean norm has no direction.
 NO_DIRECTION = 1e-8
-# Reductions sum blocks of this many elements, one by one, then the blocks exactly.
-BLOCK = 4096
+# Reductions add the eighths of each block of this many elements, one after another, then the eighths of what they are,
+# and so on; the blocks' sums exactly.
+BLOCK, PARTS = 4096, 8
 CHUNK = 64 * BLOCK
 
 
@@ -63,20 +64,10 @@ def cosine(first: torch.Tensor, second: torch.Tensor) -> float:
 
 def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = None) -> Products:
     """Those of all pairs, in rows, summed in float64; with `base` of the differences from it, in float32."""
-    pairs = [(i, j) for i in range(len(tensors)) for j in range(i + 1)]
-    sums: list[list[float]] = [[] for _ in pairs]
-    given = tensors if base is None else (*tensors, base)
-    for pieces in zip(*(torch.split(tensor.flatten(), CHUNK) for tensor in given), strict=True):
-        vectors = [piece.float() for piece in pieces]
-        if base is not None:
-            *others, start = vectors
-            vectors = [vector - start for vector in others]
-        vectors = [vector.double() for vector in vectors]
-        for (i, j), found in zip(pairs, sums, strict=True):
-            found += _blocks(vectors[i] * vectors[j])
     products = [[0.0] * len(tensors) for _ in tensors]
-    for (i, j), found in zip(pairs, sums, strict=True):
-        products[i][j] = products[j][i] = math.fsum(found)
+    for i, first in enumerate(tensors):
+        for j, second in enumerate(tensors[: i + 1]):
+            products[i][j] = products[j][i] = _inner_product(first, second, base)
     return products
 
 
@@ -117,6 +108,18 @@ def magnitude_of_rank(tau: torch.Tensor, rank: int, magnitudes: MagnitudeTable |
     return torch.kthvalue(tau.abs().flatten(), tau.numel() - rank + 1).values
 
 
+def _inner_product(first: torch.Tensor, second: torch.Tensor, base: torch.Tensor | None) -> float:
+    given = [tensor.float() if tensor.dtype == torch.float64 else tensor for tensor in (first, second)]
+    if first.device.type == "cpu" and first.numel() > 0:
+        from workers.kernels.sums import inner_product
+
+        return inner_product(given[0].contiguous(), given[1].contiguous(), base)
+    if base is None:
+        return total(torch.mul, *given)
+    # The differences are float32's; `total` gives pieces as float64.
+    return total(lambda x, y, b: (x.float() - b.float()).double() * (y.float() - b.float()).double(), *given, base)
+
+
 def _block_sums(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> Iterator[float]:
     for pieces in zip(*(torch.split(tensor.flatten(), CHUNK) for tensor in tensors), strict=True):
         values = function(*(piece.double() for piece in pieces))
@@ -124,5 +127,10 @@ def _block_sums(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -
 
 
 def _blocks(values: torch.Tensor) -> list[float]:
-    whole = values.numel() // BLOCK * BLOCK
-    return [*values[:whole].view(-1, BLOCK).sum(dim=1).tolist(), float(values[whole:].sum())]
+    rows = torch.nn.functional.pad(values.flatten(), (0, -values.numel() % BLOCK)).view(-1, BLOCK)
+    while rows.shape[1] > 1:
+        rows, *others = rows.chunk(PARTS, dim=1)
+        for other in others:
+            rows = rows + other
+    sums: list[float] = rows.flatten().tolist()
+    return sums

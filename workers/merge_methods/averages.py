@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import COEFFICIENT_DECIMALS
 from workers.merge_methods.arithmetic import (
+    CHUNK,
     Products,
     cosine,
     cosine_of,
@@ -21,7 +23,9 @@ from workers.merge_methods.arithmetic import (
 )
 
 __all__ = [
+    "Importance",
     "arcee_fusion",
+    "importance_of",
     "karcher",
     "karcher_weights",
     "linear",
@@ -275,22 +279,60 @@ def nearswap(tensors: Sequence[torch.Tensor], *, t: float) -> torch.Tensor:
     return share * second + (1 - share) * first
 
 
-def arcee_fusion(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+@dataclass(frozen=True)
+class Importance:
+    """What Arcee Fusion asks of two tensors: elements whose |difference| times their row's number in `rows`, float32,
+    is at least `threshold`, one of float32's values."""
+
+    rows: torch.Tensor
+    threshold: float
+
+
+def arcee_fusion(tensors: Sequence[torch.Tensor], *, importance: Importance | None = None) -> torch.Tensor:
     """The first model with the second's most important changes (mergekit's Arcee Fusion).
 
     Importance is |theta_2 - theta_1| * KL(softmax of theta_2's row | softmax of theta_1's row); elements whose
     importance is at least median + 1.5 (Q3 - Q1) are taken over. Quartiles are those of the whole tensor, by the
-    element at floor(q (n - 1)) of the sorted ones.
+    element at floor(q (n - 1)) of the sorted ones. `importance` is that of the two where it is known.
     """
     first, second = tensors
     delta = second - first
-    p, q = (torch.softmax(tensor, dim=-1).add_(1e-8) for tensor in (second, first))
-    importance = delta.abs().mul_((p * torch.log(p / q)).sum(dim=-1, keepdim=True))
-    ranks = importance.numel() - 1
-    lower, median, upper = (
-        torch.kthvalue(importance.flatten(), quarter * ranks // 4 + 1).values for quarter in (1, 2, 3)
-    )
-    return delta.masked_fill_(importance < median + 1.5 * (upper - lower), 0).add_(first)
+    asked = importance or importance_of(first, second)
+    return delta.masked_fill_(delta.abs().mul_(asked.rows) < asked.threshold, 0).add_(first)
+
+
+def importance_of(first: torch.Tensor, second: torch.Tensor) -> Importance:
+    """What `arcee_fusion` asks of these two, of at least one element."""
+    width = first.shape[-1] if first.dim() else 1
+    parts = (torch.split(tensor.reshape(-1, width), max(1, CHUNK // width)) for tensor in (second, first))
+    rows = torch.cat([_divergences(p.float(), q.float()) for p, q in zip(*parts, strict=True)])
+    rows = rows.view(*first.shape[:-1], 1)
+    ranks = first.numel() - 1
+    lower, median, upper = _importances_at([quarter * ranks // 4 for quarter in (1, 2, 3)], first, second, rows)
+    return Importance(rows, float(median + 1.5 * (upper - lower)))
+
+
+def _divergences(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """KL(softmax of the first's row | softmax of the second's), of each row; rounding leaves none below zero."""
+    p, q = (torch.softmax(tensor, dim=-1).add_(1e-8) for tensor in (first, second))
+    return (p * torch.log(p / q)).sum(dim=-1)
+
+
+def _importances_at(
+    places: Sequence[int], first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor
+) -> list[torch.Tensor]:
+    """The elements at `places` of the importances in ascending order."""
+    if first.is_cuda:
+        sizes = (second.float() - first.float()).abs_().mul_(rows).flatten()
+        return [torch.kthvalue(sizes, place + 1).values for place in places]
+    from workers.kernels.ordering import ascending_importances
+
+    found: dict[int, torch.Tensor] = {}
+    before = 0
+    for piece in ascending_importances(first, second, rows):
+        found |= {at: torch.tensor(piece[at - before]) for at in places if before <= at < before + len(piece)}
+        before += len(piece)
+    return [found[place] for place in places]
 
 
 def _shares(method: str, weights: Sequence[float]) -> list[float]:

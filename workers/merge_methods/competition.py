@@ -7,11 +7,25 @@ from collections.abc import Sequence
 
 import torch
 
+from workers.magnitudes import MagnitudeTable
 from workers.merge_methods import consensus
 from workers.merge_methods.arithmetic import dot, magnitude_of_rank, num_kept, share_of, total
 from workers.merge_methods.task_vectors import Magnitudes, trimmed_task_vectors
 
-__all__ = ["consensus_ta", "consensus_ties", "pcb", "pcb_tanh", "ram", "ramplus_tl", "sce", "wudi"]
+__all__ = [
+    "consensus_ta",
+    "consensus_ties",
+    "num_selected",
+    "pcb",
+    "pcb_tanh",
+    "ram",
+    "ramplus_factor",
+    "ramplus_tl",
+    "sce",
+    "sce_weights",
+    "variance",
+    "wudi",
+]
 
 # PCB-Merging's code clips magnitudes to their quantiles at this share from both ends.
 PCB_CLIPPED = 0.0001
@@ -19,29 +33,40 @@ PCB_CLIPPED = 0.0001
 ADAM_BETAS, ADAM_EPSILON = (0.9, 0.999), 1e-8
 
 
-def sce(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, select_topk: float) -> torch.Tensor:
+def sce(
+    tensors: Sequence[torch.Tensor], base: torch.Tensor, *, select_topk: float, variances: MagnitudeTable | None = None
+) -> torch.Tensor:
     """SCE (FuseChat, arXiv:2408.07990): select the share of elements that vary most between the task vectors (of those
     that vary at all), calculate each model's weight as its mean square over the tensor, erase the elements whose sign
     is not that of the sum; theta_pre + sum_t w_t tau_t / sum_t w_t over what is left. Where the sum is zero the base
-    stays, as it does for task vectors without anything selected."""
+    stays, as it does for task vectors without anything selected. `variances` are those of the task vectors' elements
+    where they are known."""
     taus = [tensor - base for tensor in tensors]
     if select_topk < 1:
-        dropped = ~_most_variable(taus, select_topk)
+        dropped = ~_most_variable(taus, select_topk, variances)
         taus = [tau.masked_fill_(dropped, 0) for tau in taus]
-    squares = [dot(tau, tau) for tau in taus]
-    whole = math.fsum(squares)
-    if whole == 0:
-        return base.clone()
+    weights = sce_weights([dot(tau, tau) for tau in taus])
     elected = taus[0].clone()
     for tau in taus[1:]:
         elected += tau
     elected.sign_()
     merged, divisor = torch.zeros_like(base), torch.zeros_like(base)
-    for tau, square in zip(taus, squares, strict=True):
+    for tau, weight in zip(taus, weights, strict=True):
         agreeing = tau.mul_(elected).clamp_(min=0)
-        merged += agreeing * (square / whole)
-        divisor += agreeing.sign_().mul_(square / whole)
+        merged += agreeing * weight
+        divisor += agreeing.sign_().mul_(weight)
     return merged.mul_(elected).div_(divisor.masked_fill_(divisor == 0, 1)).add_(base)
+
+
+def num_selected(select_topk: float, num_variable: int) -> int:
+    """How many of the elements that vary at all SCE selects."""
+    return share_of(select_topk, num_variable)
+
+
+def sce_weights(squares: Sequence[float]) -> list[float]:
+    """Each model's weight in SCE, from the sum of squares of its task vector; zeros where all are zero."""
+    whole = math.fsum(squares)
+    return [square / whole if whole else 0.0 for square in squares]
 
 
 def ram(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, epsilon: float) -> torch.Tensor:
@@ -169,22 +194,32 @@ def wudi(
     return merged.mul_(lambda_).add_(base)
 
 
-def _most_variable(taus: Sequence[torch.Tensor], share: float) -> torch.Tensor:
+def variance(tensors: Sequence[torch.Tensor], base: torch.Tensor) -> torch.Tensor:
+    """The variance of each element between the task vectors, in float32."""
+    return _variance([tensor.float() - base.float() for tensor in tensors])
+
+
+def _most_variable(taus: Sequence[torch.Tensor], share: float, known: MagnitudeTable | None) -> torch.Tensor:
     """Bool: the share of largest variances between task vectors, of those not zero, and all that equal the smallest."""
+    variances = _variance(taus)
+    count = num_selected(share, int(torch.count_nonzero(variances)))
+    if count == 0:
+        return torch.zeros_like(variances, dtype=torch.bool)
+    return variances >= magnitude_of_rank(variances, count, known)
+
+
+def _variance(taus: Sequence[torch.Tensor]) -> torch.Tensor:
     # Differences from the first leave the variance as it is, and exactly zero where all are equal.
     offsets = [tau - taus[0] for tau in taus]
     mean = torch.zeros_like(taus[0])
     for offset in offsets:
         mean += offset
     mean /= len(offsets)
-    variance = torch.zeros_like(mean)
+    squares = torch.zeros_like(mean)
     for offset in offsets:
-        variance += (offset - mean).square_()
-    variance /= len(offsets)
-    count = share_of(share, int(torch.count_nonzero(variance)))
-    if count == 0:
-        return torch.zeros_like(variance, dtype=torch.bool)
-    return variance >= magnitude_of_rank(variance, count)
+        squares += (offset - mean).square_()
+    squares /= len(offsets)
+    return squares
 
 
 def _ram(
@@ -199,12 +234,14 @@ def _ram(
     for tau, mask in zip(taus, changed, strict=True):
         factor = 1.0
         if rescale is not None:
-            r, alpha = rescale
-            unique = int((mask & is_unique).sum())
-            shared = int(mask.sum()) - unique
-            factor = 1 + r * min(alpha, shared / unique) if unique else 1.0
+            factor = ramplus_factor(*rescale, int(mask.sum()), int((mask & is_unique).sum()))
         merged += tau.masked_fill_(~mask, 0) * torch.where(is_unique, factor, 1 / count.clamp(min=1))
     return merged.add_(base)
+
+
+def ramplus_factor(r: float, alpha: float, num_changed: int, num_alone: int) -> float:
+    """What RAM+ multiplies a model's own changes with: it changed `num_changed` elements, `num_alone` of them alone."""
+    return 1 + r * min(alpha, (num_changed - num_alone) / num_alone) if num_alone else 1.0
 
 
 def _agreed(

@@ -12,7 +12,18 @@ from workers import masks
 from workers.magnitudes import MagnitudeTable
 from workers.merge_methods.arithmetic import magnitude_of_rank, num_kept, share_of, total
 
-__all__ = ["cut_both_ends", "dropped", "magnitude_sampled", "match_l1_norm", "trimmed"]
+__all__ = [
+    "by_rank",
+    "cut_both_ends",
+    "cut_ranks",
+    "dropped",
+    "l1_ratio",
+    "magnitude_sampled",
+    "match_l1_norm",
+    "row_ranks",
+    "row_width",
+    "trimmed",
+]
 
 # L1 norms below this are not matched: there is nothing to rescale.
 NO_NORM = 1e-7
@@ -37,15 +48,19 @@ def cut_both_ends(
     """`tau` without its floor(gamma n) largest magnitudes and with the floor(density n) largest of the others, at least
     one, and all that equal the largest or the smallest of these (Model Breadcrumbs, arXiv:2312.06795,
     where the two percentiles are 1 - gamma and 1 - gamma - density)."""
-    num_elements = tau.numel()
-    num_cut = share_of(gamma, num_elements)
-    count = min(num_kept(density, num_elements), num_elements - num_cut)
-    if count <= 0 or count == num_elements:
+    ranks = cut_ranks(density, gamma, tau.numel())
+    if ranks is None:
         return tau
-    largest = magnitude_of_rank(tau, num_cut + 1, magnitudes)
-    smallest = magnitude_of_rank(tau, num_cut + count, magnitudes)
+    largest, smallest = (magnitude_of_rank(tau, rank, magnitudes) for rank in ranks)
     sizes = tau.abs()
     return tau.masked_fill_((sizes > largest) | (sizes < smallest), 0)
+
+
+def cut_ranks(density: float, gamma: float, num_elements: int) -> tuple[int, int] | None:
+    """The ranks of the largest and the smallest magnitude that `cut_both_ends` keeps; None where it keeps all."""
+    num_cut = share_of(gamma, num_elements)
+    count = min(num_kept(density, num_elements), num_elements - num_cut)
+    return None if count <= 0 or count == num_elements else (num_cut + 1, num_cut + count)
 
 
 def dropped(tau: torch.Tensor, density: float, key: int) -> torch.Tensor:
@@ -54,34 +69,72 @@ def dropped(tau: torch.Tensor, density: float, key: int) -> torch.Tensor:
 
 
 def magnitude_sampled(
-    tau: torch.Tensor, density: float, epsilon: float, key: int, *, is_symmetric: bool = False, rescale: bool = True
+    tau: torch.Tensor,
+    density: float,
+    epsilon: float,
+    key: int,
+    *,
+    is_symmetric: bool = False,
+    rescale: bool = True,
+    ranks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """MagPrune (DELLA, arXiv:2406.11617): larger elements of a row are likelier kept, from density - epsilon to
     density + epsilon in steps by rank; what is kept is divided by its probability (`rescale`).
 
     The paper's epsilon is twice ours, and its drop probability is p_min + epsilon r / n for ranks r from 0, the
     largest: the smallest element stays a step above density - epsilon. `is_symmetric` divides by n - 1 (mergekit).
-    Equal magnitudes are ranked by position, the earlier as the smaller. A tensor without rows is one row.
+    Equal magnitudes are ranked by position, the earlier as the smaller. A tensor without rows is one row. `ranks` are
+    its `row_ranks` where they are known.
     """
-    rows = tau.reshape(1, -1) if tau.dim() < 2 else tau
-    width = rows.shape[-1]
-    order = rows.abs().sort(dim=-1, stable=True).indices
-    ranks = torch.empty_like(order)
-    ranks.scatter_(-1, order, torch.arange(width, device=tau.device).expand_as(order))
-    if width == 1 and is_symmetric:
-        probabilities = torch.full_like(ranks, 1, dtype=torch.float64) * density
-    elif is_symmetric:
-        probabilities = (density - epsilon) + ranks.double() * (2 * epsilon / (width - 1))
-    else:
-        probabilities = (density + epsilon) - (width - 1 - ranks).double() * (2 * epsilon / width)
-    probabilities = probabilities.reshape(tau.shape)
+    width = row_width(tau)
+    ranks = _sorted_ranks(tau) if ranks is None else ranks
+    probabilities = by_rank(width, density, epsilon, is_symmetric=is_symmetric).to(tau.device)[ranks.long()]
     kept = masks.keep_each(key, probabilities)
     if rescale:
         tau = tau / torch.where(kept, probabilities, 1).float()
     return tau.masked_fill_(~kept, 0)
 
 
+def row_width(tensor: torch.Tensor) -> int:
+    return tensor.numel() if tensor.dim() < 2 else tensor.shape[-1]
+
+
+def by_rank(width: int, density: float, epsilon: float, *, is_symmetric: bool) -> torch.Tensor:
+    """MagPrune's probabilities in a row: float64 [width], of the smallest element first."""
+    ranks = torch.arange(width, dtype=torch.float64)
+    if width == 1 and is_symmetric:
+        return torch.full_like(ranks, density)
+    if is_symmetric:
+        return (density - epsilon) + ranks * (2 * epsilon / (width - 1))
+    return (density + epsilon) - (width - 1 - ranks) * (2 * epsilon / width)
+
+
+def row_ranks(source: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """The place of each element among the magnitudes of its row of source - base, from 0, the smallest: of their shape,
+    uint16 where rows are short enough for it, else int32."""
+    dtype = torch.uint16 if row_width(source) <= 2**16 else torch.int32
+    if source.is_cuda:
+        return _sorted_ranks(source.float() - base.float()).to(dtype)
+    from workers.kernels.ordering import ranks_in_rows
+
+    ranks = torch.empty(source.shape, dtype=dtype)
+    ranks_in_rows(source, base, ranks, row_width(source))
+    return ranks
+
+
+def _sorted_ranks(tau: torch.Tensor) -> torch.Tensor:
+    rows = tau.reshape(1, -1) if tau.dim() < 2 else tau
+    order = rows.abs().sort(dim=-1, stable=True).indices
+    ranks = torch.empty_like(order)
+    ranks.scatter_(-1, order, torch.arange(rows.shape[-1], device=tau.device).expand_as(order))
+    return ranks.reshape(tau.shape)
+
+
 def match_l1_norm(sparse: torch.Tensor, tau: torch.Tensor) -> torch.Tensor:
     """`sparse` scaled to the sum of magnitudes of `tau`, as mergekit rescales; as it is where one has none."""
-    before, after = total(torch.abs, tau), total(torch.abs, sparse)
-    return sparse if min(before, after) < NO_NORM else sparse * (before / after)
+    return sparse * l1_ratio(total(torch.abs, tau), total(torch.abs, sparse))
+
+
+def l1_ratio(before: float, after: float) -> float:
+    """What `match_l1_norm` multiplies with, from the two sums of magnitudes."""
+    return 1.0 if min(before, after) < NO_NORM else before / after

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from search_spaces.lfs_methods import Cell
+from search_spaces.lfs_ranges import METHODS as SEARCHED
+from search_spaces.parameters import Float
 from workers.merge_methods import METHODS, MergeMethod
 
 __all__ = ["table"]
 
 
 def table() -> str:
-    """Markdown: each method with its operands, coefficients, source, variant and mergekit's name for it."""
+    """Markdown: each method with its operands, coefficients, the ranges in which studies search them, source, variant
+    and mergekit's name for it."""
     rows = [
-        ("method", "sources", "coefficients", "source", "what it is, and where it deviates", "in mergekit"),
-        ("---",) * 6,
+        ("method", "sources", "coefficients", "searched", "source", "what it is, and where it deviates", "in mergekit"),
+        ("---",) * 7,
         *(_row(method) for method in METHODS.values()),
     ]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
@@ -29,7 +33,19 @@ def _row(method: MergeMethod) -> tuple[str, ...]:
         f"`{method.name}`",
         operands,
         ", ".join(coefficients) or "none",
+        _searched(method.name),
         method.source,
         method.variant,
         method.peer or "not there",
     )
+
+
+def _searched(name: str) -> str:
+    if name not in SEARCHED:
+        return "no"
+    ranges = {}
+    for parameter in SEARCHED[name].parameters(Cell("g", "base", ("one", "two"), (), {"one": (), "two": ()})):
+        assert isinstance(parameter, Float)
+        coefficient, *expert = parameter.name.removeprefix(f"g.{name}.").split(".")
+        ranges[coefficient] = f"{coefficient} {parameter.low:g} to {parameter.high:g}{' per expert' if expert else ''}"
+    return ", ".join(ranges.values()) or "nothing"

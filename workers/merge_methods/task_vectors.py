@@ -1,7 +1,7 @@
 """Task arithmetic and its kin: task vectors made sparse, brought to agree, and added to the base.
 
 Equation numbers are those of "Automated Model Merging", section A.2, where no other source is named. `magnitudes` are,
-for each source, the table of |source - base| where it is known.
+for each source, the table of |source - base| where it is known; `ranks` are its `sparsify.row_ranks`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ __all__ = [
     "della_linear",
     "della_linear_l1",
     "m3_dare",
+    "m3_lambdas",
     "m3_ties",
     "task_arithmetic",
     "ties",
@@ -39,6 +40,7 @@ __all__ = [
 ]
 
 Magnitudes = Sequence[MagnitudeTable | None] | None
+Ranks = Sequence[torch.Tensor] | None
 
 
 def task_arithmetic(tensors: Sequence[torch.Tensor], base: torch.Tensor, lambdas: Sequence[float]) -> torch.Tensor:
@@ -208,9 +210,13 @@ def m3_dare(
     """Mixup Model Merge on DARE's task vectors (M3, section 4.4): theta_pre + lambda sum_t w_t m_t tau_t /
     density_t, the weights divided by their sum: direction and magnitude apart. It is `dare_linear` with
     lambda_t = lambda w_t."""
+    return dare_linear(tensors, base, lambdas=m3_lambdas(weights, lambda_), densities=densities, keys=keys)
+
+
+def m3_lambdas(weights: Sequence[float], lambda_: float) -> list[float]:
+    """The lambdas with which `dare_linear` is `m3_dare`."""
     total = math.fsum(weights)
-    lambdas = [lambda_ * weight / total for weight in weights]
-    return dare_linear(tensors, base, lambdas=lambdas, densities=densities, keys=keys)
+    return [lambda_ * weight / total for weight in weights]
 
 
 def della(
@@ -221,12 +227,15 @@ def della(
     densities: Sequence[float],
     epsilons: Sequence[float],
     keys: Sequence[int],
+    ranks: Ranks = None,
 ) -> torch.Tensor:
     """DELLA (arXiv:2406.11617): MagPrune (`sparsify.magnitude_sampled`) divided by each element's probability, then
     signs, mean and lambda as in `ties`."""
     taus = [
-        magnitude_sampled(tensor - base, density, epsilon, key)
-        for tensor, density, epsilon, key in zip(tensors, densities, epsilons, keys, strict=True)
+        magnitude_sampled(tensor - base, density, epsilon, key, ranks=known)
+        for tensor, density, epsilon, key, known in zip(
+            tensors, densities, epsilons, keys, _each(ranks, tensors), strict=True
+        )
     ]
     return consensus.disjoint_mean(taus).mul_(lambda_).add_(base)
 
@@ -241,12 +250,15 @@ def della_l1(
     lambda_: float,
     normalize: bool,
     keys: Sequence[int],
+    ranks: Ranks = None,
 ) -> torch.Tensor:
     """MagPrune with symmetric probabilities, scaled to the sum of magnitudes, in the place of the trimming of
     `ties_weighted` (mergekit's della)."""
     taus = [
-        _sampled_l1(tensor - base, density, epsilon, key)
-        for tensor, density, epsilon, key in zip(tensors, densities, epsilons, keys, strict=True)
+        _sampled_l1(tensor - base, density, epsilon, key, known)
+        for tensor, density, epsilon, key, known in zip(
+            tensors, densities, epsilons, keys, _each(ranks, tensors), strict=True
+        )
     ]
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
 
@@ -259,11 +271,13 @@ def della_linear(
     densities: Sequence[float],
     epsilons: Sequence[float],
     keys: Sequence[int],
+    ranks: Ranks = None,
 ) -> torch.Tensor:
     """DELLA without the election of signs (arXiv:2406.11617): theta_pre + sum_t lambda_t MagPrune(tau_t)."""
     merged = base.clone()
-    for tensor, lambda_, density, epsilon, key in zip(tensors, lambdas, densities, epsilons, keys, strict=True):
-        merged += magnitude_sampled(tensor - base, density, epsilon, key).mul_(lambda_)
+    each = zip(tensors, lambdas, densities, epsilons, keys, _each(ranks, tensors), strict=True)
+    for tensor, lambda_, density, epsilon, key, known in each:
+        merged += magnitude_sampled(tensor - base, density, epsilon, key, ranks=known).mul_(lambda_)
     return merged
 
 
@@ -275,11 +289,13 @@ def della_linear_l1(
     densities: Sequence[float],
     epsilons: Sequence[float],
     keys: Sequence[int],
+    ranks: Ranks = None,
 ) -> torch.Tensor:
     """`della_linear` with the probabilities and the rescaling of `della_l1` (mergekit's della_linear)."""
     merged = base.clone()
-    for tensor, lambda_, density, epsilon, key in zip(tensors, lambdas, densities, epsilons, keys, strict=True):
-        merged += _sampled_l1(tensor - base, density, epsilon, key).mul_(lambda_)
+    each = zip(tensors, lambdas, densities, epsilons, keys, _each(ranks, tensors), strict=True)
+    for tensor, lambda_, density, epsilon, key, known in each:
+        merged += _sampled_l1(tensor - base, density, epsilon, key, known).mul_(lambda_)
     return merged
 
 
@@ -345,5 +361,12 @@ def _dropped_l1(tau: torch.Tensor, density: float, key: int) -> torch.Tensor:
     return match_l1_norm(dropped(tau.clone(), density, key), tau)
 
 
-def _sampled_l1(tau: torch.Tensor, density: float, epsilon: float, key: int) -> torch.Tensor:
-    return match_l1_norm(magnitude_sampled(tau.clone(), density, epsilon, key, is_symmetric=True, rescale=False), tau)
+def _sampled_l1(
+    tau: torch.Tensor, density: float, epsilon: float, key: int, ranks: torch.Tensor | None
+) -> torch.Tensor:
+    sampled = magnitude_sampled(tau.clone(), density, epsilon, key, is_symmetric=True, rescale=False, ranks=ranks)
+    return match_l1_norm(sampled, tau)
+
+
+def _each(ranks: Ranks, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+    return ranks if ranks is not None else [None] * len(tensors)

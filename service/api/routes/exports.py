@@ -10,12 +10,12 @@ from starlette.responses import Response, StreamingResponse
 
 from search_spaces.documents import parse_document
 from search_spaces.errors import InvalidStudy, Problem
+from service.answers import ExportDocument, ExportsDocument
 from service.api.documents import export_document, export_path
 from service.api.exports import Tar
 from service.api.problems import InvalidRequest, Json, Refusal, refusals
 from service.api.requests import JSON_TYPES, read_body, sent_as_json
 from service.api.services import Context, Services, Study
-from service.documents import ExportDocument, ExportsDocument
 from service.errors import Conflict, NotFound
 from service.selection import best_trial
 from service.types import ExportRecord, ExportState, StudyRecord, StudyState

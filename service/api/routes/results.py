@@ -8,19 +8,12 @@ from urllib.parse import urlencode
 from fastapi import APIRouter, Path, Query
 from starlette.responses import HTMLResponse, Response
 
+from service.answers import PlotDocument, PlotsDocument, TrialsDocument
 from service.api.documents import study_path
 from service.api.plots import PLOTS
 from service.api.problems import Json, Refusal, refusals
 from service.api.services import MAX_NUMBER, PAGE_HEADERS, Context, Services, Study, TrialNumber
-from service.documents import (
-    ParetoDocument,
-    PlotDocument,
-    PlotsDocument,
-    RecipeDocument,
-    SummaryDocument,
-    TrialDocument,
-    TrialsDocument,
-)
+from service.documents import ParetoDocument, RecipeDocument, SummaryDocument, TrialDocument
 from service.errors import NotFound
 from service.results import pareto, summary, trial_document
 from service.types import StudyRecord, TrialRecord

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import socket
-import threading
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
 
-import uvicorn
-
 from search_spaces.study import Study
 from service.api import create_app
 from service.api.examiner import Examined, Examiner, read_request
-from service.documents import JobDocument
 from service.progress import ProgressSnapshot
 from service.results import RunRecord
 from service.selection import held_out
 from service.store import Store, StudyWriter
 from service.types import RungRecord, StudyRecord, StudyState, TrialRecord, TrialState
+from tests.service.http_server import HttpServer
+from tests.service.site import FakeCluster
 from tests.service.synthetic_run import EXPERTS, FINGERPRINTS, RUNGS, run_record
 from workers.types import Evidence, SampleResult, ScoreResult
 
@@ -28,44 +24,8 @@ FAMILY = Path(__file__).parents[3] / "workers" / "tiny_family"
 HOLDOUT_SAMPLES = 12
 
 
-class FakeCluster:
-    """A cluster that does nothing; `reason` says why it is away, `log_text` is every study's log."""
-
-    def __init__(self) -> None:
-        self.reason: str | None = None
-        self.log_text = "==> driver <==\nscored\n"
-        self.num_wakes = 0
-        self.is_running = False
-
-    def start(self) -> None:
-        self.is_running = True
-
-    def stop(self) -> None:
-        self.is_running = False
-
-    def not_ready(self) -> str | None:
-        return self.reason
-
-    def waiting_for(self, study: StudyRecord) -> str | None:
-        return None if study.state.is_finished else self.reason
-
-    def job(self, study: StudyRecord) -> JobDocument | None:
-        return {"submission_id": f"{study.name}-1", "dashboard_url": None} if study.submissions else None
-
-    def log(self, study: StudyRecord) -> str:
-        if self.reason is not None:
-            raise ConnectionError(self.reason)
-        return self.log_text
-
-    def wake(self) -> None:
-        self.num_wakes += 1
-
-
 class QuickExaminer:
-    """Checks only what the study file itself tells; counts."""
-
-    def __init__(self) -> None:
-        self.num_examined = 0
+    """Checks only what the study file itself tells."""
 
     def start(self) -> None:
         pass
@@ -75,7 +35,6 @@ class QuickExaminer:
 
     async def examine(self, content: bytes, *, is_json: bool) -> Examined:
         study = read_request(content, is_json=is_json)
-        self.num_examined += 1
         return Examined(study.name, study.canonical(), facts(study))
 
     async def engine_dtype(self, document: Mapping[str, Any]) -> str:
@@ -93,19 +52,13 @@ class ApiServer:
     def __enter__(self) -> Self:
         self.store = Store(f"sqlite:///{self.data_dir / 'mergesearch.db'}")
         self.app = create_app(self.store, cluster=self.cluster, data_dir=self.data_dir, examiner=self.examiner)
-        listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self._server = uvicorn.Server(uvicorn.Config(self.app, log_level="critical", timeout_graceful_shutdown=1))
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]})
-        self._thread.start()
-        while not self._server.started:
-            assert self._thread.is_alive()
-            time.sleep(0.005)
+        self._http = HttpServer(lambda: self.app, grace_s=1)
+        self.url = self._http.url
+        self._http.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
-        self._thread.join()
+        self._http.stop()
         self.store.close()
 
 

@@ -109,7 +109,10 @@ def test_a_study_tells_how_far_it_is(http: httpx.Client, server: ApiServer) -> N
     assert (told["state"], told["attempt"], told["wall_clock_s"]) == ("COMPLETE", 1, 312.4)
     assert sum(told["trials"].values()) == 21
     assert told["progress"]["stage"] == "held-out"
-    assert told["job"] == {"submission_id": "math-text-lookup-1", "dashboard_url": None}
+    assert told["job"] == {
+        "submission_id": "math-text-lookup-1",
+        "dashboard_url": "http://dashboard/#/jobs/math-text-lookup-1",
+    }
 
 
 def test_what_is_no_study_is_not_found(http: httpx.Client) -> None:

@@ -81,6 +81,6 @@ def test_l1_norm_is_matched_unless_there_is_none() -> None:
     tau = tensor([1.0, -2.0, 3.0])
     assert match_l1_norm(tensor([1.0, 0.0, 3.0]), tau).tolist() == pytest.approx([1.5, 0.0, 4.5])
     nothing = torch.zeros(3)
-    assert match_l1_norm(nothing, tau) is nothing
+    assert torch.equal(match_l1_norm(nothing, tau), nothing)
     tiny = tensor([1e-9, 0.0, 0.0])
-    assert match_l1_norm(tiny, tiny) is tiny
+    assert torch.equal(match_l1_norm(tiny, tiny), tiny)

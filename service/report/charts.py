@@ -15,7 +15,7 @@ from typing import Literal
 
 from markupsafe import Markup, escape
 
-__all__ = ["Bar", "Interval", "Legend", "Plot", "Scale", "forest", "legend", "nice_scale", "stacked_bar"]
+__all__ = ["Bar", "Interval", "Legend", "Plot", "Scale", "Shape", "forest", "legend", "nice_scale", "stacked_bar"]
 
 Shape = Literal["circle", "diamond", "square", "cross"]
 

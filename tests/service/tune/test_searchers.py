@@ -159,7 +159,7 @@ _IN_ANOTHER_PROCESS = """
 import json, sys
 import service.tune.searchers as searchers
 assert not {"smac", "sklearn", "ConfigSpace", "torch", "ray"} & set(sys.modules), "heavy imports"
-from tests.service.test_searchers import CONDITIONAL, observed
+from tests.service.tune.test_searchers import CONDITIONAL, observed
 observations = observed(CONDITIONAL, 40, num_objectives=2)
 print(json.dumps([searchers.get_searcher("smac").propose(CONDITIONAL, number=n, seed=3, observations=observations)
                   for n in range(5)]))

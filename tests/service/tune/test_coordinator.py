@@ -14,7 +14,7 @@ from search_spaces.fidelity import Scheduler
 from service.errors import StaleAttempt, StudyFailed
 from service.tune.evaluations import Evaluation
 from service.types import Origin, TrialState
-from tests.service.harness import (
+from tests.service.tune.harness import (
     InlineProposer,
     Killed,
     coordinator_of,

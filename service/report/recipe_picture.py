@@ -11,7 +11,7 @@ from typing import Any
 from markupsafe import Markup
 
 from search_spaces.recipe import COMPONENTS, Component, LayerRecipe, Merge, Recipe
-from service.charts import Bar, Legend, legend, stacked_bar
+from service.report.charts import Bar, Legend, legend, stacked_bar
 
 __all__ = ["layer_runs", "model_shares", "recipe_picture"]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.charts import Bar, Interval, Legend, Plot, Scale, forest, legend, nice_scale, stacked_bar
+from service.report.charts import Bar, Interval, Legend, Plot, Scale, forest, legend, nice_scale, stacked_bar
 
 
 @pytest.mark.parametrize(

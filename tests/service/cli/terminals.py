@@ -1,0 +1,181 @@
+"""Terminals to type commands in: a bare one, one with a good study beside it, one with a server behind it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from search_spaces.study import load_study
+from service.cli import main
+from service.preflight import examine
+from service.run import DATABASE
+from service.store import Store
+from tests.service.site import Site
+from tests.service.sums import score_extras, sums_study, write_sums
+from workers.types import Family
+
+# What values of a document are replaced by, to spoil it.
+MUTANTS = (None, True, -1, 0, 10**30, 1e400, "", "x", "\0", "../..", [], {}, [[]], {"a": {"b": []}}, "/proc/self/mem")
+
+
+@dataclass
+class Terminal:
+    """Where commands are typed."""
+
+    capsys: pytest.CaptureFixture[str]
+
+    def run(self, *arguments: Any) -> tuple[int, str, str]:
+        """Exit code, standard output and standard error of one command."""
+        self.capsys.readouterr()
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as error:  # argparse
+            code = int(error.code or 0)
+        captured = self.capsys.readouterr()
+        return code, captured.out, captured.err
+
+
+@dataclass
+class Workplace(Terminal):
+    """A terminal beside a directory with a good study of a tiny family."""
+
+    directory: Path
+    models: Path
+
+    def __post_init__(self) -> None:
+        write_sums(self.directory)
+
+    @property
+    def study(self) -> dict[str, Any]:
+        return {**sums_study(self.models), "name": "small", "limits": {"max_layers": 50}}
+
+    @property
+    def run_dir(self) -> Path:
+        return self.directory / "run"
+
+    def write(self, **changes: Any) -> Path:
+        """The study with values at dotted places (written with double underscores) changed, as a file."""
+        document = self.study
+        for place, value in changes.items():
+            put(document, place.replace("__", "."), value)
+        file = self.directory / "study.yaml"
+        file.write_text(yaml.safe_dump(document, sort_keys=False))
+        return file
+
+    def refused(self, *arguments: Any) -> str:
+        """What a refused command says, every line of it with the command's name."""
+        code, out, err = self.run(*arguments)
+        assert (code, out) == (2, ""), err
+        assert "Traceback" not in err
+        lines = err.splitlines()
+        assert lines
+        assert all(line.startswith("mergesearch: ") for line in lines), err
+        return "\n".join(line.removeprefix("mergesearch: ") for line in lines)
+
+    def refused_study(self, **changes: Any) -> str:
+        """What `run` says of the changed study; it leaves no database behind that holds a study."""
+        message = self.refused("run", self.write(**changes), "--out", self.run_dir)
+        assert not (self.run_dir / DATABASE).exists() or not studies_in(self.run_dir)
+        return message
+
+    def recipe_file(self, document: Any) -> Path:
+        file = self.directory / "recipe.json"
+        file.write_text(json.dumps(document))
+        return file
+
+    def copied(self, alias: str) -> Path:
+        """A model of the family that a test may damage."""
+        return Path(shutil.copytree(self.models / alias, self.directory / f"{alias}-copy"))
+
+    def begin(self, *, scored: bool = False) -> None:
+        """A run as the store has it after its start; `scored`: with the source and published recipes at full budget and
+        one searched trial that failed."""
+        self.run_dir.mkdir(exist_ok=True)
+        study = load_study(self.write())
+        examination = examine(study)
+        store = Store(f"sqlite:///{self.run_dir / DATABASE}")
+        record = store.create_study(
+            name=study.name, document=study.canonical(), facts={**examination.facts(), "version": "0"}
+        )
+        if scored:
+            score_extras(store.open_attempt(record.id), examination.extras())
+        store.close()
+
+
+@dataclass
+class ServerTerminal(Terminal):
+    """A terminal where every command is given the server of `site`."""
+
+    site: Site
+
+    def shown(self, *arguments: Any) -> str:
+        """What a command prints that has nothing to complain about."""
+        code, out, err = self.run(*arguments, "--server", self.site.url)
+        assert (code, err) == (0, "")
+        return out
+
+    def document(self, *arguments: Any) -> Any:
+        return json.loads(self.shown(*arguments, "--json"))
+
+    def refused(self, *arguments: Any, code: int = 2) -> str:
+        """What a refused command says; the same as JSON for programs."""
+        found, out, err = self.run(*arguments, "--server", self.site.url)
+        assert (found, out) == (code, ""), err
+        told = "\n".join(line.removeprefix("mergesearch: ") for line in err.splitlines())
+        assert err.count("mergesearch: ") == len(err.splitlines())
+        found, out, err = self.run(*arguments, "--server", self.site.url, "--json")
+        assert (found, out) == (code, "")
+        problems = json.loads(err)["problems"]
+        assert "\n".join(f"{p['field']}: {p['message']}" if p["field"] else p["message"] for p in problems) == told
+        return told
+
+
+def put(document: dict[str, Any], place: str, value: Any) -> None:
+    *parents, last = [int(part) if part.isdigit() else part for part in place.split(".")]
+    node: Any = document
+    for part in parents:
+        node = node[part]
+    node[last] = value
+
+
+def studies_in(directory: Path) -> tuple[Any, ...]:
+    store = Store(f"sqlite:///{directory / DATABASE}")
+    try:
+        return store.studies()
+    finally:
+        store.close()
+
+
+def model_options(family: Family, *aliases: str) -> list[str]:
+    """The options of `merge` that say where models are."""
+    return [part for m in family.models if m.alias in aliases for part in ("--model", f"{m.alias}={m.directory}")]
+
+
+def spoilt(document: Any, draw: random.Random) -> Any:
+    """A copy of `document` with one or two values, anywhere in it, left out or replaced by one of MUTANTS."""
+    document = copy.deepcopy(document)
+    for _ in range(draw.randint(1, 2)):
+        *parents, last = draw.choice(list(_places(document)))
+        node = document
+        for part in parents:
+            node = node[part]
+        if draw.random() < 0.2:
+            del node[last]
+        else:
+            node[last] = draw.choice(MUTANTS)
+    return document
+
+
+def _places(node: Any, prefix: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        yield (*prefix, key)
+        yield from _places(value, (*prefix, key))

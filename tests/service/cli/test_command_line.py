@@ -1,0 +1,80 @@
+"""The command line itself: wrong ones, help, schemas, errors as JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from service.cli import SCHEMAS
+from tests.service.cli.terminals import Workplace
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_schema_prints_a_valid_json_schema(place: Workplace, name: str) -> None:
+    code, out, err = place.run("schema", name)
+    assert (code, err) == (0, "")
+    schema = json.loads(out)
+    Draft202012Validator.check_schema(schema)
+    assert not Draft202012Validator(schema).is_valid([])
+
+
+def test_the_schema_of_the_study_file_accepts_the_study(place: Workplace) -> None:
+    validator = Draft202012Validator(json.loads(place.run("schema", "study")[1]))
+    assert validator.is_valid(place.study)
+    assert not validator.is_valid({**place.study, "serch": {}})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["schema", "studdy"], "invalid choice: 'studdy'"),
+        (["rnu"], "invalid choice: 'rnu'"),
+        (["run"], "the following arguments are required: STUDY, --out"),
+        ([], "the following arguments are required: COMMAND"),
+        (["run", "x", "--out", "y", "--export", "worst"], "invalid choice: 'worst'"),
+        (["export", "x", "best", "--out", "y", "--dtype", "int8"], "invalid choice: 'int8'"),
+    ],
+)
+def test_a_wrong_command_line_exits_with_2_and_the_usage(place: Workplace, arguments: list[str], message: str) -> None:
+    code, out, err = place.run(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.startswith("usage: mergesearch")
+
+
+def test_errors_as_json_hold_every_problem_with_its_field(place: Workplace) -> None:
+    code, out, err = place.run(
+        "run", place.write(serch={}, fidelity__eta=1), "--out", place.run_dir, "--check", "--json"
+    )
+    assert (code, out) == (2, "")
+    told = json.loads(err)
+    assert told["error"] == "InvalidStudy"
+    assert {problem["field"] for problem in told["problems"]} == {"serch", "fidelity.eta"}
+    assert all(problem["message"] for problem in told["problems"])
+    code, _, err = place.run("trials", place.run_dir, "--json")
+    assert code == 2
+    assert json.loads(err)["error"] == "NotFound"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"]])
+def test_help_is_instant_and_imports_nothing_heavy(arguments: list[str]) -> None:
+    program = (
+        "import sys, service.cli\n"
+        f"try: service.cli.main({arguments})\n"
+        "except SystemExit as end: assert not end.code\n"
+        "heavy = {'torch', 'vllm', 'ray', 'pydantic', 'numpy', 'yaml', 'sqlalchemy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        seconds.append(time.perf_counter() - started)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout
+    assert min(seconds) < 1

@@ -1,0 +1,276 @@
+"""The verbs that talk to a server, as people and programs meet them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from service.remote import DEFAULT_SERVER, SERVER_VARIABLE
+from service.results import pareto, trial_document
+from service.run_record import run_record
+from service.types import Origin, StudyState, TrialRecord, TrialState
+from tests.service.api.harness import ApiServer
+from tests.service.cli.terminals import ServerTerminal
+from tests.service.site import Site
+
+
+def words(text: str) -> str:
+    return re.sub(r"\s+", " ", text).strip()
+
+
+# Submitting.
+
+
+def test_submit_says_what_it_made_and_how_to_watch_it(site: Site, terminal: ServerTerminal) -> None:
+    name = site.new_name()
+    out = terminal.shown("submit", site.study_file(name))
+    (study,) = [study for study in site.store.studies() if study.name == name]
+    assert out == (f"study {name}: {study.id}, CREATED\n`mergesearch watch {study.id[:8]}` shows how it goes on\n")
+    assert terminal.document("submit", site.study_file(name))["name"] == name
+
+
+def test_submit_with_a_key_makes_one_study(site: Site, terminal: ServerTerminal) -> None:
+    name = site.new_name()
+    file = site.study_file(name)
+    first = terminal.document("submit", file, "--name-key", name)
+    assert terminal.document("submit", file, "--name-key", name)["id"] == first["id"]
+    file.write_text(file.read_text().replace('"seed": 0', '"seed": 1'))
+    assert f"Idempotency-Key '{name}' was sent before with another body" in terminal.refused(
+        "submit", file, "--name-key", name
+    )
+    assert "visible ASCII" in terminal.refused("submit", file, "--name-key", "ü")
+
+
+def test_what_is_wrong_with_a_study_is_told_as_run_tells_it(
+    site: Site, terminal: ServerTerminal, tmp_path: Path
+) -> None:
+    file = site.study_file(site.new_name())
+    document = json.loads(file.read_text())
+    documents: list[dict[str, Any]] = [
+        {**document, "search": {"max_trial": 3}, "engine": {"replicas": 0}},
+        {**document, "models": {**document["models"], "base": str(tmp_path / "nowhere")}},
+        {**document, "fidelity": {"scheduler": "none", "max_samples": 4000}},
+    ]
+    for broken in documents:
+        file.write_text(json.dumps(broken))
+        code, _, err = terminal.run("run", file, "--out", tmp_path / "run", "--check")
+        assert code == 2
+        assert terminal.refused("submit", file) == err.replace("mergesearch: ", "").rstrip("\n")
+    assert "no.yaml" in terminal.refused("submit", tmp_path / "no.yaml")
+
+
+# Looking at studies.
+
+
+def test_studies_are_listed(site: Site, finished: str, terminal: ServerTerminal) -> None:
+    created = site.create(site.new_name())
+    out = terminal.shown("studies")
+    (line,) = [words(line) for line in out.splitlines() if finished[:8] in line]
+    assert line.startswith(f"{finished[:8]} finished complete 9/14 12m34s 20")
+    assert line.endswith("sums 0.7")
+    (line,) = [words(line) for line in out.splitlines() if created[:8] in line]
+    assert " created 0 0s 20" in line
+    listed = terminal.document("studies")
+    assert [study["id"] for study in listed] == [study.id for study in site.store.studies()]
+
+
+def test_a_server_without_studies_says_so(terminal: ServerTerminal, tmp_path: Path) -> None:
+    with ApiServer(tmp_path) as server:
+        code, out, _ = terminal.run("studies", "--server", server.url)
+        assert (code, out.splitlines()[0].strip()) == (0, "Studies")
+        assert terminal.run("studies", "--server", server.url, "--json")[1] == "[]\n"
+        code, _, err = terminal.run("show", "abc", "--server", server.url)
+    assert (code, err) == (2, "mergesearch: study 'abc': the server has no study of that id or name; it has 0\n")
+
+
+def test_show_tells_all_of_a_study(site: Site, finished: str, terminal: ServerTerminal) -> None:
+    out = words(terminal.shown("show", finished))
+    for told in (
+        "study finished",
+        f"id {finished}",
+        "state complete",
+        "worked 12m34s, by 1 driver",
+        "trials 9 of 14 8 complete 1 fail",
+        "samples 300 of 900",
+        "best so far trial 7: sums 0.7",
+        "Ray job finished-1",
+        "dashboard http://dashboard/#/jobs/finished-1",
+        f"report {site.url}/v1/studies/{finished}/report",
+        f"log {site.url}/v1/studies/{finished}/log",
+    ):
+        assert told in out
+    assert terminal.document("show", finished)["id"] == finished
+
+
+def test_show_of_a_study_that_has_failed_says_why(site: Site, terminal: ServerTerminal) -> None:
+    writer = site.begin(site.new_name())
+    writer.set_state(StudyState.FAILED, "no trial was scored at the full budget")
+    out = words(terminal.shown("show", writer.study_id))
+    assert "state failed: no trial was scored at the full budget" in out
+    assert "samples" not in out
+
+
+def test_a_study_is_meant_by_the_beginning_of_its_id_or_its_name(site: Site, terminal: ServerTerminal) -> None:
+    name = site.new_name()
+    first = site.create(name)
+    assert terminal.document("show", name)["id"] == first
+    assert terminal.document("show", first[:10])["id"] == first
+    second = site.create(name)
+    message = terminal.refused("show", name)
+    assert message.startswith(f"study {name!r}: 2 studies are meant, give more of an id: ")
+    assert first in message
+    assert second in message
+    for verb in (["watch"], ["cancel"], ["log"], ["trials"], ["pareto"]):
+        assert terminal.refused(*verb, name) == message
+        assert terminal.refused(*verb, "nobody").startswith(
+            "study 'nobody': the server has no study of that id or name"
+        )
+
+
+# Results.
+
+
+def test_trials_and_front_are_shown_as_those_of_a_run(site: Site, finished: str, terminal: ServerTerminal) -> None:
+    record = run_record(site.store, finished)
+    assert terminal.document("trials", "finished") == json.loads(
+        json.dumps([trial_document(trial) for trial in record.trials])
+    )
+    assert terminal.document("pareto", "finished") == json.loads(json.dumps(pareto(record)))
+    lines = [words(line) for line in terminal.shown("trials", finished).splitlines()]
+    assert "trial label state samples sums" in lines
+    assert "2 expert:text complete 36 0.2" in lines
+    assert "8 trial:8 fail: NaN logits 0" in lines
+    assert "7 TIES k 0.2 lambda 1.0 0.7 ±0.01" in [
+        words(line) for line in terminal.shown("pareto", finished).splitlines()
+    ]
+
+
+def test_reasons_are_shown_as_they_are(site: Site, terminal: ServerTerminal) -> None:
+    writer, reason = site.begin(site.new_name()), "[/tmp/x] is [red]broken"
+    trial = TrialRecord(0, Origin.SEARCH, "trial:0", TrialState.WAITING, site.examination.extras()[0][2])
+    writer.add_trial(trial)
+    writer.finish_trials([0], TrialState.FAIL, reason)
+    writer.set_state(StudyState.FAILED, reason)
+    assert f"fail: {reason}" in terminal.shown("trials", writer.study_id)
+    assert f"failed: {reason}" in terminal.shown("show", writer.study_id)
+    code, _, err = terminal.run("watch", writer.study_id, "--server", site.url)
+    assert code == 1
+    assert f"trial 0 failed: {reason}" in err
+
+
+def test_a_study_that_has_not_begun_has_no_trials_and_no_front(site: Site, terminal: ServerTerminal) -> None:
+    study = site.create(site.new_name())
+    assert terminal.document("trials", study) == []
+    assert terminal.document("pareto", study)["front"] == []
+    assert "Trials" in terminal.shown("trials", study)
+
+
+def test_the_log_is_printed(
+    site: Site, finished: str, terminal: ServerTerminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert terminal.shown("log", "finished") == "==> driver <==\nscored ü\n"
+    assert terminal.document("log", finished) == {"log": "==> driver <==\nscored ü\n"}
+    monkeypatch.setattr(site.cluster, "reason", "Ray is being started")
+    assert terminal.refused("log", finished, code=1) == "Ray is being started"
+
+
+def test_export_fetches_the_model(site: Site, finished: str, terminal: ServerTerminal, tmp_path: Path) -> None:
+    out = tmp_path / "merged"
+    assert terminal.shown("export", "finished", "1", "--out", out) == f"merged model: {out}\n"
+    merged, expert = load_file(out / "model.safetensors"), load_file(site.models / "math" / "model.safetensors")
+    assert all(torch.equal(merged[name], expert[name]) for name in expert)
+    assert terminal.refused("export", "finished", "1", "--out", out) == (
+        f"{out}: exists already; give a directory that does not"
+    )
+    other = tmp_path / "other"
+    assert terminal.document("export", finished, "1", "--out", other) == {"directory": str(other)}
+
+
+def test_what_cannot_be_exported_is_refused(
+    site: Site, terminal: ServerTerminal, finished: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "merged"
+    for trial in ("99", "bset", "1.5", "٣٣"):
+        assert "is not accepted; give" in terminal.refused("export", finished, trial, "--out", out)
+    running = site.begin(site.new_name()).study_id
+    assert "models are exported once it is COMPLETE" in terminal.refused("export", running, "best", "--out", out)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cancel_ends_a_study(site: Site, finished: str, terminal: ServerTerminal) -> None:
+    name = site.new_name()
+    study = site.create(name)
+    assert terminal.shown("cancel", name) == f"study {name}: {study}, CANCELLED\n"
+    assert terminal.document("cancel", study)["state"] == "CANCELLED"
+    assert site.store.study(study).state is StudyState.CANCELLED
+    assert "COMPLETE already" in terminal.refused("cancel", finished)
+
+
+# Which server, which directory.
+
+
+def test_the_server_is_that_of_the_option_then_of_the_environment(
+    site: Site, finished: str, terminal: ServerTerminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SERVER_VARIABLE, site.url)
+    assert terminal.run("show", finished)[0] == 0
+    monkeypatch.setenv(SERVER_VARIABLE, "http://127.0.0.1:1")
+    assert terminal.run("show", finished, "--server", site.url)[0] == 0
+    code, out, err = terminal.run("show", finished)
+    assert (code, out) == (1, "")
+    assert err.startswith("mergesearch: http://127.0.0.1:1: no answer: ")
+    assert "default" not in err
+    assert terminal.run("studies", "--server", "ftp://x")[::2] == (
+        2,
+        "mergesearch: server 'ftp://x': is no address; write http://HOST:PORT\n",
+    )
+
+
+def test_without_either_the_default_is_tried_and_the_message_says_so(
+    terminal: ServerTerminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert DEFAULT_SERVER == "http://127.0.0.1:8080"
+    monkeypatch.setattr("service.remote.DEFAULT_SERVER", "http://127.0.0.1:1")
+    hint = (
+        "; that is the default address: give --server URL or set MERGESEARCH_SERVER, "
+        "or start a server with `mergesearch serve`"
+    )
+    code, out, err = terminal.run("studies")
+    assert (code, out) == (1, "")
+    assert err.startswith("mergesearch: http://127.0.0.1:1: no answer: ")
+    assert err.endswith(f"{hint}\n")
+    for verb in (["trials"], ["pareto"], ["export", "best", "--out", "x"]):
+        name, *rest = verb
+        code, _, err = terminal.run(name, "my-run", *rest)
+        assert code == 1
+        assert err.endswith(f"{hint}; there is no directory 'my-run' either\n")
+    code, _, err = terminal.run("trials", "my-run", "--json")
+    assert (code, json.loads(err)["error"]) == (1, "ServerUnreachable")
+
+
+def test_a_directory_is_meant_where_there_is_one_unless_a_server_is_named(
+    site: Site, terminal: ServerTerminal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = site.new_name()
+    study = site.create(name)
+    (tmp_path / name).mkdir()
+    monkeypatch.setenv(SERVER_VARIABLE, site.url)
+    assert "no run here (no study.db)" in terminal.run("trials", name)[2]
+    assert "no run here (no study.db)" in terminal.run("trials", f"./{study}")[2]
+    assert terminal.run("trials", study, "--json")[:2] == (0, "[]\n")
+    assert terminal.run("trials", name, "--json", "--server", site.url)[:2] == (0, "[]\n")
+
+
+@pytest.mark.parametrize("verb", ["submit", "studies", "show", "watch", "trials", "pareto", "export", "cancel", "log"])
+def test_every_verb_has_its_help(terminal: ServerTerminal, verb: str) -> None:
+    code, out, _ = terminal.run(verb, "--help")
+    assert code == 0
+    assert "--server URL" in out
+    assert "--json" in out

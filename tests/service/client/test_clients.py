@@ -1,0 +1,332 @@
+"""The Python client against the server's own application over real HTTP."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from search_spaces.errors import InvalidStudy
+from search_spaces.study import load_study
+from service.client import (
+    AsyncClient,
+    Client,
+    Event,
+    RequestRefused,
+    ServerUnreachable,
+    routes,
+)
+from service.errors import Conflict, NotFound
+from service.report import render_report
+from service.results import pareto, summary, trial_document
+from service.run_record import run_record
+from service.types import Origin, StudyState
+from tests.service.client.asker import Asker
+from tests.service.http_server import HttpServer
+from tests.service.site import PROGRESS, Site
+
+# Studies.
+
+
+def test_a_study_file_is_submitted_with_paths_that_mean_the_same_on_the_server(site: Site, ask: Asker) -> None:
+    name = site.new_name()
+    file = site.study_file(name)
+    document = ask("submit", file)
+    assert (document["name"], document["state"], document["attempt"]) == (name, "CREATED", 0)
+    stored = site.store.study(document["id"]).document
+    assert stored == load_study(file).canonical()
+    assert stored["objectives"][0]["task"]["file"] == str(site.directory / "search.jsonl")
+    assert ask("submit", str(file))["id"] != document["id"]
+
+
+def test_the_same_key_gives_the_same_study_and_no_key_another(site: Site, ask: Asker) -> None:
+    content = {**site.document, "name": site.new_name()}
+    first = ask("submit", content, idempotency_key=content["name"])
+    assert ask("submit", content, idempotency_key=content["name"]) == first
+    assert ask("submit", content)["id"] != first["id"]
+    with pytest.raises(RequestRefused, match=f"Idempotency-Key '{content['name']}' was sent before") as refused:
+        ask("submit", {**content, "search": {"seed": 7}}, idempotency_key=content["name"])
+    assert refused.value.status == 409
+
+
+@pytest.mark.parametrize("key", ["ü", "two words", "a\nb", "x" * 256])
+def test_a_key_that_http_cannot_carry_is_refused(site: Site, ask: Asker, key: str) -> None:
+    with pytest.raises(RequestRefused, match=r"Idempotency-Key .*: give 1 to 255 visible ASCII characters"):
+        ask("submit", site.document, idempotency_key=key)
+
+
+def test_what_is_wrong_with_a_study_is_told_all_at_once(site: Site, ask: Asker, tmp_path: Path) -> None:
+    broken = {**site.document, "search": {"max_trial": 3}, "engine": {"replicas": 0}}
+    file = tmp_path / "study.json"
+    file.write_text(json.dumps(broken))
+    with pytest.raises(InvalidStudy) as told_here:
+        ask("submit", file)
+    with pytest.raises(RequestRefused) as told_there:
+        ask("submit", broken)
+    assert told_there.value.status == 422
+    assert len(told_there.value.problems) == 2
+    assert str(told_there.value) == str(told_here.value)
+    assert [(p["field"], p["message"]) for p in told_there.value.problems] == [
+        (problem.field, problem.message) for problem in told_here.value.problems
+    ]
+
+
+def test_a_relative_path_in_a_mapping_is_refused_by_name(site: Site, ask: Asker) -> None:
+    with pytest.raises(RequestRefused, match=r"models\.base: \./base: is relative; a path in a request is absolute"):
+        ask("submit", {**site.document, "models": {**site.document["models"], "base": "./base"}})
+
+
+@pytest.mark.parametrize("value", [float("nan"), {1, 2}, object()])
+def test_what_is_not_plain_data_is_not_sent(site: Site, ask: Asker, value: object) -> None:
+    with pytest.raises(InvalidStudy, match="the study is not plain data: "):
+        ask("submit", {**site.document, "limits": value})
+
+
+def test_a_missing_study_file_is_told_as_the_command_does(ask: Asker, tmp_path: Path) -> None:
+    with pytest.raises(InvalidStudy, match=r"no\.yaml: "):
+        ask("submit", tmp_path / "no.yaml")
+
+
+def test_studies_are_listed_and_sorted_out_by_state_and_name(site: Site, finished: str, ask: Asker) -> None:
+    name = site.new_name()
+    first, second = site.create(name), site.create(name)
+    everything = [study["id"] for study in ask("studies")]
+    assert everything.index(finished) < everything.index(first) < everything.index(second)
+    assert [study["id"] for study in ask("studies", name=name)] == [first, second]
+    assert finished in [study["id"] for study in ask("studies", state="COMPLETE")]
+    assert ask("studies", state="COMPLETE", name=name) == []
+    with pytest.raises(RequestRefused, match="state: "):
+        ask("studies", state="BUSY")
+
+
+def test_a_study_is_told_whole(finished: str, ask: Asker) -> None:
+    study = ask("study", finished)
+    assert (study["id"], study["state"], study["wall_clock_s"]) == (finished, "COMPLETE", 754.0)
+    assert study["trials"] == {"COMPLETE": 8, "FAIL": 1}
+    assert study["progress"] == PROGRESS
+    assert study["job"]["submission_id"] == "finished-1"
+    with pytest.raises(RequestRefused, match="there is no such study") as refused:
+        ask("study", "f" * 32)
+    assert refused.value.status == 404
+
+
+@pytest.mark.parametrize("odd", ["..", "../../healthz", "a/b", "a?b", "ü", "\udcff", "x" * 3000, " "])
+def test_an_odd_id_is_no_study_and_no_other_page(ask: Asker, odd: str) -> None:
+    for method in ("study", "summary", "cancel"):
+        with pytest.raises(RequestRefused) as refused:
+            ask(method, odd)
+        assert refused.value.status in (404, 405)
+
+
+def test_an_empty_id_is_not_the_list_of_studies(ask: Asker) -> None:
+    for method in ("study", "trials", "cancel", "pareto"):
+        with pytest.raises(NotFound, match="give the id of a study"):
+            ask(method, "")
+
+
+def test_a_study_is_found_by_id_beginning_and_name(site: Site, ask: Asker) -> None:
+    name = site.new_name()
+    study = site.create(name)
+    for reference in (study, study[:12], name):
+        assert ask("find", reference)["id"] == study
+    other = site.create(name)
+    with pytest.raises(Conflict, match=rf"study '{name}': 2 studies are meant, .*{study} .*{other} "):
+        ask("find", name)
+    assert ask("find", other)["id"] == other
+    for reference in ("nobody", "", "F"):
+        with pytest.raises(NotFound, match=f"study '{reference}': the server has no study of that id or name; it has "):
+            ask("find", reference)
+
+
+def test_a_study_is_cancelled_once_and_for_good(site: Site, finished: str, ask: Asker) -> None:
+    study = site.create(site.new_name())
+    assert ask("cancel", study)["state"] == "CANCELLED"
+    assert ask("cancel", study)["state"] == "CANCELLED"
+    assert site.store.study(study).state is StudyState.CANCELLED
+    with pytest.raises(RequestRefused, match="COMPLETE already") as refused:
+        ask("cancel", finished)
+    assert refused.value.status == 409
+
+
+# Results.
+
+
+def test_results_are_those_of_a_run(site: Site, finished: str, ask: Asker) -> None:
+    record = run_record(site.store, finished)
+    assert ask("summary", finished) == json.loads(json.dumps(summary(record)))
+    assert ask("pareto", finished) == json.loads(json.dumps(pareto(record)))
+    assert ask("report", finished) == render_report(record)
+
+
+def test_trials_are_told_to_the_last_page(
+    site: Site, finished: str, ask: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "PAGE", 2)
+    stored = [json.loads(json.dumps(trial_document(trial))) for trial in site.store.trials(finished)]
+    assert len(stored) == 9
+    assert ask("trials", finished) == stored
+    assert ask("trials", finished, state="COMPLETE") == stored[:8]
+    assert ask("trials", finished, state="PRUNED") == []
+    assert ask("trials", site.create(site.new_name())) == []
+
+
+def test_one_trial_and_its_recipe(site: Site, finished: str, ask: Asker) -> None:
+    (trial,) = site.store.trials(finished, start=5, stop=6)
+    assert ask("trial", finished, 5)["label"] == trial.label
+    assert ask("recipe", finished, 5) == trial.recipe.to_json()
+    for method in ("trial", "recipe"):
+        with pytest.raises(RequestRefused, match="trial 99: study 'finished' has no such trial"):
+            ask(method, finished, 99)
+
+
+def test_the_log_is_text_and_away_with_ray(
+    site: Site, finished: str, ask: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ask("log", finished) == "==> driver <==\nscored ü\n"
+    monkeypatch.setattr(site.cluster, "reason", "Ray is being started")
+    with pytest.raises(RequestRefused, match=r"^Ray is being started$") as refused:
+        ask("log", finished)
+    assert refused.value.status == 503
+    assert refused.value.retry_after_s is not None
+
+
+# Events.
+
+
+def test_the_events_of_a_finished_study_are_its_history_and_end(site: Site, finished: str, ask: Asker) -> None:
+    stored = site.store.events(finished)
+    events = list(ask.events(finished))
+    history = [event for event in events if event.id is not None]
+    assert [(e.id, e.kind, e.payload) for e in history] == [(e.id, e.kind, dict(e.payload)) for e in stored]
+    assert events[-1] == Event("end", None, None, {"state": "COMPLETE", "reason": None})
+    assert [event.payload for event in events if event.kind == "progress"] == [PROGRESS]
+    later = list(ask.events(finished, after=stored[10].id))
+    assert [event.id for event in later if event.id is not None] == [event.id for event in stored[11:]]
+
+
+def test_events_come_while_they_happen(site: Site) -> None:
+    writer = site.begin(site.new_name())
+    with Client(site.url) as client:
+        events = client.events(writer.study_id)
+        assert [next(events).kind for _ in range(3)] == ["created", "attempt", "state"]
+        for number in range(3):
+            writer.add_event("note", {"number": number})
+            assert next(events).payload == {"number": number}
+        writer.heartbeat(wall_clock_s=1.0, progress=PROGRESS)
+        assert next(events) == Event("progress", None, None, PROGRESS)
+        writer.set_state(StudyState.FAILED, "out of luck")
+        assert [event.kind for event in events] == ["state", "end"]
+
+
+def test_no_event_is_missed_or_told_twice_when_the_server_is_stopped_and_started(site: Site, ask: Asker) -> None:
+    writer = site.begin(site.new_name())
+    own = HttpServer(site.app)
+    interrupted = threading.Event()
+
+    def work() -> None:
+        for number in range(200):
+            writer.add_event("note", {"number": number})
+            time.sleep(0.01)
+        interrupted.wait()
+        writer.set_state(StudyState.COMPLETE)
+
+    def interrupt() -> None:
+        for _ in range(3):
+            time.sleep(0.4)
+            own.stop()
+            time.sleep(0.2)
+            own.start()
+        interrupted.set()
+
+    with own:
+        threads = [threading.Thread(target=body) for body in (work, interrupt)]
+        for thread in threads:
+            thread.start()
+        events = list(ask.at(own.url).events(writer.study_id))
+        for thread in threads:
+            thread.join()
+    assert [e.id for e in events if e.id is not None] == [e.id for e in site.store.events(writer.study_id)]
+    assert sum(event.kind == "note" for event in events) == 200
+    assert [event.kind for event in events][-1] == "end"
+
+
+def test_a_server_that_does_not_come_back_ends_the_reading(site: Site, ask: Asker) -> None:
+    writer = site.begin(site.new_name())
+    own = HttpServer(site.app)
+    own.start()
+    threading.Timer(0.5, own.stop).start()
+    with pytest.raises(ServerUnreachable, match=f"^{own.url}: no answer: "):
+        list(ask.at(own.url).events(writer.study_id, patience_s=1.5))
+
+
+def test_events_of_no_study_are_refused(ask: Asker) -> None:
+    with pytest.raises(RequestRefused, match="there is no such study"):
+        list(ask.events("f" * 32))
+
+
+# Exports.
+
+
+def test_an_exported_model_is_the_trial_that_was_named(site: Site, finished: str, ask: Asker, tmp_path: Path) -> None:
+    received: list[tuple[int, int | None]] = []
+    out = ask("export", finished, 1, tmp_path / "merged", received=lambda *count: received.append(count))
+    assert out == tmp_path / "merged"
+    assert (site.store.trials(finished)[1].label, site.store.trials(finished)[1].origin) == (
+        "expert:math",
+        Origin.SOURCE,
+    )
+    merged, expert = load_file(out / "model.safetensors"), load_file(site.models / "math" / "model.safetensors")
+    assert all(torch.equal(merged[name], expert[name]) for name in expert)
+    assert {file.name for file in out.iterdir()} >= {"README.md", "config.json", "recipe.json", "tokenizer.json"}
+    total = sum(file.stat().st_size for file in out.iterdir())
+    assert received[-1][1] == total < received[-1][0]
+    with pytest.raises(Conflict, match=f"{out}: exists already"):
+        ask("export", finished, 1, out)
+    assert [path.name for path in tmp_path.iterdir()] == ["merged"]
+
+
+def test_what_cannot_be_exported_is_refused(site: Site, finished: str, ask: Asker, tmp_path: Path) -> None:
+    running = site.begin(site.new_name()).study_id
+    for study, trial, dtype, status, message in (
+        (finished, 99, None, 422, "trial: 99 is not accepted"),
+        (finished, "bset", None, 422, "trial: 'bset' is not accepted"),
+        (finished, -1, None, 422, "trial: -1 is not accepted"),
+        (finished, "best", "int8", 422, "dtype: "),
+        (running, "best", None, 409, "is RUNNING; models are exported once it is COMPLETE"),
+        ("f" * 32, "best", None, 404, "there is no such study"),
+    ):
+        with pytest.raises(RequestRefused, match=message) as refused:
+            ask("export", study, trial, tmp_path / "merged", dtype=dtype)
+        assert refused.value.status == status
+    assert list(tmp_path.iterdir()) == []
+
+
+# Both clients.
+
+
+def test_both_clients_have_the_same_methods_with_their_documentation() -> None:
+    blocking = {name for name in vars(Client) if not name.startswith("_")} - {"close"}
+    awaited = {name for name in vars(AsyncClient) if not name.startswith("_")} - {"aclose"}
+    assert blocking == awaited
+    for kind in (Client, AsyncClient):
+        for name in blocking:
+            assert getattr(kind, name).__doc__, name
+            assert getattr(kind, name).__name__ == name
+
+
+def test_many_threads_may_use_one_client(site: Site, finished: str) -> None:
+    with Client(site.url) as client:
+        found: list[Any] = []
+        threads = [threading.Thread(target=lambda: found.append(client.study(finished))) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(found) == 8
+    assert all(study == found[0] for study in found)

@@ -1,0 +1,330 @@
+"""The Python client against servers that misbehave, are cut off, or are none."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import socket
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.client import (
+    AsyncClient,
+    Client,
+    ExportFailed,
+    InvalidAnswer,
+    ServerUnreachable,
+    clients,
+    routes,
+)
+from service.errors import NotFound
+from tests.service.client.asker import Asker
+from tests.service.http_server import HttpServer
+from tests.service.site import Site
+
+
+class Scripted:
+    """An application that answers each request with the next of `answers`: (status, headers, body), the last one for
+    ever; `requests` are those it got."""
+
+    def __init__(self, *answers: tuple[int, dict[str, str], bytes]) -> None:
+        self._answers = list(answers)
+        self.requests: list[tuple[str, str, dict[str, str]]] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        self.requests.append((scope["method"], scope["path"], headers))
+        status, answered, body = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        await send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [(name.encode(), value.encode()) for name, value in answered.items()],
+            }
+        )
+        await send({"type": "http.response.body", "body": body})
+
+
+JSON = {"content-type": "application/json"}
+
+
+@contextmanager
+def scripted(*answers: tuple[int, dict[str, str], bytes]) -> Iterator[tuple[Scripted, str]]:
+    app = Scripted(*answers)
+    with HttpServer(lambda: app) as server:
+        yield app, server.url
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "RETRY_PAUSES_S", (0.01, 0.01))
+
+
+def test_an_address_where_nobody_listens_is_named(ask: Asker, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    calls: list[Callable[[], Any]] = [
+        lambda: ask.at(url)("studies"),
+        lambda: list(ask.at(url).events("c0ffee")),
+        lambda: ask.at(url)("export", "c0ffee", "best", tmp_path / "merged"),
+    ]
+    for call in calls:
+        started = time.monotonic()
+        with pytest.raises(ServerUnreachable, match=f"^{url}: no answer: .*refused|^{url}: no answer: All connection"):
+            call()
+        assert time.monotonic() - started < 1
+
+
+@pytest.mark.parametrize(
+    "address", ["", "http://", "ftp://host", "http://host:99999", "http://host?a=b", "http://[::1"]
+)
+def test_what_is_no_address_is_refused(address: str) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(NotFound, match="is no address; write http://HOST:PORT"):
+            kind(address)
+
+
+def test_an_address_may_leave_out_http_and_end_in_a_slash(site: Site) -> None:
+    for address in (site.url.removeprefix("http://"), f"{site.url}/"):
+        with Client(address) as client:
+            assert client.url == site.url
+            assert client.studies() is not None
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (
+            (404, {"content-type": "text/html"}, b"<html>nothing"),
+            "no mergesearch server answers there: status 404, '<html",
+        ),
+        (
+            (200, {"content-type": "text/html"}, b"<html>hello"),
+            "no mergesearch server answers there: no JSON object, '<h",
+        ),
+        ((200, JSON, b"[1]"), "no mergesearch server answers there: no JSON object"),
+        ((200, JSON, b"[" * 100_000), "no mergesearch server answers there: no JSON object"),
+        ((302, {"location": "https://elsewhere/"}, b""), "is redirected to https://elsewhere/; give the server's own"),
+        ((404, {"content-type": "application/problem+json"}, b"{"), "no mergesearch server answers there: status 404"),
+    ],
+    ids=["missing page", "page", "list", "deep", "redirect", "broken problem"],
+)
+def test_what_is_no_mergesearch_server_is_told_so(ask: Asker, answer: Any, message: str) -> None:
+    with scripted(answer) as (_, url), pytest.raises(InvalidAnswer, match=f"^{url}/v1/studies/c0ffee: {message}"):
+        ask.at(url)("study", "c0ffee")
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_proxy_without_a_server_behind_it_is_asked_again(ask: Asker) -> None:
+    with scripted((502, {}, b"bad gateway"), (200, JSON, b'{"id": "a"}')) as (app, url):
+        assert ask.at(url)("study", "c0ffee") == {"id": "a"}
+        assert len(app.requests) == 2
+    with (
+        scripted((502, {}, b"bad gateway")) as (app, url),
+        pytest.raises(InvalidAnswer, match="status 502, 'bad gateway'"),
+    ):
+        ask.at(url)("study", "c0ffee")
+    assert len(app.requests) == 3
+
+
+@contextmanager
+def cutting(*answers: bytes) -> Iterator[tuple[list[bytes], str]]:
+    """A server that sends each connection's request the next of `answers` and closes it; what it was sent."""
+    requests: list[bytes] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        for answer in answers:
+            connection, _ = listener.accept()
+            with connection:
+                request = b""
+                while b"\r\n\r\n" not in request or (b"POST" in request and b'"name"' not in request):
+                    request += connection.recv(65536)
+                requests.append(request)
+                connection.sendall(answer)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield requests, f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        thread.join()
+        listener.close()
+
+
+OK = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 11\r\n\r\n{"id": "a"}'
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_request_that_was_cut_off_is_sent_again_under_the_same_key(site: Site, ask: Asker) -> None:
+    with cutting(b"", OK[:-5], OK) as (requests, url):
+        assert ask.at(url)("submit", site.document) == {"id": "a"}
+    assert len(requests) == 3
+    keys = {line for r in requests for line in r.lower().split(b"\r\n") if line.startswith(b"idempotency-key:")}
+    assert len(keys) == 1
+    assert len(keys.pop().split(b":")[1].strip()) == 32
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_request_that_is_always_cut_off_is_given_up(ask: Asker) -> None:
+    with cutting(b"", b"", b"") as (requests, url), pytest.raises(ServerUnreachable, match=f"^{url}: no answer: "):
+        ask.at(url)("studies")
+    assert len(requests) == 3
+
+
+def test_a_server_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with (
+            Client(url, timeout_s=0.2) as client,
+            pytest.raises(ServerUnreachable, match=f"^{url}: no answer: timed out"),
+        ):
+            client.studies()
+
+
+def test_a_stream_that_falls_silent_is_taken_up_again(site: Site, ask: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "SILENCE_S", 0.3)
+    event = b'id: 4\nevent: note\ndata: {"time": "2031-05-04T12:00:00Z", "payload": {}}\n\n'
+    asked: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            for frames in (event, b"event: end\ndata: {}\n\n"):
+                connection, _ = listener.accept()
+                held.append(connection)
+                asked.append(connection.recv(65536))
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n" + frames)
+
+        held: list[socket.socket] = []
+        thread = threading.Thread(target=serve)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert [event.kind for event in ask.at(url).events("c0ffee")] == ["note", "end"]
+        thread.join()
+        for connection in held:
+            connection.close()
+    assert [b"last-event-id: 4" in request.lower() for request in asked] == [False, True]
+
+
+def export_answers(*members: tuple[str, bytes], num_bytes: int, cut: int | None = None) -> list[Any]:
+    """What a server says that was asked for an export and has written it."""
+    document = {"id": "e1", "trial": 3, "state": "COMPLETE", "reason": None, "bytes": num_bytes}
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    waiting = json.dumps({**document, "state": "RUNNING"}).encode()
+    tar = stream.getvalue()[:cut]
+    return [(202, JSON, waiting), (200, JSON, json.dumps(document).encode()), (200, {}, tar)]
+
+
+def test_an_export_is_waited_for_and_then_downloaded(ask: Asker, tmp_path: Path) -> None:
+    with scripted(*export_answers(("m/config.json", b"{}"), num_bytes=2)) as (app, url):
+        ask.at(url)("export", "c0ffee", 3, tmp_path / "merged")
+    assert [(method, path) for method, path, _ in app.requests] == [
+        ("POST", "/v1/studies/c0ffee/exports"),
+        ("GET", "/v1/studies/c0ffee/exports/e1"),
+        ("GET", "/v1/studies/c0ffee/exports/e1/download"),
+    ]
+    assert (tmp_path / "merged" / "config.json").read_bytes() == b"{}"
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        (export_answers(("m/../../evil", b"{}"), num_bytes=2), "leads out of its folder"),
+        (export_answers(("m/config.json", b"{}"), num_bytes=3), r"cut off after 0\.0 GiB of 0\.0 GiB \(2 of 3 bytes\)"),
+        (export_answers(("m/config.json", bytes(9000)), num_bytes=9000, cut=5000), "cannot be read"),
+        ([*export_answers(num_bytes=2)[:2], (200, JSON, b"<html>")], "cannot be read"),
+        ([*export_answers(num_bytes=2)[:2], (302, {"location": "http://x"}, b"")], "is redirected to http://x"),
+    ],
+    ids=["trick", "too short", "cut", "no archive", "redirect"],
+)
+def test_a_download_that_is_not_as_announced_leaves_nothing(
+    ask: Asker, tmp_path: Path, answers: Any, message: str
+) -> None:
+    with scripted(*answers) as (_, url), pytest.raises(InvalidAnswer, match=message):
+        ask.at(url)("export", "c0ffee", 3, tmp_path / "merged")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_download_whose_connection_breaks_leaves_nothing(ask: Asker, tmp_path: Path) -> None:
+    (_, _, begun), (_, _, written), (_, _, tar) = export_answers(("m/config.json", bytes(9000)), num_bytes=9000)
+
+    def http(body: bytes, length: int) -> bytes:
+        return b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % length + body
+
+    answers = http(begun, len(begun)), http(written, len(written)), http(tar[:6000], len(tar))
+    with cutting_any(*answers) as url, pytest.raises(ServerUnreachable, match="the download was cut off: "):
+        ask.at(url)("export", "c0ffee", 3, tmp_path / "merged")
+    assert list(tmp_path.iterdir()) == []
+
+
+@contextmanager
+def cutting_any(*answers: bytes) -> Iterator[str]:
+    """As `cutting`, for requests of any content."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            for answer in answers:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.settimeout(0.3)
+                    try:
+                        while connection.recv(65536):
+                            pass
+                    except TimeoutError:
+                        pass
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread.join()
+
+
+def test_an_export_that_the_server_could_not_write(ask: Asker, tmp_path: Path) -> None:
+    document = {"id": "e1", "trial": 3, "state": "FAIL", "reason": "models math have changed", "bytes": None}
+    with (
+        scripted((202, JSON, json.dumps(document).encode())) as (_, url),
+        pytest.raises(ExportFailed, match=r"^trial 3 of study c0ffee: models math have changed$"),
+    ):
+        ask.at(url)("export", "c0ffee", 3, tmp_path / "merged")
+
+
+def test_an_awaited_export_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
+    answers = export_answers(("m/config.json", bytes(2**24)), num_bytes=2**24)
+
+    async def cancelled(url: str) -> None:
+        async with AsyncClient(url) as client:
+            begun = asyncio.Event()
+            loop = asyncio.get_running_loop()
+
+            def received(_: int, __: int | None) -> None:
+                loop.call_soon_threadsafe(begun.set)
+                time.sleep(0.01)
+
+            export = asyncio.create_task(client.export("c0ffee", 3, tmp_path / "merged", received=received))
+            await begun.wait()
+            export.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await export
+
+    with scripted(*answers) as (_, url):
+        asyncio.run(cancelled(url))
+        deadline = time.monotonic() + 5
+        while list(tmp_path.iterdir()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,168 @@
+"""The server's own application on a store of small studies, with nothing behind it that would work on them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from search_spaces.study import Study, parse_study
+from service.answers import JobDocument
+from service.api import create_app
+from service.api.examiner import Examined, read_request
+from service.preflight import examine
+from service.run_record import run_record
+from service.selection import held_out
+from service.store import Store, StudyWriter
+from service.types import StudyRecord, StudyState, TrialRecord
+from tests.builders import tiny_family
+from tests.service.http_server import HttpServer
+from tests.service.sums import score_extras, sums_study, write_sums
+from workers.types import Evidence, SampleResult, ScoreResult
+
+
+class FakeCluster:
+    """A cluster that does nothing; `reason` says why it is away, `log_text` is every study's log."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self.log_text = "==> driver <==\nscored ü\n"
+        self.num_wakes = 0
+        self.is_running = False
+
+    def start(self) -> None:
+        self.is_running = True
+
+    def stop(self) -> None:
+        self.is_running = False
+
+    def not_ready(self) -> str | None:
+        return self.reason
+
+    def waiting_for(self, study: StudyRecord) -> str | None:
+        return None if study.state.is_finished else self.reason
+
+    def job(self, study: StudyRecord) -> JobDocument | None:
+        name = f"{study.name}-1"
+        return {"submission_id": name, "dashboard_url": f"http://dashboard/#/jobs/{name}"} if study.attempt else None
+
+    def log(self, study: StudyRecord) -> str:
+        if self.reason is not None:
+            raise ConnectionError(self.reason)
+        return self.log_text
+
+    def wake(self) -> None:
+        self.num_wakes += 1
+
+
+class Examiner:
+    """Examines in this process, which has imported everything already."""
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    async def examine(self, content: bytes, *, is_json: bool) -> Examined:
+        study = read_request(content, is_json=is_json)
+        return Examined(study.name, study.canonical(), examine(study).facts())
+
+    async def engine_dtype(self, document: Mapping[str, Any]) -> str:
+        return "float32"
+
+
+@dataclass
+class Site:
+    """A server with its store and the models that its studies merge; `document` is a study that it accepts."""
+
+    directory: Path
+    models: Path
+    document: dict[str, Any]
+    store: Store
+    cluster: FakeCluster = field(default_factory=FakeCluster)
+
+    def __post_init__(self) -> None:
+        self.examination = examine(parse_study(self.document))
+        self.server = HttpServer(self.app)
+        self._numbers = itertools.count()
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    def app(self) -> Any:
+        return create_app(self.store, cluster=self.cluster, data_dir=self.directory, examiner=Examiner())
+
+    def new_name(self) -> str:
+        """A name that no study here has."""
+        return f"study-{next(self._numbers)}"
+
+    def study_file(self, name: str) -> Path:
+        """A study file whose data files it names relative to itself."""
+        document = json.loads(json.dumps(self.document).replace(f"{self.directory}/", ""))
+        file = self.directory / f"{name}.json"
+        file.write_text(json.dumps({**document, "name": name}))
+        return file
+
+    def create(self, name: str) -> str:
+        """The id of a new study that nobody works on."""
+        study = Study.model_validate({**self.document, "name": name})
+        return self.store.create_study(name=name, document=study.canonical(), facts=self.examination.facts()).id
+
+    def begin(self, name: str) -> StudyWriter:
+        """A new study's first driver."""
+        writer = self.store.open_attempt(self.create(name))
+        writer.set_state(StudyState.RUNNING)
+        return writer
+
+    def finish(self, writer: StudyWriter) -> None:
+        """The sources and published recipes at full budget, one trial that failed, and the held-out stage."""
+        score_extras(writer, self.examination.extras())
+        record = run_record(self.store, writer.study_id)
+        for trial in held_out(record.trials, record.objectives):
+            writer.record_chunk(trial.number, "holdout", _holdout_chunk(trial))
+        writer.heartbeat(wall_clock_s=754.0, progress=PROGRESS)
+        writer.set_state(StudyState.COMPLETE)
+
+
+PROGRESS = {
+    "study": "sums",
+    "stage": "searching",
+    "trials": {"COMPLETE": 8, "FAIL": 1, "RUNNING": 2},
+    "max_trials": 14,
+    "bracket": 0,
+    "num_brackets": 3,
+    "rung": 1,
+    "rungs": [4, 12, 36],
+    "best_trial": 7,
+    "best": {"sums": 0.7},
+    "samples_scored": 300,
+    "samples_planned": 900,
+}
+
+
+def _holdout_chunk(trial: TrialRecord) -> ScoreResult:
+    values = [float(position % 8 < trial.number) for position in range(20)]
+    samples = tuple(SampleResult("sums", i, f"doc{i}", value, "says", False) for i, value in enumerate(values))
+    evidence = Evidence(trial.recipe.digest, "bank", {"holdout sums": "p"}, "sum", "gpu-box-71", 1, "vllm 0")
+    return ScoreResult(samples, evidence, {"score": 0.5, "swap": 0.25})
+
+
+@contextmanager
+def serving(directory: Path) -> Iterator[Site]:
+    """A site in `directory`, serving."""
+    models = directory / "models"
+    tiny_family(models, experts=("math", "text"))
+    write_sums(directory)
+    store = Store(f"sqlite:///{directory / 'mergesearch.db'}")
+    site = Site(directory, models, sums_study(models, data_dir=directory), store)
+    try:
+        with site.server:
+            yield site
+    finally:
+        store.close()

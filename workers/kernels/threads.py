@@ -1,0 +1,62 @@
+"""The threads that merge on CPU: as many as torch uses, of our own, since what they run needs no interpreter lock."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+
+__all__ = ["each_in_one_thread", "pieces", "run"]
+
+T = TypeVar("T")
+# A smaller piece is not worth waking a thread for.
+MIN_PIECE = 1 << 16  # elements
+_local = threading.local()  # is_alone: this thread merges one of many small tensors
+
+
+def pieces(num_elements: int, block: int) -> list[tuple[int, int]]:
+    """(start, stop) for each thread, whole blocks: none for no elements."""
+    is_alone = getattr(_local, "is_alone", False)
+    num_pieces = 1 if is_alone else max(1, min(torch.get_num_threads(), num_elements // MIN_PIECE))
+    size = max(1, -(-num_elements // (num_pieces * block))) * block
+    return [(start, min(start + size, num_elements)) for start in range(0, num_elements, size)]
+
+
+def run(kernel: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """The results of all calls; this thread makes the first."""
+    others = [_threads().submit(kernel, *arguments) for arguments in calls[1:]]
+    return [kernel(*arguments) for arguments in calls[:1]] + [other.result() for other in others]
+
+
+def each_in_one_thread(function: Callable[[T], None], items: Sequence[T]) -> None:
+    """Call `function` once for each of `items`, in as many threads as torch uses; kernels it calls stay in its thread.
+
+    For many small tensors: waking a thread for half of one takes as long as merging it.
+    """
+    queue = iter(items)  # of a sequence: asked by one thread at a time, under the interpreter's lock
+
+    def work() -> None:
+        _local.is_alone = True
+        try:
+            for item in queue:
+                function(item)
+        finally:
+            _local.is_alone = False
+
+    others = [_threads().submit(work) for _ in range(torch.get_num_threads() - 1)]
+    try:
+        work()
+    finally:
+        wait(others)
+    for other in others:
+        other.result()
+
+
+@lru_cache(maxsize=1)
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(1, os.cpu_count() or 1), thread_name_prefix="merge")
