@@ -203,6 +203,7 @@ BEYOND: tuple[MergeMethod, ...] = (
     RangedMethod("breadcrumbs_ties", (WEIGHTS, *BREADCRUMBS)),
     # FuseChat (arXiv:2408.07990), which introduced it, selects a tenth.
     RangedMethod("sce", (Range("select_topk", 0.1, 1.0),)),
+    RangedMethod("sce_mergekit", (Range("select_topk", 0.1, 1.0),)),
     RangedMethod("ram"),  # its threshold is a constant of the paper
     # arXiv:2601.13572 has r 0.1 and alpha 0.2: from nothing to five times these.
     RangedMethod("ramplus_tl", (Range("r", 0.0, 0.5), Range("alpha", 0.0, 1.0))),

@@ -243,6 +243,7 @@ METHODS: Mapping[str, MethodSpec] = _known(
         ),
         # Task vectors against each other.
         _on_task_vectors("sce", Coefficient("select_topk", 0, 1), base_at_zero=None),
+        _on_task_vectors("sce_mergekit", Coefficient("select_topk", 0, 1), base_at_zero=None),
         _on_task_vectors("ram", IGNORED, base_at_zero=None),
         _on_task_vectors(
             "ramplus_tl",

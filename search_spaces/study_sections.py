@@ -69,6 +69,7 @@ LfsMethod = Literal[
     "breadcrumbs",
     "breadcrumbs_ties",
     "sce",
+    "sce_mergekit",
     "ram",
     "ramplus_tl",
     "pcb",
@@ -227,6 +228,9 @@ class Engine(Section):
         _one_of(_tag_of_template, "true, false or the name of a template"),
     ] = False
     system_prompt: str | None = None
+    rank_cache: bool = False
+    """Keep for DELLA how the magnitudes of each expert's rows are ranked: two bytes of memory for each of its
+    parameters, and no sorting for every candidate."""
     verify: Annotated[
         Annotated[Verify, Tag("<on>")] | Annotated[Literal[False], Tag("<off>")],
         _one_of(_tag_of_verify, "false or {trials: 3, samples: 16}"),

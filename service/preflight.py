@@ -50,6 +50,7 @@ CHUNK_SAMPLES = 512
 
 # What an engine's process takes beside weights: interpreter, torch, vLLM and its caches on CPU.
 ENGINE_OVERHEAD_BYTES = 2 * 2**30
+RANK_BYTES = 2  # of each element of an expert, with `engine.rank_cache`
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -397,6 +398,7 @@ def _engine_options(study: Study) -> EngineOptions:
         add_bos_token=engine.add_bos_token,
         chat_template=engine.chat_template,
         system_prompt=engine.system_prompt,
+        rank_cache=engine.rank_cache,
     )
 
 
@@ -533,11 +535,13 @@ def _examine_devices(study: Study, models: _Models | None, problems: list[Proble
 def _memory(study: Study, models: _Models, available_bytes: int | None) -> MemoryPlan:
     import torch
 
-    # On CPU vLLM computes from a packed copy; the plain weights stay beside it to be written to.
-    copies = 1 if torch.cuda.is_available() else 2
+    # Of the host's memory: on CPU vLLM computes from a packed copy, beside the plain weights that are written to.
+    copies = 0 if torch.cuda.is_available() else 2
+    ranks = RANK_BYTES * len(study.models.experts) if study.engine.rank_cache else 0
+    weights = models.num_parameters * (copies * DTYPE_BYTES[engine_dtype(study)] + ranks)
     return MemoryPlan(
         bank_bytes=models.bank_bytes,
-        engine_bytes=copies * models.num_parameters * DTYPE_BYTES[engine_dtype(study)] + ENGINE_OVERHEAD_BYTES,
+        engine_bytes=weights + ENGINE_OVERHEAD_BYTES,
         replicas=study.engine.replicas,
         available_bytes=psutil.virtual_memory().total if available_bytes is None else available_bytes,
     )

@@ -54,7 +54,6 @@ class Bank:
         *,
         device: torch.device | str = "cpu",
         keeps_statistics: bool = True,
-        keeps_ranks: bool = False,
         cache: str | Path | None = None,
     ) -> None:
         self.device = torch.device(device)
@@ -65,7 +64,7 @@ class Bank:
         self._checkpoints = open_sources(family)
         self._aliases = {model.fingerprint: model.alias for model in reversed(family.models)}
         self._keeps_statistics = keeps_statistics
-        self._keeps_ranks = keeps_ranks
+        self._keeps_ranks = False
         self._magnitudes: dict[tuple[Key, Key], MagnitudeTable] = {}
         self._cosines: dict[tuple[Key, Key], float] = {}
         self._products: dict[tuple[tuple[Key, ...], Key | None], Products] = {}
@@ -135,7 +134,8 @@ class Bank:
         """What Arcee Fusion asks of two tensors, computed once; None for tensors without elements."""
         known = self._importances.get((first, second))
         if known is None and self.get(*first).numel() > 0:
-            known = importance_of(self.get(*first), self.get(*second))
+            found = importance_of(self._on_cpu(first), self._on_cpu(second))
+            known = Importance(found.rows.to(self.device), found.threshold)
             if self._keeps_statistics:
                 self._importances[first, second] = known
         return known
@@ -169,7 +169,7 @@ class Bank:
         bits there, or are there, is forgotten."""
         if self.device != torch.device(device):
             self.device = torch.device(device)
-            for known in (self._magnitudes, self._variances, self._importances):
+            for known in (self._magnitudes, self._variances, self._importances, self._ranks):
                 known.clear()
 
     def summary(self) -> dict[str, Any]:
@@ -183,17 +183,23 @@ class Bank:
         }
 
     def ranks(self, sources: Sequence[Key], base: Key) -> tuple[torch.Tensor, ...]:
-        """For each source the ranks of the magnitudes of source - base in their rows: two bytes an element, four where
-        rows are longer than 65536; computed anew each time unless the bank `keeps_ranks`."""
+        """For each source the ranks of the magnitudes of source - base in their rows; computed anew each time, unless
+        `keep_ranks` was called."""
         known = []
         for source in sources:
             ranks = self._ranks.get((source, base))
             if ranks is None:
-                ranks = row_ranks(self.get(*source), self.get(*base))
+                ranks = row_ranks(self._on_cpu(source), self._on_cpu(base))
                 if self._keeps_ranks:
                     self._ranks[source, base] = ranks
-            known.append(ranks)
+            # CUDA does little with unsigned numbers.
+            known.append(ranks if self.device.type == "cpu" else ranks.int().to(self.device))
         return tuple(known)
+
+    def keep_ranks(self) -> None:
+        """Keep what `ranks` computes, in host memory: for each source two bytes an element, four in rows longer than
+        65536."""
+        self._keeps_ranks = True
 
     def _statistics_bytes(self) -> int:
         tables = [*self._magnitudes.values(), *self._variances.values()]

@@ -132,7 +132,7 @@ class Engine:
         if self.dtype == "auto":
             self.dtype = "float32" if is_cpu else "bfloat16"
         _let_llvmlite_be_inspected()
-        opening: tuple[Any, ...] = ()
+        opening: dict[str, Any] = {"keeps_ranks": self.options.rank_cache}
         by_device: dict[str, Any]
         if is_cpu:
             cache = kv_cache_bytes(self.prompts.config, self.max_length, self.dtype)
@@ -144,7 +144,7 @@ class Engine:
             }
         else:
             division, scratch_bytes = self._divide_memory()
-            opening = (division.places, scratch_bytes, division.reason)
+            opening |= {"places": division.places, "scratch_bytes": scratch_bytes, "reason": division.reason}
             by_device = {
                 "gpu_memory_utilization": division.gpu_share,
                 # Other kernels for mixtures of experts shuffle the weights when they are loaded: what is written over
@@ -172,7 +172,7 @@ class Engine:
             trust_remote_code=False,
             **by_device,
         )
-        self.bank_fingerprint = str(self._call("mergesearch_open", family_to_json(self.family), *opening))
+        self.bank_fingerprint = str(self._call("mergesearch_open", family_to_json(self.family), **opening))
         self.sources = str(self._call("mergesearch_sources"))
 
     def _divide_memory(self) -> tuple[Division, int]:
@@ -355,9 +355,9 @@ class Engine:
             raise TrialFailed(f"the merged model's logits are NaN ({rows} rows in {len(prompts)} prompts)")
         return outputs
 
-    def _call(self, method: str, *args: Any) -> Any:
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call the worker extension; with tensor parallelism all ranks must agree on digest and count."""
-        results = self._llm.collective_rpc(method, args=args)
+        results = self._llm.collective_rpc(method, args=args, kwargs=kwargs)
         if method == "mergesearch_nan_rows":
             return max(results)
         if isinstance(results[0], dict):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from search_spaces.errors import InvalidRecipe
-from workers.mergekit_methods import MERGE_METHODS, REFUSED_METHODS, WITHOUT_EFFECT, Parameter, Scalar
+from workers.mergekit_methods import MERGE_METHODS, WITHOUT_EFFECT, Parameter, Scalar
 
 __all__ = [
     "DTYPES",
@@ -210,13 +210,10 @@ class _Reader:
     def _merge_method(self, name: Any) -> str | None:
         if isinstance(name, str) and name in MERGE_METHODS:
             return name
-        if isinstance(name, str) and name in REFUSED_METHODS:
-            self._problem("merge_method", f"{name} is another computation here: {REFUSED_METHODS[name]}")
-        else:
-            accepted = ", ".join(MERGE_METHODS)
-            self._problem(
-                "merge_method", f"{_shown(name)} is not merged here; {_nearest(name, MERGE_METHODS)}known: {accepted}"
-            )
+        accepted = ", ".join(MERGE_METHODS)
+        self._problem(
+            "merge_method", f"{_shown(name)} is not merged here; {_nearest(name, MERGE_METHODS)}known: {accepted}"
+        )
         return None
 
     def _slice(self, node: Any, place: str) -> Slice:

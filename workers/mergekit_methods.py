@@ -15,7 +15,7 @@ from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import Merge, Source
 from workers.merge_methods import METHODS
 
-__all__ = ["MERGE_METHODS", "REFUSED_METHODS", "WITHOUT_EFFECT", "Inputs", "Parameter", "PeerMethod", "Scalar"]
+__all__ = ["MERGE_METHODS", "WITHOUT_EFFECT", "Inputs", "Parameter", "PeerMethod", "Scalar"]
 
 Scalar = float | bool
 
@@ -220,6 +220,9 @@ MERGE_METHODS: Mapping[str, PeerMethod] = {
     ),
     "della": _generalised("della_l1", _signs("density", "epsilon"), EPSILON, normalize=True, rescale=True),
     "della_linear": _generalised("della_linear_l1", _sum("density", "epsilon"), EPSILON, normalize=False, rescale=True),
+    "sce": PeerMethod(
+        (Parameter("select_topk", default=1.0),), "needed", _on_task_vectors(_shared("select_topk"), "sce_mergekit")
+    ),
     "ram": PeerMethod((Parameter("epsilon", default=1e-5),), "needed", _on_task_vectors(_shared("epsilon"), "ram")),
     "ramplus_tl": PeerMethod(
         (Parameter("r", default=0.1), Parameter("alpha", default=0.2), Parameter("epsilon", default=1e-5)),
@@ -227,9 +230,6 @@ MERGE_METHODS: Mapping[str, PeerMethod] = {
         _on_task_vectors(_shared("r", "alpha", "epsilon"), "ramplus_tl"),
     ),
 }
-
-# Methods that have the same name here and compute something else.
-REFUSED_METHODS = {"sce": METHODS["sce"].variant}
 
 # Taken by some methods, and without effect on any result.
 WITHOUT_EFFECT = ("int8_mask",)

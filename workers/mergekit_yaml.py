@@ -54,6 +54,7 @@ DIFFERENCES: Mapping[str, str] = {
     "ties": "ties differs in mergekit where signs cancel and where magnitudes are equal",
     "model_stock": "model_stock differs in mergekit where task vectors are short",
     "model_stock_rows": "model_stock_rows differs in mergekit where task vectors are short",
+    "sce_mergekit": "sce_mergekit differs in mergekit where variances are equal",
     "sce": "sce differs in mergekit where task vectors are small and where signs cancel",
     "arcee_fusion": "arcee_fusion takes random quartiles in mergekit of tensors above a million elements",
     "breadcrumbs": "breadcrumbs differs in mergekit where magnitudes are equal",

@@ -76,7 +76,8 @@ class Family:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How a replica starts its engine. `dtype` auto: bfloat16 on GPU, float32 on CPU. `threads` 0: cores - 1."""
+    """How a replica starts its engine. `dtype` auto: bfloat16 on GPU, float32 on CPU. `threads` 0: cores - 1. With
+    `rank_cache` its bank keeps DELLA's ranks (`bank.Bank.keep_ranks`)."""
 
     backend: str = "vllm"
     tensor_parallel_size: int = 1
@@ -85,6 +86,7 @@ class EngineOptions:
     add_bos_token: bool | None = None
     chat_template: bool | str = False
     system_prompt: str | None = None
+    rank_cache: bool = False
     threads: int = 0
     seed: int = 0
 

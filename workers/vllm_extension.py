@@ -47,14 +47,22 @@ class MergeExtension:
     _mergesearch_places: dict[str, _Place | None]
 
     def mergesearch_open(
-        self, family: str, places: Sequence[str] = ("mapped",), scratch_bytes: int = 0, reason: str = ""
+        self,
+        family: str,
+        places: Sequence[str] = ("mapped",),
+        scratch_bytes: int = 0,
+        reason: str = "",
+        keeps_ranks: bool = False,
     ) -> str:
         """Open the bank of source weights, in the first of `places` (`bank.Bank`) that has room for it and, on the GPU,
-        for as many bytes to merge in; and watch for NaN logits. `reason` says why that place comes first.
+        for as many bytes to merge in; and watch for NaN logits. `reason` says why that place comes first. With
+        `keeps_ranks` it keeps them (`bank.Bank.keep_ranks`).
 
         Returns the bank's fingerprint."""
         device = next(self.model_runner.get_model().parameters()).device
         self._mergesearch_bank = open_bank(family, places, device, scratch_bytes)
+        if keeps_ranks:
+            self._mergesearch_bank.keep_ranks()
         if self._mergesearch_bank.placement != places[0]:
             reason += f"; {PLACES[places[0]]} there was too little left once the engine ran"
         self._mergesearch_reason = reason

@@ -26,7 +26,7 @@ from tests.benchmarks import merge_family
 from tests.benchmarks.merge_family import PEERS, STAND_INS, THREADS
 
 # Those that mergekit takes longer than ten seconds for are in `bench_swap_slow`.
-SLOW = ("ties", "ties_weighted", "karcher", "arcee_fusion", "breadcrumbs", "breadcrumbs_ties", "sce")
+SLOW = ("ties", "ties_weighted", "karcher", "arcee_fusion", "breadcrumbs", "breadcrumbs_ties", "sce_mergekit")
 FAST = tuple(method for method in (*PEERS, *STAND_INS) if method not in SLOW and not method.startswith("della"))
 REPEATS = 5
 # A method without a kernel takes so long that one candidate more than the first says enough.

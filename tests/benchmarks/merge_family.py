@@ -115,7 +115,7 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "dare_ties_l1": ("dare_ties", {"normalize": False}),
     "breadcrumbs": ("breadcrumbs", {"normalize": False}),
     "breadcrumbs_ties": ("breadcrumbs_ties", {"normalize": False}),
-    "sce": ("sce", {}),
+    "sce_mergekit": ("sce", {}),
     "ram": ("ram", {}),
     "ramplus_tl": ("ramplus_tl", {}),
     "della_linear_l1": ("della_linear", {"normalize": False}),
@@ -143,7 +143,7 @@ def mergekit_config(directory: Path, candidate: Any, method: str) -> dict[str, A
             for key, value in merge.coefficients.items()
             if isinstance(value, tuple) or key in ("density", "epsilon", "gamma")
         }
-        if spec.needs_base and method not in ("model_stock", "sce", "ram", "ramplus_tl"):
+        if spec.needs_base and method not in ("model_stock", "sce_mergekit", "ram", "ramplus_tl"):
             parameters.setdefault("weight", 1.0)
         models.append({"model": str(directory / source.model), "parameters": parameters})
     shared = {

@@ -284,7 +284,7 @@ def test_a_task_that_is_minimised_needs_a_range(root: Path, tmp_path: Path) -> N
 
 # Memory.
 
-COPIES = 1 if torch.cuda.is_available() else 2  # on CPU vLLM packs the weights, and the plain ones stay
+COPIES = 0 if torch.cuda.is_available() else 2  # on CPU vLLM packs the weights, and the plain ones stay
 
 
 def bank_bytes(root: Path) -> int:
@@ -301,6 +301,14 @@ def test_memory_is_the_bank_once_and_an_engine_for_every_replica(root: Path, dty
     assert memory.engine_bytes == COPIES * size * found.num_parameters + ENGINE_OVERHEAD_BYTES
     assert memory.needed_bytes == memory.bank_bytes + memory.engine_bytes
     assert memory.available_bytes == 2**40
+
+
+def test_a_cache_of_ranks_takes_two_bytes_for_each_parameter_of_each_expert(root: Path) -> None:
+    plain, ranks = (
+        examine(study_of(root, engine={"max_model_len": 64, "rank_cache": is_asked}), available_bytes=2**40)
+        for is_asked in (False, True)
+    )
+    assert ranks.memory.engine_bytes - plain.memory.engine_bytes == 2 * 2 * plain.num_parameters
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="several replicas need as many GPUs")

@@ -162,6 +162,21 @@ def test_cosines_are_those_of_the_tensors(untied_family: Family, tmp_path: Path)
     assert set(found) == {expected}
 
 
+def test_ranks_are_kept_where_that_is_asked_for_and_counted(untied_family: Family, tmp_path: Path) -> None:
+    bank = Bank(untied_family, cache=tmp_path)
+    sources = [(expert.alias, NAME) for expert in untied_family.experts]
+    first = bank.ranks(sources, ("base", NAME))
+    taus = [bank.get(*source).float() - bank.get("base", NAME).float() for source in sources]
+    for ranks, tau in zip(first, taus, strict=True):
+        assert torch.equal(ranks.long(), tau.abs().sort(dim=-1, stable=True).indices.sort(dim=-1).indices)
+    assert bank.summary()["statistics_bytes"] == 0
+    bank.keep_ranks()
+    kept = bank.ranks(sources, ("base", NAME))
+    assert all(torch.equal(a.long(), b.long()) for a, b in zip(first, kept, strict=True))
+    assert [ranks.data_ptr() for ranks in bank.ranks(sources, ("base", NAME))] == [ranks.data_ptr() for ranks in kept]
+    assert bank.summary()["statistics_bytes"] == 2 * sum(tau.numel() for tau in taus)
+
+
 def test_tables_of_magnitudes_are_made_once_and_counted(untied_family: Family, tmp_path: Path) -> None:
     bank = Bank(untied_family, cache=tmp_path)
     sources = [("math", NAME), ("text", NAME)]

@@ -61,6 +61,7 @@ def merges(num_sources: int) -> Iterator[Merge]:
         yield Merge("breadcrumbs", sources, {"lambda": numbers, "density": each} | gammas)
         yield Merge("consensus_ties", sources, {"lambda": 0.7, "k": k, "mask_lambda": weights, "agreement": 2})
         yield Merge("sce", sources, {"select_topk": k})
+        yield Merge("sce_mergekit", sources, {"select_topk": k})
     yield Merge("sce", sources, {"select_topk": 0.0})
     yield Merge("consensus_ta", sources, {"lambda": 0.7, "mask_lambda": weights, "agreement": 1})
     yield Merge("ramplus_tl", sources, {"r": 0.3, "alpha": 0.9, "epsilon": 0.03})

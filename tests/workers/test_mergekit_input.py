@@ -19,7 +19,7 @@ from workers.bank import Bank
 from workers.masks import keep, keep_each, mask_key
 from workers.mergekit_document import read_configuration
 from workers.mergekit_input import to_recipe
-from workers.mergekit_methods import MERGE_METHODS, REFUSED_METHODS
+from workers.mergekit_methods import MERGE_METHODS
 from workers.mergekit_yaml import mergekit_config
 from workers.merging import merged_tensors
 from workers.types import Family
@@ -269,6 +269,16 @@ parameters:
     ),
     "arcee_fusion": ("tied", "models: [{model: MATH}]\nbase_model: TEXT\nmerge_method: arcee_fusion"),
     "ram": ("tied", "models: [{model: MATH}, {model: TEXT}]\nbase_model: BASE\nmerge_method: ram"),
+    "sce": (
+        "tied",
+        """
+        models: [{model: BASE}, {model: MATH}, {model: TEXT}]
+        merge_method: sce
+        base_model: BASE
+        parameters: {select_topk: 0.3}
+        dtype: float32
+        """,
+    ),
     "ramplus_tl": (
         "untied",
         """
@@ -349,10 +359,10 @@ def test_mergekit_gives_the_same_tensors(tied: Bank, untied: Bank, tmp_path: Pat
     compare(text, {"tied": tied, "untied": untied}[family], tmp_path, dtype=dtype)
 
 
-def test_every_method_of_mergekit_is_merged_or_refused_by_name() -> None:
+def test_every_method_of_mergekit_is_merged() -> None:
     from mergekit.merge_methods.registry import registered_methods
 
-    assert {method.spec.name for method in registered_methods()} == {*MERGE_METHODS, *REFUSED_METHODS}
+    assert {method.spec.name for method in registered_methods()} == set(MERGE_METHODS)
     assert {yaml.safe_load(text)["merge_method"] for _, text in CONFIGURATIONS.values()} == set(MERGE_METHODS)
 
 
@@ -424,7 +434,6 @@ REFUSALS: list[tuple[Mapping[str, Any], str]] = [
     ({"normalize": True}, "normalize: is a parameter, which mergekit passes over here; give it under parameters"),
     ({"out_path": "out"}, "out_path: is said by --out; leave it out"),
     ({"experts": []}, "experts: mixtures of experts are not made of whole models here"),
-    ({"merge_method": "sce"}, "merge_method: sce is another computation here: weights always by mean square"),
     ({"models": [{"model": "MATH"}]}, "expected either models or slices, one of them"),
     ({"slices": None}, "slices: nothing is not accepted; give a list with at least one entry"),
     ({"slices": [5]}, "slices.0: 5 is not accepted; give a mapping with sources, base_model, parameters"),

@@ -224,6 +224,21 @@ def _variable(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     return merged * elected / (divisor if divisor != ZERO else ONE) + b
 
 
+def _variable_election(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    b = value(base[i])
+    keeps = variance_of(base, xs, i) >= rule.high
+    total = ZERO
+    for s in range(len(xs)):
+        total += value(xs[s][i]) - b if keeps else ZERO
+    merged, divisor = ZERO, ZERO
+    for s in range(len(xs)):
+        tau = value(xs[s][i]) - b if keeps else ZERO
+        agrees = (tau > ZERO) if total >= ZERO else (tau < ZERO)
+        merged += (tau if agrees else ZERO) * rule.weights[s]
+        divisor += rule.weights[s] if agrees else ZERO
+    return merged / larger(divisor, rule.least) + b
+
+
 def _nearswap(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     a, b = value(xs[0][i]), value(xs[1][i])
     share = ONE / larger(abs(a - b), NEAREST) * rule.t
@@ -243,6 +258,7 @@ ELEMENTS: dict[type, Callable[..., Any]] = {
     rules.Agreed: _agreed,
     rules.SharedOut: _shared_out,
     rules.Variable: _variable,
+    rules.VariableElection: _variable_election,
     rules.Nearswap: _nearswap,
 }
 
@@ -331,6 +347,7 @@ UNDECIDED: dict[type, Callable[..., Any]] = {
     rules.Trimmed: _undecided_trim,
     rules.Between: _undecided_between,
     rules.Variable: _undecided_variance,
+    rules.VariableElection: _undecided_variance,
 }
 
 
@@ -427,7 +444,7 @@ FIELDS = {rule: tuple(CONVERSIONS[kind] for kind in get_type_hints(rule).values(
 
 def _most_undecided(rule: Any) -> int:
     """How many elements of a tensor a rule may leave undecided: fewer than SPACING for each threshold."""
-    if isinstance(rule, rules.Variable):
+    if isinstance(rule, rules.Variable | rules.VariableElection):
         return SPACING
     sparse = getattr(rule, "sparse", None)
     if isinstance(sparse, rules.Trimmed | rules.Between):
@@ -437,7 +454,7 @@ def _most_undecided(rule: Any) -> int:
 
 def decided(rule: Any, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: np.ndarray) -> Any:
     """The rule with the thresholds that the elements at `positions`, all that were undecided, say."""
-    if isinstance(rule, rules.Variable):
+    if isinstance(rule, rules.Variable | rules.VariableElection):
         variances = _variances_at(base, xs, positions)
         exact = _of_rank(variances, rule.low, rule.high, rule.rank)
         return rule._replace(low=exact, high=exact)

@@ -29,6 +29,7 @@ from workers.kernels.rules import (
     TaskSum,
     Trimmed,
     Variable,
+    VariableElection,
     Weighted,
     WeightedMean,
     WeightedSum,
@@ -53,9 +54,11 @@ from workers.merge_methods import (
     nuslerp_weights,
     ramplus_factor,
     row_width,
+    sce_mergekit_weights,
     sce_weights,
     slerp_weights,
 )
+from workers.merge_methods.competition import NO_SQUARES
 
 __all__ = ["FUSED", "ON_CUDA"]
 
@@ -169,12 +172,24 @@ def _della_linear_l1(merge: Merge, stored: Operands) -> Rule:
 
 
 def _sce(merge: Merge, stored: Operands) -> Rule:
+    threshold, squares = _variable_squares(merge, stored)
+    return Variable(threshold, threshold, 0, tuple(sce_weights(squares)))
+
+
+def _sce_mergekit(merge: Merge, stored: Operands) -> Rule:
+    threshold, squares = _variable_squares(merge, stored)
+    weights = sce_mergekit_weights(squares, stored.tensors[0].numel())
+    return VariableElection(threshold, threshold, 0, tuple(weights), NO_SQUARES)
+
+
+def _variable_squares(merge: Merge, stored: Operands) -> tuple[float, list[float]]:
+    """The variance from which on an element is selected, and the sums of squares of every tau's selected elements."""
     select_topk, table = merge.number("select_topk"), stored.variances
-    assert table is not None, "sce was not given the variances"
+    assert table is not None, f"{merge.method} was not given the variances"
     count = num_selected(select_topk, table.num_not_zero)
     trim = ALL if select_topk == 1 else table.trim(count) if count else NOTHING
-    threshold, squares = _sums().variable_squares(trim, stored.tensors, stored.base)
-    return Variable(threshold, threshold, 0, tuple(sce_weights(squares)))
+    found: tuple[float, list[float]] = _sums().variable_squares(trim, stored.tensors, stored.base)
+    return found
 
 
 def _arcee_fusion(merge: Merge, stored: Operands) -> Rule:
@@ -275,6 +290,7 @@ FUSED: Mapping[str, Callable[[Merge, Operands], Rule]] = {
     "ram": _ram,
     "ramplus_tl": _ramplus_tl,
     "sce": _sce,
+    "sce_mergekit": _sce_mergekit,
     "consensus_ta": _consensus_ta,
     "consensus_ties": _consensus_ties,
     "task_arithmetic": lambda merge, stored: Sum(Whole(), merge.per_source("lambda")),

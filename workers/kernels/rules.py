@@ -29,6 +29,7 @@ __all__ = [
     "Tensors",
     "Trimmed",
     "Variable",
+    "VariableElection",
     "Weighted",
     "WeightedMean",
     "WeightedSum",
@@ -175,6 +176,16 @@ class Variable(NamedTuple):
     weights: Numbers
 
 
+class VariableElection(NamedTuple):
+    """`Variable`, but + is elected where the sum is zero, and what is left is divided by no less than `least`."""
+
+    low: float
+    high: float
+    rank: int
+    weights: Numbers
+    least: float
+
+
 class Nearswap(NamedTuple):
     """The first of two sources, moved towards the second by at most t."""
 
@@ -201,6 +212,7 @@ Rule = (
     | Agreed
     | SharedOut
     | Variable
+    | VariableElection
     | Nearswap
     | Important
 )

@@ -34,7 +34,7 @@ from workers.merge_methods.averages import (
     slerp,
     slerp_weights,
 )
-from workers.merge_methods.competition import num_selected, ramplus_factor, sce_weights
+from workers.merge_methods.competition import num_selected, ramplus_factor, sce_mergekit_weights, sce_weights
 from workers.merge_methods.sparsify import by_rank, cut_ranks, l1_ratio, row_ranks, row_width
 from workers.merge_methods.task_vectors import m3_lambdas, task_arithmetic, ties
 
@@ -64,6 +64,7 @@ __all__ = [
     "ramplus_factor",
     "row_ranks",
     "row_width",
+    "sce_mergekit_weights",
     "sce_weights",
     "slerp",
     "slerp_weights",
@@ -420,7 +421,15 @@ METHODS: Mapping[str, MergeMethod] = {
             competition.sce,
             "arXiv:2408.07990",
             "weights always by mean square, nothing where signs cancel; mergekit weighs equally below a sum of 1e-6, "
-            "where most fine-tuned tensors are, and takes + where signs cancel",
+            "where most fine-tuned tensors are: `sce_mergekit`",
+            uses=("variances",),
+        ),
+        _method(
+            "sce_mergekit",
+            competition.sce_mergekit,
+            MERGEKIT,
+            "`sce`, but equal weights where mean squares sum to less than 1e-6, + where signs cancel; keeps all "
+            "variances that equal the smallest kept",
             "sce",
             uses=("variances",),
         ),

@@ -297,12 +297,12 @@ def arcee_fusion(tensors: Sequence[torch.Tensor], *, importance: Importance | No
     """
     first, second = tensors
     delta = second - first
-    asked = importance or importance_of(first, second)
-    return delta.masked_fill_(delta.abs().mul_(asked.rows) < asked.threshold, 0).add_(first)
+    asked = importance or importance_of(first.cpu(), second.cpu())
+    return delta.masked_fill_(delta.abs().mul_(asked.rows.to(delta.device)) < asked.threshold, 0).add_(first)
 
 
 def importance_of(first: torch.Tensor, second: torch.Tensor) -> Importance:
-    """What `arcee_fusion` asks of these two, of at least one element."""
+    """What `arcee_fusion` asks of these two, on CPU and of at least one element."""
     width = first.shape[-1] if first.dim() else 1
     parts = (torch.split(tensor.reshape(-1, width), max(1, CHUNK // width)) for tensor in (second, first))
     rows = torch.cat([_divergences(p.float(), q.float()) for p, q in zip(*parts, strict=True)])
@@ -322,9 +322,6 @@ def _importances_at(
     places: Sequence[int], first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor
 ) -> list[torch.Tensor]:
     """The elements at `places` of the importances in ascending order."""
-    if first.is_cuda:
-        sizes = (second.float() - first.float()).abs_().mul_(rows).flatten()
-        return [torch.kthvalue(sizes, place + 1).values for place in places]
     from workers.kernels.ordering import ascending_importances
 
     found: dict[int, torch.Tensor] = {}

@@ -22,6 +22,8 @@ __all__ = [
     "ramplus_factor",
     "ramplus_tl",
     "sce",
+    "sce_mergekit",
+    "sce_mergekit_weights",
     "sce_weights",
     "variance",
     "wudi",
@@ -29,6 +31,8 @@ __all__ = [
 
 # PCB-Merging's code clips magnitudes to their quantiles at this share from both ends.
 PCB_CLIPPED = 0.0001
+# Below this sum of mean squares mergekit's SCE weighs equally.
+NO_SQUARES = 1e-6
 # Adam's constants, as in the paper that named it.
 ADAM_BETAS, ADAM_EPSILON = (0.9, 0.999), 1e-8
 
@@ -56,6 +60,28 @@ def sce(
         merged += agreeing * weight
         divisor += agreeing.sign_().mul_(weight)
     return merged.mul_(elected).div_(divisor.masked_fill_(divisor == 0, 1)).add_(base)
+
+
+def sce_mergekit(
+    tensors: Sequence[torch.Tensor], base: torch.Tensor, *, select_topk: float, variances: MagnitudeTable | None = None
+) -> torch.Tensor:
+    """`sce`, but weights are equal where mean squares sum to less than 1e-6, + is elected where the sum is zero, and
+    what is left is divided by no less than 1e-6 (mergekit)."""
+    taus = [tensor - base for tensor in tensors]
+    if select_topk < 1:
+        dropped = ~_most_variable(taus, select_topk, variances)
+        taus = [tau.masked_fill_(dropped, 0) for tau in taus]
+    weights = sce_mergekit_weights([dot(tau, tau) for tau in taus], base.numel())
+    elected = taus[0].clone()
+    for tau in taus[1:]:
+        elected += tau
+    is_positive = elected >= 0
+    merged, divisor = torch.zeros_like(base), torch.zeros_like(base)
+    for tau, weight in zip(taus, weights, strict=True):
+        agrees = torch.where(is_positive, tau > 0, tau < 0)
+        merged += tau.masked_fill_(~agrees, 0).mul_(weight)
+        divisor += agrees.to(tau.dtype).mul_(weight)
+    return merged.div_(divisor.clamp_(min=NO_SQUARES)).add_(base)
 
 
 def num_selected(select_topk: float, num_variable: int) -> int:
@@ -192,6 +218,14 @@ def wudi(
         scale = (curvature / (1 - gamma**step)).sqrt_().add_(ADAM_EPSILON)
         merged -= slope / scale * (learning_rate / (1 - beta**step))
     return merged.mul_(lambda_).add_(base)
+
+
+def sce_mergekit_weights(squares: Sequence[float], num_elements: int) -> list[float]:
+    """Each model's weight in `sce_mergekit`, from the sum of squares of its task vector of so many elements."""
+    whole = math.fsum(squares)
+    if whole / max(1, num_elements) < NO_SQUARES:
+        return [1 / len(squares)] * len(squares)
+    return [square / whole for square in squares]
 
 
 def variance(tensors: Sequence[torch.Tensor], base: torch.Tensor) -> torch.Tensor:

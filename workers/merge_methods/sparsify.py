@@ -110,14 +110,11 @@ def by_rank(width: int, density: float, epsilon: float, *, is_symmetric: bool) -
 
 
 def row_ranks(source: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """The place of each element among the magnitudes of its row of source - base, from 0, the smallest: of their shape,
-    uint16 where rows are short enough for it, else int32."""
-    dtype = torch.uint16 if row_width(source) <= 2**16 else torch.int32
-    if source.is_cuda:
-        return _sorted_ranks(source.float() - base.float()).to(dtype)
+    """The place of each element among the magnitudes of its row of source - base, from 0, the smallest, of two tensors
+    on CPU: of their shape, uint16 where rows are short enough for it, else int32."""
     from workers.kernels.ordering import ranks_in_rows
 
-    ranks = torch.empty(source.shape, dtype=dtype)
+    ranks = torch.empty(source.shape, dtype=torch.uint16 if row_width(source) <= 2**16 else torch.int32)
     ranks_in_rows(source, base, ranks, row_width(source))
     return ranks
 

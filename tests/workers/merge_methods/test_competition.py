@@ -23,6 +23,15 @@ def test_sce_weighs_by_mean_square_and_erases_the_minority() -> None:
     assert delta(competition.sce(experts, BASE, select_topk=1.0)) == [1.8, 2.0, 0.0, 1.8]
 
 
+def test_sce_of_mergekit_weighs_small_task_vectors_equally_and_elects_plus_where_signs_cancel() -> None:
+    large = near([2.0, 2.0, 0.0, 1.0], [1.0, -1.0, 0.0, -1.0])
+    # Squares 9 and 3: weights 0.75 and 0.25; in the last, where the sum is zero, + is elected.
+    assert delta(competition.sce_mergekit(large, BASE, select_topk=1.0)) == [1.75, 2.0, 0.0, 1.0]
+    zero = torch.zeros(4)
+    small = [zero + 3e-4, zero + 1e-4]
+    assert competition.sce_mergekit(small, zero, select_topk=1.0).tolist() == pytest.approx([2e-4] * 4)
+
+
 def test_sce_selects_where_task_vectors_vary_most() -> None:
     experts = near([2.0, 5.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0])
     # Variances 0.25, 4, 0, 0: half of the two that vary is the second; squares 25 and 1.
