@@ -6,8 +6,8 @@ was there before; the first candidate, which also makes the statistics and may c
 are each source read once and the result written once. Copying is `copy_` between tensors of 256 MB, in the same
 process, in turn with the methods. Medians of ten.
 
-Methods without a bar follow: those that have a kernel in the same way; of the others two candidates. The last rows are
-kernels on one tensor of 64 MB for each of eight experts. What all this means for a swap is in `bench_swap`.
+All other methods that have a kernel follow, and DELLA once more, with its ranks kept. The last rows are kernels on one
+tensor of 64 MB for each of eight experts. What all this means for a swap is in `bench_swap`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks import merge_family
-from tests.benchmarks.merge_family import PEERS, THREADS
+from tests.benchmarks.merge_family import THREADS
 
 REPEATS = 10
 COPIED_BYTES = 256 * 10**6
@@ -34,6 +34,7 @@ BARS = {
     "dare_ties": (0.4, 0.7),
     "slerp": (0.4, 0.6),
 }
+RANKED = ("della", "della_l1", "della_linear", "della_linear_l1")
 MANY, MANY_ELEMENTS = 8, 16 * 10**6
 
 
@@ -41,13 +42,13 @@ def run() -> dict[str, Any]:
     with merge_family.ram_disk() as directory:
         merge_family.output(__name__, "make", str(directory))
         fused = json.loads(merge_family.output(__name__, "fused", str(directory)))
-        plain = json.loads(merge_family.output(__name__, "plain", str(directory)))
+        ranked = json.loads(merge_family.output(__name__, "ranked", str(directory)))
         many = json.loads(merge_family.output(__name__, "many", str(directory)))
     return {
         "threads": THREADS,
         "bars": {method: {"must": must, "goal": goal} for method, (must, goal) in BARS.items()},
         **fused,
-        "plain": plain,
+        "ranked": ranked,
         "many": many,
     }
 
@@ -61,8 +62,8 @@ def show(result: dict[str, Any]) -> None:
             f"{row['method']:<23} {row['first_s']:7.2f} {row['median_s']:9.3f} {row['gb_per_s']:6.1f} "
             f"{row['ratio']:8.2f}  {bars['must']!s:>5} {bars['goal']!s:>5}"
         )
-    for row in result["plain"]:
-        print(f"{row['method']:<23} {row['first_s']:7.2f} {row['median_s']:9.3f}   (no kernel)")
+    for row in result["ranked"]:
+        print(f"{row['method']:<23} {row['first_s']:7.2f} {row['median_s']:9.3f}   (engine.rank_cache)")
     print(f"\n{result['many']['experts']} experts, one tensor, of copy: ", end="")
     print(", ".join(f"{method} {ratio:.2f}" for method, ratio in result["many"]["ratios"].items()))
 
@@ -74,7 +75,7 @@ def measure_fused(directory: Path) -> dict[str, Any]:
     from workers.kernels import FUSED
     from workers.merge_methods import METHODS
 
-    family, merge = _merging(directory)
+    family, _, merge = _merging(directory)
     methods = [*BARS, *(method for method in FUSED if method not in BARS)]
     source, target = torch.randn(COPIED_BYTES // 4), torch.empty(COPIED_BYTES // 4)
     first = {method: _seconds(lambda method=method: merge(method, 0)) for method in methods}  # type: ignore[misc]
@@ -103,16 +104,14 @@ def measure_fused(directory: Path) -> dict[str, Any]:
     return {"copy_gb_per_s": copy / 1e9, "copy_s": seconds["copy"], "model_bytes": model_bytes, "methods": rows}
 
 
-def measure_plain(directory: Path) -> list[dict[str, Any]]:
-    """Methods that mergekit has and we have no kernel for: the first candidate and another."""
-    from workers.kernels import FUSED
-
-    _, merge = _merging(directory)
+def measure_ranked(directory: Path) -> list[dict[str, Any]]:
+    """DELLA by a bank that keeps ranks: the first candidate, which sorts, and another."""
+    _, bank, merge = _merging(directory)
+    bank.keep_ranks()
     rows = []
-    for method in PEERS:
-        if method not in FUSED:
-            first, other = (_seconds(lambda method=method, seed=seed: merge(method, seed)) for seed in range(2))  # type: ignore[misc]
-            rows.append({"method": method, "first_s": first, "median_s": other})
+    for method in RANKED:
+        first, *others = (_seconds(lambda method=method, seed=seed: merge(method, seed)) for seed in range(6))  # type: ignore[misc]
+        rows.append({"method": method, "first_s": first, "median_s": statistics.median(others)})
     return rows
 
 
@@ -157,8 +156,8 @@ def measure_many(directory: Path) -> dict[str, Any]:
     return {"experts": MANY, "ratios": ratios}
 
 
-def _merging(directory: Path) -> tuple[Any, Callable[[str, int], None]]:
-    """The family, and a function that merges the candidate of a method and a seed."""
+def _merging(directory: Path) -> tuple[Any, Any, Callable[[str, int], None]]:
+    """The family, its bank, and a function that merges the candidate of a method and a seed."""
     import torch
 
     from workers.bank import Bank
@@ -168,7 +167,7 @@ def _merging(directory: Path) -> tuple[Any, Callable[[str, int], None]]:
     family = merge_family.open_made(directory)
     bank = Bank(family, cache=directory / "cache")
     result = {name: torch.zeros(info.shape) for name, info in bank.base.tensors.items()}
-    return family, lambda method, seed: merge_into(merge_family.recipe(family, method, seed), bank, result)
+    return family, bank, lambda method, seed: merge_into(merge_family.recipe(family, method, seed), bank, result)
 
 
 def _seconds(function: Callable[[], Any]) -> float:
@@ -183,5 +182,5 @@ if __name__ == "__main__":
         merge_family.make(place)
         print(json.dumps({}))
     else:
-        measures = {"fused": measure_fused, "plain": measure_plain, "many": measure_many}
+        measures = {"fused": measure_fused, "ranked": measure_ranked, "many": measure_many}
         print(json.dumps(measures[part](place)))

@@ -14,9 +14,9 @@ from workers.kernels.threads import pieces, run
 
 __all__ = ["ascending_importances", "ascending_magnitudes", "ascending_variances", "ranks_in_rows"]
 
-# Tensors are sorted in about four parts, each by a pass of its own over the tensor; in more where these would be larger
-# than this, in fewer where they would be small.
-PARTS, PART, SMALL = 4, 1 << 24, 1 << 18
+# Tensors are sorted in about two parts, each by a pass of its own over the tensor; in more where these would be larger
+# than PART, in one where they would be small.
+PARTS, PART, SMALL = 2, 1 << 24, 1 << 20
 # Parts are cut into ranges of about as many elements, whose sorting stays in the second cache.
 RANGE = 1 << 16
 # What is not negative is ordered as its bits are; the upper ones, the bucket, tell ranges apart.

@@ -147,21 +147,21 @@ def _variable_squares(rule: Any, base: Any, xs: Any, sums: Any, found: Any, star
     for begin in range(U64(start), U64(stop), U64(SUMMED)):
         end = min(begin + U64(SUMMED), U64(stop))
         lanes[:] = 0
-        undecided = NONE
         for row in range(begin, end, U64(LANES)):
-            for i in range(row, min(row + U64(LANES), end)):
+            undecided, row_end = NONE, min(row + U64(LANES), end)
+            for i in range(row, row_end):
                 variance = variance_of(base, xs, i)
                 undecided |= is_between(variance, rule.low, rule.high)
                 for s in range(len(xs)):
                     tau = np.float64(value(xs[s][i]) - value(base[i]) if variance >= rule.high else ZERO)
                     lanes[s, i - row] += tau * tau
+            if undecided > NONE:
+                for i in range(row, row_end):
+                    if is_between(variance_of(base, xs, i), rule.low, rule.high) > NONE:
+                        found[num_found] = i
+                        num_found += 1
         for s in range(len(xs)):
             sums[s, begin // U64(SUMMED)] = _sum_of(lanes[s])
-        if undecided > NONE:
-            for i in range(begin, end):
-                if is_between(variance_of(base, xs, i), rule.low, rule.high) > NONE:
-                    found[num_found] = i
-                    num_found += 1
     return num_found
 
 
