@@ -49,6 +49,7 @@ Tensors = Sequence[torch.Tensor]
 U32 = np.uint32
 U64 = np.uint64
 NEAREST = np.float32(1e-6)
+HASHES = 2.0**32
 
 
 def merge(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -292,9 +293,12 @@ def _dropped(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
 
 
 def _sampled(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
-    rank = sparse.ranks[s][i]
-    is_in = U64(hashed(i, sparse.k0s[s], sparse.k1s[s])) < sparse.thresholds[s][rank]
-    return tau / sparse.divisors[s][rank] * sparse.scales[s] if is_in else ZERO
+    rank, origin = np.float64(sparse.ranks[s][i]), np.float64(sparse.origins[s])
+    probability = sparse.starts[s] + abs(rank - origin) * sparse.steps[s]
+    # hash < floor(probability * 2^32), as integers
+    is_in = np.float64(hashed(i, sparse.k0s[s], sparse.k1s[s])) + 1.0 <= probability * HASHES
+    divisor = np.float32(probability) if is_in & (sparse.is_divided[s] > ZERO) else ONE
+    return tau / divisor * sparse.scales[s] if is_in else ZERO
 
 
 KEPT: dict[type, Callable[..., Any]] = {
@@ -436,6 +440,7 @@ CONVERSIONS: dict[Any, Callable[[Any], Any]] = {
     int: U32,
     rules.Numbers: lambda numbers: tuple(map(_float32, numbers)),
     rules.Words: lambda words: tuple(map(U32, words)),
+    rules.Doubles: lambda numbers: tuple(map(np.float64, numbers)),
     rules.Tensors: lambda tensors: tuple(map(_array, tensors)),
     rules.Sparsity: typed,
 }

@@ -10,8 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from search_spaces.recipe import Merge
 from workers.kernels.rules import (
     Agreed,
@@ -40,7 +38,6 @@ from workers.masks import key_words, threshold
 from workers.merge_methods import (
     Operands,
     Products,
-    by_rank,
     cosine_of,
     cut_ranks,
     karcher_weights,
@@ -52,6 +49,7 @@ from workers.merge_methods import (
     num_kept,
     num_selected,
     nuslerp_weights,
+    probability_by_rank,
     ramplus_factor,
     row_width,
     sce_mergekit_weights,
@@ -237,13 +235,12 @@ def _sampled(merge: Merge, stored: Operands, *, is_l1: bool = False) -> Sampled:
     assert stored.keys is not None, f"{merge.method} was given no keys"
     assert stored.ranks is not None, f"{merge.method} was given no ranks"
     k0s, k1s = zip(*map(key_words, stored.keys), strict=True)
-    thresholds, divisors = [], []
     width = row_width(stored.tensors[0])
-    for density, epsilon in zip(merge.per_source("density"), merge.per_source("epsilon"), strict=True):
-        probabilities = by_rank(width, density, epsilon, is_symmetric=is_l1)
-        thresholds.append((probabilities * 2.0**32).long().view(torch.uint64))
-        divisors.append(torch.ones(width) if is_l1 else probabilities.float())
-    sparse = Sampled(k0s, k1s, stored.ranks, tuple(thresholds), tuple(divisors), (1.0,) * len(k0s))
+    pairs = zip(merge.per_source("density"), merge.per_source("epsilon"), strict=True)
+    lines = [probability_by_rank(width, density, epsilon, is_symmetric=is_l1) for density, epsilon in pairs]
+    origins, starts, steps = zip(*lines, strict=True)
+    every = (1.0,) * len(lines)
+    sparse = Sampled(k0s, k1s, stored.ranks, origins, starts, steps, (0.0,) * len(lines) if is_l1 else every, every)
     return sparse._replace(scales=_l1_scales(sparse, stored)) if is_l1 else sparse
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 __all__ = [
     "Agreed",
     "AgreeingSum",
     "Between",
+    "Doubles",
     "Dropped",
     "Important",
     "Interpolation",
@@ -40,6 +42,7 @@ __all__ = [
 Numbers = tuple[float, ...]
 Words = tuple[int, ...]
 Tensors = tuple[torch.Tensor, ...]
+Doubles = tuple[np.float64, ...]
 
 
 class Whole(NamedTuple):
@@ -76,14 +79,17 @@ class Dropped(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Elements kept at random by their rank: those whose hash is below their rank's threshold, over its divisor, times
-    `scales`. `ranks` are each source's, one per element; thresholds, uint64, and divisors, float32, one per rank."""
+    """Elements kept at random (`workers.masks`) with a probability that goes by rank: start + |rank - origin| step, in
+    float64. They are divided by it where `is_divided` is 1, and multiplied by `scales`. `ranks` are each source's, one
+    per element."""
 
     k0s: Words
     k1s: Words
     ranks: Tensors
-    thresholds: Tensors
-    divisors: Tensors
+    origins: Words
+    starts: Doubles
+    steps: Doubles
+    is_divided: Numbers
     scales: Numbers
 
 

@@ -35,7 +35,7 @@ from workers.merge_methods.averages import (
     slerp_weights,
 )
 from workers.merge_methods.competition import num_selected, ramplus_factor, sce_mergekit_weights, sce_weights
-from workers.merge_methods.sparsify import by_rank, cut_ranks, l1_ratio, row_ranks, row_width
+from workers.merge_methods.sparsify import cut_ranks, l1_ratio, probability_by_rank, row_ranks, row_width
 from workers.merge_methods.task_vectors import m3_lambdas, task_arithmetic, ties
 
 __all__ = [
@@ -44,7 +44,6 @@ __all__ = [
     "MergeMethod",
     "Operands",
     "Products",
-    "by_rank",
     "cosine",
     "cosine_of",
     "cut_ranks",
@@ -61,6 +60,7 @@ __all__ = [
     "num_kept",
     "num_selected",
     "nuslerp_weights",
+    "probability_by_rank",
     "ramplus_factor",
     "row_ranks",
     "row_width",

@@ -13,13 +13,13 @@ from workers.magnitudes import MagnitudeTable
 from workers.merge_methods.arithmetic import magnitude_of_rank, num_kept, share_of, total
 
 __all__ = [
-    "by_rank",
     "cut_both_ends",
     "cut_ranks",
     "dropped",
     "l1_ratio",
     "magnitude_sampled",
     "match_l1_norm",
+    "probability_by_rank",
     "row_ranks",
     "row_width",
     "trimmed",
@@ -86,9 +86,9 @@ def magnitude_sampled(
     Equal magnitudes are ranked by position, the earlier as the smaller. A tensor without rows is one row. `ranks` are
     its `row_ranks` where they are known.
     """
-    width = row_width(tau)
     ranks = _sorted_ranks(tau) if ranks is None else ranks
-    probabilities = by_rank(width, density, epsilon, is_symmetric=is_symmetric).to(tau.device)[ranks.long()]
+    origin, start, step = probability_by_rank(row_width(tau), density, epsilon, is_symmetric=is_symmetric)
+    probabilities = (ranks.double() - origin).abs_().mul_(step).add_(start)
     kept = masks.keep_each(key, probabilities)
     if rescale:
         tau = tau / torch.where(kept, probabilities, 1).float()
@@ -99,14 +99,11 @@ def row_width(tensor: torch.Tensor) -> int:
     return tensor.numel() if tensor.dim() < 2 else tensor.shape[-1]
 
 
-def by_rank(width: int, density: float, epsilon: float, *, is_symmetric: bool) -> torch.Tensor:
-    """MagPrune's probabilities in a row: float64 [width], of the smallest element first."""
-    ranks = torch.arange(width, dtype=torch.float64)
-    if width == 1 and is_symmetric:
-        return torch.full_like(ranks, density)
-    if is_symmetric:
-        return (density - epsilon) + ranks * (2 * epsilon / (width - 1))
-    return (density + epsilon) - (width - 1 - ranks) * (2 * epsilon / width)
+def probability_by_rank(width: int, density: float, epsilon: float, *, is_symmetric: bool) -> tuple[int, float, float]:
+    """(origin, start, step) of MagPrune's probabilities in a row: start + |rank - origin| step."""
+    if not is_symmetric:
+        return width - 1, density + epsilon, -2 * epsilon / width
+    return (0, density - epsilon, 2 * epsilon / (width - 1)) if width > 1 else (0, density, 0.0)
 
 
 def row_ranks(source: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
