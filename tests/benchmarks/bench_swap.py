@@ -29,8 +29,6 @@ from tests.benchmarks.merge_family import PEERS, STAND_INS, THREADS
 SLOW = ("ties", "ties_weighted", "karcher", "arcee_fusion", "breadcrumbs", "breadcrumbs_ties", "sce_mergekit")
 FAST = tuple(method for method in (*PEERS, *STAND_INS) if method not in SLOW and not method.startswith("della"))
 REPEATS = 5
-# A method without a kernel takes so long that one candidate more than the first says enough.
-SLOW_S, SLOW_REPEATS = 1.0, 1
 WITHOUT_REPACKING = (20, 100)  # must, goal: times faster than mergekit's merge alone
 WITH_REPACKING = (20, 200)  # than the merge and a new engine's process
 
@@ -88,17 +86,15 @@ def show(result: dict[str, Any]) -> None:
 
 def measure_swaps(directory: Path, *methods: str) -> dict[str, Any]:
     from workers.engine import Engine, base_recipe
-    from workers.kernels import FUSED
     from workers.types import EngineOptions
 
     family = merge_family.open_made(directory)
     rows = []
     with Engine(family, EngineOptions(max_model_len=256, threads=THREADS)) as engine:
         for method in methods:
-            first = engine.swap(merge_family.recipe(family, method, 0))  # compiles, makes the statistics
+            engine.swap(merge_family.recipe(family, method, 0))  # compiles, makes the statistics
             seconds, reports = [], []
-            is_slow = method not in FUSED and first.materialise_s > SLOW_S
-            for seed in range(1, (SLOW_REPEATS if is_slow else REPEATS) + 1):
+            for seed in range(1, REPEATS + 1):
                 candidate = merge_family.recipe(family, method, seed)
                 if candidate.digest == engine.held_digest:  # the method takes no numbers: what it makes is held already
                     engine.swap(base_recipe(family))
