@@ -231,19 +231,20 @@ def test_on_a_gpu_vllm_is_given_its_share_and_the_bank_its_places(
         def __init__(self, **options: Any) -> None:
             asked.update(options)
 
-        def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-            asked[method] = args
+        def collective_rpc(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+            asked[method] = (*args, kwargs)
             return [{"digest": base_recipe(untied_family).digest, "swaps": 1, "checksum": ""}]
 
     monkeypatch.setattr("vllm.LLM", Asked)
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda platform: False)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (79 * 10**9, 80 * 10**9))
     monkeypatch.setattr("workers.engine.free_host_bytes", lambda: 0)  # nor is there memory for a second model
-    Engine(untied_family, OPTIONS).close()
-    family, places, scratch_bytes, reason = asked.pop("mergesearch_open")
-    assert (family, places) == (family_to_json(untied_family), ("gpu", "mapped"))
-    assert 0 < scratch_bytes < 10**6
-    assert "GB of the GPU's 80.0 GB for keys and values" in reason
+    Engine(untied_family, replace(OPTIONS, rank_cache=True)).close()
+    family, opening = asked.pop("mergesearch_open")
+    assert (family, opening["places"]) == (family_to_json(untied_family), ("gpu", "mapped"))
+    assert 0 < opening["scratch_bytes"] < 10**6
+    assert "GB of the GPU's 80.0 GB for keys and values" in opening["reason"]
+    assert opening["keeps_ranks"]
     options = {name: value for name, value in asked.items() if not name.startswith("mergesearch_")}
     found = EngineArgs(**options)
     assert found.gpu_memory_utilization == pytest.approx(0.9199, abs=1e-4)
