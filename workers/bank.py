@@ -133,7 +133,7 @@ class Bank:
     def importance(self, first: Key, second: Key) -> Importance | None:
         """What Arcee Fusion asks of two tensors, computed once; None for tensors without elements."""
         known = self._importances.get((first, second))
-        if known is None and self.get(*first).numel() > 0:
+        if known is None and 0 not in self._source(*first).shape:
             found = importance_of(self._on_cpu(first), self._on_cpu(second))
             known = Importance(found.rows.to(self.device), found.threshold)
             if self._keeps_statistics:

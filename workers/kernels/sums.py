@@ -34,19 +34,16 @@ from workers.merge_methods.arithmetic import PARTS
 __all__ = ["inner_product", "kept_norms", "shared_counts", "variable_squares", "weighted_words"]
 
 LANES = SUMMED // PARTS
-U32, U64 = np.uint32, np.uint64
+U64 = np.uint64
 Tensors = Sequence[torch.Tensor]
 
 
 def inner_product(first: torch.Tensor, second: torch.Tensor, base: torch.Tensor | None) -> float:
-    """`merge_methods.arithmetic.inner_products` of two contiguous tensors."""
+    """`merge_methods.arithmetic.inner_products` of two contiguous tensors, or of their differences from `base`."""
     x, y = as_array(first), as_array(second)
+    b = x if base is None else as_array(base.contiguous())
     sums = np.empty(-(-x.size // SUMMED))
-    parts = pieces(x.size, SUMMED)
-    if base is None:
-        run(_inner_product, [(x, y, sums, *part) for part in parts])
-    else:
-        run(_task_inner_product, [(x, y, as_array(base.contiguous()), sums, *part) for part in parts])
+    run(_inner_product, [(x, y, b, base is not None, sums, *part) for part in pieces(x.size, SUMMED)])
     return math.fsum(sums)
 
 
@@ -100,26 +97,14 @@ def weighted_words(words: torch.Tensor, weight: int) -> int:
 
 
 @compiled
-def _inner_product(x: Any, y: Any, sums: Any, start: int, stop: int) -> None:
+def _inner_product(x: Any, y: Any, base: Any, has_base: bool, sums: Any, start: int, stop: int) -> None:
     lanes = np.empty(LANES)
     for begin in range(U64(start), U64(stop), U64(SUMMED)):
         end = min(begin + U64(SUMMED), U64(stop))
         lanes[:] = 0
         for row in range(begin, end, U64(LANES)):
             for i in range(row, min(row + U64(LANES), end)):
-                lanes[i - row] += np.float64(value(x[i])) * np.float64(value(y[i]))
-        sums[begin // U64(SUMMED)] = _sum_of(lanes)
-
-
-@compiled
-def _task_inner_product(x: Any, y: Any, base: Any, sums: Any, start: int, stop: int) -> None:
-    lanes = np.empty(LANES)
-    for begin in range(U64(start), U64(stop), U64(SUMMED)):
-        end = min(begin + U64(SUMMED), U64(stop))
-        lanes[:] = 0
-        for row in range(begin, end, U64(LANES)):
-            for i in range(row, min(row + U64(LANES), end)):
-                b = value(base[i])
+                b = value(base[i]) if has_base else ZERO
                 lanes[i - row] += np.float64(value(x[i]) - b) * np.float64(value(y[i]) - b)
         sums[begin // U64(SUMMED)] = _sum_of(lanes)
 
