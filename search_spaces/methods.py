@@ -1,6 +1,6 @@
 """The merge methods a recipe can name: how many operands each takes, whether it needs the base, its coefficients.
 
-What a method computes is defined where tensors are (`workers.merge_methods`), under the same names.
+What a method computes is defined where tensors are (`workers.merging.methods`), under the same names.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from service.answers import FieldProblem, ProblemDocument
+    from service.schemas.api import FieldProblem, ProblemDocument
 
 __all__ = [
     "Conflict",

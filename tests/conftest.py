@@ -21,8 +21,8 @@ from tests.builders import tiny_family, tiny_qwen2
 from workers.types import EngineOptions, Family, TaskSpec
 
 if TYPE_CHECKING:
-    from workers.engine import Engine
-    from workers.replica import ServeScorer
+    from workers.engines.vllm.engine import Engine
+    from workers.serving.replica import ServeScorer
 
 ENGINE_STARTS: list[tuple[str, float]] = []
 MAX_ENGINE_STARTS = 10
@@ -111,7 +111,7 @@ def write_choices(directory: Path, *, name: str = "choices", **settings: object)
 @pytest.fixture(scope="session")
 def engine(untied_family: Family) -> Iterator[Engine]:
     """The one engine of this process."""
-    from workers.engine import Engine
+    from workers.engines.vllm.engine import Engine
 
     started = time.perf_counter()
     with Engine(untied_family, OPTIONS) as engine:
@@ -144,7 +144,7 @@ def ray_cluster() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def scorer(ray_cluster: None, tied_family: Family) -> ServeScorer:
     """One real replica on Ray Serve."""
-    from workers.replica import deploy_scorer
+    from workers.serving.replica import deploy_scorer
 
     started = time.perf_counter()
     scorer = deploy_scorer(tied_family, OPTIONS)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from workers.findings import CACHE_VARIABLE
+from workers.cache import CACHE_VARIABLE
 
 API = re.compile(r"/api/models/(?P<name>[\w.-]+/[\w.-]+)(?:/(?P<kind>revision|tree)/(?P<revision>[\w.-]+))?")
 FILE = re.compile(r"/(?P<name>[\w.-]+/[\w.-]+)/resolve/(?P<revision>[\w.-]+)/(?P<file>[\w./-]+)")

@@ -210,7 +210,7 @@ class VerificationReport:
 
 
 class Scorer(Protocol):
-    """Scoring as trial actors see it: replicas of warm engines behind Ray Serve, or the fake in `workers.fake`.
+    """Scoring as trial actors see it: replicas of warm engines behind Ray Serve, or the fake in `workers.serving.fake`.
 
     Implementations are picklable and may be used from several threads. `score` may be called again with the same
     request after a failure; it changes nothing but which recipe an engine holds.

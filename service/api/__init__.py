@@ -9,6 +9,6 @@ longer work    `hub` tells watchers what happens, `exports` writes models; `side
 """
 
 from service.api.app import create_app
-from service.api.types import Cluster
+from service.api.protocols import Cluster
 
 __all__ = ["Cluster", "create_app"]

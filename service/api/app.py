@@ -10,17 +10,17 @@ from pathlib import Path
 from fastapi import Depends, FastAPI
 from fastapi.concurrency import run_in_threadpool
 
-from service.api.examiner import Examiner, ProcessExaminer
-from service.api.exports import Exports
-from service.api.hub import EventHub
+from service.api.dependencies import Services
+from service.api.event_stream import EventHub
+from service.api.export_queue import Exports
 from service.api.metrics import CountRequests, RequestCounter
 from service.api.openapi import install_openapi
+from service.api.preflight_process import Examiner, ProcessExaminer
 from service.api.problems import install_handlers
-from service.api.records import RunRecords
+from service.api.protocols import Cluster
+from service.api.record_cache import RunRecords
 from service.api.requests import principal
 from service.api.routes import events, exports, operations, results, studies
-from service.api.services import Services
-from service.api.types import Cluster
 from service.store import Store
 
 __all__ = ["create_app"]

@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 
 __all__ = ["render_docs"]
 
-TEMPLATES = Path(__file__).parents[1] / "templates"
+TEMPLATES = Path(__file__).parent
 
 
 def render_docs(document: Mapping[str, Any]) -> str:

@@ -8,8 +8,8 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import TypeAdapter
 
-from search_spaces.study import Study
-from service.answers import EndDocument, ProblemDocument, ProgressDocument
+from search_spaces.study.file import Study
+from service.schemas.api import EndDocument, ProblemDocument, ProgressDocument
 
 __all__ = ["EXPORT_REQUEST", "install_openapi"]
 

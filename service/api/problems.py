@@ -16,8 +16,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
 from search_spaces.errors import InvalidStudy, Problem
-from service.answers import FieldProblem, ProblemDocument
 from service.errors import Conflict, NotFound, StaleAttempt
+from service.schemas.api import FieldProblem, ProblemDocument
 
 __all__ = [
     "PROBLEM_JSON",

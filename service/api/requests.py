@@ -6,7 +6,7 @@ from fastapi import Request
 from fastapi.datastructures import Headers
 
 from service.api.problems import Refusal
-from service.api.types import Principal
+from service.api.protocols import Principal
 
 __all__ = ["JSON_TYPES", "MAX_BODY_BYTES", "YAML_TYPES", "principal", "read_body", "sent_as_json"]
 

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
-from service.client import routes
+from service.client import flows
 from service.client.download import check_free, unpack
 from service.client.events import SILENCE_S, Event, EventReader
-from service.client.routes import Call, Lost, Reply, Steps, refusal
+from service.client.flows import Call, Lost, Reply, Steps, refusal
 from service.errors import NotFound, ServerUnreachable
 
 if TYPE_CHECKING:
@@ -89,19 +89,19 @@ class Client:
     def close(self) -> None:
         self._http.close()
 
-    submit = _blocking(routes.submit)
-    studies = _blocking(routes.studies)
-    study = _blocking(routes.study)
-    find = _blocking(routes.find)
-    cancel = _blocking(routes.cancel)
-    summary = _blocking(routes.summary)
-    pareto = _blocking(routes.pareto)
-    report = _blocking(routes.report)
-    log = _blocking(routes.log)
-    trials = _blocking(routes.trials)
-    trial = _blocking(routes.trial)
-    recipe = _blocking(routes.recipe)
-    _finished_export = _blocking(routes.finished_export)
+    submit = _blocking(flows.submit)
+    studies = _blocking(flows.studies)
+    study = _blocking(flows.study)
+    find = _blocking(flows.find)
+    cancel = _blocking(flows.cancel)
+    summary = _blocking(flows.summary)
+    pareto = _blocking(flows.pareto)
+    report = _blocking(flows.report)
+    log = _blocking(flows.log)
+    trials = _blocking(flows.trials)
+    trial = _blocking(flows.trial)
+    recipe = _blocking(flows.recipe)
+    _finished_export = _blocking(flows.finished_export)
 
     def events(self, study: str, *, after: int = 0) -> Iterator[Event]:
         """What happens to a study, from its beginning or after the event of an id, until it has ended.
@@ -149,7 +149,7 @@ class Client:
         """
         check_free(Path(out))
         document = self._finished_export(study, trial, dtype=dtype)
-        return self._fetch(routes.download(study, document), Path(out), document["bytes"], received, threading.Event())
+        return self._fetch(flows.download(study, document), Path(out), document["bytes"], received, threading.Event())
 
     def _fetch(
         self, call: Call, out: Path, num_bytes: int | None, received: Received | None, stop: threading.Event
@@ -215,19 +215,19 @@ class AsyncClient:
     async def aclose(self) -> None:
         await self._http.aclose()
 
-    submit = _awaited(routes.submit)
-    studies = _awaited(routes.studies)
-    study = _awaited(routes.study)
-    find = _awaited(routes.find)
-    cancel = _awaited(routes.cancel)
-    summary = _awaited(routes.summary)
-    pareto = _awaited(routes.pareto)
-    report = _awaited(routes.report)
-    log = _awaited(routes.log)
-    trials = _awaited(routes.trials)
-    trial = _awaited(routes.trial)
-    recipe = _awaited(routes.recipe)
-    _finished_export = _awaited(routes.finished_export)
+    submit = _awaited(flows.submit)
+    studies = _awaited(flows.studies)
+    study = _awaited(flows.study)
+    find = _awaited(flows.find)
+    cancel = _awaited(flows.cancel)
+    summary = _awaited(flows.summary)
+    pareto = _awaited(flows.pareto)
+    report = _awaited(flows.report)
+    log = _awaited(flows.log)
+    trials = _awaited(flows.trials)
+    trial = _awaited(flows.trial)
+    recipe = _awaited(flows.recipe)
+    _finished_export = _awaited(flows.finished_export)
 
     async def events(self, study: str, *, after: int = 0) -> AsyncIterator[Event]:
         """As `Client.events`.
@@ -267,7 +267,7 @@ class AsyncClient:
         """As `Client.export`; files are written, and `received` is called, in a thread."""
         check_free(Path(out))
         document = await self._finished_export(study, trial, dtype=dtype)
-        call, stop = routes.download(study, document), threading.Event()
+        call, stop = flows.download(study, document), threading.Event()
         try:
             with Client(self.url, timeout_s=self._timeout_s) as client:
                 return await asyncio.to_thread(client._fetch, call, Path(out), document["bytes"], received, stop)

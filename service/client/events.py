@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from service.client.routes import Call, Lost, Reply, path_of, refusal
+from service.client.flows import Call, Lost, Reply, path_of, refusal
 from service.errors import InvalidAnswer, RequestRefused, ServerUnreachable
 
 __all__ = ["SILENCE_S", "Event", "EventReader"]

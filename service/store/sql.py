@@ -18,8 +18,8 @@ from sqlalchemy import event
 
 from service.errors import Conflict, NotFound, StaleAttempt
 from service.store import schema
+from service.store.attempt_writer import Split, StudyWriter, insert, insert_event
 from service.store.records import BracketRecord, EventRecord, study_record, trial_record
-from service.store.writer import Split, StudyWriter, insert, insert_event
 from service.types import ExportRecord, ExportState, RungRecord, StudyRecord, StudyState, TrialRecord
 from workers.types import SampleResult
 

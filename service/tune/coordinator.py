@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from search_spaces.base import SearchSpace
 from search_spaces.errors import SearchSpaceError
+from search_spaces.spaces.base import SearchSpace
 from service.errors import StudyFailed
-from service.selection import held_out
+from service.results.selection import held_out
 from service.store import BracketRecord, Store, StudyWriter
-from service.tune.evaluations import ChunkFailed, Evaluation
-from service.tune.evidence import EvidenceLedger
+from service.tune.evaluation import ChunkFailed, Evaluation
 from service.tune.plan import Plan
-from service.tune.rung_table import Decision, Proposal
-from service.tune.samples import SampleBook
-from service.tune.schedulers import SCHEDULERS
+from service.tune.provenance import EvidenceLedger
+from service.tune.sample_cache import SampleBook
+from service.tune.schedulers.base import Decision, Proposal
+from service.tune.schedulers.successive_halving import SCHEDULERS
 from service.tune.searchers.base import Observation
 from service.types import Origin, TrialRecord, TrialState
 from workers.errors import EvidenceMismatch

@@ -8,7 +8,7 @@ from typing import Any
 
 from ray import tune
 
-from service.tune.evaluations import ChunkFailed, Evaluation
+from service.tune.evaluation import ChunkFailed, Evaluation
 from workers.errors import EngineUnavailable, EvidenceMismatch, TrialFailed
 from workers.types import Scorer, ScoreRequest, ScoreResult
 

@@ -104,9 +104,9 @@ def _output(part: str, directory: Path, *arguments: str) -> str:
 
 def run_demo(directory: Path, seed: int) -> dict[str, Any]:
     """The demo study with another seed, run as `mergesearch run` runs it."""
-    from search_spaces.study import load_study
-    from service.progress import ProgressStyle, ProgressView
-    from service.run import run_study
+    from search_spaces.study.file import load_study
+    from service.cli.progress import ProgressStyle, ProgressView
+    from service.studies.local_run import run_study
     from workers.tiny_family import family_dir
 
     study = load_study(family_dir() / "study.yaml")
@@ -122,7 +122,7 @@ def _search_evidence(store: Any, study: str) -> list[Any]:
 
 def measure_study(directory: Path) -> dict[str, Any]:
     """What the finished run in `directory` reached."""
-    from service.run import read_run
+    from service.studies.local_run import read_run
 
     with read_run(directory) as (store, study):
         rows = _search_evidence(store, study.id)
@@ -143,21 +143,21 @@ def measure_loop(directory: Path) -> dict[str, Any]:
     """The chunks of the run in `directory`, in their order, given to one engine."""
     import os
 
-    from workers.engine import engine_environment
+    from workers.engines.vllm.engine import engine_environment
     from workers.types import EngineOptions, ScoreRequest, Span
 
     os.environ.update(engine_environment(EngineOptions()))  # before anything imports torch, as in a replica
 
     from search_spaces.recipe import Recipe
-    from search_spaces.study import Study
-    from service.preflight import examine
-    from service.run import read_run
+    from search_spaces.study.file import Study
+    from service.studies.local_run import read_run
+    from service.studies.preflight.examine import examine
 
     with read_run(directory) as (store, study):
         rows = _search_evidence(store, study.id)
         recipes: dict[str, Recipe] = {trial.recipe.digest: trial.recipe for trial in store.trials(study.id)}
         examination = examine(Study.model_validate(study.document))
-    from workers.replica import EngineWorker
+    from workers.serving.replica import EngineWorker
 
     worker = EngineWorker(examination.family, examination.engine_options)
     worker.describe(tuple(examination.tasks.values()))
@@ -180,10 +180,10 @@ def measure_overhead(directory: Path) -> dict[str, Any]:
     import contextlib
     from collections.abc import Iterator
 
-    from search_spaces.study import load_study
-    from service.progress import ProgressStyle, ProgressView
-    from service.run import read_run, run_study
-    from workers.fake import FakeScorer
+    from search_spaces.study.file import load_study
+    from service.cli.progress import ProgressStyle, ProgressView
+    from service.studies.local_run import read_run, run_study
+    from workers.serving.fake import FakeScorer
     from workers.tiny_family import family_dir
 
     @contextlib.contextmanager

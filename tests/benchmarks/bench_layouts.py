@@ -68,8 +68,8 @@ def _in_a_process(name: str, directory: Path) -> dict[str, Any]:
 def measure(name: str, directory: Path) -> dict[str, Any]:
     """One layout: its row of the table, and how many tensors each component has."""
     from tests.conftest import HIDDEN, OPTIONS
-    from workers.bank import Bank
-    from workers.engine import Engine
+    from workers.engines.vllm.engine import Engine
+    from workers.merging.bank import Bank
 
     family = layout_family(directory, name, hidden=HIDDEN)
     bank = Bank(family, cache=directory / "cache")
@@ -110,8 +110,8 @@ def _by_transformers(recipe: Any, bank: Any, out: Path, prompts: list[list[int]]
     """The log-probabilities of the exported model, and whether transformers found the export to be a whole one."""
     from transformers import AutoModelForCausalLM
 
-    from workers.reference import ATTENTION, logprobs
-    from workers.writer import export
+    from workers.engines.transformers.backend import ATTENTION, logprobs
+    from workers.export.checkpoint import export
 
     model, found = AutoModelForCausalLM.from_pretrained(
         export(recipe, bank, out), attn_implementation=ATTENTION, output_loading_info=True

@@ -58,9 +58,9 @@ def measure_here(directory: Path) -> list[dict[str, Any]]:
     import torch
 
     from tests.benchmarks import merge_family
-    from workers.bank import Bank
-    from workers.kernels import FUSED
-    from workers.merging import merge_into
+    from workers.merging.bank import Bank
+    from workers.merging.kernels import FUSED
+    from workers.merging.materialize import merge_into
 
     def merge(bank: Bank, destinations: dict[str, torch.Tensor]) -> None:
         for method in FUSED:

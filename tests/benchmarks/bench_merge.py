@@ -72,8 +72,8 @@ def measure_fused(directory: Path) -> dict[str, Any]:
     """Copying and the methods that have kernels, in turn."""
     import torch
 
-    from workers.kernels import FUSED
-    from workers.merge_methods import METHODS
+    from workers.merging.kernels import FUSED
+    from workers.merging.methods import METHODS
 
     family, _, merge = _merging(directory)
     methods = [*BARS, *(method for method in FUSED if method not in BARS)]
@@ -120,9 +120,9 @@ def measure_many(directory: Path) -> dict[str, Any]:
     import torch
 
     from search_spaces.recipe import Merge, Source
-    from workers.kernels import merge_stored
-    from workers.magnitudes import MagnitudeTable
-    from workers.merge_methods import Operands
+    from workers.merging.kernels import merge_stored
+    from workers.merging.methods import Operands
+    from workers.merging.order_statistics import MagnitudeTable
 
     torch.set_num_threads(THREADS)
     base, out = torch.randn(MANY_ELEMENTS), torch.zeros(MANY_ELEMENTS)
@@ -160,8 +160,8 @@ def _merging(directory: Path) -> tuple[Any, Any, Callable[[str, int], None]]:
     """The family, its bank, and a function that merges the candidate of a method and a seed."""
     import torch
 
-    from workers.bank import Bank
-    from workers.merging import merge_into
+    from workers.merging.bank import Bank
+    from workers.merging.materialize import merge_into
 
     torch.set_num_threads(THREADS)
     family = merge_family.open_made(directory)

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from search_spaces.baselines import sources_and_published
 from search_spaces.fidelity import bracket_plan, hyperband_brackets
-from search_spaces.lfs import LfsSpace
 from search_spaces.objectives import Candidate, hypervolume, promotion_order
-from search_spaces.published import sources_and_published
 from search_spaces.recipe import COMPONENTS, Merge, Recipe
+from search_spaces.spaces.lfs import LfsSpace
 from service.tune.searchers import SEARCHERS, Observation, Searcher
 from service.tune.searchers.smac import SmacSearcher
 

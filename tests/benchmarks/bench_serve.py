@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from search_spaces.study import load_study
+from search_spaces.study.file import load_study
 from tests.end_to_end.server import Server, serving
 from workers.tiny_family import family_dir
 

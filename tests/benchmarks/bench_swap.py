@@ -34,7 +34,7 @@ WITH_REPACKING = (20, 200)  # than the merge and a new engine's process
 
 
 def run(methods: Sequence[str] = FAST) -> dict[str, Any]:
-    from workers.merge_methods import METHODS as REGISTRY
+    from workers.merging.methods import METHODS as REGISTRY
 
     with merge_family.ram_disk() as directory:
         merge_family.output("tests.benchmarks.bench_merge", "make", str(directory))
@@ -85,7 +85,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def measure_swaps(directory: Path, *methods: str) -> dict[str, Any]:
-    from workers.engine import Engine, base_recipe
+    from workers.engines.vllm.engine import Engine, base_recipe
     from workers.types import EngineOptions
 
     family = merge_family.open_made(directory)
@@ -143,7 +143,7 @@ def _copying(family: Any) -> tuple[int, float]:
 
 def measure_restart(directory: Path) -> dict[str, Any]:
     """A new engine on a merged model: the seconds of its imports, and of its start to the first token."""
-    from workers.engine import engine_environment
+    from workers.engines.vllm.engine import engine_environment
     from workers.types import EngineOptions
 
     started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""`service.study_job` with fake workers in real Serve replicas. FAKE_SCORER holds the fake's settings as JSON."""
+"""`service.jobs.search` with fake workers in real Serve replicas. FAKE_SCORER holds the fake's settings as JSON."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import json
 import os
 import sys
 
-import service.study_job
-from service.preflight import Examination
-from workers.fake import FakeScorer
-from workers.replica import deploy_scorer
+import service.jobs.search
+from service.studies.preflight.examine import Examination
+from workers.serving.fake import FakeScorer
+from workers.serving.replica import deploy_scorer
 from workers.types import Scorer
 
 
@@ -21,12 +21,12 @@ def _fake_scorer(examination: Examination) -> Scorer:
         examination.family,
         examination.engine_options,
         replicas=examination.study.engine.replicas,
-        keep_idle_s=service.study_job.KEEP_IDLE_S,
+        keep_idle_s=service.jobs.search.KEEP_IDLE_S,
         make_worker=make_worker,
         health_check_period_s=1.0,
     )
 
 
 if __name__ == "__main__":
-    service.study_job._shared_scorer = _fake_scorer
-    sys.exit(service.study_job.main())
+    service.jobs.search._shared_scorer = _fake_scorer
+    sys.exit(service.jobs.search.main())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-import service.cluster
-from service.cli import main
+import service.cluster.reconciler
+from service.cli.main import main
 
 if __name__ == "__main__":
-    service.cluster.JOB_MODULE = "tests.benchmarks.fake_job"
+    service.cluster.reconciler.JOB_MODULE = "tests.benchmarks.fake_job"
     sys.exit(main(["serve", *sys.argv[1:]]))

@@ -44,7 +44,7 @@ def make(directory: Path, **shapes: int) -> Any:
 
 
 def open_made(directory: Path) -> Any:
-    from workers.checkpoints import open_family
+    from workers.models.checkpoints import open_family
 
     return open_family(directory / "base", {name: directory / name for name in EXPERTS}, cache=directory / "cache")
 
@@ -58,7 +58,7 @@ def output(module: str, *arguments: str) -> str:
 
 
 def model_bytes(family: Any) -> int:
-    from workers.checkpoints import open_checkpoint
+    from workers.models.checkpoints import open_checkpoint
 
     return sum(info.num_bytes for info in open_checkpoint(family.base.directory).tensors.values())
 
@@ -71,7 +71,7 @@ def models_moved(spec: Any) -> int:
 def recipe(family: Any, method: str, seed: int) -> Any:
     """A candidate: one merge by `method` everywhere, with coefficients drawn by `seed`."""
     from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
-    from workers.merge_methods import METHODS
+    from workers.merging.methods import METHODS
 
     spec = METHODS[method].spec
     draw = random.Random(f"{method} {seed}")
@@ -129,7 +129,7 @@ FIRST_IS_BASE = ("slerp", "nearswap", "arcee_fusion")
 
 def mergekit_config(directory: Path, candidate: Any, method: str) -> dict[str, Any]:
     """mergekit's configuration of the candidate."""
-    from workers.merge_methods import METHODS
+    from workers.merging.methods import METHODS
 
     name, settings = PEERS[method]
     merge = candidate.embedding

@@ -24,14 +24,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import service.preflight
-import service.run
-import workers.writer
-from search_spaces.study import load_study
-from service.cli import main
-from service.preflight import Examination, examine
-from service.progress import ProgressView
-from workers.fake import FakeScorer
+import service.studies.local_run
+import service.studies.preflight.examine
+import workers.export.checkpoint
+from search_spaces.study.file import load_study
+from service.cli.main import main
+from service.cli.progress import ProgressView
+from service.studies.preflight.examine import Examination, examine
+from workers.serving.fake import FakeScorer
 from workers.types import CHUNKS_IN_FLIGHT_PER_REPLICA, ScoreRequest, ScoreResult
 
 
@@ -39,8 +39,8 @@ def fake_main(settings: str, *arguments: str) -> int:
     parsed = json.loads(settings)
     if isinstance(parsed, dict):
         return run_once(parsed, *arguments)
-    import service.tune.driver  # noqa: F401
-    import workers.bank  # noqa: F401
+    import service.tune.ray_tune  # noqa: F401
+    import workers.merging.bank  # noqa: F401
 
     examine(load_study(arguments[1]))
     statuses = []
@@ -53,7 +53,9 @@ def fake_main(settings: str, *arguments: str) -> int:
 
 
 def run_once(options: dict[str, Any], *arguments: str) -> int:
-    service.preflight.CHUNKS_IN_FLIGHT_PER_REPLICA = options.pop("in_flight", CHUNKS_IN_FLIGHT_PER_REPLICA)
+    service.studies.preflight.examine.CHUNKS_IN_FLIGHT_PER_REPLICA = options.pop(
+        "in_flight", CHUNKS_IN_FLIGHT_PER_REPLICA
+    )
     step, number = options.pop("dies_at", ("", 0))
 
     @contextmanager
@@ -66,8 +68,10 @@ def run_once(options: dict[str, Any], *arguments: str) -> int:
 
     observer = _killer(step, number)
     if step == "export":
-        workers.writer.merged_tensors = _dying(workers.writer.merged_tensors, observer)
-    service.run.run_study = functools.partial(service.run.run_study, open_scorer=fake_scorer, observer=observer)
+        workers.export.checkpoint.merged_tensors = _dying(workers.export.checkpoint.merged_tensors, observer)
+    service.studies.local_run.run_study = functools.partial(
+        service.studies.local_run.run_study, open_scorer=fake_scorer, observer=observer
+    )
     return main(arguments)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from service.run import DATABASE
+from service.studies.local_run import DATABASE
 
 POLL_S = 0.02
 REPLICA = "ray::ServeReplica"
@@ -134,7 +134,7 @@ def started(command: Sequence[str | Path], *, directory: Path, ray_address: str 
 
 def mergesearch(*arguments: str | Path) -> list[str | Path]:
     """The command line of the program that is tested."""
-    return [sys.executable, "-m", "service.cli", *arguments]
+    return [sys.executable, "-m", "service.cli.main", *arguments]
 
 
 def num_chunks(directory: Path) -> int:

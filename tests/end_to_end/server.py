@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import psutil
 
-from service.ray_host import HostRecord, read_host, stop_processes
+from service.cluster.local_ray import HostRecord, read_host, stop_processes
 
 ROOT = Path(__file__).parents[2]
 POLL_S = 0.1

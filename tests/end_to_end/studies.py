@@ -9,15 +9,15 @@ from typing import Any
 
 import yaml
 
-from search_spaces.study import load_study
-from service.preflight import examine
-from service.run import DATABASE
+from search_spaces.study.file import load_study
 from service.store import Store
+from service.studies.local_run import DATABASE
+from service.studies.preflight.examine import examine
 from service.tune.coordinator import Coordinator
 from tests.builders import tiny_family
 from tests.end_to_end.processes import query
 from tests.service.tune.harness import InlineProposer, drive, trial_list
-from workers.fake import FakeScorer
+from workers.serving.fake import FakeScorer
 from workers.tiny_family import family_dir
 from workers.types import Scorer
 

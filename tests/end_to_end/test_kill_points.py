@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from service.run import read_run
+from service.studies.local_run import read_run
 from service.types import StudyState
 from tests.end_to_end.processes import started
 from tests.end_to_end.studies import stored, undisturbed, write_small_study
 from tests.service.tune.harness import trial_list
-from workers.checkpoints import open_checkpoint
+from workers.models.checkpoints import open_checkpoint
 
 ATTEMPT_S = 300.0
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from service.run import read_run
+from service.studies.local_run import read_run
 from tests.conftest import OPTIONS, record_engine_start
 from tests.end_to_end.processes import (
     REPLICA,
@@ -27,9 +27,9 @@ from tests.end_to_end.processes import (
 )
 from tests.end_to_end.studies import undisturbed
 from tests.service.tune.harness import trial_list
-from workers.prompts import Generation
-from workers.reference import Reference
-from workers.replica import ServeScorer
+from workers.engines.transformers.backend import Reference
+from workers.evaluation.prompts import Generation
+from workers.serving.replica import ServeScorer
 from workers.types import Family
 
 START_S = 300.0  # Ray, Serve and an engine, on two busy cores

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from search_spaces.study import load_study
-from service.export import export_trial
-from service.preflight import examine
-from service.run import DATABASE, read_run
+from search_spaces.study.file import load_study
+from service.studies.export import export_trial
+from service.studies.local_run import DATABASE, read_run
+from service.studies.preflight.examine import examine
 from service.types import Origin, StudyState, TrialState
 from tests.end_to_end.processes import num_chunks, started
 from tests.end_to_end.studies import SHIPPED_SAMPLES, undisturbed
 from tests.service.tune.harness import trial_list
-from workers.bank import Bank
-from workers.merging import merged_tensors
-from workers.reference import verify
+from workers.engines.transformers.backend import verify
+from workers.merging.bank import Bank
+from workers.merging.materialize import merged_tensors
 from workers.types import Span
 
 START_S = 300.0

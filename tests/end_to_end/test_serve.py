@@ -12,18 +12,18 @@ from typing import Any
 import psutil
 import pytest
 
-from search_spaces.study import parse_study
+from search_spaces.study.file import parse_study
 from service.client import Client
-from service.preflight import examine
-from service.run import read_run
+from service.jobs.search import DATABASE
 from service.store import Store
-from service.study_job import DATABASE
+from service.studies.local_run import read_run
+from service.studies.preflight.examine import examine
 from tests.conftest import record_engine_start
 from tests.end_to_end.processes import mergesearch
 from tests.end_to_end.server import Server, drivers, replicas, serving
 from tests.end_to_end.studies import SHIPPED_SAMPLES, shipped_study
 from tests.service.tune.harness import trial_list
-from workers.reference import verify
+from workers.engines.transformers.backend import verify
 from workers.types import Span
 
 START_S = 240.0  # Ray, a job, Serve and an engine, on two busy cores
@@ -36,7 +36,7 @@ def test_two_studies_survive_the_death_of_replica_driver_ray_and_server_and_the_
     documents = [shipped_study(tmp_path, name=f"shipped-{seed}", seed=seed) for seed in (1, 2)]
     file = tmp_path / "first.json"
     file.write_text(json.dumps(documents[0]))
-    with serving(["service.cli", "serve"], tmp_path / "data") as server, Client(server.url) as client:
+    with serving(["service.cli.main", "serve"], tmp_path / "data") as server, Client(server.url) as client:
         command = [str(argument) for argument in mergesearch("submit", file, "--watch", "--server", server.url)]
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as watcher:
             first = until_submitted(client, "shipped-1")

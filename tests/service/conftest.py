@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.service.site import Site, serving
-from workers.findings import CACHE_VARIABLE
+from workers.cache import CACHE_VARIABLE
 
 
 @pytest.fixture(scope="session")

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from search_spaces.study import Study, parse_study
-from service.answers import JobDocument
+from search_spaces.study.file import Study, parse_study
 from service.api import create_app
-from service.api.examiner import Examined, read_request
-from service.preflight import examine
-from service.run_record import run_record
-from service.selection import held_out
+from service.api.preflight_process import Examined, read_request
+from service.results.load import run_record
+from service.results.selection import held_out
+from service.schemas.api import JobDocument
 from service.store import Store, StudyWriter
+from service.studies.preflight.examine import examine
 from service.types import StudyRecord, StudyState, TrialRecord
 from tests.builders import tiny_family
 from tests.service.http_server import HttpServer

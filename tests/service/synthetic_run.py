@@ -10,9 +10,9 @@ import numpy as np
 
 from search_spaces.objectives import Objective
 from search_spaces.recipe import COMPONENTS, LayerRecipe, Merge, Recipe, Source
-from service.results import EngineFigures, RunRecord
-from service.selection import accuracy_objectives, best_trial, finalists
-from service.statistics import compare
+from service.results.files import EngineFigures, RunRecord
+from service.results.selection import accuracy_objectives, best_trial, finalists
+from service.results.statistics import compare
 from service.types import Origin, RungRecord, StudyRecord, StudyState, TrialRecord, TrialState
 from workers.types import VerificationReport
 

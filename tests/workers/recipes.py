@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
-from workers.configurations import read_config
+from workers.models.config import read_config
 from workers.types import Family
 
 

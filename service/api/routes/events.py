@@ -8,10 +8,10 @@ from fastapi import APIRouter, Header, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from starlette.responses import Response, StreamingResponse
 
-from service.answers import EventsDocument
-from service.api.documents import event_document
+from service.api.dependencies import MAX_ID, Context, Study
+from service.api.presenters import event_document
 from service.api.problems import Json, refusals
-from service.api.services import MAX_ID, Context, Study
+from service.schemas.api import EventsDocument
 
 __all__ = ["router"]
 

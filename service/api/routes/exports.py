@@ -8,16 +8,16 @@ from fastapi import APIRouter, Depends, Path, Request
 from fastapi.concurrency import run_in_threadpool
 from starlette.responses import Response, StreamingResponse
 
-from search_spaces.documents import parse_document
 from search_spaces.errors import InvalidStudy, Problem
-from service.answers import ExportDocument, ExportsDocument
-from service.api.documents import export_document, export_path
-from service.api.exports import Tar
+from search_spaces.study.yaml import parse_document
+from service.api.dependencies import Context, Services, Study
+from service.api.export_queue import Tar
+from service.api.presenters import export_document, export_path
 from service.api.problems import InvalidRequest, Json, Refusal, refusals
 from service.api.requests import JSON_TYPES, read_body, sent_as_json
-from service.api.services import Context, Services, Study
 from service.errors import Conflict, NotFound
-from service.selection import best_trial
+from service.results.selection import best_trial
+from service.schemas.api import ExportDocument, ExportsDocument
 from service.types import ExportRecord, ExportState, StudyRecord, StudyState
 
 __all__ = ["router"]

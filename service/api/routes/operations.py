@@ -10,10 +10,10 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 # pydantic reads typing's own TypedDict only from Python 3.12 on.
 from typing_extensions import TypedDict
 
+from service.api.dependencies import PAGE_HEADERS, Context
 from service.api.docs import render_docs
 from service.api.metrics import prometheus_text
 from service.api.problems import Away, Json, refusals
-from service.api.services import PAGE_HEADERS, Context
 
 __all__ = ["router"]
 

@@ -8,14 +8,14 @@ from urllib.parse import urlencode
 from fastapi import APIRouter, Path, Query
 from starlette.responses import HTMLResponse, Response
 
-from service.answers import PlotDocument, PlotsDocument, TrialsDocument
-from service.api.documents import study_path
-from service.api.plots import PLOTS
+from service.api.dependencies import MAX_NUMBER, PAGE_HEADERS, Context, Services, Study, TrialNumber
+from service.api.presenters import study_path
 from service.api.problems import Json, Refusal, refusals
-from service.api.services import MAX_NUMBER, PAGE_HEADERS, Context, Services, Study, TrialNumber
-from service.documents import ParetoDocument, RecipeDocument, SummaryDocument, TrialDocument
 from service.errors import NotFound
-from service.results import pareto, summary, trial_document
+from service.results.files import pareto, summary, trial_document
+from service.results.series import PLOTS
+from service.schemas.api import PlotDocument, PlotsDocument, TrialsDocument
+from service.schemas.files import ParetoDocument, RecipeDocument, SummaryDocument, TrialDocument
 from service.types import StudyRecord, TrialRecord
 
 __all__ = ["router"]

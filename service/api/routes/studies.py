@@ -11,12 +11,12 @@ from fastapi import APIRouter, Header, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from starlette.responses import PlainTextResponse, Response
 
-from service.answers import StudiesDocument, StudyDocument
-from service.api.documents import study_document, study_path
+from service.api.dependencies import Context, Services, Study
+from service.api.presenters import study_document, study_path
 from service.api.problems import Json, refusals
 from service.api.requests import JSON_TYPES, YAML_TYPES, read_body, sent_as_json
-from service.api.services import Context, Services, Study
 from service.errors import Conflict, StaleAttempt
+from service.schemas.api import StudiesDocument, StudyDocument
 from service.types import StudyRecord, StudyState
 
 __all__ = ["router"]

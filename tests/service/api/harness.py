@@ -7,12 +7,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
 
-from search_spaces.study import Study
+from search_spaces.study.file import Study
 from service.api import create_app
-from service.api.examiner import Examined, Examiner, read_request
-from service.progress import ProgressSnapshot
-from service.results import RunRecord
-from service.selection import held_out
+from service.api.preflight_process import Examined, Examiner, read_request
+from service.cli.progress import ProgressSnapshot
+from service.results.files import RunRecord
+from service.results.selection import held_out
 from service.store import Store, StudyWriter
 from service.types import RungRecord, StudyRecord, StudyState, TrialRecord, TrialState
 from tests.service.http_server import HttpServer

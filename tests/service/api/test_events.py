@@ -16,8 +16,8 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy import event as sql_event
 
-from service.api import hub as hubs
-from service.api.hub import EventHub
+from service.api import event_stream
+from service.api.event_stream import EventHub
 from service.store import Store, StudyWriter
 from service.types import StudyState
 from tests.service.api.harness import ApiServer, finished_study, snapshot, stored_study
@@ -180,7 +180,7 @@ def test_progress_is_told_when_it_changes_and_only_then(server: ApiServer) -> No
             watching = asyncio.create_task(watch(client, writer.study_id))
             for step in steps:
                 writer.heartbeat(wall_clock_s=1.0, progress=step)
-                await asyncio.sleep(3 * hubs.POLL_S)
+                await asyncio.sleep(3 * event_stream.POLL_S)
             writer.set_state(StudyState.COMPLETE)
             return await watching
 
@@ -189,7 +189,7 @@ def test_progress_is_told_when_it_changes_and_only_then(server: ApiServer) -> No
 
 
 def test_a_quiet_stream_is_kept_alive(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hubs, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 0.05)
     writer = running_study(server.store)
     comments = 0
     with httpx.stream("GET", f"{server.url}/v1/studies/{writer.study_id}/events", timeout=60) as answer:
@@ -257,8 +257,8 @@ def test_a_hundred_watchers_read_the_database_like_one(store: Store) -> None:
 def test_a_watcher_that_cannot_keep_up_reads_everything_and_holds_nothing(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hubs, "WINDOW", 10)
-    monkeypatch.setattr(hubs, "BATCH", 7)
+    monkeypatch.setattr(event_stream, "WINDOW", 10)
+    monkeypatch.setattr(event_stream, "BATCH", 7)
     writer = running_study(store)
     hub = EventHub(store, poll_s=0.01)
 

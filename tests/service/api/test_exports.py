@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
-from search_spaces.study import load_study
-from service.api.exports import Tar, export_id
-from service.export import export_trial
-from service.preflight import examine
+from search_spaces.study.file import load_study
+from service.api.export_queue import Tar, export_id
 from service.store import Store
+from service.studies.export import export_trial
+from service.studies.preflight.examine import examine
 from service.types import (
     ExportRecord,
     ExportState,

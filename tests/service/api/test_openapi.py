@@ -14,7 +14,7 @@ import schemathesis
 from schemathesis.engine import Status, from_schema
 from schemathesis.engine.events import FatalError, NonFatalError, ScenarioFinished
 
-from service.api.exports import Exports
+from service.api.export_queue import Exports
 from service.types import ExportRecord, ExportState, StudyState
 from tests.service.api.harness import ApiServer, finished_study, stored_study
 

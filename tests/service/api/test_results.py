@@ -10,11 +10,11 @@ import httpx
 import jsonschema
 import pytest
 
-from service.documents import schemas
-from service.report import render_report
-from service.results import pareto, summary, trial_document
-from service.run_record import run_record
-from service.selection import accuracy_objectives, best_trial, full_budget_trials
+from service.results.files import pareto, summary, trial_document
+from service.results.load import run_record
+from service.results.report import render_report
+from service.results.selection import accuracy_objectives, best_trial, full_budget_trials
+from service.schemas.files import schemas
 from service.types import StudyRecord, StudyState, TrialState
 from tests.service.api.harness import ApiServer, finished_study, rung, stored_study, write_trial
 from tests.service.synthetic_run import run_record as made_up

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from service.remote import SERVER_VARIABLE
+from service.cli.remote import SERVER_VARIABLE
 from tests.builders import tiny_family
 from tests.service.cli.terminals import ServerTerminal, Workplace
 from tests.service.site import Site
-from workers.checkpoints import open_family
-from workers.findings import CACHE_VARIABLE
+from workers.cache import CACHE_VARIABLE
+from workers.models.checkpoints import open_family
 from workers.types import Family
 
 
@@ -24,7 +24,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def started() -> None:
         raise AssertionError("Ray would have been started")
 
-    monkeypatch.setattr("service.run.ray_session", started)
+    monkeypatch.setattr("service.studies.local_run.ray_session", started)
     before = "vllm" in sys.modules, ray_is_up()
     yield
     assert ("vllm" in sys.modules, ray_is_up()) == before

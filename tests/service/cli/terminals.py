@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import yaml
 
-from search_spaces.study import load_study
-from service.cli import main
-from service.preflight import examine
-from service.run import DATABASE
+from search_spaces.study.file import load_study
+from service.cli.main import main
 from service.store import Store
+from service.studies.local_run import DATABASE
+from service.studies.preflight.examine import examine
 from tests.service.site import Site
 from tests.service.sums import score_extras, sums_study, write_sums
 from workers.types import Family

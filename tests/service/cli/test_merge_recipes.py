@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from search_spaces.published import sources_and_published
+from search_spaces.baselines import sources_and_published
 from tests.service.cli.terminals import Workplace, model_options, spoilt
 from tests.workers.recipes import arithmetic
 from workers.types import Family

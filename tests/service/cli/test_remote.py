@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from service.remote import DEFAULT_SERVER, SERVER_VARIABLE
-from service.results import pareto, trial_document
-from service.run_record import run_record
+from service.cli.remote import DEFAULT_SERVER, SERVER_VARIABLE
+from service.results.files import pareto, trial_document
+from service.results.load import run_record
 from service.types import Origin, StudyState, TrialRecord, TrialState
 from tests.service.api.harness import ApiServer
 from tests.service.cli.terminals import ServerTerminal
@@ -236,7 +236,7 @@ def test_without_either_the_default_is_tried_and_the_message_says_so(
     terminal: ServerTerminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert DEFAULT_SERVER == "http://127.0.0.1:8080"
-    monkeypatch.setattr("service.remote.DEFAULT_SERVER", "http://127.0.0.1:1")
+    monkeypatch.setattr("service.cli.remote.DEFAULT_SERVER", "http://127.0.0.1:1")
     hint = (
         "; that is the default address: give --server URL or set MERGESEARCH_SERVER, "
         "or start a server with `mergesearch serve`"

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import write_choices
 from tests.service.cli.terminals import Workplace, spoilt
-from workers.checkpoints import BY_CONFIG
+from workers.models.checkpoints import BY_CONFIG
 
 # A good study.
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from service.run import DATABASE, locked
 from service.store import Store
+from service.studies.local_run import DATABASE, locked
 from tests.service.cli.terminals import Workplace
 
 # Directories of runs.

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from service.results import summary
-from service.run_record import run_record
+from service.results.files import summary
+from service.results.load import run_record
 from service.store import StudyWriter
 from service.types import Origin, StudyState, TrialRecord, TrialState
 from tests.service.cli.terminals import ServerTerminal
@@ -143,7 +143,7 @@ def test_ctrl_c_leaves_the_study_running_and_says_so(site: Site, monkeypatch: py
     writer = site.begin(site.new_name())
     writer.add_event("search_ended", {"reason": "for the test to see"})
     name = site.store.study(writer.study_id).name
-    command = [sys.executable, "-m", "service.cli", "watch", name, "--server", site.url]
+    command = [sys.executable, "-m", "service.cli.main", "watch", name, "--server", site.url]
     process = subprocess.Popen(
         command,
         cwd=Path(__file__).parents[3],

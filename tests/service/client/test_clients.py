@@ -13,19 +13,19 @@ import torch
 from safetensors.torch import load_file
 
 from search_spaces.errors import InvalidStudy
-from search_spaces.study import load_study
+from search_spaces.study.file import load_study
 from service.client import (
     AsyncClient,
     Client,
     Event,
     RequestRefused,
     ServerUnreachable,
-    routes,
+    flows,
 )
 from service.errors import Conflict, NotFound
-from service.report import render_report
-from service.results import pareto, summary, trial_document
-from service.run_record import run_record
+from service.results.files import pareto, summary, trial_document
+from service.results.load import run_record
+from service.results.report import render_report
 from service.types import Origin, StudyState
 from tests.service.client.asker import Asker
 from tests.service.http_server import HttpServer
@@ -167,7 +167,7 @@ def test_results_are_those_of_a_run(site: Site, finished: str, ask: Asker) -> No
 def test_trials_are_told_to_the_last_page(
     site: Site, finished: str, ask: Asker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routes, "PAGE", 2)
+    monkeypatch.setattr(flows, "PAGE", 2)
     stored = [json.loads(json.dumps(trial_document(trial))) for trial in site.store.trials(finished)]
     assert len(stored) == 9
     assert ask("trials", finished) == stored

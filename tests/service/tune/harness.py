@@ -9,18 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from search_spaces.baselines import sources_and_published
 from search_spaces.fidelity import Scheduler, bracket_cycle
-from search_spaces.lfs import LfsSpace
 from search_spaces.objectives import Objective
-from search_spaces.published import sources_and_published
+from search_spaces.spaces.lfs import LfsSpace
 from service.store import Store
 from service.tune.coordinator import Coordinator
-from service.tune.evaluations import ChunkFailed, Evaluation
+from service.tune.evaluation import ChunkFailed, Evaluation
 from service.tune.plan import Plan
 from service.tune.searchers import get_searcher
 from service.types import Origin
 from workers.errors import EngineUnavailable, TrialFailed
-from workers.fake import FakeScorer
+from workers.serving.fake import FakeScorer
 from workers.types import Scorer, ScoreRequest, TaskSpec
 
 FINGERPRINTS = {"base": "b0", "math": "m1", "text": "t2"}

@@ -12,7 +12,7 @@ import pytest
 
 from search_spaces.fidelity import Scheduler
 from service.errors import StaleAttempt, StudyFailed
-from service.tune.evaluations import Evaluation
+from service.tune.evaluation import Evaluation
 from service.types import Origin, TrialState
 from tests.service.tune.harness import (
     InlineProposer,
@@ -26,7 +26,7 @@ from tests.service.tune.harness import (
     trial_list,
 )
 from workers.errors import EvidenceMismatch
-from workers.fake import FakeScorer
+from workers.serving.fake import FakeScorer
 from workers.types import ScoreRequest
 
 SCHEDULERS: tuple[Scheduler, ...] = ("hyperband", "asha", "none")

@@ -1,0 +1,205 @@
+"""What contradicts what in a study, and what is not available yet.
+
+Each check sees only sections that are valid by themselves, so that all problems can be reported at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from search_spaces.errors import Problem
+from search_spaces.spaces.lfs import paper_contradictions
+from search_spaces.study.sections import LINE, NAME, Fidelity, InlineTask, Models, ObjectiveSpec, SearchSpaceSpec
+from search_spaces.study.validation import Vocabulary
+
+__all__ = ["WORDS", "ValidParts", "contradictions", "without_consequences"]
+
+WORDS = Vocabulary(
+    later_values={
+        "search_space.kind": ("dis", "sfs", "m3", "hm3"),
+        "search.algorithm": ("tpe", "gp", "nsga2", "nsga3", "cmaes", "grid", "de", "moead", "es", "m3", "hm3"),
+        "fidelity.scheduler": ("racing",),
+        "engine.backend": ("transformers",),
+    },
+    later_keys={
+        "constraints": "constraints are not available yet; leave them out",
+        **dict.fromkeys(
+            ("objectives.*.cost", "holdout.*.cost"),
+            "cost objectives are not available yet; available: objectives with a task and a metric",
+        ),
+    },
+    patterns={
+        NAME: "1 to 63 letters, digits, dots, dashes or underscores, the first a letter or digit",
+        LINE: "one line of text",
+    },
+)
+
+
+@dataclass
+class ValidParts:
+    """The sections and list entries (by position) that are valid by themselves."""
+
+    models: Models | None = None
+    search_space: SearchSpaceSpec | None = None
+    fidelity: Fidelity | None = None
+    objectives: Mapping[int, ObjectiveSpec] = field(default_factory=dict)
+    holdout: Mapping[int, ObjectiveSpec] = field(default_factory=dict)
+    objective_names: tuple[str, ...] = ()
+    """Also of objectives that are not valid."""
+
+
+def without_consequences(problems: list[Problem], document: Mapping[str, Any]) -> list[Problem]:
+    """Drop what follows from asking for something not available yet: the other keys of another kind of space, the
+    task and metric that a cost objective lacks."""
+    space = document.get("search_space")
+    kind = space.get("kind") if isinstance(space, Mapping) else None
+    is_later_kind = kind in WORDS.later_values["search_space.kind"]
+    costs = {problem.field.removesuffix("cost") for problem in problems if problem.field.endswith(".cost")}
+    return [
+        problem
+        for problem in problems
+        if not (is_later_kind and problem.field.startswith("search_space.") and problem.field != "search_space.kind")
+        and not any(problem.field in (f"{place}task", f"{place}metric") for place in costs)
+    ]
+
+
+def contradictions(parts: ValidParts) -> Iterator[Problem]:
+    if parts.models is not None:
+        yield from _models_contradictions(parts.models)
+    if parts.search_space is not None:
+        yield from _space_contradictions(parts.search_space)
+    if parts.fidelity is not None:
+        yield from _fidelity_contradictions(parts.fidelity, parts.objectives)
+    for section, specs in (("objectives", parts.objectives), ("holdout", parts.holdout)):
+        yield from _objective_contradictions(section, specs)
+    yield from _holdout_contradictions(parts.objectives, parts.holdout, parts.objective_names)
+
+
+def _models_contradictions(models: Models) -> Iterator[Problem]:
+    if "base" in models.experts:
+        yield Problem("models.experts.base", 'an expert cannot be called "base"; that is the base model; rename it')
+    if "union" in models.experts:
+        yield Problem("models.experts.union", 'an expert cannot be called "union"; that is a tokenizer; rename it')
+    if models.tokenizer not in (accepted := ("base", "union", *models.experts)):
+        yield Problem("models.tokenizer", f"{models.tokenizer} is no model here; give {', '.join(accepted)}")
+
+
+def _space_contradictions(space: SearchSpaceSpec) -> Iterator[Problem]:
+    for index, method in enumerate(space.methods):
+        if method in space.methods[:index]:
+            yield Problem(f"search_space.methods.{index}", f"{method} is given twice")
+    if space.preset == "paper":
+        yield from paper_contradictions(space.model_dump())
+
+
+def _fidelity_contradictions(fidelity: Fidelity, objectives: Mapping[int, ObjectiveSpec]) -> Iterator[Problem]:
+    low, high, steps = fidelity.min_samples, fidelity.max_samples, fidelity.rungs
+    for name in ("min_samples", "max_samples") if steps is not None else ():
+        if getattr(fidelity, name) is not None:
+            yield Problem(f"fidelity.{name}", "says again what rungs says; leave out one of the two")
+    if steps is not None and not _is_increasing(steps):
+        yield Problem("fidelity.rungs", _increase(steps))
+    if fidelity.scheduler == "none":
+        for name in ("min_samples", "eta"):
+            if getattr(fidelity, name) is not None:
+                yield Problem(
+                    f"fidelity.{name}", "means nothing with scheduler: none, which has one rung; leave it out"
+                )
+    elif steps is None and low is None and high is not None:
+        yield Problem("fidelity.max_samples", f"{high} is given without min_samples; give both, or rungs")
+    elif steps is None and low is not None and high is None:
+        yield Problem("fidelity.min_samples", f"{low} is given without max_samples; give both, or rungs")
+    elif steps is None and (low is not None or any(spec.rungs is None for spec in objectives.values())):
+        try:
+            _ = fidelity.rung_samples
+        except ValueError as error:
+            yield Problem("fidelity.min_samples" if low is not None else "fidelity", str(error))
+    yield from _length_contradictions(fidelity, objectives)
+
+
+def _length_contradictions(fidelity: Fidelity, objectives: Mapping[int, ObjectiveSpec]) -> Iterator[Problem]:
+    """All that have rungs have the same number of them, and as many as the scheduler can do with."""
+    own = {f"objectives.{index}.rungs": spec.rungs for index, spec in objectives.items() if spec.rungs is not None}
+    written = own if fidelity.rungs is None else {"fidelity.rungs": fidelity.rungs, **own}
+    try:
+        reference = fidelity.rung_samples
+    except ValueError:
+        reference = None
+    name = "fidelity"
+    if reference is None and own:
+        name, reference = next(iter(own.items()))
+    for place, counts in written.items():
+        if fidelity.scheduler == "none":
+            if len(counts) > 1:
+                yield Problem(place, f"{list(counts)}: scheduler: none has one rung; give [{counts[-1]}]")
+        elif fidelity.scheduler == "asha" and len(counts) == 1:
+            yield Problem(
+                place, f"{list(counts)}: asha needs two rungs or more; give smaller ones first, or `scheduler: none`"
+            )
+        elif reference is not None and len(counts) != len(reference):
+            yield Problem(
+                place,
+                f"{list(counts)} has another length than {list(reference)} of {name}; "
+                "all objectives have the same number of rungs",
+            )
+
+
+def _is_increasing(counts: Sequence[int]) -> bool:
+    return all(a < b for a, b in itertools.pairwise(counts))
+
+
+def _increase(counts: Sequence[int]) -> str:
+    return f"{list(counts)} does not increase; give each rung more samples than the last"
+
+
+def _objective_contradictions(section: str, specs: Mapping[int, ObjectiveSpec]) -> Iterator[Problem]:
+    names: dict[str, int] = {}
+    for index, spec in specs.items():
+        place = f"{section}.{index}"
+        if spec.name in names:
+            yield Problem(f"{place}.name", f"{spec.name} is also {section}.{names[spec.name]}; give another name")
+        names.setdefault(spec.name, index)
+        if spec.range is not None and not spec.range[0] < spec.range[1]:
+            yield Problem(f"{place}.range", f"{list(spec.range)} is empty; give [lowest, highest]")
+        if spec.direction == "minimize" and spec.range is None:
+            yield Problem(f"{place}.range", f"is missing; {spec.metric} is minimised, so give its [lowest, highest]")
+        if spec.rungs is not None and section == "holdout":
+            yield Problem(f"{place}.rungs", "held-out data are scored whole, not rung by rung; leave it out")
+        elif spec.rungs is not None and not _is_increasing(spec.rungs):
+            yield Problem(f"{place}.rungs", _increase(spec.rungs))
+        if isinstance(spec.task, InlineTask):
+            for key in ("filter", "split", "num_fewshot"):
+                if getattr(spec, key) is not None:
+                    yield Problem(f"{place}.{key}", "is for lm-eval tasks; a JSONL task has none; leave it out")
+
+
+def _holdout_contradictions(
+    objectives: Mapping[int, ObjectiveSpec], holdout: Mapping[int, ObjectiveSpec], names: tuple[str, ...]
+) -> Iterator[Problem]:
+    by_name = {spec.name: spec for spec in reversed(list(objectives.values()))}
+    for index, spec in holdout.items():
+        paired = by_name.get(spec.name)
+        if names and spec.name not in names:
+            yield Problem(
+                f"holdout.{index}.name",
+                f"{spec.name} is not an objective; a holdout entry has the name of the objective it belongs to: "
+                f"{', '.join(names)}",
+            )
+        elif paired is not None and paired.metric != spec.metric:
+            yield Problem(
+                f"holdout.{index}.metric",
+                f"{spec.metric} is not the metric of objective {spec.name}; give {paired.metric}",
+            )
+        for other in objectives.values():
+            if _data(other) == _data(spec):
+                yield Problem(
+                    f"holdout.{index}.task",
+                    f"is the search data of objective {other.name}; holdout data must be others: another file or split",
+                )
+
+
+def _data(spec: ObjectiveSpec) -> tuple[str, str | None]:
+    return (spec.task.file if isinstance(spec.task, InlineTask) else spec.task, spec.split)

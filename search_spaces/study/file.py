@@ -1,0 +1,192 @@
+"""The study file: what to merge, what to search, what "better" means, and how much it may cost.
+
+What is wrong with a study is reported all together. Validation that needs the models or the tasks is not done here;
+of the file system only the study file itself is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, ValidationError
+
+from search_spaces.errors import InvalidStudy, Problem
+from search_spaces.study.checks import WORDS, ValidParts, contradictions, without_consequences
+from search_spaces.study.sections import (
+    Engine,
+    Fidelity,
+    InlineTask,
+    Limits,
+    Models,
+    Name,
+    ObjectiveSpec,
+    Search,
+    SearchSpaceSpec,
+    Section,
+    Verify,
+)
+from search_spaces.study.validation import in_file_order, problems_of
+from search_spaces.study.yaml import read_document
+
+__all__ = [
+    "Engine",
+    "Fidelity",
+    "InlineTask",
+    "Limits",
+    "Models",
+    "ObjectiveSpec",
+    "Search",
+    "SearchSpaceSpec",
+    "Study",
+    "Verify",
+    "load_study",
+    "parse_study",
+    "same_but_limits",
+    "study_json_schema",
+]
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+class Study(Section):
+    """A merge search as a user writes it down."""
+
+    name: Name
+    models: Models
+    search_space: SearchSpaceSpec
+    search: Search = Search()
+    fidelity: Fidelity = Fidelity()
+    objectives: Annotated[tuple[ObjectiveSpec, ...], Field(min_length=1)]
+    """What the search optimises; several give a Pareto front."""
+    holdout: tuple[ObjectiveSpec, ...] = ()
+    """Other data for the same objectives, by name: finalists are scored on it at the end, nothing is selected by it."""
+    engine: Engine = Engine()
+    limits: Limits = Limits()
+
+    def canonical(self) -> dict[str, Any]:
+        """The study as plain data with every default written out; `parse_study` gives the same study back."""
+        return self.model_dump(mode="json")
+
+
+def study_json_schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of the study file."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Study.model_json_schema()}
+
+
+def load_study(file: Path | str) -> Study:
+    """The study in a YAML or JSON file. Relative paths in it are taken from the file's directory.
+
+    Raises InvalidStudy with every problem found."""
+    file = Path(file)
+    return parse_study(read_document(file), file.absolute().parent)
+
+
+def parse_study(document: Mapping[str, Any], directory: Path | None = None) -> Study:
+    """The study that `document` describes. Relative paths are taken from `directory`; None leaves them as they are.
+
+    Raises InvalidStudy with every problem found."""
+    if not isinstance(document, Mapping):
+        raise InvalidStudy((Problem("", f"a study is a mapping (key: value), not {document!r:.60}"),))
+    try:
+        text = json.dumps(document)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidStudy((Problem("", f"the study is not plain data: {error}"),)) from error
+    study, errors = None, []
+    try:
+        # JSON, so that strict types mean what a study file can hold: 3 is no text, "3" no number, true no 1.
+        study = Study.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+    problems = without_consequences(problems_of(errors, study_json_schema() if errors else {}, WORDS), document)
+    problems += [problem for problem in contradictions(_valid_parts(document)) if problem not in problems]
+    if problems or study is None:
+        raise InvalidStudy(in_file_order(problems, document))
+    return study if directory is None else _resolved(study, directory)
+
+
+def same_but_limits(stored: Study, given: Study) -> tuple[str, ...]:
+    """The dotted fields in which `given` is another study than `stored`; none if it may resume it.
+
+    `limits` may differ and `search.max_trials` may be larger."""
+    before, after = _flat(stored.canonical()), _flat(given.canonical())
+    absent = object()
+    changed = {name for name in before.keys() | after.keys() if before.get(name, absent) != after.get(name, absent)}
+    changed = {name for name in changed if not name.startswith("limits.")}
+    if given.search.max_trials > stored.search.max_trials:
+        changed.discard("search.max_trials")
+    return tuple(sorted(changed))
+
+
+def _valid_parts(document: Mapping[str, Any]) -> ValidParts:
+    def valid(section: type[AnySection], value: Any) -> AnySection | None:
+        try:
+            return section.model_validate_json(json.dumps(value), strict=True)
+        except ValidationError:
+            return None
+
+    def entries(key: str) -> list[Any]:
+        values = document.get(key)
+        return list(values) if isinstance(values, list | tuple) else []
+
+    def specs(key: str) -> dict[int, ObjectiveSpec]:
+        found = enumerate(valid(ObjectiveSpec, value) for value in entries(key))
+        return {index: spec for index, spec in found if spec is not None}
+
+    return ValidParts(
+        models=valid(Models, document.get("models")),
+        search_space=valid(SearchSpaceSpec, document.get("search_space")),
+        fidelity=valid(Fidelity, document.get("fidelity", {})),
+        objectives=specs("objectives"),
+        holdout=specs("holdout"),
+        objective_names=tuple(str(e["name"]) for e in entries("objectives") if isinstance(e, Mapping) and "name" in e),
+    )
+
+
+# Paths.
+
+
+def _resolved(study: Study, directory: Path) -> Study:
+    models = study.models
+    experts = {alias: _model(value, directory) for alias, value in models.experts.items()}
+    return study.model_copy(
+        update={
+            "models": models.model_copy(update={"base": _model(models.base, directory), "experts": experts}),
+            "objectives": tuple(_with_task(spec, directory) for spec in study.objectives),
+            "holdout": tuple(_with_task(spec, directory) for spec in study.holdout),
+        }
+    )
+
+
+def _model(value: str, directory: Path) -> str:
+    """The directory that `value` names; a hub id (`name` or `owner/name`, and no such directory) stays as it is."""
+    file = _absolute(value, directory)
+    looks_like_path = value.startswith(("/", ".", "~")) or value.endswith("/") or value.count("/") > 1
+    return file if looks_like_path or os.path.isdir(file) else value
+
+
+def _with_task(spec: ObjectiveSpec, directory: Path) -> ObjectiveSpec:
+    if isinstance(spec.task, InlineTask):
+        task: InlineTask | str = spec.task.model_copy(update={"file": _absolute(spec.task.file, directory)})
+    else:
+        is_file = spec.task.endswith((".yaml", ".yml"))
+        task = _absolute(spec.task, directory) if is_file else spec.task
+    return spec.model_copy(update={"task": task})
+
+
+def _absolute(value: str, directory: Path) -> str:
+    return os.path.abspath(directory / Path(value).expanduser())
+
+
+def _flat(value: Any, place: str = "") -> dict[str, Any]:
+    """Leaves of nested mappings and lists by dotted place."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if not pairs:
+        return {place: value}
+    flat: dict[str, Any] = {}
+    for key, inner in pairs:
+        flat |= _flat(inner, f"{place}.{key}" if place else str(key))
+    return flat

@@ -1,0 +1,75 @@
+"""What routes work with; made in `create_app`, handed to them with each request."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Annotated
+from weakref import WeakValueDictionary
+
+from fastapi import Depends, Path, Request
+from starlette.convertors import StringConvertor, register_url_convertor
+
+from service.api.event_stream import EventHub
+from service.api.export_queue import Exports
+from service.api.metrics import RequestCounter
+from service.api.preflight_process import Examiner
+from service.api.problems import Refusal
+from service.api.protocols import Cluster
+from service.api.record_cache import RunRecords
+from service.errors import NotFound
+from service.store import Store
+from service.types import StudyRecord
+
+__all__ = ["MAX_ID", "MAX_NUMBER", "PAGE_HEADERS", "Context", "Services", "Study", "TrialNumber"]
+
+# Of pages of text and drawings: nothing in them may run or load anything.
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; sandbox",
+    "X-Content-Type-Options": "nosniff",
+}
+# What the database's columns hold.
+MAX_NUMBER = 2**31 - 1
+MAX_ID = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Services:
+    store: Store
+    cluster: Cluster
+    examiner: Examiner
+    exports: Exports
+    hub: EventHub
+    records: RunRecords
+    requests: RequestCounter
+    # One request of a name at a time: the others find its study.
+    key_locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
+
+
+async def _services(request: Request) -> Services:
+    services: Services = request.app.state.services
+    return services
+
+
+class _Segment(StringConvertor):
+    """A part of a path without a colon: what follows one is a verb."""
+
+    regex = "[^/:]+"
+
+
+register_url_convertor("segment", _Segment())
+
+Context = Annotated[Services, Depends(_services)]
+TrialNumber = Annotated[int, Path(description="The trial's `number`.", ge=0, le=MAX_NUMBER)]
+
+
+def _study(
+    study_id: Annotated[str, Path(description="As in the study's `id`.", pattern="^[0-9a-f]{32}$")], services: Context
+) -> StudyRecord:
+    try:
+        return services.store.study(study_id)
+    except NotFound as error:
+        raise Refusal(404, f"study {study_id!r}: there is no such study") from error
+
+
+Study = Annotated[StudyRecord, Depends(_study)]

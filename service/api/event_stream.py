@@ -1,0 +1,189 @@
+"""Events as they happen, to any number of watchers: one reader of the database per watched study, not per watcher.
+
+Every watcher has a cursor of its own, the id of the last event it was given. Ids of one study's events are stored in
+order (they are written under the study's row lock), so that nothing can appear behind a cursor. A watcher that keeps
+up is served from a window of recent frames that all share; one that does not falls back to the database, in batches,
+and so holds no memory beyond what is on its way to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import anyio
+import anyio.to_thread
+
+from service.api.presenters import event_document
+from service.schemas.api import EndDocument
+from service.store import EventRecord, Store
+from service.types import StudyRecord
+
+__all__ = ["EventHub", "frame"]
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+POLL_S = 0.2
+# Comments that keep proxies from closing a quiet stream.
+KEEP_ALIVE_S = 15.0
+KEEP_ALIVE = b": \n\n"
+# How soon a client comes back after its connection broke.
+RETRY = b"retry: 1000\n\n"
+MAX_THREADS = 8
+# Events per read, and frames kept for all watchers of a study.
+BATCH = 500
+WINDOW = 1000
+
+
+def frame(data: Mapping[str, Any], *, event: str, id: int | None = None) -> bytes:
+    """A server-sent event."""
+    head = f"id: {id}\n" if id is not None else ""
+    return f"{head}event: {event}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
+
+
+class EventHub:
+    """Streams of events for watchers; belongs to one event loop."""
+
+    def __init__(self, store: Store, *, poll_s: float = POLL_S) -> None:
+        self._store = store
+        self._poll_s = poll_s
+        self._feeds: dict[str, _Feed] = {}
+        # Of its own: events go on while all of the application's threads wait for something.
+        self._threads = anyio.CapacityLimiter(MAX_THREADS)
+
+    async def watch(self, study_id: str, *, after: int) -> AsyncGenerator[bytes, None]:
+        """Frames from the event after `after` on, until the study has ended and all were given."""
+        feed = self._feeds.get(study_id)
+        if feed is None:
+            feed = self._feeds[study_id] = _Feed(self._store, study_id, self._poll_s, self._threads)
+        feed.watchers += 1
+        try:
+            async for chunk in feed.follow(after):
+                yield chunk
+        finally:
+            feed.watchers -= 1
+            if feed.watchers == 0:
+                feed.stop()
+                if self._feeds.get(study_id) is feed:
+                    del self._feeds[study_id]
+
+
+class _Feed:
+    """What is new of one study."""
+
+    def __init__(self, store: Store, study_id: str, poll_s: float, threads: anyio.CapacityLimiter) -> None:
+        self.watchers = 0
+        self._store = store
+        self._study_id = study_id
+        self._poll_s = poll_s
+        self._threads = threads
+        # All events with ids from above `floor` up to `position` are in the window.
+        self._window: deque[tuple[int, bytes]] = deque()
+        self._floor: int | None = None
+        self._position = 0
+        self._progress: Mapping[str, Any] | None = None
+        self._progress_frame = b""
+        self._end = b""
+        self._changed = asyncio.Event()
+        self._task = asyncio.create_task(self._poll(), name=f"events of {study_id}")
+
+    def stop(self) -> None:
+        self._task.cancel()
+
+    async def follow(self, cursor: int) -> AsyncGenerator[bytes, None]:
+        progress = b""
+        yield RETRY
+        while True:
+            changed = self._changed  # taken before looking: what comes later sets it
+            chunk = b""
+            if self._floor is not None and cursor < self._floor:
+                floor = self._floor
+                events = await self._in_thread(self._read, cursor)
+                cursor = events[-1].id if events else floor
+                if events:
+                    yield b"".join(map(_frame_of, events))
+                continue
+            if self._floor is not None:
+                chunk, cursor = self._newer(cursor)
+                if self._progress_frame != progress:
+                    progress = self._progress_frame
+                    chunk += progress
+            if chunk:
+                yield chunk
+            elif self._end:
+                yield self._end
+                return
+            else:
+                try:
+                    await asyncio.wait_for(changed.wait(), KEEP_ALIVE_S)
+                except TimeoutError:
+                    yield KEEP_ALIVE
+
+    def _newer(self, cursor: int) -> tuple[bytes, int]:
+        frames: list[bytes] = []
+        last = cursor
+        for number, data in reversed(self._window):
+            if number <= cursor:
+                break
+            last = max(last, number)
+            frames.append(data)
+        return b"".join(reversed(frames)), last
+
+    async def _poll(self) -> None:
+        while not self._end:
+            is_behind = False
+            try:
+                if self._floor is None:
+                    position = await self._in_thread(self._store.last_event_id, self._study_id)
+                    self._position = self._floor = position
+                    self._wake()  # there is a history to be told
+                study, events = await self._in_thread(self._look)
+                is_behind = len(events) == BATCH
+                self._publish(study, events, is_last=study.state.is_finished and not is_behind)
+            except Exception:  # the next round asks again
+                logger.exception("events of study %s could not be read", self._study_id)
+            if not is_behind:
+                await asyncio.sleep(self._poll_s)
+
+    async def _in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        return await anyio.to_thread.run_sync(function, *arguments, limiter=self._threads)
+
+    def _look(self) -> tuple[StudyRecord, tuple[EventRecord, ...]]:
+        # The state first: when it says that the study has ended, every event is there to be read.
+        study = self._store.study(self._study_id)
+        return study, self._read(self._position)
+
+    def _read(self, after: int) -> tuple[EventRecord, ...]:
+        return self._store.events(self._study_id, after=after, limit=BATCH)
+
+    def _publish(self, study: StudyRecord, events: Iterable[EventRecord], *, is_last: bool) -> None:
+        is_changed = False
+        for event in events:
+            self._window.append((event.id, _frame_of(event)))
+            self._position = event.id
+            is_changed = True
+            if len(self._window) > WINDOW:
+                self._floor = self._window.popleft()[0]
+        if study.progress is not None and study.progress != self._progress:
+            self._progress = study.progress
+            self._progress_frame = frame(study.progress, event="progress")
+            is_changed = True
+        if is_last:
+            self._end = frame(EndDocument(state=study.state.value, reason=study.reason), event="end")
+            is_changed = True
+        if is_changed:
+            self._wake()
+
+    def _wake(self) -> None:
+        before, self._changed = self._changed, asyncio.Event()
+        before.set()
+
+
+def _frame_of(event: EventRecord) -> bytes:
+    return frame(event_document(event), event=event.kind, id=event.id)

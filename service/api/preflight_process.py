@@ -1,0 +1,162 @@
+"""From a request's body to a study that can run, by the same checks as the command line's.
+
+They import torch and lm-eval and read models, so they run beside the server. Whatever a body holds, the server goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from search_spaces.errors import InvalidStudy, Problem
+from search_spaces.study.file import InlineTask, ObjectiveSpec, Study, parse_study
+from search_spaces.study.yaml import parse_document
+from service.api.problems import Away
+from service.api.worker_process import ProcessDied, SideProcess
+
+__all__ = ["Examined", "Examiner", "ProcessExaminer", "examine_here", "read_request"]
+
+logger = logging.getLogger(__name__)
+
+# Reading the weights of large models for the first time takes minutes; what takes longer hangs.
+TIMEOUT_S = 1800.0
+
+BODY = "the request's body"
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A study that can run: its canonical document, and the facts that its driver will want to find again."""
+
+    name: str
+    document: Mapping[str, Any]
+    facts: Mapping[str, Any]
+
+
+class Examiner(Protocol):
+    """Checks studies for the server."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    async def examine(self, content: bytes, *, is_json: bool) -> Examined:
+        """Raises InvalidStudy with every problem, and Away if it cannot be told at present."""
+
+    async def engine_dtype(self, document: Mapping[str, Any]) -> str:
+        """The dtype that a study's engines score in."""
+
+
+class ProcessExaminer:
+    """Examines in a process of its own."""
+
+    def __init__(self) -> None:
+        self._process = SideProcess("examination", warm_up=_warm_up)
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def start(self) -> None:
+        self._process.start()
+
+    def stop(self) -> None:
+        self._process.stop()
+
+    async def examine(self, content: bytes, *, is_json: bool) -> Examined:
+        try:
+            try:
+                return await self._process.call(examine_here, content, is_json=is_json, timeout_s=TIMEOUT_S)
+            except ProcessDied:  # perhaps of another request's doing
+                return await self._process.call(examine_here, content, is_json=is_json, timeout_s=TIMEOUT_S)
+        except ProcessDied as error:
+            raise Away(f"the study could not be examined ({error}); ask again") from error
+        except TimeoutError as error:
+            message = f"its examination did not end within {TIMEOUT_S:.0f} s"
+            raise InvalidStudy((Problem("", message),)) from error
+
+    async def engine_dtype(self, document: Mapping[str, Any]) -> str:
+        try:
+            return await self._process.call(_engine_dtype, document)
+        except ProcessDied as error:
+            raise Away(str(error)) from error
+
+
+def read_request(content: bytes, *, is_json: bool) -> Study:
+    """The study in a body. Raises InvalidStudy with every problem; relative paths are some."""
+    try:
+        study = parse_study(parse_document(content, BODY, is_json=is_json))
+    except RecursionError as error:
+        raise InvalidStudy((Problem("", f"{BODY}: is nested too deeply"),)) from error
+    if problems := tuple(_path_problems(study)):
+        raise InvalidStudy(problems)
+    return study
+
+
+def _path_problems(study: Study) -> Iterator[Problem]:
+    models = {"base": study.models.base} | {f"experts.{alias}": v for alias, v in study.models.experts.items()}
+    for place, value in models.items():
+        # As for a study file: `name` and `owner/name` are hub ids, but for directories that are called so.
+        is_path = value.startswith((".", "~")) or value.endswith("/") or value.count("/") > 1 or os.path.exists(value)
+        if is_path and not os.path.isabs(value):
+            yield Problem(f"models.{place}", _relative(value))
+    for section, specs in (("objectives", study.objectives), ("holdout", study.holdout)):
+        for index, spec in enumerate(specs):
+            yield from _file_problems(spec, f"{section}.{index}.task")
+
+
+def _file_problems(spec: ObjectiveSpec, place: str) -> Iterator[Problem]:
+    if isinstance(spec.task, InlineTask):
+        place, file = f"{place}.file", spec.task.file
+    elif spec.task.endswith((".yaml", ".yml")):
+        file = spec.task
+    else:
+        return
+    if not os.path.isabs(file):
+        yield Problem(place, _relative(file))
+    elif os.path.exists(file) and not os.path.isfile(file):  # a device or a pipe might never end
+        yield Problem(place, f"{file}: is not a file")
+
+
+def _relative(value: str) -> str:
+    return f"{value}: is relative; a path in a request is absolute, for it is read on the server"
+
+
+# In the process beside the server.
+
+
+def _warm_up() -> None:
+    import lm_eval.tasks
+    import torch
+    import transformers
+
+    import service.studies.preflight.examine  # noqa: F401
+    import workers.evaluation.prompts
+    import workers.evaluation.tasks
+    import workers.models.checkpoints  # noqa: F401
+
+    del lm_eval, torch, transformers
+
+
+def examine_here(content: bytes, *, is_json: bool) -> Examined:
+    """The examination itself, in this process."""
+    from service.studies.preflight.examine import examine
+
+    study = read_request(content, is_json=is_json)
+    try:
+        return Examined(study.name, study.canonical(), examine(study, downloads=False).facts())
+    except InvalidStudy:
+        raise
+    except Exception as error:  # its driver would meet the same: a study that cannot be examined cannot run
+        logger.exception("study %s could not be examined", study.name)
+        message = f"the study could not be examined: {type(error).__name__}: {error}"
+        raise InvalidStudy((Problem("", message),)) from error
+
+
+def _engine_dtype(document: Mapping[str, Any]) -> str:
+    from service.studies.preflight.examine import engine_dtype
+
+    return engine_dtype(Study.model_validate(document))

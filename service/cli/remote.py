@@ -1,0 +1,218 @@
+"""The verbs that talk to a server: each asks, prints, and returns the command's exit code.
+
+A study is meant by its id, the beginning of its id, or its name where only one study has it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from service.cli.terminal import console, print_json, print_json_line, print_results
+from service.client import Client, Event
+from service.errors import ServerUnreachable
+from service.types import StudyState, TrialState
+
+if TYPE_CHECKING:
+    from service.schemas.api import StudyDocument
+
+__all__ = ["DEFAULT_SERVER", "SERVER_VARIABLE", "ServerVerbs", "server_verbs"]
+
+DEFAULT_SERVER = "http://127.0.0.1:8080"
+SERVER_VARIABLE = "MERGESEARCH_SERVER"
+
+INTERRUPTED = 130
+
+
+@contextmanager
+def server_verbs(server: str | None, *, as_json: bool, no_directory: str | None = None) -> Iterator[ServerVerbs]:
+    """The verbs on the server of that address, else of MERGESEARCH_SERVER, else of the default address.
+
+    `no_directory`: what was given might have been a run's directory, but there is none. Raises NotFound (no address)
+    and ServerUnreachable."""
+    url = server or os.environ.get(SERVER_VARIABLE)
+    with Client(url or DEFAULT_SERVER) as client:
+        try:
+            yield ServerVerbs(client, as_json=as_json)
+        except ServerUnreachable as error:
+            hints = [str(error)]
+            if url is None:
+                hints.append(
+                    f"that is the default address: give --server URL or set {SERVER_VARIABLE}, "
+                    "or start a server with `mergesearch serve`"
+                )
+            if no_directory is not None:
+                hints.append(f"there is no directory {no_directory!r} either")
+            raise ServerUnreachable("; ".join(hints)) from error
+
+
+class ServerVerbs:
+    """One method a verb. Results go to standard output, what happens meanwhile to standard error."""
+
+    def __init__(self, client: Client, *, as_json: bool) -> None:
+        self._client = client
+        self._as_json = as_json
+
+    def submit(self, study_file: Path, *, key: str | None, watch: bool) -> int:
+        study = self._client.submit(study_file, idempotency_key=key)
+        if watch:
+            if self._as_json:
+                print_json_line({"kind": "submitted", "id": None, "time": study["created_at"], "payload": study})
+            return self._watch(study)
+        if self._as_json:
+            print_json(study)
+        else:
+            print(f"study {study['name']}: {study['id']}, {study['state']}")
+            print(f"`mergesearch watch {_short(study)}` shows how it goes on")
+        return 0
+
+    def studies(self) -> int:
+        from service.cli.tables import studies_table
+
+        studies = self._client.studies()
+        print_json(studies) if self._as_json else console().print(studies_table(studies))
+        return 0
+
+    def show(self, reference: str) -> int:
+        from service.cli.tables import study_table
+
+        study = self._client.find(reference)
+        print_json(study) if self._as_json else console().print(study_table(study, server=self._client.url))
+        return 0
+
+    def trials(self, reference: str) -> int:
+        from service.cli.tables import trials_table
+
+        study = self._client.find(reference)
+        documents = self._client.trials(study["id"])
+        if self._as_json:
+            print_json(documents)
+        else:
+            objectives = self._client.pareto(study["id"])["objectives"]
+            console().print(trials_table(documents, [objective["name"] for objective in objectives]))
+        return 0
+
+    def pareto(self, reference: str) -> int:
+        from service.cli.tables import pareto_table
+
+        document = self._client.pareto(self._client.find(reference)["id"])
+        print_json(document) if self._as_json else console().print(pareto_table(document))
+        return 0
+
+    def export(self, reference: str, trial: str, out: Path, *, dtype: str | None) -> int:
+        study = self._client.find(reference)
+        chosen = int(trial) if trial.isascii() and trial.isdecimal() else trial
+        with _download_bar() as received:
+            directory = self._client.export(study["id"], chosen, out, dtype=dtype, received=received)
+        print_json({"directory": str(directory)}) if self._as_json else print(f"merged model: {directory}")
+        return 0
+
+    def cancel(self, reference: str) -> int:
+        study = self._client.cancel(self._client.find(reference)["id"])
+        print_json(study) if self._as_json else print(f"study {study['name']}: {study['id']}, {study['state']}")
+        return 0
+
+    def log(self, reference: str) -> int:
+        text = self._client.log(self._client.find(reference)["id"])
+        print_json({"log": text}) if self._as_json else print(text, end="" if text.endswith("\n") else "\n")
+        return 0
+
+    def watch(self, reference: str) -> int:
+        """Until the study has ended: 0 if it is COMPLETE, 1 otherwise."""
+        return self._watch(self._client.find(reference))
+
+    def _watch(self, study: StudyDocument) -> int:
+        try:
+            self._follow_as_json(study) if self._as_json else self._follow(study)
+        except KeyboardInterrupt:
+            print(
+                f"study {study['name']} goes on without being watched; `mergesearch watch {_short(study)}` shows it "
+                f"again, `mergesearch cancel {_short(study)}` ends it",
+                file=sys.stderr,
+            )
+            return INTERRUPTED
+        ended = self._client.study(study["id"])
+        summary = self._client.summary(study["id"])
+        if self._as_json:
+            print_json_line({"kind": "summary", "id": None, "time": None, "payload": summary})
+        elif ended["state"] == StudyState.COMPLETE:
+            report = self._client.url + ended["links"]["report"]
+            print_results(self._client.pareto(study["id"]), summary, report=report)
+        else:
+            reason = f": {ended['reason']}" if ended["reason"] else ""
+            print(f"study {ended['name']}: {ended['state']}{reason}", file=sys.stderr)
+        return 0 if ended["state"] == StudyState.COMPLETE else 1
+
+    def _follow_as_json(self, study: StudyDocument) -> None:
+        for event in self._client.events(study["id"]):
+            print_json_line(asdict(event))
+
+    def _follow(self, study: StudyDocument) -> None:
+        from service.cli.progress import ProgressSnapshot, ProgressView
+
+        with ProgressView(worked_s=study["wall_clock_s"]) as view:
+            waits = f", waits for {study['waiting_for']}" if study["waiting_for"] else ""
+            view.note(f"study {study['name']}: {study['id']}, {study['state']}{waits}")
+            for event in self._client.events(study["id"]):
+                if event.kind == "progress":
+                    view.update(ProgressSnapshot.from_json(event.payload))
+                elif text := _note(event):
+                    view.note(f"{_clock_time(event.time)} {text}")
+
+
+def _short(study: StudyDocument) -> str:
+    """What people type for it; enough of the id to be told from a few million others."""
+    return study["id"][:8]
+
+
+def _clock_time(time: str | None) -> str:
+    return "" if time is None else f"{datetime.fromisoformat(time).astimezone():%H:%M:%S}"
+
+
+def _note(event: Event) -> str | None:
+    """What people are told of an event; None: it shows in the progress, or is of no use to them."""
+    told = event.payload
+    match event.kind:
+        case "attempt":
+            return f"attempt {told['attempt']}" + _because(told["because"])
+        case "replica":
+            return f"engine {told['replica']} ({told['engine']}) scores for the study"
+        case "state" if told["state"] != StudyState.RUNNING:
+            return f"the study is {told['state']}" + _because(told["reason"])
+        case "trial_state" if told["state"] == TrialState.FAIL:
+            return f"trial {told['trial']} failed" + _because(told["reason"])
+        case "search_ended":
+            return "the search has ended" + _because(told["reason"])
+        case "holdout_started":
+            return f"held-out data: {len(told['trials'])} trials"
+        case "holdout_failed":
+            return f"trial {told['trial']} failed on held-out data" + _because(told["reason"])
+        case _:
+            return None
+
+
+def _because(reason: Any) -> str:
+    return f": {reason}" if reason else ""
+
+
+@contextmanager
+def _download_bar() -> Iterator[Callable[[int, int | None], None]]:
+    """A bar on standard error if that is a terminal; yields what is told of the bytes received."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("the server writes the model", total=None)
+
+        def received(count: int, total: int | None) -> None:
+            # The archive is somewhat larger than the files in it.
+            bar.update(task, completed=min(count, total or count), total=total, description="download")
+
+        yield received

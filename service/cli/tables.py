@@ -1,0 +1,224 @@
+"""Results as tables for the terminal, made from the same documents as the files and the HTTP API."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from service.cli.progress import STATE_STYLES, duration
+from service.schemas.api import StudyDocument
+from service.schemas.files import (
+    EstimateDocument,
+    HoldoutDocument,
+    ObjectiveDocument,
+    ParetoDocument,
+    SummaryDocument,
+    TrialDocument,
+)
+from service.types import Origin, StudyState, TrialState
+
+__all__ = [
+    "holdout_table",
+    "pareto_table",
+    "sample_count",
+    "sort_holdout",
+    "studies_table",
+    "study_table",
+    "trials_table",
+]
+
+STUDY_STYLES: Mapping[str, str] = {StudyState.RUNNING: "cyan", StudyState.COMPLETE: "green", StudyState.FAILED: "red"}
+
+# Enough of an id to be told from others; more of it where that is not so.
+ID_DIGITS = 8
+
+
+def pareto_table(document: ParetoDocument) -> Table:
+    """The front, best mean of values first: one column per objective, value and standard error."""
+    table = _table("Pareto front")
+    table.add_column("trial", justify="right")
+    table.add_column("label", overflow="fold")
+    for objective in document["objectives"]:
+        arrow = "↑" if objective["direction"] == "maximize" else "↓"
+        table.add_column(f"{objective['name']} {arrow}", justify="right")
+    names = [objective["name"] for objective in document["objectives"]]
+    for row in sorted(document["front"], key=lambda row: -_signed_mean(row["values"], document["objectives"])):
+        errors = row["standard_errors"]
+        table.add_row(
+            str(row["trial"]),
+            _label(row["label"], row["origin"]),
+            *(f"{row['values'][name]:.4g} ±{errors.get(name, 0.0):.2g}" for name in names),
+        )
+    table.caption = f"hypervolume {document['hypervolume']:.4g}; ± is one standard error, on search data"
+    return table
+
+
+def holdout_table(document: SummaryDocument) -> Table:
+    """The held-out stage, highest mean first: values with 95 % intervals, and the difference to the best trial."""
+    table = _table("Held-out data")
+    table.add_column("trial", justify="right")
+    table.add_column("label", overflow="fold")
+    rows = sort_holdout(document["holdout"])
+    names = list(dict.fromkeys(name for row in rows for name in row["values"]))
+    for name in names:
+        table.add_column(name, justify="right")
+    has_mean = len(names) > 1 and any(row["mean"] for row in rows)
+    if has_mean:
+        table.add_column("mean", justify="right")
+    table.add_column("minus best", justify="right")
+    best = document["best"]["trial"] if document["best"] else None
+    for row in rows:
+        values = [row["values"].get(name) for name in names]
+        if has_mean:  # one interval a row is enough to look at; the report has all
+            cells = ["" if value is None else f"{value['value']:.3f}" for value in values]
+            cells.append(_interval_text(row["mean"]))
+        else:
+            cells = [_interval_text(value) for value in values]
+        difference = row["differences"].get("mean" if has_mean else names[0])
+        cells.append("" if row["trial"] == best else _interval_text(difference, signed=True))
+        table.add_row(
+            str(row["trial"]),
+            _label(row["label"], row["origin"]),
+            *cells,
+            style="bold" if row["trial"] == best else None,
+        )
+    table.caption = "95 % intervals; differences are paired, sample by sample"
+    return table
+
+
+def trials_table(documents: Iterable[TrialDocument], objectives: Sequence[str]) -> Table:
+    """Every trial by number, with its values at the highest rung it finished."""
+    table = _table("Trials")
+    for name, justify in (("trial", "right"), ("label", "left"), ("state", "left"), ("samples", "right")):
+        table.add_column(name, justify="right" if justify == "right" else "left", overflow="fold")
+    for name in objectives:
+        table.add_column(name, justify="right")
+    for trial in documents:
+        rung = trial["rungs"][-1] if trial["rungs"] else None
+        cells = [f"{rung['values'][name]:.4g}" if rung else "" for name in objectives]
+        # As Text, for a reason may hold what rich takes for markup.
+        state = Text(trial["state"].lower() + (f": {trial['reason']}" if trial["reason"] else ""))
+        samples = sample_count(rung["samples"]) if rung else "0"
+        table.add_row(str(trial["number"]), _label(trial["label"], trial["origin"]), state, samples, *cells)
+    table.caption = "values at the highest rung finished; samples are per objective"
+    return table
+
+
+def studies_table(studies: Sequence[StudyDocument]) -> Table:
+    """Studies in the order given, with as much of each id as tells them apart."""
+    table = _table("Studies")
+    for name in ("study", "name", "state"):
+        table.add_column(name, overflow="fold")
+    table.add_column("trials", justify="right")
+    table.add_column("worked", justify="right")
+    table.add_column("created", no_wrap=True)
+    table.add_column("best so far", overflow="fold")
+    digits = ID_DIGITS
+    while len({study["id"][:digits] for study in studies}) < len(studies):
+        digits += 1
+    for study in studies:
+        progress = study["progress"]
+        of = f"/{progress['max_trials']}" if progress else ""
+        table.add_row(
+            study["id"][:digits],
+            Text(study["name"]),
+            _study_state(study),
+            f"{_num_finished(study)}{of}",
+            duration(study["wall_clock_s"]),
+            _local_time(study["created_at"]),
+            _values_text(progress["best"]) if progress else "",
+        )
+    table.caption = "trials that have ended, of all there will be; best: of those at the full budget"
+    return table
+
+
+def study_table(study: StudyDocument, *, server: str) -> Table:
+    """All there is to know of one study; `server` is the address that its links belong to."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    progress, job = study["progress"], study["job"]
+    state = _study_state(study).append(f": {study['reason']}" if study["reason"] else "", style="default")
+    drivers = f"{study['attempt']} driver{'s' if study['attempt'] != 1 else ''}"
+    table.add_row("study", Text(study["name"], style="bold"))
+    table.add_row("id", study["id"])
+    table.add_row("state", state)
+    if study["waiting_for"]:
+        table.add_row("waits for", study["waiting_for"])
+    table.add_row("created", _local_time(study["created_at"]))
+    table.add_row("worked", f"{duration(study['wall_clock_s'])}, by {drivers}")
+    table.add_row("trials", _trials_text(study))
+    if progress:
+        table.add_row("stage", progress["stage"])
+        table.add_row("samples", f"{progress['samples_scored']:,} of {progress['samples_planned']:,}")
+        if progress["best"]:
+            table.add_row("best so far", f"trial {progress['best_trial']}: {_values_text(progress['best'])}")
+    if job:
+        table.add_row("Ray job", job["submission_id"])
+        if job["dashboard_url"]:
+            table.add_row("dashboard", job["dashboard_url"])
+    for name in ("report", "log"):
+        if name in study["links"]:
+            table.add_row(name, server + study["links"][name])
+    return table
+
+
+def sample_count(samples: Mapping[str, int]) -> str:
+    """Samples per objective: one number, or the fewest and the most."""
+    fewest, most = min(samples.values(), default=0), max(samples.values(), default=0)
+    return str(most) if fewest == most else f"{fewest}-{most}"
+
+
+def sort_holdout(rows: Iterable[HoldoutDocument]) -> list[HoldoutDocument]:
+    """Highest mean first; without a mean, in the order given."""
+    return sorted(rows, key=lambda row: -row["mean"]["value"] if row["mean"] else 0.0)
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, caption_justify="left")
+
+
+def _label(label: str, origin: str) -> Text:
+    return Text(label, style="" if origin == Origin.SEARCH else "dim")
+
+
+def _study_state(study: StudyDocument) -> Text:
+    return Text(study["state"].lower(), style=STUDY_STYLES.get(study["state"], ""))
+
+
+def _num_finished(study: StudyDocument) -> int:
+    return sum(count for state, count in study["trials"].items() if TrialState(state).is_finished)
+
+
+def _trials_text(study: StudyDocument) -> Text:
+    of = f" of {study['progress']['max_trials']}" if study["progress"] else ""
+    text = Text(f"{_num_finished(study)}{of}")
+    for state, style in STATE_STYLES.items():
+        if count := study["trials"].get(state, 0):
+            text.append(f"  {count} {state.lower()}", style=style)
+    return text
+
+
+def _values_text(values: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+
+
+def _local_time(time: str) -> str:
+    return f"{datetime.fromisoformat(time).astimezone():%Y-%m-%d %H:%M}"
+
+
+def _signed_mean(values: Mapping[str, float], objectives: Sequence[ObjectiveDocument]) -> float:
+    return statistics.fmean(values[o["name"]] * (1 if o["direction"] == "maximize" else -1) for o in objectives)
+
+
+def _interval_text(estimate: EstimateDocument | None, *, signed: bool = False) -> str:
+    if estimate is None:
+        return ""
+    low, high = estimate["ci95"]
+    sign = "+" if signed else ""
+    return f"{estimate['value']:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"

@@ -1,0 +1,319 @@
+"""What a client asks of the server, without input or output: generators that yield requests and pauses, are sent what
+came back, and return typed documents. Whoever drives one may block or await.
+
+Requests are sent again where the connection was cut: every one of them may be repeated (submissions carry a key).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from urllib.parse import parse_qsl, quote, urlsplit
+
+from service.errors import Conflict, ExportFailed, InvalidAnswer, NotFound, RequestRefused, ServerUnreachable
+
+if TYPE_CHECKING:
+    from service.schemas.api import ExportDocument, ProblemDocument, StudiesDocument, StudyDocument, TrialsDocument
+    from service.schemas.files import ParetoDocument, RecipeDocument, SummaryDocument, TrialDocument
+
+__all__ = ["Call", "Lost", "Reply", "Steps", "path_of", "refusal"]
+
+T = TypeVar("T")
+
+# Pauses before a request that was cut off is sent again: long enough for a server to be started anew.
+RETRY_PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)
+
+# How often the server is asked whether an export is written: soon at first, then at this interval.
+MAX_POLL_S = 3.0
+
+PAGE = 500
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request; `path` starts with a slash and is quoted."""
+
+    method: str
+    path: str
+    query: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    content: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer; header names are in lower case."""
+
+    url: str
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+
+@dataclass(frozen=True)
+class Lost:
+    """No answer, and why. `was_cut`: there was a connection, and it ended before the answer did."""
+
+    url: str
+    reason: str
+    was_cut: bool
+
+
+Steps: TypeAlias = Generator[Call | float, Reply | Lost | None, T]
+"""Yields requests, and pauses in seconds; is sent what came of a request; returns the result."""
+
+
+# -- studies -----------------------------------------------------------------------------------------------------------
+
+
+def submit(study: Path | str | Mapping[str, Any], *, idempotency_key: str | None = None) -> Steps[StudyDocument]:
+    """Submit a study and return it as the server knows it.
+
+    `study` is a study file, whose relative paths are taken from its directory, or its content; models and data are
+    read by the server, so their paths must mean something there. The same `idempotency_key` with the same study gives
+    the study that it made before; without one, each call makes another study.
+
+        client.submit("study.yaml")
+        client.submit({"name": "math-text", "models": {...}, ...}, idempotency_key="nightly-2031-05-04")
+
+    Raises InvalidStudy (the file), RequestRefused (what the server found wrong, all of it).
+    """
+    content = _study_content(study)
+    key = uuid.uuid4().hex if idempotency_key is None else idempotency_key
+    if not re.fullmatch("[!-~]{1,255}", key):  # no header may hold it: it could not even be sent
+        raise RequestRefused(
+            {
+                "type": "about:blank",
+                "title": "Unprocessable Content",
+                "status": 422,
+                "detail": f"Idempotency-Key {key!r:.80}: give 1 to 255 visible ASCII characters",
+            }
+        )
+    headers = {"Content-Type": "application/json", "Idempotency-Key": key}
+    return cast("StudyDocument", (yield from _json(Call("POST", "/v1/studies", {}, headers, content))))
+
+
+def studies(*, state: str | None = None, name: str | None = None) -> Steps[list[StudyDocument]]:
+    """Every study, oldest first; or those in a state ("RUNNING"), or of a name.
+
+    client.studies(state="RUNNING")
+    """
+    query = {key: value for key, value in (("state", state), ("name", name)) if value is not None}
+    document = cast("StudiesDocument", (yield from _json(Call("GET", "/v1/studies", query))))
+    return document["studies"]
+
+
+def study(study: str) -> Steps[StudyDocument]:
+    """A study by its id.
+
+    client.study("5f0c...")["state"]
+    """
+    return cast("StudyDocument", (yield from _json(Call("GET", path_of(study)))))
+
+
+def find(reference: str) -> Steps[StudyDocument]:
+    """The study that people mean by its id, the beginning of its id, or its name.
+
+        client.find("5f0c")
+        client.find("math-text-lookup")
+
+    Raises NotFound, and Conflict where several studies are meant, with their ids.
+    """
+    known = yield from studies()
+    meant = [found for found in known if found["id"] == reference]
+    meant = meant or [found for found in known if found["name"] == reference]
+    meant = meant or [found for found in known if reference and found["id"].startswith(reference)]
+    if len(meant) > 1:
+        ids = ", ".join(f"{found['id']} ({found['name']}, {found['state']})" for found in meant)
+        raise Conflict(f"study {reference!r}: {len(meant)} studies are meant, give more of an id: {ids}")
+    if not meant:
+        raise NotFound(f"study {reference!r}: the server has no study of that id or name; it has {len(known)}")
+    return meant[0]
+
+
+def cancel(study: str) -> Steps[StudyDocument]:
+    """End a study for good; what it has found is kept. Nothing happens to one that is cancelled already.
+
+        client.cancel("5f0c...")
+
+    Raises RequestRefused if it has ended by itself.
+    """
+    return cast("StudyDocument", (yield from _json(Call("POST", f"{path_of(study)}:cancel"))))
+
+
+def summary(study: str) -> Steps[SummaryDocument]:
+    """The study's summary, as `summary.json` of a run.
+
+    client.summary("5f0c...")["best"]
+    """
+    return cast("SummaryDocument", (yield from _json(Call("GET", path_of(study, "summary")))))
+
+
+def pareto(study: str) -> Steps[ParetoDocument]:
+    """The trials that no other one beats in every objective, as `pareto.json` of a run.
+
+    [row["trial"] for row in client.pareto("5f0c...")["front"]]
+    """
+    return cast("ParetoDocument", (yield from _json(Call("GET", path_of(study, "pareto")))))
+
+
+def report(study: str) -> Steps[str]:
+    """The study's report, one HTML page that needs nothing else.
+
+    Path("report.html").write_text(client.report("5f0c..."))
+    """
+    return (yield from _text(Call("GET", path_of(study, "report"))))
+
+
+def log(study: str) -> Steps[str]:
+    """What the study's drivers have printed.
+
+        print(client.log("5f0c..."))
+
+    Raises RequestRefused (status 503) while Ray is away, which keeps the logs.
+    """
+    return (yield from _text(Call("GET", path_of(study, "log"))))
+
+
+# -- trials ------------------------------------------------------------------------------------------------------------
+
+
+def trials(study: str, *, state: str | None = None) -> Steps[list[TrialDocument]]:
+    """Every trial by number, or those in a state ("COMPLETE").
+
+    [trial["values"] for trial in client.trials("5f0c...", state="COMPLETE")]
+    """
+    query = {"limit": str(PAGE), **({} if state is None else {"state": state})}
+    found: list[TrialDocument] = []
+    while True:
+        page = cast("TrialsDocument", (yield from _json(Call("GET", path_of(study, "trials"), query))))
+        found += page["trials"]
+        if page["next"] is None:
+            return found
+        query = dict(parse_qsl(urlsplit(page["next"]).query))
+
+
+def trial(study: str, number: int) -> Steps[TrialDocument]:
+    """One trial.
+
+    client.trial("5f0c...", 17)["rungs"]
+    """
+    return cast("TrialDocument", (yield from _json(Call("GET", path_of(study, "trials", number)))))
+
+
+def recipe(study: str, number: int) -> Steps[RecipeDocument]:
+    """What a trial merges, as `recipe.json` of an export.
+
+    client.recipe("5f0c...", 17)["layers"][0]
+    """
+    return cast("RecipeDocument", (yield from _json(Call("GET", path_of(study, "trials", number, "recipe")))))
+
+
+# -- exports -----------------------------------------------------------------------------------------------------------
+
+
+def finished_export(study: str, trial: str | int, *, dtype: str | None) -> Steps[ExportDocument]:
+    """The export of a trial, once the server has written it. Raises ExportFailed."""
+    content = json.dumps({"trial": trial, "dtype": dtype}).encode()
+    call = Call("POST", path_of(study, "exports"), {}, {"Content-Type": "application/json"}, content)
+    export = cast("ExportDocument", (yield from _json(call)))
+    pause_s = 0.1
+    while export["state"] not in ("COMPLETE", "FAIL"):
+        yield pause_s
+        pause_s = min(1.5 * pause_s, MAX_POLL_S)
+        export = cast("ExportDocument", (yield from _json(Call("GET", path_of(study, "exports", export["id"])))))
+    if export["state"] == "FAIL":
+        raise ExportFailed(f"trial {export['trial']} of study {study}: {export['reason'] or 'no reason was given'}")
+    return export
+
+
+def download(study: str, export: ExportDocument) -> Call:
+    """The request for the model's files."""
+    return Call("GET", path_of(study, "exports", export["id"], "download"), headers={"Accept": "application/x-tar"})
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def path_of(study: str, *rest: str | int) -> str:
+    """The path of a study, or of something in it."""
+    if not study:
+        raise NotFound("study '': give the id of a study")
+    return "/".join(["/v1/studies", *(quote(str(part), safe="", errors="replace") for part in (study, *rest))])
+
+
+def refusal(reply: Reply) -> RequestRefused | InvalidAnswer:
+    """What an answer other than 2xx means."""
+    problem = _parsed(reply) if "problem+json" in reply.headers.get("content-type", "") else None
+    if isinstance(problem, dict) and isinstance(problem.get("detail"), str):
+        after = reply.headers.get("retry-after", "")
+        known: Any = {"type": "about:blank", "title": "", **problem, "status": reply.status}
+        return RequestRefused(cast("ProblemDocument", known), float(after) if after.isdecimal() else None)
+    if location := reply.headers.get("location"):
+        return InvalidAnswer(f"{reply.url}: is redirected to {location}; give the server's own address")
+    return InvalidAnswer(f"{reply.url}: no mergesearch server answers there: status {reply.status}, {_excerpt(reply)}")
+
+
+def _json(call: Call) -> Steps[dict[str, Any]]:
+    reply = yield from _answer(call)
+    document = _parsed(reply)
+    if not isinstance(document, dict):
+        raise InvalidAnswer(f"{reply.url}: no mergesearch server answers there: no JSON object, {_excerpt(reply)}")
+    return document
+
+
+def _text(call: Call) -> Steps[str]:
+    return (yield from _answer(call)).content.decode("utf-8", errors="replace")
+
+
+def _answer(call: Call) -> Steps[Reply]:
+    """The answer to a request, which is sent again where the connection was cut or a proxy found no server behind it.
+
+    Whom nobody can reach is reported at once."""
+    pauses_s = iter(RETRY_PAUSES_S)
+    is_first = True
+    while True:
+        outcome = yield call
+        assert outcome is not None
+        if isinstance(outcome, Reply):
+            if 200 <= outcome.status < 300:
+                return outcome
+            error: Exception = refusal(outcome)
+            if isinstance(error, RequestRefused) or outcome.status < 500:
+                raise error
+        else:
+            error = ServerUnreachable(f"{outcome.url}: no answer: {outcome.reason}")
+            if is_first and not outcome.was_cut:
+                raise error
+        pause_s = next(pauses_s, None)
+        if pause_s is None:
+            raise error
+        is_first = False
+        yield pause_s
+
+
+def _study_content(study: Path | str | Mapping[str, Any]) -> bytes:
+    from search_spaces.errors import InvalidStudy, Problem
+    from search_spaces.study.file import load_study
+
+    document = study if isinstance(study, Mapping) else load_study(study).canonical()
+    try:
+        return json.dumps(document, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidStudy((Problem("", f"the study is not plain data: {error}"),)) from error
+
+
+def _parsed(reply: Reply) -> Any:
+    try:
+        return json.loads(reply.content)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _excerpt(reply: Reply) -> str:
+    return repr(reply.content[:80].decode("utf-8", errors="replace"))

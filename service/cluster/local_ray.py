@@ -1,0 +1,164 @@
+"""A Ray cluster of one machine as a process of its own: `python -m service.cluster.local_ray DATA_DIR`.
+
+`serve` starts one where RAY_ADDRESS names no cluster. It outlives a server that is killed, so that studies go on and
+the next server finds it by the file it writes; it ends when no server has used DATA_DIR for ORPHANED_AFTER_S. When any
+of Ray's own processes dies, it takes the others down at once: half a cluster only makes everybody wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from service.studies.local_run import LOCK_FILE
+
+__all__ = ["HOST_FILE", "HostRecord", "read_host", "stop_processes"]
+
+HOST_FILE = "ray.json"
+ORPHANED_AFTER_S = 600.0
+POLL_S = 0.5
+
+# Without these a cluster is dead or useless. The dashboard takes part: jobs are submitted through it.
+VITAL = ("gcs_server", "raylet", "dashboard")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HostRecord:
+    """A cluster that a host started: `address` for drivers, `dashboard_url` for people and jobs."""
+
+    process: int
+    started_at: float
+    address: str
+    dashboard_url: str
+    session_dir: str
+
+    def is_alive(self) -> bool:
+        """Whether that very process, not another of the same number, still runs."""
+        try:
+            process = psutil.Process(self.process)
+            is_same = abs(process.create_time() - self.started_at) < 1.0
+            return bool(is_same and process.status() != psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return False
+
+
+def read_host(data_dir: Path) -> HostRecord | None:
+    """The cluster that was last started for `data_dir`, dead or alive."""
+    try:
+        return HostRecord(**json.loads((data_dir / HOST_FILE).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def stop_processes(record: HostRecord) -> None:
+    """Kill what is left of a cluster: what names its session's directory, or writes to a file there, as workers and
+    jobs do, which go by names of their own."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            is_named = any(record.session_dir in argument for argument in process.cmdline())
+            if is_named or any(file.path.startswith(record.session_dir) for file in process.open_files()):
+                process.kill()
+
+
+def _let_agents_choose_ports() -> None:
+    """Jobs are submitted through a node's agent, and an agent whose port is taken takes none and says nothing. Its port
+    is 52365 unless `ray start` is told otherwise: that of another Ray here, or of one that is still ending.
+    `ray.init` has no argument for it (Ray 2.60)."""
+    from ray._private.parameter import RayParams
+
+    original = RayParams.__init__
+
+    @functools.wraps(original)
+    def with_any_port(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **{"dashboard_agent_listen_port": 0, **kwargs})
+
+    RayParams.__init__ = with_any_port
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m service.cluster.local_ray", description=__doc__)
+    parser.add_argument("data_dir", type=Path)
+    parser.add_argument("--dashboard-host", default="127.0.0.1")
+    parser.add_argument("--dashboard-port", type=int)
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    from service.cluster.session import start_ray
+
+    _let_agents_choose_ports()
+    context = start_ray(dashboard_host=options.dashboard_host, dashboard_port=options.dashboard_port)
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):  # Ray has put handlers of its own, which end this process at once
+        signal.signal(number, lambda *_: stopping.set())
+    me = psutil.Process()
+    record = HostRecord(
+        process=me.pid,
+        started_at=me.create_time(),
+        address=context.address_info["gcs_address"],
+        dashboard_url=f"http://{context.dashboard_url}",
+        session_dir=context.address_info["session_dir"],
+    )
+    temporary = options.data_dir / f"{HOST_FILE}.new"
+    temporary.write_text(json.dumps(asdict(record)))
+    temporary.replace(options.data_dir / HOST_FILE)
+    logger.info("Ray at %s, dashboard %s", record.address, record.dashboard_url)
+    vital = [child for child in me.children(recursive=True) if _is_vital(child)]
+    reason = _watch(vital, stopping, options.data_dir)
+    logger.info("stopping Ray: %s", reason)
+    for child in me.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    os._exit(0 if stopping.is_set() else 1)  # Ray's own exit handlers would wait for what is gone
+
+
+def _is_vital(process: psutil.Process) -> bool:
+    try:
+        return any(name in process.name() or name in " ".join(process.cmdline()[:3]) for name in VITAL)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _is_dead(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _watch(vital: list[psutil.Process], stopping: threading.Event, data_dir: Path) -> str:
+    """Wait until there is a reason to stop."""
+    served_at = time.monotonic()
+    while not stopping.wait(POLL_S):
+        if dead := [process.pid for process in vital if _is_dead(process)]:
+            return f"one of Ray's processes ({dead[0]}) has died"
+        if _is_served(data_dir):
+            served_at = time.monotonic()
+        elif time.monotonic() - served_at > ORPHANED_AFTER_S:
+            return f"no server has used {data_dir} for {ORPHANED_AFTER_S:.0f} s"
+    return "asked to"
+
+
+def _is_served(data_dir: Path) -> bool:
+    """Whether the process that last locked the data directory still runs."""
+    try:
+        return bool(psutil.pid_exists(int((data_dir / LOCK_FILE).read_text())))
+    except (OSError, ValueError):
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,377 @@
+"""Studies on a Ray cluster: one Ray Job per study, watched from outside.
+
+A thread of the server keeps Ray up where it is ours, submits a driver for every study that needs one, and submits
+another where a driver was lost. It trusts only SQL (what a driver has stored, and when it was last heard of) and what
+the cluster says of its jobs, so it may itself be killed at any moment. It never connects to Ray as a driver: jobs are
+submitted over HTTP, and the server survives the cluster.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from service.cluster.local_ray import HOST_FILE, read_host, stop_processes
+from service.schemas.api import JobDocument
+from service.store import Store
+from service.studies.attempt import HEARTBEAT_S
+from service.types import StudyRecord, StudyState
+
+__all__ = ["MAX_FRUITLESS", "RayCluster", "Step", "next_step", "submission_id"]
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 1.0
+
+# What a study's job runs.
+JOB_MODULE = "service.jobs.search"
+
+# A driver that was not heard of for so long is dead or as good as dead.
+LOST_AFTER_S = 6 * HEARTBEAT_S
+
+# From a job's submission to its driver's first heartbeat: Ray starts a supervisor and a process that imports torch.
+START_GRACE_S = 300.0
+
+# Between noting a submission and the cluster knowing it.
+SUBMISSION_GRACE_S = 5.0
+
+# Drivers in a row that scored nothing new: the study cannot be helped by another one.
+MAX_FRUITLESS = 5
+BACK_OFF_S, MAX_BACK_OFF_S = 2.0, 300.0
+
+# Studies driven at once; others wait. Each driver is a process of some hundred MB beside the engines they share.
+MAX_RUNNING = 4
+
+
+@dataclass(frozen=True)
+class Step:
+    """What to do about a study: "wait", "submit" (`again`: the same driver, unknown to the cluster), "stop" (its job;
+    a new one follows) or "give up"."""
+
+    action: str
+    because: str | None = None
+    again: bool = False
+
+
+def submission_id(study: StudyRecord, number: int) -> str:
+    """The Ray Job of a study's `number`-th driver. Always the same one: nothing is submitted twice."""
+    return f"{study.name}-{study.id[:8]}-{number}"
+
+
+def next_step(study: StudyRecord, job: str | None, *, fruitless: int, now: float, message: str | None = None) -> Step:
+    """What an unfinished study needs.
+
+    `job` is the state that the cluster gives the last driver's job (None: it does not know it), `message` what it says
+    of it, `fruitless` how many drivers in a row ended without a result, `now` seconds since the epoch."""
+    if study.submissions == 0:
+        return Step("submit")
+    heard_at = study.heartbeat_at or 0.0
+    has_begun = study.attempt > study.submitted_after
+    if job in ("PENDING", "RUNNING"):
+        if has_begun and now - heard_at > LOST_AFTER_S:
+            return Step("stop", f"its driver was not heard of for {now - heard_at:.0f} s")
+        if not has_begun and now - study.submitted_at > START_GRACE_S:
+            return Step("stop", f"its driver did not start within {START_GRACE_S:.0f} s")
+        return Step("wait")
+    if job is None and not has_begun:
+        is_under_way = now - study.submitted_at < SUBMISSION_GRACE_S
+        return Step("wait") if is_under_way else Step("submit", again=True)
+    reason = (has_begun and study.reason) or message or "no reason given"
+    because = (
+        "the cluster does not know its driver's job: Ray was started anew"
+        if job is None
+        else f"its driver ended (Ray's word: {job}): {' '.join(reason.split())}"
+    )
+    if fruitless >= MAX_FRUITLESS:
+        return Step("give up", f"{fruitless} drivers in a row ended without a result; the last one: {because}")
+    if now < study.submitted_at + min(BACK_OFF_S * 2**fruitless, MAX_BACK_OFF_S):
+        return Step("wait")
+    return Step("submit", because)
+
+
+class RayCluster:
+    """The cluster that RAY_ADDRESS names, or one of our own on this machine, and the drivers on it.
+
+    `start` returns at once; `not_ready` says why studies do not go on yet."""
+
+    def __init__(self, store: Store, data_dir: Path, *, dashboard_host: str, dashboard_port: int | None) -> None:
+        self._store = store
+        self._data_dir = data_dir
+        self._host: _Host | None = None
+        if "RAY_ADDRESS" not in os.environ:
+            # Ray asks for a token by default, but only who starts it knows that: server and host must agree.
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
+            self._host = _Host(data_dir, dashboard_host, dashboard_port)
+        self._client: Any = None
+        self._dashboard_url: str | None = None
+        self._not_ready: str | None = "Ray is being started"
+        self._quiet: set[str] = set()  # cancelled studies whose job has ended
+        self._queued: set[str] = set()  # studies for which there is no room yet
+        self._losses: dict[str, dict[int, str]] = {}  # why a study's drivers were lost, since one last began to work
+        self._stopping = threading.Event()
+        self._waking = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="cluster", daemon=True)
+
+    # -- for the server --------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop watching, and the Ray that is ours. Its studies go on when a server is started again."""
+        self._stopping.set()
+        self._waking.set()
+        self._thread.join(timeout=30)
+        if self._host is not None:
+            self._host.stop()
+
+    def wake(self) -> None:
+        self._waking.set()
+
+    def not_ready(self) -> str | None:
+        return self._not_ready
+
+    def waiting_for(self, study: StudyRecord) -> str | None:
+        """What must come before a driver works on the study; None: one does, or the study has ended."""
+        if study.state.is_finished:
+            return None
+        if self._not_ready is not None:
+            return f"Ray: {self._not_ready}"
+        if study.id in self._queued:
+            return f"one of the {MAX_RUNNING} studies before it to end"
+        return None if study.attempt > study.submitted_after else "its driver to start"
+
+    def job(self, study: StudyRecord) -> JobDocument | None:
+        if study.submissions == 0:
+            return None
+        name = submission_id(study, study.submissions)
+        url = self._dashboard_url
+        return {"submission_id": name, "dashboard_url": url and f"{url}/#/jobs/{name}"}
+
+    def log(self, study: StudyRecord) -> str:
+        """What the study's drivers have printed. Raises ConnectionError while Ray is away."""
+        client = self._client
+        if client is None:
+            raise ConnectionError(self._not_ready or "Ray is not there")
+        parts = []
+        for number in range(1, study.submissions + 1):
+            name = submission_id(study, number)
+            try:
+                parts.append(f"==> {name} <==\n{client.get_job_logs(name)}")
+            except (RuntimeError, OSError) as error:
+                if not _is_unknown(error):
+                    raise ConnectionError(f"Ray's dashboard does not answer: {error}") from error
+                parts.append(f"==> {name} <==\n(its log went with the Ray that it ran on)\n")
+        return "\n".join(parts)
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._not_ready = self._connect()
+                if self._not_ready is None:
+                    self._look_at_studies()
+            except OSError as error:
+                self._lose(error)
+            except Exception as error:  # the next round sees the same facts again
+                logger.exception("the cluster could not be looked after")
+                self._lose(error)
+            self._waking.wait(POLL_S)
+            self._waking.clear()
+
+    def _connect(self) -> str | None:
+        """Why the cluster cannot be used; None: it can."""
+        if self._host is not None and (reason := self._host.not_ready()) is not None:
+            self._disconnect(reason)
+            return reason
+        url = self._host.dashboard_url if self._host is not None else None
+        if self._client is not None and url in (None, self._dashboard_url):
+            return None
+        from service.cluster.session import prepare_environment
+
+        prepare_environment()
+        from ray.dashboard.utils import get_address_for_submission_client
+        from ray.job_submission import JobSubmissionClient
+
+        try:
+            url = url or get_address_for_submission_client(None)
+            self._client = JobSubmissionClient(url)
+        except Exception as error:  # Ray raises bare RuntimeError, ConnectionError, ValueError by what is wrong
+            return f"Ray's dashboard does not answer: {error}"
+        self._dashboard_url = url
+        logger.info("Ray's dashboard: %s", url)
+        return None
+
+    def _lose(self, error: Exception) -> None:
+        logger.warning("Ray's dashboard does not answer (%s)", type(error).__name__)
+        self._disconnect(f"Ray's dashboard does not answer: {error}")
+
+    def _disconnect(self, reason: str) -> None:
+        self._client, self._dashboard_url, self._not_ready = None, None, reason
+
+    def _look_at_studies(self) -> None:
+        studies = self._store.studies()
+        num_running = 0
+        queued: set[str] = set()
+        for study in studies:
+            if study.state is StudyState.CANCELLED:
+                self._stop_cancelled(study)
+            elif not study.state.is_finished:
+                has_driver = self._look_at(study, may_start=num_running < MAX_RUNNING)
+                num_running += has_driver
+                queued |= set() if has_driver else {study.id}
+        self._queued = queued
+
+    def _look_at(self, study: StudyRecord, *, may_start: bool) -> bool:
+        """Do what the study needs. Returns True if it has a driver, or will have one soon."""
+        job, message = self._job(study)
+        fruitless = self._store.fruitless_attempts(study.id)
+        step = next_step(study, job, fruitless=fruitless, now=time.time(), message=message)
+        if study.attempt > study.submitted_after and step.action == "wait":
+            self._losses.pop(study.id, None)
+        if step.action == "stop":
+            self._lose_driver(study, step.because)
+            self._client.stop_job(submission_id(study, study.submissions))
+        elif step.action == "give up":
+            logger.error("study %s: given up: %s", study.id, step.because)
+            self._store.open_attempt(study.id, because="giving up").set_state(StudyState.FAILED, step.because)
+            return False
+        elif step.action == "submit":
+            if not may_start:
+                return False
+            self._lose_driver(study, step.because)
+            # What the cluster never took is submitted again under its own name.
+            because = "; then ".join(self._losses.get(study.id, {}).values()) or None
+            self._submit(study, study.submissions + (not step.again), because)
+        return True
+
+    def _lose_driver(self, study: StudyRecord, because: str | None) -> None:
+        """Note why the last driver will not do; the first reason is the true one, what follows is its consequence."""
+        if because is not None:
+            self._losses.setdefault(study.id, {}).setdefault(study.submissions, because)
+
+    def _submit(self, study: StudyRecord, number: int, because: str | None) -> None:
+        self._store.record_submission(study.id, number)
+        name = submission_id(study, number)
+        logger.info("study %s: submitting %s%s", study.id, name, f" ({because})" if because else "")
+        # On a cluster of other machines the path of this process's interpreter means nothing.
+        python = sys.executable if self._host is not None else "python"
+        command = [python, "-m", JOB_MODULE, "--data", str(self._data_dir), "--study", study.id]
+        if self._host is not None and (address := self._host.address) is not None:
+            command += ["--ray-address", address]
+        try:
+            self._client.submit_job(
+                entrypoint=shlex.join([*command, *(["--because", because] if because else [])]),
+                submission_id=name,
+                metadata={"job_name": study.name, "study_id": study.id},  # the dashboard lists jobs by "job_name"
+            )
+        except RuntimeError as error:  # a cluster that comes up answers before its agents take jobs
+            raise ConnectionError(f"Ray takes no jobs yet: {error}") from error
+
+    def _stop_cancelled(self, study: StudyRecord) -> None:
+        if study.id in self._quiet:
+            return
+        if self._job(study)[0] in ("PENDING", "RUNNING"):
+            self._client.stop_job(submission_id(study, study.submissions))
+        else:
+            self._quiet.add(study.id)
+
+    def _job(self, study: StudyRecord) -> tuple[str | None, str | None]:
+        """State of the last driver's job and what the cluster says of it, in a line; (None, None): unknown."""
+        if study.submissions == 0:
+            return None, None
+        try:
+            info = self._client.get_job_info(submission_id(study, study.submissions))
+        except RuntimeError as error:
+            if _is_unknown(error):
+                return None, None
+            raise
+        message, _, _ = (info.message or "").partition(", last available logs")
+        return str(info.status.value), message.partition("\n")[0] or None
+
+
+def _is_unknown(error: Exception) -> bool:
+    """Ray's client has one class for all refusals; this one says that there is no such job."""
+    return "does not exist" in str(error) or "status code 404" in str(error)
+
+
+class _Host:
+    """Our own Ray on this machine, in the process `service.cluster.local_ray`; started again when it has died."""
+
+    def __init__(self, data_dir: Path, dashboard_host: str, dashboard_port: int | None) -> None:
+        self._data_dir = data_dir
+        self._arguments = ["--dashboard-host", dashboard_host]
+        if dashboard_port is not None:
+            self._arguments += ["--dashboard-port", str(dashboard_port)]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._failures = 0
+        self._started_at = 0.0
+
+    @property
+    def address(self) -> str | None:
+        record = read_host(self._data_dir)
+        return record.address if record is not None else None
+
+    @property
+    def dashboard_url(self) -> str | None:
+        record = read_host(self._data_dir)
+        return record.dashboard_url if record is not None else None
+
+    def not_ready(self) -> str | None:
+        """Start Ray if there is none. Returns why it is not there yet."""
+        record = read_host(self._data_dir)
+        started = self._process.pid if self._process is not None else None
+        if record is not None and record.is_alive() and started in (None, record.process):
+            self._failures = 0
+            return None
+        if self._process is not None and self._process.poll() is None:
+            return "Ray is being started"
+        log_file = self._data_dir / "ray_host.log"
+        if self._process is not None:
+            self._failures += 1
+            wait_s = min(2.0**self._failures, 60.0) - (time.monotonic() - self._started_at)
+            if wait_s > 0:
+                self._failures -= 1
+                return f"Ray ended and is started again in {wait_s:.0f} s; its log is {log_file}"
+        if record is not None:
+            logger.warning("Ray (process %d) is gone; starting it again", record.process)
+            stop_processes(record)
+            (self._data_dir / HOST_FILE).unlink(missing_ok=True)
+        self._started_at = time.monotonic()
+        with log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "service.cluster.local_ray", str(self._data_dir), *self._arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for the server, which stops Ray in its own time
+            )
+        return "Ray is being started"
+
+    def stop(self) -> None:
+        import psutil
+
+        record = read_host(self._data_dir)
+        processes = [record.process] if record is not None and record.is_alive() else []
+        if self._process is not None and self._process.poll() is None:
+            processes.append(self._process.pid)
+        for number in set(processes):
+            try:
+                process = psutil.Process(number)
+                process.terminate()
+                process.wait(timeout=20)
+            except psutil.TimeoutExpired:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        if record is not None:
+            stop_processes(record)

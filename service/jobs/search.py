@@ -1,0 +1,109 @@
+"""The driver of one study as a Ray Job: `python -m service.jobs.search --data DIR --study ID`.
+
+The same code as `mergesearch run`, on a store and on replicas that are shared with other studies. Exit code 0: the
+study has ended, well or badly, and says so itself; 1: it has not, and another driver may take it up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+
+from search_spaces.errors import InvalidStudy
+from search_spaces.study.file import Study
+from service.cli.progress import ProgressStyle, ProgressView
+from service.cluster.session import ray_session
+from service.errors import Conflict, NotFound, StaleAttempt, StudyFailed
+from service.store import Store, StudyWriter
+from service.studies.attempt import Clock, execute
+from service.studies.preflight.examine import Examination, check_unchanged, examine, pinned
+from service.types import StudyState
+from workers.errors import EngineUnavailable
+from workers.types import Scorer
+
+__all__ = ["DATABASE", "drive"]
+
+DATABASE = "mergesearch.db"
+
+# Replicas that no study has used for so long give their memory and GPUs back.
+KEEP_IDLE_S = 600.0
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m service.jobs.search", description=__doc__)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--study", required=True)
+    # Where several Rays run on a machine, Ray's jobs may be told the address of another than theirs (Ray 2.60).
+    parser.add_argument("--ray-address", help="the cluster to join (default: what Ray says)")
+    parser.add_argument("--because", help="why another driver was needed")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if options.ray_address:
+        os.environ["RAY_ADDRESS"] = options.ray_address
+    store = Store(f"sqlite:///{options.data / DATABASE}")
+    try:
+        return drive(store, options.study, work_dir=options.data / "studies" / options.study, because=options.because)
+    finally:
+        store.close()
+
+
+def drive(store: Store, study_id: str, *, work_dir: Path, because: str | None = None) -> int:
+    """Take a stored study over and work on it. Returns the process's exit code."""
+    try:
+        writer = store.open_attempt(study_id, because=because)
+    except (StaleAttempt, NotFound) as error:
+        logger.info("%s", error)
+        return 0
+    record = store.study(study_id)
+    try:
+        with Clock(writer, record.wall_clock_s) as clock, ProgressView(ProgressStyle.LINES, interval_s=30.0) as view:
+            examination = examine(pinned(Study.model_validate(record.document), record.facts), note=view.note)
+            check_unchanged(record, examination.facts())
+            with ray_session():
+                scorer = _shared_scorer(examination)
+                execute(store, writer, examination, scorer, work_dir=work_dir, clock=clock, view=view)
+        return 0
+    except StudyFailed as error:  # stored already
+        logger.error("%s", error)
+        return 0
+    except (InvalidStudy, Conflict) as error:
+        _end(writer, StudyState.FAILED, str(error))
+        return 0
+    except StaleAttempt as error:
+        logger.info("%s", error)
+        return 0
+    except (EngineUnavailable, ConnectionError) as error:
+        _end(writer, StudyState.STOPPED, str(error))
+        return 1
+    except Exception as error:
+        logger.exception("the driver failed")
+        _end(writer, StudyState.STOPPED, f"{type(error).__name__}: {error}")
+        return 1
+
+
+def _shared_scorer(examination: Examination) -> Scorer:
+    from workers.serving.replica import deploy_scorer
+
+    return deploy_scorer(
+        examination.family,
+        examination.engine_options,
+        replicas=examination.study.engine.replicas,
+        keep_idle_s=KEEP_IDLE_S,
+    )
+
+
+def _end(writer: StudyWriter, state: StudyState, reason: str) -> None:
+    logger.error("%s: %s", state.value, reason)
+    try:
+        writer.set_state(state, reason)
+    except StaleAttempt as error:
+        logger.info("%s", error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

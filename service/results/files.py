@@ -1,0 +1,303 @@
+"""The files a run leaves: trials.jsonl, summary.json and pareto.json.
+
+Everything is computed from stored records: writing the files again gives the same files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from search_spaces.objectives import REFERENCE_COST, Objective, hypervolume
+from service.results.selection import accuracy_objectives, best_trial, costs_of, pareto_front
+from service.results.statistics import Z, independent_difference, mean_of
+from service.schemas.files import (
+    EngineDocument,
+    EstimateDocument,
+    HoldoutDocument,
+    ObjectiveDocument,
+    ParetoDocument,
+    SummaryDocument,
+    TrialDocument,
+    VerificationDocument,
+)
+from service.types import Comparison, Estimate, Origin, StudyRecord, TrialRecord, TrialState
+from workers.types import VerificationReport
+
+__all__ = [
+    "EngineFigures",
+    "RunRecord",
+    "pareto",
+    "summary",
+    "trial_document",
+    "trials_jsonl",
+    "write_results",
+]
+
+
+@dataclass(frozen=True)
+class EngineFigures:
+    """What the engines of a run were (program, dtype, size and place of the source weights) and did: starts, recipe
+    swaps with the seconds of each, and the share of the search's wall-clock in which an engine was scoring or swapping
+    (None if not measured)."""
+
+    starts: int = 0
+    kinds: tuple[str, ...] = ()
+    swap_s: tuple[float, ...] = ()
+    busy_fraction: float | None = None
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """Everything that result files and report are made of.
+
+    `full_budget` is the sample count per objective at the last rung; `holdout` the held-out stage's comparisons, with
+    differences "this row minus the best trial"; `samples_per_second` is of the search, None if nothing was scored.
+    """
+
+    study: StudyRecord
+    objectives: tuple[Objective, ...]
+    trials: tuple[TrialRecord, ...]
+    full_budget: Mapping[str, int]
+    holdout: tuple[Comparison, ...] = ()
+    verifications: tuple[VerificationReport, ...] = ()
+    engine: EngineFigures = field(default_factory=EngineFigures)
+    wall_clock_s: float = 0.0
+    samples_per_second: float | None = None
+    version: str = ""
+
+
+# -- from records to documents -----------------------------------------------------------------------------------------
+
+
+def trial_document(trial: TrialRecord) -> TrialDocument:
+    return {
+        "number": trial.number,
+        "origin": trial.origin.value,
+        "label": trial.label,
+        "state": trial.state.value,
+        "reason": trial.reason,
+        "bracket": trial.bracket,
+        "configuration": None if trial.configuration is None else dict(trial.configuration),
+        "recipe_digest": trial.recipe.digest,
+        "rungs": [
+            {
+                "rung": rung.rung,
+                "samples": dict(rung.num_samples),
+                "values": dict(rung.values),
+                "standard_errors": dict(rung.standard_errors),
+            }
+            for rung in trial.rungs
+        ],
+        "values": dict(trial.values),
+        "standard_errors": dict(trial.standard_errors),
+        "samples_scored": trial.samples_scored,
+        "samples_reused": trial.samples_reused,
+        "timings_s": dict(trial.timings_s),
+    }
+
+
+def trials_jsonl(trials: Iterable[TrialRecord]) -> str:
+    """One JSON object a line, by trial number."""
+    return "".join(
+        _json(trial_document(trial), indent=None) + "\n" for trial in sorted(trials, key=lambda trial: trial.number)
+    )
+
+
+def pareto(run: RunRecord) -> ParetoDocument:
+    front = pareto_front(run.trials, run.objectives)
+    return {
+        "objectives": [_objective_document(objective) for objective in run.objectives],
+        "reference_point": [REFERENCE_COST] * len(run.objectives),
+        "hypervolume": hypervolume([costs_of(trial, run.objectives) for trial in front]),
+        "front": [
+            {
+                "trial": trial.number,
+                "label": trial.label,
+                "origin": trial.origin.value,
+                "values": dict(trial.values),
+                "standard_errors": dict(trial.standard_errors),
+                "recipe_digest": trial.recipe.digest,
+            }
+            for trial in front
+        ],
+    }
+
+
+def summary(run: RunRecord) -> SummaryDocument:
+    best = best_trial(run.trials, run.objectives)
+    bias = _selection_bias(run, best)
+    averaged = [bias[name].value for name in accuracy_objectives(run.objectives) if name in bias]
+    states = Counter(trial.state for trial in run.trials)
+    return {
+        "study": run.study.name,
+        "state": run.study.state.value,
+        "reason": run.study.reason,
+        "seed": int(run.study.document.get("search", {}).get("seed", 0)),
+        "version": run.version,
+        "trials": {state.value: states[state] for state in TrialState if states[state]},
+        "samples": {
+            "scored": sum(trial.samples_scored for trial in run.trials),
+            "reused": sum(trial.samples_reused for trial in run.trials),
+            "full_budget": _samples_of_full_budget(run),
+            "per_second": run.samples_per_second,
+        },
+        "wall_clock_s": run.wall_clock_s,
+        "engine": _engine_document(run.engine),
+        "best": None
+        if best is None
+        else {
+            "trial": best.number,
+            "label": best.label,
+            "origin": best.origin.value,
+            "recipe_digest": best.recipe.digest,
+            "values": dict(best.values),
+        },
+        "holdout": [_holdout_document(row, run) for row in run.holdout],
+        "selection_bias": statistics.fmean(averaged) if averaged else None,
+        "selection_bias_by_objective": {name: _estimate_document(estimate) for name, estimate in bias.items()},
+        "verification": _verification_document(run.verifications),
+        "failures": [
+            {"trial": trial.number, "reason": trial.reason or "no reason was stored"}
+            for trial in run.trials
+            if trial.state is TrialState.FAIL
+        ],
+    }
+
+
+def write_results(directory: Path, run: RunRecord, *, report: str | None = None) -> tuple[Path, ...]:
+    """Write trials.jsonl, summary.json, pareto.json and, if given, report.html into `directory`.
+
+    Each file appears whole or not at all (written beside it, then renamed). Raises ValueError on numbers that JSON
+    does not know (NaN, inf): nothing is written then.
+    """
+    texts = {
+        "trials.jsonl": trials_jsonl(run.trials),
+        "summary.json": _json(summary(run)) + "\n",
+        "pareto.json": _json(pareto(run)) + "\n",
+    }
+    if report is not None:
+        texts["report.html"] = report
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        _write_whole(directory / name, text)
+    return tuple(directory / name for name in texts)
+
+
+def _objective_document(objective: Objective) -> ObjectiveDocument:
+    document: ObjectiveDocument = {
+        "name": objective.name,
+        "direction": objective.direction,
+        "metric": objective.metric,
+    }
+    if objective.range is not None:
+        document["range"] = list(objective.range)
+    return document
+
+
+def _samples_of_full_budget(run: RunRecord) -> int:
+    recipes = {trial.recipe.digest for trial in run.trials if trial.state is not TrialState.FAIL}
+    return len(recipes) * sum(run.full_budget.values())
+
+
+def _engine_document(engine: EngineFigures) -> EngineDocument:
+    swap_s = engine.swap_s
+    return {
+        "starts": engine.starts,
+        "kinds": list(engine.kinds),
+        "busy_fraction": engine.busy_fraction,
+        "swaps": len(swap_s),
+        "swap_s": {
+            "median": float(np.median(swap_s)) if swap_s else None,
+            "p95": float(np.percentile(swap_s, 95)) if swap_s else None,
+            "max": max(swap_s) if swap_s else None,
+        },
+    }
+
+
+def _estimate_document(estimate: Estimate) -> EstimateDocument:
+    return {
+        "value": estimate.value,
+        "ci95": list(estimate.ci95),
+        "standard_error": estimate.standard_error,
+        "samples": estimate.samples,
+    }
+
+
+def _holdout_document(row: Comparison, run: RunRecord) -> HoldoutDocument:
+    averaged = [row.values[name] for name in accuracy_objectives(run.objectives) if name in row.values]
+    origins = {trial.number: trial.origin for trial in run.trials}
+    return {
+        "label": row.label,
+        "trial": row.trial,
+        "origin": origins.get(row.trial, Origin.SEARCH).value,
+        "values": {name: _estimate_document(estimate) for name, estimate in row.values.items()},
+        "mean": _estimate_document(mean_of(averaged)) if averaged else None,
+        "differences": {name: _estimate_document(estimate) for name, estimate in row.differences.items()},
+    }
+
+
+def _selection_bias(run: RunRecord, best: TrialRecord | None) -> dict[str, Estimate]:
+    """Search value minus held-out value of the best trial, by objective: different samples, so no pairing."""
+    row = next((row for row in run.holdout if best is not None and row.trial == best.number), None)
+    if row is None or best is None:
+        return {}
+    bias = {}
+    for name, value in best.values.items():
+        if name in row.values:
+            error = best.standard_errors.get(name, 0.0)
+            on_search = Estimate(value, error, run.full_budget.get(name, 0), (value - Z * error, value + Z * error))
+            bias[name] = independent_difference(on_search, row.values[name])
+    return bias
+
+
+def _verification_document(reports: Sequence[VerificationReport]) -> VerificationDocument:
+    beyond = sum(report.num_beyond for report in reports)
+    samples, equal = sum(r.num_samples for r in reports), sum(r.num_equal for r in reports)
+    status: Literal["equal", "within tolerance", "disagreement", "not verified"]
+    if not reports:
+        status = "not verified"
+    elif beyond:
+        status = "disagreement"
+    else:
+        status = "equal" if equal == samples else "within tolerance"
+    return {
+        "status": status,
+        "trials": len(reports),
+        "samples": samples,
+        "equal": equal,
+        "beyond_tolerance": beyond,
+        "tolerance": max((report.tolerance for report in reports), default=None),
+        "max_logprob_difference": max((report.max_logprob_difference for report in reports), default=None),
+        "differences": [dict(difference) for report in reports for difference in report.differences],
+    }
+
+
+def _json(document: Any, indent: int | None = 2) -> str:
+    return json.dumps(document, indent=indent, allow_nan=False, ensure_ascii=False)
+
+
+def _write_whole(file: Path, text: str) -> None:
+    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        # mkstemp's files are for their owner alone; results are ordinary files.
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, file)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

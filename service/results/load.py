@@ -1,0 +1,118 @@
+"""From the store's rows to everything that result files and report are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+
+from search_spaces.objectives import Objective
+from service.results.files import EngineFigures, RunRecord
+from service.results.selection import accuracy_objectives, best_trial, held_out
+from service.results.statistics import compare
+from service.store import Store
+from service.types import Comparison, TrialRecord
+from workers.types import VerificationReport
+
+__all__ = ["run_record"]
+
+# No engine waits this long for work while a driver lives; starting again takes longer.
+PAUSE_S = 30.0
+
+
+def run_record(store: Store, study_id: str) -> RunRecord:
+    """The study as far as it is stored."""
+    study = store.study(study_id)
+    objectives = tuple(
+        Objective(o["name"], o["metric"], o["direction"], o["range"] and tuple(o["range"]))
+        for o in study.facts["objectives"]
+    )
+    trials = store.trials(study_id)
+    evidence = store.evidence(study_id)
+    searched = [row for row in evidence if any(key.startswith("search ") for key in row["prompts"])]
+    return RunRecord(
+        study=study,
+        objectives=objectives,
+        trials=trials,
+        full_budget=study.facts["rung_samples"][-1],
+        holdout=_holdout(store, study_id, trials, objectives),
+        verifications=_verifications(store.document(study_id, "verification")),
+        engine=_engine(evidence, searched, num_replicas=study.document["engine"]["replicas"]),
+        wall_clock_s=study.wall_clock_s,
+        samples_per_second=_rate(searched),
+        version=version("mergesearch"),
+    )
+
+
+def _holdout(
+    store: Store, study_id: str, trials: Sequence[TrialRecord], objectives: Sequence[Objective]
+) -> tuple[Comparison, ...]:
+    """Rows of the held-out table; none until the best trial has been scored there."""
+    winner = best_trial(trials, objectives)
+    values = store.sample_values(study_id, "holdout")
+    if winner is None or winner.recipe.digest not in values:
+        return ()
+    names = [objective.name for objective in objectives]
+    reference = _arrays(values[winner.recipe.digest], names)
+    bounds = {objective.name: objective.range for objective in objectives if objective.range}
+    rows = []
+    for trial in held_out(trials, objectives):
+        samples = _arrays(values.get(trial.recipe.digest, {}), names)
+        if {name: len(v) for name, v in samples.items()} != {name: len(v) for name, v in reference.items()}:
+            continue  # not yet scored, or it failed there
+        rows.append(
+            compare(
+                trial.label,
+                trial.number,
+                samples,
+                reference=reference,
+                mean_over=accuracy_objectives(objectives),
+                bounds=bounds,
+            )
+        )
+    return tuple(rows)
+
+
+def _arrays(
+    values: Mapping[str, Mapping[int, float]], names: Sequence[str]
+) -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:
+    return {name: np.array([values[name][p] for p in sorted(values[name])]) for name in names if name in values}
+
+
+def _verifications(document: Mapping[str, Any] | None) -> tuple[VerificationReport, ...]:
+    reports = (document or {}).get("reports", ())
+    return tuple(VerificationReport(**{k: v for k, v in report.items() if k != "trial"}) for report in reports)
+
+
+def _engine(
+    evidence: Sequence[Mapping[str, Any]], searched: Sequence[Mapping[str, Any]], *, num_replicas: int
+) -> EngineFigures:
+    swaps = [row["timings_s"].get("materialise", 0.0) + row["timings_s"].get("swap", 0.0) for row in searched]
+    span = _span_s(searched)
+    busy = sum(sum(s for n, s in row["timings_s"].items() if n != "wait") for row in searched)
+    return EngineFigures(
+        starts=len({row["replica"] for row in evidence}),  # also of engines that were killed and told us nothing
+        kinds=tuple(sorted({row["engine"] for row in evidence})),
+        swap_s=tuple(seconds for seconds in swaps if seconds > 0),
+        busy_fraction=min(1.0, busy / (span * num_replicas)) if span else None,
+    )
+
+
+def _rate(searched: Sequence[Mapping[str, Any]]) -> float | None:
+    span = _span_s(searched)
+    return sum(row["num_samples"] for row in searched) / span if span else None
+
+
+def _span_s(searched: Sequence[Mapping[str, Any]]) -> float | None:
+    """Seconds from the start of the first search chunk to the end of the last, without pauses between attempts."""
+    total, end = 0.0, 0.0
+    for row in sorted(searched, key=lambda row: row["finished_at"]):
+        finished = row["finished_at"]
+        started = finished - sum(seconds for name, seconds in row["timings_s"].items() if name != "wait")
+        if started - end > PAUSE_S:
+            end = started
+        total += max(0.0, finished - end)
+        end = max(end, finished)
+    return total or None

@@ -1,0 +1,70 @@
+"""The section on held-out data: a forest plot of each objective and of their mean, and the table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from service.cli.tables import sort_holdout
+from service.results.files import RunRecord
+from service.results.report.charts import Interval, Legend, forest, legend, nice_scale
+from service.results.report.texts import interval_text, row_name
+from service.schemas.files import SummaryDocument
+
+__all__ = ["holdout_section"]
+
+
+def holdout_section(run: RunRecord, document: SummaryDocument) -> dict[str, Any] | None:
+    """What the template draws of the held-out stage; None before that stage."""
+    rows = sort_holdout(document["holdout"])
+    if not rows:
+        return None
+    best = document["best"]["trial"] if document["best"] else None
+    names = list(dict.fromkeys(name for row in rows for name in row["values"]))
+
+    def chart(name: str, *, is_mean: bool) -> dict[str, Any]:
+        estimates = [(row, row["mean"] if is_mean else row["values"].get(name)) for row in rows]
+        intervals = [
+            Interval(
+                row_name(row),
+                estimate["value"],
+                low=estimate["ci95"][0],
+                high=estimate["ci95"][1],
+                css="best" if row["trial"] == best else row["origin"],
+                title=f"{row_name(row)}: {interval_text(estimate)}, {estimate['samples']} samples",
+            )
+            for row, estimate in estimates
+            if estimate is not None
+        ]
+        ends = [end for interval in intervals for end in (interval.low, interval.high)]
+        mine = next((estimate for row, estimate in estimates if estimate and row["trial"] == best), None)
+        drawn = forest(
+            intervals,
+            nice_scale(ends, bounds=_bounds(run, name)),
+            label=f"{name} on held-out data with 95 % intervals, {len(intervals)} rows; values are in the table below",
+            reference=mine["value"] if mine else None,
+        )
+        return {"name": name, "svg": drawn}
+
+    has_mean = len(names) > 1 and any(row["mean"] for row in rows)
+    return {
+        "names": names,
+        "has_mean": has_mean,
+        "rows": [{"name": row_name(row), "is_best": row["trial"] == best, **row} for row in rows],
+        "difference_key": "mean" if has_mean else names[0],
+        "mean_chart": chart("mean", is_mean=True) if has_mean else None,
+        "charts": [chart(name, is_mean=False) for name in names],
+        "legend": legend(
+            [
+                Legend("best on search data", "dot best"),
+                Legend("finalist", "dot search"),
+                Legend("base or expert", "dot source"),
+                Legend("published recipe", "dot published"),
+            ]
+        ),
+    }
+
+
+def _bounds(run: RunRecord, name: str) -> tuple[float, float] | None:
+    if name == "mean":
+        return (0.0, 1.0)
+    return next((objective.range or (0.0, 1.0) for objective in run.objectives if objective.name == name), None)

@@ -1,0 +1,151 @@
+"""A recipe as a picture: layers by components, coloured by method, with every model's part in it.
+
+Prepares what report.html.j2 draws; knows nothing of trials and scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from markupsafe import Markup
+
+from search_spaces.recipe import COMPONENTS, Component, LayerRecipe, Merge, Recipe
+from service.results.report.charts import Bar, Legend, legend, stacked_bar
+
+__all__ = ["layer_runs", "model_shares", "recipe_picture"]
+
+NUM_COLOURS = 8
+# These have the same colour in every report, the first one grey.
+USUAL_METHODS = ("passthrough", "task_arithmetic", "ties", "linear", "slerp")
+
+
+def recipe_picture(recipe: Recipe, *, experts: Sequence[str] = ()) -> dict[str, Any]:
+    """What the template draws of a recipe. `experts` are aliases in the order to show them in; others follow."""
+    models = list(dict.fromkeys([recipe.base, *experts, *recipe.models]))
+    colours = dict.fromkeys(models[:1], "var(--base)")
+    colours |= {alias: f"var(--c{index % NUM_COLOURS})" for index, alias in enumerate(models[1:])}
+    methods = list(dict.fromkeys([*USUAL_METHODS, *(merge.method for merge in recipe.merges())]))
+    method_colours = {method: f"var(--m{index % NUM_COLOURS})" for index, method in enumerate(methods)}
+
+    def bar(shares: Mapping[str, float]) -> Markup:
+        return stacked_bar([Bar(alias, shares.get(alias, 0.0), f"background:{colours[alias]}") for alias in models])
+
+    def cell(merge: Merge) -> dict[str, Any]:
+        sources = sorted(_source_texts(merge), key=lambda pair: models.index(pair[0]))
+        numbers = [(name, value) for name, value in merge.coefficients.items() if not isinstance(value, tuple)]
+        return {
+            "method": merge.method.replace("_", " "),
+            "colour": method_colours[merge.method],
+            "numbers": ", ".join(f"{_symbol(name)} {value:.2f}" for name, value in numbers),
+            "sources": [{"model": model, "colour": colours[model], "text": text} for model, text in sources],
+            "bar": bar(model_shares(merge)),
+        }
+
+    rows = []
+    for start, stop, layer in layer_runs(recipe.layers):
+        merges = [layer.component(component) for component in COMPONENTS]
+        rows.append(
+            {
+                "name": f"layer {start}" if stop == start + 1 else f"layers {start} to {stop - 1}",
+                "cells": [cell(merge) for merge in (merges[:1] if len(set(merges)) == 1 else merges)],
+                "note": "" if layer.scale == 1 else f"scale {layer.scale:.3f}",
+            }
+        )
+    used = [alias for alias in models if any(alias in model_shares(merge) for merge in recipe.merges())]
+    return {
+        "components": COMPONENTS,
+        "embedding": cell(recipe.embedding),
+        "rows": rows,
+        "head": cell(recipe.head),
+        "legend": legend([Legend(alias, "swatch", "square", style=f"fill:{colours[alias]}") for alias in used]),
+        "models": used,
+        "contributions": [
+            {
+                "name": name,
+                "shares": [shares.get(alias, 0.0) for alias in used],
+                "bar": bar(shares),
+            }
+            for name, shares in _contributions(recipe)
+        ],
+        "digest": recipe.digest,
+    }
+
+
+def _symbol(name: str) -> str:
+    return {"lambda": "λ"}.get(name, name)
+
+
+def layer_runs(layers: Sequence[LayerRecipe]) -> Iterator[tuple[int, int, LayerRecipe]]:
+    """Runs of layers that are merged alike, each from its own layers: (start, stop, first of the run)."""
+
+    def shape(index: int) -> tuple[object, ...]:
+        layer = layers[index]
+        merges = tuple(
+            (
+                merge.method,
+                tuple((s.model, None if s.layer is None else s.layer - index) for s in merge.sources),
+                tuple(merge.coefficients.items()),
+                merge.seed,
+            )
+            for merge in (layer.component(component) for component in COMPONENTS)
+        )
+        return (merges, layer.scale, layer.alignment)
+
+    start = 0
+    for index in range(1, len(layers) + 1):
+        if index == len(layers) or shape(index) != shape(start):
+            yield start, index, layers[start]
+            start = index
+
+
+def _source_texts(merge: Merge) -> Iterator[tuple[str, str]]:
+    """Each source's model and its own coefficient, where it has one."""
+    per_source = [value for value in merge.coefficients.values() if isinstance(value, tuple)]
+    for index, source in enumerate(merge.sources):
+        text = " ".join(f"{value[index]:.2f}" for value in per_source)
+        if merge.method == "slerp":
+            t = merge.number("t")
+            text = f"{(1 - t, t)[index]:.2f}"
+        yield source.model, text
+
+
+def model_shares(merge: Merge) -> dict[str, float]:
+    """How much each model takes part in a merge, summing to 1: by size of its coefficient, equally without one. Of
+    methods on task vectors that is the share of the change; the base, which all start from, is not counted."""
+    if merge.method == "slerp":
+        t = merge.number("t")
+        weights: tuple[float, ...] = (1 - t, t)
+    else:
+        own = merge.coefficients.get("weight", merge.coefficients.get("lambda"))
+        weights = tuple(map(abs, own)) if isinstance(own, tuple) else (1.0,) * len(merge.sources)
+    total = sum(weights)
+    shares: dict[str, float] = {}
+    for source, weight in zip(merge.sources, weights, strict=True):
+        shares[source.model] = shares.get(source.model, 0.0) + (weight / total if total else 0.0)
+    return shares
+
+
+def _contributions(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, float]]]:
+    """Mean shares over all layers, and by component, embedding and head."""
+
+    def mean(merges: Sequence[Merge]) -> dict[str, float]:
+        shares: dict[str, float] = {}
+        for merge in merges:
+            for model, share in model_shares(merge).items():
+                shares[model] = shares.get(model, 0.0) + share / len(merges)
+        return shares
+
+    in_layers = [layer.component(component) for layer in recipe.layers for component in COMPONENTS]
+    if in_layers:
+        yield "all layers", mean(in_layers)
+    for component in _distinct_components(recipe):
+        yield component, mean([layer.component(component) for layer in recipe.layers])
+    yield "embedding", mean([recipe.embedding])
+    yield "head", mean([recipe.head])
+
+
+def _distinct_components(recipe: Recipe) -> tuple[Component, ...]:
+    """Components, unless every layer is merged as a whole: then they say nothing that "all layers" does not."""
+    is_whole = all(layer.attention == layer.mlp == layer.norm for layer in recipe.layers)
+    return () if is_whole else COMPONENTS

@@ -1,0 +1,105 @@
+"""The report's words and numbers: how values and trials are written, and the headline with the figures under it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from service.cli.progress import duration
+from service.results.files import RunRecord
+from service.schemas.files import EstimateDocument, HoldoutDocument, SummaryDocument
+from service.types import Origin, TrialRecord
+
+__all__ = ["headline", "interval_text", "key_figures", "number_text", "row_name", "trial_name"]
+
+
+def number_text(value: float | None, *, signed: bool = False) -> str:
+    if value is None:
+        return "n/a"
+    text = f"{value:+.3f}" if signed else f"{value:.3f}" if abs(value) < 1000 else f"{value:,.0f}"
+    return text.replace("-", "−")  # noqa: RUF001  a minus sign, as wide as a plus
+
+
+def interval_text(estimate: EstimateDocument) -> str:
+    low, high = (number_text(limit) for limit in estimate["ci95"])
+    return f"{number_text(estimate['value'])} [{low}, {high}]"
+
+
+def trial_name(trial: TrialRecord) -> str:
+    return f"trial {trial.number}" if trial.origin is Origin.SEARCH else trial.label
+
+
+def row_name(row: HoldoutDocument) -> str:
+    return f"trial {row['trial']}" if row["origin"] == Origin.SEARCH else row["label"]
+
+
+def _score(row: HoldoutDocument) -> EstimateDocument | None:
+    """What rows are ranked by: the mean, or the only objective's value."""
+    return row["mean"] or (next(iter(row["values"].values())) if len(row["values"]) == 1 else None)
+
+
+def headline(document: SummaryDocument) -> str:
+    """What the run found, in one or two sentences."""
+    best = document["best"]
+    if best is None:
+        return "No trial has reached the full budget yet."
+    name = f"Trial {best['trial']}" if best["origin"] == Origin.SEARCH else best["label"]
+    if best["origin"] == Origin.SOURCE:
+        name = f"No merge beat the single model {best['label']}: it"
+    rows = document["holdout"]
+    mine = next((row for row in rows if row["trial"] == best["trial"]), None)
+    score = None if mine is None else _score(mine)
+    if mine is None or score is None:
+        values = ", ".join(f"{key} {number_text(value)}" for key, value in best["values"].items())
+        return f"{name} is best on search data: {values}. Nothing was scored on held-out data yet."
+    kind = "a mean of " if len(mine["values"]) > 1 else ""
+    rivals = [
+        text
+        for origin, what in ((Origin.SOURCE, "best single model"), (Origin.PUBLISHED, "best published recipe"))
+        if origin != best["origin"] and (text := _rival(rows, origin, what, best["trial"]))
+    ]
+    end = f": {' and '.join(rivals).rstrip(',')} (95 % intervals, paired)." if rivals else "."
+    return f"{name} reaches {kind}{number_text(score['value'])} on held-out data{end}"
+
+
+def _rival(rows: Sequence[HoldoutDocument], origin: Origin, what: str, best: int) -> str:
+    """How far the best trial is from the best row of `origin`, with the paired interval turned to "best minus row"."""
+    scored = [(score["value"], row) for row in rows if row["origin"] == origin and (score := _score(row))]
+    rival = max((pair for pair in scored if pair[1]["trial"] != best), key=lambda pair: pair[0], default=None)
+    if rival is None:
+        return ""
+    differences = rival[1]["differences"]
+    difference = differences.get("mean") or next(iter(differences.values()), None)
+    if difference is None:
+        return ""
+    value, low, high = -difference["value"], -difference["ci95"][1], -difference["ci95"][0]
+    where = f"the {what}, {rival[1]['label']}"
+    if low > 0:
+        return f"{number_text(value)} [{number_text(low)}, {number_text(high)}] above {where},"
+    if high < 0:
+        return f"{number_text(-value)} [{number_text(-high)}, {number_text(-low)}] below {where},"
+    limits = f"[{number_text(low, signed=True)}, {number_text(high, signed=True)}]"
+    return f"not distinguishable from {where}, difference {limits},"
+
+
+def key_figures(run: RunRecord, document: SummaryDocument) -> list[tuple[str, str, str]]:
+    """(what, figure, note) for the band under the headline."""
+    figures = []
+    best = document["best"]
+    if best is not None:
+        row = next((row for row in document["holdout"] if row["trial"] == best["trial"]), None)
+        if row is not None and (score := _score(row)) is not None:
+            low, high = score["ci95"]
+            figures.append(("held-out", number_text(score["value"]), f"95 % {number_text(low)} to {number_text(high)}"))
+        if (bias := document["selection_bias"]) is not None:
+            figures.append(("selection bias", number_text(bias, signed=True), "search minus held-out"))
+    counts = document["trials"]
+    parts = [f"{counts[s]} {s.lower()}" for s in ("COMPLETE", "PRUNED", "RUNNING", "FAIL") if counts.get(s)]
+    figures.append(("trials", f"{len(run.trials):,}", ", ".join(parts)))
+    samples = document["samples"]
+    note = "nothing reused"
+    if samples["full_budget"]:
+        note = f"{samples['scored'] / samples['full_budget']:.0%} of scoring all in full"
+    figures.append(("samples scored", f"{samples['scored']:,}", note))
+    speed = f"{samples['per_second']:.0f} samples/s" if samples["per_second"] else ""
+    figures.append(("wall-clock", duration(run.wall_clock_s), speed))
+    return figures

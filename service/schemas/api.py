@@ -1,0 +1,253 @@
+"""The shapes of what the server answers beside the documents of a run: studies, events, exports, plots, problems.
+
+Server and client share them. Keys may be added in later versions, never renamed or removed.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field
+
+# pydantic reads typing's own TypedDict only from Python 3.12 on.
+from typing_extensions import TypedDict
+
+from service.schemas.files import HoldoutDocument, Number, ObjectiveDocument, State, TrialDocument, Values
+
+__all__ = [
+    "BudgetPlot",
+    "EndDocument",
+    "EventDocument",
+    "EventsDocument",
+    "ExportDocument",
+    "ExportsDocument",
+    "FieldProblem",
+    "FrontPlot",
+    "FrontPoint",
+    "HistoryPlot",
+    "HistorySeries",
+    "HoldoutPlot",
+    "JobDocument",
+    "MergePicture",
+    "PlotDocument",
+    "PlotsDocument",
+    "ProblemDocument",
+    "ProgressDocument",
+    "RecipePlot",
+    "StudiesDocument",
+    "StudyDocument",
+    "TrialsDocument",
+]
+
+Time = Annotated[str, Field(description="RFC 3339, in UTC.")]
+
+
+class ProgressDocument(TypedDict):
+    """How far a study's driver is; overwritten as it goes on."""
+
+    study: str
+    stage: Literal["searching", "held-out"]
+    trials: Annotated[dict[str, int], Field(description="Trials by state.")]
+    max_trials: Annotated[int, Field(description="Trials there will be, sources and published recipes included.")]
+    bracket: int | None
+    num_brackets: int | None
+    rung: int | None
+    rungs: Annotated[list[int], Field(description="Samples of an objective at each rung; of the one that has most.")]
+    best_trial: int | None
+    best: Values
+    samples_scored: Number
+    samples_planned: Number
+
+
+class JobDocument(TypedDict):
+    """The Ray Job that drives a study."""
+
+    submission_id: str
+    dashboard_url: Annotated[str | None, Field(description="Its page in the Ray dashboard, while that is up.")]
+
+
+class StudyDocument(TypedDict):
+    """A study as the server knows it."""
+
+    id: str
+    name: str
+    state: State
+    reason: str | None
+    waiting_for: Annotated[str | None, Field(description="What must come before a driver works on it.")]
+    created_at: Time
+    wall_clock_s: Annotated[float, Field(description="Seconds that drivers have worked on it.")]
+    attempt: Annotated[int, Field(description="Drivers that have worked on it so far.")]
+    trials: Annotated[dict[str, int], Field(description="Trials by state.")]
+    progress: ProgressDocument | None
+    job: JobDocument | None
+    links: Annotated[dict[str, str], Field(description="self, trials, pareto, summary, events, report, log.")]
+
+
+class StudiesDocument(TypedDict):
+    studies: list[StudyDocument]
+
+
+class TrialsDocument(TypedDict):
+    trials: list[TrialDocument]
+    next: Annotated[str | None, Field(description="Where the list goes on; null at its end.")]
+
+
+class EventDocument(TypedDict):
+    """Something that happened. As a server-sent event its id and kind are the frame's `id` and `event`."""
+
+    id: int
+    time: Time
+    kind: str
+    payload: dict[str, Any]
+
+
+class EventsDocument(TypedDict):
+    events: list[EventDocument]
+
+
+class EndDocument(TypedDict):
+    """The last frame of a stream of events: how the study ended."""
+
+    state: State
+    reason: str | None
+
+
+class ExportDocument(TypedDict):
+    """A merged model written for download."""
+
+    id: str
+    study: str
+    trial: Number
+    dtype: str
+    state: Literal["WAITING", "RUNNING", "COMPLETE", "FAIL"]
+    reason: str | None
+    created_at: Time
+    bytes: Annotated[int | None, Field(description="Of all its files, once it is COMPLETE.")]
+    links: Annotated[dict[str, str], Field(description="self, and download once it is COMPLETE.")]
+
+
+class ExportsDocument(TypedDict):
+    exports: list[ExportDocument]
+
+
+class PlotLink(TypedDict):
+    name: str
+    title: str
+    link: str
+
+
+class PlotsDocument(TypedDict):
+    plots: list[PlotLink]
+
+
+class HistoryPoint(TypedDict):
+    trial: Number
+    label: str
+    origin: str
+    rung: Number
+    samples: Annotated[int, Field(description="Of each objective, at that rung.")]
+    value: float
+    is_full: Annotated[bool, Field(description="Whether it is the trial's value at full budget.")]
+
+
+class RecordPoint(TypedDict):
+    trial: Number
+    value: float
+
+
+class HistorySeries(TypedDict):
+    name: Annotated[str, Field(description='An objective, or "mean": of the accuracy objectives.')]
+    direction: Literal["maximize", "minimize"]
+    points: list[HistoryPoint]
+    record: Annotated[list[RecordPoint], Field(description="Trials that were the best so far at full budget.")]
+
+
+class HistoryPlot(TypedDict):
+    """Every finished rung of every trial."""
+
+    plot: Literal["history"]
+    series: list[HistorySeries]
+    failed: Annotated[list[int], Field(description="Trials that failed.")]
+
+
+class FrontPoint(TypedDict):
+    trial: Number
+    label: str
+    origin: str
+    values: Values
+    standard_errors: Values
+    is_on_front: bool
+    is_best: bool
+
+
+class FrontPlot(TypedDict):
+    """The trials at full budget."""
+
+    plot: Literal["front"]
+    objectives: list[ObjectiveDocument]
+    reference_point: list[float]
+    hypervolume: float
+    points: list[FrontPoint]
+
+
+class HoldoutPlot(TypedDict):
+    """Held-out estimates with 95 % intervals."""
+
+    plot: Literal["holdout"]
+    rows: list[HoldoutDocument]
+
+
+class MergePicture(TypedDict):
+    method: str
+    shares: Annotated[dict[str, float], Field(description="By model, summing to 1.")]
+    coefficients: dict[str, float | list[float]]
+
+
+class LayersPicture(TypedDict):
+    first: Number
+    last: Number
+    components: Annotated[dict[str, MergePicture], Field(description="attention, mlp and norm.")]
+
+
+class RecipePlot(TypedDict):
+    """How the best trial is merged; null before there is one."""
+
+    plot: Literal["recipe"]
+    trial: int | None
+    models: list[str]
+    embedding: MergePicture | None
+    layers: list[LayersPicture]
+    head: MergePicture | None
+
+
+class BudgetRung(TypedDict):
+    rung: Number
+    samples: Annotated[int, Field(description="Of each objective.")]
+    trials: Annotated[int, Field(description="Searched trials that reached it.")]
+
+
+class BudgetPlot(TypedDict):
+    """What the search cost beside scoring every recipe in full."""
+
+    plot: Literal["budget"]
+    scored: Number
+    full_budget: Number
+    rungs: list[BudgetRung]
+
+
+PlotDocument = HistoryPlot | FrontPlot | HoldoutPlot | RecipePlot | BudgetPlot
+
+
+class FieldProblem(TypedDict):
+    field: Annotated[str, Field(description="Dotted place in the request; empty: the request as a whole.")]
+    message: str
+
+
+class ProblemDocument(TypedDict):
+    """RFC 9457 problem details."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    problems: NotRequired[list[FieldProblem]]

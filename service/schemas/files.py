@@ -1,0 +1,225 @@
+"""The shapes of the files a run leaves, and their JSON Schemas.
+
+Each document has one typed definition here; the schema is derived from it. Keys may be added in later versions, never
+renamed or removed. The server answers with the same documents, and with those of `service.schemas.api`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field, TypeAdapter
+
+# pydantic reads typing's own TypedDict only from Python 3.12 on.
+from typing_extensions import TypedDict
+
+from search_spaces.study.file import Study
+
+__all__ = [
+    "EngineDocument",
+    "EstimateDocument",
+    "HoldoutDocument",
+    "ObjectiveDocument",
+    "ParetoDocument",
+    "RecipeDocument",
+    "SummaryDocument",
+    "TrialDocument",
+    "VerificationDocument",
+    "schemas",
+]
+
+Values = Annotated[dict[str, float], Field(description="By objective, in the metric's own unit.")]
+Interval = Annotated[list[float], Field(min_length=2, max_length=2, description="95 % interval: lower, upper.")]
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$", description="sha256 of the canonical recipe.")]
+Number = Annotated[int, Field(ge=0)]
+State = Literal["CREATED", "RUNNING", "STOPPED", "COMPLETE", "FAILED", "CANCELLED"]
+
+
+class RungDocument(TypedDict):
+    rung: Number
+    samples: dict[str, int]
+    values: Values
+    standard_errors: Values
+
+
+class TrialDocument(TypedDict):
+    """One line of trials.jsonl."""
+
+    number: Number
+    origin: Literal["source", "published", "search", "user"]
+    label: str
+    state: Literal["WAITING", "RUNNING", "COMPLETE", "PRUNED", "FAIL"]
+    reason: str | None
+    bracket: int | None
+    configuration: dict[str, Any] | None
+    recipe_digest: Digest
+    rungs: list[RungDocument]
+    values: Annotated[dict[str, float], Field(description="At full budget; empty for trials that did not reach it.")]
+    standard_errors: Values
+    samples_scored: Number
+    samples_reused: Number
+    timings_s: dict[str, float]
+
+
+class SamplesDocument(TypedDict):
+    scored: Number
+    reused: Number
+    full_budget: Annotated[int, Field(description="Samples that scoring every distinct recipe in full had taken.")]
+    per_second: float | None
+
+
+class SwapsDocument(TypedDict):
+    median: float | None
+    p95: float | None
+    max: float | None
+
+
+class EngineDocument(TypedDict):
+    starts: Number
+    kinds: Annotated[list[str], Field(description="Program, dtype, and the size and place of the source weights.")]
+    busy_fraction: float | None
+    swaps: Number
+    swap_s: SwapsDocument
+
+
+class BestDocument(TypedDict):
+    trial: Number
+    label: str
+    origin: str
+    recipe_digest: Digest
+    values: Values
+
+
+class EstimateDocument(TypedDict):
+    value: float
+    ci95: Interval
+    standard_error: float
+    samples: Number
+
+
+class HoldoutDocument(TypedDict):
+    label: str
+    trial: Number
+    origin: str
+    values: dict[str, EstimateDocument]
+    mean: Annotated[EstimateDocument | None, Field(description="Over the accuracy objectives, each counting once.")]
+    differences: Annotated[
+        dict[str, EstimateDocument],
+        Field(description='This row minus the best trial on the same samples, by objective and as "mean".'),
+    ]
+
+
+class VerificationDocument(TypedDict):
+    status: Literal["equal", "within tolerance", "disagreement", "not verified"]
+    trials: Number
+    samples: Number
+    equal: Number
+    beyond_tolerance: Number
+    tolerance: float | None
+    max_logprob_difference: float | None
+    differences: list[dict[str, Any]]
+
+
+class FailureDocument(TypedDict):
+    trial: Number
+    reason: str
+
+
+class SummaryDocument(TypedDict):
+    """summary.json"""
+
+    study: str
+    state: State
+    reason: str | None
+    seed: int
+    version: str
+    trials: dict[str, int]
+    samples: SamplesDocument
+    wall_clock_s: float
+    engine: EngineDocument
+    best: BestDocument | None
+    holdout: list[HoldoutDocument]
+    selection_bias: Annotated[
+        float | None, Field(description="The best trial's mean on search data minus its mean on holdout data.")
+    ]
+    selection_bias_by_objective: dict[str, EstimateDocument]
+    verification: VerificationDocument
+    failures: list[FailureDocument]
+
+
+class ObjectiveDocument(TypedDict):
+    name: str
+    direction: Literal["maximize", "minimize"]
+    metric: str
+    range: NotRequired[Interval]
+
+
+class FrontDocument(TypedDict):
+    trial: Number
+    label: str
+    origin: str
+    values: Values
+    standard_errors: Values
+    recipe_digest: Digest
+
+
+class ParetoDocument(TypedDict):
+    """pareto.json: the trials at full budget that no other one beats in every objective."""
+
+    objectives: list[ObjectiveDocument]
+    reference_point: Annotated[
+        list[float], Field(description="In costs: 0 is the best value an objective can take, 1 the worst.")
+    ]
+    hypervolume: Annotated[float, Field(ge=0, description="Of the front's costs below the reference point.")]
+    front: list[FrontDocument]
+
+
+class MergeDocument(TypedDict):
+    method: str
+    sources: Annotated[
+        list[Annotated[list[Any], Field(min_length=2, max_length=2)]],
+        Field(min_length=1, description="[model alias, layer or null], each an operand of the merge."),
+    ]
+    coefficients: NotRequired[dict[str, float | list[float]]]
+    seed: NotRequired[int]
+
+
+class LayerDocument(TypedDict):
+    attention: MergeDocument
+    mlp: MergeDocument
+    norm: MergeDocument
+    scale: NotRequired[float]
+    alignment: NotRequired[str]
+
+
+class RecipeDocument(TypedDict):
+    """recipe.json"""
+
+    format: Literal["mergesearch-recipe/1"]
+    models: Annotated[dict[str, str], Field(description="Alias to content fingerprint.")]
+    base: str
+    embedding: MergeDocument
+    layers: list[LayerDocument]
+    head: MergeDocument
+    tensors: NotRequired[
+        Annotated[
+            dict[str, MergeDocument],
+            Field(description="Single tensors, by name, that have another merge than their component."),
+        ]
+    ]
+    tokenizer: NotRequired[
+        Annotated[
+            str, Field(description="The merged model's: \"union\", or the alias of a model; left out, the base's.")
+        ]
+    ]
+
+
+def schemas() -> dict[str, dict[str, Any]]:
+    """JSON Schemas by name: study, trial (a line of trials.jsonl), summary, pareto, recipe."""
+    return {
+        "study": Study.model_json_schema(),
+        "trial": TypeAdapter(TrialDocument).json_schema(),
+        "summary": TypeAdapter(SummaryDocument).json_schema(),
+        "pareto": TypeAdapter(ParetoDocument).json_schema(),
+        "recipe": TypeAdapter(RecipeDocument).json_schema(),
+    }

@@ -1,0 +1,240 @@
+"""One attempt at a study, from wherever it stands to its end: search, held-out stage, verification.
+
+Needs a Ray that is up and a scorer that answers; whoever calls provides them (`run` for one directory, a Ray Job for
+the server).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from search_spaces.study.file import Study
+from service.cli.progress import ProgressSnapshot, ProgressView
+from service.errors import StaleAttempt, StudyFailed
+from service.results.selection import best_trial, full_budget_trials
+from service.store import Store, StudyWriter
+from service.studies.preflight.examine import Examination
+from service.types import Origin, StudyState, TrialRecord, TrialState
+from workers.errors import EngineUnavailable, EvidenceMismatch
+from workers.types import Scorer, Span
+
+__all__ = ["HEARTBEAT_S", "Clock", "execute"]
+
+logger = logging.getLogger(__name__)
+
+# A driver whose heartbeat is several times older is taken for dead.
+HEARTBEAT_S = 5.0
+SNAPSHOT_S = 0.25
+
+
+def execute(
+    store: Store,
+    writer: StudyWriter,
+    examination: Examination,
+    scorer: Scorer,
+    *,
+    work_dir: Path,
+    clock: Clock,
+    view: ProgressView,
+    observer: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Work on the study that `writer` has taken over until it is COMPLETE.
+
+    Raises StudyFailed (the study is FAILED with that reason), EngineUnavailable (STOPPED, may be resumed) and
+    StaleAttempt (another driver has it now). Whatever else interrupts it leaves it resumable.
+    """
+    from service.tune.coordinator import Coordinator
+    from service.tune.ray_tune import RayProposer, run_evaluations
+
+    study_id = writer.study_id
+    writer.set_state(StudyState.RUNNING)
+    try:
+        coordinator = Coordinator(
+            examination.plan(study_id, store.study(study_id).facts),
+            space=examination.space,
+            store=store,
+            writer=writer,
+            proposer=RayProposer(
+                algorithm=examination.study.search.algorithm,
+                parameters=examination.space.parameters,
+                seed=examination.study.search.seed,
+            ),
+            observer=observer,
+            is_out_of_budget=lambda: _exhausted_limit(examination.study, clock.wall_clock_s),
+        )
+        expected = examination.expected_samples()
+        snapshots = _Snapshots(coordinator, examination, expected["search"] + expected["holdout"])
+
+        def tick() -> None:
+            if (snapshot := snapshots.due()) is not None:
+                clock.progress = snapshot.to_json()
+                view.update(snapshot)
+
+        view.update(snapshots.now())
+        run_evaluations(
+            coordinator,
+            scorer,
+            name=f"study-{study_id}",
+            storage_dir=work_dir,
+            concurrency=examination.concurrency,
+            tick=tick,
+        )
+        view.update(snapshots.now())
+        if best_trial(coordinator.trials, examination.objectives) is None:
+            raise StudyFailed(_no_result(coordinator.trials))
+        if store.document(study_id, "verification") is None:
+            view.note("Verifying some of the trials with transformers ...")
+            _verify(store, writer, examination, scorer, coordinator.trials)
+        clock.beat()
+        writer.set_state(StudyState.COMPLETE, coordinator.end_of_search)
+        observer("complete")
+    except (StudyFailed, EvidenceMismatch) as error:
+        writer.set_state(StudyState.FAILED, str(error))
+        raise StudyFailed(str(error)) from error
+    except StaleAttempt:
+        raise
+    except EngineUnavailable as error:
+        writer.set_state(StudyState.STOPPED, str(error))
+        raise
+    except KeyboardInterrupt:
+        writer.set_state(StudyState.STOPPED, "interrupted")
+        raise
+
+
+class Clock:
+    """Counts the study's working time over all attempts and, from a thread of its own, tells the store every
+    `beat_s` seconds that the driver lives and how far it is (`progress`, as JSON)."""
+
+    def __init__(self, writer: StudyWriter, worked_s: float, *, beat_s: float = HEARTBEAT_S) -> None:
+        self.progress: Mapping[str, Any] | None = None
+        self._writer = writer
+        self._worked_s = worked_s
+        self._beat_s = beat_s
+        self._started_at = time.monotonic()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat_on, name="heartbeat", daemon=True)
+
+    @property
+    def wall_clock_s(self) -> float:
+        return self._worked_s + time.monotonic() - self._started_at
+
+    def beat(self) -> None:
+        self._writer.heartbeat(wall_clock_s=self.wall_clock_s, progress=self.progress)
+
+    def __enter__(self) -> Self:
+        self.beat()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _beat_on(self) -> None:
+        while not self._stop.wait(self._beat_s):
+            try:
+                self.beat()
+            except StaleAttempt:  # the driver's own next write says so where it can be acted upon
+                return
+            except Exception:  # one that is missed does no harm; if none gets through, the driver is replaced
+                logger.exception("a heartbeat was not stored")
+
+
+class _Snapshots:
+    """What the progress view shows, at most every SNAPSHOT_S seconds."""
+
+    def __init__(self, coordinator: Any, examination: Examination, planned: int) -> None:
+        self._coordinator = coordinator
+        self._examination = examination
+        self._planned = planned
+        self._taken_at = 0.0
+
+    def due(self) -> ProgressSnapshot | None:
+        return self.now() if time.monotonic() - self._taken_at >= SNAPSHOT_S else None
+
+    def now(self) -> ProgressSnapshot:
+        self._taken_at = time.monotonic()
+        trials: tuple[TrialRecord, ...] = self._coordinator.trials
+        study = self._examination.study
+        leader = best_trial(trials, self._examination.objectives)
+        position = self._coordinator.table.position()
+        scored = self._coordinator.num_samples_scored
+        return ProgressSnapshot(
+            study=study.name,
+            stage="held-out" if self._coordinator.is_holdout_stage else "searching",
+            trials={state: sum(trial.state is state for trial in trials) for state in TrialState},
+            max_trials=sum(trial.origin is not Origin.SEARCH for trial in trials) + study.search.max_trials,
+            bracket=position[0] if position else None,
+            rung=position[1] if position else None,
+            rungs=tuple(max(samples.values()) for samples in self._examination.rung_samples),
+            best_trial=leader.number if leader else None,
+            best=leader.values if leader else {},
+            samples_scored=scored,
+            samples_planned=max(self._planned, scored),
+        )
+
+
+def _exhausted_limit(study: Study, wall_clock_s: float) -> str | None:
+    limits = study.limits
+    if limits.max_wall_clock_s is not None and wall_clock_s >= limits.max_wall_clock_s:
+        return f"limits.max_wall_clock_s: {limits.max_wall_clock_s:g} s are used up"
+    gpu_hours = wall_clock_s / 3600 * study.engine.replicas * study.engine.tensor_parallel_size
+    if limits.max_gpu_hours is not None and gpu_hours >= limits.max_gpu_hours:
+        return f"limits.max_gpu_hours: {limits.max_gpu_hours:g} hours are used up"
+    return None
+
+
+def _no_result(trials: tuple[TrialRecord, ...]) -> str:
+    failed = [trial for trial in trials if trial.state is TrialState.FAIL]
+    text = f"no trial was scored at the full budget; {len(failed)} of {len(trials)} trials failed"
+    return text + (f", the first with: {failed[0].reason}" if failed else "")
+
+
+def _verify(
+    store: Store, writer: StudyWriter, examination: Examination, scorer: Scorer, trials: tuple[TrialRecord, ...]
+) -> None:
+    """Score some trials with transformers as well: the best one, then others drawn by the study's seed.
+
+    Raises StudyFailed if stored samples differ by more than rounding explains."""
+    verify = examination.study.engine.verify
+    if not verify or verify.trials == 0 or verify.samples == 0:
+        writer.set_document_named("verification", {"reports": [], "reason": "switched off in the study"})
+        return
+    candidates = full_budget_trials(trials)
+    winner = best_trial(trials, examination.objectives)
+    others = [trial for trial in candidates if trial is not winner]
+    drawn = np.random.default_rng(examination.study.search.seed).permutation(len(others))
+    chosen = [winner, *(others[i] for i in drawn)][: verify.trials]
+    full = examination.rung_samples[-1]
+    spans = tuple(Span(name, task, 0, min(verify.samples, full[name])) for name, task in examination.tasks.items())
+    stops = {span.objective: span.stop for span in spans}
+    reports = []
+    for trial in chosen:
+        assert trial is not None
+        stored = store.samples(writer.study_id, trial.recipe.digest, "search")
+        samples = tuple(sample for sample in stored if sample.position < stops[sample.objective])
+        report = scorer.verify(trial.recipe, samples, spans)
+        reports.append({"trial": trial.number, **_as_json(report)})
+        if report.num_beyond:
+            writer.set_document_named("verification", {"reports": reports})
+            raise StudyFailed(
+                f"verification: trial {trial.number}: {report.num_beyond} of {report.num_samples} samples differ "
+                f"between the engine and transformers beyond a tolerance of {report.tolerance:g}; "
+                f"the first: {report.differences[0]}"
+            )
+    writer.set_document_named("verification", {"reports": reports})
+
+
+def _as_json(report: Any) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    document = asdict(report)
+    document["differences"] = [dict(difference) for difference in report.differences]
+    return document

@@ -1,0 +1,152 @@
+"""`run --check`: everything that can be checked and counted before an engine starts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from search_spaces.study.file import Study
+from service.disk import free_bytes, gib
+from service.studies.preflight.examine import EXPORT, Examination, examine
+from workers.models.hub import is_stand_in, named
+
+__all__ = ["CheckedPlan", "check"]
+
+
+@dataclass(frozen=True)
+class CheckedPlan:
+    """What running the study will take. `hours` is a rough estimate from this machine's arithmetic speed."""
+
+    study: str
+    num_models: int
+    num_parameters: int
+    num_layers: int
+    num_search_parameters: int
+    scheduler: str
+    rungs: tuple[dict[str, int], ...]
+    trials: dict[str, int]
+    samples: dict[str, int]
+    hours: float
+    memory_bytes: dict[str, int]
+    disk_bytes: dict[str, int]
+    absent_models: tuple[str, ...]
+    engine_remark: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def to_text(self) -> str:
+        memory = {name: gib(value) for name, value in self.memory_bytes.items()}
+        search, holdout, full = (self.samples[name] for name in ("search", "holdout", "full_budget"))
+        # ASHA promotes at least that many, and more where good candidates come late.
+        least, most = ("at least ", "at most ") if self.scheduler == "asha" else ("", "")
+        saved = f" ({most}{1 - search / full:.0%} fewer than {full:,} at full budget)" if search < full else ""
+        return "\n".join(
+            (
+                f"study     {self.study}: nothing is wrong with it",
+                f"models    base + {_count(self.num_models - 1, 'expert')} of {self.num_parameters:,} parameters, "
+                f"{self.num_layers} layers",
+                f"space     {self.num_search_parameters} parameters",
+                f"trials    {self.trials['extras']} sources and published recipes, {self.trials['search']} searched",
+                f"rungs     {self._ladders()}; scheduler: {self.scheduler}",
+                f"samples   {least}{search:,} in the search{saved}, "
+                + (f"about {holdout:,}" if holdout else "none")
+                + " held out",
+                f"time      very roughly {_duration(self.hours)}, by this machine's arithmetic speed",
+                f"memory    {memory['needed']} (source weights {memory['bank']}, {memory['engines']} for engines) of "
+                f"{memory['available']}",
+                f"disk      {gib(self.disk_bytes['export'])} for an exported model, "
+                f"{gib(self.disk_bytes['available'])} free",
+                *([f"engine    {self.engine_remark}"] if self.engine_remark else []),
+                *self._download(),
+            )
+        )
+
+    def _download(self) -> tuple[str, ...]:
+        if not self.absent_models:
+            return ()
+        return (
+            f"download  {gib(self.disk_bytes['download'])} of weights from the hub before it starts: "
+            f"{', '.join(self.absent_models)}; NaN and infinity are looked for then",
+        )
+
+    def _ladders(self) -> str:
+        """The rungs, once if all objectives have the same."""
+        ladders = {name: " -> ".join(str(rung[name]) for rung in self.rungs) for name in self.rungs[-1]}
+        if len(set(ladders.values())) > 1:
+            return ", ".join(f"{name} {ladder}" for name, ladder in ladders.items()) + " samples"
+        return f"{next(iter(ladders.values()))} samples of each objective, {_count(len(ladders), 'objective')}"
+
+
+def check(study: Study, directory: Path, *, exports: bool = False) -> CheckedPlan:
+    """Examine a study that would run in `directory` and count what it will take; `exports`: the best merge too.
+
+    Starts nothing, and of hub models that are not here looks at all but the weights. Raises InvalidStudy with every
+    problem."""
+    examination = examine(study, export_dir=directory / EXPORT if exports else None, downloads=False)
+    places = [model.directory for model in examination.family.models]
+    memory = examination.memory
+    samples = examination.expected_samples()
+    return CheckedPlan(
+        study=study.name,
+        num_models=len(examination.family.models),
+        num_parameters=examination.num_parameters,
+        num_layers=examination.num_layers,
+        num_search_parameters=len(examination.space.parameters.names),
+        scheduler=study.fidelity.scheduler,
+        rungs=tuple(dict(rung) for rung in examination.rung_samples),
+        trials={"extras": len(examination.extras()), "search": study.search.max_trials},
+        samples=samples,
+        hours=_hours(examination, samples["search"] + samples["holdout"]),
+        memory_bytes={
+            "bank": memory.bank_bytes,
+            "engines": memory.replicas * memory.engine_bytes,
+            "needed": memory.needed_bytes,
+            "available": memory.available_bytes,
+        },
+        disk_bytes={
+            "export": examination.export_bytes,
+            "available": free_bytes(directory),
+            "download": examination.absent_bytes,
+        },
+        absent_models=tuple(sorted({named(place) for place in places if is_stand_in(Path(place))})),
+        engine_remark=examination.engine_remark,
+    )
+
+
+# Tokens of an average sample where nothing better is known: a short prompt and a short answer.
+TOKENS_PER_SAMPLE = 256
+
+# What share of its matrix-product speed a device reaches while it decodes.
+DECODING_EFFICIENCY = 0.15
+
+
+def _hours(examination: Examination, num_samples: int) -> float:
+    import time
+
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    size = 4096 if device == "cuda" else 512
+    matrix = torch.ones(size, size, dtype=dtype, device=device)
+    best = float("inf")
+    for _ in range(5):
+        started = time.perf_counter()
+        product = matrix @ matrix
+        float(product[0, 0])  # waits for the device
+        best = min(best, time.perf_counter() - started)
+    operations_per_s = 2 * size**3 / best * DECODING_EFFICIENCY
+    operations = 2 * examination.num_parameters * TOKENS_PER_SAMPLE * num_samples
+    return operations / operations_per_s / 3600 / examination.study.engine.replicas
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _duration(hours: float) -> str:
+    if hours < 1:
+        return f"{max(1, round(hours * 60))} min"
+    return f"{hours:.1f} h"

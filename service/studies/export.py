@@ -1,0 +1,104 @@
+"""Merged models as files."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from search_spaces.recipe import Recipe
+from search_spaces.study.file import Study
+from service.disk import lack_of_space
+from service.errors import Conflict, NotFound
+from service.results.load import run_record
+from service.results.selection import best_trial
+from service.store import Store
+from service.studies.preflight.examine import DTYPE_BYTES, engine_dtype, pinned
+from service.types import StudyRecord, TrialRecord
+
+if TYPE_CHECKING:
+    from workers.merging.bank import Bank
+
+__all__ = ["export_trial", "model_bytes", "write_model"]
+
+
+def export_trial(
+    store: Store, record: StudyRecord, trial: str, out: Path, *, dtype: str | None = None, **details: Any
+) -> Path:
+    """Write the merge of a trial ("best" or its number) to `out` and return it; `dtype` None is the engine's, `details`
+    are further arguments of `writer.export`.
+
+    Raises NotFound (no such trial), Conflict (the sources have changed since, `out` is taken, its disk is too small).
+    """
+    from workers.merging.bank import Bank
+    from workers.models.checkpoints import open_family
+
+    result = run_record(store, record.id)
+    chosen = _chosen(result.trials, trial, best_trial(result.trials, result.objectives))
+    study = pinned(Study.model_validate(record.document), record.facts)
+    family = open_family(study.models.base, study.models.experts, tokenizer=study.models.tokenizer)
+    if family.fingerprints != record.facts["fingerprints"]:
+        changed = sorted(a for a, f in family.fingerprints.items() if record.facts["fingerprints"].get(a) != f)
+        raise Conflict(f"models {', '.join(changed)} have changed since the study; what was scored cannot be written")
+    held_out = next((row.values for row in result.holdout if row.trial == chosen.number), None)
+    return write_model(
+        chosen.recipe,
+        Bank(family, "mapped", keeps_statistics=False),
+        out,
+        dtype=dtype or engine_dtype(study),
+        scores=held_out,
+        study=study.name,
+        **details,
+    )
+
+
+def write_model(recipe: Recipe, bank: Bank, out: Path, *, dtype: str, **details: Any) -> Path:
+    """`writer.export` with its further arguments `details`; raises Conflict as `model_bytes` does, and where the disk
+    is full before the model is whole: then nothing stays of it."""
+    import torch
+
+    from workers.export.checkpoint import export
+
+    model_bytes(recipe, bank, out, dtype=dtype)
+    try:
+        return export(recipe, bank, out, dtype=getattr(torch, dtype), **details)
+    except FileExistsError as error:
+        raise Conflict(str(error)) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise Conflict(
+            f"{out}: {os.strerror(error.errno)}: what was written is removed; make room or give a directory on another "
+            "disk"
+        ) from error
+
+
+def model_bytes(recipe: Recipe, bank: Bank, out: Path, *, dtype: str) -> int:
+    """How large the merged model is. Raises Conflict if something else is at `out`, or the disk has no room for it."""
+    import torch
+
+    from workers.export.checkpoint import is_written, left_behind_bytes
+    from workers.merging.materialize import merged_names
+
+    num_bytes = sum(map(math.prod, merged_names(recipe, bank).values())) * DTYPE_BYTES[dtype]
+    try:
+        is_written(recipe, out, getattr(torch, dtype))
+    except FileExistsError as error:
+        raise Conflict(str(error)) from error
+    if lack := lack_of_space(out, num_bytes - left_behind_bytes(out)):
+        raise Conflict(lack)
+    return num_bytes
+
+
+def _chosen(trials: tuple[TrialRecord, ...], trial: str, winner: TrialRecord | None) -> TrialRecord:
+    if not trials:
+        raise NotFound("the run has no trials yet; there is nothing to export")
+    if trial == "best":
+        if winner is None:
+            raise NotFound("no trial has reached the full budget yet, so there is no best one")
+        return winner
+    if not trial.isdecimal() or int(trial) >= len(trials):
+        raise NotFound(f'trial {trial!r}: give "best" or a number from 0 to {len(trials) - 1}')
+    return trials[int(trial)]

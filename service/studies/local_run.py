@@ -1,0 +1,164 @@
+"""`mergesearch run`: one study in one directory, without a server.
+
+The directory holds the study's database, its result files and a lock, so that two runs cannot share it. Running the
+same study there again resumes it, whatever interrupted it before.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+from search_spaces.study.file import Study, same_but_limits
+from service.cli.progress import ProgressView
+from service.cluster.session import check_reachable, ray_session
+from service.errors import Conflict, NotFound
+from service.results.files import RunRecord, write_results
+from service.results.load import run_record
+from service.results.report import render_report
+from service.store import Store
+from service.studies.attempt import Clock, execute
+from service.studies.preflight.examine import EXPORT, Examination, check_unchanged, examine, pinned
+from service.types import StudyRecord, StudyState
+from workers.types import Scorer
+
+__all__ = ["DATABASE", "LOCK_FILE", "OpenScorer", "locked", "open_scorer", "read_run", "run_study"]
+
+DATABASE = "study.db"
+LOCK_FILE = ".lock"
+
+OpenScorer = Callable[[Examination, ProgressView], AbstractContextManager[Scorer]]
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold `directory` for this process; the lock ends with the process, however it ends. Raises Conflict."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / LOCK_FILE).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise Conflict(
+                f"{directory}: process {file.read().strip() or 'unknown'} is at work here; "
+                "wait for it, stop it, or give another directory"
+            ) from error
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+@contextmanager
+def open_scorer(examination: Examination, view: ProgressView) -> Iterator[Scorer]:
+    """Scoring replicas on Ray Serve for the length of a run. Raises EngineUnavailable if none starts."""
+    from ray import serve
+
+    from workers.serving.replica import deploy_scorer
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing Serve sets it to INFO
+    replicas = examination.study.engine.replicas
+    view.note(f"Starting {replicas} engine{'s' * (replicas > 1)} ...")
+    scorer = deploy_scorer(examination.family, examination.engine_options, replicas=replicas)
+    try:
+        yield scorer
+    finally:
+        serve.delete(scorer.app_name)
+
+
+def run_study(
+    study: Study,
+    directory: Path,
+    *,
+    view: ProgressView,
+    exports: bool = False,
+    open_scorer: OpenScorer = open_scorer,
+    observer: Callable[[str], None] = lambda _: None,
+) -> RunRecord:
+    """Run the study in `directory` to its end, or resume it there, and write its result files; `exports` only asks
+    that there be room for the best merge in `directory`/export.
+
+    Raises InvalidStudy (nothing was started), Conflict (another run or another study is there), ConnectionError (no
+    Ray), StudyFailed and EngineUnavailable (result files show what was reached).
+    """
+    if not (directory / DATABASE).exists():  # else it may be finished, and need no Ray
+        check_reachable()
+    export_dir = directory / EXPORT if exports else None
+    examination = examine(_as_started(study, directory), export_dir=export_dir, note=view.note)
+    with locked(directory):
+        store = Store(f"sqlite:///{directory / DATABASE}")
+        try:
+            record = _created_or_resumed(store, study, examination, directory)
+            try:
+                if record.state is not StudyState.COMPLETE:
+                    writer = store.open_attempt(record.id)
+                    with Clock(writer, record.wall_clock_s) as clock, ray_session() as session:
+                        if session.dashboard_url:
+                            view.note(f"Ray dashboard: {session.dashboard_url}")
+                        with open_scorer(examination, view) as scorer:
+                            execute(
+                                store,
+                                writer,
+                                examination,
+                                scorer,
+                                work_dir=directory.resolve() / "ray",
+                                clock=clock,
+                                view=view,
+                                observer=observer,
+                            )
+            finally:
+                result = run_record(store, record.id)
+                write_results(directory, result, report=render_report(result))
+            return result
+        finally:
+            store.close()
+
+
+@contextmanager
+def read_run(directory: Path) -> Iterator[tuple[Store, StudyRecord]]:
+    """The store and the study of a run's directory; a run may be going on there. Raises NotFound."""
+    if not (directory / DATABASE).is_file():
+        raise NotFound(f"{directory}: no run here (no {DATABASE}); give the directory that `mergesearch run` was given")
+    store = Store(f"sqlite:///{directory / DATABASE}")
+    try:
+        studies = store.studies()
+        if not studies:
+            raise NotFound(f"{directory}: its {DATABASE} holds no study")
+        yield store, studies[0]
+    finally:
+        store.close()
+
+
+def _as_started(study: Study, directory: Path) -> Study:
+    """The study, its hub models at the commits of the run that is in `directory`, if there is one."""
+    try:
+        with read_run(directory) as (_, record):
+            return pinned(study, record.facts)
+    except NotFound:
+        return study
+
+
+def _created_or_resumed(store: Store, study: Study, examination: Examination, directory: Path) -> StudyRecord:
+    facts = examination.facts()
+    studies = store.studies()
+    if not studies:
+        return store.create_study(name=study.name, document=study.canonical(), facts=facts)
+    record = studies[0]
+    before = Study.model_validate(record.document)
+    if differing := same_but_limits(before, study):
+        raise Conflict(
+            f"{directory}: holds another study ({before.name!r}); these fields differ: {', '.join(differing)}; "
+            "only limits and a larger search.max_trials may change; give another directory"
+        )
+    check_unchanged(record, facts)
+    if before != study:
+        writer = store.open_attempt(record.id)
+        writer.set_document(study.canonical())
+        if record.state is StudyState.COMPLETE:
+            writer.set_state(StudyState.STOPPED, "limits or max_trials were raised")
+        record = store.study(record.id)
+    return record

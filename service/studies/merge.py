@@ -1,0 +1,416 @@
+"""`mergesearch merge`: one merge that a file describes, without a search.
+
+The file is one of our recipes or a configuration of mergekit's; what it holds says which. Everything is checked before
+anything is written, and what headers tell before anything large is read.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from threading import Timer
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from search_spaces.errors import InvalidRecipe
+from search_spaces.recipe import Recipe
+from service.disk import free_bytes, gib
+from service.studies.export import model_bytes, write_model
+from service.studies.preflight.examine import DTYPE_BYTES
+from workers.errors import InvalidModel
+from workers.types import Family, ModelSource
+
+if TYPE_CHECKING:
+    from workers.mergekit.config import Configuration
+    from workers.merging.bank import Bank
+    from workers.models.checkpoints import Checkpoint
+
+__all__ = ["MergePlan", "check_merge", "merge_file"]
+
+logger = logging.getLogger(__name__)
+
+# In which a merge is written where neither the command nor the file says.
+DEFAULT_DTYPE = "bfloat16"
+
+# What takes less time than this is not worth a line.
+PATIENCE_S = 3.0
+
+
+@dataclass(frozen=True)
+class MergePlan:
+    """What a merge will do. `merges` are rows (layers, component, method, sources, coefficients); `is_done` says that
+    the merged model is there already, whole."""
+
+    models: tuple[dict[str, str | None], ...]
+    merges: tuple[tuple[str, ...], ...]
+    num_layers: int
+    num_parameters: int
+    dtype: str
+    digest: str
+    disk_bytes: dict[str, int]
+    is_done: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def to_text(self) -> str:
+        models = [
+            f"{model['alias']} ({model['role']}): {model['directory']}"
+            + (f", {model['licence']}" if model["licence"] else "")
+            for model in self.models
+        ]
+        cells = [("layers", "component", "method", "sources", "coefficients"), *self.merges]
+        widths = [max(len(row[column]) for row in cells) for column in range(4)]
+        rows = [
+            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]).rstrip()
+            for row in cells
+        ]
+        return "\n".join(
+            (
+                f"recipe    {self.digest[:12]}: nothing is wrong with it",
+                "models    " + "\n          ".join(models),
+                "merges    " + "\n          ".join(rows),
+                f"output    {self.num_parameters:,} parameters in {self.num_layers} layers, {self.dtype}, "
+                f"{gib(self.disk_bytes['export'])}" + (", there already" if self.is_done else ""),
+                f"disk      {gib(self.disk_bytes['available'])} free",
+                *self._download(),
+            )
+        )
+
+    def _download(self) -> tuple[str, ...]:
+        """Of models whose weights are on the hub and not here."""
+        num_bytes = self.disk_bytes["download"]
+        if not num_bytes:
+            return ()
+        return (f"download  {gib(num_bytes)} of weights from the hub; NaN and infinity are looked for then",)
+
+
+def check_merge(
+    file: Path,
+    directories: Mapping[str, Path],
+    out: Path,
+    *,
+    dtype: str | None = None,
+    note: Callable[[str], None] = logger.info,
+) -> MergePlan:
+    """Check all that `merge_file` would, and say what it would do; nothing is written, and of hub models that are not
+    here the weights are not looked at. `note` and what is raised as in `merge_file`."""
+    import torch
+
+    from workers.export.checkpoint import is_written, licence, recipe_rows
+    from workers.models.hub import absent_bytes, lack_of_space, named
+
+    job = _prepared(file, directories, dtype, downloads=False, note=note)
+    places = [Path(model.directory) for model in job.bank.family.models]
+    if lack := lack_of_space(places):
+        raise InvalidModel((lack,))
+    num_bytes = model_bytes(job.recipe, job.bank, out, dtype=job.dtype)
+    base, used = job.bank.family.base, job.recipe.canonical().models
+    return MergePlan(
+        models=tuple(
+            {
+                "alias": model.alias,
+                "role": "base" if model is base else "expert",
+                "directory": named(model.directory),
+                "licence": licence(Path(model.directory)),
+                "fingerprint": model.fingerprint,
+            }
+            for model in job.bank.family.models
+            if model.alias in used
+        ),
+        merges=tuple(recipe_rows(job.recipe)),
+        num_layers=len(job.recipe.layers),
+        num_parameters=num_bytes // DTYPE_BYTES[job.dtype],
+        dtype=job.dtype,
+        digest=job.recipe.digest,
+        disk_bytes={"export": num_bytes, "available": free_bytes(out), "download": absent_bytes(places)},
+        is_done=is_written(job.recipe, out, getattr(torch, job.dtype)),
+    )
+
+
+def merge_file(
+    file: Path,
+    directories: Mapping[str, Path],
+    out: Path,
+    *,
+    dtype: str | None = None,
+    note: Callable[[str], None] = logger.info,
+    **details: Any,
+) -> Path:
+    """Write the merge that `file` describes to `out` and return it; `details` are further arguments of `writer.export`,
+    and `note` hears of downloads from the hub, and that models are read where that takes long.
+
+    `directories` says where models are, by their aliases in a recipe, by their names in mergekit's configuration, where
+    those that are not named there are directories beside the file or here, or hub ids. `dtype` None is the file's.
+    Raises InvalidRecipe, InvalidModel, Conflict.
+    """
+    job = _prepared(file, directories, dtype, note=note)
+    return write_model(job.recipe, job.bank, out, dtype=job.dtype, **details)
+
+
+@dataclass(frozen=True)
+class _Job:
+    recipe: Recipe
+    bank: Bank
+    dtype: str
+
+
+def _prepared(file: Path, directories: Mapping[str, Path], dtype: str | None, **fetching: Any) -> _Job:
+    """`fetching`: whether there are downloads from the hub, and who hears of them, as `open_family` takes it."""
+    import torch
+
+    from workers.export.checkpoint import merged_config
+    from workers.merging.materialize import check_recipe
+    from workers.models.merged_files import result_dir
+
+    document = _read(file)
+    try:
+        if isinstance(document, Mapping) and "merge_method" in document and "format" not in document:
+            from workers.mergekit.config import read_configuration
+
+            job = _of_configuration(read_configuration(document), file, directories, **fetching)
+        else:
+            job = _of_recipe(document, directories, **fetching)
+        check_recipe(job.recipe, job.bank)
+        merged_config(job.recipe, job.bank, torch.float32)
+    except InvalidRecipe as error:
+        raise InvalidRecipe("\n".join(f"{file}: {line}" for line in str(error).splitlines())) from error
+    result_dir(job.bank.family)
+    return replace(job, dtype=dtype) if dtype else job
+
+
+# The file
+
+
+def _read(file: Path) -> Any:
+    """What the file holds, JSON or YAML."""
+    try:
+        text = file.read_text()
+        is_json = file.suffix == ".json" or text.lstrip()[:1] in ("{", "[")
+        document = json.loads(text) if is_json else yaml.load(text, _Loader)
+    except OSError as error:
+        raise InvalidRecipe(f"{file}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidRecipe(
+            f"{file}: is not UTF-8 text (byte {error.start}); give a recipe.json or a configuration of mergekit's"
+        ) from error
+    except json.JSONDecodeError as error:
+        raise InvalidRecipe(f"{file}: line {error.lineno}: not JSON: {error.msg}") from error
+    except yaml.YAMLError as error:
+        raise InvalidRecipe(f"{file}: {_yaml_problem(error)}") from error
+    except RecursionError as error:
+        raise InvalidRecipe(f"{file}: is nested too deeply") from error
+    except ValueError as error:  # a number too long for Python
+        raise InvalidRecipe(f"{file}: {error}") from error
+    if isinstance(document, Mapping) and "experts" in document and "merge_method" not in document:
+        raise InvalidRecipe(
+            f"{file}: experts: mixtures of experts are not made of whole models here, as mergekit-moe does"
+        )
+    if not is_json and not (isinstance(document, Mapping) and document.keys() & {"merge_method", "format"}):
+        raise InvalidRecipe(
+            f"{file}: is neither a configuration of mergekit's (it has no merge_method) nor a recipe (it has no format)"
+        )
+    return document
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader, which is mergekit's, without repeated keys: of two it would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        marks: dict[Any, yaml.Mark] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and marks.setdefault(key.value, key.start_mark) is not key.start_mark:
+                raise yaml.MarkedYAMLError(
+                    problem=f"key {key.value!r} is given twice (first in line {marks[key.value].line + 1})",
+                    problem_mark=key.start_mark,
+                )
+        return super().construct_mapping(node, deep)
+
+
+def _yaml_problem(error: Any) -> str:
+    mark = getattr(error, "problem_mark", None)
+    where = f"line {mark.line + 1}: " if mark else ""
+    problem = getattr(error, "problem", None) or str(error)
+    if "another document" in problem:
+        return f"{where}holds several documents, as mergekit-multi reads; give a file with one"
+    return f"{where}not YAML: {problem}"
+
+
+# Our recipe
+
+
+def _of_recipe(document: Any, directories: Mapping[str, Path], **fetching: Any) -> _Job:
+    from workers.mergekit.config import DTYPES
+
+    recipe = Recipe.from_json(document)
+    if (stated := document.get("dtype")) not in (*DTYPES, None):
+        raise InvalidRecipe(f"dtype: {stated!r} is not written here; give {', '.join(DTYPES)}")
+    if missing := sorted(set(recipe.models) - set(directories)):
+        hint = " ".join(f"--model {alias}=DIR" for alias in missing)
+        raise InvalidRecipe(f"where {'are' if missing[1:] else 'is'} {', '.join(missing)}? Add {hint}")
+    if unknown := sorted(set(directories) - set(recipe.models)):
+        raise InvalidRecipe(f"has no model {', '.join(unknown)}; it names {', '.join(recipe.models)}")
+    checkpoints = _checked(recipe.base, directories, recipe.tokenizer)
+    bank = _bank(recipe.base, checkpoints, recipe.tokenizer, **fetching)
+    for alias, fingerprint in bank.family.fingerprints.items():
+        if recipe.models[alias] != fingerprint:
+            raise InvalidRecipe(
+                f"{directories[alias]} is not the recipe's {alias!r}: its content has fingerprint "
+                f"{fingerprint[:12]}, the recipe's {recipe.models[alias][:12]}"
+            )
+    return _Job(recipe, bank, document.get("dtype") or DEFAULT_DTYPE)
+
+
+# mergekit's configuration
+
+
+def _of_configuration(
+    configuration: Configuration, file: Path, directories: Mapping[str, Path], **fetching: Any
+) -> _Job:
+    from workers.mergekit.importer import to_recipe
+
+    if unknown := sorted(set(directories) - set(configuration.models)):
+        raise InvalidRecipe(f"has no model {', '.join(unknown)}; it names {', '.join(configuration.models)}")
+    aliases = _aliases(configuration.models)
+    places = {
+        alias: directories.get(model) or _place(model, _adapter_or_model(model, configuration), file)
+        for model, alias in aliases.items()
+    }
+    base = aliases[configuration.base]
+    tokenizer = _tokenizer(configuration, aliases)
+    checkpoints = _checked(base, places, tokenizer)
+    unknown_contents = {alias: alias for alias in places}
+    recipe = to_recipe(configuration, aliases, fingerprints=unknown_contents, layout=checkpoints[base].layout)
+    bank = _bank(base, checkpoints, tokenizer, **fetching)
+    recipe = replace(recipe, models=bank.family.fingerprints, tokenizer=tokenizer)
+    return _Job(recipe, bank, configuration.dtype or _stored_dtype(bank.family))
+
+
+def _adapter_or_model(model: str, configuration: Configuration) -> str:
+    """What an expert's files are: of MODEL+LORA the adapter's, for the model is the base."""
+    from workers.mergekit.config import split_adapter
+
+    whole, adapter = split_adapter(model)
+    if adapter is not None and model == configuration.base:
+        raise InvalidRecipe(
+            f"base_model: {model}: task vectors start from a whole model here; write that one first, by a file with "
+            f"merge_method: passthrough and models: [model: {model}]"
+        )
+    if adapter is not None and whole != configuration.base:
+        raise InvalidRecipe(
+            f"{model}: an adapter is merged here as an expert of the model that it changes; give base_model: {whole}"
+        )
+    return model if adapter is None else adapter
+
+
+def _place(model: str, files: str, file: Path) -> str | Path:
+    """Where the `files` of `model` are: in the directory of that name beside the file or here, else perhaps on the hub.
+    Raises InvalidRecipe."""
+    from workers.models.hub import HUB_ID
+
+    path = Path(files).expanduser()
+    for place in (file.parent / path, path):
+        if place.exists():
+            return place
+    if HUB_ID.fullmatch(files):
+        return files
+    where = "" if path.is_absolute() else f", neither beside {file.name} nor in the current directory"
+    raise InvalidRecipe(f"{files}: there is no such directory{where}; --model {model}=DIR says where it is")
+
+
+def _aliases(models: tuple[str, ...]) -> dict[str, str]:
+    """Short names: the last part of each path or hub id, an adapter's its own; numbered where several have the same."""
+    from workers.mergekit.config import split_adapter
+
+    aliases: dict[str, str] = {}
+    for model in models:
+        whole, adapter = split_adapter(model)
+        without_revision = (adapter or whole).partition("@")[0]
+        name = re.sub(r"[^\w.-]+", "-", Path(without_revision).name) or "model"
+        alias, number = name, 2
+        while alias in aliases.values() or alias == "union" or (aliases and alias == "base"):
+            alias, number = f"{name}-{number}", number + 1
+        aliases[model] = alias
+    return aliases
+
+
+def _tokenizer(configuration: Configuration, aliases: Mapping[str, str]) -> str:
+    """The vocabulary of the merged model: "base", "union", or an alias."""
+    source = configuration.tokenizer_source
+    if source is None or source in ("union", configuration.base):
+        return source if source == "union" else "base"
+    if source != "base" and source not in aliases:
+        raise InvalidRecipe(
+            f"tokenizer_source: {source} is none of the models; give base, union, or {', '.join(aliases)}"
+        )
+    return "base" if source == "base" else aliases[source]
+
+
+def _stored_dtype(family: Family) -> str:
+    """The dtype of all whole models, float32 where they have several."""
+    from workers.models.checkpoints import open_sources
+
+    names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+    whole = [checkpoint for checkpoint in open_sources(family).values() if checkpoint.base is None]
+    dtypes = {checkpoint.tensors[name].dtype for checkpoint in whole for name in checkpoint.layout.places}
+    return names[dtypes.pop()] if len(dtypes) == 1 else "float32"
+
+
+# Both
+
+
+def _checked(base: str, directories: Mapping[str, str | Path], tokenizer: str) -> dict[str, Checkpoint]:
+    """The models, as far as headers tell: contents are hashed and read after that. There may be no other than `base`,
+    which comes first. Raises InvalidModel."""
+    from workers.models.checkpoints import check_family, open_checkpoint
+
+    others = {alias: directory for alias, directory in directories.items() if alias != base}
+    if not others:
+        return {base: open_checkpoint(directories[base])}
+    checkpoints = check_family(directories[base], others, tokenizer=tokenizer)
+    return dict(zip((base, *others), checkpoints, strict=True))
+
+
+def _bank(
+    base: str,
+    checkpoints: Mapping[str, Checkpoint],
+    tokenizer: str,
+    *,
+    downloads: bool = True,
+    note: Callable[[str], None] = logger.info,
+) -> Bank:
+    """The contents of models that have been checked, downloaded if need be. Raises InvalidModel."""
+    from workers.merging.bank import Bank
+    from workers.models.checkpoints import fingerprint, open_family
+    from workers.models.hub import fetched
+
+    places = [checkpoint.directory for checkpoint in checkpoints.values()]
+    directories = dict(zip(checkpoints, fetched(places, note=note) if downloads else places, strict=True))
+    others = {alias: directory for alias, directory in directories.items() if alias != base}
+    with _patiently(note, "reading the models: fingerprints, NaN and infinity; a model is read so once"):
+        if others:
+            family = open_family(
+                directories[base], others, tokenizer=tokenizer, base_alias=base, downloads=downloads, note=note
+            )
+        else:
+            place = directories[base].resolve()
+            family = Family(ModelSource(base, str(place), fingerprint(place)), experts=())
+        return Bank(family, "mapped", keeps_statistics=False)
+
+
+@contextmanager
+def _patiently(note: Callable[[str], None], text: str) -> Iterator[None]:
+    """Says what takes so long, if it does."""
+    timer = Timer(PATIENCE_S, note, (text,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

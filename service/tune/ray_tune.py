@@ -1,0 +1,250 @@
+"""Runs a study's evaluations on Ray Tune.
+
+Tune is the event loop that keeps a few trial actors busy. Rungs, promotions and results live in the coordinator and in
+SQL, because Tune restores neither schedulers nor rungs after a crash: each evaluation of a trial at a rung is one Tune
+trial, so that a promotion, a trial resumed after a crash and a new one all take the same way.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import ray
+from ray import tune
+from ray.tune.schedulers import FIFOScheduler
+from ray.tune.search import Searcher
+
+from service.tune.coordinator import Coordinator
+from service.tune.evaluation import Evaluation
+from service.tune.trainable import EvaluationTrainable
+from workers.types import Scorer
+
+__all__ = ["run_evaluations"]
+
+logger = logging.getLogger(__name__)
+
+# While nothing is in flight, waiting for the searcher is the only thing to do; this bounds one wait.
+SEARCHER_WAIT_S = 5.0
+
+# Tune's own files are not used: no experiment snapshots while the study runs, no per-trial logs.
+TUNE_ENVIRONMENT = {
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
+    "TUNE_GLOBAL_CHECKPOINT_S": "86400",
+    "TUNE_WARN_SLOW_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "86400",
+    "RAY_AIR_NEW_OUTPUT": "0",
+}
+
+
+class _NotPickled:
+    """Tune pickles what it is given, for a restore that never happens here."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
+class _Interrupt:
+    """Ctrl-C, taken where it cannot be lost: Python raises it wherever the main thread is, and in a callback of Ray's
+    it would only be printed. The first one is raised by `check`, a second one at once."""
+
+    def __init__(self) -> None:
+        self._is_requested = False
+
+    def __enter__(self) -> Self:
+        self._is_main_thread = threading.current_thread() is threading.main_thread()
+        if self._is_main_thread:
+            self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_main_thread:
+            signal.signal(signal.SIGINT, self._previous)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self._is_requested:
+            signal.default_int_handler(number, frame)
+        self._is_requested = True
+
+    def check(self) -> None:
+        """Raises KeyboardInterrupt if it was asked for."""
+        if self._is_requested:
+            raise KeyboardInterrupt
+
+
+class _EvaluationSource(_NotPickled, Searcher):
+    """Gives Tune the coordinator's evaluations, at most `concurrency` at a time."""
+
+    def __init__(self, coordinator: Coordinator, concurrency: int, interrupt: _Interrupt) -> None:
+        super().__init__(metric=None, mode=None)
+        self._interrupt = interrupt
+        self._coordinator = coordinator
+        self._concurrency = concurrency
+        self._evaluations: dict[str, Evaluation] = {}
+
+    def suggest(self, trial_id: str) -> Any:
+        self._interrupt.check()
+        # Counted by Tune's trials, not by what the coordinator waits for: until Tune has put a finished trial's actor
+        # aside for reuse, it would start another one.
+        coordinator = self._coordinator
+        if len(self._evaluations) >= self._concurrency:
+            return None
+        idle = coordinator.num_in_flight == 0
+        evaluation = coordinator.next_evaluation(timeout_s=SEARCHER_WAIT_S if idle else 0.0)
+        if evaluation is None:
+            return Searcher.FINISHED if coordinator.is_finished else None
+        self._evaluations[trial_id] = evaluation
+        return {"evaluation": evaluation}
+
+    def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
+        evaluation = self._evaluations.pop(trial_id, None)
+        if error and evaluation is not None:
+            self._coordinator.on_lost(evaluation, "see the driver's log for Ray's message")
+
+    def save_to_dir(self, checkpoint_dir: str, session_str: str = "default") -> None:
+        """Nothing: the coordinator is rebuilt from SQL."""
+
+    def save(self, checkpoint_path: str) -> None:
+        """Nothing, as above."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Nothing, as above."""
+
+
+class _ChunkScheduler(_NotPickled, FIFOScheduler):
+    """Hands every chunk to the coordinator; an evaluation stops when the coordinator has all it needs.
+
+    Also keeps Tune from starting and killing a process for almost every evaluation. Tune lets an idle actor go unless
+    a trial is waiting for it already, and it gives an idle actor to a trial whose own actor is still starting, and
+    kills that one. So idle actors are kept, and no chunk is scored before all actors are up.
+    """
+
+    def __init__(self, coordinator: Coordinator, concurrency: int) -> None:
+        super().__init__()
+        self._coordinator = coordinator
+        self._num_actors = concurrency
+        self._is_first_trial = True
+        self._num_up = 0
+        self._held_back: list[Any] = []
+
+    def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
+        if self._is_first_trial:
+            self._is_first_trial = False
+            cache = tune_controller._tune_controller._actor_cache
+            cache.increase_max(trial.placement_group_factory, by=self._num_actors)
+
+    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
+        if result["outcome"] is None:
+            return self._on_actor_up(tune_controller, trial)
+        evaluation: Evaluation = trial.config["evaluation"]
+        done = self._coordinator.on_outcome(evaluation, result["outcome"])
+        return str(FIFOScheduler.STOP if done else FIFOScheduler.CONTINUE)
+
+    def _on_actor_up(self, tune_controller: Any, trial: Any) -> str:
+        self._num_up += 1
+        if self._num_up < self._num_actors and self._coordinator.num_in_flight >= self._num_actors:
+            self._held_back.append(trial)
+            return str(FIFOScheduler.NOOP)
+        held_back, self._held_back = self._held_back, []
+        for other in held_back:
+            tune_controller._tune_controller._execute_action(other, FIFOScheduler.CONTINUE)
+        return str(FIFOScheduler.CONTINUE)
+
+
+class _Observer(_NotPickled, tune.Callback):
+    """Drops samples from what Tune keeps, and reports that time passes."""
+
+    def __init__(self, tick: Callable[[], None], interrupt: _Interrupt) -> None:
+        self._tick = tick
+        self._interrupt = interrupt
+
+    def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        self._interrupt.check()
+        self._tick()
+
+    def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **_: Any) -> None:
+        result.pop("outcome", None)
+
+
+def run_evaluations(
+    coordinator: Coordinator,
+    scorer: Scorer,
+    *,
+    name: str,
+    storage_dir: Path,
+    concurrency: int,
+    tick: Callable[[], None] = lambda: None,
+) -> None:
+    """Run until the coordinator has nothing left to do. Ray must be up. `tick` is called several times a second.
+
+    Raises what the coordinator raises (EvidenceMismatch, StudyFailed, StaleAttempt); what was stored stays.
+    """
+    for variable, value in TUNE_ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(concurrency)
+    trainable = tune.with_parameters(EvaluationTrainable, scorer=scorer)
+    trainable.__qualname__ = EvaluationTrainable.__qualname__  # the dashboard's name for the actors
+    interrupt = _Interrupt()
+    tuner = tune.Tuner(
+        trainable,
+        tune_config=tune.TuneConfig(
+            search_alg=_EvaluationSource(coordinator, concurrency, interrupt),
+            scheduler=_ChunkScheduler(coordinator, concurrency),
+            num_samples=-1,
+            reuse_actors=True,
+            trial_name_creator=_trial_name,
+            trial_dirname_creator=_trial_name,
+        ),
+        run_config=tune.RunConfig(
+            name=name,
+            storage_path=str(storage_dir),
+            verbose=0,
+            callbacks=[_Observer(tick, interrupt)],
+            failure_config=tune.FailureConfig(max_failures=0),
+        ),
+    )
+    with interrupt:
+        tuner.fit()
+
+
+def _trial_name(trial: Any) -> str:
+    return f"{trial.config['evaluation']!r}-{trial.trial_id}"
+
+
+@ray.remote(num_cpus=0)
+class _ProposerActor:
+    """The searcher in a process of its own: a surrogate's fit must not hold up Tune's loop."""
+
+    def __init__(self, algorithm: str, parameters: Any) -> None:
+        from service.tune.searchers import get_searcher
+
+        self._searcher = get_searcher(algorithm)
+        self._parameters = parameters
+
+    def propose(self, **call: Any) -> dict[str, Any]:
+        return self._searcher.propose(self._parameters, **call)
+
+
+class RayProposer:
+    """`coordinator.Proposer` on a Ray actor."""
+
+    def __init__(self, *, algorithm: str, parameters: Any, seed: int) -> None:
+        self._actor: Any = _ProposerActor.remote(algorithm, parameters)  # type: ignore[attr-defined]
+        self._seed = seed
+        self._pending: Any = None
+
+    def submit(self, **call: Any) -> None:
+        self._pending = self._actor.propose.remote(seed=self._seed, **call)
+
+    def result(self, *, timeout_s: float) -> dict[str, Any] | None:
+        ready, _ = ray.wait([self._pending], timeout=timeout_s)
+        if not ready:
+            return None
+        configuration: dict[str, Any] = ray.get(self._pending)
+        return configuration

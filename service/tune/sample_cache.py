@@ -1,0 +1,91 @@
+"""The samples of one study: which are scored, what is still to be scored of a recipe, and what a rung's samples say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from service.results.statistics import estimate
+from service.store import Store
+from service.tune.plan import Plan
+from service.types import RungRecord
+from workers.types import SampleResult, Span, TaskSpec
+
+__all__ = ["SampleBook"]
+
+
+class SampleBook:
+    """Values of samples by recipe, as the store has them: trials whose recipes are equal share theirs.
+
+    `split` is "search" or "holdout"; of "holdout" there is one rung, with all its samples.
+    """
+
+    def __init__(self, plan: Plan, store: Store) -> None:
+        self._plan = plan
+        self._values = {split: store.sample_values(plan.study_id, split) for split in ("search", "holdout")}
+        self.num_scored = sum(len(p) for by in self._values.values() for o in by.values() for p in o.values())
+
+    def add(self, digest: str, split: str, samples: Sequence[SampleResult]) -> None:
+        values = self._values[split].setdefault(digest, {})
+        for sample in samples:
+            values.setdefault(sample.objective, {})[sample.position] = sample.value
+        self.num_scored += len(samples)
+
+    def missing(self, digest: str, rung: int, split: str) -> list[Span]:
+        """Spans that no stored sample covers. Chunks are stored whole, so what is there is a prefix or has holes
+        only where an attempt was cut off."""
+        samples, tasks = self._targets(rung, split)
+        known = self._values[split].get(digest, {})
+        spans: list[Span] = []
+        for objective, stop in samples.items():
+            positions = [p for p in range(stop) if p not in known.get(objective, {})]
+            while positions:
+                start = positions[0]
+                length = next((i for i, p in enumerate(positions) if p != start + i), len(positions))
+                spans.append(Span(objective, tasks[objective], start, start + length))
+                positions = positions[length:]
+        return spans
+
+    def missing_chunks(self, digest: str, rung: int, split: str) -> tuple[tuple[Span, ...], ...]:
+        """What is missing, in chunks of at most the plan's size."""
+        return _chunks(self.missing(digest, rung, split), self._plan.chunk_samples)
+
+    def rung_record(self, digest: str, rung: int) -> RungRecord:
+        """A finished rung of the search: every sample of it must be there."""
+        samples = self._plan.rung_samples[rung]
+        known = self._values["search"][digest]
+        estimates = {
+            objective: estimate([known[objective][position] for position in range(stop)])
+            for objective, stop in samples.items()
+        }
+        return RungRecord(
+            rung=rung,
+            num_samples=dict(samples),
+            values={objective: found.value for objective, found in estimates.items()},
+            standard_errors={objective: found.standard_error for objective, found in estimates.items()},
+        )
+
+    def _targets(self, rung: int, split: str) -> tuple[Mapping[str, int], Mapping[str, TaskSpec]]:
+        if split == "holdout":
+            return self._plan.holdout_samples, self._plan.holdout_tasks
+        return self._plan.rung_samples[rung], self._plan.tasks
+
+
+def _chunks(spans: Iterable[Span], limit: int) -> tuple[tuple[Span, ...], ...]:
+    """Spans packed into chunks of at most `limit` samples, in order; longer spans are cut."""
+    chunks: list[tuple[Span, ...]] = []
+    current: list[Span] = []
+    room = limit
+    for span in spans:
+        start = span.start
+        while start < span.stop:
+            stop = min(span.stop, start + room)
+            current.append(replace(span, start=start, stop=stop))
+            room -= stop - start
+            start = stop
+            if room == 0:
+                chunks.append(tuple(current))
+                current, room = [], limit
+    if current:
+        chunks.append(tuple(current))
+    return tuple(chunks)

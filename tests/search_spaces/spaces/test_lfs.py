@@ -1,0 +1,339 @@
+from collections import Counter
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from search_spaces.errors import InvalidStudy
+from search_spaces.methods import METHODS as SPECS
+from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
+from search_spaces.spaces.lfs import LfsSpace, split_layers
+from search_spaces.spaces.lfs_ranges import METHODS, SEED
+from search_spaces.study.sections import LfsMethod
+
+EXPERTS = ("math", "code", "text")
+FINGERPRINTS = {"base": "0", "math": "1", "code": "2", "text": "3"}
+
+
+def space(experts=EXPERTS, num_layers=2, layer_groups=1, component_groups=1, **arguments):
+    return LfsSpace(
+        base="base",
+        experts=experts,
+        fingerprints=FINGERPRINTS,
+        num_layers=num_layers,
+        layer_groups=layer_groups,
+        component_groups=component_groups,
+        **arguments,
+    )
+
+
+def use(*experts):
+    return {f"g1.use.{expert}": expert in experts for expert in EXPERTS}
+
+
+def head(lfs, configuration):
+    return lfs.to_recipe(configuration).head
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_groups", "sizes"),
+    [(40, 4, [10, 10, 10, 10]), (7, 3, [3, 2, 2]), (6, 4, [2, 2, 1, 1]), (3, 3, [1, 1, 1]), (5, 1, [5])],
+)
+def test_groups_are_as_even_as_possible(num_layers, num_groups, sizes):
+    groups = split_layers(num_layers, num_groups)
+    assert [group.stop - group.start for group in groups] == sizes
+    assert groups[-1].stop == num_layers
+
+
+def test_groups_are_labelled_as_people_count_layers():
+    assert [group.label for group in split_layers(4, 3)] == ["layers 1-2", "layer 3", "layer 4"]
+
+
+def test_paper_preset_is_the_published_space():
+    lfs = space(num_layers=40, layer_groups=4, component_groups=3, preset="paper")
+    ranges = {(p.name.split(".", 2)[-1], p.low, p.high) for p in lfs.parameters if hasattr(p, "low")}
+    assert ranges == {
+        ("task_arithmetic.lambda", 0.0, 1.0),
+        ("ties.lambda", 0.0, 1.0),
+        ("ties.k", 0.1, 0.99),
+        ("slerp.t", 0.0, 1.0),
+        *((f"linear.weight.{expert}", 0.0, 1.0) for expert in EXPERTS),
+    }
+    description = lfs.describe()
+    assert [group.label for group in description.layer_groups] == [
+        "layers 1-10",
+        "layers 11-20",
+        "layers 21-30",
+        "layers 31-40",
+    ]
+    assert list(description.component_groups) == ["mlp", "attention", "norm"]
+    # Per group: a method, a bit for each expert, a pair; 3 components of 1 + 2 + 1 + 3 numbers.
+    assert len(lfs.parameters) == 4 * (1 + 3 + 1 + 3 * 7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"layer_groups": 2, "component_groups": 3}, "preset: paper means layer_groups=4, but 2 is given"),
+        ({"layer_groups": 4, "component_groups": 1}, "preset: paper means component_groups=3, but 1 is given"),
+        ({"layer_groups": 4, "component_groups": 3, "methods": ("ties",)}, r"methods=\[.*\], but \[ties\] is given"),
+        (
+            {"layer_groups": 4, "component_groups": 3, "method_per": "component"},
+            "method_per=layer_group, but component",
+        ),
+    ],
+)
+def test_what_contradicts_the_paper_preset_is_refused(arguments, message):
+    with pytest.raises(InvalidStudy, match=message):
+        space(num_layers=8, preset="paper", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"layer_groups": 9, "num_layers": 6}, "^search_space.layer_groups: 9 for a model of 6 layers; use 1 to 6"),
+        ({"layer_groups": 0}, "layer_groups: 0 for a model of 2 layers"),
+        ({"component_groups": 2}, "component_groups: 2 is not accepted; use 1 or 3"),
+        ({"methods": ("ties", "dare")}, r"unknown methods \['dare'\]; available: task_arithmetic, ties, slerp, linear"),
+        ({"methods": ()}, "there are no methods"),
+        ({"experts": ()}, "models.experts: there are no experts"),
+    ],
+)
+def test_a_space_that_cannot_be_is_refused(arguments, message):
+    with pytest.raises(InvalidStudy, match=message):
+        space(**arguments)
+
+
+def test_task_arithmetic_has_one_lambda_for_the_experts_that_take_part():
+    configuration = {"g1.method": "task_arithmetic", **use("math", "text"), "g1.layer.task_arithmetic.lambda": 0.25}
+    assert head(space(), configuration) == Merge("task_arithmetic", (Source("math"), Source("text")), {"lambda": 0.25})
+
+
+def test_ties_has_a_lambda_and_a_share_to_keep():
+    configuration = {"g1.method": "ties", **use("code"), "g1.layer.ties.lambda": 0.5, "g1.layer.ties.k": 0.3}
+    assert head(space(), configuration) == Merge("ties", (Source("code"),), {"lambda": 0.5, "k": 0.3})
+
+
+def test_linear_weights_are_stored_on_the_simplex():
+    weights = {"g1.layer.linear.weight.math": 0.3, "g1.layer.linear.weight.code": 0.9}
+    merge = head(space(), {"g1.method": "linear", **use("math", "code"), **weights})
+    assert merge == Merge("linear", (Source("math"), Source("code")), {"weight": (0.25, 0.75)})
+
+
+def test_linear_weights_that_are_all_zero_mean_equal_weights():
+    weights = {"g1.layer.linear.weight.math": 0.0, "g1.layer.linear.weight.code": 0.0}
+    merge = head(space(), {"g1.method": "linear", **use("math", "code"), **weights})
+    assert merge.per_source("weight") == (0.5, 0.5)
+
+
+def test_a_single_expert_is_averaged_with_the_base():
+    configuration = {"g1.method": "linear", **use("code"), "g1.layer.linear.weight.code": 0.7}
+    merge = head(space(), configuration)
+    assert merge == Merge("linear", (Source("base"), Source("code")), {"weight": (0.3, 0.7)})
+
+
+@pytest.mark.parametrize(("pair", "sources"), [("math+text", ("math", "text")), ("base+code", ("base", "code"))])
+def test_slerp_merges_its_pair_or_one_expert_with_the_base(pair, sources):
+    merge = head(space(), {"g1.method": "slerp", "g1.slerp.pair": pair, "g1.layer.slerp.t": 0.4})
+    assert merge == Merge("slerp", tuple(map(Source, sources)), {"t": 0.4})
+
+
+def test_slerp_pairs_are_all_pairs_of_experts_and_each_expert_with_the_base():
+    assert space().parameters["g1.slerp.pair"].choices == (
+        *("math+code", "math+text", "code+text"),
+        *("base+math", "base+code", "base+text"),
+    )
+
+
+def test_no_bit_set_means_all_experts_take_part():
+    lambda_ = {"g1.layer.task_arithmetic.lambda": 0.25}
+    nobody = space().to_recipe({"g1.method": "task_arithmetic", **use(), **lambda_})
+    everybody = space().to_recipe({"g1.method": "task_arithmetic", **use(*EXPERTS), **lambda_})
+    assert nobody == everybody
+    uniform = head(space(), {"g1.method": "linear", **use()})
+    assert uniform == Merge("linear", tuple(map(Source, EXPERTS)), {"weight": 1 / 3})
+
+
+def test_every_non_empty_set_of_experts_is_drawn():
+    lfs, rng = space(methods=("ties",)), np.random.default_rng(0)
+    drawn = Counter(tuple(source.model for source in head(lfs, lfs.parameters.sample(rng)).sources) for _ in range(400))
+    assert len(drawn) == 7
+    assert drawn.most_common(1)[0][0] == EXPERTS
+
+
+def test_with_one_expert_there_is_nothing_to_choose_from():
+    lfs = space(experts=("math",))
+    assert lfs.parameters.names == (
+        "g1.method",
+        "g1.layer.task_arithmetic.lambda",
+        "g1.layer.ties.lambda",
+        "g1.layer.ties.k",
+        "g1.layer.slerp.t",
+        "g1.layer.linear.weight.math",
+    )
+    assert head(lfs, {"g1.method": "slerp", "g1.layer.slerp.t": 0.5}).sources == (Source("base"), Source("math"))
+
+
+def test_embedding_follows_the_first_group_and_head_the_last_with_the_norms_numbers():
+    lfs = space(num_layers=3, layer_groups=2, component_groups=3, methods=("task_arithmetic",))
+    numbers = {
+        f"g{g}.{c}.task_arithmetic.lambda": 0.1 * g + w
+        for g in (1, 2)
+        for c, w in zip(("mlp", "attention", "norm"), (0.01, 0.02, 0.03), strict=True)
+    }
+    bits = {f"g{g}.use.{expert}": True for g in (1, 2) for expert in EXPERTS}
+    recipe = lfs.to_recipe({**bits, **numbers})
+    assert recipe.embedding.number("lambda") == 0.13
+    assert recipe.head.number("lambda") == 0.23
+    assert [layer.mlp.number("lambda") for layer in recipe.layers] == [0.11, 0.11, 0.21]
+    assert [layer.attention.number("lambda") for layer in recipe.layers] == [0.12, 0.12, 0.22]
+
+
+def test_method_per_component_gives_each_component_its_own_method():
+    lfs = space(component_groups=3, method_per="component")
+    configuration = {
+        **use("math", "code"),
+        "g1.mlp.method": "ties",
+        "g1.mlp.ties.lambda": 1.0,
+        "g1.mlp.ties.k": 0.2,
+        "g1.attention.method": "slerp",
+        "g1.attention.slerp.pair": "code+text",
+        "g1.attention.slerp.t": 0.5,
+        "g1.norm.method": "task_arithmetic",
+        "g1.norm.task_arithmetic.lambda": 0.3,
+    }
+    layer = lfs.to_recipe(configuration).layers[0]
+    assert [merge.method for merge in (layer.mlp, layer.attention, layer.norm)] == ["ties", "slerp", "task_arithmetic"]
+
+
+def everywhere(merge, num_layers=2):
+    def at(layer):
+        return Merge(merge.method, tuple(Source(s.model, layer) for s in merge.sources), merge.coefficients)
+
+    layers = tuple(LayerRecipe(at(layer), at(layer), at(layer)) for layer in range(num_layers))
+    return Recipe(FINGERPRINTS, "base", layers, merge, merge)
+
+
+@pytest.mark.parametrize(
+    "merge",
+    [
+        Merge("passthrough", (Source("base"),)),
+        Merge("passthrough", (Source("text"),)),
+        Merge("slerp", (Source("text"), Source("math")), {"t": 0.123456}),
+        Merge("linear", (Source("text"), Source("math")), {"weight": (0.1, 0.9)}),
+        Merge("linear", (Source("text"), Source("base")), {"weight": (0.1, 0.9)}),
+        Merge("task_arithmetic", (Source("text"), Source("math")), {"lambda": (0.5, 0.5)}),
+        Merge("ties", (Source("math"), Source("text")), {"lambda": 0.0, "k": 0.5}),
+    ],
+)
+@pytest.mark.parametrize("method_per", ["layer_group", "component"])
+def test_a_recipe_the_space_contains_is_found(merge, method_per):
+    lfs, recipe = space(component_groups=3, method_per=method_per), everywhere(merge)
+    configuration = lfs.from_recipe(recipe)
+    assert configuration is not None
+    assert lfs.to_recipe(configuration).digest == recipe.digest
+
+
+@pytest.mark.parametrize(
+    "merge",
+    [
+        Merge("task_arithmetic", (Source("text"), Source("math")), {"lambda": (0.5, 0.4)}),
+        Merge("task_arithmetic", (Source("text"), Source("math")), {"lambda": 1.5}),
+        Merge("ties", (Source("math"),), {"lambda": 1.0, "k": 0.05}),
+        Merge("linear", (Source("text"), Source("math")), {"weight": (0.5, 0.4)}),
+        Merge("linear", (Source("text"), Source("math"), Source("base")), {"weight": (0.5, 0.4, 0.1)}),
+        Merge("nuslerp", (Source("text"), Source("math")), {"weight": 0.5}),
+    ],
+)
+def test_a_recipe_outside_the_space_is_not_found(merge):
+    assert space().from_recipe(everywhere(merge)) is None
+
+
+def test_a_recipe_whose_layers_differ_within_a_group_is_not_found():
+    recipe = everywhere(Merge("passthrough", (Source("text"),)))
+    swapped = Recipe(FINGERPRINTS, "base", recipe.layers[::-1], recipe.embedding, recipe.head)
+    assert space().from_recipe(swapped) is None
+    assert space(layer_groups=2).from_recipe(recipe) is not None
+
+
+def test_a_method_left_out_of_the_space_is_not_found():
+    recipe = everywhere(Merge("ties", (Source("math"),), {"lambda": 1.0, "k": 0.5}))
+    assert space().from_recipe(recipe) is not None
+    assert space(methods=("linear", "slerp")).from_recipe(recipe) is None
+
+
+def test_parameters_of_one_role_differ_in_their_groups_only() -> None:
+    space = LfsSpace(
+        base="base",
+        experts=("math", "text"),
+        fingerprints={"base": "b", "math": "m", "text": "t"},
+        num_layers=4,
+        layer_groups=2,
+    )
+    by_role: dict[str, list[str]] = {}
+    for name, role in space.parameters.roles.items():
+        by_role.setdefault(role, []).append(name)
+    assert len(by_role["method"]) == len(by_role["use.math"]) == 2
+    assert len(by_role["ties.k"]) == 2 * 3
+    assert set(space.parameters.roles) == set(space.parameters.names)
+
+
+def test_every_merge_method_can_be_searched_and_written_in_a_study() -> None:
+    assert set(METHODS) == set(SPECS)
+    assert get_args(LfsMethod) == tuple(METHODS)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("experts", [EXPERTS, EXPERTS[:2], EXPERTS[:1]], ids=len)
+def test_every_method_decodes_to_merges_it_takes_and_reads_them_back(method, experts):
+    lfs = space(experts, component_groups=3, methods=(method,))
+    rng = np.random.default_rng(0)
+    for _ in range(8):
+        configuration = lfs.parameters.sample(rng) if len(lfs.parameters) else {}
+        recipe = lfs.to_recipe(configuration)
+        assert {merge.method for merge in recipe.merges()} <= {method, "passthrough"}
+        assert all(merge.seed == (SEED if SPECS[merge.method].takes_seed else None) for merge in recipe.merges())
+        found = lfs.from_recipe(recipe)
+        assert found is not None
+        assert lfs.to_recipe(found).digest == recipe.digest
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_ends_of_every_range_are_accepted(method):
+    lfs = space(methods=(method,))
+    for end in ("low", "high"):
+        configuration = {p.name: getattr(p, end, p.default_value) for p in lfs.parameters}
+        recipe = lfs.to_recipe(configuration)
+        found = lfs.from_recipe(recipe)
+        assert found is not None
+        assert lfs.to_recipe(found).digest == recipe.digest
+
+
+def test_methods_of_an_ordered_pair_have_both_orders():
+    assert space(("math", "code"), methods=("nearswap",)).parameters["g1.nearswap.pair"].choices == (
+        *("math+code", "code+math"),
+        *("base+math", "base+code"),
+    )
+
+
+def test_methods_of_a_single_model_choose_among_all():
+    configuration = {"g1.passthrough.model": "base", "g1.layer.passthrough.scale": 0.5}
+    merge = head(space(methods=("passthrough",)), configuration)
+    assert merge == Merge("passthrough", (Source("base"),), {"scale": 0.5})
+
+
+def test_numbers_per_expert_are_equal_where_nobody_was_selected():
+    numbers = {"g1.layer.ties_weighted.density": 0.5}
+    merge = head(space(methods=("ties_weighted",)), {**use(), **numbers})
+    assert merge == Merge("ties_weighted", tuple(map(Source, EXPERTS)), {"weight": 1.0, "density": 0.5})
+
+
+def test_consensus_needs_no_more_models_than_take_part():
+    numbers = {"g1.layer.consensus_ta.lambda": 0.5, "g1.layer.consensus_ta.mask_lambda": 0.4}
+    lfs = space(methods=("consensus_ta",))
+    assert head(lfs, {**use("math"), **numbers}).number("agreement") == 1
+    assert head(lfs, {**use("math", "text"), **numbers}).number("agreement") == 2
+
+
+def test_model_stock_of_one_expert_is_that_expert():
+    assert head(space(methods=("model_stock",)), use("code")) == Merge("passthrough", (Source("code"),))

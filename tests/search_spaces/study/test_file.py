@@ -1,0 +1,402 @@
+import copy
+import json
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+from search_spaces.errors import InvalidStudy
+from search_spaces.study.file import Study, Verify, load_study, parse_study, same_but_limits, study_json_schema
+
+DOCUMENT = yaml.safe_load("""
+name: math-text-lookup
+models: {base: ./base, experts: {math: owner/math, text: text, lookup: /models/lookup}}
+search_space: {kind: lfs, layer_groups: 4, component_groups: 3, methods: [task_arithmetic, ties, slerp, linear]}
+search: {algorithm: auto, max_trials: 60, seed: 0}
+fidelity: {scheduler: hyperband, min_samples: 30, max_samples: 270, eta: 3}
+objectives:
+  - {name: math, task: gsm8k, metric: exact_match, filter: strict-match, split: train, num_fewshot: 5}
+  - {name: text, task: {file: text.jsonl, prompt: "{{prompt}}", answer: "{{answer}}"}, metric: exact_match}
+holdout:
+  - {name: math, task: gsm8k, metric: exact_match, split: test}
+  - {name: text, task: {file: text_holdout.jsonl}, metric: exact_match}
+engine:
+  {backend: vllm, replicas: 1, tensor_parallel_size: 1, dtype: auto, max_model_len: 2048,
+   verify: {trials: 3, samples: 16}}
+limits: {max_layers: 50, max_gpu_hours: 24, max_wall_clock_s: 86400}
+""")
+
+SMALL = {
+    "name": "small",
+    "models": {"base": "b", "experts": {"e": "m"}},
+    "search_space": {"kind": "lfs"},
+    "fidelity": {"scheduler": "none"},
+    "objectives": [{"name": "a", "task": "t", "metric": "acc"}],
+}
+
+
+def changed(place, value, document=DOCUMENT):
+    """`document` with `value` at the dotted `place`; `...` removes it."""
+    document = copy.deepcopy(document)
+    *parents, last = [int(part) if part.isdigit() else part for part in place.split(".")]
+    node = document
+    for part in parents:
+        node = node[part] if isinstance(part, int) else node.setdefault(part, {})
+    if value is ...:
+        del node[last]
+    elif isinstance(last, int) and last == len(node):
+        node.append(value)
+    else:
+        node[last] = value
+    return document
+
+
+def problems(document):
+    with pytest.raises(InvalidStudy) as caught:
+        parse_study(document)
+    return [(problem.field, problem.message) for problem in caught.value.problems]
+
+
+def test_the_documented_study_is_accepted_and_its_canonical_form_is_the_same_study():
+    study = parse_study(DOCUMENT)
+    assert parse_study(study.canonical()) == study
+    assert Study.model_validate(json.loads(json.dumps(study.canonical()))) == study
+
+
+def test_what_may_be_left_out_has_the_documented_defaults():
+    study = parse_study(SMALL)
+    assert (study.search.algorithm, study.search.max_trials, study.search.seed) == ("auto", 60, 0)
+    assert (study.search_space.layer_groups, study.search_space.component_groups) == (4, 3)
+    assert study.engine.verify == Verify(trials=3, samples=16)
+    assert study.holdout == ()
+
+
+def test_a_study_cannot_be_changed():
+    with pytest.raises(ValueError, match="frozen"):
+        parse_study(SMALL).name = "other"
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        # unknown keys and values, with the nearest known one
+        ("serch", {}, 'unknown key; did you mean "search"? known keys: name, models, search_space, search'),
+        ("search.max_trial", 3, 'unknown key; did you mean "max_trials"? known keys: algorithm, max_trials, seed'),
+        ("objectives.0.metrics", "x", 'unknown key; did you mean "metric"?'),
+        ("objectives.1.task.max_token", 3, 'unknown key; did you mean "max_tokens"? known keys: file, prompt'),
+        ("engine.verify.trial", 3, 'unknown key; did you mean "trials"? known keys: trials, samples'),
+        ("search_space.kind", "lsf", '"lsf" is not known; did you mean "lfs"? available: lfs'),
+        ("search_space.methods.0", "tie", '"tie" is not known; did you mean "ties"? available: task_arithmetic, ties'),
+        ("search.algorithm", "smak", '"smak" is not known; did you mean "smac"? available: auto, smac, random'),
+        ("engine.dtype", "fp16", '"fp16" is not known; available: auto, float32, bfloat16, float16'),
+        ("search_space.component_groups", 2, "2 is not known; available: 1, 3"),
+        ("search_space.kind", ..., "is missing; available: lfs"),
+        # not available yet
+        *(("search_space.kind", kind, f'"{kind}" is not available yet; available: lfs') for kind in ("dis", "hm3")),
+        ("search.algorithm", "nsga2", '"nsga2" is not available yet; available: auto, smac, random'),
+        ("fidelity.scheduler", "racing", '"racing" is not available yet; available: hyperband, asha, none'),
+        ("search_space.methods.0", "fisher", '"fisher" is not known; available: task_arithmetic, ties'),
+        ("engine.backend", "transformers", '"transformers" is not available yet; available: vllm'),
+        ("constraints", ["text >= base - 0.01"], "constraints are not available yet; leave them out"),
+        # wrong types: the value and what is accepted
+        ("name", "../x", '"../x" is not accepted; give 1 to 63 letters, digits, dots, dashes or underscores'),
+        ("name", "", '"" is not accepted; give 1 to 63 letters'),
+        ("name", "x" * 64, "is not accepted; give 1 to 63 letters"),
+        ("name", ..., "is missing; give text"),
+        ("models", "base", '"base" is not accepted; give a mapping (key: value)'),
+        ("models.base", "a\0b", "is not accepted; give one line of text"),
+        ("search.max_trials", "60", '"60" is not accepted; give a whole number'),
+        ("search.max_trials", 2.5, "2.5 is not accepted; give a whole number"),
+        ("search.max_trials", True, "true is not accepted; give a whole number"),
+        ("search.max_trials", 0, "0 is not accepted; give at least 1"),
+        ("search.seed", -1, "-1 is not accepted; give at least 0"),
+        ("search.seed", 2**32, "4294967296 is not accepted; give less than 4294967296"),
+        ("fidelity.eta", 1, "1 is not accepted; give at least 2"),
+        ("objectives", [], "is empty; give at least 1"),
+        ("objectives", {"a": 1}, '{"a": 1} is not accepted; give a list'),
+        ("objectives.0.task", 5, "5 is not accepted; give the name of an lm-eval task, a YAML file or {file"),
+        ("objectives.0.num_fewshot", -1, "-1 is not accepted; give at least 0"),
+        ("objectives.1.task.until", [""], "is empty; give at least 1"),
+        ("models.experts", {}, "is empty; give at least 1"),
+        ("models.experts", ..., "is missing; give a mapping"),
+        ("engine.verify", True, "true is not accepted; give false or {trials: 3, samples: 16}"),
+        ("engine.chat_template", 3, "3 is not accepted; give true, false or the name of a template"),
+        ("engine.replicas", 0, "0 is not accepted; give at least 1"),
+        ("limits.max_gpu_hours", 0, "0 is not accepted; give more than 0"),
+        ("limits.max_gpu_hours", float("inf"), "Infinity is not accepted; give a finite number"),
+        ("limits.max_wall_clock_s", float("nan"), "NaN is not accepted; give a finite number"),
+        ("search_space.layer_groups", 0, "0 is not accepted; give at least 1"),
+        # contradictions
+        ("search_space.methods", ["ties", "slerp", "ties"], "ties is given twice"),
+        ("fidelity.min_samples", 300, "min_samples=300 is above max_samples=270"),
+        ("fidelity.min_samples", 200, "leaves one rung at eta=3; widen the range, or write `scheduler: none`"),
+        ("fidelity.max_samples", ..., "30 is given without max_samples; give both, or rungs"),
+        ("fidelity.min_samples", ..., "270 is given without min_samples; give both, or rungs"),
+        ("fidelity", {}, "hyperband needs min_samples and max_samples, or rungs; write `scheduler: none`"),
+        ("fidelity", {"rungs": [30, 30]}, "[30, 30] does not increase"),
+        ("fidelity", {"rungs": []}, "is empty; give at least 1"),
+        ("fidelity", {"rungs": [0, 30]}, "0 is not accepted; give at least 1"),
+        ("fidelity", {"rungs": [30], "max_samples": 30}, "says again what rungs says; leave out one of the two"),
+        ("fidelity", {"scheduler": "none", "min_samples": 3}, "means nothing with scheduler: none, which has one rung"),
+        ("fidelity", {"scheduler": "none", "rungs": [1, 2]}, "[1, 2]: scheduler: none has one rung; give [2]"),
+        ("fidelity", {"scheduler": "none", "eta": 3}, "means nothing with scheduler: none, which has one rung; leave"),
+        ("fidelity", {"scheduler": "asha"}, "asha needs min_samples and max_samples, or rungs"),
+        ("fidelity", {"scheduler": "asha", "rungs": [9]}, "[9]: asha needs two rungs or more; give smaller ones first"),
+        ("objectives.0.rungs", [], "is empty; give at least 1"),
+        ("objectives.0.rungs", [1, 0, 3], "0 is not accepted; give at least 1"),
+        ("objectives.0.rungs", [1, 3, 2], "[1, 3, 2] does not increase; give each rung more samples than the last"),
+        ("objectives.0.rungs", [1, 2], "[1, 2] has another length than [30, 90, 270] of fidelity; all objectives have"),
+        ("holdout.0.rungs", [1, 2, 3], "held-out data are scored whole, not rung by rung; leave it out"),
+        (
+            "objectives.2",
+            {"name": "text", "task": "t", "metric": "acc"},
+            "text is also objectives.1; give another name",
+        ),
+        ("objectives.0.range", [1, 0], "[1.0, 0.0] is empty; give [lowest, highest]"),
+        ("objectives.0.direction", "minimize", "is missing; exact_match is minimised, so give its [lowest, highest]"),
+        ("objectives.1.split", "test", "is for lm-eval tasks; a JSONL task has none; leave it out"),
+        ("holdout.0.name", "mth", "mth is not an objective; a holdout entry has the name of the objective"),
+        ("holdout.0.metric", "acc", "acc is not the metric of objective math; give exact_match"),
+        ("holdout.0.split", "train", "is the search data of objective math; holdout data must be others"),
+        ("holdout.1.task.file", "text.jsonl", "is the search data of objective text"),
+    ],
+)
+def test_what_is_wrong_is_named_with_the_value_and_what_is_accepted(place, value, message):
+    found = problems(changed(place, value))
+    assert len(found) == 1, found
+    field, text = found[0]
+    assert message in text
+    assert field.split(".")[0] == place.split(".")[0]
+
+
+def test_an_expert_cannot_be_called_base():
+    document = changed("models.experts.base", "x")
+    assert problems(document) == [
+        ("models.experts.base", 'an expert cannot be called "base"; that is the base model; rename it')
+    ]
+
+
+def test_the_tokenizer_is_the_bases_an_experts_or_of_all():
+    for tokenizer in ("base", "union", "math"):
+        assert parse_study(changed("models.tokenizer", tokenizer)).models.tokenizer == tokenizer
+    (problem,) = problems(changed("models.tokenizer", "code"))
+    assert problem[0] == "models.tokenizer"
+    assert problem[1].startswith("code is no model here; give base, union, math")
+    assert problems(changed("models.experts.union", "x")) == [
+        ("models.experts.union", 'an expert cannot be called "union"; that is a tokenizer; rename it')
+    ]
+
+
+def test_an_alias_that_is_no_name_is_refused():
+    (problem,) = problems(changed("models.experts", {"a/b": "x"}))
+    assert problem[0] == "models.experts.a/b"
+
+
+def test_another_kind_of_space_is_refused_without_complaints_about_its_keys():
+    space = {"kind": "dis", "depth_granularity": 1, "repeats": 1, "scales": True}
+    assert problems(changed("search_space", space)) == [
+        ("search_space.kind", '"dis" is not available yet; available: lfs')
+    ]
+
+
+def test_a_cost_objective_is_refused_without_complaints_about_what_it_lacks():
+    assert problems(changed("objectives.2", {"name": "depth", "cost": "layers"})) == [
+        (
+            "objectives.2.cost",
+            "cost objectives are not available yet; available: objectives with a task and a metric",
+        )
+    ]
+
+
+def test_the_paper_preset_is_refused_beside_what_contradicts_it():
+    parse_study(changed("search_space.preset", "paper"))
+    document = changed("search_space", {"kind": "lfs", "preset": "paper", "layer_groups": 2, "methods": ["ties"]})
+    assert [field for field, _ in problems(document)] == ["search_space.layer_groups", "search_space.methods"]
+
+
+def test_all_problems_are_reported_together_in_file_order():
+    document = changed("name", "a b")
+    document = changed("models.experts.base", "x", document)
+    document = changed("fidelity.min_samples", 300, document)
+    document = changed("objectives.0.metric", 3, document)
+    document = changed("objectives.1.name", "math", document)
+    document = changed("holdout.1.metric", "acc", document)
+    document = changed("limits.max_layer", 3, document)
+    assert [field for field, _ in problems(document)] == [
+        "name",
+        "models.experts.base",
+        "fidelity.min_samples",
+        "objectives.0.metric",
+        "holdout.1.name",
+        "limits.max_layer",
+    ]
+
+
+PLACES = [
+    *("name", "models", "models.base", "models.experts", "models.experts.math", "search_space", "search_space.methods"),
+    *("search", "search.seed", "fidelity", "fidelity.rungs", "fidelity.max_samples", "objectives", "objectives.0"),
+    *("objectives.0.task", "objectives.1.task.until", "objectives.0.range", "objectives.0.rungs", "objectives.0.cost"),
+    *("holdout", "holdout.1", "engine", "engine.verify", "engine.chat_template", "limits", "unknown", "constraints"),
+]
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(PLACES)
+VALUES = st.recursive(SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=8), v, max_size=3))
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.sampled_from(PLACES), VALUES), max_size=4, unique_by=lambda pair: pair[0].split(".")[0]))
+def test_whatever_is_written_is_a_study_or_a_list_of_problems(changes):
+    document = DOCUMENT
+    for place, value in changes:
+        document = changed(place, value, document)
+    found = None
+    try:
+        study = parse_study(document)
+    except InvalidStudy as error:
+        found = error.problems
+    if found is None:
+        assert parse_study(study.canonical()) == study
+    else:
+        assert [problem.message for problem in found if problem.message]
+
+
+def test_data_that_is_not_json_is_refused():
+    for value in ({1, 2}, b"x"):
+        with pytest.raises(InvalidStudy, match="the study is not plain data"):
+            parse_study({"name": value})
+    with pytest.raises(InvalidStudy, match=r"a study is a mapping \(key: value\), not \[\]"):
+        parse_study([])
+    endless: dict[str, object] = {}
+    endless["name"] = endless
+    with pytest.raises(InvalidStudy, match="the study is not plain data"):
+        parse_study(endless)
+
+
+def with_rungs(fidelity, *own):
+    """The documented study with this fidelity section and these rungs of its two objectives."""
+    document = changed("fidelity", fidelity)
+    for index, rungs in enumerate(own):
+        document = changed(f"objectives.{index}.rungs", rungs, document)
+    return document
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        (
+            with_rungs({"scheduler": "none", "eta": 2, "min_samples": 3, "rungs": [4, 2], "max_samples": 9}, [1, 2]),
+            {
+                "fidelity.eta": "means nothing with scheduler: none",
+                "fidelity.min_samples": "says again what rungs says",
+                "fidelity.rungs": "does not increase",
+                "fidelity.max_samples": "says again what rungs says",
+                "objectives.0.rungs": "[1, 2]: scheduler: none has one rung; give [2]",
+            },
+        ),
+        (
+            with_rungs({"scheduler": "asha"}, [1, 2], [5]),
+            {"objectives.1.rungs": "[5]: asha needs two rungs or more"},
+        ),
+        (
+            with_rungs({}, [1, 2], [1, 2, 3]),
+            {"objectives.1.rungs": "[1, 2, 3] has another length than [1, 2] of objectives.0.rungs"},
+        ),
+        (
+            with_rungs({"max_samples": 9}, [2, 1], [1, 2, 3]),
+            {
+                "fidelity.max_samples": "9 is given without min_samples",
+                "objectives.0.rungs": "does not increase",
+                "objectives.1.rungs": "has another length than [2, 1] of objectives.0.rungs",
+            },
+        ),
+        (with_rungs({}, [1, 2]), {"fidelity": "hyperband needs min_samples and max_samples, or rungs"}),
+    ],
+)
+def test_contradictory_fidelity_is_refused_in_all_its_places(document, expected):
+    found = dict(reversed(problems(document)))  # the first problem of a place is kept
+    assert found.keys() == expected.keys()
+    assert {place: text for place, text in expected.items() if text not in found[place]} == {}
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        (with_rungs({"rungs": [10, 50]}, [7, 9]), [(7, 9), (10, 50)]),
+        (with_rungs({"min_samples": 30, "max_samples": 270}, [1, 2, 3]), [(1, 2, 3), (30, 90, 270)]),
+        (with_rungs({"scheduler": "asha"}, [7, 9], [1, 100]), [(7, 9), (1, 100)]),
+        (with_rungs({"scheduler": "none"}, [7]), [(7,), (None,)]),
+        (with_rungs({"scheduler": "none", "max_samples": 40}, [7]), [(7,), (40,)]),
+    ],
+)
+def test_an_objectives_own_rungs_go_before_those_of_the_fidelity_section(document, expected):
+    study = parse_study(document)
+    assert [study.fidelity.rungs_of(objective) for objective in study.objectives] == expected
+    assert parse_study(study.canonical()) == study
+
+
+def test_eta_is_3_unless_it_is_given():
+    assert parse_study(changed("fidelity", {"rungs": [1, 2]})).fidelity.reduction_factor == 3
+    assert parse_study(changed("fidelity.eta", 2)).fidelity.reduction_factor == 2
+
+
+@pytest.mark.parametrize(
+    ("fidelity", "rungs"),
+    [
+        ({"min_samples": 30, "max_samples": 270, "eta": 3}, (30, 90, 270)),
+        ({"rungs": [10, 50]}, (10, 50)),
+        ({"rungs": [170]}, (170,)),
+        ({"scheduler": "asha", "min_samples": 30, "max_samples": 270}, (30, 90, 270)),
+        ({"scheduler": "none"}, None),
+        ({"scheduler": "none", "max_samples": 40}, (40,)),
+        ({"scheduler": "none", "rungs": [40]}, (40,)),
+    ],
+)
+def test_rungs_follow_from_the_fidelity_section(fidelity, rungs):
+    assert parse_study(changed("fidelity", fidelity)).fidelity.rung_samples == rungs
+
+
+def test_relative_paths_are_taken_from_the_study_file_and_hub_ids_left_alone(tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(changed("objectives.0.task", "tasks/mine.yaml")))
+    study = load_study(tmp_path / "study.yaml")
+    assert study.models.base == str(tmp_path / "base")
+    assert study.models.experts == {
+        "math": "owner/math",
+        "text": str(tmp_path / "text"),
+        "lookup": "/models/lookup",
+    }
+    assert study.objectives[0].task == str(tmp_path / "tasks/mine.yaml")
+    assert study.objectives[1].task.file == str(tmp_path / "text.jsonl")
+    assert study.holdout[0].task == "gsm8k"
+    assert study.holdout[1].task.file == str(tmp_path / "text_holdout.jsonl")
+
+
+def test_a_study_file_may_be_json(tmp_path):
+    (tmp_path / "study.json").write_text(json.dumps(SMALL))
+    assert load_study(str(tmp_path / "study.json")) == parse_study(SMALL)
+
+
+def test_the_same_study_may_go_on_with_other_limits_and_more_trials():
+    study = parse_study(DOCUMENT)
+    for place, value in (("limits.max_gpu_hours", 1), ("limits", ...), ("search.max_trials", 61)):
+        assert same_but_limits(study, parse_study(changed(place, value))) == ()
+
+
+def test_another_study_is_told_by_the_fields_that_differ():
+    study = parse_study(DOCUMENT)
+    document = changed("search.seed", 1, changed("search.max_trials", 59))
+    document = changed("models.experts.math", "other", changed("holdout", [], document))
+    differing = same_but_limits(study, parse_study(document))
+    assert {"models.experts.math", "search.max_trials", "search.seed", "holdout.0.name"} <= set(differing)
+    assert "search.algorithm" not in differing
+
+
+def test_the_json_schema_is_one_and_accepts_what_the_parser_accepts():
+    schema = study_json_schema()
+    Draft202012Validator.check_schema(schema)
+    validator = Draft202012Validator(schema)
+    for document in (DOCUMENT, SMALL, parse_study(DOCUMENT).canonical()):
+        validator.validate(document)
+    for place, value in (("serch", {}), ("search.algorithm", "nsga2"), ("engine.verify", True), ("objectives", [])):
+        assert not validator.is_valid(changed(place, value))

@@ -1,0 +1,61 @@
+from search_spaces.baselines import sources_and_published
+from search_spaces.spaces.lfs import LfsSpace
+
+
+def known(experts, num_layers=3):
+    fingerprints = {alias: f"print of {alias}" for alias in ("base", *experts)}
+    recipes = sources_and_published(base="base", experts=experts, fingerprints=fingerprints, num_layers=num_layers)
+    return fingerprints, recipes
+
+
+def test_sources_come_first_then_published_merges_of_all_experts():
+    _, recipes = known(("math", "text", "lookup"))
+    assert [(origin, label) for origin, label, _ in recipes] == [
+        ("source", "base"),
+        ("source", "expert:math"),
+        ("source", "expert:text"),
+        ("source", "expert:lookup"),
+        ("published", "uniform average"),
+        ("published", "task arithmetic 1/n"),
+        ("published", "task arithmetic 0.3"),
+        ("published", "task arithmetic 0.4"),
+        ("published", "TIES k 0.2 lambda 1.0"),
+    ]
+    assert all(len(recipe.layers) == 3 for _, _, recipe in recipes)
+
+
+def test_numbers_are_the_published_ones():
+    _, recipes = known(("math", "text"))
+    by_label = {label: recipe for _, label, recipe in recipes}
+    assert by_label["uniform average"].head.per_source("weight") == (0.5, 0.5)
+    assert by_label["task arithmetic 1/n"].head.number("lambda") == 0.5
+    assert by_label["task arithmetic 0.3"].layers[2].mlp.number("lambda") == 0.3
+    assert by_label["TIES k 0.2 lambda 1.0"].embedding.coefficients == {"k": 0.2, "lambda": 1.0}
+    assert by_label["expert:text"].layers[1].norm.method == "passthrough"
+
+
+def test_no_recipe_comes_twice():
+    for experts in (("math",), ("a", "b"), tuple("abc")):
+        digests = [recipe.digest for _, _, recipe in known(experts)[1]]
+        assert len(set(digests)) == len(digests)
+
+
+def test_with_one_expert_its_average_and_its_whole_task_vector_are_the_expert():
+    _, recipes = known(("math",))
+    assert [label for _, label, _ in recipes] == [
+        "base",
+        "expert:math",
+        "task arithmetic 0.3",
+        "task arithmetic 0.4",
+        "TIES k 0.2 lambda 1.0",
+    ]
+
+
+def test_the_lfs_space_contains_all_of_them():
+    for experts in (("math",), ("a", "b"), tuple("abcd")):
+        fingerprints, recipes = known(experts)
+        space = LfsSpace(base="base", experts=experts, fingerprints=fingerprints, num_layers=3, layer_groups=2)
+        for _, label, recipe in recipes:
+            configuration = space.from_recipe(recipe)
+            assert configuration is not None, label
+            assert space.to_recipe(configuration).digest == recipe.digest

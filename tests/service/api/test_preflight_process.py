@@ -1,0 +1,163 @@
+"""The real examination, beside the server: what the command line says, whatever is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+import service.studies.preflight.examine
+from search_spaces.errors import InvalidStudy
+from search_spaces.study.file import Study, load_study
+from service.api.preflight_process import Examined, ProcessExaminer, examine_here, read_request
+from service.api.problems import Away
+from service.studies.preflight.examine import examine
+from tests.service.api.harness import FAMILY, ApiServer, document
+
+
+@pytest.fixture(scope="module")
+def examiner() -> ProcessExaminer:
+    return ProcessExaminer()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, examiner: ProcessExaminer) -> Iterator[ApiServer]:
+    with ApiServer(tmp_path_factory.mktemp("api"), examiner=examiner) as server:
+        yield server
+
+
+@pytest.fixture
+def http(server: ApiServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=120) as client:
+        yield client
+
+
+def test_a_study_gets_the_document_and_facts_of_the_command_line(http: httpx.Client, server: ApiServer) -> None:
+    file = FAMILY / "study.yaml"
+    study = load_study(file)
+    answer = http.post("/v1/studies", json=study.canonical())
+    assert answer.status_code == 201, answer.text
+    record = server.store.study(answer.json()["id"])
+    assert record.document == study.canonical()
+    assert record.facts == json.loads(json.dumps(examine(study).facts()))
+    assert Study.model_validate(record.document) == study
+
+
+def test_problems_are_those_of_the_command_line_all_together(http: httpx.Client) -> None:
+    wrong = document(fidelity={"scheduler": "hyperband", "min_samples": 30, "max_samples": 27000, "eta": 3})
+    wrong["models"]["experts"]["math"] = "/nowhere/math"
+    wrong["objectives"][1]["task"]["file"] = "/nowhere/text.jsonl"
+    with pytest.raises(InvalidStudy) as caught:
+        examine(Study.model_validate(wrong))
+    answer = http.post("/v1/studies", json=wrong)
+    assert answer.status_code == 422
+    problems = answer.json()["problems"]
+    assert problems == [{"field": p.field, "message": p.message} for p in caught.value.problems]
+    assert {p["field"] for p in problems} >= {"models", "objectives.1.task", "fidelity.max_samples"}
+
+
+def test_the_server_answers_at_once_while_a_study_is_examined(http: httpx.Client, server: ApiServer) -> None:
+    async def scenario() -> tuple[list[float], list[int]]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+            posts = [asyncio.create_task(client.post("/v1/studies", json=document(f"s{i}"))) for i in range(5)]
+            seconds = []
+            while not all(post.done() for post in posts):
+                started = time.perf_counter()
+                assert (await client.get("/healthz")).status_code == 200
+                seconds.append(time.perf_counter() - started)
+                await asyncio.sleep(0.01)
+            return seconds, [post.result().status_code for post in posts]
+
+    seconds, statuses = asyncio.run(scenario())
+    assert statuses == [201] * 5
+    assert sorted(seconds)[len(seconds) * 9 // 10] < 0.5
+
+
+def test_a_killed_examination_is_begun_again_once() -> None:
+    async def killed(num_kills: int) -> Examined:
+        call = asyncio.create_task(examiner.examine(json.dumps(document()).encode(), is_json=True))
+        for _ in range(num_kills):
+            pid = await running(examiner)
+            os.kill(pid, signal.SIGKILL)
+            while examiner.pid == pid and not call.done():
+                await asyncio.sleep(0.01)
+        return await call
+
+    examiner = ProcessExaminer()
+    with pytest.raises(Away, match=r"could not be examined .* ask again"):
+        asyncio.run(killed(2))
+    assert asyncio.run(killed(1)).name == "math-text-lookup"
+    examiner.stop()
+
+
+async def running(examiner: ProcessExaminer) -> int:
+    while (pid := examiner.pid) is None or not psutil.pid_exists(pid):
+        await asyncio.sleep(0.01)
+    return pid
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        (("models", "base"), "models.base"),
+        (("models", "experts", "math"), "models.experts.math"),
+        (("objectives", 0, "task", "file"), "objectives.0.task.file"),
+        (("holdout", 2, "task", "file"), "holdout.2.task.file"),
+    ],
+)
+@pytest.mark.parametrize("value", ["./x", "../../etc/passwd", "~/model", "a/b/c", "dir/"])
+def test_relative_paths_are_refused_by_name(path: tuple[Any, ...], field: str, value: str) -> None:
+    body = document()
+    place: Any = body
+    for part in path[:-1]:
+        place = place[part]
+    place[path[-1]] = value
+    with pytest.raises(InvalidStudy) as caught:
+        read_request(json.dumps(body).encode(), is_json=True)
+    (problem,) = caught.value.problems
+    assert problem.field == field
+    assert problem.message == f"{value}: is relative; a path in a request is absolute, for it is read on the server"
+
+
+def test_hub_ids_pass_and_directories_of_the_server_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = document(models={"base": "owner/name", "experts": {"math": "name"}})
+    assert read_request(json.dumps(body).encode(), is_json=True).models.base == "owner/name"
+    (tmp_path / "name").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidStudy, match=r"models\.experts\.math: name: is relative"):
+        read_request(json.dumps(body).encode(), is_json=True)
+
+
+@pytest.mark.parametrize("task", ["tasks/a.yaml", "a.yml"])
+def test_relative_task_files_are_refused(task: str) -> None:
+    body = document()
+    body["objectives"][0]["task"] = task
+    with pytest.raises(InvalidStudy, match=f"objectives.0.task: {task}: is relative"):
+        read_request(json.dumps(body).encode(), is_json=True)
+
+
+def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for file in ("/dev/zero", str(tmp_path / "pipe"), str(tmp_path)):
+        body = document()
+        body["objectives"][0]["task"]["file"] = file
+        with pytest.raises(InvalidStudy, match=f"objectives.0.task.file: {file}: is not a file"):
+            read_request(json.dumps(body).encode(), is_json=True)
+
+
+def test_a_study_that_breaks_the_examination_is_refused_with_what_happened(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(study: Study, **_: Any) -> None:
+        raise ZeroDivisionError("by nothing")
+
+    monkeypatch.setattr(service.studies.preflight.examine, "examine", broken)
+    with pytest.raises(InvalidStudy, match=r"^the study could not be examined: ZeroDivisionError: by nothing$"):
+        examine_here(json.dumps(document()).encode(), is_json=True)

@@ -1,0 +1,113 @@
+"""What a study needs, decided from what SQL and the cluster say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from service.cluster.reconciler import (
+    BACK_OFF_S,
+    LOST_AFTER_S,
+    MAX_FRUITLESS,
+    START_GRACE_S,
+    RayCluster,
+    Step,
+    next_step,
+    submission_id,
+)
+from service.store import Store
+from service.types import StudyRecord, StudyState
+
+NOW = 1_000_000.0
+STUDY = StudyRecord("0123456789abcdef", "math-code", StudyState.RUNNING, {}, {}, NOW - 5000, submissions=1)
+
+
+def study(*, submitted_s_ago: float, heard_s_ago: float | None = None) -> StudyRecord:
+    """Its driver has begun if it was heard of since it was submitted."""
+    heartbeat_at = None if heard_s_ago is None else NOW - heard_s_ago
+    attempt = int(heard_s_ago is not None and heard_s_ago < submitted_s_ago)
+    return replace(STUDY, submitted_at=NOW - submitted_s_ago, heartbeat_at=heartbeat_at, attempt=attempt)
+
+
+def action(record: StudyRecord, job: str | None, fruitless: int = 0) -> str:
+    return next_step(record, job, fruitless=fruitless, now=NOW).action
+
+
+def test_a_new_study_gets_a_driver() -> None:
+    assert action(replace(STUDY, submissions=0), None) == "submit"
+
+
+@pytest.mark.parametrize("job", ["PENDING", "RUNNING"])
+def test_a_driver_that_is_heard_of_is_left_alone(job: str) -> None:
+    assert action(study(submitted_s_ago=900, heard_s_ago=3), job) == "wait"
+
+
+def test_a_driver_that_starts_slowly_is_left_alone() -> None:
+    assert action(study(submitted_s_ago=START_GRACE_S - 1), "RUNNING") == "wait"
+    assert action(study(submitted_s_ago=100, heard_s_ago=200), "PENDING") == "wait"  # heard of: the one before
+
+
+def test_a_driver_that_hangs_is_stopped_and_replaced() -> None:
+    record = study(submitted_s_ago=900, heard_s_ago=LOST_AFTER_S + 1)
+    step = next_step(record, "RUNNING", fruitless=0, now=NOW)
+    assert (step.action, step.because) == ("stop", f"its driver was not heard of for {LOST_AFTER_S + 1:.0f} s")
+    assert action(record, "STOPPED") == "submit"
+
+
+def test_a_driver_that_never_begins_is_stopped() -> None:
+    assert action(study(submitted_s_ago=START_GRACE_S + 1), "PENDING") == "stop"
+
+
+@pytest.mark.parametrize("job", ["FAILED", "STOPPED", "SUCCEEDED"])
+def test_a_driver_that_ended_before_its_study_is_replaced(job: str) -> None:
+    said = "exit code 9"
+    step = next_step(study(submitted_s_ago=100, heard_s_ago=1), job, fruitless=0, now=NOW, message=said)
+    assert (step.action, step.because) == ("submit", f"its driver ended (Ray's word: {job}): exit code 9")
+
+
+def test_what_a_driver_said_itself_counts_unless_another_said_it() -> None:
+    record = replace(study(submitted_s_ago=100, heard_s_ago=1), reason="no engine")
+    step = next_step(record, "FAILED", fruitless=0, now=NOW, message="exit code 1")
+    assert step.because == "its driver ended (Ray's word: FAILED): no engine"
+    step = next_step(replace(record, attempt=0), "FAILED", fruitless=0, now=NOW, message="no agent")
+    assert step.because == "its driver ended (Ray's word: FAILED): no agent"
+
+
+def test_a_cluster_that_forgot_the_job_gets_it_again() -> None:
+    step = next_step(study(submitted_s_ago=100, heard_s_ago=1), None, fruitless=0, now=NOW)
+    assert step.action == "submit"
+    assert step.because == "the cluster does not know its driver's job: Ray was started anew"
+
+
+def test_a_submission_that_reached_no_cluster_is_made_again_under_its_name() -> None:
+    assert action(study(submitted_s_ago=2), None) == "wait"
+    assert next_step(study(submitted_s_ago=20), None, fruitless=1, now=NOW) == Step("submit", again=True)
+
+
+def test_drivers_that_achieve_nothing_come_ever_later_and_then_no_more() -> None:
+    for fruitless in range(MAX_FRUITLESS):
+        pause_s = BACK_OFF_S * 2**fruitless
+        assert action(study(submitted_s_ago=pause_s - 0.5), "FAILED", fruitless) == "wait"
+        assert action(study(submitted_s_ago=pause_s + 0.5), "FAILED", fruitless) == "submit"
+    record = replace(study(submitted_s_ago=5, heard_s_ago=1), reason="no engine")
+    step = next_step(record, "FAILED", fruitless=MAX_FRUITLESS, now=NOW)
+    assert step.action == "give up"
+    assert step.because == (
+        f"{MAX_FRUITLESS} drivers in a row ended without a result; the last one: "
+        "its driver ended (Ray's word: FAILED): no engine"
+    )
+
+
+def test_a_submission_has_one_name_that_starts_with_the_study() -> None:
+    assert submission_id(STUDY, 3) == "math-code-01234567-3"
+
+
+def test_a_study_says_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    store = Store(f"sqlite:///{tmp_path / 'studies.db'}")
+    cluster = RayCluster(store, tmp_path, dashboard_host="127.0.0.1", dashboard_port=None)
+    assert cluster.waiting_for(STUDY) == "Ray: Ray is being started"
+    assert cluster.waiting_for(replace(STUDY, state=StudyState.CANCELLED)) is None
+    store.close()

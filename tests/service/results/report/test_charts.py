@@ -1,0 +1,74 @@
+"""SVG helpers: scales, positions, escaping."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.results.report.charts import Bar, Interval, Legend, Plot, Scale, forest, legend, nice_scale, stacked_bar
+
+
+@pytest.mark.parametrize(
+    ("values", "low", "high", "ticks"),
+    [
+        ([0.27, 0.71], 0.2, 0.8, ["0.2", "0.3", "0.4", "0.5", "0.6", "0.7", "0.8"]),
+        ([0, 69], 0, 80, ["0", "20", "40", "60", "80"]),
+        ([12_400, 18_000], 12_000, 18_000, ["12,000", "14,000", "16,000", "18,000"]),
+        ([], 0, 1, ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
+    ],
+)
+def test_scale_has_round_ends_and_ticks(values, low, high, ticks):
+    scale = nice_scale(values)
+    assert (scale.low, scale.high) == pytest.approx((low, high))
+    assert [scale.text(tick) for tick in scale.ticks] == ticks
+
+
+def test_scale_stays_within_its_bounds():
+    assert nice_scale([0.93, 1.0], bounds=(0, 1)).high == 1.0
+    assert nice_scale([1.0], bounds=(0, 1)).high == 1.0
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20))
+def test_scale_holds_every_value_and_few_ticks(values):
+    scale = nice_scale(values)
+    slack = 1e-6 * scale.step
+    assert scale.low <= min(values) + slack
+    assert scale.high >= max(values) - slack
+    assert 1 <= len(scale.ticks) <= 12
+
+
+def test_points_and_steps_are_where_their_values_are():
+    plot = Plot(Scale(0, 10, 5), Scale(0, 1, 0.5), label="", height=150)
+    plot.point(2.5, 1.0, css="a")
+    plot.steps([(0, 1), (10, 0)], css="b")
+    svg = plot.render()
+    assert '<circle cx="25.00%" cy="10.0" r="4" class="a">' in svg
+    # Along x at the first height, then down at the second place: through (10, 1), not through (0, 0).
+    assert re.findall(r'<line ([^>]*) class="b"/>', svg) == [
+        'x1="0.00%" y1="10.0" x2="100.00%" y2="10.0"',
+        'x1="100.00%" y1="10.0" x2="100.00%" y2="110.0"',
+    ]
+
+
+def test_forest_draws_each_interval_where_it_is():
+    svg = forest([Interval("base", 0.5, 0.25, 0.75, css="source")], Scale(0, 1, 0.5), label="x", reference=1.0)
+    assert '<line x1="25.00%" x2="75.00%"' in svg
+    assert 'cx="50.00%"' in svg
+    assert 'class="reference"' in svg
+
+
+def test_texts_are_escaped_everywhere():
+    bad = '<b title="x">&'
+    plot = Plot(Scale(0, 1, 1), Scale(0, 1, 1), label=bad, x_title=bad, y_title=bad)
+    plot.point(0, 0, css="a", title=bad)
+    plot.text(0, 0, bad)
+    drawn = [
+        plot.render(),
+        forest([Interval(bad, 0, 0, 1, css="a", title=bad)], Scale(0, 1, 1), label=bad),
+        legend([Legend(bad, "a")]),
+        stacked_bar([Bar(bad, 1.0, "")]),
+    ]
+    for svg in drawn:
+        assert "<b" not in svg
+        assert "&lt;b" in svg

@@ -1,0 +1,162 @@
+"""report.html: one file, whole, safe, and true to the records."""
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from search_spaces.objectives import Objective
+from service.results.files import EngineFigures, summary
+from service.results.report import render_report
+from service.results.report.marks import MAX_POINTS
+from service.types import Origin, StudyState, TrialState
+from tests.service.synthetic_run import run_record
+
+VOID = {"meta", "br", "col", "link", "img", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Collects tags and texts, and fails on tags that do not close."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.open, self.text = [], [], ""
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.text += data
+
+
+@pytest.fixture(scope="module")
+def run():
+    return run_record()
+
+
+@pytest.fixture(scope="module")
+def page(run):
+    return Page(render_report(run))
+
+
+def test_report_loads_nothing_and_runs_nothing(run):
+    html = render_report(run)
+    tags = Page(html).tags
+    assert not {tag for tag, _ in tags} & {"script", "link", "img", "iframe", "object", "embed"}
+    assert not [a for _, a in tags if {"src", "href", "xlink:href"} & set(a) or any(k.startswith("on") for k in a)]
+    assert not re.search(r"https?:|@import|url\(", html)
+
+
+def test_headline_says_how_far_above_expert_and_published_recipe(run, page):
+    document = summary(run)
+    best = document["best"]["trial"]
+    mine = next(row for row in document["holdout"] if row["trial"] == best)
+    rivals = [
+        max((row for row in document["holdout"] if row["origin"] == origin), key=lambda row: row["mean"]["value"])
+        for origin in ("source", "published")
+    ]
+    assert f"Trial {best} reaches a mean of {mine['mean']['value']:.3f} on held-out data" in page.text
+    for rival in rivals:
+        gap = rival["differences"]["mean"]
+        interval = f"{-gap['value']:.3f} [{-gap['ci95'][1]:.3f}, {-gap['ci95'][0]:.3f}] above"
+        assert interval in page.text
+        assert rival["label"] in page.text
+
+
+def test_every_held_out_value_is_in_the_table(run, page):
+    for row in run.holdout:
+        for estimate in row.values.values():
+            assert f"{estimate.value:.3f}" in page.text
+            assert f"{estimate.ci95[0]:.3f} to {estimate.ci95[1]:.3f}" in page.text
+
+
+def test_every_chart_says_what_it_shows_and_has_a_table(page):
+    charts = [attributes for tag, attributes in page.tags if attributes.get("role") == "img"]
+    assert len(charts) == 4 + 4 + 3
+    assert all(len(chart["aria-label"]) > 20 for chart in charts)
+    assert sum(tag == "table" for tag, _ in page.tags) >= 7
+
+
+def test_history_draws_every_rung_of_every_trial(run, page):
+    rungs = sum(len(trial.rungs) for trial in run.trials if trial.origin is Origin.SEARCH)
+    drawn = [a for tag, a in page.tags if tag == "circle" and "--rung" in a.get("style", "")]
+    legend_entries = 3
+    assert len(drawn) == 4 * rungs + legend_entries
+
+
+def test_verification_failures_and_engine_are_told(run, page):
+    assert "141 of 144 samples are equal" in page.text
+    assert page.text.count("NaN in the logits of objective 'math', sample 3; <merge diverged>") == 3
+    assert "recipe swaps" in page.text
+    assert "87%" in page.text
+    assert f"{summary(run)['samples']['scored']:,} samples were scored" in page.text
+
+
+def test_texts_of_users_cannot_become_markup(run):
+    bad = "<script>alert(1)</script>"
+    trials = [replace(trial, label=bad, reason=bad if trial.reason else None) for trial in run.trials]
+    holdout = [replace(row, label=bad) for row in run.holdout]
+    objectives = [replace(objective, metric=bad) for objective in run.objectives]
+    study = replace(run.study, name=bad, reason=bad)
+    html = render_report(
+        replace(run, study=study, trials=tuple(trials), holdout=tuple(holdout), objectives=tuple(objectives))
+    )
+    assert "<script" not in html
+    Page(html)
+
+
+def test_every_stage_of_a_run_can_be_rendered(run):
+    nothing = replace(run, trials=(), holdout=(), verifications=(), engine=EngineFigures(), samples_per_second=None)
+    assert "No trial has reached the full budget yet." in Page(render_report(nothing)).text
+    waiting = [replace(t, state=TrialState.WAITING, rungs=(), values={}, standard_errors={}) for t in run.trials]
+    Page(render_report(replace(nothing, trials=tuple(waiting))))
+    failed = replace(run.study, state=StudyState.FAILED, reason="the engine did not start")
+    assert "the engine did not start" in Page(render_report(replace(nothing, study=failed))).text
+    searching = replace(run, holdout=(), verifications=(), trials=run.trials[:20])
+    text = Page(render_report(searching)).text
+    assert "No held-out stage yet" in text
+    assert "Not verified" in text
+
+
+def test_one_objective_gets_bars_instead_of_a_front():
+    run = run_record(num_objectives=1)
+    page = Page(render_report(run))
+    assert "Pareto front" not in page.text
+    assert [a for tag, a in page.tags if tag == "rect" and a.get("class", "").startswith("bar")]
+    assert "No merge beat the single model expert:math" in page.text
+
+
+def test_objectives_to_minimise_and_with_ranges_are_drawn(run):
+    objectives = (*run.objectives[:2], Objective("lookup", "perplexity", "minimize", (0.0, 40.0)))
+
+    def scaled(values):
+        return {**values, "lookup": 40 * values["lookup"]} if values else values
+
+    trials = tuple(
+        replace(t, values=scaled(t.values), rungs=tuple(replace(r, values=scaled(r.values)) for r in t.rungs))
+        for t in run.trials
+    )
+    page = Page(render_report(replace(run, objectives=objectives, trials=trials, holdout=())))
+    assert "↓ lookup" in page.text
+
+
+def test_ten_thousand_trials_stay_drawable(run):
+    search = [trial for trial in run.trials if trial.origin is Origin.SEARCH]
+    many = [replace(search[i % len(search)], number=9 + i) for i in range(10_000)]
+    html = render_report(replace(run, trials=(*run.trials[:9], *many)))
+    circles = [a for tag, a in Page(html).tags if tag == "circle"]
+    assert 1000 < len(circles) < 7 * MAX_POINTS + 100
+    assert len(html) < 3_000_000
+    assert "Each chart shows a sample of its points" in html

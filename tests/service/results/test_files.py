@@ -1,0 +1,215 @@
+"""The files a run leaves, each against its schema, and what is best."""
+
+import io
+import json
+import os
+import stat
+from dataclasses import replace
+
+import jsonschema
+import pytest
+from rich.console import Console
+
+from search_spaces.objectives import Objective, non_dominated_ranks
+from service.cli.tables import holdout_table, pareto_table, trials_table
+from service.results.files import EngineFigures, pareto, summary, trials_jsonl, write_results
+from service.results.selection import best_trial, costs_of, finalists, full_budget_trials, pareto_front
+from service.schemas.files import schemas
+from service.types import Origin, TrialState
+from tests.service.synthetic_run import RUNGS, run_record
+
+
+@pytest.fixture(scope="module")
+def run():
+    return run_record()
+
+
+def test_every_file_is_valid_under_its_schema(run, tmp_path):
+    files = {file.name: file for file in write_results(tmp_path, run, report="<html></html>")}
+    assert sorted(files) == ["pareto.json", "report.html", "summary.json", "trials.jsonl"]
+    shapes = schemas()
+    for line in files["trials.jsonl"].read_text().splitlines():
+        jsonschema.validate(json.loads(line), shapes["trial"])
+    jsonschema.validate(json.loads(files["summary.json"].read_text()), shapes["summary"])
+    jsonschema.validate(json.loads(files["pareto.json"].read_text()), shapes["pareto"])
+    jsonschema.validate(run.trials[20].recipe.to_json(), shapes["recipe"])
+    jsonschema.validate(
+        {
+            "name": "x",
+            "models": {"base": "b", "experts": {"e": "d"}},
+            "search_space": {"kind": "lfs"},
+            "objectives": [{"name": "a", "task": "gsm8k", "metric": "exact_match"}],
+        },
+        shapes["study"],
+    )
+
+
+@pytest.mark.parametrize("name", ["study", "trial", "summary", "pareto", "recipe"])
+def test_schemas_are_schemas_and_reject_an_empty_document(name):
+    schema = schemas()[name]
+    jsonschema.Draft202012Validator.check_schema(schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({}, schema)
+
+
+def test_files_of_a_study_that_has_not_scored_anything_are_valid(run, tmp_path):
+    empty = replace(run, trials=(), holdout=(), verifications=(), engine=EngineFigures(), samples_per_second=None)
+    write_results(tmp_path, empty)
+    document = json.loads((tmp_path / "summary.json").read_text())
+    jsonschema.validate(document, schemas()["summary"])
+    assert (document["best"], document["selection_bias"]) == (None, None)
+    assert document["verification"]["status"] == "not verified"
+    assert document["engine"]["swap_s"] == {"median": None, "p95": None, "max": None}
+    assert json.loads((tmp_path / "pareto.json").read_text())["front"] == []
+
+
+def test_writing_replaces_whole_files_and_leaves_nothing_else(run, tmp_path):
+    (tmp_path / "summary.json").write_text("old")
+    write_results(tmp_path, run)
+    first = (tmp_path / "summary.json").read_text()
+    write_results(tmp_path, run)
+    assert (tmp_path / "summary.json").read_text() == first
+    assert sorted(os.listdir(tmp_path)) == ["pareto.json", "summary.json", "trials.jsonl"]
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE((tmp_path / "summary.json").stat().st_mode) == 0o666 & ~mask
+
+
+def test_numbers_that_json_lacks_are_refused_before_anything_is_written(run, tmp_path):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_results(tmp_path / "out", replace(run, wall_clock_s=float("nan")))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_trial_line_holds_its_rungs_and_values(run):
+    trial = next(t for t in run.trials if t.origin is Origin.SEARCH and t.state is TrialState.COMPLETE)
+    line = json.loads(trials_jsonl(run.trials).splitlines()[trial.number])
+    assert line["number"] == trial.number
+    assert line["recipe_digest"] == trial.recipe.digest
+    assert [rung["samples"]["math"] for rung in line["rungs"]] == list(RUNGS)
+    assert line["values"] == line["rungs"][-1]["values"] == dict(trial.values)
+
+
+def test_summary_counts_trials_samples_and_failures(run):
+    got = summary(run)
+    assert sum(got["trials"].values()) == len(run.trials) == 69
+    assert got["trials"]["FAIL"] == len(got["failures"]) == 3
+    assert got["failures"][0]["reason"].startswith("NaN in the logits")
+    # 66 recipes that did not fail, 270 samples of 3 objectives each.
+    assert got["samples"]["full_budget"] == 66 * 270 * 3
+    assert got["samples"]["scored"] == sum(t.samples_scored for t in run.trials) < got["samples"]["full_budget"] / 2
+    assert got["engine"]["swaps"] == 120
+    assert got["engine"]["swap_s"]["median"] <= got["engine"]["swap_s"]["p95"] <= got["engine"]["swap_s"]["max"]
+
+
+def test_full_budget_counts_a_recipe_once_however_often_it_was_proposed(run):
+    twice = replace(run, trials=(*run.trials, replace(run.trials[0], number=100, samples_scored=0)))
+    assert summary(twice)["samples"]["full_budget"] == summary(run)["samples"]["full_budget"]
+
+
+def test_best_has_the_highest_mean_of_full_budget_trials_only(run):
+    best = best_trial(run.trials, run.objectives)
+    assert best.state is TrialState.COMPLETE
+    means = {t.number: sum(t.values.values()) / 3 for t in full_budget_trials(run.trials)}
+    assert means[best.number] == max(means.values())
+
+
+def test_a_lucky_pruned_trial_is_neither_best_nor_on_the_front(run):
+    pruned = next(trial for trial in run.trials if trial.state is TrialState.PRUNED)
+    lucky = replace(pruned, rungs=(replace(pruned.rungs[0], values=dict.fromkeys(run.full_budget, 1.0)),))
+    trials = (*run.trials, replace(lucky, number=900))
+    assert best_trial(trials, run.objectives) == best_trial(run.trials, run.objectives)
+    assert pareto_front(trials, run.objectives) == pareto_front(run.trials, run.objectives)
+
+
+def test_finalists_are_the_front_with_the_best_first_and_at_most_8(run):
+    objectives = run.objectives
+    got = finalists(run.trials, objectives)
+    assert got[0] == best_trial(run.trials, objectives)
+    assert {t.number for t in got} <= {t.number for t in pareto_front(run.trials, objectives)}
+    many = [
+        replace(run.trials[1], number=100 + i, recipe=t.recipe, values={"math": i, "text": 20 - i, "lookup": 0.5})
+        for i, t in enumerate(run.trials[:20])
+    ]
+    unit = tuple(replace(objective, range=(0, 20)) for objective in objectives)
+    assert len(finalists(many, unit)) == 8
+
+
+def test_best_of_equals_is_the_first(run):
+    best = best_trial(run.trials, run.objectives)
+    assert best_trial((replace(best, number=500), best), run.objectives) is best
+
+
+def test_best_without_accuracy_objectives_has_the_lowest_mean_cost(run):
+    objectives = (Objective("loss", "perplexity", "minimize", (0, 100)),)
+    trials = [
+        replace(t, values={"loss": v}) for t, v in zip(full_budget_trials(run.trials), (30, 10, 20), strict=False)
+    ]
+    assert best_trial(trials, objectives).values == {"loss": 10}
+
+
+def test_front_is_what_no_full_budget_trial_dominates(run):
+    trials = full_budget_trials(run.trials)
+    ranks = non_dominated_ranks([costs_of(trial, run.objectives) for trial in trials])
+    expected = {trial.number for trial, rank in zip(trials, ranks, strict=True) if rank == 0}
+    assert {trial.number for trial in pareto_front(trials, run.objectives)} == expected
+    assert 1 < len(expected) < len(trials)
+
+
+def test_front_of_one_objective_is_the_best_value():
+    run = run_record(num_objectives=1)
+    front = pareto_front(run.trials, run.objectives)
+    best = max(t.values["math"] for t in full_budget_trials(run.trials))
+    assert {t.values["math"] for t in front} == {best}
+
+
+def test_front_holds_a_recipe_once(run):
+    first = pareto_front(run.trials, run.objectives)[0]
+    again = replace(first, number=900)
+    assert 900 not in {trial.number for trial in pareto_front((*run.trials, again), run.objectives)}
+
+
+def test_pareto_states_directions_and_a_reference_point(run):
+    got = pareto(run)
+    assert got["objectives"][0] == {"name": "math", "direction": "maximize", "metric": "exact_match"}
+    assert got["reference_point"] == [1.1, 1.1, 1.1]
+    assert 0.1 < got["hypervolume"] < 1.1**3
+    assert {row["trial"] for row in got["front"]} == {t.number for t in pareto_front(run.trials, run.objectives)}
+
+
+def test_selection_bias_is_search_mean_minus_held_out_mean(run):
+    got = summary(run)
+    row = next(row for row in got["holdout"] if row["trial"] == got["best"]["trial"])
+    on_search = sum(got["best"]["values"].values()) / 3
+    assert got["selection_bias"] == pytest.approx(on_search - row["mean"]["value"])
+    low, high = got["selection_bias_by_objective"]["math"]["ci95"]
+    assert low < got["selection_bias_by_objective"]["math"]["value"] < high
+
+
+def test_verification_adds_up_and_names_disagreement(run):
+    got = summary(run)["verification"]
+    assert (got["status"], got["trials"], got["samples"], got["equal"]) == ("within tolerance", 3, 144, 141)
+    assert len(got["differences"]) == 3
+    broken = replace(run, verifications=(replace(run.verifications[0], num_beyond=1),))
+    assert summary(broken)["verification"]["status"] == "disagreement"
+
+
+def shown(table, width=160):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table)
+    return console.file.getvalue()
+
+
+def test_tables_show_front_holdout_and_trials(run):
+    document = summary(run)
+    best = document["best"]
+    front = shown(pareto_table(pareto(run)))
+    assert "math ↑" in front
+    assert f"{best['values']['math']:.4g} ±" in front
+    held_out = shown(holdout_table(document)).splitlines()
+    rows = [line for line in held_out if "expert:" in line or "trial:" in line]
+    assert len(rows) >= 4
+    assert all("[" in row for row in rows)
+    assert "minus best" in "\n".join(held_out)
+    trials = shown(trials_table(map(json.loads, trials_jsonl(run.trials).splitlines()), ["math", "text", "lookup"]))
+    assert "fail: NaN in the logits" in trials

@@ -1,0 +1,196 @@
+"""Means, paired differences and their intervals, against hand-computed cases and exact coverage."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import binom, multinomial
+
+from service.results.statistics import compare, estimate, independent_difference, mean_of, paired_difference
+from service.types import Estimate
+
+
+def binary(successes, samples):
+    return [1.0] * successes + [0.0] * (samples - successes)
+
+
+def test_binary_metric_gets_wilsons_interval():
+    # Newcombe 1998 (Stat. Med. 17, table I, method 3): 81 of 263 -> 0.2553 to 0.3662.
+    got = estimate(binary(81, 263))
+    assert got.value == pytest.approx(81 / 263)
+    assert got.samples == 263
+    assert got.ci95 == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    p = 81 / 263
+    assert got.standard_error == pytest.approx(math.sqrt(p * (1 - p) / 262))
+
+
+def test_interval_keeps_its_width_at_0_and_100_percent():
+    # Newcombe 1998, same table: 0 of 20 -> 0 to 0.1611; 1 of 29 -> 0.0061 to 0.1718.
+    assert estimate(binary(0, 20)).ci95 == pytest.approx((0.0, 0.1611), abs=5e-5)
+    assert estimate(binary(20, 20)).ci95 == pytest.approx((0.8389, 1.0), abs=5e-5)
+    assert estimate(binary(1, 29)).ci95 == pytest.approx((0.0061, 0.1718), abs=5e-5)
+
+
+def test_bounds_rescale_the_binary_interval():
+    unit, percent = estimate(binary(7, 30)), estimate([100 * v for v in binary(7, 30)], bounds=(0, 100))
+    assert percent.ci95 == pytest.approx(tuple(100 * limit for limit in unit.ci95))
+
+
+def test_other_metrics_get_students_t():
+    # 1, 2, 3, 4: mean 2.5, s = 1.29099, s/sqrt(4) = 0.645497, t(0.975, 3) = 3.182446.
+    got = estimate([1, 2, 3, 4])
+    assert (got.value, got.standard_error) == pytest.approx((2.5, 0.645497), abs=1e-6)
+    assert got.ci95 == pytest.approx((2.5 - 3.182446 * 0.645497, 2.5 + 3.182446 * 0.645497), abs=1e-5)
+
+
+def test_students_t_is_cut_to_the_bounds():
+    assert estimate([0.9, 1.0, 1.0, 0.5], bounds=(0, 1)).ci95[1] == 1.0
+
+
+def test_single_sample_is_as_uncertain_as_its_bounds_allow():
+    assert estimate([0.3], bounds=(0, 1)) == Estimate(0.3, 0.5, 1, (0, 1))
+    assert estimate([1.0]).standard_error == 0.5
+    with pytest.raises(ValueError, match="give at least 2 samples"):
+        estimate([12.5])
+
+
+@pytest.mark.parametrize(
+    ("values", "bounds", "message"),
+    [
+        ([], None, "at least 1"),
+        ([0.0, float("nan")], None, "sample 1 is nan"),
+        ([0.0, 3.0], (0, 1), r"values between 0.0 and 3.0; bounds are 0 to 1"),
+    ],
+)
+def test_unusable_samples_are_refused(values, bounds, message):
+    with pytest.raises(ValueError, match=message):
+        estimate(values, bounds=bounds)
+
+
+@given(st.integers(1, 400).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_binary_interval_holds_its_mean_and_stays_in_range(case):
+    got = estimate(binary(*case))
+    assert 0 <= got.ci95[0] <= got.value <= got.ci95[1] <= 1
+    assert got.ci95[0] < got.ci95[1]
+
+
+def test_binary_interval_covers_95_percent_on_average():
+    n, proportions = 30, np.linspace(0.005, 0.995, 199)
+    limits = np.array([estimate(binary(k, n)).ci95 for k in range(n + 1)])
+    coverage = [binom.pmf(np.arange(n + 1), n, p)[(limits[:, 0] <= p) & (p <= limits[:, 1])].sum() for p in proportions]
+    assert 0.945 < np.mean(coverage) < 0.965
+    assert min(coverage) > 0.83
+
+
+def test_paired_binary_difference_counts_only_disagreements():
+    # 100 pairs, 15 better, 5 worse: centre (16 - 6)/102 = 0.0980392,
+    # half width 1.959964 sqrt((22/102 - 0.0980392^2)/102) = 0.0880968.
+    first = np.array(binary(15, 15) + binary(0, 5) + binary(40, 80))
+    second = np.array(binary(0, 15) + binary(5, 5) + binary(40, 80))
+    got = paired_difference(first, second)
+    assert got.value == pytest.approx(0.1)
+    assert got.ci95 == pytest.approx((0.0099424, 0.1861360), abs=1e-6)
+
+
+def test_equal_candidates_differ_by_zero_with_a_width():
+    few, many = (paired_difference(binary(n // 2, n), binary(n // 2, n)).ci95 for n in (30, 3000))
+    assert few[0] < 0 < few[1]
+    assert many[1] - many[0] < (few[1] - few[0]) / 10
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60))
+def test_paired_binary_interval_holds_its_difference_and_is_antisymmetric(pairs):
+    first, second = (np.array(side, dtype=float) for side in zip(*pairs, strict=True))
+    there, back = paired_difference(first, second), paired_difference(second, first)
+    assert -1 <= there.ci95[0] <= there.value <= there.ci95[1] <= 1
+    assert back.ci95 == pytest.approx((-there.ci95[1], -there.ci95[0]))
+
+
+@pytest.mark.parametrize(("better", "worse"), [(0.3, 0.1), (0.05, 0.05), (0.02, 0.01)])
+def test_paired_binary_interval_covers_its_level_exactly_enumerated(better, worse):
+    n, covered = 25, 0.0
+    for k in range(n + 1):
+        for m in range(n + 1 - k):
+            first = binary(k, k) + binary(0, n - k)
+            second = binary(0, k) + binary(m, n - k)
+            low, high = paired_difference(first, second).ci95
+            if low <= better - worse <= high:
+                covered += multinomial.pmf([k, m, n - k - m], n, [better, worse, 1 - better - worse])
+    assert covered > 0.94
+
+
+def test_paired_difference_of_other_metrics_is_students_t_of_the_differences():
+    first, second = [3.0, 5.0, 8.5, 2.0], [2.0, 3.0, 5.5, -2.0]
+    assert paired_difference(first, second) == estimate([1, 2, 3, 4])
+
+
+def test_pairing_removes_what_both_share():
+    rng = np.random.default_rng(0)
+    difficulty = rng.normal(0, 5, 200)
+    first, second = difficulty + 0.2, difficulty + rng.normal(0, 0.1, 200)
+    assert paired_difference(first, second).ci95[0] > 0.15
+    assert independent_difference(estimate(first), estimate(second)).ci95[0] < 0
+
+
+def test_paired_difference_refuses_other_lengths():
+    with pytest.raises(ValueError, match="2 values against 3; give the same samples"):
+        paired_difference([0, 1], [0, 1, 1])
+
+
+def test_mean_of_tasks_weighs_tasks_not_samples():
+    tasks = [estimate(binary(10, 100)), estimate(binary(8, 10))]
+    got = mean_of(tasks)
+    assert got.value == pytest.approx(0.45)
+    assert got.samples == 110
+    # Hand: standard errors 0.030151 and 0.133333 -> sqrt of summed squares / 2.
+    assert got.standard_error == pytest.approx(math.hypot(0.0301511, 0.1333333) / 2, abs=1e-6)
+    below = math.hypot(0.1 - tasks[0].ci95[0], 0.8 - tasks[1].ci95[0]) / 2
+    assert got.ci95[0] == pytest.approx(0.45 - below)
+
+
+def test_mean_of_symmetric_intervals_is_the_usual_one():
+    got = mean_of([Estimate(1.0, 0.3, 50, (0.4, 1.6)), Estimate(3.0, 0.4, 50, (2.2, 3.8))])
+    assert got == Estimate(2.0, 0.25, 100, (1.5, 2.5))
+
+
+def test_mean_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="at least 1"):
+        mean_of([])
+
+
+def test_mean_difference_over_tasks_covers_95_percent():
+    rng, covered, rounds = np.random.default_rng(1), 0, 1500
+    rates = [(0.9, 0.85), (0.3, 0.5), (0.6, 0.6)]
+    truth = np.mean([a - _rate_of_mixture(b) for a, b in rates])
+    for _ in range(rounds):
+        shared = [rng.random(60) for _ in rates]
+        parts = [
+            paired_difference(np.where(u < a, 1, 0), np.where(0.7 * u + 0.3 * rng.random(60) < b, 1, 0))
+            for u, (a, b) in zip(shared, rates, strict=True)
+        ]
+        low, high = mean_of(parts).ci95
+        covered += low <= truth <= high
+    assert 0.93 < covered / rounds < 0.985
+
+
+def _rate_of_mixture(b):
+    """P(0.7 U + 0.3 V < b) of independent uniform U and V."""
+    area = 0.5 * (b**2 - max(b - 0.7, 0) ** 2 - max(b - 0.3, 0) ** 2)
+    return area / (0.7 * 0.3)
+
+
+def test_compare_holds_values_and_differences_from_the_reference():
+    row = {"math": binary(30, 100), "text": binary(80, 100)}
+    best = {"math": binary(50, 100), "text": binary(85, 100)}
+    got = compare("expert:text", 3, row, reference=best, mean_over=("math", "text"))
+    assert {name: e.value for name, e in got.values.items()} == {"math": 0.3, "text": 0.8}
+    assert {name: pytest.approx(e.value) for name, e in got.differences.items()} == {
+        "math": -0.2,
+        "text": -0.05,
+        "mean": -0.125,
+    }
+    assert got.differences["mean"].ci95[1] < 0
+    assert compare("base", 0, row).differences == {}
+    assert "mean" not in compare("base", 0, row, reference=best, mean_over=("code",)).differences

@@ -1,0 +1,453 @@
+"""What an examination of a good study finds, and that it counts samples and memory right."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from search_spaces.errors import InvalidStudy
+from search_spaces.fidelity import Bracket
+from search_spaces.study.file import Study, parse_study
+from service.studies.dry_run import check
+from service.studies.merge import check_merge
+from service.studies.preflight.examine import ENGINE_OVERHEAD_BYTES, Examination, examine
+from service.types import Origin
+from tests.builders import lora_adapter, tiny_family, with_tokens
+from tests.conftest import HIDDEN, write_choices
+from tests.layouts import LAYOUTS, layout_family
+from workers.cache import CACHE_VARIABLE
+from workers.engines.vllm.support import Inquiry
+from workers.evaluation.tasks import content_hash
+from workers.merging.bank import Bank
+from workers.merging.materialize import check_recipe
+from workers.types import EngineOptions, Family
+
+SIZES = {"sums": 40, "words": 38}
+HOLDOUT = 20
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path_factory.getbasetemp() / "findings"))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models and data of the studies here."""
+    directory = tmp_path_factory.mktemp("preflight")
+    tiny_family(directory, experts=("math", "text"), layers=3)
+    sizes = {**SIZES, **{f"{name}_holdout": HOLDOUT for name in SIZES}}
+    for name, size in sizes.items():
+        lines = [json.dumps({"prompt": f"{name} {i}", "answer": str(i)}) for i in range(size)]
+        (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return directory
+
+
+def study_of(root: Path, **sections: Any) -> Study:
+    """Two objectives, rungs of 4, 12 and 36 samples, 14 configurations."""
+    document = {
+        "name": "small",
+        "models": {"base": "base", "experts": {"math": "math", "text": "text"}},
+        "search_space": {"kind": "lfs", "layer_groups": 2},
+        "search": {"max_trials": 14, "seed": 5},
+        "fidelity": {"min_samples": 4, "max_samples": 36, "eta": 3},
+        "objectives": [objective(name, name) for name in SIZES],
+        "holdout": [objective(name, f"{name}_holdout") for name in SIZES],
+        "engine": {"max_model_len": 64, "dtype": "float32"},
+    }
+    return parse_study({**document, **sections}, root)
+
+
+def objective(name: str, file: str) -> dict[str, Any]:
+    return {"name": name, "task": {"file": f"{file}.jsonl", "max_tokens": 8}, "metric": "exact_match"}
+
+
+def examined(root: Path, **sections: Any) -> Examination:
+    return examine(study_of(root, **sections))
+
+
+def test_models_space_and_tasks_are_as_on_disk(root: Path) -> None:
+    found = examined(root)
+    assert [model.alias for model in found.family.models] == ["base", "math", "text"]
+    assert found.num_layers == 3
+    assert found.num_parameters == sum(t.numel() for t in load_file(root / "base" / "model.safetensors").values())
+    assert [group.label for group in found.space.describe().layer_groups] == ["layers 1-2", "layer 3"]
+    assert {name: info.num_samples for name, info in found.task_infos.items()} == SIZES
+    assert {name: info.num_samples for name, info in found.holdout_infos.items()} == dict.fromkeys(SIZES, HOLDOUT)
+    assert found.tasks["sums"].content == content_hash(root / "sums.jsonl")
+    assert {task.permutation_seed for task in found.tasks.values()} == {5}
+
+
+CLASSIFIER = {"architectures": ["LlamaForSequenceClassification"]}
+
+
+def config_of(directory: str | Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(directory, "config.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def layouts(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Family]:
+    """A family of each, about all of which vLLM was asked at once, and about a classifier."""
+    directory = tmp_path_factory.mktemp("layouts")
+    families = {name: layout_family(directory / name, name, hidden=HIDDEN) for name in LAYOUTS}
+    configs = [config_of(family.base.directory) for family in families.values()]
+    configs.append(config_of(root / "base") | CLASSIFIER)
+    Inquiry(configs, cache=tmp_path_factory.getbasetemp() / "findings").answers(dtype="float32")
+    return families
+
+
+@pytest.mark.parametrize("model_type", LAYOUTS)
+def test_every_layout_has_a_space_whose_points_are_merges_of_it(
+    root: Path, layouts: dict[str, Family], model_type: str
+) -> None:
+    family = layouts[model_type]
+    models = {
+        "base": family.base.directory,
+        "experts": {expert.alias: expert.directory for expert in family.experts},
+    }
+    found = examined(root, models=models)
+    assert found.num_layers == 3
+    assert found.family.fingerprints == family.fingerprints
+    assert ("runs transformers' modules" in found.engine_remark) == (model_type == "gpt_neox")
+    point = found.space.parameters.sample(np.random.default_rng(0))
+    check_recipe(found.space.to_recipe(point), Bank(found.family))
+
+
+def test_rungs_and_brackets_are_those_of_hyperband(root: Path) -> None:
+    found = examined(root)
+    assert found.rung_samples == tuple(dict.fromkeys(SIZES, size) for size in (4, 12, 36))
+    assert found.cycle == (Bracket(9, 0, 3, 3), Bracket(5, 1, 3, 3), Bracket(3, 2, 3, 3))
+    found = examined(root, fidelity={"rungs": [10, 30]})
+    assert found.rung_samples == tuple(dict.fromkeys(SIZES, size) for size in (10, 30))
+    assert found.cycle == (Bracket(3, 0, 2, 3), Bracket(2, 1, 2, 3))
+
+
+def test_without_a_scheduler_there_is_one_rung_of_all_samples_or_of_those_asked_for(root: Path) -> None:
+    found = examined(root, fidelity={"scheduler": "none"})
+    assert found.rung_samples == (SIZES,)
+    assert found.cycle == (Bracket(14, 0, 1, 3),)
+    found = examined(root, fidelity={"scheduler": "none", "max_samples": 38})
+    assert found.rung_samples == (dict.fromkeys(SIZES, 38),)
+
+
+def test_asha_has_one_bracket_of_all_trials(root: Path) -> None:
+    found = examined(root, fidelity={"scheduler": "asha", "min_samples": 4, "max_samples": 36})
+    assert found.cycle == (Bracket(14, 0, 3, 3),)
+    plan = found.plan("s", found.facts())
+    assert (plan.scheduler, plan.eta) == ("asha", 3)
+
+
+def test_objectives_may_have_rungs_of_their_own(root: Path) -> None:
+    specs = [{**objective("sums", "sums"), "rungs": [5, 10, 40]}, objective("words", "words")]
+    found = examined(root, objectives=specs)
+    assert found.rung_samples == ({"sums": 5, "words": 4}, {"sums": 10, "words": 12}, {"sums": 40, "words": 36})
+    specs[1]["rungs"] = [6]
+    with pytest.raises(InvalidStudy, match=r"objectives\.1\.rungs: \[6\] has another length"):
+        examined(root, objectives=specs)
+    del specs[0]["rungs"]
+    found = examined(root, objectives=specs, fidelity={"scheduler": "none"})
+    assert found.rung_samples == ({"sums": 40, "words": 6},)
+
+
+def test_data_smaller_than_an_objectives_own_rungs_are_told_at_that_objective(root: Path) -> None:
+    specs = [{**objective(name, name), "rungs": [10, 39]} for name in SIZES]
+    with pytest.raises(InvalidStudy) as caught:
+        examined(root, objectives=specs, fidelity={})
+    assert str(caught.value) == "objectives.1.rungs: 39 samples asked for, objective 'words' has 38; use at most 38"
+
+
+def test_the_last_rung_may_be_as_large_as_the_smallest_data_and_no_larger(root: Path) -> None:
+    assert examined(root, fidelity={"rungs": [38]}).rung_samples == (dict.fromkeys(SIZES, 38),)
+    with pytest.raises(InvalidStudy) as caught:
+        examined(root, fidelity={"rungs": [39]})
+    assert str(caught.value) == "fidelity.rungs: 39 samples asked for, objective 'words' has 38; use at most 38"
+
+
+def test_expected_samples_are_those_counted_by_hand(root: Path) -> None:
+    """Both objectives together: rungs of 8, 24 and 72 samples; eight source and published recipes pay 72 each.
+
+    Nine configurations start at 8 (72), three go on for 16 more (48), one for 48 more: 168. Five start at 24 (120) and
+    one goes on for 48 more: 168. Held out: eight recipes and about four finalists on 2 x 20 samples."""
+    found = examined(root)
+    assert len(found.extras()) == 8
+    assert found.expected_samples() == {"search": 8 * 72 + 168 + 168, "holdout": 12 * 40, "full_budget": 22 * 72}
+
+
+@pytest.mark.parametrize(
+    ("max_trials", "search"),
+    [
+        (11, 8 * 72 + 168 + (2 * 24 + 48)),  # the second bracket is cut to two
+        (17, 8 * 72 + 168 + 168 + 3 * 72),
+        (20, 8 * 72 + 168 + 168 + 3 * 72 + (3 * 8 + 16 + 48)),  # and the first comes again, cut to three
+    ],
+)
+def test_expected_samples_of_cut_and_repeated_brackets(root: Path, max_trials: int, search: int) -> None:
+    assert examined(root, search={"max_trials": max_trials}).expected_samples()["search"] == search
+
+
+def test_asha_is_expected_to_promote_one_in_eta_of_all_trials(root: Path) -> None:
+    """Fourteen start at 8 samples, four go on for 16 more, one for 48 more."""
+    fidelity = {"scheduler": "asha", "min_samples": 4, "max_samples": 36}
+    expected = examined(root, fidelity=fidelity).expected_samples()
+    assert expected["search"] == 8 * 72 + 14 * 8 + 4 * 16 + 48
+
+
+def test_without_a_scheduler_every_trial_pays_for_all_samples(root: Path) -> None:
+    expected = examined(root, fidelity={"scheduler": "none"}, holdout=[]).expected_samples()
+    assert expected == {"search": 22 * 78, "holdout": 0, "full_budget": 22 * 78}
+
+
+def test_sources_and_published_recipes_come_first_and_are_of_this_family(root: Path) -> None:
+    found = examined(root)
+    origins = [origin for origin, _, _ in found.extras()]
+    assert origins == [Origin.SOURCE] * 3 + [Origin.PUBLISHED] * 5
+    assert [label for _, label, _ in found.extras()][:4] == ["base", "expert:math", "expert:text", "uniform average"]
+    for _, _, recipe in found.extras():
+        assert len(recipe.layers) == 3
+        assert set(recipe.models.values()) <= set(found.family.fingerprints.values())
+
+
+def test_facts_are_plain_data_that_the_same_study_finds_again(root: Path) -> None:
+    facts = examined(root).facts()
+    assert json.loads(json.dumps(facts)) == json.loads(json.dumps(examined(root).facts()))
+    assert facts["num_layers"] == 3
+    assert facts["rung_samples"] == [dict.fromkeys(SIZES, size) for size in (4, 12, 36)]
+    assert facts["lag"] == 5
+    assert [(o["name"], o["metric"], o["direction"]) for o in facts["objectives"]] == [
+        ("sums", "exact_match", "maximize"),
+        ("words", "exact_match", "maximize"),
+    ]
+    assert set(facts["fingerprints"]) == {"base", "math", "text"}
+
+
+def test_facts_follow_the_data_the_models_and_the_order_of_samples(root: Path) -> None:
+    facts = examined(root).facts()
+    other_data = examined(root, objectives=[objective("sums", "words"), objective("words", "words")]).facts()
+    assert other_data["tasks"]["sums"] != facts["tasks"]["sums"]
+    assert other_data["tasks"]["words"] == facts["tasks"]["words"]
+    other_seed = examined(root, search={"max_trials": 14, "seed": 6}).facts()
+    assert other_seed["tasks"]["words"] != facts["tasks"]["words"]
+    other_model = examined(root, models={"base": "base", "experts": {"math": "text", "text": "text"}}).facts()
+    assert other_model["fingerprints"]["math"] == facts["fingerprints"]["text"]
+
+
+def test_the_plan_keeps_the_lag_that_the_study_began_with(root: Path) -> None:
+    found = examined(root)
+    plan = found.plan("s", {**found.facts(), "lag": 11})
+    assert (plan.lag, plan.seed, plan.max_trials, plan.eta) == (11, 5, 14, 3)
+    assert plan.holdout_samples == dict.fromkeys(SIZES, HOLDOUT)
+    assert plan.bank_fingerprint == found.family.fingerprint
+    assert found.concurrency == 3
+
+
+def test_the_engine_is_started_as_the_study_says(root: Path) -> None:
+    engine = {"max_model_len": 50, "dtype": "float16", "add_bos_token": False, "system_prompt": "be brief"}
+    assert examined(root, engine=engine).engine_options == EngineOptions(
+        max_model_len=50, dtype="float16", add_bos_token=False, system_prompt="be brief"
+    )
+
+
+# Directions.
+
+
+def choices(directory: Path, higher_is_better: bool) -> dict[str, Any]:
+    metrics = [{"metric": "acc", "aggregation": "mean", "higher_is_better": higher_is_better}]
+    return {"name": "choices", "task": str(write_choices(directory, metric_list=metrics)), "metric": "acc"}
+
+
+def test_the_direction_is_the_tasks_own_unless_the_study_says_another(root: Path, tmp_path: Path) -> None:
+    fidelity = {"scheduler": "none"}
+    spec = {**choices(tmp_path, higher_is_better=False), "range": [0, 1]}
+    (found,) = examined(root, fidelity=fidelity, objectives=[spec], holdout=[]).objectives
+    assert (found.direction, found.range) == ("minimize", (0.0, 1.0))
+    spec["direction"] = "maximize"
+    (found,) = examined(root, fidelity=fidelity, objectives=[spec], holdout=[]).objectives
+    assert found.direction == "maximize"
+    spec = choices(tmp_path, higher_is_better=True)
+    (found,) = examined(root, fidelity=fidelity, objectives=[spec], holdout=[]).objectives
+    assert found.direction == "maximize"
+
+
+def test_a_task_that_is_minimised_needs_a_range(root: Path, tmp_path: Path) -> None:
+    spec = choices(tmp_path, higher_is_better=False)
+    with pytest.raises(InvalidStudy, match=r"objectives\.0: .*range: \[0, 100\]"):
+        examined(root, fidelity={"scheduler": "none"}, objectives=[spec], holdout=[])
+
+
+# Memory.
+
+COPIES = 0 if torch.cuda.is_available() else 2  # on CPU vLLM packs the weights, and the plain ones stay
+
+
+def bank_bytes(root: Path) -> int:
+    models = [load_file(root / alias / "model.safetensors") for alias in ("base", "math", "text")]
+    return sum(tensor.nbytes for model in models for tensor in model.values())
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+def test_memory_is_the_bank_once_and_an_engine_for_every_replica(root: Path, dtype: str, size: int) -> None:
+    study = study_of(root, engine={"max_model_len": 64, "dtype": dtype, "replicas": 1})
+    found = examine(study, available_bytes=2**40)
+    memory = found.memory
+    assert memory.bank_bytes == bank_bytes(root)
+    assert memory.engine_bytes == COPIES * size * found.num_parameters + ENGINE_OVERHEAD_BYTES
+    assert memory.needed_bytes == memory.bank_bytes + memory.engine_bytes
+    assert memory.available_bytes == 2**40
+
+
+def test_a_cache_of_ranks_takes_two_bytes_for_each_parameter_of_each_expert(root: Path) -> None:
+    plain, ranks = (
+        examine(study_of(root, engine={"max_model_len": 64, "rank_cache": is_asked}), available_bytes=2**40)
+        for is_asked in (False, True)
+    )
+    assert ranks.memory.engine_bytes - plain.memory.engine_bytes == 2 * 2 * plain.num_parameters
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="several replicas need as many GPUs")
+def test_replicas_share_the_bank(root: Path) -> None:
+    memory = examine(study_of(root, engine={"replicas": 3, "max_model_len": 64}), available_bytes=2**40).memory
+    assert memory.needed_bytes == memory.bank_bytes + 3 * memory.engine_bytes
+
+
+def test_what_does_not_fit_is_refused_with_all_sizes(root: Path) -> None:
+    needed = examine(study_of(root), available_bytes=2**40).memory.needed_bytes
+    examine(study_of(root), available_bytes=needed)
+    with pytest.raises(InvalidStudy) as caught:
+        examine(study_of(root), available_bytes=2**30)
+    assert str(caught.value) == (
+        "engine: needs 2.0 GiB of memory, 1.0 GiB are available: source weights 0.0 GiB + 1 engine(s) of 2.0 GiB; "
+        "use fewer replicas, a smaller dtype or a larger machine"
+    )
+    with pytest.raises(InvalidStudy, match="engine: needs"):
+        examine(study_of(root), available_bytes=needed - 1)
+
+
+def test_what_headers_tell_is_told_before_any_weights_are_read(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hashing large models takes minutes: nothing that is known before may wait for it."""
+    again = shutil.copytree(root, tmp_path / "again")  # files that nothing is known of
+    monkeypatch.setattr("hashlib.file_digest", lambda *_: pytest.fail("weights were read"))
+    study = study_of(again, search_space={"kind": "lfs", "layer_groups": 9}, limits={"max_layers": 2})
+    with pytest.raises(InvalidStudy) as caught:
+        examine(study, available_bytes=2**30)
+    assert [problem.field for problem in caught.value.problems] == [
+        "limits.max_layers",
+        "search_space.layer_groups",
+        "engine",
+    ]
+
+
+def test_a_model_that_vllm_cannot_run_is_told_with_all_else(
+    root: Path, layouts: dict[str, Family], tmp_path: Path
+) -> None:
+    """And merged all the same where no engine is asked for."""
+    again = shutil.copytree(root, tmp_path / "again")
+    for model in ("base", "math", "text"):
+        (again / model / "config.json").write_text(json.dumps(config_of(root / model) | CLASSIFIER))
+    with pytest.raises(InvalidStudy) as caught:
+        examine(study_of(again, limits={"max_layers": 2}), available_bytes=2**40)
+    limit, engine = caught.value.problems
+    assert limit.field == "limits.max_layers"
+    assert engine.field == "models.base"
+    assert engine.message.startswith(
+        f"{again}/base: architecture LlamaForSequenceClassification (config.json): as LlamaForCausalLM in vLLM "
+    )
+    document = {"merge_method": "linear", "models": [{"model": str(again / name)} for name in ("math", "text")]}
+    file = tmp_path / "merge.yml"
+    file.write_text(json.dumps({**document, "dtype": "float32", "parameters": {"weight": 0.5}}))
+    assert check_merge(file, {}, tmp_path / "out") is not None
+
+
+def test_heads_are_shared_out_evenly_between_devices(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # of a cluster, which has as many devices as it has
+    with pytest.raises(InvalidStudy) as caught:
+        examine(study_of(root, engine={"tensor_parallel_size": 2, "max_model_len": 64}), available_bytes=2**40)
+    assert [str(problem) for problem in caught.value.problems] == [
+        "engine.tensor_parallel_size: 2 does not divide the models' 1 attention heads; use one of 1"
+    ]
+
+
+# The plan that people see.
+
+
+def test_the_printed_plan_says_what_was_found(root: Path) -> None:
+    plan = check(study_of(root), root)
+    assert plan.samples == {"search": 912, "holdout": 480, "full_budget": 1584}
+    assert plan.memory_bytes["needed"] == plan.memory_bytes["bank"] + plan.memory_bytes["engines"]
+    assert 0 < plan.hours < 1
+    text = plan.to_text()
+    assert "rungs     4 -> 12 -> 36 samples of each objective, 2 objectives; scheduler: hyperband" in text
+    assert "samples   912 in the search (42% fewer than 1,584 at full budget), about 480 held out" in text
+    assert "min, by this machine's arithmetic speed" in text
+
+
+def test_a_plan_without_holdout_or_scheduler_promises_neither(root: Path) -> None:
+    text = check(study_of(root, fidelity={"scheduler": "none"}, holdout=[]), root).to_text()
+    assert "samples   1,716 in the search, none held out" in text
+    assert "rungs     sums 40, words 38 samples; scheduler: none" in text
+
+
+def test_a_plan_under_asha_promises_no_more_than_is_known(root: Path) -> None:
+    fidelity = {"scheduler": "asha", "min_samples": 4, "max_samples": 36}
+    text = check(study_of(root, fidelity=fidelity), root).to_text()
+    assert "samples   at least 800 in the search (at most 49% fewer than 1,584 at full budget)" in text
+
+
+def test_an_adapter_is_an_expert_that_takes_the_memory_of_its_matrices(root: Path) -> None:
+    lora_adapter(root / "base", root / "tuned")
+    sizes = {
+        name: examine(
+            study_of(root, models={"base": "base", "experts": {"math": "math", name: name}})
+        ).memory.bank_bytes
+        for name in ("text", "tuned")
+    }
+    adapter = sum(tensor.nbytes for tensor in load_file(root / "tuned" / "adapter_model.safetensors").values())
+    one = sum(tensor.nbytes for tensor in load_file(root / "base" / "model.safetensors").values())
+    assert sizes == {"text": 3 * one, "tuned": 2 * one + adapter}
+    small = tiny_family(root / "small", experts=("math",), hidden=64).base.directory
+    lora_adapter(small, root / "foreign")
+    with pytest.raises(InvalidStudy) as caught:
+        examine(study_of(root, models={"base": "base", "experts": {"math": "nowhere", "tuned": "foreign"}}))
+    messages = [problem.message for problem in caught.value.problems if problem.field == "models"]
+    assert len(messages) == 5
+    assert any("expert 'math': " in message for message in messages)
+    assert any("foreign/adapter_model.safetensors: an adapter of another model: " in message for message in messages)
+
+
+def test_a_study_of_models_with_other_tokens_has_the_vocabulary_that_it_names(root: Path) -> None:
+    with_tokens(root / "base", root / "tools", "<tool>", rows=130)
+    models = {"base": "base", "experts": {"math": "math", "tools": "tools"}}
+    counts = {}
+    for tokenizer in ("base", "union", "tools"):
+        found = examine(study_of(root, models={**models, "tokenizer": tokenizer}))
+        counts[tokenizer] = found.num_parameters
+        assert found.family.tokenizer == tokenizer
+        recipes = [recipe for _, _, recipe in found.extras()]
+        recipes.append(found.space.to_recipe(found.space.parameters.sample(np.random.default_rng(0))))
+        bank = Bank(found.family)
+        for recipe in recipes:
+            assert recipe.tokenizer == tokenizer
+            check_recipe(recipe, bank)
+    assert counts == {"base": counts["base"], "union": counts["base"], "tools": counts["base"] + 2 * 32}
+    with pytest.raises(InvalidStudy, match=r"models.tokenizer: code is no model here; give base, union, math, tools"):
+        study_of(root, models={**models, "tokenizer": "code"})
+
+
+def test_the_printed_plan_says_how_vllm_runs_models_that_it_has_no_code_for(
+    root: Path, layouts: dict[str, Family]
+) -> None:
+    family = layouts["gpt_neox"]
+    models = {"base": family.base.directory, "experts": {model.alias: model.directory for model in family.experts}}
+    lines = check(study_of(root, models=models), root).to_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("engine ")]
+    assert line.endswith("has no code of its own for GPTNeoXForCausalLM: it runs transformers' modules")
+    assert not any(line.startswith("engine ") for line in check(study_of(root), root).to_text().splitlines())

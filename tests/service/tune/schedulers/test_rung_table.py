@@ -1,0 +1,513 @@
+"""Who is evaluated next, who is promoted, and what a proposal may know: the table alone, without store or searcher."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from search_spaces.fidelity import Bracket, Scheduler, bracket_cycle
+from search_spaces.objectives import Candidate, promotion_order
+from service.tune.schedulers.base import Decision, Proposal, RungTable
+from service.tune.schedulers.successive_halving import SCHEDULERS
+
+
+def table_of(
+    *, max_trials: int, scheduler: Scheduler = "hyperband", num_rungs: int = 3, extras: int = 0, lag: int = 1
+) -> RungTable:
+    """A table with its extras added, none of them evaluated. eta is 3."""
+    table = SCHEDULERS[scheduler](
+        num_rungs=num_rungs,
+        eta=3,
+        cycle=bracket_cycle(scheduler, num_rungs=num_rungs, eta=3, max_trials=max_trials),
+        num_extras=extras,
+        max_trials=max_trials,
+        lag=lag,
+    )
+    for number in range(extras):
+        table.add_trial(number, None)
+    return table
+
+
+def propose(table: RungTable) -> int | None:
+    """Take the next proposal as the driver does: open its bracket, add its trial."""
+    proposal = table.proposal()
+    if proposal is None:
+        return None
+    if proposal.opens is not None:
+        table.open_bracket(
+            proposal.bracket, first_rung=proposal.opens.first_rung, size=proposal.opens.num_configurations
+        )
+    table.add_trial(proposal.number, proposal.bracket)
+    return proposal.number
+
+
+def filled(size: int, **settings: Any) -> RungTable:
+    """A table whose first bracket has its `size` trials, none evaluated."""
+    table = table_of(max_trials=size, lag=size, **settings)
+    assert [propose(table) for _ in range(size)] == list(range(size))
+    return table
+
+
+def decisions(table: RungTable, outcomes: list[float | None], rung: int) -> list[tuple[Decision, ...]]:
+    """What is decided as trial i's cost, or its failure, is recorded, in order."""
+    return [
+        table.fail(number) if cost is None else table.record(number, rung, (cost,))
+        for number, cost in enumerate(outcomes)
+    ]
+
+
+def play(table: RungTable, cost: Callable[[int], float] = float) -> list[Decision]:
+    """Propose and evaluate, one at a time, until the table is finished."""
+    decided: list[Decision] = []
+    while not table.is_finished:
+        while propose(table) is not None:
+            pass
+        number, rung = next(table.ready())
+        decided += table.record(number, rung, (cost(number),))
+    return decided
+
+
+# Promotion.
+
+
+def test_a_rung_closes_with_its_last_trial_and_promotes_one_in_eta_lowest_cost_first() -> None:
+    table = filled(9)
+    *earlier, last = decisions(table, [9, 2, 8, 1, 7, 3, 6, 5, 4], rung=0)
+    assert earlier == [()] * 8
+    assert last == (Decision(bracket=0, rung=0, promoted=(3, 1, 5), pruned=(0, 2, 4, 6, 7, 8)),)
+    assert sorted(table.ready()) == [(1, 1), (3, 1), (5, 1)]
+
+
+def test_equal_costs_are_promoted_by_trial_number() -> None:
+    assert decisions(filled(9), [0.5] * 9, rung=0)[-1] == (Decision(0, 0, (0, 1, 2), (3, 4, 5, 6, 7, 8)),)
+
+
+def test_several_objectives_are_promoted_by_front_before_mean() -> None:
+    table = filled(3)
+    # 0 is dominated by 1; 1 and 2 are the front, both ends of it, so that the number decides.
+    for number, costs in enumerate([(0.5, 0.5), (0.4, 0.4), (0.0, 1.0)]):
+        decided = table.record(number, 0, costs)
+    assert decided == (Decision(0, 0, promoted=(1,), pruned=(0, 2)),)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "promoted"),
+    [
+        # Failed candidates lose but count: 9 took part, so 3 go on, as long as there are 3.
+        ([None, 2, 3, 4, 5, 6, 7, 8, 9], (1, 2, 3)),
+        ([None, None, None, None, None, 3, 2, 1, None], (7, 6, 5)),
+        ([None] * 7 + [2, 1], (8, 7)),
+        ([None] * 8 + [1], (8,)),
+    ],
+)
+def test_failed_trials_count_for_how_many_are_promoted_and_are_never_promoted(
+    outcomes: list[float | None], promoted: tuple[int, ...]
+) -> None:
+    (decision,) = decisions(filled(9), outcomes, rung=0)[-1]
+    assert decision.promoted == promoted
+    assert set(decision.pruned).isdisjoint({number for number, cost in enumerate(outcomes) if cost is None})
+
+
+def test_a_failure_that_comes_last_closes_the_rung() -> None:
+    decided = decisions(filled(9), [1, 2, 3, 4, 5, 6, 7, 8, None], rung=0)[-1]
+    assert decided == (Decision(0, 0, (0, 1, 2), (3, 4, 5, 6, 7)),)
+
+
+def test_a_bracket_of_failures_ends_without_a_promotion() -> None:
+    table = filled(9)
+    assert decisions(table, [None] * 9, rung=0) == [()] * 9
+    assert table.is_finished
+    assert list(table.ready()) == []
+
+
+def test_a_promoted_trial_that_fails_frees_no_place_for_a_pruned_one() -> None:
+    table = filled(9)
+    decisions(table, [1, 2, 3, 4, 5, 6, 7, 8, 9], rung=0)
+    assert [table.fail(0), table.fail(1)] == [(), ()]
+    assert table.record(2, 1, (0.3,)) == (Decision(0, 1, promoted=(2,), pruned=()),)
+    assert table.record(2, 2, (0.3,)) == ()
+    assert table.is_finished
+
+
+def test_a_waiting_trial_is_neither_ready_nor_finished() -> None:
+    table = filled(9)
+    table.record(0, 0, (0.1,))
+    assert table.waiting() == {0: 0}
+    assert (0, 0) not in table.ready()
+    assert not table.is_finished
+
+
+def test_a_decision_lost_before_it_was_stored_is_made_again_from_the_same_books() -> None:
+    """A driver that died at a promotion rebuilds the table from what is stored."""
+    costs = [9, 2, 8, 1, 7, 3, 6, 5, 4]
+    first = decisions(filled(9), list(costs), rung=0)[-1]
+    again = filled(9)
+    found = [again.record(number, 0, (costs[number],)) for number in reversed(range(9))]
+    assert found[-1] == first
+    assert again.decide(0) == ()  # decided once only
+
+
+# Order of evaluations.
+
+
+def test_later_rungs_go_before_first_ones_and_extras_before_those() -> None:
+    table = table_of(max_trials=14, extras=1, lag=15)
+    for _ in range(14):
+        propose(table)
+    assert list(table.ready())[:2] == [(0, 2), (1, 0)]
+    table.record(0, 2, (0.5,))
+    for number in range(1, 10):
+        table.record(number, 0, (number / 10,))
+    assert list(table.ready()) == [(1, 1), (2, 1), (3, 1), (10, 1), (11, 1), (12, 1), (13, 1), (14, 1)]
+
+
+def test_a_promoted_trial_goes_before_an_older_one_that_has_no_result_yet() -> None:
+    table = table_of(max_trials=14, lag=14)
+    for _ in range(14):
+        propose(table)
+    for number in range(9, 14):
+        table.record(number, 1, (number / 100,))
+    assert list(table.ready())[:2] == [(9, 2), (0, 0)]
+
+
+def test_extras_are_evaluated_once_at_the_last_rung_and_are_no_members_of_brackets() -> None:
+    table = table_of(max_trials=3, extras=2)
+    assert list(table.ready()) == [(0, 2), (1, 2)]
+    assert table.num_proposed == 0
+    assert table.record(0, 2, (0.1,)) == ()
+    assert list(table.ready()) == [(1, 2)]
+
+
+def test_the_position_is_the_oldest_open_bracket_at_its_lowest_rung() -> None:
+    table = table_of(max_trials=14, lag=14)
+    assert table.position() is None
+    for _ in range(14):
+        propose(table)
+    assert table.position() == (0, 0)
+    for number in range(9):
+        table.record(number, 0, (number / 10,))
+    assert table.position() == (0, 1)
+    for number in (0, 1, 2):
+        table.record(number, 1, (number / 10,))
+    table.record(0, 2, (0.0,))
+    assert table.position() == (1, 1)
+
+
+# What proposals wait for and may know.
+
+
+def test_a_proposal_waits_for_the_first_result_of_the_trial_a_lag_before_it() -> None:
+    table = table_of(max_trials=9, lag=2)
+    assert [propose(table), propose(table)] == [0, 1]
+    assert propose(table) is None  # trial 2 may know trial 0, which has no result
+    table.record(1, 0, (0.1,))
+    assert propose(table) is None
+    table.record(0, 0, (0.2,))
+    assert [propose(table), propose(table), propose(table)] == [2, 3, None]
+
+
+def test_a_failure_is_a_first_result_too() -> None:
+    table = table_of(max_trials=9, lag=1)
+    propose(table)
+    assert table.proposal() is None
+    table.fail(0)
+    proposal = table.proposal()
+    assert proposal is not None
+    assert (proposal.visible, proposal.failed, proposal.pending) == ((), (0,), ())
+
+
+def test_a_proposal_sees_nothing_newer_than_the_lag_even_if_it_is_known() -> None:
+    table = table_of(max_trials=9, lag=3)
+    for _ in range(3):
+        propose(table)
+    for number in (2, 1, 0):
+        table.record(number, 0, (number / 10,))
+    proposal = table.proposal()
+    assert proposal is not None
+    assert proposal.number == 3
+    assert proposal.visible == ((0, 0),)
+    assert proposal.pending == (1, 2)
+
+
+def test_extras_are_visible_at_the_last_rung_and_waited_for() -> None:
+    table = table_of(max_trials=3, extras=2, lag=1)
+    table.record(0, 2, (0.1,))
+    assert table.proposal() is None
+    table.record(1, 2, (0.2,))
+    proposal = table.proposal()
+    assert proposal is not None
+    assert (proposal.number, proposal.visible) == (2, ((0, 2), (1, 2)))
+
+
+def test_a_proposal_before_the_extras_are_added_is_a_programming_error() -> None:
+    table = SCHEDULERS["none"](
+        num_rungs=1, eta=3, cycle=(Bracket(1, first_rung=0, num_rungs=1, eta=3),), num_extras=1, max_trials=1, lag=1
+    )
+    with pytest.raises(AssertionError, match="sources and published trials come first"):
+        table.proposal()
+
+
+def test_later_rungs_of_the_bracket_before_stay_hidden_and_those_of_older_ones_are_seen() -> None:
+    """Brackets of 9, 5 and 3; the proposals of bracket 1 see only first results of bracket 0, those of 2 all of it."""
+    table = table_of(max_trials=17, lag=1)
+    seen = {}
+    while not table.is_finished:
+        while (proposal := table.proposal()) is not None:
+            seen[proposal.number] = proposal
+            propose(table)
+        number, rung = next(table.ready())
+        table.record(number, rung, (number / 100,))
+    first = tuple((number, 0) for number in range(9))
+    assert seen[9].bracket == 1
+    assert seen[9].visible == first
+    assert seen[10].visible == (*first, (9, 1))
+    assert seen[14].bracket == 2
+    everything = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), *first[3:])
+    assert seen[14].visible == (*everything, *((number, 1) for number in range(9, 14)))
+
+
+def test_a_bracket_opens_only_when_those_two_before_it_are_closed() -> None:
+    table = table_of(max_trials=17, lag=1)
+    for number in range(9):
+        assert propose(table) == number
+        table.record(number, 0, (number / 10,))
+    for number in range(9, 14):  # bracket 1 is filled while bracket 0 climbs
+        assert propose(table) == number
+        table.record(number, 1, (number / 100,))
+    assert table.proposal() is None
+    for number in (0, 1, 2):
+        table.record(number, 1, (number / 10,))
+    assert table.proposal() is None  # trial 0 is still to be evaluated at the last rung
+    table.record(0, 2, (0.0,))
+    proposal = table.proposal()
+    assert proposal is not None
+    assert (proposal.bracket, proposal.opens) == (2, Bracket(3, first_rung=2, num_rungs=3, eta=3))
+
+
+@pytest.mark.parametrize("lag", [1, 2, 5, 9])
+@pytest.mark.parametrize("scheduler", ["hyperband", "asha"])
+def test_what_a_proposal_sees_does_not_depend_on_the_order_of_results(scheduler: Scheduler, lag: int) -> None:
+    def seen(pick: Callable[[list[tuple[int, int]]], tuple[int, int]]) -> dict[int, Any]:
+        table, proposals = table_of(max_trials=25, scheduler=scheduler, extras=2, lag=lag), {}
+        while not table.is_finished:
+            while (proposal := table.proposal()) is not None:
+                proposals[proposal.number] = proposal
+                propose(table)
+            number, rung = pick(list(table.ready()))
+            if number % 7 == 3:
+                table.fail(number)
+            else:
+                table.record(number, rung, (number * 37 % 11 / 11,))
+        return proposals
+
+    in_order, backwards, middle = (seen(pick) for pick in (lambda r: r[0], lambda r: r[-1], lambda r: r[len(r) // 2]))
+    assert len(in_order) == 25
+    assert in_order == backwards == middle
+
+
+# The end of the search.
+
+
+@pytest.mark.parametrize(
+    ("max_trials", "sizes"),
+    [(1, [1]), (4, [4]), (9, [9]), (11, [9, 2]), (17, [9, 5, 3]), (20, [9, 5, 3, 3]), (30, [9, 5, 3, 9, 4])],
+)
+def test_the_cycle_repeats_and_the_last_bracket_is_cut_to_max_trials(max_trials: int, sizes: list[int]) -> None:
+    table = table_of(max_trials=max_trials)
+    play(table)
+    assert table.num_proposed == max_trials
+    assert [table.size(bracket) for bracket in range(len(sizes))] == sizes
+
+
+@pytest.mark.parametrize(("cut", "climb"), [(1, [1, 1]), (2, [1, 1]), (4, [1, 1]), (6, [2, 1]), (9, [3, 1])])
+def test_a_cut_bracket_still_brings_one_trial_to_the_last_rung(cut: int, climb: list[int]) -> None:
+    assert [len(decision.promoted) for decision in play(table_of(max_trials=cut))] == climb
+
+
+def test_a_larger_max_trials_opens_a_new_bracket_and_leaves_the_cut_one_as_it_is() -> None:
+    before = table_of(max_trials=4, lag=4)
+    play(before)
+    after = table_of(max_trials=8, lag=4)
+    after.open_bracket(0, first_rung=0, size=before.size(0))
+    for number in range(4):
+        after.add_trial(number, 0)
+    assert decisions(after, [0, 1, 2, 3], rung=0)[-1] == (Decision(0, 0, (0,), (1, 2, 3)),)
+    after.record(0, 1, (0.0,))
+    after.record(0, 2, (0.0,))
+    proposal = after.proposal()
+    assert proposal is not None
+    assert (proposal.number, proposal.bracket) == (4, 1)
+    assert proposal.opens == Bracket(4, first_rung=1, num_rungs=3, eta=3)
+
+
+def test_ending_the_search_cuts_open_brackets_and_plays_them_to_the_end() -> None:
+    table = table_of(max_trials=100, lag=9)
+    for _ in range(4):
+        propose(table)
+    for number in range(4):
+        assert table.record(number, 0, (number / 10,)) == ()  # the bracket was to have nine
+    assert table.end_search() == (0,)
+    assert table.size(0) == 4
+    assert table.is_search_over
+    assert table.proposal() is None
+    assert table.decide(0) == (Decision(0, 0, promoted=(0,), pruned=(1, 2, 3)),)
+    assert table.record(0, 1, (0.0,)) == (Decision(0, 1, promoted=(0,), pruned=()),)
+    assert table.record(0, 2, (0.0,)) == ()
+    assert table.is_finished
+
+
+def test_ending_the_search_while_trials_run_leaves_the_rung_open_until_they_are_in() -> None:
+    table = table_of(max_trials=100, lag=9)
+    for _ in range(4):
+        propose(table)
+    assert table.end_search() == (0,)
+    assert decisions(table, [3, 2, None], rung=0) == [()] * 3
+    assert not table.is_finished
+    assert table.record(3, 0, (0.0,)) == (Decision(0, 0, promoted=(3,), pruned=(0, 1)),)
+
+
+def test_ending_the_search_again_or_with_full_brackets_changes_nothing() -> None:
+    table = filled(9)
+    assert table.end_search() == ()
+    assert table.size(0) == 9
+
+
+def test_a_bracket_that_was_opened_and_has_no_trial_ends_empty() -> None:
+    table = table_of(max_trials=9)
+    table.open_bracket(0, first_rung=0, size=9)
+    assert table.end_search() == (0,)
+    assert table.decide(0) == ()
+    assert table.is_finished
+    assert table.position() is None
+
+
+@pytest.mark.parametrize("scheduler", ["none", "hyperband"])
+def test_one_rung_needs_no_promotion_and_no_waiting_for_brackets(scheduler: Scheduler) -> None:
+    table = table_of(max_trials=4, scheduler=scheduler, num_rungs=1, lag=4)
+    assert [propose(table) for _ in range(4)] == [0, 1, 2, 3]
+    assert table.position() is None
+    assert play(table) == []
+    assert table.is_finished
+
+
+# ASHA.
+
+
+def asha_of(size: int, **settings: Any) -> RungTable:
+    """An ASHA table with all its `size` trials proposed, none evaluated."""
+    return filled(size, scheduler="asha", **settings)
+
+
+def test_asha_promotes_with_every_result_that_makes_a_trial_one_of_the_best() -> None:
+    """One in eta of what the rung holds: after three results the best, after six the two best. A better one that comes
+    late goes on as well, although that makes three of seven."""
+    decided = decisions(asha_of(10), [5, 3, 4, 6, 7, 2, 1], rung=0)
+    assert [[decision.promoted for decision in found] for found in decided] == [[], [], [(1,)], [], [], [(5,)], [(6,)]]
+    assert [number for number, rung in asha_ready(10, [5, 3, 4, 6, 7, 2, 1]) if rung == 1] == [1, 5, 6]
+
+
+def asha_ready(size: int, costs: list[float | None]) -> list[tuple[int, int]]:
+    table = asha_of(size)
+    decisions(table, costs, rung=0)
+    return list(table.ready())
+
+
+def test_asha_counts_a_rung_in_the_order_of_its_trials_whenever_their_results_come() -> None:
+    table = asha_of(9)
+    costs = [5, 3, 4, 6, 7, 2]
+    assert [table.record(number, 0, (costs[number],)) for number in (5, 4, 3, 2, 1)] == [()] * 5
+    assert table.record(0, 0, (5,)) == (Decision(0, 0, promoted=(1, 5), pruned=()),)
+
+
+def test_asha_prunes_a_rung_when_nobody_can_come_to_it_any_more() -> None:
+    table = asha_of(6)
+    costs: list[float | None] = [5, 3, 4, 6, 7, 2]
+    assert decisions(table, costs, rung=0)[-1] == (Decision(0, 0, promoted=(5,), pruned=(0, 2, 3, 4)),)
+    assert table.record(5, 1, (2.0,)) == ()
+    # The second rung holds two: one in three of them is none, so the best goes on at the end.
+    assert table.record(1, 1, (3.0,)) == (Decision(0, 1, promoted=(5,), pruned=(1,)),)
+    table.record(5, 2, (2.0,))
+    assert table.is_finished
+
+
+def test_asha_failures_count_for_what_a_rung_holds_and_are_never_promoted() -> None:
+    table = asha_of(9)
+    assert decisions(table, [None, 2, None], rung=0)[-1] == (Decision(0, 0, promoted=(1,), pruned=()),)
+    assert decisions(asha_of(3), [None] * 3, rung=0) == [()] * 3
+
+
+def test_asha_cascades_to_higher_rungs_where_the_results_are_there() -> None:
+    table = asha_of(4)
+    assert decisions(table, [2, 1, 3], rung=0)[-1] == (Decision(0, 0, promoted=(1,), pruned=()),)
+    assert table.record(1, 1, (1.0,)) == ()
+    assert table.record(3, 0, (4.0,)) == (Decision(0, 0, (), (0, 2, 3)), Decision(0, 1, (1,), ()))
+
+
+def test_asha_search_that_ends_early_still_brings_one_trial_to_the_last_rung() -> None:
+    table = table_of(max_trials=50, scheduler="asha", lag=9)
+    for _ in range(2):
+        propose(table)
+    assert decisions(table, [2, 1], rung=0) == [(), ()]
+    assert table.end_search() == (0,)
+    assert table.decide(0) == (Decision(0, 0, (1,), (0,)),)
+    assert table.record(1, 1, (1.0,)) == (Decision(0, 1, (1,), ()),)
+    table.record(1, 2, (1.0,))
+    assert table.is_finished
+
+
+def test_asha_sees_the_second_evaluation_of_a_trial_two_lags_after_the_result_that_brought_it_about() -> None:
+    """Trial 2 is promoted by its own result: proposal 6 = 2 + 2 lags waits for its second evaluation. Trial 1 is
+    promoted by the result of trial 5, which is hidden from 6 even if it is there."""
+    table = table_of(max_trials=20, scheduler="asha", lag=2)
+    seen: dict[int, Proposal] = {}
+
+    def take_all() -> None:
+        while (proposal := table.proposal()) is not None:
+            seen[proposal.number] = proposal
+            propose(table)
+
+    for number in range(6):
+        take_all()
+        table.record(number, 0, ((3 - number) / 10 if number < 3 else number,))
+    take_all()
+    assert max(seen) == 5
+    assert list(table.ready()) == [(1, 1), (2, 1)]
+    table.record(1, 1, (0.2,))
+    assert table.proposal() is None
+    table.record(2, 1, (0.1,))
+    take_all()
+    assert (2, 1) not in seen[5].visible
+    assert seen[6].visible == ((0, 0), (1, 0), (2, 0), (2, 1), (3, 0), (4, 0))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_asha_promotes_whom_one_worker_of_the_paper_would(seed: int) -> None:
+    """Algorithm 2 with a single worker: promote from the highest rung that can, else start a new configuration."""
+    draw = random.Random(seed)
+    costs = [tuple(draw.randrange(20) / 20 for _ in range(2)) for _ in range(40)]
+    held: list[list[int]] = [[], [], []]
+    sent: list[list[int]] = [[], []]
+
+    def promotable(rung: int) -> list[int]:
+        order = promotion_order([Candidate(number, costs[number]) for number in held[rung]])
+        return [number for number in order[: len(held[rung]) // 3] if number not in sent[rung]]
+
+    while (rung := next((rung for rung in (1, 0) if promotable(rung)), None)) is not None or len(held[0]) < len(costs):
+        if rung is None:
+            held[0].append(len(held[0]))
+        else:
+            number = promotable(rung)[0]
+            sent[rung].append(number)
+            held[rung + 1].append(number)
+    table = table_of(max_trials=100, scheduler="asha", lag=100)
+    for _ in costs:
+        propose(table)
+    climbed: list[list[int]] = [[], []]
+    while ready := list(table.ready()):
+        number, rung = draw.choice(ready)
+        for decision in table.record(number, rung, costs[number]):
+            climbed[decision.rung] += decision.promoted
+    assert [sorted(numbers) for numbers in climbed] == [sorted(numbers) for numbers in sent]

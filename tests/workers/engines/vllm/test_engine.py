@@ -1,0 +1,268 @@
+import itertools
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from search_spaces.recipe import Merge, Recipe, Source
+from tests.conftest import OPTIONS
+from tests.workers.recipes import arithmetic, slerp
+from workers.engines.transformers.backend import Reference, logprobs, verify
+from workers.engines.vllm.engine import (
+    Engine,
+    base_recipe,
+    engine_environment,
+    free_gpu_bytes,
+    kv_cache_bytes,
+    typical_difference,
+)
+from workers.engines.vllm.worker_extension import checksum, family_to_json, open_bank
+from workers.errors import EngineUnavailable, EvidenceMismatch, TrialFailed
+from workers.evaluation.lm_eval import Evaluation
+from workers.evaluation.prompts import Generation
+from workers.export.checkpoint import export
+from workers.types import EngineOptions, Family, Span, TaskSpec
+
+
+def exported(engine: Engine, recipe: Recipe, directory: Path) -> str:
+    export(recipe, open_bank(family_to_json(engine.family)), directory, dtype=torch.float32)
+    return str(directory)
+
+
+def test_engine_starts_with_the_base_model_in_float32(engine: Engine, untied_family: Family) -> None:
+    assert engine.dtype == "float32"
+    engine.swap(base_recipe(untied_family))
+    reference = Reference(untied_family.base.directory, OPTIONS)
+    tokens = engine.prompts.encode("12+30=42 and so on")
+    assert engine.logprobs([tokens])[0] == pytest.approx(logprobs(reference.model, tokens), abs=1e-3)
+
+
+def test_after_a_swap_log_probabilities_are_those_of_transformers_on_the_export(
+    engine: Engine, untied_family: Family, tmp_path: Path
+) -> None:
+    recipes = [arithmetic(untied_family, 0.4, 0.9), slerp(untied_family, 0.3), arithmetic(untied_family, 0.0, 1.0)]
+    prompts = [engine.prompts.encode(text) for text in ("1+1=2", "name: Ada", "z" * 200)]
+    seen = []
+    for number, recipe in enumerate(recipes):
+        report = engine.swap(recipe)
+        assert engine.held_digest == report.digest == recipe.digest
+        reference = Reference(exported(engine, recipe, tmp_path / str(number)), OPTIONS)
+        ours = engine.logprobs(prompts)
+        for tokens, values in zip(prompts, ours, strict=True):
+            assert values == pytest.approx(logprobs(reference.model, tokens), abs=1e-3)
+        seen.append(ours[1][-1])
+    assert min(abs(a - b) for a, b in itertools.pairwise(seen)) > 0.01, "the recipes are told apart"
+
+
+def test_swap_to_the_recipe_held_does_nothing_and_equal_recipes_give_equal_parameters(
+    engine: Engine, untied_family: Family
+) -> None:
+    first = engine.swap(arithmetic(untied_family, 0.5, 0.5))
+    again = engine.swap(arithmetic(untied_family, 0.5, 0.5))
+    assert (again.is_new, again.swap_count, again.swap_s) == (False, first.swap_count, 0.0)
+    other = engine.swap(arithmetic(untied_family, 0.5, 0.50001))
+    back = engine.swap(arithmetic(untied_family, 0.5, 0.5))
+    assert back.swap_count == first.swap_count + 2
+    assert back.weights_checksum == first.weights_checksum != other.weights_checksum
+    assert engine.compute_checksum() == back.weights_checksum
+
+
+def test_exported_tensors_are_bit_for_bit_what_the_engine_holds(
+    engine: Engine, untied_family: Family, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    recipe = slerp(untied_family, 0.37)
+    engine.swap(recipe)
+    directory = Path(exported(engine, recipe, tmp_path / "export"))
+    files = {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    (held,) = engine._llm.apply_model(lambda model: {n: p.clone() for n, p in model.named_parameters()})
+    for name, parameter in held.items():
+        parts = [name]
+        for fused, of in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
+            if fused in name:
+                parts = [name.replace(fused, part) for part in of]
+        written = torch.cat([files.pop(part) for part in parts])
+        assert torch.equal(parameter[: len(written)], written), name
+    assert not files
+
+
+def test_cached_prefixes_do_not_outlive_a_swap(engine: Engine, untied_family: Family, tmp_path: Path) -> None:
+    request = Generation(tuple(engine.prompts.encode("a b" * 60)), 16)  # longer than a cache block: it would be reused
+    texts = []
+    for weight in (0.2, 1.5):
+        recipe = arithmetic(untied_family, weight, 0.1)
+        engine.swap(recipe)
+        texts.append(engine.generate([request])[0])
+    assert [texts[1]] == Reference(exported(engine, recipe, tmp_path / "b"), OPTIONS).generate([request])
+    assert texts[0] != texts[1]
+
+
+def test_stored_samples_are_what_transformers_gives_on_the_export(
+    engine: Engine, untied_family: Family, sums: TaskSpec, choices: TaskSpec, tmp_path: Path
+) -> None:
+    recipe = arithmetic(untied_family, 0.6, 0.3)
+    engine.swap(recipe)
+    evaluation = Evaluation(engine, engine.prompts)
+    said = {sample.document: sample.response for sample in evaluation.score([Span("x", sums, 0, 400)]).samples}
+    # Half of the answers are what this model says, so that the metric depends on every token of them.
+    rows = [{"prompt": f"{i}+{i + 3}=", "answer": said[str(i)] + ("" if i % 2 else "!")} for i in range(400)]
+    (tmp_path / "said.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    said_task = TaskSpec({"file": str(tmp_path / "said.jsonl"), "max_tokens": 6}, "exact_match")
+    spans = (Span("said", said_task, 0, 400), Span("choices", choices, 0, 12))
+    samples = evaluation.score(spans).samples
+    assert 190 <= sum(sample.value for sample in samples if sample.objective == "said") <= 210
+    report = verify(
+        recipe.digest,
+        exported(engine, recipe, tmp_path / "export"),
+        OPTIONS,
+        samples=samples,
+        spans=spans,
+        dtype="float32",
+        engine_logprobs={},
+    )
+    assert report.num_samples == 412
+    assert report.num_equal >= 0.995 * 412
+    assert report.num_beyond == 0
+
+
+def test_candidate_with_nan_logits_fails_and_leaves_no_trace(
+    engine: Engine, untied_family: Family, sums: TaskSpec
+) -> None:
+    evaluation = Evaluation(engine, engine.prompts)
+    spans = (Span("x", sums, 0, 300),)
+    good = arithmetic(untied_family, 0.6, 0.3)
+    engine.swap(good)
+    before = evaluation.score(spans)
+    engine.swap(arithmetic(untied_family, 1e40, 1e40))
+    for _ in range(2):
+        with pytest.raises(TrialFailed, match=r"logits are NaN \(\d+ rows in 300 prompts\)"):
+            evaluation.score(spans)
+    engine.swap(good)
+    assert evaluation.score(spans) == before
+
+
+def test_engine_that_does_not_hold_what_it_says_is_caught(engine: Engine, untied_family: Family) -> None:
+    engine.swap(arithmetic(untied_family, 0.3, 0.3))
+    assert (engine.check_against_transformers(arithmetic(untied_family, 0.3, 0.3)) or 1.0) < 1e-3
+    with pytest.raises(EvidenceMismatch, match="log-probabilities of the engine and of transformers differ by"):
+        engine.check_against_transformers(arithmetic(untied_family, 0.3, 0.5))
+
+
+def test_merge_that_cannot_be_computed_fails_the_trial_and_nothing_is_held(
+    engine: Engine, untied_family: Family
+) -> None:
+    with pytest.raises(TrialFailed, match="the recipe has 3 layers, the model 5"):
+        engine.swap(arithmetic(untied_family, 0.3, 0.3, layers=3))
+    good = arithmetic(untied_family, 0.3, 0.3)
+    with pytest.raises(TrialFailed, match="the merge cannot be computed"):
+        engine.swap(replace(good, head=Merge("passthrough", (Source("math", 3),))))
+    assert engine.held_digest is None
+    assert engine.swap(good).is_new
+
+
+def test_start_that_fails_says_why_and_where_the_log_is(tmp_path: Path, untied_family: Family) -> None:
+    shutil.copytree(untied_family.base.directory, tmp_path / "base")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config | {"num_attention_heads": 5}))
+    family = replace(untied_family, base=replace(untied_family.base, directory=str(tmp_path / "base")))
+    with pytest.raises(EngineUnavailable, match=r"vLLM did not start for .*base: .*; its log is /logs/out") as caught:
+        Engine(family, OPTIONS, log_file="/logs/out")
+    assert caught.value.__cause__ is not None
+
+
+def test_checksum_tells_any_changed_or_moved_value_apart() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        for size in (1, 7, 64, 1001):
+            tensor = torch.randn(size, generator=generator).to(dtype)
+            known = checksum({"w": tensor})
+            assert checksum({"w": tensor.clone()}) == known
+            for index in {0, size // 2, size - 1}:
+                changed = tensor.clone()
+                bits = changed.view(torch.int32 if dtype == torch.float32 else torch.int16)
+                bits[index] ^= 1
+                assert checksum({"w": changed}) != known
+            if size > 1:
+                assert checksum({"w": tensor.roll(1)}) != known
+    assert checksum({"a": torch.ones(2)}) != checksum({"b": torch.ones(2)}) != checksum({"b": torch.ones(2, 1)})
+
+
+def test_environment_keeps_one_core_free_and_respects_what_is_set() -> None:
+    environment = engine_environment(EngineOptions(), {"VLLM_LOGGING_LEVEL": "DEBUG"})
+    assert int(environment["OMP_NUM_THREADS"]) >= 1
+    assert "VLLM_LOGGING_LEVEL" not in environment
+    assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert engine_environment(EngineOptions(threads=3))["OMP_NUM_THREADS"] == "3"
+
+
+def test_kv_cache_holds_one_whole_text_and_no_more_than_needed() -> None:
+    tiny = {"num_attention_heads": 4, "hidden_size": 128, "num_hidden_layers": 4}
+    large = {"num_attention_heads": 32, "hidden_size": 4096, "num_hidden_layers": 32, "num_key_value_heads": 8}
+    assert kv_cache_bytes(tiny, 256, "float32") == 256 * 384 * 2 * 4 * 128 * 4
+    assert kv_cache_bytes(large, 2048, "bfloat16") == 1 << 30
+    assert kv_cache_bytes(large, 32768, "bfloat16") >= 32768 * 2 * 32 * 8 * 128 * 2
+
+
+def test_one_far_off_token_is_rounding_in_16_bits_and_not_in_32() -> None:
+    ours, theirs = [-1.0] * 47 + [-20.0], [-1.0] * 47 + [-20.4]
+    assert typical_difference(ours, theirs, dtype="float32") == pytest.approx(0.4)
+    assert typical_difference(ours, theirs, dtype="bfloat16") == pytest.approx(0.4 / 48**0.5)
+    assert not typical_difference([float("nan")], [-1.0], dtype="bfloat16") <= 1.0
+
+
+def test_on_a_gpu_vllm_is_given_its_share_and_the_bank_its_places(
+    engine: Engine, untied_family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM itself stays out of it: what it would be given on a GPU is looked at."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    asked: dict[str, Any] = {}
+
+    class Asked:
+        llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
+
+        def __init__(self, **options: Any) -> None:
+            asked.update(options)
+
+        def collective_rpc(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+            asked[method] = (*args, kwargs)
+            return [{"digest": base_recipe(untied_family).digest, "swaps": 1, "checksum": ""}]
+
+    monkeypatch.setattr("vllm.LLM", Asked)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda platform: False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (79 * 10**9, 80 * 10**9))
+    monkeypatch.setattr(
+        "workers.engines.vllm.engine.free_host_bytes", lambda: 0
+    )  # nor is there memory for a second model
+    Engine(untied_family, replace(OPTIONS, rank_cache=True)).close()
+    family, opening = asked.pop("mergesearch_open")
+    assert (family, opening["places"]) == (family_to_json(untied_family), ("gpu", "mapped"))
+    assert 0 < opening["scratch_bytes"] < 10**6
+    assert "GB of the GPU's 80.0 GB for keys and values" in opening["reason"]
+    assert opening["keeps_ranks"]
+    options = {name: value for name, value in asked.items() if not name.startswith("mergesearch_")}
+    found = EngineArgs(**options)
+    assert found.gpu_memory_utilization == pytest.approx(0.9199, abs=1e-4)
+    assert (found.dtype, found.moe_backend, found.enforce_eager) == ("bfloat16", "triton", False)
+    assert found.kv_cache_memory_bytes is None
+
+
+def test_memory_that_a_killed_engine_held_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [10, 10, 95]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free.pop(0) if len(free) > 1 else free[0], 100))
+    assert free_gpu_bytes(1, poll_s=0.0) == (95, 100)
+    free[:] = [40]
+    assert free_gpu_bytes(1, wait_s=0.0) == (40, 100), "another program's memory stays its own"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs are there")
+def test_gpus_that_are_not_there_are_told() -> None:
+    with pytest.raises(EngineUnavailable, match=r"the memory of 2 GPUs cannot be read: .*CUDA"):
+        free_gpu_bytes(2)

@@ -1,0 +1,152 @@
+"""What goes where, on machines that are only numbers here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from workers.engines.vllm.memory import (
+    FEW_TEXTS,
+    MANY_TEXTS,
+    TEXT_TOKENS,
+    USABLE_SHARE,
+    Division,
+    Needs,
+    divide,
+    free_host_bytes,
+    gpus_of_this_machine,
+    kv_token_bytes,
+    needs_of,
+)
+from workers.errors import EngineUnavailable
+from workers.merging.bank import Bank
+from workers.models.config import read_config
+from workers.types import Family
+
+GB = 10**9
+LLAMA_2_7B = {"num_attention_heads": 32, "hidden_size": 4096, "num_hidden_layers": 32}
+MISTRAL_7B = {**LLAMA_2_7B, "num_key_value_heads": 8}
+A100 = 85 * GB
+H200 = 150 * GB
+
+
+def four(config: dict[str, int], *, ranks: int = 1) -> Needs:
+    """Four models of 7 billion parameters in bfloat16, the base among them."""
+    return Needs(
+        bank=4 * 14 * GB,
+        weights=14 * GB // ranks,
+        kv_token=kv_token_bytes(config, "bfloat16", ranks),
+        scratch=5 * GB // 4,
+        max_length=2048,
+        ranks=ranks,
+    )
+
+
+def divided(
+    needs: Needs, total: int, *, free: int | None = None, host: int = 256 * GB, copies: int | None = None
+) -> Division:
+    free = total - GB // 2 if free is None else free
+    return divide(needs, gpu_free=free, gpu_total=total, host_free=host, copies=copies or needs.ranks)
+
+
+def test_what_is_given_out_fits_into_the_gpu() -> None:
+    for config in (LLAMA_2_7B, MISTRAL_7B):
+        for gigabytes in range(20, 200):
+            for host in (16 * GB, 256 * GB):
+                total, needs = gigabytes * GB, four(config)
+                found = divided(needs, total, host=host)
+                bank = needs.bank if found.places[0] == "gpu" else 0
+                assert found.gpu_share * total >= needs.engine(FEW_TEXTS if bank else 1)
+                # Where an engine hardly fits, it comes before memory to merge in: then the CPU merges.
+                scratch = needs.scratch if found.gpu_share * total > needs.engine(FEW_TEXTS) else 0
+                assert found.gpu_share * total + bank + scratch <= USABLE_SHARE * total
+                assert found.places[-1] == "mapped", "there is always a place left"
+
+
+def test_four_models_of_7b_are_in_host_memory_beside_an_engine_of_80_gb_and_on_a_gpu_of_141_gb() -> None:
+    found = divided(four(LLAMA_2_7B), A100)
+    assert found == Division(
+        ("host", "mapped"), 0.9052, "beside 56.0 GB of sources the GPU's 85.0 GB have too little room for an engine"
+    )
+    found = divided(four(MISTRAL_7B), H200)
+    assert found.places == ("gpu", "host", "mapped")
+    assert found.gpu_share * H200 == pytest.approx(USABLE_SHARE * H200 - 57.25 * GB, abs=H200 / 1e4)
+    assert found.reason == "56.0 GB of sources leave 64.6 GB of the GPU's 150.0 GB for keys and values"
+
+
+def test_a_gpu_that_leaves_room_for_few_texts_is_better_than_mapped_files_but_not_than_host_memory() -> None:
+    needs = four(MISTRAL_7B)
+    num_bytes = needs.bank + needs.scratch + needs.engine(2 * FEW_TEXTS)
+    assert 2 * FEW_TEXTS < MANY_TEXTS
+    total = int(num_bytes / USABLE_SHARE) + 1
+    assert divided(needs, total).places == ("host", "mapped")
+    found = divided(needs, total, host=needs.bank)
+    assert found.places == ("gpu", "mapped")
+    tokens = (found.gpu_share * total - needs.weights - (2 << 30)) / needs.kv_token
+    assert tokens == pytest.approx(2 * FEW_TEXTS * TEXT_TOKENS, rel=0.01)
+
+
+def test_every_gpu_of_a_machine_may_bring_a_copy_into_host_memory() -> None:
+    needs = replace(four(LLAMA_2_7B), bank=70 * GB)
+    assert divided(needs, A100, host=140 * GB).places == ("host", "mapped")
+    found = divided(needs, A100, host=140 * GB, copies=2)
+    assert found.places == ("mapped",)
+    assert found.reason.endswith(
+        "and 2 copies (one for each GPU) would be more than half of the 140.0 GB free on the host"
+    )
+
+
+def test_a_rank_of_several_has_its_part_of_the_weights_and_all_sources() -> None:
+    one, two = four(MISTRAL_7B), four(MISTRAL_7B, ranks=2)
+    assert (two.weights, two.kv_token, two.bank, two.scratch) == (
+        one.weights // 2,
+        one.kv_token // 2,
+        one.bank,
+        one.scratch,
+    )
+    assert kv_token_bytes(MISTRAL_7B, "bfloat16", 16) == kv_token_bytes(MISTRAL_7B, "bfloat16", 8), "heads are whole"
+    total = int((two.bank + two.scratch + two.engine(MANY_TEXTS)) / USABLE_SHARE) + 1
+    assert divided(two, total).places[0] == "gpu"
+    assert divided(one, total).places[0] == "host"
+
+
+def test_memory_that_others_use_is_not_given_out() -> None:
+    needs = four(MISTRAL_7B)
+    found = divided(needs, A100, free=60 * GB)
+    assert found.gpu_share * A100 <= 60 * GB - (1 << 30) - needs.scratch
+    with pytest.raises(
+        EngineUnavailable,
+        match=r"has 85\.0 GB, of which 17\.0 GB are free; the engine needs 17\.5 GB, 14\.0 GB of them",
+    ):
+        divided(needs, A100, free=17 * GB)
+
+
+def test_needs_are_those_of_the_files(untied_family: Family, tmp_path: Path) -> None:
+    config = read_config(untied_family.base.directory)
+    bank = Bank(untied_family, cache=tmp_path)
+    needs = needs_of(untied_family, config=config, dtype="bfloat16", max_length=64)
+    models = len(untied_family.models)
+    largest = max(tensor.num_bytes for tensor in bank.base.tensors.values())
+    assert needs == Needs(bank.num_bytes, bank.num_bytes // models, needs.kv_token, (models + 1) * largest, 64)
+    assert needs.kv_token == kv_token_bytes(config, "float32") // 2
+    assert needs_of(untied_family, config=config, dtype="float32", max_length=64, ranks=2).weights == needs.weights
+    assert needs.engine(1000) - replace(needs, kv_token=0).engine(1000) == 1000 * 64 * needs.kv_token
+
+
+def test_the_limit_of_a_container_is_respected(tmp_path: Path) -> None:
+    free = free_host_bytes(tmp_path / "none")
+    (tmp_path / "memory.max").write_text("9000000\n")
+    (tmp_path / "memory.current").write_text("5000000\n")
+    (tmp_path / "memory.stat").write_text("anon 3000000\nactive_file 500000\ninactive_file 1500000\n")
+    assert free_host_bytes(tmp_path) == 6_000_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_host_bytes(tmp_path) == pytest.approx(free, rel=0.2)
+
+
+def test_gpus_are_counted(tmp_path: Path) -> None:
+    assert gpus_of_this_machine(tmp_path / "none") == 0
+    for name in ("0000:07:00.0", "0000:0a:00.0"):
+        (tmp_path / name).mkdir()
+    assert gpus_of_this_machine(tmp_path) == 2

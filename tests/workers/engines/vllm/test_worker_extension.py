@@ -1,0 +1,223 @@
+"""The worker extension on a plain transformers model: what is written, and that the evidence says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from search_spaces.recipe import Merge, Recipe, Source
+from tests.workers.recipes import arithmetic, slerp
+from workers.engines.vllm.engine import base_recipe
+from workers.engines.vllm.worker_extension import WEIGHT, MergeExtension, checksum, family_to_json, open_bank
+from workers.merging.bank import Bank
+from workers.merging.kernels.reductions import weighted_words
+from workers.merging.materialize import merged_tensors
+from workers.types import Family
+
+
+class Extension(MergeExtension):
+    """The extension, with a model that loads tensors by name and counts them."""
+
+    def __init__(self, family: Family) -> None:
+        from transformers import AutoModelForCausalLM
+
+        model: Any = AutoModelForCausalLM.from_pretrained(family.base.directory, dtype=torch.float32)
+        self.loaded: list[str] = []
+        self.transformed: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+        self.changed_later: list[str] = []
+        self.parameters = dict(model.named_parameters())
+        model.compute_logits = lambda hidden: hidden
+        model.load_weights = self.load_weights
+        self.model_runner = SimpleNamespace(
+            get_model=lambda: model, model_config=SimpleNamespace(dtype=torch.float32), kv_caches=[]
+        )
+        self.mergesearch_open(family_to_json(family))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        self.loaded = []
+        for name, tensor in weights:
+            self.parameters[name].copy_(self.transformed.get(name, lambda same: same)(tensor))
+            self.loaded.append(name)
+        for name in self.changed_later:
+            self.parameters[name][1:].mul_(3)
+        return set(self.loaded)
+
+    def apply(self, recipe: Recipe) -> dict[str, Any]:
+        return self.mergesearch_apply(json.dumps(recipe.to_json()))
+
+
+@pytest.fixture
+def extension(tied_family: Family) -> Extension:
+    return Extension(tied_family)
+
+
+def holds(extension: Extension, recipe: Recipe, family: Family) -> bool:
+    expected = dict(merged_tensors(recipe, open_bank(family_to_json(family)), torch.float32))
+    return all(torch.equal(extension.parameters[name], tensor) for name, tensor in expected.items())
+
+
+def test_only_what_is_computed_differently_is_written(extension: Extension, tied_family: Family) -> None:
+    first = arithmetic(tied_family, 0.3, 0.5)
+    layers = list(first.layers)
+    sources = (Source("math", 1), Source("text", 1))
+    layers[1] = replace(layers[1], mlp=Merge("linear", sources, {"weight": (0.25, 0.75)}))
+    second = replace(first, layers=tuple(layers))
+
+    assert extension.apply(first)["tensors_written"] == len(extension.parameters)
+    before = {name: parameter.detach().clone() for name, parameter in extension.parameters.items()}
+    report = extension.apply(second)
+    rewritten = {name for name, parameter in extension.parameters.items() if not torch.equal(parameter, before[name])}
+    assert all(name.startswith("model.layers.1.mlp.") for name in rewritten)
+    assert report["tensors_written"] == len(rewritten) == 3
+    assert report["digest"] == second.digest
+    assert holds(extension, second, tied_family)
+    assert report["checksum"] == checksum(extension.parameters) == extension.mergesearch_checksum()
+
+    apart = Extension(tied_family)
+    assert apart.apply(second)["checksum"] == report["checksum"]
+    assert apart.apply(first)["checksum"] != report["checksum"]
+
+
+def test_merges_are_written_where_the_loader_was_seen_to_write(extension: Extension, tied_family: Family) -> None:
+    extension.apply(base_recipe(tied_family))
+    assert set(extension.loaded) == set(extension.parameters)
+    recipe = arithmetic(tied_family, 0.3, 0.5)
+    extension.loaded = []
+    extension.apply(recipe)
+    assert extension.loaded == []
+    assert holds(extension, recipe, tied_family)
+
+    # A parameter in other memory, and those of which the loader makes something else, are the loader's again.
+    tripled = "model.layers.0.mlp.down_proj.weight"
+    extension.changed_later = [tripled]
+    moved, turned = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.weight"
+    extension.parameters[moved].data = extension.parameters[moved].detach().clone()
+    square = "model.layers.2.self_attn.o_proj.weight"
+    extension.transformed = {turned: lambda tensor: tensor * 2, square: lambda tensor: tensor.t()}
+    extension._mergesearch_places = {}
+    extension._mergesearch_forget()
+    extension.apply(base_recipe(tied_family))
+    extension.parameters[moved].data = extension.parameters[moved].detach().clone()
+    extension.apply(recipe)
+    assert sorted(extension.loaded) == [tripled, moved, turned, square]
+    expected = dict(merged_tensors(recipe, open_bank(family_to_json(tied_family)), torch.float32))
+    assert torch.equal(extension.parameters[turned], expected[turned] * 2)
+    assert torch.equal(extension.parameters[square], expected[square].t())
+    assert torch.equal(extension.parameters[moved], expected[moved])
+    assert torch.equal(extension.parameters[tripled][1:], expected[tripled][1:] * 3)
+
+
+def test_a_merge_that_fails_on_the_way_is_forgotten(
+    extension: Extension, tied_family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = arithmetic(tied_family, 0.3, 0.5), slerp(tied_family, 0.4)
+    extension.apply(first)
+    with monkeypatch.context() as patch:
+        patch.setattr("workers.merging.materialize.merge_stored", lambda *operands: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            extension.apply(second)
+    assert extension.mergesearch_held()["digest"] is None
+    assert extension.apply(first)["tensors_written"] == len(extension.parameters)
+    assert holds(extension, first, tied_family)
+
+
+def test_a_recipe_that_cannot_be_merged_writes_nothing(extension: Extension, tied_family: Family) -> None:
+    first = arithmetic(tied_family, 0.3, 0.5)
+    extension.apply(first)
+    answer = extension.apply(arithmetic(tied_family, 0.3, 0.5, layers=99))
+    assert "the models have layers 0..2" in answer["refused"]
+    assert answer["digest"] is None
+    assert extension.mergesearch_held()["digest"] is None
+    assert extension.apply(first)["tensors_written"] == 0
+    assert holds(extension, first, tied_family)
+
+
+def test_parameters_that_a_merge_does_not_reach_are_an_error(extension: Extension, tied_family: Family) -> None:
+    extension.model_runner.get_model().register_parameter("extra", torch.nn.Parameter(torch.zeros(3)))
+    with pytest.raises(RuntimeError, match="left 1 parameters unwritten, extra for one"):
+        extension.apply(arithmetic(tied_family, 0.3, 0.5))
+    assert extension.mergesearch_held()["digest"] is None
+
+
+def test_where_the_gpu_is_full_the_cpu_merges(
+    extension: Extension, tied_family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are on the CPU here, and the bank is told that it merges on a GPU, which has no memory left."""
+    import workers.merging.materialize
+
+    write, devices = workers.merging.materialize.merged_tensors, []
+
+    def full(recipe: Recipe, bank: Bank, *rest: Any, **names: Any) -> Any:
+        devices.append(bank.device.type)
+        if bank.device.type == "cuda":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return write(recipe, bank, *rest, **names)
+
+    monkeypatch.setattr(workers.merging.materialize, "merged_tensors", full)
+    first, second = arithmetic(tied_family, 0.3, 0.5), arithmetic(tied_family, 0.4, 0.5)
+    extension._mergesearch_bank.device = torch.device("cuda", 0)
+    assert extension.apply(first)["digest"] == first.digest
+    assert extension.apply(second)["digest"] == second.digest
+    assert holds(extension, second, tied_family)
+    assert devices[:2] == ["cuda", "cpu"]
+    assert "cuda" not in devices[2:]
+
+
+def test_sources_go_where_there_is_room_and_the_summary_says_why(
+    tied_family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import workers.merging.bank
+
+    placing, tried = workers.merging.bank._placing, []
+
+    def full(placement: str, *rest: Any) -> Any:
+        tried.append(placement)
+        if placement == "gpu":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        if placement == "host":
+            raise torch.AcceleratorError("no pinned memory")
+        return placing(placement, *rest)
+
+    monkeypatch.setattr(workers.merging.bank, "_placing", full)
+    monkeypatch.setattr("workers.engines.vllm.worker_extension._opened", {})
+    bank = open_bank(family_to_json(tied_family), ("gpu", "host", "mapped"), "cuda:0")
+    assert tried == ["gpu", "host", "mapped"]
+    assert (bank.placement, bank.device) == ("mapped", torch.device("cuda", 0))
+
+    extension = Extension(tied_family)  # the bank of this process is used as it is
+    extension.mergesearch_open(family_to_json(tied_family), ("gpu", "host", "mapped"), 0, "there is much room")
+    found = extension.apply(base_recipe(tied_family))["bank"]
+    assert found["placement"] == "mapped"
+    assert found["reason"] == "there is much room; in GPU memory there was too little left once the engine ran"
+
+
+def test_rows_of_nan_are_counted_once_and_leave_no_caches(extension: Extension) -> None:
+    model = extension.model_runner.get_model()
+    with torch.inference_mode():
+        caches = [torch.ones(3), [torch.ones(2), torch.ones(1)]]
+        extension.model_runner.kv_caches = caches
+        model.compute_logits(torch.tensor([[1.0, 2.0], [float("nan"), 0.0], [float("inf"), 1.0]]))
+    assert extension.mergesearch_nan_rows() == 1
+    assert [torch.count_nonzero(cache) for cache in (caches[0], *caches[1])] == [0, 0, 0]
+    assert extension.mergesearch_nan_rows() == 0
+
+
+def test_what_attention_keeps_of_weights_is_made_again(extension: Extension, tied_family: Family) -> None:
+    made = []
+    sinks = SimpleNamespace(process_weights_after_loading=made.append)
+    extension.model_runner.get_model().model.layers[1].self_attn.impl = sinks
+    extension.apply(arithmetic(tied_family, 0.3, 0.5))
+    assert made == [torch.float32]
+
+
+def test_fused_checksums_are_those_of_the_definition() -> None:
+    for size in (0, 1, 1000, 200_003):
+        words = torch.randint(-(2**63), 2**63 - 1, (size,), generator=torch.Generator().manual_seed(size))
+        expected = sum(word * (i * WEIGHT | 1) for i, word in enumerate(words.tolist())) % 2**64
+        assert weighted_words(words, WEIGHT) == expected

@@ -1,0 +1,193 @@
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.builders import tiny_llama, tiny_qwen2
+from tests.conftest import write_choices
+from workers.engines.transformers.backend import Reference
+from workers.errors import InvalidModel, InvalidTask
+from workers.evaluation.lm_eval import BackendLM, Evaluation, describe
+from workers.evaluation.prompts import Continuation, Generation, Prompts, load_tokenizer
+from workers.evaluation.tasks import build_task
+from workers.types import EngineOptions, Span, TaskSpec
+
+OPTIONS = EngineOptions(max_model_len=128)
+
+
+class Recorder:
+    """Answers every request with its own length and keeps what it was asked, batch by batch."""
+
+    def __init__(self) -> None:
+        self.batches: list[Sequence[Generation | Continuation]] = []
+
+    def generate(self, requests: Sequence[Generation]) -> list[str]:
+        self.batches.append(requests)
+        return [str(len(request.tokens)) for request in requests]
+
+    def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
+        self.batches.append(requests)
+        return [(-float(len(request.tokens)), False) for request in requests]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_llama(tmp_path_factory.mktemp("llama"), 3))
+
+
+def one(file: Path, prompt: str, **task: object) -> TaskSpec:
+    file.write_text(json.dumps({"prompt": prompt, "answer": "x"}) + "\n")
+    return TaskSpec({"file": str(file), **task}, "exact_match")
+
+
+def test_prompt_begins_with_one_bos_whatever_writes_it(llama: str, tmp_path: Path) -> None:
+    def tokens(text: str, **options: object) -> list[int]:
+        return Prompts(llama, replace(OPTIONS, **options)).encode(text)
+
+    plain = tokens("ab", add_bos_token=False)
+    bos = Prompts(llama, OPTIONS).tokenizer.bos_token_id
+    assert tokens("ab") == [bos, *plain]
+    assert tokens("<s>ab") == [bos, *plain]
+    assert tokens("ab", add_bos_token=True) == [bos, *plain]
+    assert tokens("<s>ab", add_bos_token=True) == [bos, *plain]
+    assert tokens("<s>ab", add_bos_token=False) == [bos, *plain]
+
+    qwen = str(tiny_qwen2(tmp_path / "qwen"))
+    assert Prompts(qwen, OPTIONS).encode("ab") == load_tokenizer(qwen)("ab", add_special_tokens=False)["input_ids"]
+
+
+def test_tokenizer_that_transformers_reads_otherwise_than_its_file_is_read_as_the_file_says(tmp_path: Path) -> None:
+    from tests.builders import character_tokenizer
+
+    directory = tiny_qwen2(tmp_path / "qwen")
+    for file in (*directory.glob("tokenizer*"), *directory.glob("vocab*"), *directory.glob("merges*")):
+        file.unlink()
+    character_tokenizer().save_pretrained(directory)
+    text = "a b\n1 2"
+    prompts = Prompts(str(directory), OPTIONS)
+    assert prompts.decode([], prompts.encode(text, special_tokens=False)) == text
+    (directory / "tokenizer.json").write_text("{}")
+    with pytest.raises(InvalidModel, match="no tokenizer can be loaded"):
+        load_tokenizer(str(directory))
+
+
+def test_chat_template_and_system_prompt_are_applied_and_add_no_second_bos(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    directory = str(tiny_llama(tmp_path / "chat"))
+    options = replace(OPTIONS, chat_template=True, system_prompt="Be brief.")
+    with pytest.raises(InvalidTask, match="has no chat template"):
+        Evaluation(None, Prompts(directory, options))
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.chat_template = (
+        "<s>{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    tokenizer.save_pretrained(directory)
+    evaluation = Evaluation(None, Prompts(directory, options))
+    (request,) = evaluation.requests(one(tmp_path / "a.jsonl", "1+1="), 0)
+    assert tokenizer.decode(request.tokens) == "<s>[system]Be brief.[user]1+1=[assistant]"
+
+
+def test_truncated_prompts_keep_their_end_and_are_counted(llama: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    rows = [{"prompt": "ab" * 100 + "=", "answer": "x"}, {"prompt": "short=", "answer": "x"}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    spec = TaskSpec({"file": str(file), "max_tokens": 28}, "exact_match")
+    assert describe([spec], directory=llama, options=OPTIONS)[0].num_truncated == 1
+    evaluation = Evaluation(Recorder(), Prompts(llama, OPTIONS))
+    samples = {sample.document: sample for sample in evaluation.score([Span("x", spec, 0, 2)]).samples}
+    assert (samples["0"].is_truncated, samples["0"].response) == (True, "100")
+    assert (samples["1"].is_truncated, samples["1"].response) == (False, "7")
+
+
+def test_completion_that_leaves_no_room_for_a_prompt_is_refused(llama: str, tmp_path: Path) -> None:
+    spec = one(tmp_path / "a.jsonl", "1+1=", max_tokens=128)
+    with pytest.raises(InvalidTask, match="128 new tokens leave no room for a prompt in max_model_len 128"):
+        Evaluation(None, Prompts(llama, OPTIONS)).describe(spec)
+
+
+def test_spans_are_asked_in_one_batch_and_their_prompts_hashed_in_order(
+    llama: str, sums: TaskSpec, choices: TaskSpec
+) -> None:
+    recorder = Recorder()
+    evaluation = Evaluation(recorder, Prompts(llama, OPTIONS))
+    scored = evaluation.score([Span("a", sums, 0, 10), Span("b", sums, 10, 30), Span("c", choices, 0, 4)])
+    assert [len(batch) for batch in recorder.batches] == [30, 12]
+    assert [sample.position for sample in scored.samples] == [*range(30), *range(4)]
+    again = Evaluation(Recorder(), Prompts(llama, OPTIONS))
+    assert again.score([Span("a", sums, 0, 10)]).prompts["a"] == scored.prompts["a"]
+    assert len(set(scored.prompts.values())) == 3
+    with pytest.raises(InvalidTask, match="objective a: samples 390-401 asked of a task with 400 samples"):
+        evaluation.score([Span("a", sums, 390, 401)])
+
+
+def test_generation_arguments_of_a_task_are_honoured_and_unknown_ones_refused(llama: str, tmp_path: Path) -> None:
+    def request(name: str, **arguments: object) -> Generation:
+        file = write_choices(
+            tmp_path,
+            name=name,
+            output_type="generate_until",
+            doc_to_target="{{options[gold]}}",
+            doc_to_choice=None,
+            generation_kwargs=arguments,
+            metric_list=[{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+        )
+        evaluation = Evaluation(None, Prompts(llama, OPTIONS))
+        found = evaluation.requests(TaskSpec(str(file), "exact_match"), 3)[0]
+        assert isinstance(found, Generation)
+        return found
+
+    greedy = request("greedy", until=["\n", "."], max_gen_toks=9)
+    assert (greedy.stop, greedy.max_tokens, greedy.temperature) == (("\n", "."), 9, 0.0)
+    sampled = request("sampled", until=[], do_sample=True, temperature=0.5, top_p=0.9, max_gen_toks=9)
+    assert (sampled.temperature, sampled.top_p, sampled.stop) == (0.5, 0.9, ())
+    ignored = request("ignored", until=[], do_sample=False, temperature=0.5, max_gen_toks=9)
+    assert ignored.temperature == 0.0
+    with pytest.raises(InvalidTask, match="generation argument 'repetition_penalty' is not supported"):
+        request("penalty", until=[], repetition_penalty=1.2)
+
+
+@pytest.mark.parametrize("num_fewshot", [0, 2])
+def test_samples_have_the_values_of_lm_evals_own_evaluator(llama: str, choices: TaskSpec, num_fewshot: int) -> None:
+    from lm_eval.evaluator import evaluate
+
+    reference = Reference(llama, OPTIONS)
+    spec = replace(choices, num_fewshot=num_fewshot)
+    ours = Evaluation(reference, Prompts(llama, OPTIONS)).score([Span("x", spec, 0, 12)]).samples
+    task = build_task(spec).subtasks[0].task
+    theirs = evaluate(BackendLM(reference, Prompts(llama, OPTIONS)), {"choices": task}, bootstrap_iters=0)
+    by_document = {str(sample["doc_id"]): sample for sample in theirs["samples"]["choices"]}
+    assert len(by_document) == 12
+    for sample in ours:
+        expected = by_document[sample.document]
+        assert sample.value == expected["acc"]
+        options = [logprob for ((logprob, _),) in expected["resps"]]
+        assert json.loads(sample.response) == pytest.approx(options, abs=1e-4)
+    assert 0 < theirs["results"]["choices"]["acc,none"] < 1
+
+
+def test_completions_have_the_values_of_lm_evals_own_evaluator(llama: str, tmp_path: Path) -> None:
+    from lm_eval.evaluator import evaluate
+
+    reference = Reference(llama, OPTIONS)
+    prompts = [f"{i}+{i}=" for i in range(8)]
+    evaluation = Evaluation(reference, Prompts(llama, OPTIONS))
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": prompt, "answer": "?"}) for prompt in prompts))
+    spec = TaskSpec({"file": str(file), "max_tokens": 4}, "exact_match")
+    said = {s.document: s.response for s in evaluation.score([Span("x", spec, 0, 8)]).samples}
+    # Every other answer is what the model says, so that both values occur.
+    rows = [
+        {"prompt": prompt, "answer": said[str(i)] if i % 2 else said[str(i)] + "?"} for i, prompt in enumerate(prompts)
+    ]
+    spec = TaskSpec({"file": str(tmp_path / "b.jsonl"), "max_tokens": 4}, "exact_match")
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    ours = evaluation.score([Span("x", spec, 0, 8)]).samples
+    task = build_task(spec).subtasks[0].task
+    theirs = evaluate(BackendLM(reference, Prompts(llama, OPTIONS)), {"b": task}, bootstrap_iters=0)
+    expected = {str(sample["doc_id"]): sample["exact_match"] for sample in theirs["samples"]["b"]}
+    assert {sample.document: sample.value for sample in ours} == expected
+    assert set(expected.values()) == {0.0, 1.0}

@@ -1,0 +1,184 @@
+import hashlib
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.conftest import write_choices
+from workers.errors import InvalidTask
+from workers.evaluation.tasks import build_task, check_task, permutation, read_inline
+from workers.types import TaskSpec
+
+GOOD = '{"prompt": "1+1=", "answer": "2"}\n'
+
+
+def inline(file: Path, text: str | bytes, **task: object) -> dict[str, object]:
+    file.write_bytes(text.encode() if isinstance(text, str) else text)
+    return {"file": str(file), **task}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (GOOD + '{"prompt": "x", "answer"\n', r"line 2: not JSON \(.* at column 25\)"),
+        (GOOD + "\n[1, 2]\n", "line 3: expected a JSON object, found list"),
+        (
+            GOOD + '{"prompt": "x"}\n',
+            "line 2: answer template '{{answer}}': 'answer' is undefined; fields here are prompt",
+        ),
+        (GOOD + '{"prompt": "", "answer": "x"}\n', "line 2: the prompt is empty"),
+        (GOOD.encode() + b'{"prompt": "\xff", "answer": "x"}\n', "line 2: not UTF-8"),
+        ("", "holds no samples"),
+        ("\n \n", "holds no samples"),
+    ],
+)
+def test_bad_line_is_named_with_its_number(tmp_path: Path, text: str | bytes, message: str) -> None:
+    with pytest.raises(InvalidTask, match=message):
+        check_task(TaskSpec(inline(tmp_path / "a.jsonl", text), "exact_match"))
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidTask, match=r"no\.jsonl: cannot be read"):
+        check_task(TaskSpec({"file": str(tmp_path / "no.jsonl")}, "exact_match"))
+
+
+def test_templates_are_rendered_and_broken_ones_refused(tmp_path: Path) -> None:
+    task = inline(tmp_path / "a.jsonl", '{"q": "why", "a": {"text": "so"}}\n', prompt="Q: {{q}}\n", answer="{{a.text}}")
+    assert [(row.prompt, row.answer) for row in read_inline(task)] == [("Q: why\n", "so")]
+    with pytest.raises(InvalidTask, match=r"prompt template '\{\{q' is not valid"):
+        read_inline({**task, "prompt": "{{q"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"metric": "acc"}, "unknown metric 'acc'; an inline task has exact_match"),
+        ({"filter": "strict"}, "unknown filter 'strict'"),
+        ({"split": "test"}, "an inline file has no splits"),
+        ({"num_fewshot": 1}, "num_fewshot 1 needs more than its 1 samples"),
+        ({"content": "0" * 64}, "has changed since the study was planned"),
+    ],
+)
+def test_inline_task_refuses_what_it_has_not(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    task = inline(tmp_path / "a.jsonl", GOOD)
+    with pytest.raises(InvalidTask, match=message):
+        check_task(TaskSpec(**{"task": task, "metric": "exact_match", **changes}))
+    assert check_task(TaskSpec(task, "exact_match", content=hashlib.sha256(GOOD.encode()).hexdigest())).num_samples == 1
+
+
+def test_inline_answers_are_compared_as_stripped_text(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "answer": " [1, 2] "}, {"prompt": "b", "answer": "7"}, {"prompt": "c", "answer": "x y"}]
+    task = build_task(TaskSpec(inline(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows))), "exact_match"))
+    lm_task = task.subtasks[0].task
+
+    def value(index: int, completion: str) -> float:
+        return float(lm_task.process_results(lm_task.eval_docs[index], [completion])["exact_match"])
+
+    assert value(0, "[1, 2]") == 1.0
+    assert value(1, " 7\n") == 1.0
+    assert value(1, "07") == 0.0
+    assert value(2, "xy") == 0.0
+
+
+def test_few_shot_prompts_of_an_inline_task_leave_the_asked_sample_out(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}?", "answer": f"<{i}>"} for i in range(4)]
+    spec = TaskSpec(inline(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows))), "exact_match", num_fewshot=3)
+    task = build_task(spec).subtasks[0].task
+    task.build_all_requests()
+    for i, instance in enumerate(task.instances):
+        context = instance.args[0]
+        assert context.endswith(f"{i}?")
+        assert context.count("<") == 3
+        assert f"<{i}>" not in context
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(0, 3))
+def test_every_prefix_holds_the_groups_in_proportion(sizes: list[int], seed: int) -> None:
+    order = permutation({f"g{i}": size for i, size in enumerate(sizes)}, seed=seed)
+    assert sorted(order) == sorted((group, i) for group, size in enumerate(sizes) for i in range(size))
+    total, counts = sum(sizes), Counter[int]()
+    for length, (group, _) in enumerate(order, start=1):
+        counts[group] += 1
+        for each, size in enumerate(sizes):
+            # Rounding each group leaves the prefix at most half a sample per group away from its exact place.
+            assert abs(counts[each] - length * size / total) <= 0.5 + len(sizes) * 0.5 * size / total
+        if len(set(sizes)) == 1:
+            assert (
+                max(counts[each] for each in range(len(sizes))) - min(counts[each] for each in range(len(sizes))) <= 1
+            )
+
+
+def test_permutation_depends_on_the_seed_and_on_nothing_else() -> None:
+    assert permutation({"a": 50}, seed=1) == permutation({"a": 50}, seed=1)
+    assert permutation({"a": 50}, seed=1) != permutation({"a": 50}, seed=2)
+    # Pinned: stored studies refer to positions.
+    assert [index for _, index in permutation({"a": 8}, seed=0)] == [3, 5, 2, 6, 4, 0, 1, 7]
+
+
+def test_yaml_task_is_built_from_files_beside_it(choices: TaskSpec) -> None:
+    info = check_task(choices)
+    assert (info.num_samples, info.higher_is_better, info.output_type) == (12, True, "multiple_choice")
+    train = TaskSpec(choices.task, "acc", split="train")
+    assert check_task(train).num_samples == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"metric": "f2"}, "unknown metric 'f2'; it has acc"),
+        ({"filter": "strict-match"}, "unknown filter 'strict-match'; it has none"),
+        ({"split": "dev"}, "no split 'dev'; its data has test, train"),
+    ],
+)
+def test_yaml_task_refuses_what_it_has_not(choices: TaskSpec, changes: dict[str, str], message: str) -> None:
+    with pytest.raises(InvalidTask, match=message):
+        check_task(TaskSpec(**{"task": choices.task, "metric": "acc", **changes}))
+
+
+def test_metric_that_is_no_mean_is_refused_by_its_aggregation(tmp_path: Path) -> None:
+    file = write_choices(
+        tmp_path, metric_list=[{"metric": "brier_score", "aggregation": "brier_score", "higher_is_better": False}]
+    )
+    with pytest.raises(InvalidTask, match="'brier_score' is aggregated by brier_score, not by the mean"):
+        check_task(TaskSpec(str(file), "brier_score"))
+
+
+@pytest.mark.parametrize("name", ["humaneval", "mbpp_plus"])
+def test_tasks_that_execute_code_are_refused_by_name(name: str) -> None:
+    with pytest.raises(InvalidTask, match=f"task '{name}': executes code that the model writes"):
+        check_task(TaskSpec(name, "pass@1"))
+
+
+def test_tasks_that_execute_code_are_refused_by_their_flag(tmp_path: Path) -> None:
+    with pytest.raises(InvalidTask, match="executes code"):
+        check_task(TaskSpec(str(write_choices(tmp_path, unsafe_code=True)), "acc"))
+
+
+def test_broken_yaml_and_files_of_another_kind_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("task: [unclosed\n")
+    (tmp_path / "b.yaml").write_text("name: study\n")
+    for name, message in (("a", "not an lm-eval task"), ("b", "neither `task` nor `group`"), ("c", "no such file")):
+        with pytest.raises(InvalidTask, match=message):
+            check_task(TaskSpec(str(tmp_path / f"{name}.yaml"), "acc"))
+
+
+def test_group_is_one_task_stratified_by_its_subtasks(tmp_path: Path) -> None:
+    write_choices(tmp_path, name="first")
+    write_choices(tmp_path, name="second", test_split="train")
+    (tmp_path / "both.yaml").write_text("group: both_of_them\ntask: [first, second]\n")
+    task = build_task(TaskSpec(str(tmp_path / "both.yaml"), "acc"))
+    assert task.info.num_samples == 18
+    assert task.info.groups == {"first": 12, "second": 6}
+    assert Counter(group for group, _ in task.order[:9]) == {0: 6, 1: 3}
+    assert task.document(0).split("/")[0] in ("first", "second")
+
+
+def test_unknown_name_names_the_nearest_and_missing_data_the_way_out() -> None:
+    with pytest.raises(InvalidTask, match="'gsm8kk': lm-eval knows no such task; nearest are gsm8k"):
+        check_task(TaskSpec("gsm8kk", "exact_match"))
+    with pytest.raises(InvalidTask, match=r"task 'gsm8k': its data cannot be fetched .* inline JSONL task"):
+        check_task(TaskSpec("gsm8k", "exact_match"))

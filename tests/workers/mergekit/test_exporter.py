@@ -1,0 +1,268 @@
+"""mergekit itself is the oracle: what we write for it must give the tensors that we give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
+from workers.export.checkpoint import export
+from workers.mergekit.exporter import Inexpressible, mergekit_config
+from workers.merging.bank import Bank
+from workers.merging.materialize import merged_tensors
+from workers.types import Family
+
+Make = Callable[[int | None], Merge]
+
+
+def passthrough(alias: str) -> Make:
+    return lambda layer: Merge("passthrough", (Source(alias, layer),))
+
+
+def linear(*weights: float) -> Make:
+    return lambda layer: Merge("linear", (Source("math", layer), Source("text", layer)), {"weight": weights})
+
+
+def arithmetic(*lambdas: float) -> Make:
+    return lambda layer: Merge("task_arithmetic", (Source("math", layer), Source("text", layer)), {"lambda": lambdas})
+
+
+def slerp(first: str, second: str, t: float) -> Make:
+    return lambda layer: Merge("slerp", (Source(first, layer), Source(second, layer)), {"t": t})
+
+
+def by(method: str, *aliases: str, **coefficients: float | tuple[float, ...]) -> Make:
+    named = {name.rstrip("_"): value for name, value in coefficients.items()}
+    return lambda layer: Merge(method, tuple(Source(alias, layer) for alias in aliases), named)
+
+
+def ties(layer: int | None) -> Merge:
+    return Merge("ties", (Source("math", layer), Source("text", layer)), {"lambda": 0.5, "k": 0.3})
+
+
+def layer_of(index: int, attention: Make, mlp: Make, norm: Make) -> LayerRecipe:
+    return LayerRecipe(attention(index), mlp(index), norm(index))
+
+
+def recipe_of(family: Family, layers: list[tuple[Make, Make, Make]], embedding: Make, head: Make) -> Recipe:
+    rows = tuple(layer_of(index, *makes) for index, makes in enumerate(layers))
+    return Recipe(family.fingerprints, "base", rows, embedding(None), head(None))
+
+
+def config_of(recipe: Recipe, bank: Bank) -> dict[str, object]:
+    return mergekit_config(recipe, bank.layout, {model.alias: model.directory for model in bank.family.models})
+
+
+@pytest.fixture(scope="module")
+def bank(tied_family: Family, tmp_path_factory: pytest.TempPathFactory) -> Bank:
+    """Three layers, tied, biases in attention."""
+    return Bank(tied_family, cache=tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def untied_bank(untied_family: Family, tmp_path_factory: pytest.TempPathFactory) -> Bank:
+    """Five layers, untied, stored in bfloat16."""
+    return Bank(untied_family, cache=tmp_path_factory.mktemp("cache"))
+
+
+GROUPED = [
+    [(linear(0.2, 0.8), arithmetic(0.3, 0.4), passthrough("base"))] * 2 + [(passthrough("text"),) * 3],
+    [(arithmetic(0.3, 0.4), arithmetic(0.9, 0.1), passthrough("base"))] * 2 + [(arithmetic(0.5, 0.5),) * 3],
+    [(slerp("math", "text", 0.3), slerp("text", "math", 0.1), passthrough("text"))] * 2
+    + [(slerp("base", "math", 0.6), passthrough("base"), slerp("base", "math", 0.5))],
+]
+
+
+@pytest.mark.parametrize(
+    ("layers", "embedding", "head", "method", "num_slices"),
+    [
+        ([(linear(0.3, 0.6),) * 3] * 3, linear(0.3, 0.6), linear(0.3, 0.6), "linear", 1),
+        ([(arithmetic(0.3, 0.4),) * 3] * 3, arithmetic(0.3, 0.4), arithmetic(0.3, 0.4), "task_arithmetic", 1),
+        ([(slerp("math", "text", 0.3),) * 3] * 3, slerp("math", "text", 0.3), passthrough("text"), "slerp", 1),
+        ([(passthrough("math"),) * 3] * 3, passthrough("math"), passthrough("math"), "linear", 1),
+        (GROUPED[0], linear(0.5, 0.5), passthrough("base"), "linear", 2),
+        (GROUPED[1], passthrough("base"), arithmetic(0.2, 0.1), "task_arithmetic", 2),
+        (GROUPED[2], slerp("math", "text", 0.9), passthrough("math"), "slerp", 2),
+    ],
+)
+def test_mergekit_gives_the_same_tensors(
+    bank: Bank,
+    tmp_path: Path,
+    layers: list[tuple[Make, Make, Make]],
+    embedding: Make,
+    head: Make,
+    method: str,
+    num_slices: int,
+) -> None:
+    recipe = recipe_of(bank.family, layers, embedding, head)
+    out = export(recipe, bank, tmp_path / "ours")
+    document = yaml.safe_load((out / "mergekit_config.yml").read_text())
+    assert document["merge_method"] == method
+    assert len(document["slices"]) == num_slices
+    compare(recipe, bank, document, tmp_path / "theirs")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "method"),
+    [
+        (by("nuslerp", "math", "text", weight=(0.2, 0.5)), by("nuslerp", "math", "text", weight=0.5), "nuslerp"),
+        (by("nuslerp_rows", "math", "text", weight=(0.2, 0.5)),) * 2 + ("nuslerp",),
+        (by("nuslerp_columns", "math", "text", weight=(0.2, 0.5)),) * 2 + ("nuslerp",),
+        (by("nuslerp_task_vectors", "math", "text", weight=(0.2, 0.5)),) * 2 + ("nuslerp",),
+        (by("multislerp", "base", "math", "text", weight=(0.2, 0.5, 0.1)),) * 2 + ("multislerp",),
+        (by("multislerp_task_vectors", "math", "text", weight=(0.2, 0.5)),) * 2 + ("multislerp",),
+        (by("karcher", "base", "math", "text"),) * 2 + ("karcher",),
+        (by("nearswap", "text", "math", t=0.001), by("nearswap", "text", "math", t=0.01), "nearswap"),
+        (by("ram", "math", "text"),) * 2 + ("ram",),
+        (by("ramplus_tl", "math", "text", r=0.3, epsilon=0.001), by("ramplus_tl", "math", "text", r=0.2), "ramplus_tl"),
+        (
+            by("ties_weighted", "math", "text", weight=(0.3, 0.4), density=1.0, lambda_=0.7),
+            by("ties_weighted", "math", "text", weight=0.5, density=1.0, normalize=0.0),
+            "ties",
+        ),
+    ],
+)
+def test_mergekit_gives_the_same_by_the_other_methods(
+    bank: Bank, tmp_path: Path, one: Make, other: Make, method: str
+) -> None:
+    recipe = recipe_of(bank.family, [(one, other, one), (one, other, one), (other,) * 3], one, other)
+    document = config_of(recipe, bank)
+    assert document["merge_method"] == method
+    compare(recipe, bank, document, tmp_path)
+
+
+def test_mergekit_gives_the_same_scaled_models(bank: Bank, tmp_path: Path) -> None:
+    scaled = by("passthrough", "math", scale=0.7)
+    recipe = recipe_of(bank.family, [(scaled, arithmetic(0.3, 0.4), passthrough("text"))] * 3, scaled, scaled)
+    compare(recipe, bank, config_of(recipe, bank), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (by("model_stock", "math", "text"), "model_stock differs in mergekit where task vectors are short"),
+        (by("arcee_fusion", "math", "text"), "arcee_fusion takes random quartiles in mergekit"),
+        (by("sce", "math", "text", select_topk=1.0), "sce differs in mergekit where task vectors are small"),
+        (by("karcher", "math", "text", weight=(1.0, 2.0)), "karcher has equal weights in mergekit"),
+        (by("ram", "base", "text"), "ram has the base among its sources"),
+        (by("pcb", "base", "text", lambda_=1.0, density=0.1), "mergekit has no pcb"),
+        (
+            by("ties_weighted", "math", "text", weight=1.0, density=0.5),
+            "ties_weighted differs in mergekit where magnitudes are equal",
+        ),
+        (
+            lambda layer: Merge("dare_linear_l1", (Source("math", layer),), {"lambda": 1.0, "density": 0.5}, 0),
+            "dare_linear_l1 has random masks, which mergekit draws otherwise",
+        ),
+    ],
+)
+def test_methods_that_mergekit_computes_otherwise_are_not_written(bank: Bank, make: Make, reason: str) -> None:
+    recipe = recipe_of(bank.family, [(make,) * 3] * 3, make, make)
+    with pytest.raises(Inexpressible, match=reason):
+        config_of(recipe, bank)
+
+
+def test_models_that_differ_within_a_layer_are_inexpressible(bank: Bank) -> None:
+    one, other = by("ram", "math", "text"), by("ram", "math")
+    recipe = recipe_of(bank.family, [(one, other, one)] * 3, one, one)
+    with pytest.raises(Inexpressible, match="layer 0 and what goes with it merge different models"):
+        config_of(recipe, bank)
+    recipe = recipe_of(bank.family, [(one,) * 3, (other,) * 3, (one,) * 3], one, one)
+    with pytest.raises(Inexpressible, match="mergekit merges the same number of models in all layers"):
+        config_of(recipe, bank)
+
+
+def test_mergekit_gives_the_same_untied_head(untied_bank: Bank, tmp_path: Path) -> None:
+    layers = [(arithmetic(0.3, 0.4),) * 3, *[(linear(0.3, 0.7), passthrough("text"), arithmetic(0.1, 0.1))] * 4]
+    recipe = recipe_of(untied_bank.family, layers, arithmetic(0.5, 0.1), linear(0.9, 0.1))
+    compare(recipe, untied_bank, config_of(recipe, untied_bank), tmp_path / "theirs")
+
+
+def test_mergekit_gives_the_same_layers_from_elsewhere(untied_bank: Bank, tmp_path: Path) -> None:
+    recipe = recipe_of(
+        untied_bank.family, [(arithmetic(0.3, 0.4),) * 3] * 5, arithmetic(0.3, 0.4), arithmetic(0.3, 0.4)
+    )
+    recipe = replace(recipe, layers=(*recipe.layers[:3], *recipe.layers[1:4]))
+    document = config_of(recipe, untied_bank)
+    ranges = [slice_["sources"][0]["layer_range"] for slice_ in document["slices"]]  # type: ignore[attr-defined]
+    assert ranges == [[0, 3], [1, 4]]
+    compare(recipe, untied_bank, document, tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("make", [arithmetic(0.3, 0.4), by("multislerp_task_vectors", "math", "text", weight=0.5)])
+def test_from_bfloat16_files_both_write_bfloat16_computed_in_float32(
+    untied_bank: Bank, tmp_path: Path, make: Make
+) -> None:
+    recipe = recipe_of(untied_bank.family, [(make,) * 3] * 5, make, make)
+    directories = {model.alias: model.directory for model in untied_bank.family.models}
+    theirs = run_mergekit(mergekit_config(recipe, untied_bank.layout, directories, dtype="bfloat16"), tmp_path)
+    ours = dict(merged_tensors(recipe, untied_bank, torch.bfloat16))
+    assert theirs.keys() == ours.keys()
+    for name, tensor in ours.items():
+        assert theirs[name].dtype == torch.bfloat16
+        # Where float32 results differ in their last bit a bfloat16 may be the next one; of bfloat16 sources many are
+        # half way between two.
+        torch.testing.assert_close(theirs[name], tensor, rtol=2**-7, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+    differing = sum(int((theirs[name] != tensor).sum()) for name, tensor in ours.items())
+    assert differing < 0.003 * sum(tensor.numel() for tensor in ours.values())
+
+
+def run_mergekit(document: dict[str, object], directory: Path) -> dict[str, torch.Tensor]:
+    from mergekit.config import MergeConfiguration
+    from mergekit.merge import run_merge
+    from mergekit.options import MergeOptions
+
+    options = MergeOptions(device="cpu", copy_tokenizer=False, write_model_card=False, quiet=True)
+    run_merge(MergeConfiguration.model_validate(document), str(directory), options)
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def compare(recipe: Recipe, bank: Bank, document: dict[str, object], directory: Path) -> None:
+    theirs = run_mergekit(document, directory)
+    ours = dict(merged_tensors(recipe, bank, torch.float32))
+    assert theirs.keys() == ours.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(theirs[name], tensor, rtol=1e-6, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize(
+    ("layers", "embedding", "reason"),
+    [
+        ([(ties,) * 3] * 3, ties, "ties differs in mergekit where signs cancel and where magnitudes are equal"),
+        (
+            [(slerp("math", "text", 0.5), arithmetic(0.1, 0.2), passthrough("base"))] * 3,
+            passthrough("base"),
+            "mergekit applies one method to a whole model; this recipe has passthrough, slerp, task_arithmetic",
+        ),
+        (
+            [(slerp("math", "text", 0.5), slerp("math", "base", 0.5), passthrough("base"))] * 3,
+            passthrough("base"),
+            "mergekit's slerp takes two models; layer 0 and what goes with it take",
+        ),
+    ],
+)
+def test_what_mergekit_cannot_express_has_a_reason(
+    bank: Bank, tmp_path: Path, layers: list[tuple[Make, Make, Make]], embedding: Make, reason: str
+) -> None:
+    recipe = recipe_of(bank.family, layers, embedding, passthrough("base"))
+    with pytest.raises(Inexpressible, match=reason):
+        config_of(recipe, bank)
+    out = export(recipe, bank, tmp_path / "out")
+    assert not (out / "mergekit_config.yml").exists()
+    assert f"There is no mergekit configuration: {reason}" in (out / "README.md").read_text()
+
+
+def test_components_from_different_layers_of_a_model_are_inexpressible(bank: Bank) -> None:
+    whole = recipe_of(bank.family, [(passthrough("math"),) * 3] * 3, passthrough("math"), passthrough("math"))
+    crossed = replace(whole.layers[0], mlp=passthrough("math")(2))
+    with pytest.raises(Inexpressible, match="layer 0 takes layers 0 and 2 of model 'math'"):
+        config_of(replace(whole, layers=(crossed, *whole.layers[1:])), bank)
+    twice = Merge("linear", (Source("math", 0), Source("math", 1)), {"weight": (0.5, 0.5)})
+    with pytest.raises(Inexpressible, match=r"layer 0 takes layers (0 and 1|1 and 0) of model 'math'"):
+        config_of(replace(whole, layers=(LayerRecipe(twice, twice, twice), *whole.layers[1:])), bank)

@@ -1,0 +1,57 @@
+"""The Triton kernels against the plain methods: on a GPU, and without one in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_all(sizes: tuple[int, ...], device: str) -> int:
+    """Compare every fused method, for each size and dtype; returns how many comparisons were made."""
+    from tests.workers.merging.kernels.test_kernels import bits, given_to, merges, operands
+    from workers.merging.kernels import FUSED, ON_CUDA, cuda
+    from workers.merging.methods import METHODS, Operands
+
+    compared = 0
+    for num_sources, dtype in ((2, torch.float32), (3, torch.bfloat16), (5, torch.float32)):
+        for size in sizes:
+            stored = operands((size,), (dtype,) * (num_sources + 1))
+            assert stored.base is not None
+            tensors, base = tuple(tensor.to(device) for tensor in stored.tensors), stored.base.to(device)
+            given = Operands(tensors, base, stored.cosine, stored.magnitudes, stored.keys)
+            for merge in merges(num_sources):
+                # The interpreter rounds to bfloat16 towards zero, a device to nearest.
+                to = dtype if device == "cuda" else torch.float32
+                found = torch.empty(size, dtype=to, device=device)
+                if merge.method not in ON_CUDA:
+                    continue
+                taken = given_to(merge, given)
+                cuda.merge(FUSED[merge.method](merge, taken), taken.tensors, base, found)
+                alone = Operands(taken.tensors, base, stored.cosine, None, stored.keys).in_float32()
+                expected = METHODS[merge.method].merge(alone, merge).to(to)
+                assert torch.equal(bits(found), bits(expected)), (merge, size, int((found != expected).sum()))
+                compared += 1
+    return compared
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+def test_kernels_give_the_bits_of_the_plain_methods_on_the_device() -> None:
+    assert check_all((1, 1000, 1_000_003), "cuda") > 100
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the device itself is tested")
+def test_kernels_give_the_bits_of_the_plain_methods_in_the_interpreter() -> None:
+    code = "from tests.workers.merging.kernels.test_cuda import check_all; print(check_all((1, 1500), 'cpu'))"
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}  # read when Triton is imported
+    finished = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300, check=False
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert int(finished.stdout) > 50

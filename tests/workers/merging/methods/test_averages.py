@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import tensor
+
+from search_spaces.errors import InvalidRecipe
+from workers.merging.methods import averages
+
+
+def test_passthrough_may_scale() -> None:
+    weight = tensor([2.0, -4.0])
+    assert torch.equal(averages.passthrough([weight]), weight)
+    assert torch.equal(averages.passthrough([weight], scale=0.5), tensor([1.0, -2.0]))
+
+
+def test_nuslerp_turns_by_the_share_of_the_second_weight() -> None:
+    first, second = tensor([2.0, 0.0]), tensor([0.0, 4.0])
+    # t = 1 / (2 + 1), omega = 90 degrees: sin 60 of the first, sin 30 of the second.
+    merged = averages.nuslerp([first, second], weights=[2.0, 1.0])
+    torch.testing.assert_close(merged, tensor([math.sqrt(3), 2.0]))
+
+
+def test_nuslerp_of_weights_that_sum_to_zero_is_half_way() -> None:
+    first, second = tensor([1.0, 0.0]), tensor([0.0, 1.0])
+    torch.testing.assert_close(averages.nuslerp([first, second], weights=[1.0, -1.0]), tensor([0.5**0.5, 0.5**0.5]))
+
+
+def test_nuslerp_stays_on_the_circle_where_slerp_goes_straight() -> None:
+    angle = math.acos(0.9999)
+    first, second = tensor([1.0, 0.0]), tensor([math.cos(angle), math.sin(angle)])
+    merged = averages.nuslerp([first, second], weights=[1.0, 1.0])
+    torch.testing.assert_close(merged, tensor([math.cos(angle / 2), math.sin(angle / 2)]), rtol=1e-7, atol=1e-7)
+
+
+def test_nuslerp_rows_and_columns_have_angles_of_their_own() -> None:
+    # Row 0 is orthogonal, row 1 parallel.
+    first, second = tensor([[1.0, 0.0], [1.0, 1.0]]), tensor([[0.0, 1.0], [3.0, 3.0]])
+    half = 0.5**0.5
+    by_rows = averages.nuslerp_rows([first, second], weights=[1.0, 1.0])
+    torch.testing.assert_close(by_rows, tensor([[half, half], [2.0, 2.0]]))
+    by_columns = averages.nuslerp_columns([first.T, second.T], weights=[1.0, 1.0])
+    torch.testing.assert_close(by_columns, by_rows.T)
+
+
+def test_nuslerp_of_task_vectors_turns_around_the_base() -> None:
+    base = tensor([10.0, 10.0])
+    merged = averages.nuslerp_task_vectors([base + tensor([2.0, 0.0]), base + tensor([0.0, 4.0])], base, weights=[2, 1])
+    torch.testing.assert_close(merged, base + tensor([math.sqrt(3), 2.0]))
+
+
+def test_multislerp_of_two_is_the_middle_of_the_arc_with_the_mean_length() -> None:
+    merged = averages.multislerp([tensor([2.0, 0.0]), tensor([0.0, 4.0])], weights=[1.0, 1.0])
+    torch.testing.assert_close(merged, 3 * tensor([0.5**0.5, 0.5**0.5]))
+
+
+def test_multislerp_maps_the_mean_tangent_back_to_the_sphere() -> None:
+    # Units e1, e2 with weights 3/4 and 1/4: the mean direction is (3, 1) / sqrt 10.
+    merged = averages.multislerp([tensor([1.0, 0.0]), tensor([0.0, 1.0])], weights=[0.75, 0.25])
+    mean = tensor([3.0, 1.0]) / math.sqrt(10)
+    tangents = [unit - (unit @ mean) * mean for unit in (tensor([1.0, 0.0]), tensor([0.0, 1.0]))]
+    tangent = 0.75 * tangents[0] + 0.25 * tangents[1]
+    size = tangent.norm()
+    torch.testing.assert_close(merged, torch.cos(size) * mean + torch.sin(size) / size.clamp(min=1e-9) * tangent)
+
+
+def test_multislerp_without_a_mean_direction_goes_straight_or_says_so() -> None:
+    first = tensor([1.0, 0.0])
+    assert torch.equal(averages.multislerp([first, -first], weights=[1.0, 1.0]), torch.zeros(2))
+    angles = [0, 2 * math.pi / 3, 4 * math.pi / 3]
+    around = [torch.tensor([math.cos(a), math.sin(a)], dtype=torch.float64) for a in angles]
+    with pytest.raises(InvalidRecipe, match="multislerp: the directions of 3 tensors cancel with weights"):
+        averages.multislerp(around, weights=[1.0, 1.0, 1.0])
+    with pytest.raises(InvalidRecipe, match=r"multislerp: weights .* sum to 0\.0; they must not sum to zero"):
+        averages.multislerp([first, first], weights=[1.0, -1.0])
+
+
+def test_karcher_mean_of_the_axes_is_their_diagonal_with_the_mean_length() -> None:
+    axes = [torch.eye(3)[i] * length for i, length in enumerate((1.0, 2.0, 3.0))]
+    torch.testing.assert_close(averages.karcher(axes, weights=[1.0] * 3), torch.full((3,), 2 / math.sqrt(3)))
+
+
+def test_karcher_mean_divides_an_arc_by_weight_where_the_normalised_mean_does_not() -> None:
+    first, second = tensor([1.0, 0.0]), tensor([0.0, 1.0])
+    merged = averages.karcher([first, second], weights=[3.0, 1.0])
+    torch.testing.assert_close(merged, tensor([math.cos(math.pi / 8), math.sin(math.pi / 8)]), rtol=1e-5, atol=1e-5)
+
+
+def test_karcher_counts_a_zero_tensor_in_the_length_only() -> None:
+    assert averages.karcher([tensor([0.0, 2.0]), torch.zeros(2)], weights=[1.0, 1.0]).tolist() == [0.0, 1.0]
+    assert averages.karcher([torch.zeros(2), torch.zeros(2)], weights=[1.0, 1.0]).tolist() == [0.0, 0.0]
+
+
+def test_model_stock_goes_from_the_base_by_the_angle_between_task_vectors() -> None:
+    base = tensor([5.0, 5.0])
+    # cos = 0.5 of two models: t = 2 * 0.5 / (1 + 0.5) = 2/3.
+    experts = [base + tensor([1.0, 0.0]), base + tensor([0.5, math.sqrt(3) / 2])]
+    mean = tensor([0.75, math.sqrt(3) / 4])
+    torch.testing.assert_close(averages.model_stock(experts, base), base + 2 / 3 * mean)
+
+
+def test_model_stock_of_orthogonal_task_vectors_is_the_base() -> None:
+    base = torch.zeros(3)
+    assert torch.equal(averages.model_stock(list(torch.eye(3)), base), base)
+
+
+def test_model_stock_keeps_the_base_where_the_ratio_has_no_value() -> None:
+    base = torch.zeros(2)
+    first = tensor([1.0, 0.0])
+    assert torch.equal(averages.model_stock([first, -first], base), base)  # 1 + cos = 0
+
+
+def test_model_stock_by_rows_has_a_ratio_for_each() -> None:
+    base = torch.zeros(2, 2)
+    experts = [tensor([[1.0, 0.0], [1.0, 0.0]]), tensor([[1.0, 0.0], [0.0, 1.0]])]
+    assert averages.model_stock_rows(experts, base).tolist() == [[1.0, 0.0], [0.0, 0.0]]
+
+
+def test_nearswap_moves_each_element_by_at_most_t() -> None:
+    merged = averages.nearswap([tensor([0.0, 0.0, 5.0]), tensor([0.25, -8.0, 5.0])], t=0.5)
+    assert merged.tolist() == [0.25, -0.5, 5.0]
+
+
+def test_nearswap_ends_are_the_models_themselves() -> None:
+    generator = torch.Generator().manual_seed(0)
+    first, second = torch.randn(2, 50, generator=generator)
+    assert torch.equal(averages.nearswap([first, second], t=0.0), first)
+    assert torch.equal(averages.nearswap([first, second], t=100.0), second)
+
+
+def test_arcee_fusion_takes_over_the_outliers_of_importance() -> None:
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randn(6, 8, generator=generator)
+    second = first + 0.01 * torch.randn(6, 8, generator=generator)
+    second[2, 3] += 2.0
+    p, q = second.double().softmax(-1), first.double().softmax(-1)
+    importance = (second - first).abs() * (p * (p / q).log()).sum(-1, keepdim=True)
+    ranked = importance.flatten().sort().values
+    threshold = ranked[23] + 1.5 * (ranked[35] - ranked[11])  # floor(q * 47)
+    merged = averages.arcee_fusion([first, second])
+    torch.testing.assert_close(merged, torch.where(importance >= threshold, second, first))
+    assert (merged != first).sum() < 12

@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from workers.errors import InvalidModel
+from workers.merging.bank import Bank
+from workers.merging.methods import cosine
+from workers.models.checkpoints import fingerprint, open_family
+from workers.types import Family
+
+NAME = "model.layers.1.self_attn.q_proj.weight"
+
+
+def changed(family: Family, root: Path, changes: dict[str, torch.Tensor], **config: object) -> Family:
+    """The family with its last expert replaced by a copy whose tensors and configuration differ."""
+    expert = family.experts[-1]
+    copy = shutil.copytree(expert.directory, root / "changed")
+    save_file({**load_file(copy / "model.safetensors"), **changes}, copy / "model.safetensors", {"format": "pt"})
+    settings = json.loads((copy / "config.json").read_text()) | config
+    (copy / "config.json").write_text(json.dumps(settings))
+    replaced = replace(expert, directory=str(copy), fingerprint=fingerprint(copy, cache=root / "cache"))
+    return replace(family, experts=(*family.experts[:-1], replaced))
+
+
+def test_the_bank_gives_the_stored_tensors_in_their_stored_dtype(untied_family: Family, tmp_path: Path) -> None:
+    bank = Bank(untied_family, cache=tmp_path)
+    total = 0
+    for model in untied_family.models:
+        stored = load_file(Path(model.directory) / "model.safetensors")
+        for name, tensor in stored.items():
+            assert bank.get(model.alias, name).dtype == torch.bfloat16
+            assert torch.equal(bank.get(model.alias, name), tensor)
+            total += tensor.nbytes
+    assert bank.summary() == {
+        "placement": "mapped",
+        "bytes": total,
+        "statistics_bytes": 0,
+        "models": 3,
+        "fingerprint": bank.fingerprint,
+    }
+
+
+def test_the_bank_can_be_in_memory(untied_family: Family, tmp_path: Path) -> None:
+    mapped, held = Bank(untied_family, cache=tmp_path), Bank(untied_family, "host", cache=tmp_path)
+    assert held.summary() == {**mapped.summary(), "placement": "host"}
+    assert torch.equal(held.get("math", NAME), mapped.get("math", NAME))
+    assert held.get("math", NAME).data_ptr() != mapped.get("math", NAME).data_ptr()
+
+
+@pytest.mark.parametrize("chunk", [1, 50_000, 1 << 30])
+def test_in_memory_tensors_lie_apart(
+    untied_family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr("workers.merging.bank.CHUNK_BYTES", chunk)
+    mapped, held = Bank(untied_family, cache=tmp_path), Bank(untied_family, "host", cache=tmp_path)
+    names = [(model.alias, name) for model in untied_family.models for name in mapped.base.tensors]
+    assert all(torch.equal(held.get(*name), mapped.get(*name)) for name in names)
+    places = sorted((held.get(*name).data_ptr(), held.get(*name).nbytes) for name in names)
+    assert all(first + size <= second for (first, size), (second, _) in itertools.pairwise(places))
+    assert all(first % 64 == 0 for first, _ in places), "kernels read whole lines"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("placement", ["mapped", "host", "gpu"])
+def test_wherever_the_sources_are_a_gpu_is_given_them(untied_family: Family, tmp_path: Path, placement: str) -> None:
+    mapped, bank = Bank(untied_family, cache=tmp_path), Bank(untied_family, placement, device="cuda:0", cache=tmp_path)
+    for name in mapped.base.tensors:
+        assert bank.get("math", name).device == torch.device("cuda", 0)
+        assert torch.equal(bank.get("math", name).cpu(), mapped.get("math", name))
+    assert {tensor.is_pinned() for tensor in bank._stored.values()} == {placement == "host"}
+    sources = [("math", NAME), ("text", NAME)]
+    pairs = zip(bank.magnitudes(sources, ("base", NAME)), mapped.magnitudes(sources, ("base", NAME)), strict=True)
+    assert all(ours and theirs and ours.trim(77) == theirs.trim(77) for ours, theirs in pairs)
+
+
+def test_what_the_bank_does_not_hold_is_named(untied_family: Family, tmp_path: Path) -> None:
+    bank = Bank(untied_family, cache=tmp_path)
+    with pytest.raises(InvalidModel, match=r"no tensor 'x' of model 'math'; it holds the tensors of base, math, text"):
+        bank.get("math", "x")
+    with pytest.raises(ValueError, match=r"placement 'disk'; expected one of mapped, host$"):
+        Bank(untied_family, "disk", cache=tmp_path)
+    with pytest.raises(ValueError, match=r"placement 'gpu'; expected one of mapped, host$"):
+        Bank(untied_family, "gpu", cache=tmp_path)
+
+
+def test_the_fingerprint_follows_contents_and_not_aliases(
+    untied_family: Family, tied_family: Family, tmp_path: Path
+) -> None:
+    renamed = replace(
+        untied_family, experts=tuple(replace(e, alias=e.alias + "2") for e in untied_family.experts[::-1])
+    )
+    bank, other = Bank(untied_family, cache=tmp_path), Bank(renamed, cache=tmp_path)
+    assert bank.fingerprint == other.fingerprint != Bank(tied_family, cache=tmp_path).fingerprint
+    assert other.alias(untied_family.experts[0].fingerprint) == "math2"
+    assert bank.alias("0" * 64) is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_values_that_are_not_finite_are_refused_by_tensor_and_model(
+    untied_family: Family, tmp_path: Path, value: float
+) -> None:
+    bad = load_file(Path(untied_family.base.directory) / "model.safetensors")[NAME]
+    bad[3, 4] = bad[5, 6] = value
+    family = changed(untied_family, tmp_path, {NAME: bad})
+    for _ in range(2):  # the second time from the cache
+        with pytest.raises(InvalidModel) as caught:
+            Bank(family, cache=tmp_path / "cache")
+        assert caught.value.problems == (
+            f"model 'text': {tmp_path}/changed: tensor {NAME!r} holds 2 values that are NaN or infinite; "
+            "expected finite weights",
+        )
+
+
+def test_contents_are_scanned_once(untied_family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Bank(untied_family, cache=tmp_path)
+    monkeypatch.setattr(torch, "aminmax", lambda tensor: pytest.fail("scanned again"))
+    Bank(untied_family, cache=tmp_path)
+
+
+def test_a_stored_head_that_contradicts_tying_is_refused(tied_family: Family, tmp_path: Path) -> None:
+    embedding = load_file(Path(tied_family.experts[-1].directory) / "model.safetensors")["model.embed_tokens.weight"]
+    same = changed(tied_family, tmp_path / "same", {"lm_head.weight": embedding.clone()})
+    assert Bank(same, cache=tmp_path / "cache").layout.is_tied
+    other = changed(tied_family, tmp_path / "other", {"lm_head.weight": embedding + 1})
+    with pytest.raises(InvalidModel, match=r"'lm_head.weight' differs from 'model.embed_tokens.weight', though"):
+        Bank(other, cache=tmp_path / "cache")
+
+
+def test_a_model_that_changed_after_it_was_named_is_refused(untied_family: Family, tmp_path: Path) -> None:
+    family = changed(untied_family, tmp_path, {})
+    tensors = load_file(tmp_path / "changed" / "model.safetensors")
+    tensors[NAME] = tensors[NAME] + 1
+    save_file(tensors, tmp_path / "changed" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InvalidModel, match=r"model 'text': .* has changed: its fingerprint is [0-9a-f]{12}, expected"):
+        Bank(family, cache=tmp_path / "cache")
+
+
+def test_a_family_that_does_not_fit_together_is_refused(
+    untied_family: Family, tied_family: Family, tmp_path: Path
+) -> None:
+    mixed = replace(untied_family, experts=tied_family.experts)
+    with pytest.raises(InvalidModel, match="model_type is 'qwen2'; the base has 'llama'"):
+        Bank(mixed, cache=tmp_path)
+
+
+def test_cosines_are_those_of_the_tensors(untied_family: Family, tmp_path: Path) -> None:
+    bank = Bank(untied_family, cache=tmp_path)
+    expected = cosine(bank.get("math", NAME).float(), bank.get("text", NAME).float())
+    assert 0 < expected < 1
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: bank.cosine(("math", NAME), ("text", NAME)), range(16)))
+    assert set(found) == {expected}
+
+
+def test_ranks_are_kept_where_that_is_asked_for_and_counted(untied_family: Family, tmp_path: Path) -> None:
+    bank = Bank(untied_family, cache=tmp_path)
+    sources = [(expert.alias, NAME) for expert in untied_family.experts]
+    first = bank.ranks(sources, ("base", NAME))
+    taus = [bank.get(*source).float() - bank.get("base", NAME).float() for source in sources]
+    for ranks, tau in zip(first, taus, strict=True):
+        assert torch.equal(ranks.long(), tau.abs().sort(dim=-1, stable=True).indices.sort(dim=-1).indices)
+    assert bank.summary()["statistics_bytes"] == 0
+    bank.keep_ranks()
+    kept = bank.ranks(sources, ("base", NAME))
+    assert all(torch.equal(a.long(), b.long()) for a, b in zip(first, kept, strict=True))
+    assert [ranks.data_ptr() for ranks in bank.ranks(sources, ("base", NAME))] == [ranks.data_ptr() for ranks in kept]
+    assert bank.summary()["statistics_bytes"] == 2 * sum(tau.numel() for tau in taus)
+
+
+def test_tables_of_magnitudes_are_made_once_and_counted(untied_family: Family, tmp_path: Path) -> None:
+    bank = Bank(untied_family, cache=tmp_path)
+    sources = [("math", NAME), ("text", NAME)]
+    found = bank.magnitudes(sources, ("base", NAME))
+    assert all(a is b for a, b in zip(found, bank.magnitudes(sources, ("base", NAME)), strict=True))
+    assert bank.summary()["statistics_bytes"] == sum(table.num_bytes for table in found if table)
+    for (alias, _), table in zip(sources, found, strict=True):
+        tau = bank.get(alias, NAME).float() - bank.get("base", NAME).float()
+        ordered = tau.abs().flatten().sort().values
+        assert table is not None
+        assert all(table.of_rank(rank, tau) == ordered[-rank] for rank in (1, 77, 4000, tau.numel()))
+
+
+def test_what_was_computed_on_another_device_is_computed_again(untied_family: Family, tmp_path: Path) -> None:
+    bank = Bank(untied_family, cache=tmp_path)
+    first = bank.magnitudes([("math", NAME)], ("base", NAME))
+    bank.merge_on("cpu")
+    assert bank.magnitudes([("math", NAME)], ("base", NAME))[0] is first[0]
+    bank.merge_on("meta")
+    assert bank.summary()["statistics_bytes"] == 0
+    assert bank.get("math", NAME).device.type == "meta"
+    # Sorting is the CPU's, wherever merges are computed: a GPU has no memory left for it.
+    (table,) = bank.magnitudes([("math", NAME)], ("base", NAME))
+    assert table is not None
+    assert table is not first[0]
+
+
+def test_a_base_alone_can_be_held(untied_family: Family, tmp_path: Path) -> None:
+    bank = Bank(replace(untied_family, experts=()), cache=tmp_path)
+    assert bank.summary()["models"] == 1
+
+
+def test_open_family_and_bank_agree(untied_family: Family, tmp_path: Path) -> None:
+    experts = {expert.alias: expert.directory for expert in untied_family.experts}
+    assert open_family(untied_family.base.directory, experts, cache=tmp_path) == untied_family

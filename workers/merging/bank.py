@@ -1,0 +1,261 @@
+"""The bank: the source weights of one family, held once per engine in their stored dtype.
+
+It knows where tensors are and what depends on the sources alone (finite or not, angles); not how to merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workers.errors import InvalidModel
+from workers.merging.methods import Importance, Products, cosine, importance_of, inner_products, row_ranks
+from workers.merging.order_statistics import MagnitudeTable
+from workers.models.checkpoints import Checkpoint, aligned, content_problems, fingerprint, open_sources, stored_bytes
+from workers.models.components import Layout
+from workers.models.computed_tensors import SourceTensor
+from workers.models.headers import TensorInfo
+from workers.models.hub import is_stand_in
+from workers.types import Family, ModelSource
+
+__all__ = ["Bank", "Key"]
+
+Key = tuple[str, str]  # alias and tensor name
+
+PLACES = ("mapped", "host", "gpu")
+
+# Host memory is taken in pieces of this size, because torch rounds what it pins up to a power of two.
+CHUNK_BYTES = 1 << 30
+ALIGNMENT = 64  # bytes
+
+
+class Bank:
+    """The tensors of a family by alias and name, read-only, in their stored dtype; safe to read from several threads.
+    Of an adapter its matrices are held, and what it makes of its base's tensors is float32.
+
+    `placement` says where they are: "mapped" from their files, whose pages all processes on the machine share; in
+    "host" memory, a copy of this process's own, pinned for a GPU; in the memory of the "gpu" that is `device`. What has
+    room for them, `memory.divide` says. Merges are computed on `device`: an engine's bank has the engine's, all others
+    the CPU, because an engine leaves no memory of its GPU to others.
+    Without `keeps_statistics` nothing that was computed is kept, as for a single merge, which asks for nothing twice.
+
+    Opening checks the headers and the fingerprints, and looks for NaN and infinity once per content (`cache` as in
+    `findings.cache_dir`). Raises InvalidModel.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        placement: str = "mapped",
+        *,
+        device: torch.device | str = "cpu",
+        keeps_statistics: bool = True,
+        cache: str | Path | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        accepted = PLACES[:2] if self.device.type == "cpu" else PLACES
+        if placement not in accepted:
+            raise ValueError(f"bank: placement {placement!r}; expected one of {', '.join(accepted)}")
+        self.family = family
+        self._checkpoints = open_sources(family)
+        self._aliases = {model.fingerprint: model.alias for model in reversed(family.models)}
+        self._keeps_statistics = keeps_statistics
+        self._keeps_ranks = False
+        self._magnitudes: dict[tuple[Key, Key], MagnitudeTable] = {}
+        self._cosines: dict[tuple[Key, Key], float] = {}
+        self._products: dict[tuple[tuple[Key, ...], Key | None], Products] = {}
+        self._importances: dict[tuple[Key, Key], Importance] = {}
+        self._ranks: dict[tuple[Key, Key], torch.Tensor] = {}
+        self._variances: dict[tuple[tuple[Key, ...], Key], MagnitudeTable] = {}
+        problems = [problem for model in family.models for problem in self._content_problems(model, cache)]
+        if problems:
+            raise InvalidModel(tuple(problems))
+        self._checkpoints, self.alignment = aligned(self._checkpoints, family.tokenizer)
+        self.num_bytes = stored_bytes(self._checkpoints.values())
+        self.placement = placement
+        place = _placing(placement, self.device, self.num_bytes)
+        self._stored = {
+            info: place(checkpoint.read_stored(info))
+            for checkpoint in self._checkpoints.values()
+            if not is_stand_in(checkpoint.directory)
+            for info in checkpoint.own
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        return self.family.fingerprint
+
+    @property
+    def base(self) -> Checkpoint:
+        """The base model's checkpoint: its configuration, tensor headers and layout are those of every merge, in the
+        family's vocabulary."""
+        return self._checkpoints[self.family.base.alias]
+
+    @property
+    def layout(self) -> Layout:
+        return self.base.layout
+
+    def alias(self, fingerprint: str) -> str | None:
+        """The alias under which the bank holds the model of this content, if it does."""
+        return self._aliases.get(fingerprint)
+
+    def get(self, alias: str, name: str) -> torch.Tensor:
+        """Tensor `name` of model `alias`, on `device`. It may be the bank's own: never write to it.
+
+        An adapter's is computed anew each time. Raises InvalidModel.
+        """
+        return self._source(alias, name).value(self._read)
+
+    def cosine(self, first: Key, second: Key) -> float:
+        """The cosine between two tensors, each (alias, name), as SLERP needs it; computed once."""
+        known = self._cosines.get((first, second))
+        if known is None:
+            known = cosine(self.get(*first), self.get(*second))
+            if self._keeps_statistics:
+                self._cosines[first, second] = known
+        return known
+
+    def products(self, sources: Sequence[Key], base: Key | None) -> Products:
+        """The inner products of all pairs of tensors, or with `base` of their differences from it; computed once."""
+        asked = (tuple(sources), base)
+        known = self._products.get(asked)
+        if known is None:
+            tensors = [self.get(*source) for source in sources]
+            known = inner_products(tensors, None if base is None else self.get(*base))
+            if self._keeps_statistics:
+                self._products[asked] = known
+        return known
+
+    def importance(self, first: Key, second: Key) -> Importance | None:
+        """What Arcee Fusion asks of two tensors, computed once; None for tensors without elements."""
+        known = self._importances.get((first, second))
+        if known is None and 0 not in self._source(*first).shape:
+            found = importance_of(self._on_cpu(first), self._on_cpu(second))
+            known = Importance(found.rows.to(self.device), found.threshold)
+            if self._keeps_statistics:
+                self._importances[first, second] = known
+        return known
+
+    def variances(self, sources: Sequence[Key], base: Key) -> MagnitudeTable | None:
+        """The table of the variances between task vectors, computed once; None for tensors without elements."""
+        asked = (tuple(sources), base)
+        known = self._variances.get(asked)
+        if known is None and 0 not in self._source(*base).shape:
+            known = MagnitudeTable.of_variances([self._on_cpu(source) for source in sources], self._on_cpu(base))
+            if self._keeps_statistics:
+                self._variances[asked] = known
+        return known
+
+    def magnitudes(self, sources: Sequence[Key], base: Key) -> tuple[MagnitudeTable | None, ...]:
+        """For each source the table of |source - base|, computed once; None for tensors without elements."""
+        if 0 in self._source(*base).shape:
+            return (None,) * len(sources)
+        tables = {source: self._magnitudes.get((source, base)) for source in sources}
+        unknown = [source for source, table in tables.items() if table is None]
+        if unknown:
+            with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+                made = threads.map(lambda source: MagnitudeTable.of(self._on_cpu(source), self._on_cpu(base)), unknown)
+                tables |= dict(zip(unknown, made, strict=True))
+            if self._keeps_statistics:
+                self._magnitudes |= {(source, base): table for source, table in tables.items() if table is not None}
+        return tuple(tables[source] for source in sources)
+
+    def merge_on(self, device: torch.device | str) -> None:
+        """Compute on this device from now on, wherever the sources are. What was computed with tensors that have other
+        bits there, or are there, is forgotten."""
+        if self.device != torch.device(device):
+            self.device = torch.device(device)
+            for known in (self._magnitudes, self._variances, self._importances, self._ranks):
+                known.clear()
+
+    def summary(self) -> dict[str, Any]:
+        """Where the sources are and how large: {placement, bytes, statistics_bytes, models, fingerprint}."""
+        return {
+            "placement": self.placement,
+            "bytes": self.num_bytes,
+            "statistics_bytes": self._statistics_bytes(),
+            "models": len(self._checkpoints),
+            "fingerprint": self.fingerprint,
+        }
+
+    def ranks(self, sources: Sequence[Key], base: Key) -> tuple[torch.Tensor, ...]:
+        """For each source the ranks of the magnitudes of source - base in their rows; computed anew each time, unless
+        `keep_ranks` was called."""
+        known = []
+        for source in sources:
+            ranks = self._ranks.get((source, base))
+            if ranks is None:
+                ranks = row_ranks(self._on_cpu(source), self._on_cpu(base))
+                if self._keeps_ranks:
+                    self._ranks[source, base] = ranks
+            # CUDA does little with unsigned numbers.
+            known.append(ranks if self.device.type == "cpu" else ranks.int().to(self.device))
+        return tuple(known)
+
+    def keep_ranks(self) -> None:
+        """Keep what `ranks` computes, in host memory: for each source two bytes an element, four in rows longer than
+        65536."""
+        self._keeps_ranks = True
+
+    def _statistics_bytes(self) -> int:
+        tables = [*self._magnitudes.values(), *self._variances.values()]
+        tensors = [*(known.rows for known in self._importances.values()), *self._ranks.values()]
+        return sum(table.num_bytes for table in tables) + sum(tensor.nbytes for tensor in tensors)
+
+    def _source(self, alias: str, name: str) -> SourceTensor:
+        checkpoint = self._checkpoints.get(alias)
+        tensor = checkpoint.tensors.get(name) if checkpoint else None
+        if tensor is None:
+            held = ", ".join(self._checkpoints)
+            raise InvalidModel((f"bank: no tensor {name!r} of model {alias!r}; it holds the tensors of {held}",))
+        return tensor
+
+    def _read(self, info: TensorInfo) -> torch.Tensor:
+        return self._stored[info].to(self.device, non_blocking=True)
+
+    def _on_cpu(self, key: Key) -> torch.Tensor:
+        """To be sorted: on a GPU that would take many times the tensor's memory, which an engine does not leave."""
+        source = self._source(*key)
+        # Of an adapter it must be what is merged: the same product of matrices has other bits on another device.
+        return (self._stored[source] if isinstance(source, TensorInfo) else self.get(*key)).cpu()
+
+    def _content_problems(self, model: ModelSource, cache: str | Path | None) -> list[str]:
+        actual = fingerprint(model.directory, base=self.family.base.directory, cache=cache)
+        if actual != model.fingerprint:
+            return [
+                f"model {model.alias!r}: {model.directory} has changed: its fingerprint is {actual[:12]}, "
+                f"expected {model.fingerprint[:12]}; restore it or start a new study"
+            ]
+        problems = content_problems(self._checkpoints[model.alias], actual, cache=cache)
+        return [f"model {model.alias!r}: {problem}" for problem in problems]
+
+
+def _placing(placement: str, device: torch.device, num_bytes: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What puts the stored tensors, of `num_bytes` together, where they are to be."""
+    if placement == "mapped":
+        return lambda tensor: tensor
+    if placement == "gpu":
+        return lambda tensor: tensor.to(device)
+    return _HostMemory(num_bytes, is_pinned=device.type == "cuda").place
+
+
+class _HostMemory:
+    """Takes copies of tensors, of `num_bytes` together, one behind another."""
+
+    def __init__(self, num_bytes: int, *, is_pinned: bool) -> None:
+        self._missing = num_bytes
+        self._is_pinned = is_pinned
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        if size > self._free.numel():
+            chunk = max(size, min(self._missing, CHUNK_BYTES))
+            self._free = torch.empty(chunk, dtype=torch.uint8, pin_memory=self._is_pinned)
+        taken, self._free = self._free[: tensor.nbytes], self._free[size:]
+        self._missing -= tensor.nbytes
+        return taken.view(tensor.dtype).view(tensor.shape).copy_(tensor)

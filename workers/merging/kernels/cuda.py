@@ -1,0 +1,216 @@
+"""Fused merge kernels for CUDA: for tensors on one CUDA device.
+
+Multiplications and additions are not contracted, and divisions are rounded correctly, so that the bits are those of the
+plain methods there. The tests marked `gpu` run them on a device; without one they run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from workers.merging.kernels import rules
+from workers.merging.masks import MULTIPLIERS, STEP
+from workers.merging.order_statistics import SPACING
+
+__all__ = ["merge"]
+
+BLOCK = 1024  # elements of a program
+
+Tensors = Sequence[torch.Tensor]
+WEYL, FIRST, SECOND = tl.constexpr(STEP), tl.constexpr(MULTIPLIERS[0]), tl.constexpr(MULTIPLIERS[1])
+
+
+def merge(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: torch.Tensor) -> None:
+    """As `workers.merging.kernels.cpu.merge`, for the rules of `methods.ON_CUDA`; nothing waits for the device."""
+    xs, size = tuple(tensors), out.numel()
+    match rule:
+        case rules.WeightedSum(weights):
+            _launch(_weighted_sum, size, xs, _floats(weights, out), out, size)
+        case rules.TaskSum(weights):
+            _launch(_weighted_task_sum, size, base, xs, _floats(weights, out), out, size)
+        case rules.Nearswap(t):
+            _launch(_nearswap, size, *xs, _floats([t, 1e-6], out), out, size)
+        case rules.SharedOut(epsilon, factors) if set(factors) == {1.0}:
+            _launch(_ram, size, base, xs, _floats([epsilon], out), out, size)
+        case rules.Sum(rules.Whole(), factors):
+            _launch(_task_arithmetic, size, base, xs, _floats(factors, out), out, size)
+        case rules.Sum(rules.Dropped() as sparse, factors):
+            numbers = _masks(sparse, out), _floats(sparse.scales, out), _floats(factors, out)
+            _launch(_dare_linear, size, base, xs, *numbers, out, size)
+        case rules.Mean(rules.Dropped() as sparse, lambda_):
+            numbers = _masks(sparse, out), _floats(sparse.scales, out), _floats([lambda_], out)
+            _launch(_dare_ties, size, base, xs, *numbers, out, size)
+        case rules.Mean(rules.Trimmed() as sparse, lambda_):
+            assert base is not None
+            _ties_of(sparse, lambda_, xs, base, out)
+        case _:
+            raise NotImplementedError(f"no CUDA kernel for {rule}")
+
+
+def _ties_of(
+    sparse: rules.Trimmed, lambda_: float, xs: tuple[torch.Tensor, ...], base: torch.Tensor, out: torch.Tensor
+) -> None:
+    """What is undecided is collected in the pass and merged once it is known."""
+    lambdas, lows, highs = (_floats(numbers, out) for numbers in ([lambda_], sparse.lows, sparse.highs))
+    found = torch.full((len(xs) * SPACING,), -1, dtype=torch.int64, device=out.device)
+    most = found.numel()
+    count = torch.zeros(1, dtype=torch.int32, device=out.device)
+    _launch(_ties, out.numel(), base, xs, lows, highs, lambdas, out, found, count, most, out.numel(), False)
+    at = found.clamp(min=0)
+    exact = []
+    for tensor, low, high, rank in zip(xs, *sparse, strict=True):
+        magnitudes = (tensor.view(-1)[at].float() - base.view(-1)[at].float()).abs_()
+        is_between = (found >= 0) & (magnitudes > low) & (magnitudes < high)
+        exact.append(magnitudes.masked_fill_(~is_between, high).sort().values[rank])
+    thresholds = torch.stack(exact)
+    _launch(_ties, found.numel(), base, xs, thresholds, thresholds, lambdas, out, found, count, most, most, True)
+
+
+@triton.jit
+def _weighted_sum(xs, weights, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = i < size
+    total = tl.load(xs[0] + i, mask=is_inside).to(tl.float32) * tl.load(weights)
+    for s in tl.static_range(1, len(xs)):
+        total += tl.load(xs[s] + i, mask=is_inside).to(tl.float32) * tl.load(weights + s)
+    tl.store(out + i, total.to(out.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def _weighted_task_sum(base, xs, weights, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = i < size
+    b = tl.load(base + i, mask=is_inside).to(tl.float32)
+    total = (tl.load(xs[0] + i, mask=is_inside).to(tl.float32) - b) * tl.load(weights)
+    for s in tl.static_range(1, len(xs)):
+        total += (tl.load(xs[s] + i, mask=is_inside).to(tl.float32) - b) * tl.load(weights + s)
+    tl.store(out + i, (total + b).to(out.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def _nearswap(first, second, numbers, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`numbers`: t, and the smallest distance that it is divided by."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = i < size
+    a = tl.load(first + i, mask=is_inside, other=0).to(tl.float32)
+    b = tl.load(second + i, mask=is_inside, other=0).to(tl.float32)
+    distance = tl.maximum(tl.abs(a - b), tl.load(numbers + 1))
+    share = tl.minimum(tl.div_rn(tl.full(distance.shape, 1.0, tl.float32), distance) * tl.load(numbers), 1.0)
+    tl.store(out + i, (share * b + (1 - share) * a).to(out.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def _ram(base, xs, epsilon, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = i < size
+    b = tl.load(base + i, mask=is_inside, other=0).to(tl.float32)
+    count, total = tl.zeros_like(b), tl.zeros_like(b)
+    for s in tl.static_range(len(xs)):
+        tau = tl.load(xs[s] + i, mask=is_inside, other=0).to(tl.float32) - b
+        count += tl.where(tl.abs(tau) > tl.load(epsilon), 1.0, 0.0)
+    share = tl.div_rn(tl.full(count.shape, 1.0, tl.float32), tl.maximum(count, 1.0))
+    for s in tl.static_range(len(xs)):
+        tau = tl.load(xs[s] + i, mask=is_inside, other=0).to(tl.float32) - b
+        total += tl.where(tl.abs(tau) > tl.load(epsilon), tau, 0.0) * share
+    tl.store(out + i, (total + b).to(out.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def _task_arithmetic(base, xs, lambdas, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = i < size
+    b = tl.load(base + i, mask=is_inside).to(tl.float32)
+    total = b
+    for s in tl.static_range(len(xs)):
+        total += (tl.load(xs[s] + i, mask=is_inside).to(tl.float32) - b) * tl.load(lambdas + s)
+    tl.store(out + i, total.to(out.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def _ties(base, xs, lows, highs, lambdas, out, found, count, most, size, AT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """All elements, writing to `found`, of `most` places, where one is undecided; or those at `found` (`AT`), where it
+    is not negative."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = i < size
+    if AT:
+        i = tl.load(found + i, mask=is_inside, other=-1)
+        is_inside = i >= 0
+    b = tl.load(base + i, mask=is_inside, other=0).to(tl.float32)
+    total = tl.zeros_like(b)
+    is_undecided = tl.zeros_like(b) > 0
+    for s in tl.static_range(len(xs)):
+        tau = tl.load(xs[s] + i, mask=is_inside, other=0).to(tl.float32) - b
+        is_undecided = is_undecided | ((tl.abs(tau) > tl.load(lows + s)) & (tl.abs(tau) < tl.load(highs + s)))
+        total += tl.where(tl.abs(tau) >= tl.load(highs + s), tau, 0.0)
+    elected = tl.where(total > 0, 1.0, tl.where(total < 0, -1.0, 0.0))
+    merged, number = tl.zeros_like(b), tl.zeros_like(b)
+    for s in tl.static_range(len(xs)):
+        tau = tl.load(xs[s] + i, mask=is_inside, other=0).to(tl.float32) - b
+        agreeing = tl.where(tl.abs(tau) >= tl.load(highs + s), tau * elected, 0.0)
+        merged += tl.where(agreeing > 0, agreeing, 0.0)
+        number += tl.where(agreeing > 0, 1.0, 0.0)
+    result = tl.div_rn(merged * elected, tl.maximum(number, 1.0)) * tl.load(lambdas) + b
+    tl.store(out + i, result.to(out.dtype.element_ty), mask=is_inside)
+    if not AT:
+        is_undecided = is_undecided & is_inside
+        place = tl.atomic_add(count + tl.zeros_like(i), 1, mask=is_undecided)
+        tl.store(found + place, i, mask=is_undecided & (place < most))
+
+
+@triton.jit
+def _dare_linear(base, xs, masks, scales, factors, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = i < size
+    b = tl.load(base + i, mask=is_inside).to(tl.float32)
+    total = b
+    for s in tl.static_range(len(xs)):
+        tau = (tl.load(xs[s] + i, mask=is_inside).to(tl.float32) - b) * tl.load(scales + s)
+        total += tl.where(_is_kept(i, masks + 3 * s), tau, 0.0) * tl.load(factors + s)
+    tl.store(out + i, total.to(out.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def _dare_ties(base, xs, masks, scales, lambdas, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = i < size
+    b = tl.load(base + i, mask=is_inside).to(tl.float32)
+    total = tl.zeros_like(b)
+    for s in tl.static_range(len(xs)):
+        tau = (tl.load(xs[s] + i, mask=is_inside).to(tl.float32) - b) * tl.load(scales + s)
+        total += tl.where(_is_kept(i, masks + 3 * s), tau, 0.0)
+    elected = tl.where(total > 0, 1.0, tl.where(total < 0, -1.0, 0.0))
+    merged, number = tl.zeros_like(b), tl.zeros_like(b)
+    for s in tl.static_range(len(xs)):
+        tau = (tl.load(xs[s] + i, mask=is_inside).to(tl.float32) - b) * tl.load(scales + s)
+        agreeing = tl.where(_is_kept(i, masks + 3 * s), tau * elected, 0.0)
+        merged += tl.where(agreeing > 0, agreeing, 0.0)
+        number += tl.where(agreeing > 0, 1.0, 0.0)
+    result = tl.div_rn(merged * elected, tl.maximum(number, 1.0)) * tl.load(lambdas) + b
+    tl.store(out + i, result.to(out.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def _is_kept(i, mask):  # type: ignore[no-untyped-def]
+    """`workers.merging.masks` for i below 2^32; `mask` points to the key's two words and the threshold less one."""
+    x = i.to(tl.uint32) * tl.cast(WEYL, tl.uint32) + tl.load(mask).to(tl.uint32)
+    x = (x ^ (x >> 16)) * tl.cast(FIRST, tl.uint32)
+    x = ((x ^ (x >> 15)) + tl.load(mask + 1).to(tl.uint32)) * tl.cast(SECOND, tl.uint32)
+    return (x ^ (x >> 16)) <= tl.load(mask + 2).to(tl.uint32)
+
+
+def _floats(numbers: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.float32, device=like.device)
+
+
+def _masks(sparse: rules.Dropped, like: torch.Tensor) -> torch.Tensor:
+    rows = list(zip(sparse.k0s, sparse.k1s, sparse.bounds, strict=True))
+    return torch.tensor(rows, dtype=torch.int64, device=like.device)
+
+
+def _launch(kernel: Any, size: int, *arguments: Any) -> None:
+    kernel[(triton.cdiv(size, BLOCK),)](*arguments, BLOCK=BLOCK, enable_fp_fusion=False)

@@ -1,0 +1,224 @@
+"""What a fused pass computes of each element: the few rules that the merge methods come down to, for every backend.
+
+A rule is plain numbers; per-source ones are tuples in the order of the sources. tau_s is what source s adds to the
+base, b. Most rules first make the tau_s sparse: `sparse` says how.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+__all__ = [
+    "Agreed",
+    "AgreeingSum",
+    "Between",
+    "Doubles",
+    "Dropped",
+    "Important",
+    "Interpolation",
+    "Mean",
+    "Nearswap",
+    "Numbers",
+    "Rule",
+    "Sampled",
+    "SharedOut",
+    "Sparsity",
+    "Sum",
+    "TaskSum",
+    "Tensors",
+    "Trimmed",
+    "Variable",
+    "VariableElection",
+    "Weighted",
+    "WeightedMean",
+    "WeightedSum",
+    "Whole",
+    "Words",
+]
+
+Numbers = tuple[float, ...]
+Words = tuple[int, ...]
+Tensors = tuple[torch.Tensor, ...]
+Doubles = tuple[np.float64, ...]
+
+
+class Whole(NamedTuple):
+    """Every element of every tau."""
+
+
+class Trimmed(NamedTuple):
+    """The elements whose magnitude is at least a threshold: `high` where that is `low` too, else the one at `ranks`
+    (from 0, ascending) of the magnitudes strictly between `low` and `high`: these are found in the pass."""
+
+    lows: Numbers
+    highs: Numbers
+    ranks: Words
+
+
+class Between(NamedTuple):
+    """`Trimmed`, and of these the elements whose magnitude is at most a second threshold, given in the same way."""
+
+    lows: Numbers
+    highs: Numbers
+    ranks: Words
+    top_lows: Numbers
+    top_highs: Numbers
+    top_ranks: Words
+
+
+class Dropped(NamedTuple):
+    """Elements kept at random (`workers.merging.masks`; `bounds` are the thresholds less one), times `scales`."""
+
+    k0s: Words
+    k1s: Words
+    bounds: Words
+    scales: Numbers
+
+
+class Sampled(NamedTuple):
+    """Elements kept at random (`masks`) with a probability that depends on rank: start + |rank - origin| step, in float64.
+    They are divided by it where `is_divided` is 1, and multiplied by `scales`. `ranks` are each source's, one
+    per element."""
+
+    k0s: Words
+    k1s: Words
+    ranks: Tensors
+    origins: Words
+    starts: Doubles
+    steps: Doubles
+    is_divided: Numbers
+    scales: Numbers
+
+
+Sparsity = Whole | Trimmed | Between | Dropped | Sampled
+
+
+class WeightedSum(NamedTuple):
+    """sum_s w_s theta_s, without the base."""
+
+    weights: Numbers
+
+
+class TaskSum(NamedTuple):
+    """(sum_s w_s tau_s) + b."""
+
+    weights: Numbers
+
+
+class Sum(NamedTuple):
+    """b + f_1 tau_1 + f_2 tau_2 + ..., added in this order."""
+
+    sparse: Sparsity
+    factors: Numbers
+
+
+class Mean(NamedTuple):
+    """b + lambda times the mean of the tau_s that have the sign of their sum; b where the sum is zero."""
+
+    sparse: Sparsity
+    lambda_: float
+
+
+class AgreeingSum(NamedTuple):
+    """`Mean`, but the sum of those that agree."""
+
+    sparse: Sparsity
+    lambda_: float
+
+
+class Weighted(NamedTuple):
+    """b + lambda times the sum of the w_s tau_s that have the sign of their sum, + where it is zero; divided by the sum
+    of the weights of those that agree if `normalize` is 1."""
+
+    sparse: Sparsity
+    weights: Numbers
+    lambda_: float
+    normalize: float
+
+
+class WeightedMean(NamedTuple):
+    """b plus the weighted sum of the tau_s that have the sign of their sum, + where it is zero, over their number."""
+
+    sparse: Sparsity
+    weights: Numbers
+
+
+class Interpolation(NamedTuple):
+    """`Mean`, but weighted by w_s / (sum of the weights of those that agree); one alone is kept as it is."""
+
+    sparse: Sparsity
+    weights: Numbers
+    lambda_: float
+
+
+class Agreed(NamedTuple):
+    """b + lambda m where at least `agreement` of |tau_s| >= w_s |m - tau_s| hold, else b; m is the sum of the whole
+    tau_s for `sparse` `Whole`, else the mean of `Mean`."""
+
+    sparse: Sparsity
+    lambda_: float
+    mask_lambdas: Numbers
+    agreement: float
+
+
+class SharedOut(NamedTuple):
+    """b plus the sum of the tau_s of a magnitude above epsilon, divided by how many those are; one alone is multiplied
+    by its factor."""
+
+    epsilon: float
+    factors: Numbers
+
+
+class Variable(NamedTuple):
+    """b plus the mean, weighted by w_s, of the tau_s that have the sign of their sum, where the variance of all tau_s
+    is at least a threshold; this is given as in `Trimmed`. Else b."""
+
+    low: float
+    high: float
+    rank: int
+    weights: Numbers
+
+
+class VariableElection(NamedTuple):
+    """`Variable`, but + is elected where the sum is zero, and what is left is divided by no less than `least`."""
+
+    low: float
+    high: float
+    rank: int
+    weights: Numbers
+    least: float
+
+
+class Nearswap(NamedTuple):
+    """The first of two sources, moved towards the second by at most t."""
+
+    t: float
+
+
+class Important(NamedTuple):
+    """The first of two sources, and the second's elements where |theta_2 - theta_1| times their row's number, float32
+    [rows], is at least a threshold."""
+
+    threshold: float
+    rows: torch.Tensor
+
+
+Rule = (
+    WeightedSum
+    | TaskSum
+    | Sum
+    | Mean
+    | AgreeingSum
+    | Weighted
+    | WeightedMean
+    | Interpolation
+    | Agreed
+    | SharedOut
+    | Variable
+    | VariableElection
+    | Nearswap
+    | Important
+)

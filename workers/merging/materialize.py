@@ -1,0 +1,286 @@
+"""From a recipe to the merged model's tensors, as one stream that feeds the live engine and the writer alike.
+
+Names are those of the merged model in Hugging Face form. Where the tensors go is not known here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from search_spaces.errors import InvalidRecipe
+from search_spaces.recipe import COMPONENTS, Merge, Recipe, Source
+from workers.errors import InvalidModel
+from workers.merging.bank import Bank, Key
+from workers.merging.kernels import FUSED, for_each, is_fused, merge_stored
+from workers.merging.masks import mask_key
+from workers.merging.methods import METHODS, Importance, Operands, Products
+from workers.merging.order_statistics import MagnitudeTable
+from workers.models.components import some_of
+from workers.models.vocabulary import BASE, UNION
+
+__all__ = ["MergedTensor", "Scratch", "check_recipe", "computations", "merge_into", "merged_names", "merged_tensors"]
+
+
+@dataclass(frozen=True)
+class MergedTensor:
+    """One tensor of the merged model before it is computed: its name, its merge, and its operands in the bank.
+
+    `suffix` is the tensor's name within a layer, or its whole name outside layers.
+    """
+
+    name: str
+    merge: Merge
+    suffix: str
+    shape: tuple[int, ...]
+
+
+class Scratch:
+    """Memory for one merged tensor at a time: `tensor` is an `into` of `merged_tensors` for who copies each at once."""
+
+    def __init__(self, bank: Bank, dtype: torch.dtype) -> None:
+        self._memory = torch.empty(0, dtype=dtype, device=bank.device)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """It overwrites the tensor given before."""
+        size = math.prod(shape)
+        if size > self._memory.numel():
+            self._memory = self._memory.new_empty(size)
+        return self._memory[:size].view(shape)
+
+
+def merged_tensors(
+    recipe: Recipe,
+    bank: Bank,
+    dtype: torch.dtype,
+    *,
+    names: Container[str] | None = None,
+    into: Callable[[str, tuple[int, ...]], torch.Tensor] | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The merged model, tensor by tensor: embedding, layers in order, head; a tied output head is not emitted. With
+    `names` only these of them.
+
+    Each is computed in float32 and rounded once, to `dtype`. Equal digests give equal bits. A tensor may share memory
+    with the bank: never write to it. `into` may give memory for a tensor of a name and shape, contiguous, of `dtype`,
+    on the bank's device: getting new memory takes longer than filling it. Where the results have a place already,
+    `merge_into` is faster. Raises InvalidRecipe, InvalidModel before the first tensor.
+    """
+    plan, aliases = _plan(recipe, bank)
+    if names is not None:
+        plan = [tensor for tensor in plan if tensor.name in names]
+    return ((tensor.name, _Computation.of(tensor, recipe, aliases, bank).result(bank, dtype, into)) for tensor in plan)
+
+
+def merge_into(recipe: Recipe, bank: Bank, destinations: Mapping[str, torch.Tensor]) -> None:
+    """Write the merged tensors of these names, as `merged_tensors` gives them, into memory of their shapes: contiguous,
+    of one dtype, on the bank's device. The fastest way: no tensor waits for another. Raises as it does."""
+    plan, aliases = _plan(recipe, bank)
+    together = []
+
+    def write(computation: _Computation) -> None:
+        destination = destinations[computation.tensor.name]
+        merged = computation.result(bank, destination.dtype, lambda name, shape: destination)
+        if merged is not destination:
+            destination.copy_(merged)
+
+    for tensor in plan:
+        if tensor.name in destinations:
+            computation = _Computation.of(tensor, recipe, aliases, bank)
+            if tensor.merge.method in FUSED:
+                together.append((math.prod(tensor.shape), computation))
+            else:  # in torch, which has threads of its own
+                write(computation)
+    for_each(write, together, bank.device)
+
+
+def merged_names(recipe: Recipe, bank: Bank) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that `merged_tensors` gives, in its order. Raises as it does."""
+    return {tensor.name: tensor.shape for tensor in _plan(recipe, bank)[0]}
+
+
+def computations(recipe: Recipe, bank: Bank) -> dict[str, Hashable]:
+    """For every tensor that `merged_tensors` gives, what it is computed from and how: equal values, equal bits."""
+    plan, aliases = _plan(recipe, bank)
+    return {tensor.name: _computation(tensor, aliases[recipe.base], aliases) for tensor in plan}
+
+
+def check_recipe(recipe: Recipe, bank: Bank) -> None:
+    """Raise InvalidRecipe or InvalidModel unless the bank can materialise the recipe."""
+    _plan(recipe, bank)
+
+
+def _plan(recipe: Recipe, bank: Bank) -> tuple[list[MergedTensor], dict[str, str]]:
+    """Every tensor to compute, in order, and the bank's alias for each of the recipe's."""
+    recipe = recipe.canonical()
+    aliases = _bank_aliases(recipe, bank)
+    plan = _part(recipe, recipe.embedding, "embedding", None, bank)
+    for index, layer in enumerate(recipe.layers):
+        if layer.scale != 1 or layer.alignment is not None:
+            raise InvalidRecipe(
+                f"layer {index}: scale {layer.scale} and alignment {layer.alignment!r} cannot be merged into weights "
+                "here; expected scale 1 and no alignment"
+            )
+        for component in COMPONENTS:
+            plan += _part(recipe, layer.component(component), component, index, bank)
+    plan += _part(recipe, recipe.head, "head", None, bank)
+    if unknown := recipe.tensors.keys() - {tensor.name for tensor in plan}:
+        raise InvalidRecipe(f"tensors: the merged model has no {some_of(unknown)}")
+    return plan, aliases
+
+
+def _part(recipe: Recipe, merge: Merge, component: str, index: int | None, bank: Bank) -> list[MergedTensor]:
+    """The tensors of one component of merged layer `index` (None: outside layers)."""
+    where = component if index is None else f"layer {index}, {component}"
+    _check_merge(merge, where, index, bank)
+    layout, tensors = bank.layout, bank.base.tensors
+    layer = merge.sources[0].layer
+    suffixes = layout.suffixes(component, layer)
+    for source in merge.sources[1:]:
+        if layout.suffixes(component, source.layer) != suffixes:
+            raise InvalidRecipe(f"{where}: layers {layer} and {source.layer} do not hold the same tensors")
+    planned = []
+    for suffix in suffixes:
+        name = layout.name(suffix, index)
+        own = recipe.tensors.get(name, merge)
+        if own is not merge:
+            _check_merge(own, name, index, bank)
+        names = [layout.name(suffix, source.layer) for source in own.sources]
+        if missing := sorted(set(names) - tensors.keys()):
+            raise InvalidRecipe(f"{where}: {name}: the models have no {some_of(missing)}")
+        shapes = {tensors[source].shape for source in names}
+        if len(shapes) > 1:
+            raise InvalidRecipe(f"{where}: {suffix} has different shapes in its source layers: {sorted(shapes)}")
+        planned.append(MergedTensor(name, own, suffix, shapes.pop()))
+    return planned
+
+
+def _check_merge(merge: Merge, where: str, index: int | None, bank: Bank) -> None:
+    method = METHODS[merge.method]
+    for source in merge.sources:
+        if (source.layer is None) != (index is None):
+            expected = "no layer" if index is None else "a layer"
+            raise InvalidRecipe(f"{where}: source {source.model!r} names layer {source.layer}; expected {expected}")
+        if source.layer is not None and not 0 <= source.layer < bank.layout.num_layers:
+            raise InvalidRecipe(
+                f"{where}: source {source.model!r} names layer {source.layer}; "
+                f"the models have layers 0..{bank.layout.num_layers - 1}"
+            )
+    layers = {source.layer for source in merge.sources}
+    if method.needs_base and len(layers) > 1:
+        raise InvalidRecipe(
+            f"{where}: {method.name} subtracts the base's layer, so all sources must name one layer; found "
+            f"{sorted(layer for layer in layers if layer is not None)}"
+        )
+
+
+def _bank_aliases(recipe: Recipe, bank: Bank) -> dict[str, str]:
+    aliases = {}
+    problems = []
+    for alias, fingerprint in recipe.models.items():
+        held = bank.alias(fingerprint)
+        if held is None:
+            problems.append(
+                f"recipe: model {alias!r} ({fingerprint[:12]}) is not among the given ones: "
+                + ", ".join(f"{model.alias} ({model.fingerprint[:12]})" for model in bank.family.models)
+            )
+        else:
+            aliases[alias] = held
+    family = bank.family
+    if _vocabulary(recipe.tokenizer, recipe.models) != _vocabulary(family.tokenizer, family.fingerprints):
+        problems.append(f"recipe: tokenizer is {recipe.tokenizer!r}; the models were opened for {family.tokenizer!r}")
+    if recipe.tokenizer != BASE:
+        spare = {model.alias for model in family.models if model.fingerprint not in recipe.models.values()}
+        if spare:
+            problems.append(
+                f"recipe: with tokenizer {recipe.tokenizer!r} every model counts; {some_of(spare)} is not the recipe's"
+            )
+    if problems:
+        raise InvalidModel(tuple(problems))
+    return aliases
+
+
+def _vocabulary(tokenizer: str, fingerprints: Mapping[str, str]) -> str:
+    return tokenizer if tokenizer in (BASE, UNION) else fingerprints[tokenizer]
+
+
+def _computation(tensor: MergedTensor, base: str, aliases: dict[str, str]) -> Hashable:
+    merge = tensor.merge
+    sources = tuple((aliases[source.model], source.layer) for source in merge.sources)
+    return merge.method, tuple(merge.coefficients.items()), merge.seed, tensor.suffix, sources, base
+
+
+@dataclass(frozen=True)
+class _Computation:
+    """A tensor to compute: its operands by name in the bank, and what depends on the sources alone."""
+
+    tensor: MergedTensor
+    sources: tuple[Key, ...]
+    base: Key | None
+    keys: tuple[int, ...] | None
+    cosine: float | None
+    magnitudes: tuple[MagnitudeTable | None, ...] | None
+    products: Products | None
+    importance: Importance | None
+    variances: MagnitudeTable | None
+
+    @classmethod
+    def of(cls, tensor: MergedTensor, recipe: Recipe, aliases: dict[str, str], bank: Bank) -> Self:
+        merge, method = tensor.merge, METHODS[tensor.merge.method]
+
+        def key(source: Source) -> Key:
+            return aliases[source.model], bank.layout.name(tensor.suffix, source.layer)
+
+        sources = tuple(key(source) for source in merge.sources)
+        base = key(Source(recipe.base, merge.sources[0].layer))
+        masks = None
+        if method.takes_seed:
+            assert merge.seed is not None, f"{merge.method} without a seed passed the check"
+            masks = tuple(
+                mask_key(merge.seed, recipe.models[source.model], name)
+                for source, (_, name) in zip(merge.sources, sources, strict=True)
+            )
+        return cls(
+            tensor,
+            sources,
+            base if method.needs_base else None,
+            masks,
+            bank.cosine(*sources) if "cosine" in method.uses else None,
+            bank.magnitudes(sources, base) if "magnitudes" in method.uses else None,
+            bank.products(sources, base if method.needs_base else None) if "products" in method.uses else None,
+            bank.importance(*sources) if "importance" in method.uses else None,
+            bank.variances(sources, base) if "variances" in method.uses else None,
+        )
+
+    @property
+    def is_copy(self) -> bool:
+        return self.tensor.merge.method == "passthrough" and self.tensor.merge.number("scale") == 1
+
+    def result(
+        self, bank: Bank, dtype: torch.dtype, into: Callable[[str, tuple[int, ...]], torch.Tensor] | None
+    ) -> torch.Tensor:
+        """As `merged_tensors` gives it."""
+        merge, shape = self.tensor.merge, self.tensor.shape
+        if self.is_copy:
+            return bank.get(*self.sources[0]).to(dtype)
+        # As large as half a source: for one tensor at a time.
+        has_ranks = self.base is not None and "ranks" in METHODS[merge.method].uses and math.prod(shape) > 0
+        operands = Operands(
+            tensors=tuple(bank.get(*source) for source in self.sources),
+            base=None if self.base is None else bank.get(*self.base),
+            cosine=self.cosine,
+            magnitudes=self.magnitudes,
+            keys=self.keys,
+            products=self.products,
+            importance=self.importance,
+            variances=self.variances,
+            ranks=bank.ranks(self.sources, self.base) if has_ranks and self.base is not None else None,
+        )
+        if is_fused(merge, operands, dtype):
+            merged = into(self.tensor.name, shape) if into else torch.empty(shape, dtype=dtype, device=bank.device)
+            merge_stored(merge, operands, merged)
+            return merged
+        return METHODS[merge.method].merge(operands.in_float32(), merge).to(dtype)

@@ -1,0 +1,136 @@
+"""What the merge methods are made of: weighted sums, and reductions that do not depend on the number of threads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from search_spaces.recipe import COEFFICIENT_DECIMALS
+from workers.merging.order_statistics import MagnitudeTable
+
+__all__ = [
+    "Products",
+    "cosine",
+    "cosine_of",
+    "dot",
+    "inner_products",
+    "magnitude_of_rank",
+    "norm",
+    "num_kept",
+    "row_cosines",
+    "share_of",
+    "total",
+    "weighted_sum",
+]
+
+Products = Sequence[Sequence[float]]  # inner products of tensors, [N, N]
+# A tensor of a smaller Euclidean norm has no direction.
+NO_DIRECTION = 1e-8
+# Reductions add the eighths of each block of this many elements, one after another, then the eighths of what they are,
+# and so on; the blocks' sums exactly.
+BLOCK, PARTS = 4096, 8
+CHUNK = 64 * BLOCK
+
+
+def weighted_sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """sum_t w_t theta_t, in the order given."""
+    merged = tensors[0] * weights[0]
+    for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
+        merged += tensor * weight
+    return merged
+
+
+def total(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> float:
+    """The sum of `function` of the tensors' elements, in float64; `function` is given pieces of them as float64."""
+    return math.fsum(_block_sums(function, *tensors))
+
+
+def dot(first: torch.Tensor, second: torch.Tensor) -> float:
+    """The inner product, summed in float64."""
+    return total(torch.mul, first, second)
+
+
+def norm(tensor: torch.Tensor) -> float:
+    """The Euclidean norm, summed in float64."""
+    return math.sqrt(dot(tensor, tensor))
+
+
+def cosine(first: torch.Tensor, second: torch.Tensor) -> float:
+    """The cosine of the angle between two tensors taken as vectors, in [-1, 1]; 0 where one has no direction."""
+    return cosine_of(inner_products((first, second)), 0, 1)
+
+
+def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = None) -> Products:
+    """Those of all pairs, in rows, summed in float64; with `base` of the differences from it, in float32."""
+    products = [[0.0] * len(tensors) for _ in tensors]
+    for i, first in enumerate(tensors):
+        for j, second in enumerate(tensors[: i + 1]):
+            products[i][j] = products[j][i] = _inner_product(first, second, base)
+    return products
+
+
+def cosine_of(products: Products, first: int, second: int) -> float:
+    """`cosine` of two of the tensors whose inner products these are."""
+    norms = (math.sqrt(products[first][first]), math.sqrt(products[second][second]))
+    if min(norms) <= NO_DIRECTION:
+        return 0.0
+    return max(-1.0, min(1.0, products[first][second] / (norms[0] * norms[1])))
+
+
+def row_cosines(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """The cosine between each row of two tensors [..., n] and its partner: float64 [..., 1]; 0 without direction."""
+    if first.dim() < 2:
+        return torch.full((1,), cosine(first, second), dtype=torch.float64, device=first.device)
+    x, y = first.double(), second.double()
+    norms = [(z * z).sum(-1, keepdim=True).sqrt() for z in (x, y)]
+    has_direction = torch.minimum(*norms) > NO_DIRECTION
+    cosines = (x * y).sum(-1, keepdim=True) / torch.where(has_direction, norms[0] * norms[1], 1)
+    return torch.where(has_direction, cosines.clamp(-1, 1), 0)
+
+
+def num_kept(k: float, num_elements: int) -> int:
+    """How many elements TIES keeps: floor(k n) in exact arithmetic on k's six decimals, at least one of any."""
+    return min(num_elements, max(1, share_of(k, num_elements)))
+
+
+def share_of(share: float, num_elements: int) -> int:
+    """floor(share * num_elements), in exact arithmetic on the share's six decimals."""
+    scale: int = 10**COEFFICIENT_DECIMALS
+    return round(share * scale) * num_elements // scale
+
+
+def magnitude_of_rank(tau: torch.Tensor, rank: int, magnitudes: MagnitudeTable | None = None) -> torch.Tensor:
+    """The `rank`-th largest magnitude, from 1, of `tau`; `magnitudes` is the table of its magnitudes where known."""
+    if magnitudes is not None:
+        return magnitudes.of_rank(rank, tau)
+    return torch.kthvalue(tau.abs().flatten(), tau.numel() - rank + 1).values
+
+
+def _inner_product(first: torch.Tensor, second: torch.Tensor, base: torch.Tensor | None) -> float:
+    given = [tensor.float() if tensor.dtype == torch.float64 else tensor for tensor in (first, second)]
+    if first.device.type == "cpu" and first.numel() > 0:
+        from workers.merging.kernels.reductions import inner_product
+
+        return inner_product(given[0].contiguous(), given[1].contiguous(), base)
+    if base is None:
+        return total(torch.mul, *given)
+    # The differences are float32's; `total` gives pieces as float64.
+    return total(lambda x, y, b: (x.float() - b.float()).double() * (y.float() - b.float()).double(), *given, base)
+
+
+def _block_sums(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> Iterator[float]:
+    for pieces in zip(*(torch.split(tensor.flatten(), CHUNK) for tensor in tensors), strict=True):
+        values = function(*(piece.double() for piece in pieces))
+        yield from _blocks(values)
+
+
+def _blocks(values: torch.Tensor) -> list[float]:
+    rows = torch.nn.functional.pad(values.flatten(), (0, -values.numel() % BLOCK)).view(-1, BLOCK)
+    while rows.shape[1] > 1:
+        rows, *others = rows.chunk(PARTS, dim=1)
+        for other in others:
+            rows = rows + other
+    sums: list[float] = rows.flatten().tolist()
+    return sums

@@ -1,0 +1,371 @@
+"""Averages and interpolations of whole models: linear, the SLERP family, Karcher mean, Model Stock, two fusions of a
+pair. Equation numbers are those of "Automated Model Merging", section A.2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from search_spaces.errors import InvalidRecipe
+from search_spaces.recipe import COEFFICIENT_DECIMALS
+from workers.merging.methods.arithmetic import (
+    CHUNK,
+    Products,
+    cosine,
+    cosine_of,
+    inner_products,
+    row_cosines,
+    weighted_sum,
+)
+
+__all__ = [
+    "Importance",
+    "arcee_fusion",
+    "importance_of",
+    "karcher",
+    "karcher_weights",
+    "linear",
+    "linear_weights",
+    "model_stock",
+    "model_stock_rows",
+    "model_stock_weights",
+    "multislerp",
+    "multislerp_task_vectors",
+    "multislerp_weights",
+    "nearswap",
+    "nuslerp",
+    "nuslerp_columns",
+    "nuslerp_rows",
+    "nuslerp_task_vectors",
+    "nuslerp_weights",
+    "passthrough",
+    "slerp",
+    "slerp_weights",
+]
+
+# Beyond this |cos| SLERP interpolates straight, see `slerp`. The value is the customary one.
+COLLINEAR = 0.9995
+# NuSLERP stays on the circle longer; beyond this line and circle differ by less than float32 shows, see `nuslerp`.
+NUSLERP_COLLINEAR = 1 - 1e-7
+# Weights that sum to less say nothing about the share of each.
+NO_WEIGHT = 10.0**-COEFFICIENT_DECIMALS
+# Multi-SLERP's epsilon, added to norms it divides by.
+MULTISLERP_EPSILON = 1e-8
+# A weighted mean of directions that is shorter has none: lengths from inner products have an error of about 1e-8.
+NO_MEAN = 1e-7
+# Karcher mean: at most so many steps, until a step is shorter than the tolerance.
+KARCHER_STEPS, KARCHER_TOLERANCE = 10, 1e-5
+# Model Stock's denominator 1 + (N - 1) cos below this has no finite ratio: the base stays.
+SINGULAR = 1e-6
+
+
+def passthrough(tensors: Sequence[torch.Tensor], *, scale: float = 1) -> torch.Tensor:
+    """scale * theta: the one source as it is, or scaled (mergekit's passthrough with `scale`)."""
+    return tensors[0] if scale == 1 else tensors[0] * scale
+
+
+def linear(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """Weighted average, eq. 11: sum_t w_t theta_t with sum_t w_t = 1 (model soups, arXiv:2203.05482).
+
+    The weights are divided by their sum, since weights rounded to six decimals seldom sum to exactly one.
+    Raises InvalidRecipe if they sum to zero.
+    """
+    return weighted_sum(tensors, linear_weights(weights))
+
+
+def linear_weights(weights: Sequence[float]) -> list[float]:
+    """What `linear` multiplies each tensor with."""
+    return _shares("linear", weights)
+
+
+def slerp(first: torch.Tensor, second: torch.Tensor, *, t: float, cos: float | None = None) -> torch.Tensor:
+    """Spherical interpolation, eq. 10 (Shoemake 1985), with omega the angle between the whole tensors, its cosine being
+    `cos` where it is known; t = 0 is `first`. The tensors keep their norms: directions only decide the angle.
+
+    Where |cos omega| > 0.9995 it is the straight line: sin omega, the divisor, goes to zero there, a float32 angle has
+    lost its digits, two nearly equal tensors differ from the line by less than 1.3e-4, and between opposite tensors no
+    great circle is the right one. A tensor without direction (norm at most 1e-8) is taken as orthogonal to the other.
+    """
+    return weighted_sum((first, second), slerp_weights(t, cosine(first, second) if cos is None else cos))
+
+
+def slerp_weights(t: float, cos: float) -> tuple[float, float]:
+    """What `slerp` multiplies the two tensors with."""
+    return _circle_weights(t, cos, COLLINEAR)
+
+
+def nuslerp(tensors: Sequence[torch.Tensor], *, weights: Sequence[float], cos: float | None = None) -> torch.Tensor:
+    """SLERP, eq. 10, with t = w_2 / (w_1 + w_2); equal shares where the weights sum to zero (mergekit's NuSLERP,
+    `nuslerp_flatten`).
+
+    Unlike `slerp` it stays on the circle almost to collinear tensors, where line and circle agree in float32, and to
+    opposite ones, where the circle is decided by rounding: beyond |cos omega| = 1 - 1e-7 it is the straight line.
+    """
+    first, second = tensors
+    return weighted_sum(tensors, nuslerp_weights(weights, cosine(first, second) if cos is None else cos))
+
+
+def nuslerp_weights(weights: Sequence[float], cos: float) -> tuple[float, float]:
+    """What `nuslerp` multiplies the two tensors with."""
+    return _circle_weights(_t(weights), cos, NUSLERP_COLLINEAR)
+
+
+def nuslerp_rows(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -> torch.Tensor:
+    """`nuslerp` of each row (all but the last index fixed) by its own angle (mergekit: `nuslerp_flatten: false`)."""
+    first, second = tensors
+    t, cosines = _t(weights), row_cosines(first, second)
+    is_straight = cosines.abs() > NUSLERP_COLLINEAR
+    omega = torch.acos(torch.where(is_straight, 0, cosines))
+    shares = [
+        torch.where(is_straight, straight, torch.sin(straight * omega) / torch.sin(omega)).float()
+        for straight in (1 - t, t)
+    ]
+    return first * shares[0] + second * shares[1]
+
+
+def nuslerp_columns(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -> torch.Tensor:
+    """`nuslerp` along the first index instead of the last (mergekit: `nuslerp_row_wise: true` besides)."""
+    turned = nuslerp_rows([tensor.transpose(0, -1) for tensor in tensors], weights=weights)
+    return turned.transpose(0, -1).contiguous()
+
+
+def nuslerp_task_vectors(
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    *,
+    weights: Sequence[float],
+    products: Products | None = None,
+) -> torch.Tensor:
+    """theta_pre + `nuslerp` of the task vectors (mergekit's NuSLERP with a base model)."""
+    cos = None if products is None else cosine_of(products, 0, 1)
+    return nuslerp([tensor - base for tensor in tensors], weights=weights, cos=cos).add_(base)
+
+
+def multislerp(
+    tensors: Sequence[torch.Tensor], *, weights: Sequence[float], products: Products | None = None
+) -> torch.Tensor:
+    """Barycentric interpolation on the hypersphere (mergekit's Multi-SLERP, goddard.blog/posts/multislerp).
+
+    With w_t summing to one, u_t = theta_t / |theta_t| and m = sum_t w_t u_t / |sum_t w_t u_t|: the tangent vectors
+    v = sum_t w_t (u_t - <u_t, m> m) at m give (m cos |v| + v sin |v| / |v|) * sum_t w_t |theta_t|. As sum_t w_t u_t
+    has m's direction, v is zero but for rounding, and m * sum_t w_t |theta_t| is left. Where the weighted mean
+    direction vanishes, two tensors are interpolated straight; more raise InvalidRecipe. A single tensor is itself.
+    """
+    if len(tensors) == 1:
+        return tensors[0]
+    return weighted_sum(tensors, multislerp_weights(weights, products or inner_products(tensors)))
+
+
+def multislerp_weights(weights: Sequence[float], products: Products) -> list[float]:
+    """What `multislerp` multiplies each tensor with. Raises InvalidRecipe where more than two directions cancel."""
+    if len(products) == 1:
+        return [1.0]
+    shares, norms = _shares("multislerp", weights), _norms(products)
+    units = [share / (size + MULTISLERP_EPSILON) for share, size in zip(shares, norms, strict=True)]
+    size = _length(units, products)
+    if size < NO_MEAN:
+        if len(products) == 2 or max(norms) == 0:
+            return shares
+        raise InvalidRecipe(
+            f"multislerp: the directions of {len(products)} tensors cancel with weights {tuple(weights)}: there is no "
+            "mean direction; use other weights or another method"
+        )
+    length = math.fsum(share * size for share, size in zip(shares, norms, strict=True))
+    return [unit * length / size for unit in units]
+
+
+def multislerp_task_vectors(
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    *,
+    weights: Sequence[float],
+    products: Products | None = None,
+) -> torch.Tensor:
+    """theta_pre + `multislerp` of the task vectors (mergekit's Multi-SLERP with a base model)."""
+    if len(tensors) == 1:
+        return tensors[0]
+    return multislerp([tensor - base for tensor in tensors], weights=weights, products=products).add_(base)
+
+
+def karcher(
+    tensors: Sequence[torch.Tensor], *, weights: Sequence[float], products: Products | None = None
+) -> torch.Tensor:
+    """The Karcher (Riemannian) mean of directions on the unit sphere, times the mean norm (arXiv:2603.04972).
+
+    The m with sum_t w_t log_m(u_t) = 0, by steps m <- exp_m(sum_t w_t log_m(u_t)) from the normalised mean, at most 10,
+    until a step is shorter than 1e-5. Tensors without direction have a part in the mean norm, none in the direction. A
+    single tensor is itself; the method's own weights are equal.
+    """
+    if len(tensors) == 1:
+        return tensors[0]
+    return weighted_sum(tensors, karcher_weights(weights, products or inner_products(tensors)))
+
+
+def karcher_weights(weights: Sequence[float], products: Products) -> list[float]:
+    """What `karcher` multiplies each tensor with: m and the steps are sums of the u_t, so only angles are needed."""
+    if len(products) == 1:
+        return [1.0]
+    shares, norms = _shares("karcher", weights), _norms(products)
+    length = math.fsum(share * size for share, size in zip(shares, norms, strict=True))
+    pointing = [i for i, size in enumerate(norms) if size > KARCHER_TOLERANCE and shares[i] != 0]
+    found = [0.0] * len(products)
+    if not pointing:
+        return found
+    cosines = [[max(-1.0, min(1.0, products[i][j] / (norms[i] * norms[j]))) for j in pointing] for i in pointing]
+    shares = _shares("karcher", [shares[i] for i in pointing])
+    size = _length(shares, cosines)
+    mean = [1.0] + [0.0] * (len(pointing) - 1) if size < KARCHER_TOLERANCE else [share / size for share in shares]
+    for _ in range(KARCHER_STEPS):
+        step = [0.0] * len(pointing)
+        for i, share in enumerate(shares):
+            along = max(-1.0, min(1.0, math.fsum(m * c for m, c in zip(mean, cosines[i], strict=True))))
+            theta = math.acos(along)
+            if theta < KARCHER_TOLERANCE or math.sin(theta) < KARCHER_TOLERANCE:
+                continue  # there already, or opposite: no direction leads there
+            factor = share * theta / math.sin(theta)
+            step = [part - of_mean * factor * along for part, of_mean in zip(step, mean, strict=True)]
+            step[i] += factor
+        size = _length(step, cosines)
+        if size < KARCHER_TOLERANCE:
+            break
+        mean = [m * math.cos(size) + s * math.sin(size) / size for m, s in zip(mean, step, strict=True)]
+        size = _length(mean, cosines)
+        mean = [m / size for m in mean]
+    for i, of_mean in zip(pointing, mean, strict=True):
+        found[i] = of_mean / norms[i] * length
+    return found
+
+
+def model_stock(
+    tensors: Sequence[torch.Tensor], base: torch.Tensor, *, products: Products | None = None
+) -> torch.Tensor:
+    """Model Stock (arXiv:2403.19522), of N models: theta_pre + t * (mean of the task vectors),
+    t = N cos / (1 + (N - 1) cos), cos the mean cosine between task vectors of this tensor.
+
+    A task vector of norm at most 1e-8 is orthogonal to the others. Where the denominator vanishes the base stays.
+    """
+    taus = [tensor - base for tensor in tensors]
+    return weighted_sum(taus, model_stock_weights(products or inner_products(taus))).add_(base)
+
+
+def model_stock_weights(products: Products) -> list[float]:
+    """What `model_stock` multiplies each task vector with, `products` being theirs."""
+    count = len(products)
+    cosines = [cosine_of(products, i, j) for i in range(count) for j in range(i + 1, count)]
+    ratio = _stock_ratio(torch.tensor([math.fsum(cosines) / len(cosines)], dtype=torch.float64), count)
+    return [float(ratio) / count] * count
+
+
+def model_stock_rows(tensors: Sequence[torch.Tensor], base: torch.Tensor) -> torch.Tensor:
+    """`model_stock` with a ratio for each row (mergekit: `filter_wise: true`)."""
+    taus = [tensor - base for tensor in tensors]
+    pairs = [(taus[i], taus[j]) for i in range(len(taus)) for j in range(i + 1, len(taus))]
+    cosines = row_cosines(*pairs[0])
+    for pair in pairs[1:]:
+        cosines = cosines + row_cosines(*pair)
+    ratio = _stock_ratio(cosines / len(pairs), len(taus))
+    return weighted_sum(taus, [1 / len(taus)] * len(taus)).mul_(ratio.float()).add_(base)
+
+
+def nearswap(tensors: Sequence[torch.Tensor], *, t: float) -> torch.Tensor:
+    """The first model, each element moved towards the second's by at most t (mergekit's NearSwap):
+    w theta_2 + (1 - w) theta_1 with w = min(1, t / |theta_1 - theta_2|)."""
+    first, second = tensors
+    share = (t / (first - second).abs_().clamp_(min=1e-6)).clamp_(max=1)
+    return share * second + (1 - share) * first
+
+
+@dataclass(frozen=True)
+class Importance:
+    """What Arcee Fusion asks of two tensors: elements whose |difference| times their row's number in `rows`, float32,
+    is at least `threshold`, one of float32's values."""
+
+    rows: torch.Tensor
+    threshold: float
+
+
+def arcee_fusion(tensors: Sequence[torch.Tensor], *, importance: Importance | None = None) -> torch.Tensor:
+    """The first model with the second's most important changes (mergekit's Arcee Fusion).
+
+    Importance is |theta_2 - theta_1| * KL(softmax of theta_2's row | softmax of theta_1's row); elements whose
+    importance is at least median + 1.5 (Q3 - Q1) are taken over. Quartiles are those of the whole tensor, by the
+    element at floor(q (n - 1)) of the sorted ones. `importance` is that of the two where it is known.
+    """
+    first, second = tensors
+    delta = second - first
+    asked = importance or importance_of(first.cpu(), second.cpu())
+    return delta.masked_fill_(delta.abs().mul_(asked.rows.to(delta.device)) < asked.threshold, 0).add_(first)
+
+
+def importance_of(first: torch.Tensor, second: torch.Tensor) -> Importance:
+    """What `arcee_fusion` asks of these two, on CPU and of at least one element."""
+    width = first.shape[-1] if first.dim() else 1
+    parts = (torch.split(tensor.reshape(-1, width), max(1, CHUNK // width)) for tensor in (second, first))
+    rows = torch.cat([_divergences(p.float(), q.float()) for p, q in zip(*parts, strict=True)])
+    rows = rows.view(*first.shape[:-1], 1)
+    ranks = first.numel() - 1
+    lower, median, upper = _importances_at([quarter * ranks // 4 for quarter in (1, 2, 3)], first, second, rows)
+    return Importance(rows, float(median + 1.5 * (upper - lower)))
+
+
+def _divergences(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """KL(softmax of the first's row | softmax of the second's), of each row; rounding leaves none below zero."""
+    p, q = (torch.softmax(tensor, dim=-1).add_(1e-8) for tensor in (first, second))
+    return (p * torch.log(p / q)).sum(dim=-1)
+
+
+def _importances_at(
+    places: Sequence[int], first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor
+) -> list[torch.Tensor]:
+    """The elements at `places` of the importances in ascending order."""
+    from workers.merging.kernels.sorting import ascending_importances
+
+    found: dict[int, torch.Tensor] = {}
+    before = 0
+    for piece in ascending_importances(first, second, rows):
+        found |= {at: torch.tensor(piece[at - before]) for at in places if before <= at < before + len(piece)}
+        before += len(piece)
+    return [found[place] for place in places]
+
+
+def _shares(method: str, weights: Sequence[float]) -> list[float]:
+    total = math.fsum(weights)
+    if abs(total) < NO_WEIGHT:
+        raise InvalidRecipe(f"{method}: weights {tuple(weights)} sum to {total}; they must not sum to zero")
+    return [weight / total for weight in weights]
+
+
+def _norms(products: Products) -> list[float]:
+    return [math.sqrt(row[i]) for i, row in enumerate(products)]
+
+
+def _length(coefficients: Sequence[float], products: Products) -> float:
+    """The norm of the sum of vectors times their coefficients."""
+    terms = (
+        a * b * product
+        for a, row in zip(coefficients, products, strict=True)
+        for b, product in zip(coefficients, row, strict=True)
+    )
+    return math.sqrt(max(0.0, math.fsum(terms)))
+
+
+def _t(weights: Sequence[float]) -> float:
+    total = math.fsum(weights)
+    return 0.5 if abs(total) < NO_WEIGHT else weights[1] / total
+
+
+def _circle_weights(t: float, cos: float, straight_beyond: float) -> tuple[float, float]:
+    if abs(cos) > straight_beyond:
+        return 1 - t, t
+    omega = math.acos(cos)
+    return math.sin((1 - t) * omega) / math.sin(omega), math.sin(t * omega) / math.sin(omega)
+
+
+def _stock_ratio(cosines: torch.Tensor, num_models: int) -> torch.Tensor:
+    denominator = 1 + (num_models - 1) * cosines
+    is_singular = denominator.abs() < SINGULAR
+    return torch.where(is_singular, 0, num_models * cosines / torch.where(is_singular, 1, denominator))

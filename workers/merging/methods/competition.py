@@ -1,0 +1,314 @@
+"""Methods that weigh task vectors against one another: SCE, RAM, PCB-Merging, consensus (TALL masks), WUDI."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from workers.merging.methods import consensus
+from workers.merging.methods.arithmetic import dot, magnitude_of_rank, num_kept, share_of, total
+from workers.merging.methods.task_vectors import Magnitudes, trimmed_task_vectors
+from workers.merging.order_statistics import MagnitudeTable
+
+__all__ = [
+    "consensus_ta",
+    "consensus_ties",
+    "num_selected",
+    "pcb",
+    "pcb_tanh",
+    "ram",
+    "ramplus_factor",
+    "ramplus_tl",
+    "sce",
+    "sce_mergekit",
+    "sce_mergekit_weights",
+    "sce_weights",
+    "variance",
+    "wudi",
+]
+
+# PCB-Merging's code clips magnitudes to their quantiles at this share from both ends.
+PCB_CLIPPED = 0.0001
+# Below this sum of mean squares mergekit's SCE weighs equally.
+NO_SQUARES = 1e-6
+# Adam's constants, as in the paper that named it.
+ADAM_BETAS, ADAM_EPSILON = (0.9, 0.999), 1e-8
+
+
+def sce(
+    tensors: Sequence[torch.Tensor], base: torch.Tensor, *, select_topk: float, variances: MagnitudeTable | None = None
+) -> torch.Tensor:
+    """SCE (FuseChat, arXiv:2408.07990): select the share of elements that vary most between the task vectors (of those
+    that vary at all), calculate each model's weight as its mean square over the tensor, erase the elements whose sign
+    is not that of the sum; theta_pre + sum_t w_t tau_t / sum_t w_t over what is left. Where the sum is zero the base
+    stays, as it does for task vectors without anything selected. `variances` are those of the task vectors' elements
+    where they are known."""
+    taus = [tensor - base for tensor in tensors]
+    if select_topk < 1:
+        dropped = ~_most_variable(taus, select_topk, variances)
+        taus = [tau.masked_fill_(dropped, 0) for tau in taus]
+    weights = sce_weights([dot(tau, tau) for tau in taus])
+    elected = taus[0].clone()
+    for tau in taus[1:]:
+        elected += tau
+    elected.sign_()
+    merged, divisor = torch.zeros_like(base), torch.zeros_like(base)
+    for tau, weight in zip(taus, weights, strict=True):
+        agreeing = tau.mul_(elected).clamp_(min=0)
+        merged += agreeing * weight
+        divisor += agreeing.sign_().mul_(weight)
+    return merged.mul_(elected).div_(divisor.masked_fill_(divisor == 0, 1)).add_(base)
+
+
+def sce_mergekit(
+    tensors: Sequence[torch.Tensor], base: torch.Tensor, *, select_topk: float, variances: MagnitudeTable | None = None
+) -> torch.Tensor:
+    """`sce`, but weights are equal where mean squares sum to less than 1e-6, + is elected where the sum is zero, and
+    what is left is divided by no less than 1e-6 (mergekit)."""
+    taus = [tensor - base for tensor in tensors]
+    if select_topk < 1:
+        dropped = ~_most_variable(taus, select_topk, variances)
+        taus = [tau.masked_fill_(dropped, 0) for tau in taus]
+    weights = sce_mergekit_weights([dot(tau, tau) for tau in taus], base.numel())
+    elected = taus[0].clone()
+    for tau in taus[1:]:
+        elected += tau
+    is_positive = elected >= 0
+    merged, divisor = torch.zeros_like(base), torch.zeros_like(base)
+    for tau, weight in zip(taus, weights, strict=True):
+        agrees = torch.where(is_positive, tau > 0, tau < 0)
+        merged += tau.masked_fill_(~agrees, 0).mul_(weight)
+        divisor += agrees.to(tau.dtype).mul_(weight)
+    return merged.div_(divisor.clamp_(min=NO_SQUARES)).add_(base)
+
+
+def num_selected(select_topk: float, num_variable: int) -> int:
+    """How many of the elements that vary at all SCE selects."""
+    return share_of(select_topk, num_variable)
+
+
+def sce_weights(squares: Sequence[float]) -> list[float]:
+    """Each model's weight in SCE, from the sum of squares of its task vector; zeros where all are zero."""
+    whole = math.fsum(squares)
+    return [square / whole if whole else 0.0 for square in squares]
+
+
+def ram(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, epsilon: float) -> torch.Tensor:
+    """RAM (arXiv:2601.13572): elements that one model changed, by more than epsilon, are added; elements that several
+    changed are averaged over these."""
+    return _ram([tensor - base for tensor in tensors], base, epsilon, None)
+
+
+def ramplus_tl(
+    tensors: Sequence[torch.Tensor], base: torch.Tensor, *, r: float, alpha: float, epsilon: float
+) -> torch.Tensor:
+    """RAM+ with counts of each tensor (arXiv:2601.13572; "tensor-local" is mergekit's word): `ram`, with what one
+    model alone changed multiplied by 1 + r min(alpha, shared / unique), the numbers of elements that this model changed
+    with others and alone."""
+    return _ram([tensor - base for tensor in tensors], base, epsilon, (r, alpha))
+
+
+def pcb(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, density: float) -> torch.Tensor:
+    """PCB-Merging as published (arXiv:2410.02396): with Norm scaling a tensor to [0, 1] and N models,
+    beta_i = Softmax(N Norm(tau_i^2)) * sum_j Softmax(Norm(tau_i tau_j)), all but the `density` largest of each beta_i
+    set to zero; theta_pre + lambda sum_i beta_i tau_i / sum_i beta_i, the base where no beta is left."""
+    taus = [tensor - base for tensor in tensors]
+    betas = []
+    for tau in taus:
+        within = _softmax(_unit_range(tau * tau).mul_(len(taus)))
+        between = torch.zeros_like(tau)
+        for other in taus:
+            between += _softmax(_unit_range(tau * other))
+        beta = within.mul_(between)
+        smallest_kept = magnitude_of_rank(beta, num_kept(density, beta.numel()))
+        betas.append(beta.masked_fill_(beta < smallest_kept, 0))
+    return _balanced(taus, betas, lambda_, base)
+
+
+def pcb_tanh(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, density: float) -> torch.Tensor:
+    """PCB-Merging as its authors' code computes it: magnitudes clipped to their quantiles at 0.01 % and 99.99 %,
+    beta_i = exp(N Norm(|tau_i|)^2) tanh(tau_i sum_j tau_j) raised to its quantile at 1 - density and scaled to [0, 1],
+    and the same weighted mean, of the clipped task vectors."""
+    taus = [tensor - base for tensor in tensors]
+    summed = taus[0].clone()
+    for tau in taus[1:]:
+        summed += tau
+    clipped, betas = [], []
+    for tau in taus:
+        sizes = tau.abs()
+        count = sizes.numel()
+        low, high = (
+            _smallest(sizes, int(count * PCB_CLIPPED)),
+            _smallest(sizes, max(0, int(count * (1 - PCB_CLIPPED) - 1))),
+        )
+        sizes.clamp_(low, high)
+        clipped.append(tau.sign() * sizes)
+        beta = _unit_range(sizes).square_().mul_(len(taus)).exp_().mul_((tau * summed).tanh_())
+        floor = _smallest(beta, min(count - 1, share_of(1 - density, count)))
+        betas.append(_unit_range(beta.clamp_(min=floor)))
+    return _balanced(clipped, betas, lambda_, base)
+
+
+def consensus_ta(
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    *,
+    lambda_: float,
+    mask_lambdas: Sequence[float],
+    agreement: int,
+) -> torch.Tensor:
+    """Consensus task arithmetic (TALL masks, arXiv:2405.07813): of the sum tau of the task vectors, the
+    elements that matter to at least `agreement` models, those with |tau_t| >= mask_lambda_t |tau - tau_t|;
+    theta_pre + lambda times these."""
+    taus = [tensor - base for tensor in tensors]
+    merged = taus[0].clone()
+    for tau in taus[1:]:
+        merged += tau
+    return _agreed(merged, taus, mask_lambdas, agreement).mul_(lambda_).add_(base)
+
+
+def consensus_ties(
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    *,
+    lambda_: float,
+    k: float,
+    mask_lambdas: Sequence[float],
+    agreement: int,
+    magnitudes: Magnitudes = None,
+) -> torch.Tensor:
+    """`consensus_ta` with TIES' merged task vector (eq. 6 to 8, without lambda) in the place of the sum."""
+    merged = consensus.disjoint_mean(trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes))
+    taus = [tensor - base for tensor in tensors]
+    return _agreed(merged, taus, mask_lambdas, agreement).mul_(lambda_).add_(base)
+
+
+def wudi(
+    tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, steps: int, learning_rate: float
+) -> torch.Tensor:
+    """WUDI-Merging (arXiv:2503.08099): theta_pre + lambda m, with m of a matrix reached from sum_i tau_i by `steps`
+    steps of Adam on sum_i |(m - tau_i) tau_i^T|^2 / |tau_i|^2; other tensors take the mean task vector.
+
+    The gradient 2 (m A - B), A = sum_i tau_i^T tau_i / |tau_i|^2 and B = sum_i tau_i tau_i^T tau_i / |tau_i|^2, is
+    written out, so a step is one matrix product. Matrix products depend on the number of threads in their last bits.
+    Task vectors that are zero have no part in the loss.
+    """
+    taus = [tensor - base for tensor in tensors]
+    if base.dim() != 2:
+        mean = taus[0].clone()
+        for tau in taus[1:]:
+            mean += tau
+        return mean.mul_(lambda_ / len(taus)).add_(base)
+    merged = torch.zeros_like(base)
+    gram, target = base.new_zeros(base.shape[1], base.shape[1]), torch.zeros_like(base)
+    for tau in taus:
+        merged += tau
+        if (square := dot(tau, tau)) > 0:
+            own = tau.T @ tau / square
+            gram += own
+            target += tau @ own
+    slope, curvature = torch.zeros_like(base), torch.zeros_like(base)
+    beta, gamma = ADAM_BETAS
+    for step in range(1, steps + 1):
+        gradient = (merged @ gram).sub_(target).mul_(2)
+        slope.mul_(beta).add_(gradient * (1 - beta))
+        curvature.mul_(gamma).add_(gradient.square_().mul_(1 - gamma))
+        scale = (curvature / (1 - gamma**step)).sqrt_().add_(ADAM_EPSILON)
+        merged -= slope / scale * (learning_rate / (1 - beta**step))
+    return merged.mul_(lambda_).add_(base)
+
+
+def sce_mergekit_weights(squares: Sequence[float], num_elements: int) -> list[float]:
+    """Each model's weight in `sce_mergekit`, from the sum of squares of its task vector of so many elements."""
+    whole = math.fsum(squares)
+    if whole / max(1, num_elements) < NO_SQUARES:
+        return [1 / len(squares)] * len(squares)
+    return [square / whole for square in squares]
+
+
+def variance(tensors: Sequence[torch.Tensor], base: torch.Tensor) -> torch.Tensor:
+    """The variance of each element between the task vectors, in float32."""
+    return _variance([tensor.float() - base.float() for tensor in tensors])
+
+
+def _most_variable(taus: Sequence[torch.Tensor], share: float, known: MagnitudeTable | None) -> torch.Tensor:
+    """Bool: the share of largest variances between task vectors, of those not zero, and all that equal the smallest."""
+    variances = _variance(taus)
+    count = num_selected(share, int(torch.count_nonzero(variances)))
+    if count == 0:
+        return torch.zeros_like(variances, dtype=torch.bool)
+    return variances >= magnitude_of_rank(variances, count, known)
+
+
+def _variance(taus: Sequence[torch.Tensor]) -> torch.Tensor:
+    # Differences from the first leave the variance as it is, and exactly zero where all are equal.
+    offsets = [tau - taus[0] for tau in taus]
+    mean = torch.zeros_like(taus[0])
+    for offset in offsets:
+        mean += offset
+    mean /= len(offsets)
+    squares = torch.zeros_like(mean)
+    for offset in offsets:
+        squares += (offset - mean).square_()
+    squares /= len(offsets)
+    return squares
+
+
+def _ram(
+    taus: list[torch.Tensor], base: torch.Tensor, epsilon: float, rescale: tuple[float, float] | None
+) -> torch.Tensor:
+    changed = [tau.abs() > epsilon for tau in taus]
+    count = torch.zeros_like(base)
+    for mask in changed:
+        count += mask
+    is_unique = count == 1
+    merged = torch.zeros_like(base)
+    for tau, mask in zip(taus, changed, strict=True):
+        factor = 1.0
+        if rescale is not None:
+            factor = ramplus_factor(*rescale, int(mask.sum()), int((mask & is_unique).sum()))
+        merged += tau.masked_fill_(~mask, 0) * torch.where(is_unique, factor, 1 / count.clamp(min=1))
+    return merged.add_(base)
+
+
+def ramplus_factor(r: float, alpha: float, num_changed: int, num_alone: int) -> float:
+    """What RAM+ multiplies a model's own changes with: it changed `num_changed` elements, `num_alone` of them alone."""
+    return 1 + r * min(alpha, (num_changed - num_alone) / num_alone) if num_alone else 1.0
+
+
+def _agreed(
+    merged: torch.Tensor, taus: Sequence[torch.Tensor], mask_lambdas: Sequence[float], agreement: int
+) -> torch.Tensor:
+    votes = torch.zeros_like(merged)
+    for tau, mask_lambda in zip(taus, mask_lambdas, strict=True):
+        votes += tau.abs() >= (merged - tau).abs_().mul_(mask_lambda)
+    return merged.masked_fill_(votes < agreement, 0)
+
+
+def _balanced(
+    taus: Sequence[torch.Tensor], betas: Sequence[torch.Tensor], lambda_: float, base: torch.Tensor
+) -> torch.Tensor:
+    merged, divisor = torch.zeros_like(base), torch.zeros_like(base)
+    for tau, beta in zip(taus, betas, strict=True):
+        merged += tau * beta
+        divisor += beta
+    return merged.div_(divisor.masked_fill_(divisor == 0, 1)).mul_(lambda_).add_(base)
+
+
+def _unit_range(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` scaled to [0, 1]; zeros where all its elements are equal."""
+    low, high = torch.aminmax(tensor)
+    return (tensor - low).div_(high - low) if high > low else torch.zeros_like(tensor)
+
+
+def _softmax(tensor: torch.Tensor) -> torch.Tensor:
+    """Over the whole tensor, whose elements are not so large that exp overflows. It is written in place."""
+    exponential = tensor.exp_()
+    return exponential.mul_(1 / total(torch.clone, exponential))
+
+
+def _smallest(tensor: torch.Tensor, index: int) -> torch.Tensor:
+    """The element at `index`, from 0, of the sorted elements."""
+    return torch.kthvalue(tensor.flatten(), index + 1).values

@@ -1,0 +1,134 @@
+"""Sparse task vectors: by magnitude (TIES, Model Breadcrumbs), at random (DARE), at random by magnitude (DELLA).
+
+Each function returns the sparse task vector and may modify the one it is given. Random masks are those of
+`workers.merging.masks`, by a key that stands for seed, model and tensor.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from workers.merging import masks
+from workers.merging.methods.arithmetic import magnitude_of_rank, num_kept, share_of, total
+from workers.merging.order_statistics import MagnitudeTable
+
+__all__ = [
+    "cut_both_ends",
+    "cut_ranks",
+    "dropped",
+    "l1_ratio",
+    "magnitude_sampled",
+    "match_l1_norm",
+    "probability_by_rank",
+    "row_ranks",
+    "row_width",
+    "trimmed",
+]
+
+# L1 norms below this are not matched: there is nothing to rescale.
+NO_NORM = 1e-7
+
+
+def trimmed(tau: torch.Tensor, k: float, magnitudes: MagnitudeTable | None = None) -> torch.Tensor:
+    """`tau` with zeros for all but its `num_kept(k, n)` largest magnitudes and all that equal the smallest of them
+    (eq. 6; arXiv:2306.01708)."""
+    rank = num_kept(k, tau.numel())
+    if rank == tau.numel():
+        return tau
+    smallest_kept = magnitude_of_rank(tau, rank, magnitudes)
+    if smallest_kept == 0:
+        return tau
+    # hardshrink keeps what is strictly larger than its bound.
+    return torch.nn.functional.hardshrink(tau, float(smallest_kept.nextafter(torch.zeros_like(smallest_kept))))
+
+
+def cut_both_ends(
+    tau: torch.Tensor, density: float, gamma: float, magnitudes: MagnitudeTable | None = None
+) -> torch.Tensor:
+    """`tau` without its floor(gamma n) largest magnitudes and with the floor(density n) largest of the others, at least
+    one, and all that equal the largest or the smallest of these (Model Breadcrumbs, arXiv:2312.06795,
+    where the two percentiles are 1 - gamma and 1 - gamma - density)."""
+    ranks = cut_ranks(density, gamma, tau.numel())
+    if ranks is None:
+        return tau
+    largest, smallest = (magnitude_of_rank(tau, rank, magnitudes) for rank in ranks)
+    sizes = tau.abs()
+    return tau.masked_fill_((sizes > largest) | (sizes < smallest), 0)
+
+
+def cut_ranks(density: float, gamma: float, num_elements: int) -> tuple[int, int] | None:
+    """The ranks of the largest and the smallest magnitude that `cut_both_ends` keeps; None where it keeps all."""
+    num_cut = share_of(gamma, num_elements)
+    count = min(num_kept(density, num_elements), num_elements - num_cut)
+    return None if count <= 0 or count == num_elements else (num_cut + 1, num_cut + count)
+
+
+def dropped(tau: torch.Tensor, density: float, key: int) -> torch.Tensor:
+    """`tau` with each element kept with probability `density`, not rescaled (DARE, arXiv:2311.03099)."""
+    return tau.masked_fill_(~masks.keep(key, tau.shape, density, device=tau.device), 0)
+
+
+def magnitude_sampled(
+    tau: torch.Tensor,
+    density: float,
+    epsilon: float,
+    key: int,
+    *,
+    is_symmetric: bool = False,
+    rescale: bool = True,
+    ranks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """MagPrune (DELLA, arXiv:2406.11617): larger elements of a row are likelier kept, from density - epsilon to
+    density + epsilon in steps by rank; what is kept is divided by its probability (`rescale`).
+
+    The paper's epsilon is twice ours, and its drop probability is p_min + epsilon r / n for ranks r from 0, the
+    largest: the smallest element stays a step above density - epsilon. `is_symmetric` divides by n - 1 (mergekit).
+    Equal magnitudes are ranked by position, the earlier as the smaller. A tensor without rows is one row. `ranks` are
+    its `row_ranks` where they are known.
+    """
+    ranks = _sorted_ranks(tau) if ranks is None else ranks
+    origin, start, step = probability_by_rank(row_width(tau), density, epsilon, is_symmetric=is_symmetric)
+    probabilities = (ranks.double() - origin).abs_().mul_(step).add_(start)
+    kept = masks.keep_each(key, probabilities)
+    if rescale:
+        tau = tau / torch.where(kept, probabilities, 1).float()
+    return tau.masked_fill_(~kept, 0)
+
+
+def row_width(tensor: torch.Tensor) -> int:
+    return tensor.numel() if tensor.dim() < 2 else tensor.shape[-1]
+
+
+def probability_by_rank(width: int, density: float, epsilon: float, *, is_symmetric: bool) -> tuple[int, float, float]:
+    """(origin, start, step) of MagPrune's probabilities in a row: start + |rank - origin| step."""
+    if not is_symmetric:
+        return width - 1, density + epsilon, -2 * epsilon / width
+    return (0, density - epsilon, 2 * epsilon / (width - 1)) if width > 1 else (0, density, 0.0)
+
+
+def row_ranks(source: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """The place of each element among the magnitudes of its row of source - base, from 0, the smallest, of two tensors
+    on CPU: of their shape, uint16 where rows are short enough for it, else int32."""
+    from workers.merging.kernels.sorting import ranks_in_rows
+
+    ranks = torch.empty(source.shape, dtype=torch.uint16 if row_width(source) <= 2**16 else torch.int32)
+    ranks_in_rows(source, base, ranks, row_width(source))
+    return ranks
+
+
+def _sorted_ranks(tau: torch.Tensor) -> torch.Tensor:
+    rows = tau.reshape(1, -1) if tau.dim() < 2 else tau
+    order = rows.abs().sort(dim=-1, stable=True).indices
+    ranks = torch.empty_like(order)
+    ranks.scatter_(-1, order, torch.arange(rows.shape[-1], device=tau.device).expand_as(order))
+    return ranks.reshape(tau.shape)
+
+
+def match_l1_norm(sparse: torch.Tensor, tau: torch.Tensor) -> torch.Tensor:
+    """`sparse` scaled to the sum of magnitudes of `tau`, as mergekit rescales; as it is where one has none."""
+    return sparse * l1_ratio(total(torch.abs, tau), total(torch.abs, sparse))
+
+
+def l1_ratio(before: float, after: float) -> float:
+    """What `match_l1_norm` multiplies with, from the two sums of magnitudes."""
+    return 1.0 if min(before, after) < NO_NORM else before / after

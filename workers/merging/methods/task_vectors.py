@@ -1,0 +1,372 @@
+"""Task arithmetic and its kin: task vectors made sparse, brought to agree, and added to the base.
+
+Equation numbers are those of "Automated Model Merging", section A.2, where no other source is named. `magnitudes` are,
+for each source, the table of |source - base| where it is known; `ranks` are its `sparsify.row_ranks`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from workers.merging.methods import consensus
+from workers.merging.methods.sparsify import cut_both_ends, dropped, magnitude_sampled, match_l1_norm, trimmed
+from workers.merging.order_statistics import MagnitudeTable
+
+__all__ = [
+    "Magnitudes",
+    "breadcrumbs",
+    "breadcrumbs_ties",
+    "dare_linear",
+    "dare_linear_l1",
+    "dare_ties",
+    "dare_ties_l1",
+    "della",
+    "della_l1",
+    "della_linear",
+    "della_linear_l1",
+    "m3_dare",
+    "m3_lambdas",
+    "m3_ties",
+    "task_arithmetic",
+    "ties",
+    "ties_majority",
+    "ties_peft",
+    "ties_sum",
+    "ties_weighted",
+    "trimmed_task_vectors",
+]
+
+Magnitudes = Sequence[MagnitudeTable | None] | None
+Ranks = Sequence[torch.Tensor] | None
+
+
+def task_arithmetic(tensors: Sequence[torch.Tensor], base: torch.Tensor, lambdas: Sequence[float]) -> torch.Tensor:
+    """Eq. 4 and 5: theta_pre + sum_t lambda_t (theta_t - theta_pre) (arXiv:2212.04089).
+
+    Eq. 5 has one lambda for all task vectors; one per task vector is the common generalisation.
+    """
+    merged = base.clone()
+    for tensor, lambda_ in zip(tensors, lambdas, strict=True):
+        merged += (tensor - base).mul_(lambda_)
+    return merged
+
+
+def ties(
+    tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, k: float, magnitudes: Magnitudes = None
+) -> torch.Tensor:
+    """TIES-Merging, eq. 6 to 9 (arXiv:2306.01708): trim, elect signs, average those that agree, scale.
+
+    Trimming is per tensor and keeps the `num_kept(k, n)` largest magnitudes, and all that equal the smallest of them:
+    the result depends on no order. Signs are elected unweighted; where the trimmed task vectors cancel there is no
+    elected sign and the base stays. `magnitudes` are the task vectors' sorted magnitudes where they are known.
+    """
+    taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes)
+    return consensus.disjoint_mean(taus).mul_(lambda_).add_(base)  # eq. 9
+
+
+def ties_majority(
+    tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, k: float, magnitudes: Magnitudes = None
+) -> torch.Tensor:
+    """`ties`, but where the trimmed task vectors cancel, those with the sign of the tensor's majority of elected signs
+    are kept (MergeLM, which "Automated Model Merging" and M3 build on)."""
+    taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes)
+    return consensus.disjoint_majority_mean(taus).mul_(lambda_).add_(base)
+
+
+def ties_sum(
+    tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, k: float, magnitudes: Magnitudes = None
+) -> torch.Tensor:
+    """`ties`, but those that agree are added, not averaged (MergeBench, "sum")."""
+    taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes)
+    return consensus.disjoint_sum(taus).mul_(lambda_).add_(base)
+
+
+def ties_weighted(
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    *,
+    weights: Sequence[float],
+    densities: Sequence[float],
+    lambda_: float,
+    normalize: bool,
+    magnitudes: Magnitudes = None,
+) -> torch.Tensor:
+    """`ties` with weights: they take part in the election of signs (+ where it is a draw) and in the mean, which is
+    divided by the weights of those that agree, unless `normalize` is 0 (mergekit's TIES)."""
+    taus = trimmed_task_vectors(tensors, base, densities, magnitudes)
+    return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
+
+
+def ties_peft(
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    *,
+    weights: Sequence[float],
+    densities: Sequence[float],
+    magnitudes: Magnitudes = None,
+) -> torch.Tensor:
+    """`ties` with weights that have no part in the election of signs (+ where it is a draw): the weighted sum of those
+    that agree, divided by their number (PEFT, GENOME)."""
+    taus = trimmed_task_vectors(tensors, base, densities, magnitudes)
+    return consensus.disjoint_weighted_mean(taus, weights).add_(base)
+
+
+def m3_ties(
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    *,
+    weights: Sequence[float],
+    lambda_: float,
+    k: float,
+    magnitudes: Magnitudes = None,
+) -> torch.Tensor:
+    """Mixup Model Merge inside TIES (M3, appendix H): trim and elect as `ties`; a parameter that several task vectors
+    keep is interpolated with their weights, one that a single task vector keeps is kept as it is; times lambda.
+
+    The paper has two models with weights w and 1 - w; of more, the weights of those that keep the parameter are
+    divided by their sum. Where that is zero the base stays.
+    """
+    taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes)
+    return consensus.disjoint_interpolation(taus, weights).mul_(lambda_).add_(base)
+
+
+def dare_linear(
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    *,
+    lambdas: Sequence[float],
+    densities: Sequence[float],
+    keys: Sequence[int],
+) -> torch.Tensor:
+    """DARE with task arithmetic (arXiv:2311.03099): theta_pre + sum_t lambda_t m_t tau_t / density_t, with m_t a random
+    mask that keeps the share density_t (the paper's 1 - p). Density 1 is task arithmetic."""
+    merged = base.clone()
+    for tensor, lambda_, density, key in zip(tensors, lambdas, densities, keys, strict=True):
+        merged += dropped(tensor - base, density, key).mul_(lambda_ / density)
+    return merged
+
+
+def dare_linear_l1(
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    *,
+    lambdas: Sequence[float],
+    densities: Sequence[float],
+    keys: Sequence[int],
+) -> torch.Tensor:
+    """`dare_linear`, but what is kept is scaled to the sum of magnitudes of the whole task vector (mergekit)."""
+    merged = base.clone()
+    for tensor, lambda_, density, key in zip(tensors, lambdas, densities, keys, strict=True):
+        merged += _dropped_l1(tensor - base, density, key).mul_(lambda_)
+    return merged
+
+
+def dare_ties(
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    *,
+    lambda_: float,
+    densities: Sequence[float],
+    keys: Sequence[int],
+) -> torch.Tensor:
+    """DARE in the place of TIES' trimming (arXiv:2311.03099): m_t tau_t / density_t, then signs, mean and lambda as in
+    `ties`."""
+    taus = [
+        dropped(tensor - base, density, key).mul_(1 / density)
+        for tensor, density, key in zip(tensors, densities, keys, strict=True)
+    ]
+    return consensus.disjoint_mean(taus).mul_(lambda_).add_(base)
+
+
+def dare_ties_l1(
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    *,
+    weights: Sequence[float],
+    densities: Sequence[float],
+    lambda_: float,
+    normalize: bool,
+    keys: Sequence[int],
+) -> torch.Tensor:
+    """DARE scaled to the sum of magnitudes, in the place of the trimming of `ties_weighted` (mergekit's dare_ties)."""
+    taus = [
+        _dropped_l1(tensor - base, density, key) for tensor, density, key in zip(tensors, densities, keys, strict=True)
+    ]
+    return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
+
+
+def m3_dare(
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    *,
+    weights: Sequence[float],
+    lambda_: float,
+    densities: Sequence[float],
+    keys: Sequence[int],
+) -> torch.Tensor:
+    """Mixup Model Merge on DARE's task vectors (M3, section 4.4): theta_pre + lambda sum_t w_t m_t tau_t /
+    density_t, the weights divided by their sum: direction and magnitude apart. It is `dare_linear` with
+    lambda_t = lambda w_t."""
+    return dare_linear(tensors, base, lambdas=m3_lambdas(weights, lambda_), densities=densities, keys=keys)
+
+
+def m3_lambdas(weights: Sequence[float], lambda_: float) -> list[float]:
+    """The lambdas with which `dare_linear` is `m3_dare`."""
+    total = math.fsum(weights)
+    return [lambda_ * weight / total for weight in weights]
+
+
+def della(
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    *,
+    lambda_: float,
+    densities: Sequence[float],
+    epsilons: Sequence[float],
+    keys: Sequence[int],
+    ranks: Ranks = None,
+) -> torch.Tensor:
+    """DELLA (arXiv:2406.11617): MagPrune (`sparsify.magnitude_sampled`) divided by each element's probability, then
+    signs, mean and lambda as in `ties`."""
+    taus = [
+        magnitude_sampled(tensor - base, density, epsilon, key, ranks=known)
+        for tensor, density, epsilon, key, known in zip(
+            tensors, densities, epsilons, keys, _each(ranks, tensors), strict=True
+        )
+    ]
+    return consensus.disjoint_mean(taus).mul_(lambda_).add_(base)
+
+
+def della_l1(
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    *,
+    weights: Sequence[float],
+    densities: Sequence[float],
+    epsilons: Sequence[float],
+    lambda_: float,
+    normalize: bool,
+    keys: Sequence[int],
+    ranks: Ranks = None,
+) -> torch.Tensor:
+    """MagPrune with symmetric probabilities, scaled to the sum of magnitudes, in the place of the trimming of
+    `ties_weighted` (mergekit's della)."""
+    taus = [
+        _sampled_l1(tensor - base, density, epsilon, key, known)
+        for tensor, density, epsilon, key, known in zip(
+            tensors, densities, epsilons, keys, _each(ranks, tensors), strict=True
+        )
+    ]
+    return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
+
+
+def della_linear(
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    *,
+    lambdas: Sequence[float],
+    densities: Sequence[float],
+    epsilons: Sequence[float],
+    keys: Sequence[int],
+    ranks: Ranks = None,
+) -> torch.Tensor:
+    """DELLA without the election of signs (arXiv:2406.11617): theta_pre + sum_t lambda_t MagPrune(tau_t)."""
+    merged = base.clone()
+    each = zip(tensors, lambdas, densities, epsilons, keys, _each(ranks, tensors), strict=True)
+    for tensor, lambda_, density, epsilon, key, known in each:
+        merged += magnitude_sampled(tensor - base, density, epsilon, key, ranks=known).mul_(lambda_)
+    return merged
+
+
+def della_linear_l1(
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    *,
+    lambdas: Sequence[float],
+    densities: Sequence[float],
+    epsilons: Sequence[float],
+    keys: Sequence[int],
+    ranks: Ranks = None,
+) -> torch.Tensor:
+    """`della_linear` with the probabilities and the rescaling of `della_l1` (mergekit's della_linear)."""
+    merged = base.clone()
+    each = zip(tensors, lambdas, densities, epsilons, keys, _each(ranks, tensors), strict=True)
+    for tensor, lambda_, density, epsilon, key, known in each:
+        merged += _sampled_l1(tensor - base, density, epsilon, key, known).mul_(lambda_)
+    return merged
+
+
+def breadcrumbs(
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    *,
+    lambdas: Sequence[float],
+    densities: Sequence[float],
+    gammas: Sequence[float],
+    magnitudes: Magnitudes = None,
+) -> torch.Tensor:
+    """Model Breadcrumbs (arXiv:2312.06795): theta_pre + sum_t lambda_t times the task vectors without their
+    largest (share gamma) and smallest elements (`sparsify.cut_both_ends`). The paper has one lambda."""
+    merged = base.clone()
+    crumbs = _breadcrumbs(tensors, base, densities, gammas, magnitudes)
+    for tau, lambda_ in zip(crumbs, lambdas, strict=True):
+        merged += tau.mul_(lambda_)
+    return merged
+
+
+def breadcrumbs_ties(
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    *,
+    weights: Sequence[float],
+    densities: Sequence[float],
+    gammas: Sequence[float],
+    lambda_: float,
+    normalize: bool,
+    magnitudes: Magnitudes = None,
+) -> torch.Tensor:
+    """Breadcrumbs in the place of the trimming of `ties_weighted` (mergekit's breadcrumbs_ties)."""
+    taus = _breadcrumbs(tensors, base, densities, gammas, magnitudes)
+    return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
+
+
+def trimmed_task_vectors(
+    tensors: Sequence[torch.Tensor], base: torch.Tensor, shares: Sequence[float], magnitudes: Magnitudes = None
+) -> list[torch.Tensor]:
+    """theta_t - theta_pre, each with the share of its largest magnitudes that is kept."""
+    known = magnitudes or (None,) * len(tensors)
+    return [
+        trimmed(tensor - base, share, sorted_) for tensor, share, sorted_ in zip(tensors, shares, known, strict=True)
+    ]
+
+
+def _breadcrumbs(
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    densities: Sequence[float],
+    gammas: Sequence[float],
+    magnitudes: Magnitudes,
+) -> list[torch.Tensor]:
+    known = magnitudes or (None,) * len(tensors)
+    return [
+        cut_both_ends(tensor - base, density, gamma, sorted_)
+        for tensor, density, gamma, sorted_ in zip(tensors, densities, gammas, known, strict=True)
+    ]
+
+
+def _dropped_l1(tau: torch.Tensor, density: float, key: int) -> torch.Tensor:
+    return match_l1_norm(dropped(tau.clone(), density, key), tau)
+
+
+def _sampled_l1(
+    tau: torch.Tensor, density: float, epsilon: float, key: int, ranks: torch.Tensor | None
+) -> torch.Tensor:
+    sampled = magnitude_sampled(tau.clone(), density, epsilon, key, is_symmetric=True, rescale=False, ranks=ranks)
+    return match_l1_norm(sampled, tau)
+
+
+def _each(ranks: Ranks, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+    return ranks if ranks is not None else [None] * len(tensors)

@@ -1,0 +1,128 @@
+"""Tensors of a model that no file holds, computed from those that files hold whenever they are read.
+
+A low-rank adapter's weights are its base's and a product of two small matrices; the embedding of a model with other
+tokens is its rows in another order. Kept so, they cost no memory but that of what they are made of. What is stored
+where, and why a tensor is derived, is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workers.models.headers import TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["LowRank", "Read", "Rows", "RowsOfOthers", "SourceTensor"]
+
+Read = Callable[[TensorInfo], "torch.Tensor"]
+
+
+class SourceTensor(Protocol):
+    """A tensor of a model: stored as it is (`headers.TensorInfo`), or computed from what is stored."""
+
+    @property
+    def dtype(self) -> str:
+        """safetensors' name of it."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def stored(self) -> Iterator[TensorInfo]:
+        """What `value` reads."""
+        ...
+
+    def value(self, read: Read) -> torch.Tensor:
+        """The tensor, contiguous; it may be what `read` gave: never write to it."""
+        ...
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """weight + scaling x B A, in float32: a weight as a LoRA adapter changes it (arXiv:2106.09685, section 4.1).
+
+    `a` is [rank, inputs] and `b` [outputs, rank]; `weight` is [outputs, inputs], [inputs, outputs] if `is_transposed`.
+    """
+
+    weight: SourceTensor
+    a: TensorInfo
+    b: TensorInfo
+    scaling: float
+    is_transposed: bool
+
+    @property
+    def dtype(self) -> str:
+        return "F32"  # rounded to the weight's own dtype, small changes would be lost
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    def stored(self) -> Iterator[TensorInfo]:
+        yield from self.weight.stored()
+        yield self.a
+        yield self.b
+
+    def value(self, read: Read) -> torch.Tensor:
+        import torch
+
+        a, b = read(self.a).float(), read(self.b).float()
+        first, second = (a.T, b.T) if self.is_transposed else (b, a)
+        return self.weight.value(read).to(torch.float32, copy=True).addmm_(first, second, alpha=self.scaling)
+
+
+@dataclass(frozen=True, eq=False)
+class RowsOfOthers:
+    """Row `positions[i]` is the mean of row `rows[k][i]` of each `donors[k]`."""
+
+    positions: NDArray[np.int64]
+    donors: tuple[SourceTensor, ...]
+    rows: tuple[NDArray[np.int64], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows of `own` in another order: row i is row `index[i]` of it, or, where that is negative, one of `others`.
+
+    The dtype is that of all tensors involved; float32 if they have several, for then another would round."""
+
+    own: SourceTensor
+    index: NDArray[np.int64]
+    others: tuple[RowsOfOthers, ...] = ()
+
+    @property
+    def dtype(self) -> str:
+        dtypes = {self.own.dtype, *(donor.dtype for rows in self.others for donor in rows.donors)}
+        return dtypes.pop() if len(dtypes) == 1 else "F32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self.index), *self.own.shape[1:]
+
+    def stored(self) -> Iterator[TensorInfo]:
+        yield from self.own.stored()
+        for rows in self.others:
+            for donor in rows.donors:
+                yield from donor.stored()
+
+    def value(self, read: Read) -> torch.Tensor:
+        import torch
+
+        own = self.own.value(read)
+        if not self.others and np.array_equal(self.index, np.arange(len(self.index))):
+            return own[: len(self.index)]
+        found = own[torch.from_numpy(self.index.clip(min=0)).to(own.device)]
+        found = found.to(own.dtype if self.dtype == self.own.dtype else torch.float32)
+        for rows in self.others:
+            total = torch.zeros((), device=own.device)
+            for donor, numbers in zip(rows.donors, rows.rows, strict=True):
+                total = total + donor.value(read)[torch.from_numpy(numbers).to(own.device)]
+            found[torch.from_numpy(rows.positions).to(own.device)] = (total / len(rows.donors)).to(found.dtype)
+        return found

@@ -1,0 +1,212 @@
+"""Which row of a model's embedding and output head stands for which token, and how models' rows are brought together.
+
+The rows of all models follow one vocabulary: the base's, the base's with the tokens that others have added (union), or
+one expert's. Rows are found by the token's string. Where a model has none for a token, the base's is taken, and where
+the base has none either, the mean of those that there are; the base itself then has that row too, so that the task
+vectors of models without the token are zero. Rows that stand for no token are, in all models, those of the model whose
+vocabulary it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workers.errors import InvalidModel
+from workers.models.components import is_output_head, some_of
+from workers.models.computed_tensors import Rows, RowsOfOthers, SourceTensor
+
+__all__ = ["BASE", "EMBEDDING_NAMES", "UNION", "Alignment", "Vocabulary", "added_tokens", "align", "token_ids"]
+
+# Vocabularies of no single expert.
+BASE, UNION = "base", "union"
+
+EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+
+TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A model's directory and tensors, and its tokens' ids; None where it has no tokenizer.json that tells them."""
+
+    directory: Path
+    tensors: Mapping[str, SourceTensor]
+    tokens: Mapping[str, int] | None
+
+    @cached_property
+    def num_rows(self) -> int:
+        return next((tensor.shape[0] for name, tensor in self.tensors.items() if name.endswith(EMBEDDING_NAMES)), 0)
+
+    def has_rows(self, name: str) -> bool:
+        """The tensor has a row for each token."""
+        is_one = name.endswith(EMBEDDING_NAMES) or is_output_head(name)
+        return is_one and name in self.tensors and self.tensors[name].shape[0] == self.num_rows
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """One vocabulary for all models: `num_rows` rows, and each model's tensors that are other than before.
+
+    `added` are the tokens that a union adds to the base's tokenizer, in the order of their ids; `num_unnamed` rows
+    stand for no token."""
+
+    num_rows: int
+    tensors: Mapping[str, Mapping[str, SourceTensor]]
+    added: tuple[str, ...] = ()
+    num_unnamed: int = 0
+
+
+def align(models: Mapping[str, Vocabulary], tokenizer: str) -> Alignment:
+    """Bring the rows of `models` (by alias, the base first) to the vocabulary `tokenizer`: BASE, UNION or an alias.
+
+    A model without a tokenizer.json and with as many rows as the base is taken to have its tokens. Raises InvalidModel
+    with every problem.
+    """
+    base, *_ = models
+    tokens, problems = _tokens_with_rows(models)
+    owner = base if tokenizer in (BASE, UNION) else tokenizer
+    if problems:
+        raise InvalidModel(tuple(problems))
+    num_rows = models[owner].num_rows
+    if all(tokens[alias] == tokens[owner] and model.num_rows == num_rows for alias, model in models.items()):
+        return Alignment(num_rows, {})
+    target, added = dict(tokens[owner]), list[str]()
+    if tokenizer == UNION:
+        added = _added_by_others(models, tokens)
+        first = 1 + max((models[base].tokens or target).values(), default=-1)
+        target |= {token: first + i for i, token in enumerate(added)}
+        num_rows = max(num_rows, first + len(added))
+    plans = {alias: _Plan(alias, owner, base, tokens, target, num_rows) for alias in models}
+    names = [name for name in models[base].tensors if all(model.has_rows(name) for model in models.values())]
+    tensors = {
+        alias: {name: plan.applied(name, models) for name in names}
+        for alias, plan in plans.items()
+        if not plan.is_identity(models[alias].num_rows)
+    }
+    return Alignment(num_rows, tensors, tuple(added), num_rows - len(set(target.values())))
+
+
+def token_ids(directory: Path) -> Mapping[str, int] | None:
+    """Ids by token, added ones included; None where there is no tokenizer.json that says."""
+    try:
+        document = json.loads((directory / TOKENIZER).read_bytes())
+        vocabulary = document["model"]["vocab"]
+        # Unigram models list their tokens with a score, in the order of their ids.
+        listed = vocabulary if isinstance(vocabulary, dict) else {entry[0]: i for i, entry in enumerate(vocabulary)}
+        return {str(token): int(id_) for token, id_ in listed.items()} | {
+            str(token["content"]): int(token["id"]) for token in document.get("added_tokens", ())
+        }
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+        return None
+
+
+def added_tokens(directory: Path) -> Mapping[str, Mapping[str, Any]]:
+    """The tokens that were added to a tokenizer's own, by content, as tokenizer.json describes them; none without."""
+    file = directory / TOKENIZER
+    document = json.loads(file.read_bytes()) if file.is_file() else {}
+    return {str(token["content"]): token for token in document.get("added_tokens", ())}
+
+
+def _tokens_with_rows(models: Mapping[str, Vocabulary]) -> tuple[dict[str, Mapping[str, int]], list[str]]:
+    """The tokens of each model that have a row."""
+    base, *_ = models
+    tokens: dict[str, Mapping[str, int]] = {}
+    problems: list[str] = []
+    for alias, model in models.items():
+        known = model.tokens
+        if known is None and model.num_rows == models[base].num_rows:
+            known = models[base].tokens or {}
+        if known is None or (models[base].tokens is None and model.num_rows != models[base].num_rows):
+            place = model.directory if known is None else models[base].directory
+            problems.append(
+                f"model {alias!r}: {model.directory}: has {model.num_rows} rows for tokens, the base "
+                f"{models[base].num_rows}, and {place} no {TOKENIZER} to align them by"
+            )
+        elif models[base].tokens is None:
+            known = {}
+        tokens[alias] = {token: id_ for token, id_ in (known or {}).items() if id_ < model.num_rows}
+    return tokens, problems
+
+
+def _added_by_others(models: Mapping[str, Vocabulary], tokens: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """What the union has beyond the base's tokens: in the order of their strings, so that that of models is all one."""
+    base, *others = models
+    problems = []
+    if rowless := (models[base].tokens or {}).keys() - tokens[base].keys():
+        problems.append(
+            f"model {base!r}: {models[base].directory}: its tokenizer has {len(rowless)} tokens without a row "
+            f"({some_of(map(repr, rowless))}), so that a union has no ids for more"
+        )
+    added: set[str] = set()
+    for alias in others:
+        new = tokens[alias].keys() - tokens[base].keys()
+        own = new - added_tokens(models[alias].directory).keys()
+        if own:
+            problems.append(
+                f"model {alias!r}: {models[alias].directory}: {len(own)} tokens of its tokenizer's own vocabulary are "
+                f"not the base's ({some_of(map(repr, own))}); a union can only have added ones: give {BASE} or {alias}"
+            )
+        added |= new
+    if problems:
+        raise InvalidModel(tuple(problems))
+    return sorted(added)
+
+
+class _Plan:
+    """Where the rows of one model come from."""
+
+    def __init__(
+        self,
+        alias: str,
+        owner: str,
+        base: str,
+        tokens: Mapping[str, Mapping[str, int]],
+        target: Mapping[str, int],
+        num_rows: int,
+    ) -> None:
+        self._alias = alias
+        self._index = np.full(num_rows, -1, dtype=np.int64)
+        own = tokens[alias]
+        positions: dict[tuple[str, ...], list[int]] = {}
+        rows: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
+        for token, position in target.items():
+            if token in own:
+                self._index[position] = own[token]
+                continue
+            donors = (base,) if token in tokens[base] else tuple(other for other in tokens if token in tokens[other])
+            positions.setdefault(donors, []).append(position)
+            rows.setdefault(donors, []).append(tuple(tokens[donor][token] for donor in donors))
+        unnamed = np.setdiff1d(np.arange(num_rows), np.fromiter(target.values(), dtype=np.int64))
+        if alias == owner:
+            self._index[unnamed] = unnamed
+        elif len(unnamed):
+            positions.setdefault((owner,), []).extend(unnamed.tolist())
+            rows.setdefault((owner,), []).extend((row,) for row in unnamed.tolist())
+        self._others = {donors: (_array(positions[donors]), _columns(rows[donors])) for donors in positions}
+
+    def is_identity(self, num_rows: int) -> bool:
+        return not self._others and np.array_equal(self._index, np.arange(num_rows))
+
+    def applied(self, name: str, models: Mapping[str, Vocabulary]) -> SourceTensor:
+        """Tensor `name` with its rows in their places."""
+        others = tuple(
+            RowsOfOthers(positions, tuple(models[donor].tensors[name] for donor in donors), rows)
+            for donors, (positions, rows) in self._others.items()
+        )
+        return Rows(models[self._alias].tensors[name], self._index, others)
+
+
+def _array(numbers: Iterable[int]) -> NDArray[np.int64]:
+    return np.fromiter(numbers, dtype=np.int64)
+
+
+def _columns(rows: list[tuple[int, ...]]) -> tuple[NDArray[np.int64], ...]:
+    return tuple(_array(column) for column in zip(*rows, strict=True))

@@ -1,0 +1,264 @@
+"""A scorer without models: known answers, settable delays and failures, behind the protocol of the real one.
+
+A sample is answered right with a probability that is a smooth function of the recipe's coefficients, decided by a
+hash of (recipe, objective, position): the same request always gives the same result, recipes differ sensibly, and no
+expert is the best merge. Driver, store and scheduler are tested against it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from search_spaces.recipe import Merge, Recipe
+from workers.errors import EngineUnavailable, InvalidTask, TrialFailed
+from workers.evaluation.tasks import read_inline
+from workers.types import (
+    Evidence,
+    SampleResult,
+    ScoreRequest,
+    ScoreResult,
+    Span,
+    TaskInfo,
+    TaskSpec,
+    VerificationReport,
+    digest_of,
+)
+
+__all__ = ["FakeScorer", "expected_value"]
+
+
+@dataclass
+class FakeScorer:
+    """Implements workers.types.Scorer. Picklable; counters that must survive a process live in `log_file`'s lines.
+
+    `sample_delay_s` is slept per sample. `failing` holds recipe digests that raise TrialFailed, as does every recipe
+    with a coefficient above `fails_above`. `exits_at_call` ends the process, without clean-up, on the n-th call of
+    `score` (1-based, counted over all processes that share `log_file`, where there is one); `unavailable_calls` is how
+    many calls raise EngineUnavailable before the first success. Every finished or failed call appends one JSON line
+    to `log_file`: {call, recipe, spans: [[objective, start, stop], ...], outcome, process}.
+    """
+
+    num_samples: int = 1000
+    sample_delay_s: float = 0.0
+    failing: frozenset[str] = frozenset()
+    fails_above: float = math.inf
+    exits_at_call: int | None = None
+    unavailable_calls: int = 0
+    log_file: str | None = None
+    bank_fingerprint: str = "fake"
+    seed: int = 0
+    _calls: int = 0
+    _held: str | None = None
+    _swaps: int = 0
+    _busy_s: float = 0.0
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
+
+    def score(self, request: ScoreRequest) -> ScoreResult:
+        with self._lock:
+            call = self._next_call()
+            if call == self.exits_at_call:
+                self._log(call, request, "exit")
+                os._exit(70)
+            if call <= self.unavailable_calls:
+                self._log(call, request, "unavailable")
+                raise EngineUnavailable(f"fake: no engine for the first {self.unavailable_calls} calls; this is {call}")
+            started = time.perf_counter()
+            if self._held != request.recipe.digest:
+                self._held, self._swaps = request.recipe.digest, self._swaps + 1
+            if reason := self._failure(request.recipe):
+                self._log(call, request, "failed")
+                raise TrialFailed(reason)
+            time.sleep(self.sample_delay_s * request.num_samples)
+            samples = tuple(sample for span in request.spans for sample in self._samples(request.recipe, span))
+            elapsed = time.perf_counter() - started
+            self._busy_s += elapsed
+            self._log(call, request, "scored")
+            return ScoreResult(
+                samples=samples,
+                evidence=Evidence(
+                    recipe_digest=request.recipe.digest,
+                    bank_fingerprint=self.bank_fingerprint,
+                    prompts={span.objective: prompt_hash(span) for span in request.spans},
+                    weights_checksum=digest_of([request.recipe.digest, self.bank_fingerprint]),
+                    replica=f"fake-{os.getpid()}",
+                    swap_count=self._swaps,
+                    engine="fake",
+                ),
+                timings_s={"materialise": 0.0, "swap": 0.0, "score": elapsed, "wait": 0.0},
+            )
+
+    def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:
+        """Inline files are read and counted; every other task has `num_samples`. Raises InvalidTask."""
+        return tuple(
+            TaskInfo(
+                num_samples=len(read_inline(task.task)) if isinstance(task.task, Mapping) else self.num_samples,
+                higher_is_better=True,
+                output_type="generate_until",
+            )
+            for task in tasks
+        )
+
+    def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
+        known = {(sample.objective, sample.position): sample for sample in samples}
+        reference = [sample for span in spans for sample in self._samples(recipe, span)]
+        if missing := [sample for sample in reference if (sample.objective, sample.position) not in known]:
+            raise InvalidTask(f"verify: no stored sample for {missing[0].objective} at {missing[0].position}")
+        differences = tuple(
+            {
+                "objective": expected.objective,
+                "position": expected.position,
+                "engine": known[expected.objective, expected.position].value,
+                "reference": expected.value,
+                "top2_gap": 1.0,
+            }
+            for expected in reference
+            if known[expected.objective, expected.position].value != expected.value
+        )
+        return VerificationReport(
+            recipe_digest=recipe.digest,
+            num_samples=len(reference),
+            num_equal=len(reference) - len(differences),
+            max_logprob_difference=0.0,
+            tolerance=1e-3,
+            differences=differences,
+            num_beyond=len(differences),
+        )
+
+    def statistics(self) -> Mapping[str, Any]:
+        """Of this process only; `calls` tells of all that share `log_file`."""
+        return {
+            "starts": 1,
+            "swaps": self._swaps,
+            "swap_s": [0.0] * self._swaps,
+            "busy_s": self._busy_s,
+            "start_s": [0.0],
+            "bank": {"placement": "none", "bytes": 0, "fingerprint": self.bank_fingerprint},
+            "replicas": 1,
+        }
+
+    def calls(self) -> list[dict[str, Any]]:
+        """The lines of `log_file`, of every process that wrote to it."""
+        if self.log_file is None or not Path(self.log_file).exists():
+            return []
+        return [json.loads(line) for line in Path(self.log_file).read_text().splitlines()]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.RLock())
+
+    def _next_call(self) -> int:
+        self._calls += 1
+        return len(self.calls()) + 1 if self.log_file is not None else self._calls
+
+    def _failure(self, recipe: Recipe) -> str | None:
+        if recipe.digest in self.failing:
+            return "fake: this recipe fails"
+        worst = max((abs(number) for merge in recipe.merges() for number in _numbers(merge)), default=0.0)
+        if worst > self.fails_above:
+            return f"fake: coefficient {worst} is above {self.fails_above}"
+        return None
+
+    def _samples(self, recipe: Recipe, span: Span) -> list[SampleResult]:
+        value = expected_value(recipe, span.objective)
+        samples = []
+        for position in range(span.start, span.stop):
+            # Half of the draw is the sample's own difficulty, the same for all recipes: paired comparisons pay.
+            difficulty = _draw(self.seed, span.objective, position)
+            luck = _draw(self.seed, recipe.digest, span.objective, position)
+            is_right = 0.5 * (difficulty + luck) < _quantile(value)
+            samples.append(
+                SampleResult(span.objective, position, str(position), float(is_right), "right" if is_right else "wrong")
+            )
+        return samples
+
+    def _log(self, call: int, request: ScoreRequest, outcome: str) -> None:
+        if self.log_file is None:
+            return
+        spans = [[span.objective, span.start, span.stop] for span in request.spans]
+        recipe = request.recipe.digest
+        line = {"call": call, "recipe": recipe, "spans": spans, "outcome": outcome, "process": os.getpid()}
+        with Path(self.log_file).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def expected_value(recipe: Recipe, objective: str) -> float:
+    """The mean that `recipe` tends to on `objective`, in (0.05, 0.95); larger is better.
+
+    Each model has a skill on each objective, drawn from its fingerprint; a merge does best where the models' shares
+    fit the objective, never at an expert alone.
+    """
+    shares = _shares(recipe)
+    base = recipe.models[recipe.base]
+    skills = {print_: _draw("skill", print_, objective) for print_ in recipe.models.values()}
+    total = 0.3
+    for print_, share in shares.items():
+        if print_ != base:
+            # Concave with its top inside (0, 1): too much of an expert hurts.
+            total += 0.9 * (0.3 + skills[print_]) * share * (1.2 - share)
+    return min(max(total, 0.05), 0.95)
+
+
+def prompt_hash(span: Span) -> str:
+    """What stands for the hash of a span's prompts: depends on task and positions, not on the recipe."""
+    return digest_of([span.task.digest, span.start, span.stop])
+
+
+def _shares(recipe: Recipe) -> dict[str, float]:
+    """How much of each model (by fingerprint) is in the recipe, averaged over its merges."""
+    shares: dict[str, float] = {}
+    merges = recipe.merges()
+    for merge in merges:
+        for fingerprint, share in _merge_shares(merge, recipe).items():
+            shares[fingerprint] = shares.get(fingerprint, 0.0) + share / len(merges)
+    return shares
+
+
+def _merge_shares(merge: Merge, recipe: Recipe) -> dict[str, float]:
+    fingerprints = [recipe.models[source.model] for source in merge.sources]
+    if merge.method == "slerp":
+        t = merge.number("t")
+        weights: tuple[float, ...] = (1 - t, t)
+    elif merge.method == "linear":
+        raw = merge.per_source("weight")
+        weights = tuple(weight / (sum(raw) or 1.0) for weight in raw)
+    elif merge.method == "ties":
+        weights = (merge.number("lambda") * math.sqrt(merge.number("k")) / len(fingerprints),) * len(fingerprints)
+    elif "lambda" in merge.coefficients:
+        weights = merge.per_source("lambda")
+    else:
+        weights = (1.0,) * len(fingerprints)
+    shares: dict[str, float] = {}
+    for fingerprint, weight in zip(fingerprints, weights, strict=True):
+        shares[fingerprint] = shares.get(fingerprint, 0.0) + weight
+    return shares
+
+
+def _numbers(merge: Merge) -> list[float]:
+    numbers: list[float] = []
+    for value in merge.coefficients.values():
+        numbers.extend(value if isinstance(value, tuple) else (value,))
+    return numbers
+
+
+def _draw(*key: object) -> float:
+    """A number in [0, 1) that depends on nothing but `key`."""
+    digest = hashlib.sha256("\0".join(map(str, key)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
+def _quantile(probability: float) -> float:
+    """x with P((u + v)/2 < x) = probability for independent uniform u and v in [0, 1)."""
+    if probability < 0.5:
+        return math.sqrt(probability / 2)
+    return 1 - math.sqrt((1 - probability) / 2)
