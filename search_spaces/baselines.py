@@ -11,10 +11,10 @@ from typing import Literal, NamedTuple
 
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 
-__all__ = ["KnownRecipe", "sources_and_published"]
+__all__ = ["Baseline", "sources_and_published"]
 
 
-class KnownRecipe(NamedTuple):
+class Baseline(NamedTuple):
     """A recipe nobody has to search for. `label` is unique within a study ("expert:math")."""
 
     origin: Literal["source", "published"]
@@ -24,12 +24,12 @@ class KnownRecipe(NamedTuple):
 
 def sources_and_published(
     *, base: str, experts: Sequence[str], fingerprints: Mapping[str, str], num_layers: int, tokenizer: str = "base"
-) -> tuple[KnownRecipe, ...]:
+) -> tuple[Baseline, ...]:
     """The base, each expert, then the published merges of all experts; canonical, without equal recipes."""
-    known: dict[str, KnownRecipe] = {}
+    known: dict[str, Baseline] = {}
     for origin, label, merge in _merges(base, tuple(experts)):
         recipe = _everywhere(merge, base, fingerprints, num_layers, tokenizer)
-        known.setdefault(recipe.digest, KnownRecipe(origin, label, recipe))
+        known.setdefault(recipe.digest, Baseline(origin, label, recipe))
     return tuple(known.values())
 
 

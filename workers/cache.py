@@ -10,7 +10,7 @@ import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["CACHE_VARIABLE", "cache_dir", "remembered"]
+__all__ = ["CACHE_VARIABLE", "cache_dir", "cached"]
 
 CACHE_VARIABLE = "MERGESEARCH_CACHE"
 
@@ -24,7 +24,7 @@ def cache_dir(cache: str | Path | None = None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mergesearch"
 
 
-def remembered(key: str, finding: str | None = None, *, cache: str | Path | None = None) -> str | None:
+def cached(key: str, finding: str | None = None, *, cache: str | Path | None = None) -> str | None:
     """Look up what is known under `key`, or store `finding` there. An unwritable cache is no error."""
     file = cache_dir(cache) / "findings" / hashlib.sha256(key.encode()).hexdigest()
     if finding is None:

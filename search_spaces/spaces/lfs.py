@@ -28,7 +28,7 @@ from search_spaces.errors import InvalidConfiguration, InvalidStudy, Problem
 from search_spaces.parameters import Categorical, Condition, Configuration, Parameter, Parameters
 from search_spaces.recipe import COMPONENTS, Component, LayerRecipe, Merge, Recipe, Source
 from search_spaces.spaces.base import LayerGroup, SpaceDescription
-from search_spaces.spaces.lfs_methods import PUBLISHED, Cell
+from search_spaces.spaces.lfs_methods import PUBLISHED, ComponentGroup
 from search_spaces.spaces.lfs_ranges import METHODS
 
 __all__ = ["PAPER", "LfsSpace", "paper_contradictions", "split_layers"]
@@ -150,13 +150,13 @@ class LfsSpace:
             return ()
         return (Condition(self._method_key(group, components), tuple(m for m in self._methods if m in methods)),)
 
-    def _cell(self, group: str, components: str, method: str) -> Cell:
+    def _cell(self, group: str, components: str, method: str) -> ComponentGroup:
         bits = {
             expert: (Condition(self._bit_key(group, expert), (True,)),) if len(self._experts) > 1 else ()
             for expert in self._experts
         }
         uses = self._uses(group, components, method)
-        return Cell(f"{group}.{components}", self._base, self._experts, uses, bits)
+        return ComponentGroup(f"{group}.{components}", self._base, self._experts, uses, bits)
 
     def _role(self, name: str) -> str:
         """What a parameter does, whatever its layer group and component group: its name without them."""

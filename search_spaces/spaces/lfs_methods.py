@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 from search_spaces.parameters import Condition, Configuration, Float, Parameter
 from search_spaces.recipe import COEFFICIENT_DECIMALS, Merge, Source
 
-__all__ = ["PUBLISHED", "Cell", "MergeMethod", "Operands", "on_simplex"]
+__all__ = ["PUBLISHED", "ComponentGroup", "Operands", "SearchedMethod", "on_simplex"]
 
 # What a method merges: the experts that take part, a pair of models, one whose first is the one that changes, or one
 # model.
@@ -24,20 +24,20 @@ DEFAULT_DENSITY = 0.2
 
 
 @dataclass(frozen=True)
-class Cell:
+class ComponentGroup:
     """One layer group's component group: the smallest thing that has coefficients of its own.
 
-    `conditions` say when a method is used here (none if there is no choice); `takes_part` maps an expert to the
+    `conditions` say when a method is used here (none if there is no choice); `is_selected` maps an expert to the
     conditions under which it is an operand."""
 
     name: str
     base: str
     experts: tuple[str, ...]
     conditions: tuple[Condition, ...]
-    takes_part: Mapping[str, tuple[Condition, ...]]
+    is_selected: Mapping[str, tuple[Condition, ...]]
 
 
-class MergeMethod(Protocol):
+class SearchedMethod(Protocol):
     """A method as LFS searches it. `operands` are aliases: the experts that take part, or the pair."""
 
     @property
@@ -46,11 +46,11 @@ class MergeMethod(Protocol):
     @property
     def takes(self) -> Operands: ...
 
-    def parameters(self, cell: Cell) -> tuple[Parameter, ...]: ...
+    def parameters(self, cell: ComponentGroup) -> tuple[Parameter, ...]: ...
 
-    def decode(self, cell: Cell, operands: tuple[str, ...], configuration: Configuration) -> Merge: ...
+    def decode(self, cell: ComponentGroup, operands: tuple[str, ...], configuration: Configuration) -> Merge: ...
 
-    def encode(self, cell: Cell, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
+    def encode(self, cell: ComponentGroup, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
         """Values that decode to `merge` (canonical), or None where this method cannot express it."""
         ...
 
@@ -61,13 +61,13 @@ class TaskArithmetic:
     name = "task_arithmetic"
     takes: Operands = "experts"
 
-    def parameters(self, cell: Cell) -> tuple[Parameter, ...]:
+    def parameters(self, cell: ComponentGroup) -> tuple[Parameter, ...]:
         return (Float(f"{cell.name}.task_arithmetic.lambda", 0.0, 1.0, conditions=cell.conditions),)
 
-    def decode(self, cell: Cell, operands: tuple[str, ...], configuration: Configuration) -> Merge:
+    def decode(self, cell: ComponentGroup, operands: tuple[str, ...], configuration: Configuration) -> Merge:
         return _merge(self.name, operands, {"lambda": configuration[f"{cell.name}.task_arithmetic.lambda"]})
 
-    def encode(self, cell: Cell, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
+    def encode(self, cell: ComponentGroup, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
         key = f"{cell.name}.task_arithmetic.lambda"
         if (only := _passed_through(merge)) is not None:
             return {key: 0.0} if only == cell.base else {key: 1.0} if operands == (only,) else None
@@ -84,17 +84,17 @@ class Ties:
     name = "ties"
     takes: Operands = "experts"
 
-    def parameters(self, cell: Cell) -> tuple[Parameter, ...]:
+    def parameters(self, cell: ComponentGroup) -> tuple[Parameter, ...]:
         return (
             Float(f"{cell.name}.ties.lambda", 0.0, 1.0, conditions=cell.conditions),
             Float(f"{cell.name}.ties.k", 0.1, 0.99, conditions=cell.conditions),
         )
 
-    def decode(self, cell: Cell, operands: tuple[str, ...], configuration: Configuration) -> Merge:
+    def decode(self, cell: ComponentGroup, operands: tuple[str, ...], configuration: Configuration) -> Merge:
         values = {name: configuration[f"{cell.name}.ties.{name}"] for name in ("lambda", "k")}
         return _merge(self.name, operands, values)
 
-    def encode(self, cell: Cell, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
+    def encode(self, cell: ComponentGroup, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
         lambda_key, k_key = f"{cell.name}.ties.lambda", f"{cell.name}.ties.k"
         if _passed_through(merge) == cell.base:
             return {lambda_key: 0.0, k_key: DEFAULT_DENSITY}
@@ -113,19 +113,19 @@ class Linear:
     name = "linear"
     takes: Operands = "experts"
 
-    def parameters(self, cell: Cell) -> tuple[Parameter, ...]:
+    def parameters(self, cell: ComponentGroup) -> tuple[Parameter, ...]:
         return tuple(
-            Float(self._key(cell, expert), 0.0, 1.0, conditions=cell.conditions + cell.takes_part[expert])
+            Float(self._key(cell, expert), 0.0, 1.0, conditions=cell.conditions + cell.is_selected[expert])
             for expert in cell.experts
         )
 
-    def decode(self, cell: Cell, operands: tuple[str, ...], configuration: Configuration) -> Merge:
+    def decode(self, cell: ComponentGroup, operands: tuple[str, ...], configuration: Configuration) -> Merge:
         searched = tuple(configuration.get(self._key(cell, expert), 0.0) for expert in operands)
         if len(operands) == 1:
             return _merge(self.name, (cell.base, *operands), {"weight": (1 - searched[0], searched[0])})
         return _merge(self.name, operands, {"weight": on_simplex(searched)})
 
-    def encode(self, cell: Cell, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
+    def encode(self, cell: ComponentGroup, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
         if (only := _passed_through(merge)) is not None:
             weights = {only: 1.0}
         elif merge.method == self.name:
@@ -137,7 +137,7 @@ class Linear:
             return None
         return {self._key(cell, expert): weights.get(expert, 0.0) for expert in operands}
 
-    def _key(self, cell: Cell, expert: str) -> str:
+    def _key(self, cell: ComponentGroup, expert: str) -> str:
         return f"{cell.name}.linear.weight.{expert}"
 
 
@@ -147,13 +147,13 @@ class Slerp:
     name = "slerp"
     takes: Operands = "pair"
 
-    def parameters(self, cell: Cell) -> tuple[Parameter, ...]:
+    def parameters(self, cell: ComponentGroup) -> tuple[Parameter, ...]:
         return (Float(f"{cell.name}.slerp.t", 0.0, 1.0, conditions=cell.conditions),)
 
-    def decode(self, cell: Cell, operands: tuple[str, ...], configuration: Configuration) -> Merge:
+    def decode(self, cell: ComponentGroup, operands: tuple[str, ...], configuration: Configuration) -> Merge:
         return _merge(self.name, operands, {"t": configuration[f"{cell.name}.slerp.t"]})
 
-    def encode(self, cell: Cell, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
+    def encode(self, cell: ComponentGroup, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
         key = f"{cell.name}.slerp.t"
         if (only := _passed_through(merge)) is not None:
             return {key: float(operands.index(only))} if only in operands else None
@@ -164,7 +164,7 @@ class Slerp:
 
 
 # In the order in which they are searched and tried when a recipe is read back.
-PUBLISHED: dict[str, MergeMethod] = {method.name: method for method in (TaskArithmetic(), Ties(), Slerp(), Linear())}
+PUBLISHED: dict[str, SearchedMethod] = {method.name: method for method in (TaskArithmetic(), Ties(), Slerp(), Linear())}
 
 
 def _merge(method: str, models: tuple[str, ...], coefficients: dict[str, float | tuple[float, ...]]) -> Merge:

@@ -13,7 +13,7 @@ from typing import Any
 from search_spaces.methods import METHODS as SPECS
 from search_spaces.parameters import Configuration, Float, Parameter
 from search_spaces.recipe import COEFFICIENT_DECIMALS, Merge, Source
-from search_spaces.spaces.lfs_methods import PUBLISHED, Cell, MergeMethod, Operands, on_simplex
+from search_spaces.spaces.lfs_methods import PUBLISHED, ComponentGroup, Operands, SearchedMethod, on_simplex
 
 __all__ = ["METHODS", "SEED", "Range", "RangedMethod"]
 
@@ -43,13 +43,13 @@ class RangedMethod:
     takes: Operands = "experts"
     constants: Mapping[str, float] = field(default_factory=dict)
 
-    def parameters(self, cell: Cell) -> tuple[Parameter, ...]:
+    def parameters(self, cell: ComponentGroup) -> tuple[Parameter, ...]:
         return tuple(
             Float(key, range_.low, range_.high, conditions=conditions)
             for range_ in self.ranges
             for key, conditions in (
                 [
-                    (self._key(cell, range_, expert), cell.conditions + cell.takes_part[expert])
+                    (self._key(cell, range_, expert), cell.conditions + cell.is_selected[expert])
                     for expert in cell.experts
                 ]
                 if range_.per_expert
@@ -57,7 +57,7 @@ class RangedMethod:
             )
         )
 
-    def decode(self, cell: Cell, operands: tuple[str, ...], configuration: Configuration) -> Merge:
+    def decode(self, cell: ComponentGroup, operands: tuple[str, ...], configuration: Configuration) -> Merge:
         spec = SPECS[self.name]
         sources = tuple(Source(model) for model in operands)
         if len(operands) < spec.min_sources:
@@ -71,7 +71,7 @@ class RangedMethod:
             coefficients[range_.name] = on_simplex(numbers) if range_.on_simplex else numbers
         return Merge(self.name, sources, coefficients, SEED if spec.takes_seed else None)
 
-    def encode(self, cell: Cell, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
+    def encode(self, cell: ComponentGroup, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
         models = tuple(source.model for source in merge.sources)
         if merge.method == "passthrough" and self.name != "passthrough":
             return self._encode_model(cell, operands, models[0])
@@ -90,7 +90,7 @@ class RangedMethod:
                 values[self._key(cell, range_)] = merge.number(range_.name)
         return values
 
-    def _encode_model(self, cell: Cell, operands: tuple[str, ...], model: str) -> dict[str, Any] | None:
+    def _encode_model(self, cell: ComponentGroup, operands: tuple[str, ...], model: str) -> dict[str, Any] | None:
         """Values that decode to one of the models: the base by the coefficient that leaves it, an expert alone."""
         spec = SPECS[self.name]
         leaves_base = (spec.base_at_zero, None if spec.is_itself_alone else spec.drops_zeros)
@@ -118,7 +118,7 @@ class RangedMethod:
             name: min(value, num_operands) if name == "agreement" else value for name, value in self.constants.items()
         }
 
-    def _key(self, cell: Cell, range_: Range, model: str | None = None) -> str:
+    def _key(self, cell: ComponentGroup, range_: Range, model: str | None = None) -> str:
         key = f"{cell.name}.{self.name}.{range_.name}"
         return key if model is None else f"{key}.{model}"
 
@@ -130,14 +130,14 @@ class Interpolation:
     name: str
     takes: Operands = "pair"
 
-    def parameters(self, cell: Cell) -> tuple[Parameter, ...]:
+    def parameters(self, cell: ComponentGroup) -> tuple[Parameter, ...]:
         return (Float(self._key(cell), 0.0, 1.0, conditions=cell.conditions),)
 
-    def decode(self, cell: Cell, operands: tuple[str, ...], configuration: Configuration) -> Merge:
+    def decode(self, cell: ComponentGroup, operands: tuple[str, ...], configuration: Configuration) -> Merge:
         t = round(configuration[self._key(cell)], COEFFICIENT_DECIMALS)
         return Merge(self.name, tuple(Source(model) for model in operands), {"weight": (1 - t, t)})
 
-    def encode(self, cell: Cell, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
+    def encode(self, cell: ComponentGroup, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
         models = tuple(source.model for source in merge.sources)
         if merge.method == "passthrough":
             return {self._key(cell): float(operands.index(models[0]))} if models[0] in operands else None
@@ -145,7 +145,7 @@ class Interpolation:
             return None
         return {self._key(cell): dict(zip(models, merge.per_source("weight"), strict=True))[operands[1]]}
 
-    def _key(self, cell: Cell) -> str:
+    def _key(self, cell: ComponentGroup) -> str:
         return f"{cell.name}.{self.name}.t"
 
 
@@ -170,7 +170,7 @@ TWO_AGREE = {"agreement": 2.0}
 # PCB-Merging (arXiv:2410.02396): its code's ratios are 0.05 and 0.1, its scale 0.8 to 1.3.
 PCB = (Range("lambda", 0.0, 2.0), Range("density", 0.05, 0.3))
 
-BEYOND: tuple[MergeMethod, ...] = (
+BEYOND: tuple[SearchedMethod, ...] = (
     # Scale as depth search scales a layer's output (DIS): 0.5 to 1.5.
     RangedMethod("passthrough", (Range("scale", 0.5, 1.5),), takes="model"),
     Interpolation("nuslerp"),
@@ -215,4 +215,4 @@ BEYOND: tuple[MergeMethod, ...] = (
 )
 
 # In the order in which they are searched and tried when a recipe is read back.
-METHODS: dict[str, MergeMethod] = {**PUBLISHED, **{method.name: method for method in BEYOND}}
+METHODS: dict[str, SearchedMethod] = {**PUBLISHED, **{method.name: method for method in BEYOND}}

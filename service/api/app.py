@@ -15,7 +15,7 @@ from service.api.event_stream import EventHub
 from service.api.export_queue import Exports
 from service.api.metrics import CountRequests, RequestCounter
 from service.api.openapi import install_openapi
-from service.api.preflight_process import Examiner, ProcessExaminer
+from service.api.preflight_process import Preflight, PreflightProcess
 from service.api.problems import install_handlers
 from service.api.protocols import Cluster
 from service.api.record_cache import RunRecords
@@ -28,7 +28,7 @@ __all__ = ["create_app"]
 DESCRIPTION = "Searches for the best merges of language models. Errors are problem details (RFC 9457)."
 
 
-def create_app(store: Store, *, cluster: Cluster, data_dir: Path, examiner: Examiner | None = None) -> FastAPI:
+def create_app(store: Store, *, cluster: Cluster, data_dir: Path, examiner: Preflight | None = None) -> FastAPI:
     """The server's application. It starts and stops `cluster`; `store` stays its owner's.
 
     Exported models are kept in `data_dir`; `examiner` None examines in a process of its own."""
@@ -36,7 +36,7 @@ def create_app(store: Store, *, cluster: Cluster, data_dir: Path, examiner: Exam
     services = Services(
         store=store,
         cluster=cluster,
-        examiner=examiner or ProcessExaminer(),
+        examiner=examiner or PreflightProcess(),
         exports=Exports(store, data_dir),
         hub=EventHub(store),
         records=RunRecords(store),

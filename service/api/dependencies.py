@@ -13,7 +13,7 @@ from starlette.convertors import StringConvertor, register_url_convertor
 from service.api.event_stream import EventHub
 from service.api.export_queue import Exports
 from service.api.metrics import RequestCounter
-from service.api.preflight_process import Examiner
+from service.api.preflight_process import Preflight
 from service.api.problems import Refusal
 from service.api.protocols import Cluster
 from service.api.record_cache import RunRecords
@@ -37,7 +37,7 @@ MAX_ID = 2**63 - 1
 class Services:
     store: Store
     cluster: Cluster
-    examiner: Examiner
+    examiner: Preflight
     exports: Exports
     hub: EventHub
     records: RunRecords

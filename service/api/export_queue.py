@@ -13,7 +13,7 @@ from pathlib import Path
 
 import anyio.to_thread
 
-from service.api.worker_process import SideProcess
+from service.api.worker_process import WorkerProcess
 from service.store import Store
 from service.types import ExportRecord, ExportState
 
@@ -38,7 +38,7 @@ class Exports:
         self._store = store
         self._data_dir = data_dir
         self._waiting: asyncio.Queue[str] = asyncio.Queue()
-        self._process: SideProcess | None = None
+        self._process: WorkerProcess | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
 
@@ -95,7 +95,7 @@ class Exports:
                 return
             directory = await anyio.to_thread.run_sync(self._prepare, record)
             if not directory.exists():  # a model appears whole: what is there was written before the server ended
-                self._process = SideProcess("export")
+                self._process = WorkerProcess("export")
                 await self._process.call(
                     _export, self._store.url, record.study, str(record.trial), directory, dtype=record.dtype
                 )

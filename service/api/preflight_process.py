@@ -14,10 +14,10 @@ from typing import Any, Protocol
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.study.file import InlineTask, ObjectiveSpec, Study, parse_study
 from search_spaces.study.yaml import parse_document
-from service.api.problems import Away
-from service.api.worker_process import ProcessDied, SideProcess
+from service.api.problems import Unavailable
+from service.api.worker_process import ProcessDied, WorkerProcess
 
-__all__ = ["Examined", "Examiner", "ProcessExaminer", "examine_here", "read_request"]
+__all__ = ["Preflight", "PreflightOutcome", "PreflightProcess", "examine_here", "read_request"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ BODY = "the request's body"
 
 
 @dataclass(frozen=True)
-class Examined:
+class PreflightOutcome:
     """A study that can run: its canonical document, and the facts that its driver will want to find again."""
 
     name: str
@@ -36,25 +36,25 @@ class Examined:
     facts: Mapping[str, Any]
 
 
-class Examiner(Protocol):
+class Preflight(Protocol):
     """Checks studies for the server."""
 
     def start(self) -> None: ...
 
     def stop(self) -> None: ...
 
-    async def examine(self, content: bytes, *, is_json: bool) -> Examined:
+    async def examine(self, content: bytes, *, is_json: bool) -> PreflightOutcome:
         """Raises InvalidStudy with every problem, and Away if it cannot be told at present."""
 
     async def engine_dtype(self, document: Mapping[str, Any]) -> str:
         """The dtype that a study's engines score in."""
 
 
-class ProcessExaminer:
+class PreflightProcess:
     """Examines in a process of its own."""
 
     def __init__(self) -> None:
-        self._process = SideProcess("examination", warm_up=_warm_up)
+        self._process = WorkerProcess("examination", warm_up=_warm_up)
 
     @property
     def pid(self) -> int | None:
@@ -66,14 +66,14 @@ class ProcessExaminer:
     def stop(self) -> None:
         self._process.stop()
 
-    async def examine(self, content: bytes, *, is_json: bool) -> Examined:
+    async def examine(self, content: bytes, *, is_json: bool) -> PreflightOutcome:
         try:
             try:
                 return await self._process.call(examine_here, content, is_json=is_json, timeout_s=TIMEOUT_S)
             except ProcessDied:  # perhaps of another request's doing
                 return await self._process.call(examine_here, content, is_json=is_json, timeout_s=TIMEOUT_S)
         except ProcessDied as error:
-            raise Away(f"the study could not be examined ({error}); ask again") from error
+            raise Unavailable(f"the study could not be examined ({error}); ask again") from error
         except TimeoutError as error:
             message = f"its examination did not end within {TIMEOUT_S:.0f} s"
             raise InvalidStudy((Problem("", message),)) from error
@@ -82,7 +82,7 @@ class ProcessExaminer:
         try:
             return await self._process.call(_engine_dtype, document)
         except ProcessDied as error:
-            raise Away(str(error)) from error
+            raise Unavailable(str(error)) from error
 
 
 def read_request(content: bytes, *, is_json: bool) -> Study:
@@ -141,13 +141,13 @@ def _warm_up() -> None:
     del lm_eval, torch, transformers
 
 
-def examine_here(content: bytes, *, is_json: bool) -> Examined:
+def examine_here(content: bytes, *, is_json: bool) -> PreflightOutcome:
     """The examination itself, in this process."""
     from service.studies.preflight.examine import examine
 
     study = read_request(content, is_json=is_json)
     try:
-        return Examined(study.name, study.canonical(), examine(study, downloads=False).facts())
+        return PreflightOutcome(study.name, study.canonical(), examine(study, downloads=False).facts())
     except InvalidStudy:
         raise
     except Exception as error:  # its driver would meet the same: a study that cannot be examined cannot run

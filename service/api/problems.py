@@ -21,10 +21,10 @@ from service.schemas.api import FieldProblem, ProblemDocument
 
 __all__ = [
     "PROBLEM_JSON",
-    "Away",
     "InvalidRequest",
     "Json",
     "Refusal",
+    "Unavailable",
     "install_handlers",
     "problem_response",
     "refusals",
@@ -56,7 +56,7 @@ class InvalidRequest(Exception):
         self.problems = problems
 
 
-class Away(Exception):
+class Unavailable(Exception):
     """What the request needs is not there at present; the message says what."""
 
 
@@ -153,7 +153,7 @@ def install_handlers(app: FastAPI) -> None:
         NotFound: answer(404),
         Conflict: answer(409),
         StaleAttempt: answer(409),
-        Away: away,
+        Unavailable: away,
         ConnectionError: away,
         SQLAlchemyError: database,
         Exception: bug,

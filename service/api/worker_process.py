@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 
-__all__ = ["ProcessDied", "SideProcess"]
+__all__ = ["ProcessDied", "WorkerProcess"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class ProcessDied(RuntimeError):
     """The process ended before the call did; the next call starts another one."""
 
 
-class SideProcess:
+class WorkerProcess:
     """Runs calls in a process of its own, started when first needed and again after it has died."""
 
     def __init__(self, name: str, *, warm_up: Callable[[], None] | None = None) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 from service.client import flows
 from service.client.download import check_free, unpack
 from service.client.events import SILENCE_S, Event, EventReader
-from service.client.flows import Call, Lost, Reply, Steps, refusal
+from service.client.flows import Call, Flow, Response, TransportError, refusal
 from service.errors import NotFound, ServerUnreachable
 
 if TYPE_CHECKING:
@@ -48,14 +48,14 @@ def _described(method: T, steps: Callable[..., Any]) -> T:
     return method
 
 
-def _blocking(steps: Callable[P, Steps[T]]) -> Callable[Concatenate[Client, P], T]:
+def _blocking(steps: Callable[P, Flow[T]]) -> Callable[Concatenate[Client, P], T]:
     def method(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return client._carry_out(steps(*args, **kwargs))
 
     return _described(method, steps)
 
 
-def _awaited(steps: Callable[P, Steps[T]]) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
+def _awaited(steps: Callable[P, Flow[T]]) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
     async def method(client: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await client._carry_out(steps(*args, **kwargs))
 
@@ -124,7 +124,7 @@ class Client:
                         content = b""
                     else:
                         content = response.read()
-                    outcome: Reply | Lost = _reply(response, content)
+                    outcome: Response | TransportError = _reply(response, content)
             except httpx.RequestError as error:
                 outcome = _lost(self.url, error)
             if not reader.has_ended:
@@ -165,8 +165,8 @@ class Client:
         except httpx.RequestError as error:
             raise ServerUnreachable(f"{self.url}{call.path}: the download was cut off: {_why(error)}") from error
 
-    def _carry_out(self, steps: Steps[T]) -> T:
-        outcome: Reply | Lost | None = None
+    def _carry_out(self, steps: Flow[T]) -> T:
+        outcome: Response | TransportError | None = None
         while True:
             try:
                 step = steps.send(outcome)
@@ -179,7 +179,7 @@ class Client:
             else:
                 time.sleep(step)
 
-    def _send(self, call: Call) -> Reply | Lost:
+    def _send(self, call: Call) -> Response | TransportError:
         import httpx
 
         try:
@@ -249,7 +249,7 @@ class AsyncClient:
                         content = b""
                     else:
                         content = await response.aread()
-                    outcome: Reply | Lost = _reply(response, content)
+                    outcome: Response | TransportError = _reply(response, content)
             except httpx.RequestError as error:
                 outcome = _lost(self.url, error)
             if not reader.has_ended:
@@ -275,8 +275,8 @@ class AsyncClient:
             stop.set()
             raise
 
-    async def _carry_out(self, steps: Steps[T]) -> T:
-        outcome: Reply | Lost | None = None
+    async def _carry_out(self, steps: Flow[T]) -> T:
+        outcome: Response | TransportError | None = None
         while True:
             try:
                 step = steps.send(outcome)
@@ -289,7 +289,7 @@ class AsyncClient:
             else:
                 await asyncio.sleep(step)
 
-    async def _send(self, call: Call) -> Reply | Lost:
+    async def _send(self, call: Call) -> Response | TransportError:
         import httpx
 
         try:
@@ -332,15 +332,15 @@ def _listening() -> httpx.Timeout:
     return httpx.Timeout(SILENCE_S, connect=CONNECT_S)
 
 
-def _reply(response: httpx.Response, content: bytes) -> Reply:
-    return Reply(str(response.url), response.status_code, response.headers, content)
+def _reply(response: httpx.Response, content: bytes) -> Response:
+    return Response(str(response.url), response.status_code, response.headers, content)
 
 
-def _lost(url: str, error: httpx.RequestError) -> Lost:
+def _lost(url: str, error: httpx.RequestError) -> TransportError:
     import httpx
 
     was_there = isinstance(error, httpx.ReadError | httpx.WriteError | httpx.CloseError | httpx.RemoteProtocolError)
-    return Lost(url, _why(error), was_cut=was_there)
+    return TransportError(url, _why(error), was_cut=was_there)
 
 
 def _why(error: Exception) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from service.client.flows import Call, Lost, Reply, path_of, refusal
+from service.client.flows import Call, Response, TransportError, path_of, refusal
 from service.errors import InvalidAnswer, RequestRefused, ServerUnreachable
 
 __all__ = ["SILENCE_S", "Event", "EventReader"]
@@ -72,11 +72,11 @@ class EventReader:
                 self.has_ended = event.kind == "end"
                 yield event
 
-    def pause_s(self, outcome: Reply | Lost) -> float:
+    def pause_s(self, outcome: Response | TransportError) -> float:
         """Raises RequestRefused and InvalidAnswer if the server will not answer otherwise the next time."""
         wait_s: float = min(FIRST_PAUSE_S * 2**self._failures, MAX_PAUSE_S) * random.uniform(0.5, 1.0)
         self._failures = min(self._failures + 1, 10)
-        if isinstance(outcome, Lost):
+        if isinstance(outcome, TransportError):
             error: Exception = ServerUnreachable(f"{outcome.url}: no answer: {outcome.reason}")
         elif outcome.status == 200:
             return wait_s  # the server ended the connection, as it does when it is stopped

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from service.schemas.api import ExportDocument, ProblemDocument, StudiesDocument, StudyDocument, TrialsDocument
     from service.schemas.files import ParetoDocument, RecipeDocument, SummaryDocument, TrialDocument
 
-__all__ = ["Call", "Lost", "Reply", "Steps", "path_of", "refusal"]
+__all__ = ["Call", "Flow", "Response", "TransportError", "path_of", "refusal"]
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Reply:
+class Response:
     """An answer; header names are in lower case."""
 
     url: str
@@ -56,7 +56,7 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Lost:
+class TransportError:
     """No answer, and why. `was_cut`: there was a connection, and it ended before the answer did."""
 
     url: str
@@ -64,14 +64,14 @@ class Lost:
     was_cut: bool
 
 
-Steps: TypeAlias = Generator[Call | float, Reply | Lost | None, T]
+Flow: TypeAlias = Generator[Call | float, Response | TransportError | None, T]
 """Yields requests, and pauses in seconds; is sent what came of a request; returns the result."""
 
 
 # -- studies -----------------------------------------------------------------------------------------------------------
 
 
-def submit(study: Path | str | Mapping[str, Any], *, idempotency_key: str | None = None) -> Steps[StudyDocument]:
+def submit(study: Path | str | Mapping[str, Any], *, idempotency_key: str | None = None) -> Flow[StudyDocument]:
     """Submit a study and return it as the server knows it.
 
     `study` is a study file, whose relative paths are taken from its directory, or its content; models and data are
@@ -98,7 +98,7 @@ def submit(study: Path | str | Mapping[str, Any], *, idempotency_key: str | None
     return cast("StudyDocument", (yield from _json(Call("POST", "/v1/studies", {}, headers, content))))
 
 
-def studies(*, state: str | None = None, name: str | None = None) -> Steps[list[StudyDocument]]:
+def studies(*, state: str | None = None, name: str | None = None) -> Flow[list[StudyDocument]]:
     """Every study, oldest first; or those in a state ("RUNNING"), or of a name.
 
     client.studies(state="RUNNING")
@@ -108,7 +108,7 @@ def studies(*, state: str | None = None, name: str | None = None) -> Steps[list[
     return document["studies"]
 
 
-def study(study: str) -> Steps[StudyDocument]:
+def study(study: str) -> Flow[StudyDocument]:
     """A study by its id.
 
     client.study("5f0c...")["state"]
@@ -116,7 +116,7 @@ def study(study: str) -> Steps[StudyDocument]:
     return cast("StudyDocument", (yield from _json(Call("GET", path_of(study)))))
 
 
-def find(reference: str) -> Steps[StudyDocument]:
+def find(reference: str) -> Flow[StudyDocument]:
     """The study that people mean by its id, the beginning of its id, or its name.
 
         client.find("5f0c")
@@ -136,7 +136,7 @@ def find(reference: str) -> Steps[StudyDocument]:
     return meant[0]
 
 
-def cancel(study: str) -> Steps[StudyDocument]:
+def cancel(study: str) -> Flow[StudyDocument]:
     """End a study for good; what it has found is kept. Nothing happens to one that is cancelled already.
 
         client.cancel("5f0c...")
@@ -146,7 +146,7 @@ def cancel(study: str) -> Steps[StudyDocument]:
     return cast("StudyDocument", (yield from _json(Call("POST", f"{path_of(study)}:cancel"))))
 
 
-def summary(study: str) -> Steps[SummaryDocument]:
+def summary(study: str) -> Flow[SummaryDocument]:
     """The study's summary, as `summary.json` of a run.
 
     client.summary("5f0c...")["best"]
@@ -154,7 +154,7 @@ def summary(study: str) -> Steps[SummaryDocument]:
     return cast("SummaryDocument", (yield from _json(Call("GET", path_of(study, "summary")))))
 
 
-def pareto(study: str) -> Steps[ParetoDocument]:
+def pareto(study: str) -> Flow[ParetoDocument]:
     """The trials that no other one beats in every objective, as `pareto.json` of a run.
 
     [row["trial"] for row in client.pareto("5f0c...")["front"]]
@@ -162,7 +162,7 @@ def pareto(study: str) -> Steps[ParetoDocument]:
     return cast("ParetoDocument", (yield from _json(Call("GET", path_of(study, "pareto")))))
 
 
-def report(study: str) -> Steps[str]:
+def report(study: str) -> Flow[str]:
     """The study's report, one HTML page that needs nothing else.
 
     Path("report.html").write_text(client.report("5f0c..."))
@@ -170,7 +170,7 @@ def report(study: str) -> Steps[str]:
     return (yield from _text(Call("GET", path_of(study, "report"))))
 
 
-def log(study: str) -> Steps[str]:
+def log(study: str) -> Flow[str]:
     """What the study's drivers have printed.
 
         print(client.log("5f0c..."))
@@ -183,7 +183,7 @@ def log(study: str) -> Steps[str]:
 # -- trials ------------------------------------------------------------------------------------------------------------
 
 
-def trials(study: str, *, state: str | None = None) -> Steps[list[TrialDocument]]:
+def trials(study: str, *, state: str | None = None) -> Flow[list[TrialDocument]]:
     """Every trial by number, or those in a state ("COMPLETE").
 
     [trial["values"] for trial in client.trials("5f0c...", state="COMPLETE")]
@@ -198,7 +198,7 @@ def trials(study: str, *, state: str | None = None) -> Steps[list[TrialDocument]
         query = dict(parse_qsl(urlsplit(page["next"]).query))
 
 
-def trial(study: str, number: int) -> Steps[TrialDocument]:
+def trial(study: str, number: int) -> Flow[TrialDocument]:
     """One trial.
 
     client.trial("5f0c...", 17)["rungs"]
@@ -206,7 +206,7 @@ def trial(study: str, number: int) -> Steps[TrialDocument]:
     return cast("TrialDocument", (yield from _json(Call("GET", path_of(study, "trials", number)))))
 
 
-def recipe(study: str, number: int) -> Steps[RecipeDocument]:
+def recipe(study: str, number: int) -> Flow[RecipeDocument]:
     """What a trial merges, as `recipe.json` of an export.
 
     client.recipe("5f0c...", 17)["layers"][0]
@@ -217,7 +217,7 @@ def recipe(study: str, number: int) -> Steps[RecipeDocument]:
 # -- exports -----------------------------------------------------------------------------------------------------------
 
 
-def finished_export(study: str, trial: str | int, *, dtype: str | None) -> Steps[ExportDocument]:
+def finished_export(study: str, trial: str | int, *, dtype: str | None) -> Flow[ExportDocument]:
     """The export of a trial, once the server has written it. Raises ExportFailed."""
     content = json.dumps({"trial": trial, "dtype": dtype}).encode()
     call = Call("POST", path_of(study, "exports"), {}, {"Content-Type": "application/json"}, content)
@@ -247,7 +247,7 @@ def path_of(study: str, *rest: str | int) -> str:
     return "/".join(["/v1/studies", *(quote(str(part), safe="", errors="replace") for part in (study, *rest))])
 
 
-def refusal(reply: Reply) -> RequestRefused | InvalidAnswer:
+def refusal(reply: Response) -> RequestRefused | InvalidAnswer:
     """What an answer other than 2xx means."""
     problem = _parsed(reply) if "problem+json" in reply.headers.get("content-type", "") else None
     if isinstance(problem, dict) and isinstance(problem.get("detail"), str):
@@ -259,7 +259,7 @@ def refusal(reply: Reply) -> RequestRefused | InvalidAnswer:
     return InvalidAnswer(f"{reply.url}: no mergesearch server answers there: status {reply.status}, {_excerpt(reply)}")
 
 
-def _json(call: Call) -> Steps[dict[str, Any]]:
+def _json(call: Call) -> Flow[dict[str, Any]]:
     reply = yield from _answer(call)
     document = _parsed(reply)
     if not isinstance(document, dict):
@@ -267,11 +267,11 @@ def _json(call: Call) -> Steps[dict[str, Any]]:
     return document
 
 
-def _text(call: Call) -> Steps[str]:
+def _text(call: Call) -> Flow[str]:
     return (yield from _answer(call)).content.decode("utf-8", errors="replace")
 
 
-def _answer(call: Call) -> Steps[Reply]:
+def _answer(call: Call) -> Flow[Response]:
     """The answer to a request, which is sent again where the connection was cut or a proxy found no server behind it.
 
     Whom nobody can reach is reported at once."""
@@ -280,7 +280,7 @@ def _answer(call: Call) -> Steps[Reply]:
     while True:
         outcome = yield call
         assert outcome is not None
-        if isinstance(outcome, Reply):
+        if isinstance(outcome, Response):
             if 200 <= outcome.status < 300:
                 return outcome
             error: Exception = refusal(outcome)
@@ -308,12 +308,12 @@ def _study_content(study: Path | str | Mapping[str, Any]) -> bytes:
         raise InvalidStudy((Problem("", f"the study is not plain data: {error}"),)) from error
 
 
-def _parsed(reply: Reply) -> Any:
+def _parsed(reply: Response) -> Any:
     try:
         return json.loads(reply.content)
     except (ValueError, RecursionError):
         return None
 
 
-def _excerpt(reply: Reply) -> str:
+def _excerpt(reply: Response) -> str:
     return repr(reply.content[:80].decode("utf-8", errors="replace"))

@@ -25,7 +25,7 @@ from service.store import Store
 from service.studies.attempt import HEARTBEAT_S
 from service.types import StudyRecord, StudyState
 
-__all__ = ["MAX_FRUITLESS", "RayCluster", "Step", "next_step", "submission_id"]
+__all__ = ["MAX_CONSECUTIVE_FAILURES", "RayCluster", "Step", "next_step", "submission_id"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ START_GRACE_S = 300.0
 SUBMISSION_GRACE_S = 5.0
 
 # Drivers in a row that scored nothing new: the study cannot be helped by another one.
-MAX_FRUITLESS = 5
+MAX_CONSECUTIVE_FAILURES = 5
 BACK_OFF_S, MAX_BACK_OFF_S = 2.0, 300.0
 
 # Studies driven at once; others wait. Each driver is a process of some hundred MB beside the engines they share.
@@ -66,11 +66,13 @@ def submission_id(study: StudyRecord, number: int) -> str:
     return f"{study.name}-{study.id[:8]}-{number}"
 
 
-def next_step(study: StudyRecord, job: str | None, *, fruitless: int, now: float, message: str | None = None) -> Step:
+def next_step(
+    study: StudyRecord, job: str | None, *, consecutive_failures: int, now: float, message: str | None = None
+) -> Step:
     """What an unfinished study needs.
 
     `job` is the state that the cluster gives the last driver's job (None: it does not know it), `message` what it says
-    of it, `fruitless` how many drivers in a row ended without a result, `now` seconds since the epoch."""
+    of it, `consecutive_failures` how many drivers in a row ended without a result, `now` seconds since the epoch."""
     if study.submissions == 0:
         return Step("submit")
     heard_at = study.heartbeat_at or 0.0
@@ -90,9 +92,11 @@ def next_step(study: StudyRecord, job: str | None, *, fruitless: int, now: float
         if job is None
         else f"its driver ended (Ray's word: {job}): {' '.join(reason.split())}"
     )
-    if fruitless >= MAX_FRUITLESS:
-        return Step("give up", f"{fruitless} drivers in a row ended without a result; the last one: {because}")
-    if now < study.submitted_at + min(BACK_OFF_S * 2**fruitless, MAX_BACK_OFF_S):
+    if consecutive_failures >= MAX_CONSECUTIVE_FAILURES:
+        return Step(
+            "give up", f"{consecutive_failures} drivers in a row ended without a result; the last one: {because}"
+        )
+    if now < study.submitted_at + min(BACK_OFF_S * 2**consecutive_failures, MAX_BACK_OFF_S):
         return Step("wait")
     return Step("submit", because)
 
@@ -234,8 +238,8 @@ class RayCluster:
     def _look_at(self, study: StudyRecord, *, may_start: bool) -> bool:
         """Do what the study needs. Returns True if it has a driver, or will have one soon."""
         job, message = self._job(study)
-        fruitless = self._store.fruitless_attempts(study.id)
-        step = next_step(study, job, fruitless=fruitless, now=time.time(), message=message)
+        consecutive_failures = self._store.fruitless_attempts(study.id)
+        step = next_step(study, job, consecutive_failures=consecutive_failures, now=time.time(), message=message)
         if study.attempt > study.submitted_after and step.action == "wait":
             self._losses.pop(study.id, None)
         if step.action == "stop":

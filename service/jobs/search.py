@@ -18,8 +18,8 @@ from service.cli.progress import ProgressStyle, ProgressView
 from service.cluster.session import ray_session
 from service.errors import Conflict, NotFound, StaleAttempt, StudyFailed
 from service.store import Store, StudyWriter
-from service.studies.attempt import Clock, execute
-from service.studies.preflight.examine import Examination, check_unchanged, examine, pinned
+from service.studies.attempt import Heartbeat, execute
+from service.studies.preflight.examine import PreflightResult, check_unchanged, examine, with_revisions
 from service.types import StudyState
 from workers.errors import EngineUnavailable
 from workers.types import Scorer
@@ -61,12 +61,15 @@ def drive(store: Store, study_id: str, *, work_dir: Path, because: str | None = 
         return 0
     record = store.study(study_id)
     try:
-        with Clock(writer, record.wall_clock_s) as clock, ProgressView(ProgressStyle.LINES, interval_s=30.0) as view:
-            examination = examine(pinned(Study.model_validate(record.document), record.facts), note=view.note)
-            check_unchanged(record, examination.facts())
+        with (
+            Heartbeat(writer, record.wall_clock_s) as heartbeat,
+            ProgressView(ProgressStyle.LINES, interval_s=30.0) as view,
+        ):
+            preflight = examine(with_revisions(Study.model_validate(record.document), record.facts), note=view.note)
+            check_unchanged(record, preflight.facts())
             with ray_session():
-                scorer = _shared_scorer(examination)
-                execute(store, writer, examination, scorer, work_dir=work_dir, clock=clock, view=view)
+                scorer = _shared_scorer(preflight)
+                execute(store, writer, preflight, scorer, work_dir=work_dir, heartbeat=heartbeat, view=view)
         return 0
     except StudyFailed as error:  # stored already
         logger.error("%s", error)
@@ -86,13 +89,13 @@ def drive(store: Store, study_id: str, *, work_dir: Path, because: str | None = 
         return 1
 
 
-def _shared_scorer(examination: Examination) -> Scorer:
+def _shared_scorer(preflight: PreflightResult) -> Scorer:
     from workers.serving.replica import deploy_scorer
 
     return deploy_scorer(
-        examination.family,
-        examination.engine_options,
-        replicas=examination.study.engine.replicas,
+        preflight.family,
+        preflight.engine_options,
+        replicas=preflight.study.engine.replicas,
         keep_idle_s=KEEP_IDLE_S,
     )
 

@@ -166,11 +166,11 @@ class Store:
         )
         began = sa.select(sa.func.count()).where(of_study & (events.c.kind == "attempt") & (events.c.id > last_result))
         with self._reads.connect() as connection:
-            fruitless: int = connection.execute(began).scalar_one()
+            consecutive_failures: int = connection.execute(began).scalar_one()
             row = connection.execute(
                 sa.select(studies.c.submissions, studies.c.attempt).where(studies.c.id == study_id)
             ).one()
-        return max(fruitless, int(row.submissions - row.attempt))
+        return max(consecutive_failures, int(row.submissions - row.attempt))
 
     def trial_counts(self, study_id: str | None = None) -> dict[str, dict[str, int]]:
         """How many trials of each state a study has, or every one: study id -> state -> number."""

@@ -20,12 +20,12 @@ from service.cli.progress import ProgressSnapshot, ProgressView
 from service.errors import StaleAttempt, StudyFailed
 from service.results.selection import best_trial, full_budget_trials
 from service.store import Store, StudyWriter
-from service.studies.preflight.examine import Examination
+from service.studies.preflight.examine import PreflightResult
 from service.types import Origin, StudyState, TrialRecord, TrialState
 from workers.errors import EngineUnavailable, EvidenceMismatch
 from workers.types import Scorer, Span
 
-__all__ = ["HEARTBEAT_S", "Clock", "execute"]
+__all__ = ["HEARTBEAT_S", "Heartbeat", "execute"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +37,11 @@ SNAPSHOT_S = 0.25
 def execute(
     store: Store,
     writer: StudyWriter,
-    examination: Examination,
+    preflight: PreflightResult,
     scorer: Scorer,
     *,
     work_dir: Path,
-    clock: Clock,
+    heartbeat: Heartbeat,
     view: ProgressView,
     observer: Callable[[str], None] = lambda _: None,
 ) -> None:
@@ -57,24 +57,24 @@ def execute(
     writer.set_state(StudyState.RUNNING)
     try:
         coordinator = Coordinator(
-            examination.plan(study_id, store.study(study_id).facts),
-            space=examination.space,
+            preflight.plan(study_id, store.study(study_id).facts),
+            space=preflight.space,
             store=store,
             writer=writer,
             proposer=RayProposer(
-                algorithm=examination.study.search.algorithm,
-                parameters=examination.space.parameters,
-                seed=examination.study.search.seed,
+                algorithm=preflight.study.search.algorithm,
+                parameters=preflight.space.parameters,
+                seed=preflight.study.search.seed,
             ),
             observer=observer,
-            is_out_of_budget=lambda: _exhausted_limit(examination.study, clock.wall_clock_s),
+            is_out_of_budget=lambda: _exhausted_limit(preflight.study, heartbeat.wall_clock_s),
         )
-        expected = examination.expected_samples()
-        snapshots = _Snapshots(coordinator, examination, expected["search"] + expected["holdout"])
+        expected = preflight.expected_samples()
+        snapshots = _Snapshots(coordinator, preflight, expected["search"] + expected["holdout"])
 
         def tick() -> None:
             if (snapshot := snapshots.due()) is not None:
-                clock.progress = snapshot.to_json()
+                heartbeat.progress = snapshot.to_json()
                 view.update(snapshot)
 
         view.update(snapshots.now())
@@ -83,16 +83,16 @@ def execute(
             scorer,
             name=f"study-{study_id}",
             storage_dir=work_dir,
-            concurrency=examination.concurrency,
+            concurrency=preflight.concurrency,
             tick=tick,
         )
         view.update(snapshots.now())
-        if best_trial(coordinator.trials, examination.objectives) is None:
+        if best_trial(coordinator.trials, preflight.objectives) is None:
             raise StudyFailed(_no_result(coordinator.trials))
         if store.document(study_id, "verification") is None:
             view.note("Verifying some of the trials with transformers ...")
-            _verify(store, writer, examination, scorer, coordinator.trials)
-        clock.beat()
+            _verify(store, writer, preflight, scorer, coordinator.trials)
+        heartbeat.send()
         writer.set_state(StudyState.COMPLETE, coordinator.end_of_search)
         observer("complete")
     except (StudyFailed, EvidenceMismatch) as error:
@@ -108,28 +108,28 @@ def execute(
         raise
 
 
-class Clock:
+class Heartbeat:
     """Counts the study's working time over all attempts and, from a thread of its own, tells the store every
     `beat_s` seconds that the driver lives and how far it is (`progress`, as JSON)."""
 
-    def __init__(self, writer: StudyWriter, worked_s: float, *, beat_s: float = HEARTBEAT_S) -> None:
+    def __init__(self, writer: StudyWriter, worked_s: float, *, interval_s: float = HEARTBEAT_S) -> None:
         self.progress: Mapping[str, Any] | None = None
         self._writer = writer
         self._worked_s = worked_s
-        self._beat_s = beat_s
+        self._interval_s = interval_s
         self._started_at = time.monotonic()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat_on, name="heartbeat", daemon=True)
+        self._thread = threading.Thread(target=self._send_regularly, name="heartbeat", daemon=True)
 
     @property
     def wall_clock_s(self) -> float:
         return self._worked_s + time.monotonic() - self._started_at
 
-    def beat(self) -> None:
+    def send(self) -> None:
         self._writer.heartbeat(wall_clock_s=self.wall_clock_s, progress=self.progress)
 
     def __enter__(self) -> Self:
-        self.beat()
+        self.send()
         self._thread.start()
         return self
 
@@ -137,10 +137,10 @@ class Clock:
         self._stop.set()
         self._thread.join()
 
-    def _beat_on(self) -> None:
-        while not self._stop.wait(self._beat_s):
+    def _send_regularly(self) -> None:
+        while not self._stop.wait(self._interval_s):
             try:
-                self.beat()
+                self.send()
             except StaleAttempt:  # the driver's own next write says so where it can be acted upon
                 return
             except Exception:  # one that is missed does no harm; if none gets through, the driver is replaced
@@ -150,9 +150,9 @@ class Clock:
 class _Snapshots:
     """What the progress view shows, at most every SNAPSHOT_S seconds."""
 
-    def __init__(self, coordinator: Any, examination: Examination, planned: int) -> None:
+    def __init__(self, coordinator: Any, preflight: PreflightResult, planned: int) -> None:
         self._coordinator = coordinator
-        self._examination = examination
+        self._examination = preflight
         self._planned = planned
         self._taken_at = 0.0
 
@@ -198,22 +198,22 @@ def _no_result(trials: tuple[TrialRecord, ...]) -> str:
 
 
 def _verify(
-    store: Store, writer: StudyWriter, examination: Examination, scorer: Scorer, trials: tuple[TrialRecord, ...]
+    store: Store, writer: StudyWriter, preflight: PreflightResult, scorer: Scorer, trials: tuple[TrialRecord, ...]
 ) -> None:
     """Score some trials with transformers as well: the best one, then others drawn by the study's seed.
 
     Raises StudyFailed if stored samples differ by more than rounding explains."""
-    verify = examination.study.engine.verify
+    verify = preflight.study.engine.verify
     if not verify or verify.trials == 0 or verify.samples == 0:
         writer.set_document_named("verification", {"reports": [], "reason": "switched off in the study"})
         return
     candidates = full_budget_trials(trials)
-    winner = best_trial(trials, examination.objectives)
+    winner = best_trial(trials, preflight.objectives)
     others = [trial for trial in candidates if trial is not winner]
-    drawn = np.random.default_rng(examination.study.search.seed).permutation(len(others))
+    drawn = np.random.default_rng(preflight.study.search.seed).permutation(len(others))
     chosen = [winner, *(others[i] for i in drawn)][: verify.trials]
-    full = examination.rung_samples[-1]
-    spans = tuple(Span(name, task, 0, min(verify.samples, full[name])) for name, task in examination.tasks.items())
+    full = preflight.rung_samples[-1]
+    spans = tuple(Span(name, task, 0, min(verify.samples, full[name])) for name, task in preflight.tasks.items())
     stops = {span.objective: span.stop for span in spans}
     reports = []
     for trial in chosen:

@@ -8,8 +8,8 @@ from typing import Any
 
 from search_spaces.study.file import Study
 from service.disk import free_bytes, gib
-from service.studies.preflight.examine import EXPORT, Examination, examine
-from workers.models.hub import is_stand_in, named
+from service.studies.preflight.examine import EXPORT, PreflightResult, examine
+from workers.models.hub import is_metadata_only, named
 
 __all__ = ["CheckedPlan", "check"]
 
@@ -84,21 +84,21 @@ def check(study: Study, directory: Path, *, exports: bool = False) -> CheckedPla
 
     Starts nothing, and of hub models that are not here looks at all but the weights. Raises InvalidStudy with every
     problem."""
-    examination = examine(study, export_dir=directory / EXPORT if exports else None, downloads=False)
-    places = [model.directory for model in examination.family.models]
-    memory = examination.memory
-    samples = examination.expected_samples()
+    preflight = examine(study, export_dir=directory / EXPORT if exports else None, downloads=False)
+    places = [model.directory for model in preflight.family.models]
+    memory = preflight.memory
+    samples = preflight.expected_samples()
     return CheckedPlan(
         study=study.name,
-        num_models=len(examination.family.models),
-        num_parameters=examination.num_parameters,
-        num_layers=examination.num_layers,
-        num_search_parameters=len(examination.space.parameters.names),
+        num_models=len(preflight.family.models),
+        num_parameters=preflight.num_parameters,
+        num_layers=preflight.num_layers,
+        num_search_parameters=len(preflight.space.parameters.names),
         scheduler=study.fidelity.scheduler,
-        rungs=tuple(dict(rung) for rung in examination.rung_samples),
-        trials={"extras": len(examination.extras()), "search": study.search.max_trials},
+        rungs=tuple(dict(rung) for rung in preflight.rung_samples),
+        trials={"extras": len(preflight.baselines()), "search": study.search.max_trials},
         samples=samples,
-        hours=_hours(examination, samples["search"] + samples["holdout"]),
+        hours=_hours(preflight, samples["search"] + samples["holdout"]),
         memory_bytes={
             "bank": memory.bank_bytes,
             "engines": memory.replicas * memory.engine_bytes,
@@ -106,12 +106,12 @@ def check(study: Study, directory: Path, *, exports: bool = False) -> CheckedPla
             "available": memory.available_bytes,
         },
         disk_bytes={
-            "export": examination.export_bytes,
+            "export": preflight.export_bytes,
             "available": free_bytes(directory),
-            "download": examination.absent_bytes,
+            "download": preflight.absent_bytes,
         },
-        absent_models=tuple(sorted({named(place) for place in places if is_stand_in(Path(place))})),
-        engine_remark=examination.engine_remark,
+        absent_models=tuple(sorted({named(place) for place in places if is_metadata_only(Path(place))})),
+        engine_remark=preflight.engine_remark,
     )
 
 
@@ -122,7 +122,7 @@ TOKENS_PER_SAMPLE = 256
 DECODING_EFFICIENCY = 0.15
 
 
-def _hours(examination: Examination, num_samples: int) -> float:
+def _hours(preflight: PreflightResult, num_samples: int) -> float:
     import time
 
     import torch
@@ -138,8 +138,8 @@ def _hours(examination: Examination, num_samples: int) -> float:
         float(product[0, 0])  # waits for the device
         best = min(best, time.perf_counter() - started)
     operations_per_s = 2 * size**3 / best * DECODING_EFFICIENCY
-    operations = 2 * examination.num_parameters * TOKENS_PER_SAMPLE * num_samples
-    return operations / operations_per_s / 3600 / examination.study.engine.replicas
+    operations = 2 * preflight.num_parameters * TOKENS_PER_SAMPLE * num_samples
+    return operations / operations_per_s / 3600 / preflight.study.engine.replicas
 
 
 def _count(number: int, noun: str) -> str:

@@ -15,7 +15,7 @@ from service.errors import Conflict, NotFound
 from service.results.load import run_record
 from service.results.selection import best_trial
 from service.store import Store
-from service.studies.preflight.examine import DTYPE_BYTES, engine_dtype, pinned
+from service.studies.preflight.examine import DTYPE_BYTES, engine_dtype, with_revisions
 from service.types import StudyRecord, TrialRecord
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def export_trial(
 
     result = run_record(store, record.id)
     chosen = _chosen(result.trials, trial, best_trial(result.trials, result.objectives))
-    study = pinned(Study.model_validate(record.document), record.facts)
+    study = with_revisions(Study.model_validate(record.document), record.facts)
     family = open_family(study.models.base, study.models.experts, tokenizer=study.models.tokenizer)
     if family.fingerprints != record.facts["fingerprints"]:
         changed = sorted(a for a, f in family.fingerprints.items() if record.facts["fingerprints"].get(a) != f)

@@ -21,8 +21,8 @@ from service.results.files import RunRecord, write_results
 from service.results.load import run_record
 from service.results.report import render_report
 from service.store import Store
-from service.studies.attempt import Clock, execute
-from service.studies.preflight.examine import EXPORT, Examination, check_unchanged, examine, pinned
+from service.studies.attempt import Heartbeat, execute
+from service.studies.preflight.examine import EXPORT, PreflightResult, check_unchanged, examine, with_revisions
 from service.types import StudyRecord, StudyState
 from workers.types import Scorer
 
@@ -31,7 +31,7 @@ __all__ = ["DATABASE", "LOCK_FILE", "OpenScorer", "locked", "open_scorer", "read
 DATABASE = "study.db"
 LOCK_FILE = ".lock"
 
-OpenScorer = Callable[[Examination, ProgressView], AbstractContextManager[Scorer]]
+OpenScorer = Callable[[PreflightResult, ProgressView], AbstractContextManager[Scorer]]
 
 
 @contextmanager
@@ -54,16 +54,16 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def open_scorer(examination: Examination, view: ProgressView) -> Iterator[Scorer]:
+def open_scorer(preflight: PreflightResult, view: ProgressView) -> Iterator[Scorer]:
     """Scoring replicas on Ray Serve for the length of a run. Raises EngineUnavailable if none starts."""
     from ray import serve
 
     from workers.serving.replica import deploy_scorer
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing Serve sets it to INFO
-    replicas = examination.study.engine.replicas
+    replicas = preflight.study.engine.replicas
     view.note(f"Starting {replicas} engine{'s' * (replicas > 1)} ...")
-    scorer = deploy_scorer(examination.family, examination.engine_options, replicas=replicas)
+    scorer = deploy_scorer(preflight.family, preflight.engine_options, replicas=replicas)
     try:
         yield scorer
     finally:
@@ -88,25 +88,25 @@ def run_study(
     if not (directory / DATABASE).exists():  # else it may be finished, and need no Ray
         check_reachable()
     export_dir = directory / EXPORT if exports else None
-    examination = examine(_as_started(study, directory), export_dir=export_dir, note=view.note)
+    preflight = examine(_as_started(study, directory), export_dir=export_dir, note=view.note)
     with locked(directory):
         store = Store(f"sqlite:///{directory / DATABASE}")
         try:
-            record = _created_or_resumed(store, study, examination, directory)
+            record = _created_or_resumed(store, study, preflight, directory)
             try:
                 if record.state is not StudyState.COMPLETE:
                     writer = store.open_attempt(record.id)
-                    with Clock(writer, record.wall_clock_s) as clock, ray_session() as session:
+                    with Heartbeat(writer, record.wall_clock_s) as heartbeat, ray_session() as session:
                         if session.dashboard_url:
                             view.note(f"Ray dashboard: {session.dashboard_url}")
-                        with open_scorer(examination, view) as scorer:
+                        with open_scorer(preflight, view) as scorer:
                             execute(
                                 store,
                                 writer,
-                                examination,
+                                preflight,
                                 scorer,
                                 work_dir=directory.resolve() / "ray",
-                                clock=clock,
+                                heartbeat=heartbeat,
                                 view=view,
                                 observer=observer,
                             )
@@ -137,13 +137,13 @@ def _as_started(study: Study, directory: Path) -> Study:
     """The study, its hub models at the commits of the run that is in `directory`, if there is one."""
     try:
         with read_run(directory) as (_, record):
-            return pinned(study, record.facts)
+            return with_revisions(study, record.facts)
     except NotFound:
         return study
 
 
-def _created_or_resumed(store: Store, study: Study, examination: Examination, directory: Path) -> StudyRecord:
-    facts = examination.facts()
+def _created_or_resumed(store: Store, study: Study, preflight: PreflightResult, directory: Path) -> StudyRecord:
+    facts = preflight.facts()
     studies = store.studies()
     if not studies:
         return store.create_study(name=study.name, document=study.canonical(), facts=facts)

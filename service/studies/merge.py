@@ -27,7 +27,7 @@ from workers.errors import InvalidModel
 from workers.types import Family, ModelSource
 
 if TYPE_CHECKING:
-    from workers.mergekit.config import Configuration
+    from workers.mergekit.config import MergekitConfig
     from workers.merging.bank import Bank
     from workers.models.checkpoints import Checkpoint
 
@@ -271,7 +271,7 @@ def _of_recipe(document: Any, directories: Mapping[str, Path], **fetching: Any) 
 
 
 def _of_configuration(
-    configuration: Configuration, file: Path, directories: Mapping[str, Path], **fetching: Any
+    configuration: MergekitConfig, file: Path, directories: Mapping[str, Path], **fetching: Any
 ) -> _Job:
     from workers.mergekit.importer import to_recipe
 
@@ -292,7 +292,7 @@ def _of_configuration(
     return _Job(recipe, bank, configuration.dtype or _stored_dtype(bank.family))
 
 
-def _adapter_or_model(model: str, configuration: Configuration) -> str:
+def _adapter_or_model(model: str, configuration: MergekitConfig) -> str:
     """What an expert's files are: of MODEL+LORA the adapter's, for the model is the base."""
     from workers.mergekit.config import split_adapter
 
@@ -340,7 +340,7 @@ def _aliases(models: tuple[str, ...]) -> dict[str, str]:
     return aliases
 
 
-def _tokenizer(configuration: Configuration, aliases: Mapping[str, str]) -> str:
+def _tokenizer(configuration: MergekitConfig, aliases: Mapping[str, str]) -> str:
     """The vocabulary of the merged model: "base", "union", or an alias."""
     source = configuration.tokenizer_source
     if source is None or source in ("union", configuration.base):

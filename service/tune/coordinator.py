@@ -20,8 +20,8 @@ from service.results.selection import held_out
 from service.store import BracketRecord, Store, StudyWriter
 from service.tune.evaluation import ChunkFailed, Evaluation
 from service.tune.plan import Plan
-from service.tune.provenance import EvidenceLedger
-from service.tune.sample_cache import SampleBook
+from service.tune.provenance import ProvenanceCheck
+from service.tune.sample_cache import SampleCache
 from service.tune.schedulers.base import Decision, Proposal
 from service.tune.schedulers.successive_halving import SCHEDULERS
 from service.tune.searchers.base import Observation
@@ -85,17 +85,17 @@ class Coordinator:
         self._holdout: deque[int] | None = None
         self._trials: dict[int, TrialRecord] = {}
         self._digests: dict[str, int] = {}
-        self._samples = SampleBook(plan, store)
+        self._samples = SampleCache(plan, store)
         evidence = store.evidence(plan.study_id)
-        self._ledger = EvidenceLedger(plan.bank_fingerprint, evidence)
+        self._ledger = ProvenanceCheck(plan.bank_fingerprint, evidence)
         self._replicas = {row["replica"] for row in evidence}
         self.table = SCHEDULERS[plan.scheduler](
             num_rungs=len(plan.rung_samples),
             eta=plan.eta,
             cycle=plan.cycle,
-            num_extras=len(plan.extras),
+            num_baselines=len(plan.baselines),
             max_trials=plan.max_trials,
-            lag=plan.lag,
+            max_staleness=plan.max_staleness,
         )
         self._replay()
 
@@ -206,7 +206,7 @@ class Coordinator:
             self.table.open_bracket(bracket.bracket, first_rung=bracket.first_rung, size=bracket.size)
         for trial in self._store.trials(self.plan.study_id):
             self._remember(trial)
-        for number, (origin, label, recipe) in enumerate(self.plan.extras):
+        for number, (origin, label, recipe) in enumerate(self.plan.baselines):
             if number not in self._trials:
                 self._add(TrialRecord(number, origin, label, TrialState.WAITING, recipe))
         decisions: list[Decision] = []

@@ -19,7 +19,7 @@ class Plan:
     """What the driver needs to know of a study, fixed for all its attempts.
 
     `rung_samples[r]` and `holdout_samples` say how many samples of each objective are scored; `tasks` and
-    `holdout_tasks` what they are. `extras` are the source and published recipes.
+    `holdout_tasks` what they are. `baselines` are the source and published recipes.
     """
 
     study_id: str
@@ -33,7 +33,7 @@ class Plan:
     cycle: tuple[Bracket, ...]
     eta: int
     max_trials: int
-    lag: int
+    max_staleness: int
     chunk_samples: int
     bank_fingerprint: str
-    extras: tuple[tuple[Origin, str, Recipe], ...]
+    baselines: tuple[tuple[Origin, str, Recipe], ...]

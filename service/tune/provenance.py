@@ -9,10 +9,10 @@ from service.tune.evaluation import Evaluation
 from workers.errors import EvidenceMismatch
 from workers.types import ScoreResult
 
-__all__ = ["EvidenceLedger"]
+__all__ = ["ProvenanceCheck"]
 
 
-class EvidenceLedger:
+class ProvenanceCheck:
     """The checksums of weights and hashes of prompts of all results so far, with which every new result must agree.
 
     `stored` are the store's rows of evidence.

@@ -11,10 +11,10 @@ from service.tune.plan import Plan
 from service.types import RungRecord
 from workers.types import SampleResult, Span, TaskSpec
 
-__all__ = ["SampleBook"]
+__all__ = ["SampleCache"]
 
 
-class SampleBook:
+class SampleCache:
     """Values of samples by recipe, as the store has them: trials whose recipes are equal share theirs.
 
     `split` is "search" or "holdout"; of "holdout" there is one rung, with all its samples.

@@ -156,18 +156,18 @@ def measure_loop(directory: Path) -> dict[str, Any]:
     with read_run(directory) as (store, study):
         rows = _search_evidence(store, study.id)
         recipes: dict[str, Recipe] = {trial.recipe.digest: trial.recipe for trial in store.trials(study.id)}
-        examination = examine(Study.model_validate(study.document))
+        preflight = examine(Study.model_validate(study.document))
     from workers.serving.replica import EngineWorker
 
-    worker = EngineWorker(examination.family, examination.engine_options)
-    worker.describe(tuple(examination.tasks.values()))
+    worker = EngineWorker(preflight.family, preflight.engine_options)
+    worker.describe(tuple(preflight.tasks.values()))
     requests = []
     for row in rows:
         spans = []
         for key in row["prompts"]:
             objective, _, positions = key.removeprefix("search ").partition("[")
             start, stop = positions.rstrip("]").split(":")
-            spans.append(Span(objective, examination.tasks[objective], int(start), int(stop)))
+            spans.append(Span(objective, preflight.tasks[objective], int(start), int(stop)))
         requests.append(ScoreRequest(study.id, recipes[row["recipe_digest"]], tuple(spans)))
     started = time.perf_counter()
     samples = sum(len(worker.score(request).samples) for request in requests)
@@ -187,8 +187,8 @@ def measure_overhead(directory: Path) -> dict[str, Any]:
     from workers.tiny_family import family_dir
 
     @contextlib.contextmanager
-    def open_fake(examination: Any, _: Any) -> Iterator[FakeScorer]:
-        yield FakeScorer(bank_fingerprint=examination.family.fingerprint)
+    def open_fake(preflight: Any, _: Any) -> Iterator[FakeScorer]:
+        yield FakeScorer(bank_fingerprint=preflight.family.fingerprint)
 
     study = load_study(family_dir() / "study.yaml")
     run_study(study, directory, view=ProgressView(ProgressStyle.LINES), open_scorer=open_fake)

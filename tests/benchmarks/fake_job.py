@@ -8,19 +8,19 @@ import os
 import sys
 
 import service.jobs.search
-from service.studies.preflight.examine import Examination
+from service.studies.preflight.examine import PreflightResult
 from workers.serving.fake import FakeScorer
 from workers.serving.replica import deploy_scorer
 from workers.types import Scorer
 
 
-def _fake_scorer(examination: Examination) -> Scorer:
+def _fake_scorer(preflight: PreflightResult) -> Scorer:
     settings = json.loads(os.environ["FAKE_SCORER"])
-    make_worker = functools.partial(FakeScorer, bank_fingerprint=examination.family.fingerprint, **settings)
+    make_worker = functools.partial(FakeScorer, bank_fingerprint=preflight.family.fingerprint, **settings)
     return deploy_scorer(
-        examination.family,
-        examination.engine_options,
-        replicas=examination.study.engine.replicas,
+        preflight.family,
+        preflight.engine_options,
+        replicas=preflight.study.engine.replicas,
         keep_idle_s=service.jobs.search.KEEP_IDLE_S,
         make_worker=make_worker,
         health_check_period_s=1.0,

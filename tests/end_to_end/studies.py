@@ -80,17 +80,17 @@ def undisturbed(
     `scorer` is a fake unless given; `facts` are those under which the compared run planned, by default what is found
     now."""
     directory.mkdir()
-    examination = examine(load_study(study_file))
+    preflight = examine(load_study(study_file))
     store = Store(f"sqlite:///{directory / DATABASE}")
     study_id = store.create_study(name="undisturbed", document={}, facts={}).id
     coordinator = Coordinator(
-        examination.plan(study_id, examination.facts() if facts is None else facts),
-        space=examination.space,
+        preflight.plan(study_id, preflight.facts() if facts is None else facts),
+        space=preflight.space,
         store=store,
         writer=store.open_attempt(study_id),
-        proposer=InlineProposer(examination.space, seed=examination.study.search.seed),
+        proposer=InlineProposer(preflight.space, seed=preflight.study.search.seed),
     )
-    scorer = scorer or FakeScorer(bank_fingerprint=examination.family.fingerprint)
+    scorer = scorer or FakeScorer(bank_fingerprint=preflight.family.fingerprint)
     drive(coordinator, scorer, concurrency=concurrency)
     trials = trial_list(store, study_id)
     store.close()

@@ -47,14 +47,14 @@ def test_export_gives_the_stored_samples_in_plain_transformers_and_the_merged_te
     shipped: Path, tmp_path: Path
 ) -> None:
     with read_run(shipped) as (store, study):
-        examination = examine(load_study(shipped.parent / "study.json"))
+        preflight = examine(load_study(shipped.parent / "study.json"))
         searched = [trial for trial in store.trials(study.id) if trial.origin is Origin.SEARCH]
         stored = {trial.number: store.samples(study.id, trial.recipe.digest, "search") for trial in searched}
         exports = {n: export_trial(store, study, str(n), tmp_path / str(n)) for n in stored}
     methods = {merge.method for trial in searched for merge in trial.recipe.merges()}
     assert methods >= {"task_arithmetic", "ties", "slerp", "linear"}
-    bank = Bank(examination.family)
-    spans = tuple(Span(name, task, 0, SHIPPED_SAMPLES) for name, task in examination.tasks.items())
+    bank = Bank(preflight.family)
+    spans = tuple(Span(name, task, 0, SHIPPED_SAMPLES) for name, task in preflight.tasks.items())
     num_samples, differences = 0, []
     for trial in searched:
         out = exports[trial.number]
@@ -65,7 +65,7 @@ def test_export_gives_the_stored_samples_in_plain_transformers_and_the_merged_te
         report = verify(
             trial.recipe.digest,
             str(out),
-            examination.engine_options,
+            preflight.engine_options,
             samples=stored[trial.number],
             spans=spans,
             dtype="float32",

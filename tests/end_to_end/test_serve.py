@@ -64,19 +64,19 @@ def test_two_studies_survive_the_death_of_replica_driver_ray_and_server_and_the_
         assert chunks_scored_twice(store, study) == []
     held = {study: {row["replica"] for row in store.evidence(study)} for study in (first, second)}
     assert len(held[first]) == len(held[first] | held[second]) == 3, "an engine at a time, shared; two were killed"
-    examination = examine(parse_study(documents[0]))
+    preflight = examine(parse_study(documents[0]))
     recipe = store.trial(first, best["trial"]).recipe
     report = verify(
         recipe.digest,
         str(out),
-        examination.engine_options,
+        preflight.engine_options,
         samples=store.samples(first, recipe.digest, "search"),
-        spans=tuple(Span(name, task, 0, SHIPPED_SAMPLES) for name, task in examination.tasks.items()),
+        spans=tuple(Span(name, task, 0, SHIPPED_SAMPLES) for name, task in preflight.tasks.items()),
         dtype="float32",
         engine_logprobs={},
     )
     store.close()
-    assert report.num_samples == SHIPPED_SAMPLES * len(examination.tasks)
+    assert report.num_samples == SHIPPED_SAMPLES * len(preflight.tasks)
     assert report.num_beyond == 0, report.differences
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from search_spaces.study.file import Study, parse_study
 from service.api import create_app
-from service.api.preflight_process import Examined, read_request
+from service.api.preflight_process import PreflightOutcome, read_request
 from service.results.load import run_record
 from service.results.selection import held_out
 from service.schemas.api import JobDocument
@@ -21,7 +21,7 @@ from service.studies.preflight.examine import examine
 from service.types import StudyRecord, StudyState, TrialRecord
 from tests.builders import tiny_family
 from tests.service.http_server import HttpServer
-from tests.service.sums import score_extras, sums_study, write_sums
+from tests.service.sums import score_baselines, sums_study, write_sums
 from workers.types import Evidence, SampleResult, ScoreResult
 
 
@@ -59,7 +59,7 @@ class FakeCluster:
         self.num_wakes += 1
 
 
-class Examiner:
+class Preflight:
     """Examines in this process, which has imported everything already."""
 
     def start(self) -> None:
@@ -68,9 +68,9 @@ class Examiner:
     def stop(self) -> None:
         pass
 
-    async def examine(self, content: bytes, *, is_json: bool) -> Examined:
+    async def examine(self, content: bytes, *, is_json: bool) -> PreflightOutcome:
         study = read_request(content, is_json=is_json)
-        return Examined(study.name, study.canonical(), examine(study).facts())
+        return PreflightOutcome(study.name, study.canonical(), examine(study).facts())
 
     async def engine_dtype(self, document: Mapping[str, Any]) -> str:
         return "float32"
@@ -87,7 +87,7 @@ class Site:
     cluster: FakeCluster = field(default_factory=FakeCluster)
 
     def __post_init__(self) -> None:
-        self.examination = examine(parse_study(self.document))
+        self.preflight = examine(parse_study(self.document))
         self.server = HttpServer(self.app)
         self._numbers = itertools.count()
 
@@ -96,7 +96,7 @@ class Site:
         return self.server.url
 
     def app(self) -> Any:
-        return create_app(self.store, cluster=self.cluster, data_dir=self.directory, examiner=Examiner())
+        return create_app(self.store, cluster=self.cluster, data_dir=self.directory, examiner=Preflight())
 
     def new_name(self) -> str:
         """A name that no study here has."""
@@ -112,7 +112,7 @@ class Site:
     def create(self, name: str) -> str:
         """The id of a new study that nobody works on."""
         study = Study.model_validate({**self.document, "name": name})
-        return self.store.create_study(name=name, document=study.canonical(), facts=self.examination.facts()).id
+        return self.store.create_study(name=name, document=study.canonical(), facts=self.preflight.facts()).id
 
     def begin(self, name: str) -> StudyWriter:
         """A new study's first driver."""
@@ -122,7 +122,7 @@ class Site:
 
     def finish(self, writer: StudyWriter) -> None:
         """The sources and published recipes at full budget, one trial that failed, and the held-out stage."""
-        score_extras(writer, self.examination.extras())
+        score_baselines(writer, self.preflight.baselines())
         record = run_record(self.store, writer.study_id)
         for trial in held_out(record.trials, record.objectives):
             writer.record_chunk(trial.number, "holdout", _holdout_chunk(trial))

@@ -11,7 +11,7 @@ from search_spaces.recipe import Recipe
 from service.store import StudyWriter
 from service.types import Origin, RungRecord, TrialRecord, TrialState
 
-__all__ = ["score_extras", "sums_study", "write_sums"]
+__all__ = ["score_baselines", "sums_study", "write_sums"]
 
 
 def write_sums(directory: Path) -> None:
@@ -40,10 +40,10 @@ def sums_study(models: Path, *, data_dir: Path = Path()) -> dict[str, Any]:
     }
 
 
-def score_extras(writer: StudyWriter, extras: Iterable[tuple[Origin, str, Recipe]]) -> None:
+def score_baselines(writer: StudyWriter, baselines: Iterable[tuple[Origin, str, Recipe]]) -> None:
     """The sources and published recipes at full budget, each better than the one before, and one searched trial that
     failed."""
-    for number, (origin, label, recipe) in enumerate(extras):
+    for number, (origin, label, recipe) in enumerate(baselines):
         writer.add_trial(TrialRecord(number, origin, label, TrialState.RUNNING, recipe))
         rung = RungRecord(2, {"sums": 36}, {"sums": number / 10}, {"sums": 0.01})
         writer.finish_rung(number, rung, samples_reused=0, state=TrialState.COMPLETE)

@@ -20,7 +20,7 @@ from workers.evaluation.prompts import Backend, Continuation, Generation, Prompt
 from workers.evaluation.tasks import BuiltTask, build_task, documents_of, values_of
 from workers.types import EngineOptions, SampleResult, Span, TaskInfo, TaskSpec
 
-__all__ = ["BackendLM", "Evaluation", "Scored", "describe"]
+__all__ = ["BackendLM", "Scored", "TaskEvaluator", "describe"]
 
 DEFAULT_MAX_TOKENS = 256  # lm-eval's, for a task that names none
 KNOWN_ARGUMENTS = frozenset(
@@ -193,7 +193,7 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
         return Continuation(tuple(tokens[cut:]), len(context) - cut), cut > 0
 
 
-class Evaluation:
+class TaskEvaluator:
     """Scores spans of tasks with one backend. `backend` may be None where nothing is scored."""
 
     def __init__(self, backend: Backend | None, prompts: Prompts) -> None:
@@ -201,9 +201,9 @@ class Evaluation:
         self.lm = BackendLM(backend, prompts)
         self._prepared: dict[str, _Prepared] = {}
 
-    def with_backend(self, backend: Backend) -> Evaluation:
+    def with_backend(self, backend: Backend) -> TaskEvaluator:
         """The same tasks and tokenised requests, asked of another backend."""
-        other = Evaluation(backend, self.lm.prompts)
+        other = TaskEvaluator(backend, self.lm.prompts)
         other._prepared = self._prepared
         return other
 
@@ -319,7 +319,7 @@ class Evaluation:
 
 def describe(specs: Sequence[TaskSpec], *, directory: str, options: EngineOptions) -> tuple[TaskInfo, ...]:
     """What tasks hold for the model in `directory`, truncation included; needs its tokenizer, no engine."""
-    evaluation = Evaluation(None, Prompts(directory, options))
+    evaluation = TaskEvaluator(None, Prompts(directory, options))
     return tuple(map(evaluation.describe, specs))
 
 

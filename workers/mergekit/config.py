@@ -19,7 +19,7 @@ from workers.mergekit.methods import MERGE_METHODS, WITHOUT_EFFECT, Parameter, S
 __all__ = [
     "DTYPES",
     "Condition",
-    "Configuration",
+    "MergekitConfig",
     "ModelInput",
     "Settings",
     "Slice",
@@ -73,7 +73,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Configuration:
+class MergekitConfig:
     """A configuration that was understood. Models are named as it names them: directories or hub ids, MODEL+LORA for
     an adapter to a model.
 
@@ -114,7 +114,7 @@ class Configuration:
                 yield from conditions
 
 
-def read_configuration(document: Any) -> Configuration:
+def read_configuration(document: Any) -> MergekitConfig:
     """Understand what a mergekit file holds. Raises InvalidRecipe, a line for everything that is wrong or not merged
     here, with its place."""
     reader = _Reader()
@@ -157,7 +157,7 @@ class _Reader:
         self.problems: list[str] = []
         self._method: str | None = None
 
-    def configuration(self, document: Any) -> Configuration:
+    def configuration(self, document: Any) -> MergekitConfig:
         top = self._mapping(document, "", (*TOP, "modules", "tokenizer", "name"))
         self._method = self._merge_method(top.get("merge_method"))
         settings = dict(self._settings(top.get("parameters"), "parameters"))
@@ -175,7 +175,7 @@ class _Reader:
             # What mergekit's tokenizer is where it says no more.
             source = self._mapping(top["tokenizer"], "tokenizer", ("source",)).get("source", "union")
         dtypes = [self._dtype(top.get(name), name) for name in ("out_dtype", "dtype")]
-        return Configuration(
+        return MergekitConfig(
             method=self._method or "",
             slices=slices,
             base_model=self._optional_model(top.get("base_model"), "base_model"),

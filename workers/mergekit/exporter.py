@@ -35,7 +35,7 @@ class _Peer:
     base: Literal["none", "recipe", "first"] = "none"
 
 
-PEERS: Mapping[str, _Peer] = {
+EQUIVALENTS: Mapping[str, _Peer] = {
     "nuslerp": _Peer("nuslerp"),
     "nuslerp_rows": _Peer("nuslerp", {"nuslerp_flatten": False}),
     "nuslerp_columns": _Peer("nuslerp", {"nuslerp_flatten": False, "nuslerp_row_wise": True}),
@@ -102,9 +102,9 @@ def mergekit_config(
         raise Inexpressible(DIFFERENCES[different[0]])
     elif random := sorted(name for name in methods if METHODS[name].takes_seed):
         raise Inexpressible(f"{random[0]} has random masks, which mergekit draws otherwise")
-    elif len(methods) == 1 and methods <= PEERS.keys():
+    elif len(methods) == 1 and methods <= EQUIVALENTS.keys():
         return _peer_config(recipe, merges[0].method, layout, directories, dtype=dtype)
-    elif absent := sorted(methods - PEERS.keys() - {*SUMS, "slerp"}):
+    elif absent := sorted(methods - EQUIVALENTS.keys() - {*SUMS, "slerp"}):
         raise Inexpressible(f"mergekit has no {absent[0]}")
     else:
         raise Inexpressible(
@@ -129,26 +129,26 @@ def _peer_config(
     recipe: Recipe, method: str, layout: Layout, directories: Mapping[str, str], *, dtype: str
 ) -> dict[str, Any]:
     """The configuration of a recipe whose merges are all by one of `PEERS`."""
-    peer = PEERS[method]
+    mergekit_equivalent = EQUIVALENTS[method]
     slices = [_peer_slice(recipe, index, method) for index in range(len(recipe.layers))]
     if len({len(slice_.models) for slice_ in slices}) > 1:
         raise Inexpressible("mergekit merges the same number of models in all layers")
     filters = _filters(layout)
     document: dict[str, Any] = {
-        "merge_method": peer.name,
+        "merge_method": mergekit_equivalent.name,
         "slices": [_slice_document(slice_, filters, directories) for slice_ in _joined(slices)],
         "dtype": "float32",
         "out_dtype": dtype,
     }
-    if peer.base == "recipe":
+    if mergekit_equivalent.base == "recipe":
         document["base_model"] = directories[recipe.base]
-    if peer.parameters:
-        document["parameters"] = dict(peer.parameters)
+    if mergekit_equivalent.parameters:
+        document["parameters"] = dict(mergekit_equivalent.parameters)
     return document
 
 
 def _peer_slice(recipe: Recipe, index: int, method: str) -> _Slice:
-    peer, spec = PEERS[method], METHODS[method]
+    mergekit_equivalent, spec = EQUIVALENTS[method], METHODS[method]
     merges = _components(recipe, index)
     orders = {tuple(source.model for source in merge.sources) for merge in merges.values()}
     if len(orders) > 1:
@@ -166,10 +166,10 @@ def _peer_slice(recipe: Recipe, index: int, method: str) -> _Slice:
             for model, number in zip(sources, merge.per_source(coefficient.name), strict=True):
                 owner = model if coefficient.per_model else ""
                 settings.setdefault((owner, coefficient.name), {})[component] = number
-    if peer.base == "recipe" and recipe.base in sources:
+    if mergekit_equivalent.base == "recipe" and recipe.base in sources:
         raise Inexpressible(f"{method} has the base among its sources")
-    models = (recipe.base, *sources) if peer.base == "recipe" else sources
-    base = sources[0] if peer.base == "first" else None
+    models = (recipe.base, *sources) if mergekit_equivalent.base == "recipe" else sources
+    base = sources[0] if mergekit_equivalent.base == "first" else None
     return _Slice(models, _layers(recipe, index, models), settings, base=base)
 
 

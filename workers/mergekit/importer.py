@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import COMPONENTS, LayerRecipe, Merge, Recipe, Source
-from workers.mergekit.config import Configuration, ModelInput, Settings, Slice
+from workers.mergekit.config import MergekitConfig, ModelInput, Settings, Slice
 from workers.mergekit.methods import MERGE_METHODS, Inputs, Parameter, Scalar
 from workers.merging.methods import METHODS
 from workers.models.components import Layout
@@ -22,7 +22,7 @@ __all__ = ["to_recipe"]
 
 
 def to_recipe(
-    configuration: Configuration,
+    configuration: MergekitConfig,
     aliases: Mapping[str, str],
     *,
     fingerprints: Mapping[str, str],
@@ -49,7 +49,7 @@ class _Builder:
 
     `problems` has one for each cause: that the same is wrong in every layer is said once."""
 
-    def __init__(self, configuration: Configuration, aliases: Mapping[str, str], layout: Layout, seed: int) -> None:
+    def __init__(self, configuration: MergekitConfig, aliases: Mapping[str, str], layout: Layout, seed: int) -> None:
         self.problems: dict[object, str] = {}
         self._configuration = configuration
         self._method = MERGE_METHODS[configuration.method]

@@ -19,7 +19,7 @@ from workers.models.checkpoints import Checkpoint, aligned, content_problems, fi
 from workers.models.components import Layout
 from workers.models.computed_tensors import SourceTensor
 from workers.models.headers import TensorInfo
-from workers.models.hub import is_stand_in
+from workers.models.hub import is_metadata_only
 from workers.types import Family, ModelSource
 
 __all__ = ["Bank", "Key"]
@@ -37,10 +37,10 @@ class Bank:
     """The tensors of a family by alias and name, read-only, in their stored dtype; safe to read from several threads.
     Of an adapter its matrices are held, and what it makes of its base's tensors is float32.
 
-    `placement` says where they are: "mapped" from their files, whose pages all processes on the machine share; in
-    "host" memory, a copy of this process's own, pinned for a GPU; in the memory of the "gpu" that is `device`. What has
-    room for them, `memory.divide` says. Merges are computed on `device`: an engine's bank has the engine's, all others
-    the CPU, because an engine leaves no memory of its GPU to others.
+    `placement` says where they are: "mapped" from their files, whose pages all processes on the machine share; "host",
+    a copy in this process's memory, pinned for a GPU; or "gpu", the memory of `device`. `divide_memory` decides which
+    has room. Merges are computed on `device`: the engine's for an engine's bank, else the CPU, because an engine leaves
+    no memory of its GPU to others.
     Without `keeps_statistics` nothing that was computed is kept, as for a single merge, which asks for nothing twice.
 
     Opening checks the headers and the fingerprints, and looks for NaN and infinity once per content (`cache` as in
@@ -81,7 +81,7 @@ class Bank:
         self._stored = {
             info: place(checkpoint.read_stored(info))
             for checkpoint in self._checkpoints.values()
-            if not is_stand_in(checkpoint.directory)
+            if not is_metadata_only(checkpoint.directory)
             for info in checkpoint.own
         }
 

@@ -18,14 +18,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workers.cache import remembered
+from workers.cache import cached
 from workers.errors import InvalidModel
 from workers.models.adapters import ADAPTER_CONFIG, AdaptedBase, is_adapter, read_adapter, stated_base
 from workers.models.components import IGNORED, Layout, is_output_head, layout, some_of
 from workers.models.computed_tensors import SourceTensor
 from workers.models.config import in_common_names
 from workers.models.headers import TensorInfo, read_headers
-from workers.models.hub import TOKENIZER_FILES, fetched, is_stand_in, locate, named, stated_hash
+from workers.models.hub import TOKENIZER_FILES, fetched, is_metadata_only, locate, named, stated_hash
 from workers.models.vocabulary import BASE, EMBEDDING_NAMES, UNION, Alignment, Vocabulary, align, token_ids
 from workers.types import Family, ModelSource
 
@@ -122,7 +122,7 @@ class Checkpoint:
         from safetensors import safe_open
 
         if info.file not in self._open:
-            if is_stand_in(info.file.parent):
+            if is_metadata_only(info.file.parent):
                 raise InvalidModel((f"{named(str(info.file))}: its weights are on the hub, not here",))
             self._open[info.file] = safe_open(info.file, framework="pt")
         tensor: torch.Tensor = self._open[info.file].get_tensor(info.name)
@@ -131,7 +131,7 @@ class Checkpoint:
     @cached_property
     def is_here(self) -> bool:
         """Its weights can be read, and its base's; of a hub model's stand-in they cannot."""
-        return not is_stand_in(self.directory) and (self.base is None or self.base.is_here)
+        return not is_metadata_only(self.directory) and (self.base is None or self.base.is_here)
 
     @cached_property
     def stored(self) -> frozenset[TensorInfo]:
@@ -289,7 +289,7 @@ def open_family(
     of it as `hub.fetched` says); without `downloads` they stay stand-ins, whose fingerprints the hub's hashes tell.
     """
     checkpoints = check_family(base_dir, experts, tokenizer=tokenizer)
-    if downloads and any(is_stand_in(checkpoint.directory) for checkpoint in checkpoints):
+    if downloads and any(is_metadata_only(checkpoint.directory) for checkpoint in checkpoints):
         directories = fetched([checkpoint.directory for checkpoint in checkpoints], note=note)
         here = dict(zip(experts, directories[1:], strict=True))
         checkpoints = check_family(directories[0], here, tokenizer=tokenizer)
@@ -357,10 +357,10 @@ def content_problems(checkpoint: Checkpoint, content: str, *, cache: str | Path 
     if not checkpoint.is_here:
         return ()
     key = f"content/1 {content}"
-    found = remembered(key, cache=cache)
+    found = cached(key, cache=cache)
     if found is None:
         found = "\n".join(_bad_tensors(checkpoint))
-        remembered(key, found, cache=cache)
+        cached(key, found, cache=cache)
     return tuple(f"{checkpoint.directory}: {line}" for line in found.splitlines())
 
 
@@ -426,12 +426,12 @@ def _file_hash(file: Path, cache: str | Path | None) -> str:
         return stated
     status = file.stat()
     key = f"sha256/1 {file.resolve()} {status.st_size} {status.st_mtime_ns}"
-    known = remembered(key, cache=cache)
+    known = cached(key, cache=cache)
     if known is not None and re.fullmatch("[0-9a-f]{64}", known):
         return known
     with file.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
-    remembered(key, found, cache=cache)
+    cached(key, found, cache=cache)
     return found
 
 

@@ -35,7 +35,7 @@ __all__ = [
     "commit_of",
     "fetched",
     "id_of",
-    "is_stand_in",
+    "is_metadata_only",
     "lack_of_space",
     "locate",
     "named",
@@ -147,14 +147,14 @@ def locate(model: str | Path) -> Path:
 
 def commit_of(directory: Path) -> str | None:
     """The commit of the hub model that is at `directory`, as `locate` gives it; None of any other directory."""
-    if is_stand_in(directory):
+    if is_metadata_only(directory):
         return _record(directory).commit
     return directory.name if directory.parent.name == "snapshots" and COMMIT.fullmatch(directory.name) else None
 
 
 def id_of(directory: Path) -> str | None:
     """owner/name of the hub model that is at `directory`, as `locate` gives it; None of any other directory."""
-    if is_stand_in(directory):
+    if is_metadata_only(directory):
         return _record(directory).name
     owner, _, name = directory.parent.parent.name.removeprefix("models--").rpartition("--")
     return (f"{owner}/{name}" if owner else name) if commit_of(directory) else None
@@ -222,7 +222,7 @@ def _has_size(file: Path, size: int | None) -> bool:
 # Stand-ins
 
 
-def is_stand_in(directory: Path) -> bool:
+def is_metadata_only(directory: Path) -> bool:
     """The directory only tells of a hub model's weights; `fetched` gives one that holds them."""
     return directory.is_relative_to(_root()) and (directory / RECORD).is_file()
 
@@ -231,7 +231,7 @@ def stated_hash(file: Path) -> str | None:
     """The sha256 (hex) that the hub states of a stand-in's weights; None of a file that is here.
 
     Raises InvalidModel if it states none."""
-    if not is_stand_in(file.parent):
+    if not is_metadata_only(file.parent):
         return None
     record = _record(file.parent)
     if file.name in record.sizes and file.name not in record.hashes:
@@ -257,7 +257,7 @@ def _record(directory: Path) -> _Record:
 def _stand_in(record: _Record, snapshot: Path, pickles: Iterable[str]) -> Path:
     """The stand-in of `record`, made if there is none: it never changes, as the commit does not."""
     place = _root() / f"{record.name}@{record.commit}"
-    if is_stand_in(place):
+    if is_metadata_only(place):
         return place
     with ThreadPoolExecutor(CONNECTIONS) as pool:
         headers = list(pool.map(lambda file: _header(record, file), record.sizes))
@@ -275,7 +275,7 @@ def _stand_in(record: _Record, snapshot: Path, pickles: Iterable[str]) -> Path:
         (made / RECORD).write_text(json.dumps(asdict(record)))
         with suppress(OSError):  # where another process was faster
             made.rename(place)
-    if not is_stand_in(place):
+    if not is_metadata_only(place):
         raise OSError(f"{place}: cannot be written")
     return place
 
@@ -321,7 +321,7 @@ def _range(record: _Record, file: str, begin: int, end: int) -> bytes:
 
 def absent_bytes(directories: Iterable[Path]) -> int:
     """How much `fetched` would download; each model counts once."""
-    return sum(sum(_absent(_record(directory)).values()) for directory in {*directories} if is_stand_in(directory))
+    return sum(sum(_absent(_record(directory)).values()) for directory in {*directories} if is_metadata_only(directory))
 
 
 def fetched(directories: Sequence[Path], *, note: Callable[[str], None] = log.info) -> tuple[Path, ...]:
@@ -332,7 +332,7 @@ def fetched(directories: Sequence[Path], *, note: Callable[[str], None] = log.in
     """
     if lack := lack_of_space(directories):
         raise InvalidModel((lack,))
-    records = {directory: _record(directory) for directory in directories if is_stand_in(directory)}
+    records = {directory: _record(directory) for directory in directories if is_metadata_only(directory)}
     found = {directory: _fetch(record, note) for directory, record in records.items()}
     return tuple(found.get(directory, directory) for directory in directories)
 
@@ -376,7 +376,7 @@ def _cache() -> Path:
 
 def lack_of_space(directories: Iterable[Path]) -> str | None:
     """Why the models that are not here cannot be downloaded; None if there is room for them."""
-    absent = sorted({directory for directory in directories if is_stand_in(directory)})
+    absent = sorted({directory for directory in directories if is_metadata_only(directory)})
     num_bytes = absent_bytes(absent)
     place = _cache()
     while not place.exists():

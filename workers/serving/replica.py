@@ -41,7 +41,7 @@ from workers.types import (
     digest_of,
 )
 
-__all__ = ["EngineWorker", "ScoringReplica", "ServeScorer", "Turns", "Worker", "app_name", "deploy_scorer"]
+__all__ = ["EngineWorker", "RecipeLock", "ScoringReplica", "ServeScorer", "Worker", "app_name", "deploy_scorer"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -71,11 +71,11 @@ class EngineWorker:
 
     def __init__(self, family: Family, options: EngineOptions) -> None:
         from workers.engines.vllm.engine import Engine
-        from workers.evaluation.lm_eval import Evaluation
+        from workers.evaluation.lm_eval import TaskEvaluator
 
         self.name = f"{socket.gethostname()}-{os.getpid()}"
         self.engine = Engine(family, options, log_file=log_file())
-        self.evaluation = Evaluation(self.engine, self.engine.prompts)
+        self.evaluation = TaskEvaluator(self.engine, self.engine.prompts)
         self.busy_s = 0.0
 
     def score(self, request: ScoreRequest) -> ScoreResult:
@@ -153,7 +153,7 @@ class EngineWorker:
         }
 
 
-class Turns:
+class RecipeLock:
     """A lock that hands itself first to whoever waits for the recipe last held, else to whoever waits longest."""
 
     def __init__(self) -> None:
@@ -235,7 +235,7 @@ class ScoringReplica:
 
     def __init__(self, make_worker: Callable[[], Worker]) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
-        self._turns = Turns()
+        self._turns = RecipeLock()
         self._fault: str | None = None
         self._worker = self._thread.submit(make_worker).result()
         self._metrics = ReplicaMetrics()

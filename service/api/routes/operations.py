@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 from service.api.dependencies import PAGE_HEADERS, Context
 from service.api.docs import render_docs
 from service.api.metrics import prometheus_text
-from service.api.problems import Away, Json, refusals
+from service.api.problems import Json, Unavailable, refusals
 
 __all__ = ["router"]
 
@@ -39,7 +39,7 @@ def readyz(services: Context) -> Response:
     """The database answers, and studies are being worked on. Until then they are accepted all the same."""
     services.store.last_event_id("")
     if reason := services.cluster.not_ready():
-        raise Away(reason)
+        raise Unavailable(reason)
     return Json(ReadinessDocument(status="ready"))
 
 

@@ -33,9 +33,18 @@ from workers.errors import InvalidModel, InvalidTask
 from workers.types import CHUNKS_IN_FLIGHT_PER_REPLICA, EngineOptions, Family, ModelSource, TaskInfo, TaskSpec
 
 if TYPE_CHECKING:
-    from workers.engines.vllm.support import Inquiry
+    from workers.engines.vllm.support import CapabilityProbe
 
-__all__ = ["DTYPE_BYTES", "EXPORT", "Examination", "MemoryPlan", "check_unchanged", "engine_dtype", "examine", "pinned"]
+__all__ = [
+    "DTYPE_BYTES",
+    "EXPORT",
+    "MemoryPlan",
+    "PreflightResult",
+    "check_unchanged",
+    "engine_dtype",
+    "examine",
+    "with_revisions",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +80,7 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True)
-class Examination:
+class PreflightResult:
     """A study that can run: its models, its space, its tasks and how much of them each rung takes."""
 
     study: Study
@@ -132,13 +141,13 @@ class Examination:
             cycle=self.cycle,
             eta=self.study.fidelity.reduction_factor,
             max_trials=self.study.search.max_trials,
-            lag=facts["lag"],
+            max_staleness=facts["lag"],
             chunk_samples=CHUNK_SAMPLES,
             bank_fingerprint=self.family.fingerprint,
-            extras=self.extras(),
+            baselines=self.baselines(),
         )
 
-    def extras(self) -> tuple[tuple[Origin, str, Any], ...]:
+    def baselines(self) -> tuple[tuple[Origin, str, Any], ...]:
         """Source and published recipes, scored before the search."""
         aliases = tuple(expert.alias for expert in self.family.experts)
         found = sources_and_published(
@@ -155,19 +164,19 @@ class Examination:
         search would cost with every trial at full budget. Under asha the search scores that many at least: what looks
         best early on is promoted, and so is what looks better later."""
         totals = [sum(samples.values()) for samples in self.rung_samples]
-        search = len(self.extras()) * totals[-1]
+        search = len(self.baselines()) * totals[-1]
         for bracket in bracket_plan(self.cycle, self.study.search.max_trials):
             paid = 0
             for rung, size in enumerate(bracket.sizes, start=bracket.first_rung):
                 search += size * (totals[rung] - paid)
                 paid = totals[rung]
         # The front has a handful of members beside sources and published recipes.
-        holdout = sum(info.num_samples for info in self.holdout_infos.values()) * (len(self.extras()) + 4)
-        full = (len(self.extras()) + self.study.search.max_trials) * totals[-1]
+        holdout = sum(info.num_samples for info in self.holdout_infos.values()) * (len(self.baselines()) + 4)
+        full = (len(self.baselines()) + self.study.search.max_trials) * totals[-1]
         return {"search": search, "holdout": holdout, "full_budget": full}
 
 
-def pinned(study: Study, facts: Mapping[str, Any]) -> Study:
+def with_revisions(study: Study, facts: Mapping[str, Any]) -> Study:
     """The study with its hub models at the commits that `facts` says it was started with."""
 
     def name(model: str) -> str:
@@ -199,7 +208,7 @@ def examine(
     export_dir: Path | None = None,
     downloads: bool = True,
     note: Callable[[str], None] = logger.info,
-) -> Examination:
+) -> PreflightResult:
     """Check everything that can be checked without an engine.
 
     `available_bytes` is the memory of one machine; None: this machine's. Where there is an `export_dir`, the best merge
@@ -230,7 +239,7 @@ def examine(
     space = _examine_space(study, models, family.fingerprints, problems)
     if problems or space is None:
         raise InvalidStudy(tuple(problems))
-    return Examination(
+    return PreflightResult(
         study=study,
         family=family,
         space=space,
@@ -312,26 +321,26 @@ def _examine_models(study: Study, problems: list[Problem]) -> _Models | None:
     )
 
 
-def _inquiry(study: Study) -> Inquiry | None:
+def _inquiry(study: Study) -> CapabilityProbe | None:
     """From now on vLLM is asked whether it can run the base, if that has a configuration; experts are of its kind."""
-    from workers.engines.vllm.support import Inquiry
+    from workers.engines.vllm.support import CapabilityProbe
     from workers.models.hub import locate
 
     try:
         config = json.loads((locate(study.models.base) / "config.json").read_bytes())
     except (InvalidModel, OSError, ValueError, RecursionError):  # `_examine_models` says so
         return None
-    return Inquiry([config]) if isinstance(config, dict) else None
+    return CapabilityProbe([config]) if isinstance(config, dict) else None
 
 
-def _examine_engine(study: Study, inquiry: Inquiry | None, problems: list[Problem]) -> str:
+def _examine_engine(study: Study, inquiry: CapabilityProbe | None, problems: list[Problem]) -> str:
     """Whether engines can run such models; returns what else is to be known of that."""
     if inquiry is None:
         return ""
     (support,) = inquiry.answers(dtype=engine_dtype(study))
     if support.problem:
         problems.append(Problem("models.base", f"{study.models.base}: {support.problem}"))
-    return support.remark
+    return support.note
 
 
 def _read_weights(

@@ -78,20 +78,27 @@ class Decision:
 class RungTable(ABC):
     """Rungs and brackets of one study.
 
-    `cycle` are brackets that are repeated until `max_trials` configurations are proposed; `num_extras` trials (numbers
-    0 ..) are sources and published recipes, evaluated once at the last rung; `lag` is how far, in trials, evaluations
-    may trail behind proposals.
+    `cycle` are brackets that are repeated until `max_trials` configurations are proposed; the first `num_baselines`
+    trials are sources and published recipes, evaluated once at the last rung; `max_staleness` is how many trials
+    proposals may run ahead of evaluations.
     """
 
     def __init__(
-        self, *, num_rungs: int, eta: int, cycle: Sequence[Bracket], num_extras: int, max_trials: int, lag: int
+        self,
+        *,
+        num_rungs: int,
+        eta: int,
+        cycle: Sequence[Bracket],
+        num_baselines: int,
+        max_trials: int,
+        max_staleness: int,
     ) -> None:
         self.last_rung = num_rungs - 1
         self._eta = eta
         self._cycle = tuple(cycle)
-        self._num_extras = num_extras
+        self._num_extras = num_baselines
         self._max_trials = max_trials
-        self._lag = lag
+        self._max_staleness = max_staleness
         self._entries: dict[int, Entry] = {}
         self._brackets: dict[int, Bracket] = {}
         self._members: dict[int, list[int]] = {}
@@ -190,7 +197,7 @@ class RungTable(ABC):
         number = len(self._entries)
         if number < self._num_extras:
             raise AssertionError("sources and published trials come first")
-        visible_up_to = number - self._lag
+        visible_up_to = number - self._max_staleness
         known = [entry for entry in self._entries.values() if entry.number <= visible_up_to]
         if not all(entry.costs or entry.is_failed for entry in known):
             return None

@@ -19,9 +19,9 @@ class HyperbandTable(RungTable):
 
     Proposal n in bracket b sees
         - every rung of the trials in brackets up to b - 2 (the bracket opens when those are closed), and
-        - the first evaluation of all trials numbered up to n - lag (it waits for those).
-    Later rungs of bracket b - 1 and anything newer than the lag stay hidden, even if they are known already. So the
-    evaluations of two brackets may overlap.
+        - the first evaluation of all trials numbered up to n - max_staleness (it waits for those).
+    Later rungs of bracket b - 1 and anything newer stay hidden, even where they are known already, so the evaluations
+    of two brackets may overlap.
     """
 
     def _num_promoted_early(self, num_decided: int) -> int:
@@ -31,7 +31,7 @@ class HyperbandTable(RungTable):
         old = [index for index in self._brackets if index <= bracket - 2]
         if not all(self._is_closed(index) for index in old):
             return None
-        trials = [trial for index in old for trial in self._members[index] if trial <= number - self._lag]
+        trials = [trial for index in old for trial in self._members[index] if trial <= number - self._max_staleness]
         return [(trial, rung) for trial in trials for rung in self._entries[trial].costs]
 
     def position(self) -> tuple[int, int] | None:
@@ -49,13 +49,13 @@ class AshaTable(RungTable):
     Departures from the paper, which make the search the same whatever the order of results:
         - What a rung holds is counted in the order in which its members came, not in which they were evaluated: its
           first k members decide when all k are there. A slow one thus holds up the promotions behind it (and, after a
-          lag, proposals), but nothing waits for a bracket. Promotions are those of the paper with one worker.
+          max_staleness, proposals), but nothing waits for a bracket. Promotions are those of the paper with one worker.
         - The paper's search never ends; this one does, and then a rung that has promoted nobody sends its best on, so
           that the full budget is reached, and trials left behind are pruned. Trials added to a search that had ended
           are a bracket of their own.
 
-    Proposal n sees the i-th evaluation (1-based) of a trial, and waits for it, if results of trials up to n - i * lag
-    brought it about. The further evaluations of a trial take longer than its first, hence the longer lag.
+    Proposal n sees the i-th evaluation (1-based) of a trial, and waits for it, if results of trials up to
+    n - i * max_staleness caused it. Later evaluations of a trial take longer than its first, hence the factor i.
     """
 
     def _num_promoted_early(self, num_decided: int) -> int:
@@ -67,7 +67,7 @@ class AshaTable(RungTable):
             for rungs in self._rungs.values()
             for i, rung in enumerate(rungs[1:], start=2)
             for trial, cause in rung.members.items()
-            if cause <= number - i * self._lag
+            if cause <= number - i * self._max_staleness
         ]
 
     def position(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from search_spaces.study.file import Study
 from service.api import create_app
-from service.api.preflight_process import Examined, Examiner, read_request
+from service.api.preflight_process import Preflight, PreflightOutcome, read_request
 from service.cli.progress import ProgressSnapshot
 from service.results.files import RunRecord
 from service.results.selection import held_out
@@ -33,9 +33,9 @@ class QuickExaminer:
     def stop(self) -> None:
         pass
 
-    async def examine(self, content: bytes, *, is_json: bool) -> Examined:
+    async def examine(self, content: bytes, *, is_json: bool) -> PreflightOutcome:
         study = read_request(content, is_json=is_json)
-        return Examined(study.name, study.canonical(), facts(study))
+        return PreflightOutcome(study.name, study.canonical(), facts(study))
 
     async def engine_dtype(self, document: Mapping[str, Any]) -> str:
         return "float32"
@@ -44,7 +44,7 @@ class QuickExaminer:
 class ApiServer:
     """The application on a database in `data_dir`, over real HTTP, for as long as the context lasts."""
 
-    def __init__(self, data_dir: Path, *, examiner: Examiner | None = None) -> None:
+    def __init__(self, data_dir: Path, *, examiner: Preflight | None = None) -> None:
         self.data_dir = data_dir
         self.cluster = FakeCluster()
         self.examiner = examiner or QuickExaminer()

@@ -35,14 +35,14 @@ TIMEOUT_S = 180.0
 
 def family_study(store: Store) -> StudyRecord:
     """A finished study of the shipped family: its sources and published recipes, number 6 best."""
-    examination = examine(load_study(FAMILY / "study.yaml"))
-    study = examination.study
-    record = store.create_study(name=study.name, document=study.canonical(), facts=examination.facts())
+    preflight = examine(load_study(FAMILY / "study.yaml"))
+    study = preflight.study
+    record = store.create_study(name=study.name, document=study.canonical(), facts=preflight.facts())
     writer = store.open_attempt(record.id)
-    for number, (_, label, recipe) in enumerate(examination.extras()):
+    for number, (_, label, recipe) in enumerate(preflight.baselines()):
         writer.add_trial(TrialRecord(number, Origin.PUBLISHED, label, TrialState.WAITING, recipe))
-        values = dict.fromkeys(examination.tasks, 0.9 if number == 6 else 0.1)
-        finished = RungRecord(2, examination.rung_samples[-1], values, dict.fromkeys(values, 0.01))
+        values = dict.fromkeys(preflight.tasks, 0.9 if number == 6 else 0.1)
+        finished = RungRecord(2, preflight.rung_samples[-1], values, dict.fromkeys(values, 0.01))
         writer.finish_rung(number, finished, samples_reused=0, state=TrialState.COMPLETE)
     writer.set_state(StudyState.COMPLETE)
     return store.study(record.id)

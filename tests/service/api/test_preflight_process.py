@@ -18,19 +18,19 @@ import pytest
 import service.studies.preflight.examine
 from search_spaces.errors import InvalidStudy
 from search_spaces.study.file import Study, load_study
-from service.api.preflight_process import Examined, ProcessExaminer, examine_here, read_request
-from service.api.problems import Away
+from service.api.preflight_process import PreflightOutcome, PreflightProcess, examine_here, read_request
+from service.api.problems import Unavailable
 from service.studies.preflight.examine import examine
 from tests.service.api.harness import FAMILY, ApiServer, document
 
 
 @pytest.fixture(scope="module")
-def examiner() -> ProcessExaminer:
-    return ProcessExaminer()
+def examiner() -> PreflightProcess:
+    return PreflightProcess()
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, examiner: ProcessExaminer) -> Iterator[ApiServer]:
+def server(tmp_path_factory: pytest.TempPathFactory, examiner: PreflightProcess) -> Iterator[ApiServer]:
     with ApiServer(tmp_path_factory.mktemp("api"), examiner=examiner) as server:
         yield server
 
@@ -83,7 +83,7 @@ def test_the_server_answers_at_once_while_a_study_is_examined(http: httpx.Client
 
 
 def test_a_killed_examination_is_begun_again_once() -> None:
-    async def killed(num_kills: int) -> Examined:
+    async def killed(num_kills: int) -> PreflightOutcome:
         call = asyncio.create_task(examiner.examine(json.dumps(document()).encode(), is_json=True))
         for _ in range(num_kills):
             pid = await running(examiner)
@@ -92,14 +92,14 @@ def test_a_killed_examination_is_begun_again_once() -> None:
                 await asyncio.sleep(0.01)
         return await call
 
-    examiner = ProcessExaminer()
-    with pytest.raises(Away, match=r"could not be examined .* ask again"):
+    examiner = PreflightProcess()
+    with pytest.raises(Unavailable, match=r"could not be examined .* ask again"):
         asyncio.run(killed(2))
     assert asyncio.run(killed(1)).name == "math-text-lookup"
     examiner.stop()
 
 
-async def running(examiner: ProcessExaminer) -> int:
+async def running(examiner: PreflightProcess) -> int:
     while (pid := examiner.pid) is None or not psutil.pid_exists(pid):
         await asyncio.sleep(0.01)
     return pid

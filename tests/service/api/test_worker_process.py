@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from search_spaces.errors import InvalidStudy, Problem
-from service.api.worker_process import ProcessDied, SideProcess
+from service.api.worker_process import ProcessDied, WorkerProcess
 
 TIMEOUT_S = 60.0
 
@@ -44,8 +44,8 @@ def is_warm() -> str | None:
 
 
 @asynccontextmanager
-async def side_process(**arguments: object) -> AsyncIterator[SideProcess]:
-    process = SideProcess("test", **arguments)  # type: ignore[arg-type]
+async def side_process(**arguments: object) -> AsyncIterator[WorkerProcess]:
+    process = WorkerProcess("test", **arguments)  # type: ignore[arg-type]
     try:
         yield process
     finally:

@@ -20,7 +20,7 @@ from service.store import Store
 from service.studies.local_run import DATABASE
 from service.studies.preflight.examine import examine
 from tests.service.site import Site
-from tests.service.sums import score_extras, sums_study, write_sums
+from tests.service.sums import score_baselines, sums_study, write_sums
 from workers.types import Family
 
 # What values of a document are replaced by, to spoil it.
@@ -101,13 +101,13 @@ class Workplace(Terminal):
         one searched trial that failed."""
         self.run_dir.mkdir(exist_ok=True)
         study = load_study(self.write())
-        examination = examine(study)
+        preflight = examine(study)
         store = Store(f"sqlite:///{self.run_dir / DATABASE}")
         record = store.create_study(
-            name=study.name, document=study.canonical(), facts={**examination.facts(), "version": "0"}
+            name=study.name, document=study.canonical(), facts={**preflight.facts(), "version": "0"}
         )
         if scored:
-            score_extras(store.open_attempt(record.id), examination.extras())
+            score_baselines(store.open_attempt(record.id), preflight.baselines())
         store.close()
 
 

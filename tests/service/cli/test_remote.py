@@ -153,7 +153,7 @@ def test_trials_and_front_are_shown_as_those_of_a_run(site: Site, finished: str,
 
 def test_reasons_are_shown_as_they_are(site: Site, terminal: ServerTerminal) -> None:
     writer, reason = site.begin(site.new_name()), "[/tmp/x] is [red]broken"
-    trial = TrialRecord(0, Origin.SEARCH, "trial:0", TrialState.WAITING, site.examination.extras()[0][2])
+    trial = TrialRecord(0, Origin.SEARCH, "trial:0", TrialState.WAITING, site.preflight.baselines()[0][2])
     writer.add_trial(trial)
     writer.finish_trials([0], TrialState.FAIL, reason)
     writer.set_state(StudyState.FAILED, reason)

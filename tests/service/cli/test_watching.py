@@ -25,7 +25,7 @@ from tests.service.site import PROGRESS, Site
 
 def work(site: Site, writer: StudyWriter, *, end: Callable[[], object]) -> None:
     """What a driver writes in a second."""
-    recipe = site.examination.extras()[0][2]
+    recipe = site.preflight.baselines()[0][2]
     writer.heartbeat(wall_clock_s=65.0, progress={**PROGRESS, "samples_scored": 100})
     writer.add_event("replica", {"replica": "gpu-box-71", "engine": "vllm 0.32", "trial": 0})
     writer.add_trial(TrialRecord(40, Origin.SEARCH, "trial:40", TrialState.RUNNING, recipe))

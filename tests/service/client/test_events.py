@@ -7,13 +7,13 @@ import json
 import pytest
 
 from service.client.events import MAX_PAUSE_S, Event, EventReader
-from service.client.flows import Lost, Reply
+from service.client.flows import Response, TransportError
 from service.errors import InvalidAnswer, NotFound, RequestRefused, ServerUnreachable
 
 TIME = "2031-05-04T12:00:00Z"
 # U+2028 and U+0085 end a line for str.splitlines, but not in an event stream.
 REASON = "NaN in line\u2028separator\u0085 ü"
-LOST = Lost("http://server", "Connection refused", was_cut=False)
+LOST = TransportError("http://server", "Connection refused", was_cut=False)
 
 
 def frame(kind: str, document: dict, number: int | None = None, *, end: str = "\n") -> bytes:
@@ -48,10 +48,10 @@ def read(events: EventReader, *parts: bytes) -> list[Event]:
     return [event for part in parts for event in events.feed(part)]
 
 
-def answered(status: int, document: dict | None = None, **headers: str) -> Reply:
+def answered(status: int, document: dict | None = None, **headers: str) -> Response:
     if document is not None:
         headers["content-type"] = "application/problem+json"
-    return Reply("http://server/events", status, headers, json.dumps(document).encode())
+    return Response("http://server/events", status, headers, json.dumps(document).encode())
 
 
 def test_events_come_as_they_were_sent_wherever_the_bytes_are_cut() -> None:

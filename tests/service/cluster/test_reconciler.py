@@ -10,7 +10,7 @@ import pytest
 from service.cluster.reconciler import (
     BACK_OFF_S,
     LOST_AFTER_S,
-    MAX_FRUITLESS,
+    MAX_CONSECUTIVE_FAILURES,
     START_GRACE_S,
     RayCluster,
     Step,
@@ -31,8 +31,8 @@ def study(*, submitted_s_ago: float, heard_s_ago: float | None = None) -> StudyR
     return replace(STUDY, submitted_at=NOW - submitted_s_ago, heartbeat_at=heartbeat_at, attempt=attempt)
 
 
-def action(record: StudyRecord, job: str | None, fruitless: int = 0) -> str:
-    return next_step(record, job, fruitless=fruitless, now=NOW).action
+def action(record: StudyRecord, job: str | None, consecutive_failures: int = 0) -> str:
+    return next_step(record, job, consecutive_failures=consecutive_failures, now=NOW).action
 
 
 def test_a_new_study_gets_a_driver() -> None:
@@ -51,7 +51,7 @@ def test_a_driver_that_starts_slowly_is_left_alone() -> None:
 
 def test_a_driver_that_hangs_is_stopped_and_replaced() -> None:
     record = study(submitted_s_ago=900, heard_s_ago=LOST_AFTER_S + 1)
-    step = next_step(record, "RUNNING", fruitless=0, now=NOW)
+    step = next_step(record, "RUNNING", consecutive_failures=0, now=NOW)
     assert (step.action, step.because) == ("stop", f"its driver was not heard of for {LOST_AFTER_S + 1:.0f} s")
     assert action(record, "STOPPED") == "submit"
 
@@ -63,39 +63,39 @@ def test_a_driver_that_never_begins_is_stopped() -> None:
 @pytest.mark.parametrize("job", ["FAILED", "STOPPED", "SUCCEEDED"])
 def test_a_driver_that_ended_before_its_study_is_replaced(job: str) -> None:
     said = "exit code 9"
-    step = next_step(study(submitted_s_ago=100, heard_s_ago=1), job, fruitless=0, now=NOW, message=said)
+    step = next_step(study(submitted_s_ago=100, heard_s_ago=1), job, consecutive_failures=0, now=NOW, message=said)
     assert (step.action, step.because) == ("submit", f"its driver ended (Ray's word: {job}): exit code 9")
 
 
 def test_what_a_driver_said_itself_counts_unless_another_said_it() -> None:
     record = replace(study(submitted_s_ago=100, heard_s_ago=1), reason="no engine")
-    step = next_step(record, "FAILED", fruitless=0, now=NOW, message="exit code 1")
+    step = next_step(record, "FAILED", consecutive_failures=0, now=NOW, message="exit code 1")
     assert step.because == "its driver ended (Ray's word: FAILED): no engine"
-    step = next_step(replace(record, attempt=0), "FAILED", fruitless=0, now=NOW, message="no agent")
+    step = next_step(replace(record, attempt=0), "FAILED", consecutive_failures=0, now=NOW, message="no agent")
     assert step.because == "its driver ended (Ray's word: FAILED): no agent"
 
 
 def test_a_cluster_that_forgot_the_job_gets_it_again() -> None:
-    step = next_step(study(submitted_s_ago=100, heard_s_ago=1), None, fruitless=0, now=NOW)
+    step = next_step(study(submitted_s_ago=100, heard_s_ago=1), None, consecutive_failures=0, now=NOW)
     assert step.action == "submit"
     assert step.because == "the cluster does not know its driver's job: Ray was started anew"
 
 
 def test_a_submission_that_reached_no_cluster_is_made_again_under_its_name() -> None:
     assert action(study(submitted_s_ago=2), None) == "wait"
-    assert next_step(study(submitted_s_ago=20), None, fruitless=1, now=NOW) == Step("submit", again=True)
+    assert next_step(study(submitted_s_ago=20), None, consecutive_failures=1, now=NOW) == Step("submit", again=True)
 
 
 def test_drivers_that_achieve_nothing_come_ever_later_and_then_no_more() -> None:
-    for fruitless in range(MAX_FRUITLESS):
-        pause_s = BACK_OFF_S * 2**fruitless
-        assert action(study(submitted_s_ago=pause_s - 0.5), "FAILED", fruitless) == "wait"
-        assert action(study(submitted_s_ago=pause_s + 0.5), "FAILED", fruitless) == "submit"
+    for consecutive_failures in range(MAX_CONSECUTIVE_FAILURES):
+        pause_s = BACK_OFF_S * 2**consecutive_failures
+        assert action(study(submitted_s_ago=pause_s - 0.5), "FAILED", consecutive_failures) == "wait"
+        assert action(study(submitted_s_ago=pause_s + 0.5), "FAILED", consecutive_failures) == "submit"
     record = replace(study(submitted_s_ago=5, heard_s_ago=1), reason="no engine")
-    step = next_step(record, "FAILED", fruitless=MAX_FRUITLESS, now=NOW)
+    step = next_step(record, "FAILED", consecutive_failures=MAX_CONSECUTIVE_FAILURES, now=NOW)
     assert step.action == "give up"
     assert step.because == (
-        f"{MAX_FRUITLESS} drivers in a row ended without a result; the last one: "
+        f"{MAX_CONSECUTIVE_FAILURES} drivers in a row ended without a result; the last one: "
         "its driver ended (Ray's word: FAILED): no engine"
     )
 

@@ -55,10 +55,10 @@ def make_plan(study_id: str, *, scheduler: Scheduler = "hyperband", max_trials: 
         "cycle": bracket_cycle(scheduler, num_rungs=len(sizes), eta=3, max_trials=max_trials),
         "eta": 3,
         "max_trials": max_trials,
-        "lag": 5,
+        "max_staleness": 5,
         "chunk_samples": 30,
         "bank_fingerprint": FakeScorer().bank_fingerprint,
-        "extras": tuple((Origin(origin), label, recipe) for origin, label, recipe in known),
+        "baselines": tuple((Origin(origin), label, recipe) for origin, label, recipe in known),
     }
     return Plan(**{**arguments, **changes})
 

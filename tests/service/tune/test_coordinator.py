@@ -57,10 +57,10 @@ def test_brackets_have_hyperband_sizes_and_only_the_best_climb(tmp_path: Path) -
 
 def test_sources_and_published_come_first_at_full_budget(tmp_path: Path) -> None:
     store, study, _ = finished_study(tmp_path)
-    extras = [trial for trial in store.trials(study) if trial.origin is not Origin.SEARCH]
-    assert [trial.number for trial in extras] == list(range(len(extras)))
-    assert {"base", "expert:math", "expert:text", "uniform average"} <= {trial.label for trial in extras}
-    assert {trial.rungs[0].rung for trial in extras} == {2}
+    baselines = [trial for trial in store.trials(study) if trial.origin is not Origin.SEARCH]
+    assert [trial.number for trial in baselines] == list(range(len(baselines)))
+    assert {"base", "expert:math", "expert:text", "uniform average"} <= {trial.label for trial in baselines}
+    assert {trial.rungs[0].rung for trial in baselines} == {2}
 
 
 def test_a_promoted_trial_pays_only_for_new_samples(tmp_path: Path) -> None:
@@ -358,6 +358,6 @@ def test_a_limit_ends_the_search_and_a_larger_one_takes_it_up_again(tmp_path: Pa
 def test_holdout_covers_finalists_sources_and_published_on_all_samples(tmp_path: Path) -> None:
     store, study, coordinator = finished_study(tmp_path)
     values = store.sample_values(study, "holdout")
-    extras = {trial.recipe.digest for trial in coordinator.trials if trial.origin is not Origin.SEARCH}
-    assert extras <= set(values)
+    baselines = {trial.recipe.digest for trial in coordinator.trials if trial.origin is not Origin.SEARCH}
+    assert baselines <= set(values)
     assert {len(by_position) for by in values.values() for by_position in by.values()} == {50}

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from search_spaces.recipe import Recipe
-from service.tune.sample_cache import SampleBook
+from service.tune.sample_cache import SampleCache
 from tests.service.tune.harness import make_plan, new_study
 from workers.types import SampleResult, Span
 
 
-def book(directory: Path, *, chunk_samples: int = 30) -> tuple[SampleBook, Recipe]:
+def book(directory: Path, *, chunk_samples: int = 30) -> tuple[SampleCache, Recipe]:
     store, study = new_study(directory)
     plan = make_plan(study, chunk_samples=chunk_samples)
-    return SampleBook(plan, store), plan.extras[0][2]
+    return SampleCache(plan, store), plan.baselines[0][2]
 
 
 def results(objective: str, *positions: int) -> list[SampleResult]:

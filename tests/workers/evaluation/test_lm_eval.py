@@ -9,7 +9,7 @@ from tests.builders import tiny_llama, tiny_qwen2
 from tests.conftest import write_choices
 from workers.engines.transformers.backend import Reference
 from workers.errors import InvalidModel, InvalidTask
-from workers.evaluation.lm_eval import BackendLM, Evaluation, describe
+from workers.evaluation.lm_eval import BackendLM, TaskEvaluator, describe
 from workers.evaluation.prompts import Continuation, Generation, Prompts, load_tokenizer
 from workers.evaluation.tasks import build_task
 from workers.types import EngineOptions, Span, TaskSpec
@@ -79,14 +79,14 @@ def test_chat_template_and_system_prompt_are_applied_and_add_no_second_bos(tmp_p
     directory = str(tiny_llama(tmp_path / "chat"))
     options = replace(OPTIONS, chat_template=True, system_prompt="Be brief.")
     with pytest.raises(InvalidTask, match="has no chat template"):
-        Evaluation(None, Prompts(directory, options))
+        TaskEvaluator(None, Prompts(directory, options))
     tokenizer = AutoTokenizer.from_pretrained(directory)
     tokenizer.chat_template = (
         "<s>{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     tokenizer.save_pretrained(directory)
-    evaluation = Evaluation(None, Prompts(directory, options))
+    evaluation = TaskEvaluator(None, Prompts(directory, options))
     (request,) = evaluation.requests(one(tmp_path / "a.jsonl", "1+1="), 0)
     assert tokenizer.decode(request.tokens) == "<s>[system]Be brief.[user]1+1=[assistant]"
 
@@ -97,7 +97,7 @@ def test_truncated_prompts_keep_their_end_and_are_counted(llama: str, tmp_path: 
     file.write_text("\n".join(map(json.dumps, rows)))
     spec = TaskSpec({"file": str(file), "max_tokens": 28}, "exact_match")
     assert describe([spec], directory=llama, options=OPTIONS)[0].num_truncated == 1
-    evaluation = Evaluation(Recorder(), Prompts(llama, OPTIONS))
+    evaluation = TaskEvaluator(Recorder(), Prompts(llama, OPTIONS))
     samples = {sample.document: sample for sample in evaluation.score([Span("x", spec, 0, 2)]).samples}
     assert (samples["0"].is_truncated, samples["0"].response) == (True, "100")
     assert (samples["1"].is_truncated, samples["1"].response) == (False, "7")
@@ -106,18 +106,18 @@ def test_truncated_prompts_keep_their_end_and_are_counted(llama: str, tmp_path: 
 def test_completion_that_leaves_no_room_for_a_prompt_is_refused(llama: str, tmp_path: Path) -> None:
     spec = one(tmp_path / "a.jsonl", "1+1=", max_tokens=128)
     with pytest.raises(InvalidTask, match="128 new tokens leave no room for a prompt in max_model_len 128"):
-        Evaluation(None, Prompts(llama, OPTIONS)).describe(spec)
+        TaskEvaluator(None, Prompts(llama, OPTIONS)).describe(spec)
 
 
 def test_spans_are_asked_in_one_batch_and_their_prompts_hashed_in_order(
     llama: str, sums: TaskSpec, choices: TaskSpec
 ) -> None:
     recorder = Recorder()
-    evaluation = Evaluation(recorder, Prompts(llama, OPTIONS))
+    evaluation = TaskEvaluator(recorder, Prompts(llama, OPTIONS))
     scored = evaluation.score([Span("a", sums, 0, 10), Span("b", sums, 10, 30), Span("c", choices, 0, 4)])
     assert [len(batch) for batch in recorder.batches] == [30, 12]
     assert [sample.position for sample in scored.samples] == [*range(30), *range(4)]
-    again = Evaluation(Recorder(), Prompts(llama, OPTIONS))
+    again = TaskEvaluator(Recorder(), Prompts(llama, OPTIONS))
     assert again.score([Span("a", sums, 0, 10)]).prompts["a"] == scored.prompts["a"]
     assert len(set(scored.prompts.values())) == 3
     with pytest.raises(InvalidTask, match="objective a: samples 390-401 asked of a task with 400 samples"):
@@ -135,7 +135,7 @@ def test_generation_arguments_of_a_task_are_honoured_and_unknown_ones_refused(ll
             generation_kwargs=arguments,
             metric_list=[{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
         )
-        evaluation = Evaluation(None, Prompts(llama, OPTIONS))
+        evaluation = TaskEvaluator(None, Prompts(llama, OPTIONS))
         found = evaluation.requests(TaskSpec(str(file), "exact_match"), 3)[0]
         assert isinstance(found, Generation)
         return found
@@ -156,7 +156,7 @@ def test_samples_have_the_values_of_lm_evals_own_evaluator(llama: str, choices: 
 
     reference = Reference(llama, OPTIONS)
     spec = replace(choices, num_fewshot=num_fewshot)
-    ours = Evaluation(reference, Prompts(llama, OPTIONS)).score([Span("x", spec, 0, 12)]).samples
+    ours = TaskEvaluator(reference, Prompts(llama, OPTIONS)).score([Span("x", spec, 0, 12)]).samples
     task = build_task(spec).subtasks[0].task
     theirs = evaluate(BackendLM(reference, Prompts(llama, OPTIONS)), {"choices": task}, bootstrap_iters=0)
     by_document = {str(sample["doc_id"]): sample for sample in theirs["samples"]["choices"]}
@@ -174,7 +174,7 @@ def test_completions_have_the_values_of_lm_evals_own_evaluator(llama: str, tmp_p
 
     reference = Reference(llama, OPTIONS)
     prompts = [f"{i}+{i}=" for i in range(8)]
-    evaluation = Evaluation(reference, Prompts(llama, OPTIONS))
+    evaluation = TaskEvaluator(reference, Prompts(llama, OPTIONS))
     file = tmp_path / "a.jsonl"
     file.write_text("\n".join(json.dumps({"prompt": prompt, "answer": "?"}) for prompt in prompts))
     spec = TaskSpec({"file": str(file), "max_tokens": 4}, "exact_match")

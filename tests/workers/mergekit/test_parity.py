@@ -388,4 +388,4 @@ def test_deviation_arcee_fusion_takes_quartiles_of_the_whole_tensor(monkeypatch:
 def test_every_method_that_has_a_peer_is_compared() -> None:
     pairs = {"slerp", "nearswap", "arcee_fusion"}
     compared = {case[0] for case in CASES} - {"sce"}  # where it does not deviate it is equal too
-    assert {name for name, method in METHODS.items() if method.peer} == compared | pairs
+    assert {name for name, method in METHODS.items() if method.mergekit_equivalent} == compared | pairs

@@ -16,7 +16,7 @@ from tests.builders import lora_adapter, tiny_llama
 from tests.hub_server import Hub, only_hub
 from workers.errors import InvalidModel
 from workers.models.checkpoints import check_family, fingerprint, open_checkpoint, open_family, open_sources
-from workers.models.hub import FIRST_BYTES, absent_bytes, commit_of, fetched, id_of, is_stand_in, locate
+from workers.models.hub import FIRST_BYTES, absent_bytes, commit_of, fetched, id_of, is_metadata_only, locate
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_a_good_family_is_downloaded_once_and_found_again_without_the_hub(
     experts = {"math": str(models / "math"), "text": "owner/text", "tuned": "owner/tuned"}
     notes: list[str] = []
     known = open_family("owner/base", experts, downloads=False)
-    assert [is_stand_in(Path(model.directory)) for model in known.models] == [True, False, True, True]
+    assert [is_metadata_only(Path(model.directory)) for model in known.models] == [True, False, True, True]
     family = open_family("owner/base", experts, note=notes.append)
     assert known.fingerprints == family.fingerprints, "the hub's hashes tell what the files will be"
     local = {alias: str(models / alias) for alias in experts}
@@ -136,7 +136,7 @@ def test_what_was_checked_is_what_is_downloaded(hub: Hub, models: Path, tmp_path
 def test_a_check_leaves_what_the_cache_has_of_a_model(hub: Hub, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here,) = fetched([locate("owner/math")])
     hub.push("owner/math", models / "wide")
-    assert is_stand_in(locate("owner/math"))
+    assert is_metadata_only(locate("owner/math"))
     assert id_of(locate("owner/math")) == "owner/math"
     go_offline(monkeypatch)
     assert locate("owner/math") == here
@@ -240,7 +240,7 @@ def test_weights_that_the_hub_does_not_store_by_hash_are_small_and_come_whole(
 ) -> None:
     monkeypatch.setattr("tests.hub_server._is_lfs", lambda _: False)
     place = locate("owner/math")
-    assert not is_stand_in(place)
+    assert not is_metadata_only(place)
     assert fingerprint(place) == fingerprint(models / "math", cache=tmp_path)
     monkeypatch.setattr("workers.models.hub.MAX_PLAIN_BYTES", 2**10)
     hub.sends_ranges = False

@@ -16,7 +16,7 @@ from tests.workers.recipes import arithmetic, slerp
 from workers.engines.vllm.engine import base_recipe
 from workers.errors import EngineUnavailable, InvalidTask, TrialFailed
 from workers.serving.fake import FakeScorer
-from workers.serving.replica import ServeScorer, Turns, app_name, deploy_scorer
+from workers.serving.replica import RecipeLock, ServeScorer, app_name, deploy_scorer
 from workers.types import EngineOptions, Family, ScoreRequest, Span, TaskSpec
 
 TASK = TaskSpec("anything", "exact_match")
@@ -26,7 +26,7 @@ def in_turn(arrivals: Sequence[str]) -> list[str]:
     """The order in which recipes get their turn when all arrive during the first one's."""
 
     async def run() -> list[str]:
-        turns, served = Turns(), []
+        turns, served = RecipeLock(), []
 
         async def chunk(digest: str) -> None:
             async with turns.turn(digest):
@@ -46,7 +46,7 @@ def test_chunks_of_the_recipe_held_go_first_and_others_in_order_of_arrival() -> 
 
 def test_a_chunk_that_gives_up_waiting_does_not_block_the_rest() -> None:
     async def run() -> list[str]:
-        turns, served = Turns(), []
+        turns, served = RecipeLock(), []
 
         async def chunk(digest: str, seconds: float) -> None:
             async with turns.turn(digest):

@@ -23,7 +23,7 @@ from workers.models.merged_files import result_dir
 from workers.types import EngineOptions, SampleResult, Span, VerificationReport
 
 if TYPE_CHECKING:
-    from workers.evaluation.lm_eval import Evaluation
+    from workers.evaluation.lm_eval import TaskEvaluator
     from workers.merging.bank import Bank
 
 __all__ = ["Reference", "logprobs", "merged_model", "verify"]
@@ -154,7 +154,7 @@ def verify(
     spans: Sequence[Span],
     dtype: str,
     engine_logprobs: Mapping[tuple[int, ...], Sequence[float]],
-    evaluation: Evaluation | None = None,
+    evaluation: TaskEvaluator | None = None,
 ) -> VerificationReport:
     """Score `spans` on the exported checkpoint in `directory` and compare with the stored `samples`.
 
@@ -162,11 +162,11 @@ def verify(
     `engine_logprobs` maps prompts to the log-probabilities the engine gave their tokens. Spans of tasks that sample
     are left out. Raises InvalidTask if a span's sample is not among `samples`.
     """
-    from workers.evaluation.lm_eval import Evaluation
+    from workers.evaluation.lm_eval import TaskEvaluator
 
     reference = Reference(directory, options)
     if evaluation is None:
-        evaluation = Evaluation(reference, Prompts(directory, options))
+        evaluation = TaskEvaluator(reference, Prompts(directory, options))
     else:
         evaluation = evaluation.with_backend(reference)
     greedy = tuple(span for span in spans if evaluation.is_greedy(span.task))

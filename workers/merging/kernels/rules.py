@@ -79,8 +79,8 @@ class Dropped(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Elements kept at random (`masks`) with a probability that depends on rank: start + |rank - origin| step, in float64.
-    They are divided by it where `is_divided` is 1, and multiplied by `scales`. `ranks` are each source's, one
+    """Elements kept at random (`masks`) with a probability that depends on rank, start + |rank - origin| step, in
+    float64. They are divided by it where `is_divided` is 1, and multiplied by `scales`. `ranks` are each source's, one
     per element."""
 
     k0s: Words

@@ -116,7 +116,7 @@ class MergeMethod:
     function: Callable[..., torch.Tensor]
     source: str
     variant: str
-    peer: str | None = None
+    mergekit_equivalent: str | None = None
     uses: frozenset[Statistic] = frozenset()
 
     @property
@@ -183,10 +183,10 @@ def _method(
     function: Callable[..., torch.Tensor],
     source: str,
     variant: str,
-    peer: str | None = None,
+    mergekit_equivalent: str | None = None,
     uses: tuple[Statistic, ...] = (),
 ) -> MergeMethod:
-    return MergeMethod(SPECS[name], function, source, variant, peer, frozenset(uses))
+    return MergeMethod(SPECS[name], function, source, variant, mergekit_equivalent, frozenset(uses))
 
 
 MERGEKIT = "mergekit"

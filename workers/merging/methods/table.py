@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from search_spaces.parameters import Float
-from search_spaces.spaces.lfs_methods import Cell
+from search_spaces.spaces.lfs_methods import ComponentGroup
 from search_spaces.spaces.lfs_ranges import METHODS as SEARCHED
 from workers.merging.methods import METHODS, MergeMethod
 
@@ -36,7 +36,7 @@ def _row(method: MergeMethod) -> tuple[str, ...]:
         _searched(method.name),
         method.source,
         method.variant,
-        method.peer or "not there",
+        method.mergekit_equivalent or "not there",
     )
 
 
@@ -44,7 +44,7 @@ def _searched(name: str) -> str:
     if name not in SEARCHED:
         return "no"
     ranges = {}
-    for parameter in SEARCHED[name].parameters(Cell("g", "base", ("one", "two"), (), {"one": (), "two": ()})):
+    for parameter in SEARCHED[name].parameters(ComponentGroup("g", "base", ("one", "two"), (), {"one": (), "two": ()})):
         assert isinstance(parameter, Float)
         coefficient, *expert = parameter.name.removeprefix(f"g.{name}.").split(".")
         ranges[coefficient] = f"{coefficient} {parameter.low:g} to {parameter.high:g}{' per expert' if expert else ''}"

@@ -17,13 +17,13 @@ from search_spaces.fidelity import Bracket
 from search_spaces.study.file import Study, parse_study
 from service.studies.dry_run import check
 from service.studies.merge import check_merge
-from service.studies.preflight.examine import ENGINE_OVERHEAD_BYTES, Examination, examine
+from service.studies.preflight.examine import ENGINE_OVERHEAD_BYTES, PreflightResult, examine
 from service.types import Origin
 from tests.builders import lora_adapter, tiny_family, with_tokens
 from tests.conftest import HIDDEN, write_choices
 from tests.layouts import LAYOUTS, layout_family
 from workers.cache import CACHE_VARIABLE
-from workers.engines.vllm.support import Inquiry
+from workers.engines.vllm.support import CapabilityProbe
 from workers.evaluation.tasks import content_hash
 from workers.merging.bank import Bank
 from workers.merging.materialize import check_recipe
@@ -69,7 +69,7 @@ def objective(name: str, file: str) -> dict[str, Any]:
     return {"name": name, "task": {"file": f"{file}.jsonl", "max_tokens": 8}, "metric": "exact_match"}
 
 
-def examined(root: Path, **sections: Any) -> Examination:
+def examined(root: Path, **sections: Any) -> PreflightResult:
     return examine(study_of(root, **sections))
 
 
@@ -100,7 +100,7 @@ def layouts(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, F
     families = {name: layout_family(directory / name, name, hidden=HIDDEN) for name in LAYOUTS}
     configs = [config_of(family.base.directory) for family in families.values()]
     configs.append(config_of(root / "base") | CLASSIFIER)
-    Inquiry(configs, cache=tmp_path_factory.getbasetemp() / "findings").answers(dtype="float32")
+    CapabilityProbe(configs, cache=tmp_path_factory.getbasetemp() / "findings").answers(dtype="float32")
     return families
 
 
@@ -177,7 +177,7 @@ def test_expected_samples_are_those_counted_by_hand(root: Path) -> None:
     Nine configurations start at 8 (72), three go on for 16 more (48), one for 48 more: 168. Five start at 24 (120) and
     one goes on for 48 more: 168. Held out: eight recipes and about four finalists on 2 x 20 samples."""
     found = examined(root)
-    assert len(found.extras()) == 8
+    assert len(found.baselines()) == 8
     assert found.expected_samples() == {"search": 8 * 72 + 168 + 168, "holdout": 12 * 40, "full_budget": 22 * 72}
 
 
@@ -207,10 +207,10 @@ def test_without_a_scheduler_every_trial_pays_for_all_samples(root: Path) -> Non
 
 def test_sources_and_published_recipes_come_first_and_are_of_this_family(root: Path) -> None:
     found = examined(root)
-    origins = [origin for origin, _, _ in found.extras()]
+    origins = [origin for origin, _, _ in found.baselines()]
     assert origins == [Origin.SOURCE] * 3 + [Origin.PUBLISHED] * 5
-    assert [label for _, label, _ in found.extras()][:4] == ["base", "expert:math", "expert:text", "uniform average"]
-    for _, _, recipe in found.extras():
+    assert [label for _, label, _ in found.baselines()][:4] == ["base", "expert:math", "expert:text", "uniform average"]
+    for _, _, recipe in found.baselines():
         assert len(recipe.layers) == 3
         assert set(recipe.models.values()) <= set(found.family.fingerprints.values())
 
@@ -242,7 +242,7 @@ def test_facts_follow_the_data_the_models_and_the_order_of_samples(root: Path) -
 def test_the_plan_keeps_the_lag_that_the_study_began_with(root: Path) -> None:
     found = examined(root)
     plan = found.plan("s", {**found.facts(), "lag": 11})
-    assert (plan.lag, plan.seed, plan.max_trials, plan.eta) == (11, 5, 14, 3)
+    assert (plan.max_staleness, plan.seed, plan.max_trials, plan.eta) == (11, 5, 14, 3)
     assert plan.holdout_samples == dict.fromkeys(SIZES, HOLDOUT)
     assert plan.bank_fingerprint == found.family.fingerprint
     assert found.concurrency == 3
@@ -431,7 +431,7 @@ def test_a_study_of_models_with_other_tokens_has_the_vocabulary_that_it_names(ro
         found = examine(study_of(root, models={**models, "tokenizer": tokenizer}))
         counts[tokenizer] = found.num_parameters
         assert found.family.tokenizer == tokenizer
-        recipes = [recipe for _, _, recipe in found.extras()]
+        recipes = [recipe for _, _, recipe in found.baselines()]
         recipes.append(found.space.to_recipe(found.space.parameters.sample(np.random.default_rng(0))))
         bank = Bank(found.family)
         for recipe in recipes:

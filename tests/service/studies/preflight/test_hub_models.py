@@ -19,10 +19,10 @@ from search_spaces.study.file import Study, parse_study
 from service.api.preflight_process import examine_here
 from service.studies.dry_run import check
 from service.studies.merge import check_merge, merge_file
-from service.studies.preflight.examine import examine, pinned
+from service.studies.preflight.examine import examine, with_revisions
 from tests.builders import lora_adapter, tiny_llama
 from tests.hub_server import Hub, only_hub
-from workers.engines.vllm.support import Inquiry
+from workers.engines.vllm.support import CapabilityProbe
 from workers.models.hub import FIRST_BYTES
 
 EXPERTS = ("math", "text")
@@ -36,7 +36,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [json.dumps({"prompt": str(i), "answer": str(i)}) for i in range(9)]
     (directory / "sums.jsonl").write_text("\n".join(lines) + "\n")
     config = json.loads((directory / "base" / "config.json").read_text())
-    Inquiry([config], cache=directory / "cache").answers(dtype="float32")  # once for all tests
+    CapabilityProbe([config], cache=directory / "cache").answers(dtype="float32")  # once for all tests
     return directory
 
 
@@ -90,7 +90,7 @@ def test_a_posted_study_has_the_facts_that_its_driver_finds_and_its_commits(hub:
     assert facts["commits"] == {f"owner/{name}": hub.repositories[f"owner/{name}"].head for name in EXPERTS}
     hub.push("owner/math", root / "text")
     notes: list[str] = []
-    found = examine(pinned(study, facts), note=notes.append)
+    found = examine(with_revisions(study, facts), note=notes.append)
     assert found.facts()["fingerprints"] == facts["fingerprints"]
     assert found.absent_bytes == 0
     assert len(notes) == 2
@@ -151,12 +151,12 @@ def test_a_merge_of_hub_models_is_checked_before_their_weights_come(hub: Hub, ro
     name = "model.layers.1.mlp.up_proj.weight"
     assert torch.allclose(merged[name], (base[name] + math[name]) / 2, atol=1e-6)
     # What it leaves names the models as the hub does, not as this machine's cache.
-    pinned = {name: f"owner/{name}@{hub.repositories[f'owner/{name}'].head}" for name in ("base", "math")}
+    with_revisions = {name: f"owner/{name}@{hub.repositories[f'owner/{name}'].head}" for name in ("base", "math")}
     card = (tmp_path / "out" / "README.md").read_text()
     assert yaml.safe_load(card.split("---")[1])["base_model"] == ["owner/base", "owner/math"]
-    assert f"| math | expert | {pinned['math']} | " in card
+    assert f"| math | expert | {with_revisions['math']} | " in card
     written = yaml.safe_load((tmp_path / "out" / "mergekit_config.yml").read_text())
-    assert [source["model"] for source in written["slices"][0]["sources"]] == list(pinned.values())
+    assert [source["model"] for source in written["slices"][0]["sources"]] == list(with_revisions.values())
     merge_file(tmp_path / "out" / "mergekit_config.yml", {}, tmp_path / "again")
     assert (tmp_path / "again" / "recipe.json").read_bytes() == (tmp_path / "out" / "recipe.json").read_bytes()
 

@@ -15,18 +15,23 @@ from service.tune.schedulers.successive_halving import SCHEDULERS
 
 
 def table_of(
-    *, max_trials: int, scheduler: Scheduler = "hyperband", num_rungs: int = 3, extras: int = 0, lag: int = 1
+    *,
+    max_trials: int,
+    scheduler: Scheduler = "hyperband",
+    num_rungs: int = 3,
+    baselines: int = 0,
+    max_staleness: int = 1,
 ) -> RungTable:
     """A table with its extras added, none of them evaluated. eta is 3."""
     table = SCHEDULERS[scheduler](
         num_rungs=num_rungs,
         eta=3,
         cycle=bracket_cycle(scheduler, num_rungs=num_rungs, eta=3, max_trials=max_trials),
-        num_extras=extras,
+        num_baselines=baselines,
         max_trials=max_trials,
-        lag=lag,
+        max_staleness=max_staleness,
     )
-    for number in range(extras):
+    for number in range(baselines):
         table.add_trial(number, None)
     return table
 
@@ -46,7 +51,7 @@ def propose(table: RungTable) -> int | None:
 
 def filled(size: int, **settings: Any) -> RungTable:
     """A table whose first bracket has its `size` trials, none evaluated."""
-    table = table_of(max_trials=size, lag=size, **settings)
+    table = table_of(max_trials=size, max_staleness=size, **settings)
     assert [propose(table) for _ in range(size)] == list(range(size))
     return table
 
@@ -154,7 +159,7 @@ def test_a_decision_lost_before_it_was_stored_is_made_again_from_the_same_books(
 
 
 def test_later_rungs_go_before_first_ones_and_extras_before_those() -> None:
-    table = table_of(max_trials=14, extras=1, lag=15)
+    table = table_of(max_trials=14, baselines=1, max_staleness=15)
     for _ in range(14):
         propose(table)
     assert list(table.ready())[:2] == [(0, 2), (1, 0)]
@@ -165,7 +170,7 @@ def test_later_rungs_go_before_first_ones_and_extras_before_those() -> None:
 
 
 def test_a_promoted_trial_goes_before_an_older_one_that_has_no_result_yet() -> None:
-    table = table_of(max_trials=14, lag=14)
+    table = table_of(max_trials=14, max_staleness=14)
     for _ in range(14):
         propose(table)
     for number in range(9, 14):
@@ -174,7 +179,7 @@ def test_a_promoted_trial_goes_before_an_older_one_that_has_no_result_yet() -> N
 
 
 def test_extras_are_evaluated_once_at_the_last_rung_and_are_no_members_of_brackets() -> None:
-    table = table_of(max_trials=3, extras=2)
+    table = table_of(max_trials=3, baselines=2)
     assert list(table.ready()) == [(0, 2), (1, 2)]
     assert table.num_proposed == 0
     assert table.record(0, 2, (0.1,)) == ()
@@ -182,7 +187,7 @@ def test_extras_are_evaluated_once_at_the_last_rung_and_are_no_members_of_bracke
 
 
 def test_the_position_is_the_oldest_open_bracket_at_its_lowest_rung() -> None:
-    table = table_of(max_trials=14, lag=14)
+    table = table_of(max_trials=14, max_staleness=14)
     assert table.position() is None
     for _ in range(14):
         propose(table)
@@ -200,7 +205,7 @@ def test_the_position_is_the_oldest_open_bracket_at_its_lowest_rung() -> None:
 
 
 def test_a_proposal_waits_for_the_first_result_of_the_trial_a_lag_before_it() -> None:
-    table = table_of(max_trials=9, lag=2)
+    table = table_of(max_trials=9, max_staleness=2)
     assert [propose(table), propose(table)] == [0, 1]
     assert propose(table) is None  # trial 2 may know trial 0, which has no result
     table.record(1, 0, (0.1,))
@@ -210,7 +215,7 @@ def test_a_proposal_waits_for_the_first_result_of_the_trial_a_lag_before_it() ->
 
 
 def test_a_failure_is_a_first_result_too() -> None:
-    table = table_of(max_trials=9, lag=1)
+    table = table_of(max_trials=9, max_staleness=1)
     propose(table)
     assert table.proposal() is None
     table.fail(0)
@@ -220,7 +225,7 @@ def test_a_failure_is_a_first_result_too() -> None:
 
 
 def test_a_proposal_sees_nothing_newer_than_the_lag_even_if_it_is_known() -> None:
-    table = table_of(max_trials=9, lag=3)
+    table = table_of(max_trials=9, max_staleness=3)
     for _ in range(3):
         propose(table)
     for number in (2, 1, 0):
@@ -233,7 +238,7 @@ def test_a_proposal_sees_nothing_newer_than_the_lag_even_if_it_is_known() -> Non
 
 
 def test_extras_are_visible_at_the_last_rung_and_waited_for() -> None:
-    table = table_of(max_trials=3, extras=2, lag=1)
+    table = table_of(max_trials=3, baselines=2, max_staleness=1)
     table.record(0, 2, (0.1,))
     assert table.proposal() is None
     table.record(1, 2, (0.2,))
@@ -244,7 +249,12 @@ def test_extras_are_visible_at_the_last_rung_and_waited_for() -> None:
 
 def test_a_proposal_before_the_extras_are_added_is_a_programming_error() -> None:
     table = SCHEDULERS["none"](
-        num_rungs=1, eta=3, cycle=(Bracket(1, first_rung=0, num_rungs=1, eta=3),), num_extras=1, max_trials=1, lag=1
+        num_rungs=1,
+        eta=3,
+        cycle=(Bracket(1, first_rung=0, num_rungs=1, eta=3),),
+        num_baselines=1,
+        max_trials=1,
+        max_staleness=1,
     )
     with pytest.raises(AssertionError, match="sources and published trials come first"):
         table.proposal()
@@ -252,7 +262,7 @@ def test_a_proposal_before_the_extras_are_added_is_a_programming_error() -> None
 
 def test_later_rungs_of_the_bracket_before_stay_hidden_and_those_of_older_ones_are_seen() -> None:
     """Brackets of 9, 5 and 3; the proposals of bracket 1 see only first results of bracket 0, those of 2 all of it."""
-    table = table_of(max_trials=17, lag=1)
+    table = table_of(max_trials=17, max_staleness=1)
     seen = {}
     while not table.is_finished:
         while (proposal := table.proposal()) is not None:
@@ -270,7 +280,7 @@ def test_later_rungs_of_the_bracket_before_stay_hidden_and_those_of_older_ones_a
 
 
 def test_a_bracket_opens_only_when_those_two_before_it_are_closed() -> None:
-    table = table_of(max_trials=17, lag=1)
+    table = table_of(max_trials=17, max_staleness=1)
     for number in range(9):
         assert propose(table) == number
         table.record(number, 0, (number / 10,))
@@ -289,9 +299,9 @@ def test_a_bracket_opens_only_when_those_two_before_it_are_closed() -> None:
 
 @pytest.mark.parametrize("lag", [1, 2, 5, 9])
 @pytest.mark.parametrize("scheduler", ["hyperband", "asha"])
-def test_what_a_proposal_sees_does_not_depend_on_the_order_of_results(scheduler: Scheduler, lag: int) -> None:
+def test_what_a_proposal_sees_does_not_depend_on_the_order_of_results(scheduler: Scheduler, max_staleness: int) -> None:
     def seen(pick: Callable[[list[tuple[int, int]]], tuple[int, int]]) -> dict[int, Any]:
-        table, proposals = table_of(max_trials=25, scheduler=scheduler, extras=2, lag=lag), {}
+        table, proposals = table_of(max_trials=25, scheduler=scheduler, baselines=2, max_staleness=max_staleness), {}
         while not table.is_finished:
             while (proposal := table.proposal()) is not None:
                 proposals[proposal.number] = proposal
@@ -328,9 +338,9 @@ def test_a_cut_bracket_still_brings_one_trial_to_the_last_rung(cut: int, climb: 
 
 
 def test_a_larger_max_trials_opens_a_new_bracket_and_leaves_the_cut_one_as_it_is() -> None:
-    before = table_of(max_trials=4, lag=4)
+    before = table_of(max_trials=4, max_staleness=4)
     play(before)
-    after = table_of(max_trials=8, lag=4)
+    after = table_of(max_trials=8, max_staleness=4)
     after.open_bracket(0, first_rung=0, size=before.size(0))
     for number in range(4):
         after.add_trial(number, 0)
@@ -344,7 +354,7 @@ def test_a_larger_max_trials_opens_a_new_bracket_and_leaves_the_cut_one_as_it_is
 
 
 def test_ending_the_search_cuts_open_brackets_and_plays_them_to_the_end() -> None:
-    table = table_of(max_trials=100, lag=9)
+    table = table_of(max_trials=100, max_staleness=9)
     for _ in range(4):
         propose(table)
     for number in range(4):
@@ -360,7 +370,7 @@ def test_ending_the_search_cuts_open_brackets_and_plays_them_to_the_end() -> Non
 
 
 def test_ending_the_search_while_trials_run_leaves_the_rung_open_until_they_are_in() -> None:
-    table = table_of(max_trials=100, lag=9)
+    table = table_of(max_trials=100, max_staleness=9)
     for _ in range(4):
         propose(table)
     assert table.end_search() == (0,)
@@ -386,7 +396,7 @@ def test_a_bracket_that_was_opened_and_has_no_trial_ends_empty() -> None:
 
 @pytest.mark.parametrize("scheduler", ["none", "hyperband"])
 def test_one_rung_needs_no_promotion_and_no_waiting_for_brackets(scheduler: Scheduler) -> None:
-    table = table_of(max_trials=4, scheduler=scheduler, num_rungs=1, lag=4)
+    table = table_of(max_trials=4, scheduler=scheduler, num_rungs=1, max_staleness=4)
     assert [propose(table) for _ in range(4)] == [0, 1, 2, 3]
     assert table.position() is None
     assert play(table) == []
@@ -447,7 +457,7 @@ def test_asha_cascades_to_higher_rungs_where_the_results_are_there() -> None:
 
 
 def test_asha_search_that_ends_early_still_brings_one_trial_to_the_last_rung() -> None:
-    table = table_of(max_trials=50, scheduler="asha", lag=9)
+    table = table_of(max_trials=50, scheduler="asha", max_staleness=9)
     for _ in range(2):
         propose(table)
     assert decisions(table, [2, 1], rung=0) == [(), ()]
@@ -461,7 +471,7 @@ def test_asha_search_that_ends_early_still_brings_one_trial_to_the_last_rung() -
 def test_asha_sees_the_second_evaluation_of_a_trial_two_lags_after_the_result_that_brought_it_about() -> None:
     """Trial 2 is promoted by its own result: proposal 6 = 2 + 2 lags waits for its second evaluation. Trial 1 is
     promoted by the result of trial 5, which is hidden from 6 even if it is there."""
-    table = table_of(max_trials=20, scheduler="asha", lag=2)
+    table = table_of(max_trials=20, scheduler="asha", max_staleness=2)
     seen: dict[int, Proposal] = {}
 
     def take_all() -> None:
@@ -502,7 +512,7 @@ def test_asha_promotes_whom_one_worker_of_the_paper_would(seed: int) -> None:
             number = promotable(rung)[0]
             sent[rung].append(number)
             held[rung + 1].append(number)
-    table = table_of(max_trials=100, scheduler="asha", lag=100)
+    table = table_of(max_trials=100, scheduler="asha", max_staleness=100)
     for _ in costs:
         propose(table)
     climbed: list[list[int]] = [[], []]

@@ -8,7 +8,7 @@ import torch
 from tests.builders import tiny_llama
 from workers.engines.transformers.backend import Reference, logprobs, verify
 from workers.errors import InvalidTask
-from workers.evaluation.lm_eval import Evaluation
+from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Continuation, Generation, Prompts
 from workers.types import EngineOptions, Span, TaskSpec
 
@@ -56,7 +56,7 @@ def test_verification_lists_each_difference_with_how_near_the_choice_was(
     file.write_text("\n".join(json.dumps({"prompt": f"{i}+{i}=", "answer": "?"}) for i in range(10)))
     spec = TaskSpec({"file": str(file), "max_tokens": 5}, "exact_match")
     spans = (Span("sums", spec, 0, 10), Span("choices", choices, 0, 12))
-    evaluation = Evaluation(reference, Prompts(reference.prompts.directory, OPTIONS))
+    evaluation = TaskEvaluator(reference, Prompts(reference.prompts.directory, OPTIONS))
     samples = list(evaluation.score(spans).samples)
     request = evaluation.requests(spec, 0)[0]
     known = {request.tokens: logprobs(reference.model, request.tokens)}

@@ -23,7 +23,7 @@ from workers.engines.vllm.engine import (
 )
 from workers.engines.vllm.worker_extension import checksum, family_to_json, open_bank
 from workers.errors import EngineUnavailable, EvidenceMismatch, TrialFailed
-from workers.evaluation.lm_eval import Evaluation
+from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Generation
 from workers.export.checkpoint import export
 from workers.types import EngineOptions, Family, Span, TaskSpec
@@ -108,7 +108,7 @@ def test_stored_samples_are_what_transformers_gives_on_the_export(
 ) -> None:
     recipe = arithmetic(untied_family, 0.6, 0.3)
     engine.swap(recipe)
-    evaluation = Evaluation(engine, engine.prompts)
+    evaluation = TaskEvaluator(engine, engine.prompts)
     said = {sample.document: sample.response for sample in evaluation.score([Span("x", sums, 0, 400)]).samples}
     # Half of the answers are what this model says, so that the metric depends on every token of them.
     rows = [{"prompt": f"{i}+{i + 3}=", "answer": said[str(i)] + ("" if i % 2 else "!")} for i in range(400)]
@@ -134,7 +134,7 @@ def test_stored_samples_are_what_transformers_gives_on_the_export(
 def test_candidate_with_nan_logits_fails_and_leaves_no_trace(
     engine: Engine, untied_family: Family, sums: TaskSpec
 ) -> None:
-    evaluation = Evaluation(engine, engine.prompts)
+    evaluation = TaskEvaluator(engine, engine.prompts)
     spans = (Span("x", sums, 0, 300),)
     good = arithmetic(untied_family, 0.6, 0.3)
     engine.swap(good)

@@ -12,13 +12,13 @@ from workers.engines.vllm.memory import (
     MANY_TEXTS,
     TEXT_TOKENS,
     USABLE_SHARE,
-    Division,
-    Needs,
-    divide,
+    EngineMemory,
+    MemoryRequirements,
+    divide_memory,
     free_host_bytes,
     gpus_of_this_machine,
     kv_token_bytes,
-    needs_of,
+    memory_requirements,
 )
 from workers.errors import EngineUnavailable
 from workers.merging.bank import Bank
@@ -32,9 +32,9 @@ A100 = 85 * GB
 H200 = 150 * GB
 
 
-def four(config: dict[str, int], *, ranks: int = 1) -> Needs:
+def four(config: dict[str, int], *, ranks: int = 1) -> MemoryRequirements:
     """Four models of 7 billion parameters in bfloat16, the base among them."""
-    return Needs(
+    return MemoryRequirements(
         bank=4 * 14 * GB,
         weights=14 * GB // ranks,
         kv_token=kv_token_bytes(config, "bfloat16", ranks),
@@ -45,10 +45,10 @@ def four(config: dict[str, int], *, ranks: int = 1) -> Needs:
 
 
 def divided(
-    needs: Needs, total: int, *, free: int | None = None, host: int = 256 * GB, copies: int | None = None
-) -> Division:
+    needs: MemoryRequirements, total: int, *, free: int | None = None, host: int = 256 * GB, copies: int | None = None
+) -> EngineMemory:
     free = total - GB // 2 if free is None else free
-    return divide(needs, gpu_free=free, gpu_total=total, host_free=host, copies=copies or needs.ranks)
+    return divide_memory(needs, gpu_free=free, gpu_total=total, host_free=host, copies=copies or needs.ranks)
 
 
 def test_what_is_given_out_fits_into_the_gpu() -> None:
@@ -67,7 +67,7 @@ def test_what_is_given_out_fits_into_the_gpu() -> None:
 
 def test_four_models_of_7b_are_in_host_memory_beside_an_engine_of_80_gb_and_on_a_gpu_of_141_gb() -> None:
     found = divided(four(LLAMA_2_7B), A100)
-    assert found == Division(
+    assert found == EngineMemory(
         ("host", "mapped"), 0.9052, "beside 56.0 GB of sources the GPU's 85.0 GB have too little room for an engine"
     )
     found = divided(four(MISTRAL_7B), H200)
@@ -126,12 +126,17 @@ def test_memory_that_others_use_is_not_given_out() -> None:
 def test_needs_are_those_of_the_files(untied_family: Family, tmp_path: Path) -> None:
     config = read_config(untied_family.base.directory)
     bank = Bank(untied_family, cache=tmp_path)
-    needs = needs_of(untied_family, config=config, dtype="bfloat16", max_length=64)
+    needs = memory_requirements(untied_family, config=config, dtype="bfloat16", max_length=64)
     models = len(untied_family.models)
     largest = max(tensor.num_bytes for tensor in bank.base.tensors.values())
-    assert needs == Needs(bank.num_bytes, bank.num_bytes // models, needs.kv_token, (models + 1) * largest, 64)
+    assert needs == MemoryRequirements(
+        bank.num_bytes, bank.num_bytes // models, needs.kv_token, (models + 1) * largest, 64
+    )
     assert needs.kv_token == kv_token_bytes(config, "float32") // 2
-    assert needs_of(untied_family, config=config, dtype="float32", max_length=64, ranks=2).weights == needs.weights
+    assert (
+        memory_requirements(untied_family, config=config, dtype="float32", max_length=64, ranks=2).weights
+        == needs.weights
+    )
     assert needs.engine(1000) - replace(needs, kv_token=0).engine(1000) == 1000 * 64 * needs.kv_token
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from workers.engines.vllm.support import Inquiry, Support
+from workers.engines.vllm.support import Capability, CapabilityProbe
 
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
@@ -49,22 +49,22 @@ def vllm() -> str:
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What vLLM said is remembered there."""
     directory = tmp_path_factory.mktemp("cache")
-    Inquiry(list(MODELS.values()), cache=directory).answers(dtype="float32")
+    CapabilityProbe(list(MODELS.values()), cache=directory).answers(dtype="float32")
     return directory
 
 
-def answer(model: str, cache: Path, dtype: str = "float32") -> Support:
-    (found,) = Inquiry([MODELS[model]], cache=cache).answers(dtype=dtype)
+def answer(model: str, cache: Path, dtype: str = "float32") -> Capability:
+    (found,) = CapabilityProbe([MODELS[model]], cache=cache).answers(dtype=dtype)
     return found
 
 
 def test_of_a_model_that_vllm_runs_nothing_is_said(cache: Path) -> None:
-    assert answer("llama", cache) == answer("gemma2", cache) == Support()
+    assert answer("llama", cache) == answer("gemma2", cache) == Capability()
 
 
 def test_a_model_that_vllm_runs_with_transformers_code_is_run_and_that_is_said(cache: Path, vllm: str) -> None:
-    remark = f"{vllm} has no code of its own for GPTNeoXForCausalLM: it runs transformers' modules"
-    assert answer("generic", cache) == Support(remark=remark)
+    note = f"{vllm} has no code of its own for GPTNeoXForCausalLM: it runs transformers' modules"
+    assert answer("generic", cache) == Capability(note=note)
 
 
 def test_transformers_code_is_no_help_where_layers_are_not_attention(cache: Path, vllm: str) -> None:
@@ -122,13 +122,13 @@ def test_a_configuration_that_vllm_cannot_read_is_refused(cache: Path) -> None:
 def test_what_was_said_is_not_asked_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("it was"))
     for dtype in ("float32", "bfloat16", "float16"):
-        assert len(Inquiry(list(MODELS.values()), cache=cache).answers(dtype=dtype)) == len(MODELS)
+        assert len(CapabilityProbe(list(MODELS.values()), cache=cache).answers(dtype=dtype)) == len(MODELS)
 
 
 def test_where_vllm_is_not_installed_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert answer("unknown", tmp_path) == Support(
-        remark="not known whether vLLM can run the model: vLLM is not installed here"
+    assert answer("unknown", tmp_path) == Capability(
+        note="not known whether vLLM can run the model: vLLM is not installed here"
     )
 
 
@@ -139,13 +139,13 @@ def test_where_vllm_cannot_be_asked_the_reason_is_said_and_not_remembered(
     (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('libcudart.so.12: no such file')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     for _ in range(2):
-        assert answer("llama", tmp_path / "cache") == Support(
-            remark="not known whether vLLM can run the model: it could not be asked: ImportError: libcudart.so.12: no "
+        assert answer("llama", tmp_path / "cache") == Capability(
+            note="not known whether vLLM can run the model: it could not be asked: ImportError: libcudart.so.12: no "
             "such file"
         )
 
 
 def test_two_equal_configurations_are_one_question(cache: Path) -> None:
     config = json.loads(json.dumps(MODELS["classifier"]))
-    first, second = Inquiry([config, MODELS["classifier"]], cache=cache).answers(dtype="float32")
-    assert first == second != Support()
+    first, second = CapabilityProbe([config, MODELS["classifier"]], cache=cache).answers(dtype="float32")
+    assert first == second != Capability()

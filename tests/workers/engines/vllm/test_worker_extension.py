@@ -181,7 +181,7 @@ def test_sources_go_where_there_is_room_and_the_summary_says_why(
         if placement == "gpu":
             raise torch.OutOfMemoryError("CUDA out of memory")
         if placement == "host":
-            raise torch.AcceleratorError("no pinned memory")
+            raise torch.AcceleratorError("no with_revisions memory")
         return placing(placement, *rest)
 
     monkeypatch.setattr(workers.merging.bank, "_placing", full)
