@@ -122,12 +122,12 @@ def measure_many(directory: Path) -> dict[str, Any]:
     from search_spaces.recipe import Merge, Source
     from workers.merging.kernels import merge_stored
     from workers.merging.methods import Operands
-    from workers.merging.order_statistics import MagnitudeTable
+    from workers.merging.statistics import magnitude_table
 
     torch.set_num_threads(THREADS)
     base, out = torch.randn(MANY_ELEMENTS), torch.zeros(MANY_ELEMENTS)
     tensors = [base + 0.01 * torch.randn(MANY_ELEMENTS) for _ in range(MANY)]
-    tables = tuple(MagnitudeTable.of(tensor, base) for tensor in tensors)
+    tables = tuple(magnitude_table(tensor, base) for tensor in tensors)
     stored = Operands(tuple(tensors), base, magnitudes=tables, keys=tuple(range(MANY)))
     methods: dict[str, tuple[int, dict[str, float], int | None]] = {
         "linear": (MANY + 1, {"weight": 0.3}, None),

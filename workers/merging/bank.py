@@ -1,6 +1,6 @@
 """The bank: the source weights of one family, held once per engine in their stored dtype.
 
-It knows where tensors are and what depends on the sources alone (finite or not, angles); not how to merge.
+It knows where the tensors are, and keeps what depends on the sources alone (`statistics`). It does not merge.
 """
 
 from __future__ import annotations
@@ -13,8 +13,16 @@ from typing import Any
 import torch
 
 from workers.errors import InvalidModel
-from workers.merging.methods import Importance, Products, cosine, importance_of, inner_products, row_ranks
+from workers.merging.methods import Importance, Products
 from workers.merging.order_statistics import MagnitudeTable
+from workers.merging.statistics import (
+    cosine,
+    importance_of,
+    inner_products,
+    magnitude_table,
+    row_ranks,
+    variance_table,
+)
 from workers.models.checkpoints import Checkpoint, aligned, content_problems, fingerprint, open_sources, stored_bytes
 from workers.models.components import Layout
 from workers.models.computed_tensors import SourceTensor
@@ -28,23 +36,22 @@ Key = tuple[str, str]  # alias and tensor name
 
 PLACES = ("mapped", "host", "gpu")
 
-# Host memory is taken in pieces of this size, because torch rounds what it pins up to a power of two.
+# Host memory is allocated in pieces of this size, because torch rounds pinned allocations up to a power of two.
 CHUNK_BYTES = 1 << 30
 ALIGNMENT = 64  # bytes
 
 
 class Bank:
     """The tensors of a family by alias and name, read-only, in their stored dtype; safe to read from several threads.
-    Of an adapter its matrices are held, and what it makes of its base's tensors is float32.
+    Of an adapter the bank holds its matrices; the tensors computed from them and the base are float32.
 
-    `placement` says where they are: "mapped" from their files, whose pages all processes on the machine share; "host",
-    a copy in this process's memory, pinned for a GPU; or "gpu", the memory of `device`. `divide_memory` decides which
-    has room. Merges are computed on `device`: the engine's for an engine's bank, else the CPU, because an engine leaves
-    no memory of its GPU to others.
-    Without `keeps_statistics` nothing that was computed is kept, as for a single merge, which asks for nothing twice.
+    `placement` is "mapped" (the files, whose pages all processes on the machine share), "host" (a copy in this
+    process's memory, pinned for a GPU) or "gpu" (the memory of `device`). Merges are computed on `device`: the engine's
+    for an engine's bank, else the CPU, because an engine leaves no memory of its GPU to others. Without
+    `keeps_statistics` no statistics are kept, for a single merge, which needs each of them once.
 
     Opening checks the headers and the fingerprints, and looks for NaN and infinity once per content (`cache` as in
-    `findings.cache_dir`). Raises InvalidModel.
+    `workers.cache.cache_dir`). Raises InvalidModel.
     """
 
     def __init__(
@@ -91,8 +98,8 @@ class Bank:
 
     @property
     def base(self) -> Checkpoint:
-        """The base model's checkpoint: its configuration, tensor headers and layout are those of every merge, in the
-        family's vocabulary."""
+        """The base model's checkpoint, in the family's vocabulary: every merge has its configuration, tensor headers
+        and layout."""
         return self._checkpoints[self.family.base.alias]
 
     @property
@@ -100,18 +107,18 @@ class Bank:
         return self.base.layout
 
     def alias(self, fingerprint: str) -> str | None:
-        """The alias under which the bank holds the model of this content, if it does."""
+        """The bank's alias for the model with this fingerprint; None if it does not hold the model."""
         return self._aliases.get(fingerprint)
 
     def get(self, alias: str, name: str) -> torch.Tensor:
-        """Tensor `name` of model `alias`, on `device`. It may be the bank's own: never write to it.
+        """Tensor `name` of model `alias`, on `device`. It may share memory with the bank: never write to it.
 
-        An adapter's is computed anew each time. Raises InvalidModel.
+        A tensor of an adapter is computed at every call. Raises InvalidModel.
         """
         return self._source(alias, name).value(self._read)
 
     def cosine(self, first: Key, second: Key) -> float:
-        """The cosine between two tensors, each (alias, name), as SLERP needs it; computed once."""
+        """The cosine between two tensors, each (alias, name), for SLERP; computed once."""
         known = self._cosines.get((first, second))
         if known is None:
             known = cosine(self.get(*first), self.get(*second))
@@ -121,17 +128,17 @@ class Bank:
 
     def products(self, sources: Sequence[Key], base: Key | None) -> Products:
         """The inner products of all pairs of tensors, or with `base` of their differences from it; computed once."""
-        asked = (tuple(sources), base)
-        known = self._products.get(asked)
+        key = (tuple(sources), base)
+        known = self._products.get(key)
         if known is None:
             tensors = [self.get(*source) for source in sources]
             known = inner_products(tensors, None if base is None else self.get(*base))
             if self._keeps_statistics:
-                self._products[asked] = known
+                self._products[key] = known
         return known
 
     def importance(self, first: Key, second: Key) -> Importance | None:
-        """What Arcee Fusion asks of two tensors, computed once; None for tensors without elements."""
+        """The importance that Arcee Fusion needs of two tensors, computed once; None for tensors without elements."""
         known = self._importances.get((first, second))
         if known is None and 0 not in self._source(*first).shape:
             found = importance_of(self._on_cpu(first), self._on_cpu(second))
@@ -142,12 +149,12 @@ class Bank:
 
     def variances(self, sources: Sequence[Key], base: Key) -> MagnitudeTable | None:
         """The table of the variances between task vectors, computed once; None for tensors without elements."""
-        asked = (tuple(sources), base)
-        known = self._variances.get(asked)
+        key = (tuple(sources), base)
+        known = self._variances.get(key)
         if known is None and 0 not in self._source(*base).shape:
-            known = MagnitudeTable.of_variances([self._on_cpu(source) for source in sources], self._on_cpu(base))
+            known = variance_table([self._on_cpu(source) for source in sources], self._on_cpu(base))
             if self._keeps_statistics:
-                self._variances[asked] = known
+                self._variances[key] = known
         return known
 
     def magnitudes(self, sources: Sequence[Key], base: Key) -> tuple[MagnitudeTable | None, ...]:
@@ -158,22 +165,22 @@ class Bank:
         unknown = [source for source, table in tables.items() if table is None]
         if unknown:
             with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-                made = threads.map(lambda source: MagnitudeTable.of(self._on_cpu(source), self._on_cpu(base)), unknown)
+                made = threads.map(lambda source: magnitude_table(self._on_cpu(source), self._on_cpu(base)), unknown)
                 tables |= dict(zip(unknown, made, strict=True))
             if self._keeps_statistics:
                 self._magnitudes |= {(source, base): table for source, table in tables.items() if table is not None}
         return tuple(tables[source] for source in sources)
 
     def merge_on(self, device: torch.device | str) -> None:
-        """Compute on this device from now on, wherever the sources are. What was computed with tensors that have other
-        bits there, or are there, is forgotten."""
+        """Compute on this device from now on, wherever the sources are. Statistics that have other bits on another
+        device, or hold memory of one, are dropped."""
         if self.device != torch.device(device):
             self.device = torch.device(device)
             for known in (self._magnitudes, self._variances, self._importances, self._ranks):
                 known.clear()
 
     def summary(self) -> dict[str, Any]:
-        """Where the sources are and how large: {placement, bytes, statistics_bytes, models, fingerprint}."""
+        """Where the sources are and their size: {placement, bytes, statistics_bytes, models, fingerprint}."""
         return {
             "placement": self.placement,
             "bytes": self.num_bytes,
@@ -183,7 +190,7 @@ class Bank:
         }
 
     def ranks(self, sources: Sequence[Key], base: Key) -> tuple[torch.Tensor, ...]:
-        """For each source the ranks of the magnitudes of source - base in their rows; computed anew each time, unless
+        """For each source the ranks of the magnitudes of source - base in their rows; computed at every call unless
         `keep_ranks` was called."""
         known = []
         for source in sources:
@@ -192,13 +199,13 @@ class Bank:
                 ranks = row_ranks(self._on_cpu(source), self._on_cpu(base))
                 if self._keeps_ranks:
                     self._ranks[source, base] = ranks
-            # CUDA does little with unsigned numbers.
+            # torch has few operations on unsigned tensors for CUDA.
             known.append(ranks if self.device.type == "cpu" else ranks.int().to(self.device))
         return tuple(known)
 
     def keep_ranks(self) -> None:
-        """Keep what `ranks` computes, in host memory: for each source two bytes an element, four in rows longer than
-        65536."""
+        """Keep the ranks once computed, in host memory: for each source two bytes per element, four in rows longer
+        than 65536."""
         self._keeps_ranks = True
 
     def _statistics_bytes(self) -> int:
@@ -218,9 +225,10 @@ class Bank:
         return self._stored[info].to(self.device, non_blocking=True)
 
     def _on_cpu(self, key: Key) -> torch.Tensor:
-        """To be sorted: on a GPU that would take many times the tensor's memory, which an engine does not leave."""
+        """The tensor on CPU, for sorting: on a GPU that takes many times the tensor's memory, which an engine does not
+        leave free."""
         source = self._source(*key)
-        # Of an adapter it must be what is merged: the same product of matrices has other bits on another device.
+        # An adapter's tensor is computed on `device`, as for merging: a product of matrices has other bits on CPU.
         return (self._stored[source] if isinstance(source, TensorInfo) else self.get(*key)).cpu()
 
     def _content_problems(self, model: ModelSource, cache: str | Path | None) -> list[str]:
@@ -235,7 +243,7 @@ class Bank:
 
 
 def _placing(placement: str, device: torch.device, num_bytes: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What puts the stored tensors, of `num_bytes` together, where they are to be."""
+    """The function that moves a stored tensor to its place; all tensors together have `num_bytes`."""
     if placement == "mapped":
         return lambda tensor: tensor
     if placement == "gpu":
@@ -244,7 +252,7 @@ def _placing(placement: str, device: torch.device, num_bytes: int) -> Callable[[
 
 
 class _HostMemory:
-    """Takes copies of tensors, of `num_bytes` together, one behind another."""
+    """Copies of tensors, of `num_bytes` together, one behind another."""
 
     def __init__(self, num_bytes: int, *, is_pinned: bool) -> None:
         self._missing = num_bytes

@@ -1,12 +1,12 @@
 """Order statistics of a task vector's magnitudes: a small table that narrows any rank to a few elements.
 
-With it no candidate needs a sort to find which elements to keep: the exact magnitude is looked for among those few, in
-the pass that merges. This depends on nothing but the two tensors.
+A table is computed once from the sources. No merge sorts after that: the exact magnitude of a rank is found among the
+few elements that the table leaves. `workers.merging.statistics` computes tables of tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
@@ -15,14 +15,14 @@ import torch
 
 __all__ = ["SPACING", "MagnitudeTable", "Trim"]
 
-# One magnitude in so many is in the table: 9 bytes for 128 elements, and a rank is left with at most 127 of them.
+# The table holds one magnitude in SPACING: 9 bytes for 128 elements, and a rank lies among at most 127 of them.
 SPACING = 128
 
 
 @dataclass(frozen=True)
 class Trim:
-    """The magnitude of a given rank: `high` where that is `low` too; else one of those strictly between the two, fewer
-    than `SPACING`, of which `num_smaller` are smaller or equal and before it in ascending order."""
+    """The magnitude of a given rank: `high` if `low` equals it; else one of the magnitudes strictly between the two,
+    fewer than `SPACING`, of which `num_smaller` precede it in ascending order."""
 
     low: float
     high: float
@@ -30,8 +30,8 @@ class Trim:
 
 
 class MagnitudeTable:
-    """Every 128th of the ascending magnitudes and the largest, how many elements are no larger than each, and how many
-    of the up to 128 before its place equal it."""
+    """Every 128th of the ascending magnitudes and the largest; for each, how many elements are no larger, and how many
+    of the up to 128 elements before it are equal to it."""
 
     def __init__(self, cuts: np.ndarray, no_larger: np.ndarray, equal_before: np.ndarray) -> None:
         self._cuts = cuts
@@ -39,17 +39,11 @@ class MagnitudeTable:
         self._equal_before = equal_before
 
     @classmethod
-    def of(cls, source: torch.Tensor, base: torch.Tensor) -> Self:
-        """The table of |source - base|, in float32, of at least one element. Sorts them: once for two tensors."""
-        return cls._of(_ascending(source, base))
+    def of_ascending(cls, ascending: Iterable[np.ndarray]) -> Self:
+        """The table of float32 magnitudes that come in ascending order, in pieces; equal ones are in one piece.
 
-    @classmethod
-    def of_variances(cls, sources: Sequence[torch.Tensor], base: torch.Tensor) -> Self:
-        """The table of the variances between task vectors (`merge_methods.competition.variance`)."""
-        return cls._of(_ascending_variances(sources, base))
-
-    @classmethod
-    def _of(cls, ascending: Iterator[np.ndarray]) -> Self:
+        There is at least one piece, and none is empty. A piece is not used after the next is taken.
+        """
         cuts, no_larger, smaller = [], [], []
         total = 0
         for ordered in ascending:
@@ -78,7 +72,7 @@ class MagnitudeTable:
         return int(self._no_larger[-1]) - int(zeros)
 
     def trim(self, rank: int) -> Trim:
-        """Where the `rank`-th largest magnitude is, from 1 to the number of elements."""
+        """Where the `rank`-th largest magnitude lies; ranks are from 1 to the number of elements."""
         position = int(self._no_larger[-1]) - rank  # in ascending order
         cut = position // SPACING
         low, high = float(self._cuts[cut]), float(self._cuts[cut + 1])
@@ -90,29 +84,9 @@ class MagnitudeTable:
         return Trim(low, high, num_smaller)
 
     def of_rank(self, rank: int, tau: torch.Tensor) -> torch.Tensor:
-        """The `rank`-th largest magnitude of `tau`, the task vector that the table is of; float32, no dimensions."""
+        """The `rank`-th largest magnitude of `tau`, the task vector of this table; float32, no dimensions."""
         trim = self.trim(rank)
         if trim.low < trim.high:
             sizes = tau.abs()
             return sizes[(sizes > trim.low) & (sizes < trim.high)].sort().values[trim.num_smaller]
         return torch.tensor(trim.high, dtype=torch.float32, device=tau.device)
-
-
-def _ascending(source: torch.Tensor, base: torch.Tensor) -> Iterator[np.ndarray]:
-    if source.is_cuda:
-        yield (source.float() - base.float()).abs_().flatten().sort().values.cpu().numpy()
-    else:
-        from workers.merging.kernels.sorting import ascending_magnitudes
-
-        yield from ascending_magnitudes(source, base)
-
-
-def _ascending_variances(sources: Sequence[torch.Tensor], base: torch.Tensor) -> Iterator[np.ndarray]:
-    if base.is_cuda:
-        from workers.merging.methods.competition import variance
-
-        yield variance(sources, base).flatten().sort().values.cpu().numpy()
-    else:
-        from workers.merging.kernels.sorting import ascending_variances
-
-        yield from ascending_variances(sources, base)

@@ -1,34 +1,29 @@
-"""Numba functions on single elements: a stored one as float32, what is made of it, and that rounded once to be stored.
+"""Compiled functions on single elements: reading a stored one as float32, common operations, and rounding to store.
 
-NumPy has no bfloat16: arrays of 16-bit words stand for it (uint16), and for float16 (int16), of which Numba does no
-arithmetic on CPU. Infinities and NaN come out of arithmetic, never out of the sources: the bank refuses those.
+The words in which bfloat16 and float16 are stored are those of `arguments.as_array`. Infinity and NaN come from
+arithmetic, never from the sources: the bank refuses those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import llvmlite.binding as llvm
 import numba
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
+from workers.merging.kernels.compilation import IN_PLACE, compiled
 from workers.merging.masks import MULTIPLIERS, STEP
 
 __all__ = [
-    "IN_PLACE",
+    "BLOCK",
     "NONE",
     "ONE",
     "SOME",
     "ZERO",
-    "as_array",
-    "as_arrays",
     "bits_of",
-    "compiled",
     "copied_past_caches",
     "hashed",
     "is_between",
@@ -42,56 +37,23 @@ __all__ = [
     "variance_of",
 ]
 
-F = TypeVar("F", bound=Callable[..., Any])
+# Results are computed in blocks that fit the first-level cache, and copied from there to their place.
+BLOCK = 256  # elements
+LINE = 32  # bytes: the widest store past the caches on all processors with AVX; others split it
 
-# Loops over the sources are inside those over the elements: with more than a handful of sources LLVM would give up
-# unrolling the former, or checking that no operand overlaps the result, and no loop over elements would be vectorised.
-for option in ("-unroll-threshold=10000", "-runtime-memory-check-threshold=200"):
-    llvm.set_option("mergesearch", option)
-
-WORDS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 U32 = np.uint32
 ZERO, ONE = np.float32(0), np.float32(1)
 NONE, SOME = U32(0), U32(1)
 WEYL, FIRST, SECOND = U32(STEP), U32(MULTIPLIERS[0]), U32(MULTIPLIERS[1])
-# For functions that become part of those that call them.
-IN_PLACE = {"nogil": True, "error_model": "numpy", "forceinline": True}
 BFLOAT16, FLOAT16 = types.uint16, types.int16
-
-
-def compiled(function: F) -> F:
-    """Compiled at the first call with operands of given types, and kept on disk where there is a place for it.
-
-    It runs without the interpreter lock. Sums keep their order and nothing is contracted to fused multiply-add: the
-    bits are those of the same operations in torch.
-    """
-    try:
-        return cast("F", numba.njit(nogil=True, error_model="numpy", cache=True)(function))
-    except RuntimeError:  # neither this folder nor the user's cache can be written
-        return cast("F", numba.njit(nogil=True, error_model="numpy")(function))
-
-
-def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """The memory of a contiguous tensor as a flat array that `value` and `rounded` know."""
-    return tensor.detach().view(-1).view(WORDS[tensor.dtype]).numpy()
-
-
-def as_arrays(tensors: Sequence[torch.Tensor]) -> tuple[np.ndarray, ...]:
-    """For `value`, in one dtype, since the loop over them is compiled for one: float32 where they differ."""
-    if len({tensor.dtype for tensor in tensors}) > 1:
-        tensors = [tensor.float() for tensor in tensors]
-    return tuple(map(as_array, tensors))
-
-
-LINE = 32  # bytes, the widest store past the caches that all processors with AVX have; others split it
 
 
 @intrinsic
 def _line_past_caches(typing_context: Any, target: Any, source: Any) -> Any:
-    """Copy 32 bytes between two addresses, of which the target's is a multiple of 32.
+    """Copy 32 bytes between two addresses; the target's is a multiple of 32.
 
-    What is written once and read much later needs no place in the caches: an ordinary store would first read what it
-    overwrites, a third of all that copying moves.
+    Results are written once and read much later, so they need no place in the caches. An ordinary store would first
+    read the memory that it overwrites, a third of the traffic of copying.
     """
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -108,7 +70,7 @@ def _line_past_caches(typing_context: Any, target: Any, source: Any) -> Any:
 
 @intrinsic
 def stores_done(typing_context: Any) -> Any:
-    """Whoever learns later that this thread is done sees what it stored past the caches."""
+    """A fence: threads that learn later that this thread is done see its stores past the caches."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")
@@ -119,7 +81,8 @@ def stores_done(typing_context: Any) -> Any:
 
 @compiled
 def copied_past_caches(block: Any, out: Any, start: Any, stop: Any) -> None:
-    """out[start:stop] = block[: stop - start], arrays of one element type; unsigned positions. Then `stores_done`."""
+    """out[start:stop] = block[: stop - start], arrays of one element type; positions are unsigned. Call `stores_done`
+    after the last copy."""
     item = np.uint64(block.itemsize)
     target = np.uint64(out.ctypes.data) + start * item
     source, size = np.uint64(block.ctypes.data), (stop - start) * item
@@ -211,7 +174,7 @@ def _as_float16(number: Any, like: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def variance_of(base: Any, xs: Any, i: Any) -> Any:
-    """Of element i between the task vectors: `merge_methods.competition.variance`. Only in compiled code."""
+    """The variance of element i between the task vectors: `methods.competition.variance`. Only in compiled code."""
     b, count = value(base[i]), np.float32(len(xs))
     first = value(xs[0][i]) - b
     mean, squares = ZERO, ZERO
@@ -224,7 +187,7 @@ def variance_of(base: Any, xs: Any, i: Any) -> Any:
     return squares / count
 
 
-# The built-in max also looks for NaN, in a branch.
+# The built-in max also checks for NaN, in a branch.
 
 
 @numba.njit(**IN_PLACE)

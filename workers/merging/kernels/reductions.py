@@ -1,7 +1,7 @@
-"""Sums and counts over tensors on CPU, in one pass, for methods whose numbers depend on them; and checksums.
+"""Sums and counts over tensors on CPU, in one pass, for methods whose coefficients depend on them; and checksums.
 
-Sums are in float64, in the order of `merge_methods.arithmetic.total`, which no number of threads changes: compiled
-functions write one for each block of its, and start at a block.
+Sums are in float64 and in the order of `methods.arithmetic.total`, bit for bit, with any number of threads: a thread
+starts at one of its blocks, and compiled functions write a sum for each block.
 """
 
 from __future__ import annotations
@@ -14,19 +14,12 @@ import numpy as np
 import torch
 
 from workers.merging.kernels import rules
-from workers.merging.kernels.cpu import BLOCK, decided, kept, typed
-from workers.merging.kernels.elements import (
-    NONE,
-    SOME,
-    ZERO,
-    as_array,
-    as_arrays,
-    compiled,
-    is_between,
-    value,
-    variance_of,
-)
+from workers.merging.kernels.arguments import as_array, as_arrays, typed
+from workers.merging.kernels.compilation import compiled
+from workers.merging.kernels.elements import BLOCK, NONE, SOME, ZERO, is_between, value, variance_of
+from workers.merging.kernels.sparsity import kept
 from workers.merging.kernels.threads import pieces, run
+from workers.merging.kernels.thresholds import decided
 from workers.merging.methods.arithmetic import BLOCK as SUMMED
 from workers.merging.methods.arithmetic import PARTS
 from workers.merging.order_statistics import SPACING, Trim
@@ -39,7 +32,8 @@ Tensors = Sequence[torch.Tensor]
 
 
 def inner_product(first: torch.Tensor, second: torch.Tensor, base: torch.Tensor | None) -> float:
-    """`merge_methods.arithmetic.inner_products` of two contiguous tensors, or of their differences from `base`."""
+    """The inner product of two contiguous tensors, or of their differences from `base`, as `methods.inner_products`
+    computes it."""
     x, y = as_array(first), as_array(second)
     b = x if base is None else as_array(base.contiguous())
     sums = np.empty(-(-x.size // SUMMED))
@@ -50,7 +44,7 @@ def inner_product(first: torch.Tensor, second: torch.Tensor, base: torch.Tensor 
 def kept_norms(
     sparse: rules.Dropped | rules.Sampled, tensors: Tensors, base: torch.Tensor
 ) -> list[tuple[float, float]]:
-    """For each source the sums of magnitudes of its tau, and of what `sparse` keeps of it."""
+    """For each source, with tau = source - base: the sum of |tau|, and the sum of |what `sparse` keeps of tau|."""
     b, norms = as_array(base), []
     for s, tensor in enumerate(tensors):
         alone = typed(sparse._replace(**{name: (each[s],) for name, each in sparse._asdict().items()}))
@@ -61,7 +55,8 @@ def kept_norms(
 
 
 def variable_squares(trim: Trim, tensors: Tensors, base: torch.Tensor) -> tuple[float, list[float]]:
-    """The threshold that `trim` says of the variance, and the sums of squares of every tau where it is reached."""
+    """The exact threshold of the variance, which lies where `trim` says, and for each source the sum of tau^2 over the
+    elements whose variance reaches it."""
     b, xs = as_array(base), as_arrays(tensors)
     sums = np.empty((len(xs), -(-b.size // SUMMED)))
     rule = rules.Variable(trim.low, trim.high, trim.num_smaller, (1.0,) * len(xs))
@@ -80,7 +75,7 @@ def variable_squares(trim: Trim, tensors: Tensors, base: torch.Tensor) -> tuple[
 
 
 def shared_counts(epsilon: float, tensors: Tensors, base: torch.Tensor) -> list[tuple[int, int]]:
-    """For each source how many elements it changes by more than epsilon, and how many of these no other changes so."""
+    """For each source how many elements it changes by more than epsilon, and how many of these no other source does."""
     b, xs = as_array(base), as_arrays(tensors)
     parts = pieces(b.size, BLOCK)
     counts = np.zeros((len(parts), 2, len(xs)), np.int64)
@@ -158,7 +153,7 @@ def _variable_squares_at(rule: Any, base: Any, xs: Any, sums: Any, found: Any, s
 
 @compiled
 def _sum_of(lanes: Any) -> Any:
-    """They are overwritten."""
+    """The sum of the lanes, which are overwritten."""
     size = LANES // PARTS
     while size > 0:
         for part in range(1, PARTS):

@@ -1,4 +1,4 @@
-"""Numbers made of the elements of tensors, in ascending order, in pieces: sorting them takes a bounded memory."""
+"""Numbers computed from the elements of tensors, sorted in pieces, so that sorting takes a bounded memory."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import numpy as np
 import torch
 from numba.extending import overload
 
-from workers.merging.kernels.elements import as_array, as_arrays, bits_of, compiled, value, variance_of
+from workers.merging.kernels.arguments import as_array, as_arrays
+from workers.merging.kernels.compilation import compiled
+from workers.merging.kernels.elements import bits_of, value, variance_of
 from workers.merging.kernels.threads import pieces, run
 
 __all__ = ["ascending_importances", "ascending_magnitudes", "ascending_variances", "ranks_in_rows"]
 
-# Tensors are sorted in about two parts, each by a pass of its own over the tensor; in more where these would be larger
-# than PART, in one where they would be small.
+# A tensor is sorted in about PARTS parts, with one pass over the tensor for each: in more if a part were larger than
+# PART elements, in one if a part were smaller than SMALL.
 PARTS, PART, SMALL = 2, 1 << 24, 1 << 20
-# Parts are cut into ranges of about as many elements, whose sorting stays in the second cache.
+# Parts are cut into ranges of about this many elements, which are sorted within the second-level cache.
 RANGE = 1 << 16
-# What is not negative is ordered as its bits are; the upper ones, the bucket, tell ranges apart.
+# Numbers that are not negative have the order of their bits. The bits above LOWER are the bucket; a range is buckets.
 LOWER = 16
 DIGIT = 11  # bits: three digits are the 31 bits of such a number, and 2048 counters stay in the first cache
 
@@ -28,33 +30,33 @@ SIGN = U32(1 << 31)
 
 
 def ascending_magnitudes(source: torch.Tensor, base: torch.Tensor) -> Iterator[np.ndarray]:
-    """|source - base|, in float32, of two tensors on CPU: ascending within and over the pieces, equal ones in one.
+    """|source - base|, in float32, of two tensors on CPU: ascending within and across pieces, equal ones in one piece.
 
-    A piece is good until the next is asked for.
+    A piece is valid until the next is taken.
     """
     return _ascending(_Magnitude(as_array(source), as_array(base)))
 
 
 def ascending_variances(sources: Sequence[torch.Tensor], base: torch.Tensor) -> Iterator[np.ndarray]:
-    """The variance of each element between the task vectors, as `ascending_magnitudes` gives it."""
+    """The variance of each element between the task vectors, in pieces as of `ascending_magnitudes`."""
     return _ascending(_Variance(as_array(base), as_arrays(sources)))
 
 
 def ascending_importances(first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor) -> Iterator[np.ndarray]:
-    """|second - first| times their row's number, of any sign, as `ascending_magnitudes` gives it."""
+    """|second - first| times their row's number, of any sign, in pieces as of `ascending_magnitudes`."""
     for keys in _ascending(_Importance(as_array(first), as_array(second), as_array(rows))):
         bits = keys.view(np.uint32)
         yield np.where(bits & SIGN, bits & ~SIGN, ~bits).view(np.float32)
 
 
-# Kinds of numbers; `like` has as many elements.
-
-
 def ranks_in_rows(source: torch.Tensor, base: torch.Tensor, ranks: torch.Tensor, width: int) -> None:
-    """Write the place of each element among the magnitudes of its row of source - base, from 0, the smallest, to
-    `ranks`, in rows of `width`; of equal ones the earlier is the smaller."""
+    """Write to `ranks` the rank of each element among the magnitudes of its row of source - base, from 0, the smallest,
+    in rows of `width`; of equal magnitudes the earlier is the smaller."""
     x, b, places = as_array(source.contiguous()), as_array(base.contiguous()), ranks.view(-1).numpy()
     run(_ranks_in_rows, [(x, b, places, width, *part) for part in pieces(x.size, width)])
+
+
+# Kinds of numbers to sort; `like` has as many elements as there are numbers.
 
 
 class _Magnitude(NamedTuple):
@@ -128,7 +130,7 @@ def _bucket_counts(numbers: Any) -> Any:
 
 @compiled
 def _partition(numbers: Any, first: int, range_of: Any, starts: Any) -> Any:
-    """The bits of all numbers in buckets from `first` on that are of a range, range by range."""
+    """The bits of the numbers in those buckets from `first` on that have a range, range by range."""
     bits = np.empty(starts[-1], np.uint32)
     places = starts.astype(np.uint64)
     for i in range(U64(0), U64(numbers.like.size)):
@@ -143,7 +145,7 @@ def _partition(numbers: Any, first: int, range_of: Any, starts: Any) -> Any:
 
 @compiled
 def _ranks_in_rows(x: Any, b: Any, ranks: Any, width: int, start: int, stop: int) -> None:
-    """Three passes of a stable sort by a digit each, of the elements' positions in the row."""
+    """Sort the positions in each row by magnitude: a stable sort in three passes, by one digit each."""
     mask, size = U32((1 << DIGIT) - 1), U64(width)
     keys, order, other = np.empty(width, np.uint32), np.empty(width, np.uint32), np.empty(width, np.uint32)
     counts = np.empty((3, 1 << DIGIT), np.int64)

@@ -34,7 +34,7 @@ from workers.merging.methods.averages import (
     slerp_weights,
 )
 from workers.merging.methods.competition import num_selected, ramplus_factor, sce_mergekit_weights, sce_weights
-from workers.merging.methods.sparsify import cut_ranks, l1_ratio, probability_by_rank, row_ranks, row_width
+from workers.merging.methods.sparsify import cut_ranks, l1_ratio, probability_by_rank, row_width
 from workers.merging.methods.task_vectors import m3_lambdas, task_arithmetic, ties
 from workers.merging.order_statistics import MagnitudeTable
 
@@ -62,7 +62,6 @@ __all__ = [
     "nuslerp_weights",
     "probability_by_rank",
     "ramplus_factor",
-    "row_ranks",
     "row_width",
     "sce_mergekit_weights",
     "sce_weights",

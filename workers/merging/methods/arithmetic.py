@@ -1,4 +1,8 @@
-"""What the merge methods are made of: weighted sums, and reductions that do not depend on the number of threads."""
+"""Building blocks of the merge methods: weighted sums, and reductions that do not depend on the number of threads.
+
+Everything here is plain torch. `workers.merging.kernels.reductions` computes the same reductions faster, bit for bit,
+because it adds in the order that BLOCK and PARTS define.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +32,10 @@ __all__ = [
 Products = Sequence[Sequence[float]]  # inner products of tensors, [N, N]
 # A tensor of a smaller Euclidean norm has no direction.
 NO_DIRECTION = 1e-8
-# Reductions add the eighths of each block of this many elements, one after another, then the eighths of what they are,
-# and so on; the blocks' sums exactly.
+# The order of a reduction: each block of BLOCK elements is cut into PARTS equal parts, which are added one after
+# another, and so on with the result until one number is left. The sums of the blocks are added exactly.
 BLOCK, PARTS = 4096, 8
-CHUNK = 64 * BLOCK
+CHUNK = 64 * BLOCK  # elements that are converted to float64 at a time
 
 
 def weighted_sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
@@ -43,7 +47,7 @@ def weighted_sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> t
 
 
 def total(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> float:
-    """The sum of `function` of the tensors' elements, in float64; `function` is given pieces of them as float64."""
+    """The sum of `function` over the tensors' elements, in float64; `function` receives chunks of them as float64."""
     return math.fsum(_block_sums(function, *tensors))
 
 
@@ -58,12 +62,13 @@ def norm(tensor: torch.Tensor) -> float:
 
 
 def cosine(first: torch.Tensor, second: torch.Tensor) -> float:
-    """The cosine of the angle between two tensors taken as vectors, in [-1, 1]; 0 where one has no direction."""
+    """The cosine of the angle between two tensors taken as vectors, in [-1, 1]; 0 if one has no direction."""
     return cosine_of(inner_products((first, second)), 0, 1)
 
 
 def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = None) -> Products:
-    """Those of all pairs, in rows, summed in float64; with `base` of the differences from it, in float32."""
+    """The inner products of all pairs [N, N], summed in float64. With `base`, of the differences from it, which are
+    rounded to float32."""
     products = [[0.0] * len(tensors) for _ in tensors]
     for i, first in enumerate(tensors):
         for j, second in enumerate(tensors[: i + 1]):
@@ -72,7 +77,7 @@ def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = 
 
 
 def cosine_of(products: Products, first: int, second: int) -> float:
-    """`cosine` of two of the tensors whose inner products these are."""
+    """`cosine` of the tensors with indices `first` and `second`, from the inner products of all."""
     norms = (math.sqrt(products[first][first]), math.sqrt(products[second][second]))
     if min(norms) <= NO_DIRECTION:
         return 0.0
@@ -80,7 +85,7 @@ def cosine_of(products: Products, first: int, second: int) -> float:
 
 
 def row_cosines(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """The cosine between each row of two tensors [..., n] and its partner: float64 [..., 1]; 0 without direction."""
+    """The cosines between the rows of two tensors [..., n]: float64 [..., 1]; 0 if a row has no direction."""
     if first.dim() < 2:
         return torch.full((1,), cosine(first, second), dtype=torch.float64, device=first.device)
     x, y = first.double(), second.double()
@@ -102,7 +107,7 @@ def share_of(share: float, num_elements: int) -> int:
 
 
 def magnitude_of_rank(tau: torch.Tensor, rank: int, magnitudes: MagnitudeTable | None = None) -> torch.Tensor:
-    """The `rank`-th largest magnitude, from 1, of `tau`; `magnitudes` is the table of its magnitudes where known."""
+    """The `rank`-th largest magnitude of `tau`, from 1; `magnitudes` is the table of its magnitudes if known."""
     if magnitudes is not None:
         return magnitudes.of_rank(rank, tau)
     return torch.kthvalue(tau.abs().flatten(), tau.numel() - rank + 1).values
@@ -110,13 +115,9 @@ def magnitude_of_rank(tau: torch.Tensor, rank: int, magnitudes: MagnitudeTable |
 
 def _inner_product(first: torch.Tensor, second: torch.Tensor, base: torch.Tensor | None) -> float:
     given = [tensor.float() if tensor.dtype == torch.float64 else tensor for tensor in (first, second)]
-    if first.device.type == "cpu" and first.numel() > 0:
-        from workers.merging.kernels.reductions import inner_product
-
-        return inner_product(given[0].contiguous(), given[1].contiguous(), base)
     if base is None:
-        return total(torch.mul, *given)
-    # The differences are float32's; `total` gives pieces as float64.
+        return dot(*given)
+    # The differences are rounded to float32, as in a task vector, although `total` passes float64.
     return total(lambda x, y, b: (x.float() - b.float()).double() * (y.float() - b.float()).double(), *given, base)
 
 

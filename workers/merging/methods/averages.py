@@ -5,7 +5,7 @@ pair. Equation numbers are those of "Automated Model Merging", section A.2.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +24,10 @@ from workers.merging.methods.arithmetic import (
 
 __all__ = [
     "Importance",
+    "ImportancesAt",
     "arcee_fusion",
     "importance_of",
+    "importances_at",
     "karcher",
     "karcher_weights",
     "linear",
@@ -281,11 +283,15 @@ def nearswap(tensors: Sequence[torch.Tensor], *, t: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Importance:
-    """What Arcee Fusion asks of two tensors: elements whose |difference| times their row's number in `rows`, float32,
-    is at least `threshold`, one of float32's values."""
+    """Which elements Arcee Fusion takes over: those whose |difference| times their row's number in `rows`, float32
+    [..., 1], is at least `threshold`, a float32 value."""
 
     rows: torch.Tensor
     threshold: float
+
+
+# Returns the elements at given places, from 0, of the importances in ascending order; the third tensor is `rows`.
+ImportancesAt = Callable[[Sequence[int], torch.Tensor, torch.Tensor, torch.Tensor], Sequence[torch.Tensor]]
 
 
 def arcee_fusion(tensors: Sequence[torch.Tensor], *, importance: Importance | None = None) -> torch.Tensor:
@@ -293,22 +299,31 @@ def arcee_fusion(tensors: Sequence[torch.Tensor], *, importance: Importance | No
 
     Importance is |theta_2 - theta_1| * KL(softmax of theta_2's row | softmax of theta_1's row); elements whose
     importance is at least median + 1.5 (Q3 - Q1) are taken over. Quartiles are those of the whole tensor, by the
-    element at floor(q (n - 1)) of the sorted ones. `importance` is that of the two where it is known.
+    element at floor(q (n - 1)) of the sorted ones. `importance` is that of the two tensors if known.
     """
     first, second = tensors
     delta = second - first
-    asked = importance or importance_of(first.cpu(), second.cpu())
-    return delta.masked_fill_(delta.abs().mul_(asked.rows.to(delta.device)) < asked.threshold, 0).add_(first)
+    known = importance or importance_of(first.cpu(), second.cpu())
+    return delta.masked_fill_(delta.abs().mul_(known.rows.to(delta.device)) < known.threshold, 0).add_(first)
 
 
-def importance_of(first: torch.Tensor, second: torch.Tensor) -> Importance:
-    """What `arcee_fusion` asks of these two, on CPU and of at least one element."""
+def importances_at(
+    places: Sequence[int], first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor
+) -> list[torch.Tensor]:
+    """The elements at `places` of the importances in ascending order, by torch's selection."""
+    importances = ((second.float() - first.float()).abs_() * rows).flatten()
+    return [torch.kthvalue(importances, place + 1).values for place in places]
+
+
+def importance_of(first: torch.Tensor, second: torch.Tensor, select: ImportancesAt = importances_at) -> Importance:
+    """The importance that `arcee_fusion` needs, of two tensors on CPU with at least one element. `select` finds order
+    statistics of the importances."""
     width = first.shape[-1] if first.dim() else 1
     parts = (torch.split(tensor.reshape(-1, width), max(1, CHUNK // width)) for tensor in (second, first))
     rows = torch.cat([_divergences(p.float(), q.float()) for p, q in zip(*parts, strict=True)])
     rows = rows.view(*first.shape[:-1], 1)
     ranks = first.numel() - 1
-    lower, median, upper = _importances_at([quarter * ranks // 4 for quarter in (1, 2, 3)], first, second, rows)
+    lower, median, upper = select([quarter * ranks // 4 for quarter in (1, 2, 3)], first, second, rows)
     return Importance(rows, float(median + 1.5 * (upper - lower)))
 
 
@@ -316,20 +331,6 @@ def _divergences(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """KL(softmax of the first's row | softmax of the second's), of each row; rounding leaves none below zero."""
     p, q = (torch.softmax(tensor, dim=-1).add_(1e-8) for tensor in (first, second))
     return (p * torch.log(p / q)).sum(dim=-1)
-
-
-def _importances_at(
-    places: Sequence[int], first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor
-) -> list[torch.Tensor]:
-    """The elements at `places` of the importances in ascending order."""
-    from workers.merging.kernels.sorting import ascending_importances
-
-    found: dict[int, torch.Tensor] = {}
-    before = 0
-    for piece in ascending_importances(first, second, rows):
-        found |= {at: torch.tensor(piece[at - before]) for at in places if before <= at < before + len(piece)}
-        before += len(piece)
-    return [found[place] for place in places]
 
 
 def _shares(method: str, weights: Sequence[float]) -> list[float]:

@@ -1,7 +1,7 @@
 """Sparse task vectors: by magnitude (TIES, Model Breadcrumbs), at random (DARE), at random by magnitude (DELLA).
 
-Each function returns the sparse task vector and may modify the one it is given. Random masks are those of
-`workers.merging.masks`, by a key that stands for seed, model and tensor.
+Each function returns the sparse task vector and may modify its argument. Random masks are those of
+`workers.merging.masks`; the key of a mask is made from seed, model and tensor name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ __all__ = [
     "magnitude_sampled",
     "match_l1_norm",
     "probability_by_rank",
-    "row_ranks",
     "row_width",
     "trimmed",
 ]
@@ -30,7 +29,7 @@ NO_NORM = 1e-7
 
 
 def trimmed(tau: torch.Tensor, k: float, magnitudes: MagnitudeTable | None = None) -> torch.Tensor:
-    """`tau` with zeros for all but its `num_kept(k, n)` largest magnitudes and all that equal the smallest of them
+    """`tau` with zeros except for its `num_kept(k, n)` largest magnitudes and all that equal the smallest of them
     (eq. 6; arXiv:2306.01708)."""
     rank = num_kept(k, tau.numel())
     if rank == tau.numel():
@@ -78,13 +77,13 @@ def magnitude_sampled(
     rescale: bool = True,
     ranks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """MagPrune (DELLA, arXiv:2406.11617): larger elements of a row are likelier kept, from density - epsilon to
-    density + epsilon in steps by rank; what is kept is divided by its probability (`rescale`).
+    """MagPrune (DELLA, arXiv:2406.11617): keeps larger elements of a row with higher probability, from
+    density - epsilon to density + epsilon in steps by rank; divides what it keeps by that probability (`rescale`).
 
-    The paper's epsilon is twice ours, and its drop probability is p_min + epsilon r / n for ranks r from 0, the
+    The paper's epsilon is twice this one, and its drop probability is p_min + epsilon r / n for ranks r from 0, the
     largest: the smallest element stays a step above density - epsilon. `is_symmetric` divides by n - 1 (mergekit).
-    Equal magnitudes are ranked by position, the earlier as the smaller. A tensor without rows is one row. `ranks` are
-    its `row_ranks` where they are known.
+    Equal magnitudes are ranked by position, the earlier as the smaller. A tensor with fewer than two dimensions is one
+    row. `ranks` are the ranks of the magnitudes in their rows, from 0, the smallest, if known.
     """
     ranks = _sorted_ranks(tau) if ranks is None else ranks
     origin, start, step = probability_by_rank(row_width(tau), density, epsilon, is_symmetric=is_symmetric)
@@ -96,6 +95,7 @@ def magnitude_sampled(
 
 
 def row_width(tensor: torch.Tensor) -> int:
+    """The length of the rows in which MagPrune ranks: the last dimension, or all elements of a vector."""
     return tensor.numel() if tensor.dim() < 2 else tensor.shape[-1]
 
 
@@ -106,17 +106,8 @@ def probability_by_rank(width: int, density: float, epsilon: float, *, is_symmet
     return (0, density - epsilon, 2 * epsilon / (width - 1)) if width > 1 else (0, density, 0.0)
 
 
-def row_ranks(source: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """The place of each element among the magnitudes of its row of source - base, from 0, the smallest, of two tensors
-    on CPU: of their shape, uint16 where rows are short enough for it, else int32."""
-    from workers.merging.kernels.sorting import ranks_in_rows
-
-    ranks = torch.empty(source.shape, dtype=torch.uint16 if row_width(source) <= 2**16 else torch.int32)
-    ranks_in_rows(source, base, ranks, row_width(source))
-    return ranks
-
-
 def _sorted_ranks(tau: torch.Tensor) -> torch.Tensor:
+    """The rank of each element's magnitude in its row, from 0, the smallest: int64, of the shape of `tau`."""
     rows = tau.reshape(1, -1) if tau.dim() < 2 else tau
     order = rows.abs().sort(dim=-1, stable=True).indices
     ranks = torch.empty_like(order)
@@ -125,10 +116,10 @@ def _sorted_ranks(tau: torch.Tensor) -> torch.Tensor:
 
 
 def match_l1_norm(sparse: torch.Tensor, tau: torch.Tensor) -> torch.Tensor:
-    """`sparse` scaled to the sum of magnitudes of `tau`, as mergekit rescales; as it is where one has none."""
+    """`sparse` scaled to the sum of magnitudes of `tau`, as mergekit rescales; unchanged if either sum is zero."""
     return sparse * l1_ratio(total(torch.abs, tau), total(torch.abs, sparse))
 
 
 def l1_ratio(before: float, after: float) -> float:
-    """What `match_l1_norm` multiplies with, from the two sums of magnitudes."""
+    """The factor of `match_l1_norm`, from the two sums of magnitudes."""
     return 1.0 if min(before, after) < NO_NORM else before / after

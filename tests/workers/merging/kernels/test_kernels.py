@@ -15,10 +15,18 @@ from workers.merging import masks
 from workers.merging.kernels import FUSED, for_each, is_fused, merge_stored, reductions, rules
 from workers.merging.kernels import cpu as kernels
 from workers.merging.kernels.sorting import ascending_importances, ascending_magnitudes, ascending_variances
-from workers.merging.methods import METHODS, Operands, cosine, importance_of, inner_products, num_kept, row_ranks
+from workers.merging.methods import METHODS, Operands, num_kept
 from workers.merging.methods.arithmetic import total
 from workers.merging.methods.competition import variance
-from workers.merging.order_statistics import SPACING, MagnitudeTable
+from workers.merging.order_statistics import SPACING
+from workers.merging.statistics import (
+    cosine,
+    importance_of,
+    inner_products,
+    magnitude_table,
+    row_ranks,
+    variance_table,
+)
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 LAMBDAS = (0.3, -0.2, 0.7, 0.11, 0.6, 0.05, 0.9, 0.4)
@@ -101,10 +109,10 @@ def operands(shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], seed: int 
 
 
 def with_statistics(tensors: tuple[torch.Tensor, ...], base: torch.Tensor) -> Operands:
-    tables = tuple(MagnitudeTable.of(tensor, base) for tensor in tensors)
+    tables = tuple(magnitude_table(tensor, base) for tensor in tensors)
     keys = tuple(masks.mask_key(3, f"m{i}", "weight") for i in range(len(tensors)))
     cos, importance = (cosine(*tensors), importance_of(*tensors)) if len(tensors) == 2 else (None, None)
-    variances = MagnitudeTable.of_variances(tensors, base)
+    variances = variance_table(tensors, base)
     ranks = tuple(row_ranks(tensor, base) for tensor in tensors)
     return Operands(tensors, base, cos, tables, keys, importance=importance, variances=variances, ranks=ranks)
 
@@ -262,7 +270,7 @@ def test_any_rank_is_found_among_fewer_than_the_tables_spacing(
     if num_distinct:
         source = (source * num_distinct).round() / num_distinct
     ordered = source.abs().sort().values
-    table = MagnitudeTable.of(source, base)
+    table = magnitude_table(source, base)
     rank = num_kept(round(share, 6), size)
     trim = table.trim(rank)
     between = ordered[(ordered > trim.low) & (ordered < trim.high)]

@@ -18,7 +18,7 @@ from tests.workers.merging.methods.examples import EXAMPLES
 from workers.merging.masks import mask_key
 from workers.merging.methods import METHODS, Operands, merge_tensors
 from workers.merging.methods.table import table
-from workers.merging.order_statistics import MagnitudeTable
+from workers.merging.statistics import magnitude_table
 
 # Coefficients of an average of equals: it is what it was.
 NEUTRAL: Mapping[str, float] = {
@@ -198,7 +198,7 @@ def test_known_magnitudes_change_no_bit(name: str) -> None:
         tuple(Source(model) for model in "abc"),
         {c.name: EXAMPLES[c.name] for c in spec.coefficients if c.name in EXAMPLES},
     )
-    known = tuple(MagnitudeTable.of(expert, base) for expert in experts)
+    known = tuple(magnitude_table(expert, base) for expert in experts)
     result = METHODS[name].merge(Operands(tuple(experts), base, magnitudes=known), merge)
     assert torch.equal(result, merged(name, experts, base))
 

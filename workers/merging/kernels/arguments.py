@@ -1,0 +1,62 @@
+"""What compiled functions are called with: tensors as flat NumPy arrays, rules with NumPy's numbers.
+
+NumPy has no bfloat16: arrays of 16-bit words represent it (uint16), and float16 too (int16), for which Numba has no
+arithmetic on CPU. `elements.value` and `elements.rounded` convert the words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, get_args, get_type_hints
+
+import numpy as np
+import torch
+
+from workers.merging.kernels import rules
+
+__all__ = ["as_array", "as_arrays", "typed"]
+
+WORDS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    """The memory of a contiguous tensor as a flat array of the words that `elements.value` reads."""
+    return tensor.detach().view(-1).view(WORDS[tensor.dtype]).numpy()
+
+
+def as_arrays(tensors: Sequence[torch.Tensor]) -> tuple[np.ndarray, ...]:
+    """`as_array` of each; all in float32 if their dtypes differ, since the loop over them is compiled for one."""
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        tensors = [tensor.float() for tensor in tensors]
+    return tuple(map(as_array, tensors))
+
+
+def typed(rule: Any) -> Any:
+    """The rule with its fields as NumPy numbers and arrays, of the types that the compiled code expects."""
+    return type(rule)(*(convert(field) for convert, field in zip(FIELDS[type(rule)], rule, strict=True)))
+
+
+def _float32(number: float) -> np.float32:
+    with np.errstate(over="ignore"):  # too large for float32 is infinite, as in torch
+        return np.float32(number)
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.view(-1).numpy()
+
+
+CONVERSIONS: dict[Any, Callable[[Any], Any]] = {
+    float: _float32,
+    int: np.uint32,
+    rules.Numbers: lambda numbers: tuple(map(_float32, numbers)),
+    rules.Words: lambda words: tuple(map(np.uint32, words)),
+    rules.Doubles: lambda numbers: tuple(map(np.float64, numbers)),
+    rules.Tensors: lambda tensors: tuple(map(_array, tensors)),
+    rules.Sparsity: typed,
+}
+# `Important` is not compiled as a rule.
+FIELDS = {
+    rule: tuple(CONVERSIONS[kind] for kind in get_type_hints(rule).values())
+    for rule in (*get_args(rules.Rule), *get_args(rules.Sparsity))
+    if rule is not rules.Important
+}

@@ -1,0 +1,224 @@
+"""The formula of each rule: what it makes of element i, from `value(base[i])` and the sources' `value(xs[s][i])`.
+
+Each is a function in ELEMENTS by the rule's type; it becomes part of the compiled pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from numba.extending import overload
+
+from workers.merging.kernels import rules
+from workers.merging.kernels.compilation import IN_PLACE
+from workers.merging.kernels.elements import ONE, ZERO, larger, positive, sign, value, variance_of
+from workers.merging.kernels.sparsity import kept
+
+__all__ = ["ELEMENTS", "element"]
+
+NEAREST = np.float32(1e-6)  # NearSwap divides by no smaller distance
+
+
+def element(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    raise NotImplementedError("only in compiled code")
+
+
+@overload(element, jit_options=IN_PLACE)
+def _element_of(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    return ELEMENTS[rule.instance_class]
+
+
+def _weighted_sum(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    total = value(xs[0][i]) * rule.weights[0]
+    for s in range(1, len(xs)):
+        total += value(xs[s][i]) * rule.weights[s]
+    return total
+
+
+def _task_sum(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    b = value(base[i])
+    total = (value(xs[0][i]) - b) * rule.weights[0]
+    for s in range(1, len(xs)):
+        total += (value(xs[s][i]) - b) * rule.weights[s]
+    return total + b
+
+
+def _sum(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    b = value(base[i])
+    total = b
+    for s in range(len(xs)):
+        total += kept(rule.sparse, value(xs[s][i]) - b, s, i) * rule.factors[s]
+    return total
+
+
+def _mean(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    return _mean_of_agreeing(rule.sparse, base, xs, i) * rule.lambda_ + value(base[i])
+
+
+def _agreeing_sum(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    b, elected = value(base[i]), _elected(rule.sparse, base, xs, i)
+    merged = ZERO
+    for s in range(len(xs)):
+        merged += positive(kept(rule.sparse, value(xs[s][i]) - b, s, i) * elected)
+    return merged * elected * rule.lambda_ + b
+
+
+def _weighted(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    b = value(base[i])
+    total = kept(rule.sparse, value(xs[0][i]) - b, 0, i) * rule.weights[0]
+    for s in range(1, len(xs)):
+        total += kept(rule.sparse, value(xs[s][i]) - b, s, i) * rule.weights[s]
+    merged, divisor = ZERO, ZERO
+    for s in range(len(xs)):
+        tau = kept(rule.sparse, value(xs[s][i]) - b, s, i) * rule.weights[s]
+        agrees = (tau > ZERO) if total >= ZERO else (tau < ZERO)
+        merged += tau if agrees else ZERO
+        divisor += rule.weights[s] * rule.normalize if agrees else ZERO
+    return merged / (divisor if divisor != ZERO else ONE) * rule.lambda_ + b
+
+
+def _weighted_mean(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    b = value(base[i])
+    total = ZERO
+    for s in range(len(xs)):
+        total += kept(rule.sparse, value(xs[s][i]) - b, s, i)
+    merged, count = ZERO, ZERO
+    for s in range(len(xs)):
+        tau = kept(rule.sparse, value(xs[s][i]) - b, s, i)
+        agrees = (tau > ZERO) if total >= ZERO else (tau < ZERO)
+        merged += (tau if agrees else ZERO) * rule.weights[s]
+        count += ONE if agrees else ZERO
+    return merged / larger(count, ONE) + b
+
+
+def _interpolation(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    b, elected = value(base[i]), _elected(rule.sparse, base, xs, i)
+    alone, mixed, count, divisor = ZERO, ZERO, ZERO, ZERO
+    for s in range(len(xs)):
+        agreeing = positive(kept(rule.sparse, value(xs[s][i]) - b, s, i) * elected)
+        alone += agreeing
+        mixed += agreeing * rule.weights[s]
+        count += ONE if agreeing > ZERO else ZERO
+        divisor += rule.weights[s] if agreeing > ZERO else ZERO
+    mixed /= divisor if divisor != ZERO else ONE
+    return (mixed if count > ONE else alone) * elected * rule.lambda_ + b
+
+
+def _agreed(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    b = value(base[i])
+    merged = _merged_of(rule.sparse, base, xs, i)
+    votes = ZERO
+    for s in range(len(xs)):
+        tau = value(xs[s][i]) - b
+        votes += ONE if abs(tau) >= abs(merged - tau) * rule.mask_lambdas[s] else ZERO
+    return (merged if votes >= rule.agreement else ZERO) * rule.lambda_ + b
+
+
+def _shared_out(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    b = value(base[i])
+    count = ZERO
+    for s in range(len(xs)):
+        count += ONE if abs(value(xs[s][i]) - b) > rule.epsilon else ZERO
+    share = ONE / larger(count, ONE)
+    total = ZERO
+    for s in range(len(xs)):
+        tau = value(xs[s][i]) - b
+        total += (tau if abs(tau) > rule.epsilon else ZERO) * (rule.factors[s] if count == ONE else share)
+    return total + b
+
+
+def _variable(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    b = value(base[i])
+    is_kept = variance_of(base, xs, i) >= rule.high
+    total = ZERO
+    for s in range(len(xs)):
+        total += value(xs[s][i]) - b if is_kept else ZERO
+    elected = sign(total)
+    merged, divisor = ZERO, ZERO
+    for s in range(len(xs)):
+        agreeing = positive((value(xs[s][i]) - b if is_kept else ZERO) * elected)
+        merged += agreeing * rule.weights[s]
+        divisor += rule.weights[s] if agreeing > ZERO else ZERO
+    return merged * elected / (divisor if divisor != ZERO else ONE) + b
+
+
+def _variable_election(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    b = value(base[i])
+    keeps = variance_of(base, xs, i) >= rule.high
+    total = ZERO
+    for s in range(len(xs)):
+        total += value(xs[s][i]) - b if keeps else ZERO
+    merged, divisor = ZERO, ZERO
+    for s in range(len(xs)):
+        tau = value(xs[s][i]) - b if keeps else ZERO
+        agrees = (tau > ZERO) if total >= ZERO else (tau < ZERO)
+        merged += (tau if agrees else ZERO) * rule.weights[s]
+        divisor += rule.weights[s] if agrees else ZERO
+    return merged / larger(divisor, rule.least) + b
+
+
+def _nearswap(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    a, b = value(xs[0][i]), value(xs[1][i])
+    share = ONE / larger(abs(a - b), NEAREST) * rule.t
+    share = share if share < ONE else ONE
+    return share * b + (ONE - share) * a
+
+
+ELEMENTS: dict[type, Callable[..., Any]] = {
+    rules.WeightedSum: _weighted_sum,
+    rules.TaskSum: _task_sum,
+    rules.Sum: _sum,
+    rules.Mean: _mean,
+    rules.AgreeingSum: _agreeing_sum,
+    rules.Weighted: _weighted,
+    rules.WeightedMean: _weighted_mean,
+    rules.Interpolation: _interpolation,
+    rules.Agreed: _agreed,
+    rules.SharedOut: _shared_out,
+    rules.Variable: _variable,
+    rules.VariableElection: _variable_election,
+    rules.Nearswap: _nearswap,
+}
+
+
+# What several formulas share.
+
+
+@numba.njit(**IN_PLACE)
+def _elected(sparse: Any, base: Any, xs: Any, i: Any) -> Any:
+    """The sign of the sum of what is kept."""
+    b, total = value(base[i]), ZERO
+    for s in range(len(xs)):
+        total += kept(sparse, value(xs[s][i]) - b, s, i)
+    return sign(total)
+
+
+@numba.njit(**IN_PLACE)
+def _mean_of_agreeing(sparse: Any, base: Any, xs: Any, i: Any) -> Any:
+    b, elected = value(base[i]), _elected(sparse, base, xs, i)
+    merged, count = ZERO, ZERO
+    for s in range(len(xs)):
+        agreeing = positive(kept(sparse, value(xs[s][i]) - b, s, i) * elected)
+        merged += agreeing
+        count += ONE if agreeing > ZERO else ZERO
+    return merged * elected / larger(count, ONE)
+
+
+def _merged_of(sparse: Any, base: Any, xs: Any, i: Any) -> Any:
+    raise NotImplementedError("only in compiled code")
+
+
+@overload(_merged_of, jit_options=IN_PLACE)
+def _merged_of_sparse(sparse: Any, base: Any, xs: Any, i: Any) -> Any:
+    return _sum_of_taus if sparse.instance_class is rules.Whole else _mean_of_agreeing.py_func
+
+
+def _sum_of_taus(sparse: Any, base: Any, xs: Any, i: Any) -> Any:
+    b = value(base[i])
+    total = value(xs[0][i]) - b
+    for s in range(1, len(xs)):
+        total += value(xs[s][i]) - b
+    return total

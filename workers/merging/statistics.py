@@ -1,0 +1,91 @@
+"""Statistics that depend on the sources alone, computed once for many merges: inner products, ranks, order statistics.
+
+Tensors on CPU are reduced and sorted by the kernels. The plain methods compute the same numbers in torch, bit for bit,
+when they receive no statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from workers.merging.methods import Importance, Products, averages, cosine_of, row_width
+from workers.merging.methods import inner_products as plain_inner_products
+from workers.merging.methods.competition import variance
+from workers.merging.order_statistics import MagnitudeTable
+
+__all__ = ["cosine", "importance_of", "inner_products", "magnitude_table", "row_ranks", "variance_table"]
+
+# The kernels are imported in the functions: Numba takes a second to import, and opening a family needs no statistics.
+
+
+def cosine(first: torch.Tensor, second: torch.Tensor) -> float:
+    """The cosine of the angle between two tensors taken as vectors, in [-1, 1]; 0 if one has no direction."""
+    return cosine_of(inner_products((first, second)), 0, 1)
+
+
+def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = None) -> Products:
+    """As `methods.inner_products`: of all pairs [N, N], with `base` of the differences from it."""
+    if tensors[0].device.type != "cpu" or tensors[0].numel() == 0:
+        return plain_inner_products(tensors, base)
+    from workers.merging.kernels.reductions import inner_product
+
+    given = [(tensor.float() if tensor.dtype == torch.float64 else tensor).contiguous() for tensor in tensors]
+    products = [[0.0] * len(given) for _ in given]
+    for i, first in enumerate(given):
+        for j, second in enumerate(given[: i + 1]):
+            products[i][j] = products[j][i] = inner_product(first, second, base)
+    return products
+
+
+def importance_of(first: torch.Tensor, second: torch.Tensor) -> Importance:
+    """The importance that Arcee Fusion needs, of two tensors on CPU with at least one element."""
+    return averages.importance_of(first, second, _importances_at)
+
+
+def magnitude_table(source: torch.Tensor, base: torch.Tensor) -> MagnitudeTable:
+    """The table of |source - base|, in float32, of at least one element."""
+    if source.is_cuda:
+        return MagnitudeTable.of_ascending([_sorted((source.float() - base.float()).abs_())])
+    from workers.merging.kernels.sorting import ascending_magnitudes
+
+    return MagnitudeTable.of_ascending(ascending_magnitudes(source, base))
+
+
+def variance_table(sources: Sequence[torch.Tensor], base: torch.Tensor) -> MagnitudeTable:
+    """The table of the variances between task vectors (`methods.competition.variance`), of at least one element."""
+    if base.is_cuda:
+        return MagnitudeTable.of_ascending([_sorted(variance(sources, base))])
+    from workers.merging.kernels.sorting import ascending_variances
+
+    return MagnitudeTable.of_ascending(ascending_variances(sources, base))
+
+
+def row_ranks(source: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """The rank of each element among the magnitudes of its row of source - base, from 0, the smallest, of two tensors
+    on CPU: in their shape, uint16 if rows are short enough for it, else int32."""
+    from workers.merging.kernels.sorting import ranks_in_rows
+
+    ranks = torch.empty(source.shape, dtype=torch.uint16 if row_width(source) <= 2**16 else torch.int32)
+    ranks_in_rows(source, base, ranks, row_width(source))
+    return ranks
+
+
+def _importances_at(
+    places: Sequence[int], first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor
+) -> list[torch.Tensor]:
+    """`averages.importances_at`, by sorting in pieces: it needs little memory."""
+    from workers.merging.kernels.sorting import ascending_importances
+
+    found: dict[int, torch.Tensor] = {}
+    before = 0
+    for piece in ascending_importances(first, second, rows):
+        found |= {at: torch.tensor(piece[at - before]) for at in places if before <= at < before + len(piece)}
+        before += len(piece)
+    return [found[place] for place in places]
+
+
+def _sorted(numbers: torch.Tensor) -> np.ndarray:
+    return numbers.flatten().sort().values.cpu().numpy()
