@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import tensor
 
 from search_spaces.errors import InvalidRecipe
+from tests.workers.merging.methods.karcher_reference import TOLERANCE, iterates
 from workers.merging.methods import averages
 
 
@@ -86,6 +88,24 @@ def test_karcher_mean_divides_an_arc_by_weight_where_the_normalised_mean_does_no
     first, second = tensor([1.0, 0.0]), tensor([0.0, 1.0])
     merged = averages.karcher([first, second], weights=[3.0, 1.0])
     torch.testing.assert_close(merged, tensor([math.cos(math.pi / 8), math.sin(math.pi / 8)]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("spread", [1e-4, 1e-2, 0.3, 1.0])
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (0.2, 0.5, 0.3)])
+def test_karcher_is_its_iteration_in_float64_and_near_the_mean(spread: float, weights: tuple[float, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    common = torch.randn(500, generator=generator)
+    tensors = [common + spread * torch.randn(500, generator=generator) for _ in weights]
+    means = iterates(tensors, weights, 60)
+    stop = min(10, [length < TOLERANCE for _, length in means].index(True))
+    merged = averages.karcher(tensors, weights=weights)
+    torch.testing.assert_close(merged, means[stop][0].float(), rtol=1e-6, atol=1e-7)
+    # A step is at most a third of the one before, so all steps that were not taken are at most 3/2 of the tolerance.
+    lengths = [length for _, length in means]
+    assert all(after < before / 3 for before, after in itertools.pairwise(lengths) if before > 1e-12)
+    mean = means[-1][0]
+    assert lengths[-1] < 1e-14
+    assert (means[stop][0] - mean).norm() <= 1.5 * TOLERANCE * mean.norm()
 
 
 def test_karcher_counts_a_zero_tensor_in_the_length_only() -> None:

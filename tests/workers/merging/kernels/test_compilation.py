@@ -1,0 +1,122 @@
+"""Compiled code on disk is used only while every source that is compiled in is the same."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from workers.merging.kernels.compilation import MERGING, SOURCES, digest
+
+ROOT = MERGING.parents[1]
+COMPILERS = ("numba", "llvmlite", "workers.merging.kernels.compilation")
+
+
+def module_file(name: str) -> Path | None:
+    """The file of a module of this project; None for a package, another project's module or a name in a module."""
+    path = ROOT.joinpath(*name.split(".")).with_suffix(".py")
+    return path if path.is_file() else None
+
+
+def imported_by(source: Path) -> dict[str, set[str]]:
+    """The modules that a file imports anywhere, with the names that it takes from each."""
+    found: dict[str, set[str]] = {}
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                found.setdefault(alias.name, set())
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None, f"{source}: relative import"
+            for alias in node.names:
+                if module_file(f"{node.module}.{alias.name}"):
+                    found.setdefault(f"{node.module}.{alias.name}", set())
+                else:
+                    found.setdefault(node.module, set()).add(alias.name)
+    return found
+
+
+def defined_in(source: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.parse(source.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    return names
+
+
+def compiling() -> list[Path]:
+    files = ROOT.glob("workers/**/*.py")
+    return [file for file in files if any(name.startswith(COMPILERS) for name in imported_by(file))]
+
+
+def test_sources_are_the_compiling_modules_and_all_that_they_import() -> None:
+    """A name that is compiled in must also be defined in the module that it is imported from, or a change of the module
+    that defines it would pass unnoticed."""
+    expected = set(compiling())
+    for source in compiling():
+        for module, names in imported_by(source).items():
+            if module.split(".")[0] not in ("workers", "search_spaces", "service"):
+                continue
+            file = module_file(module)
+            assert file is not None, f"{source} imports {names} from the package {module}; name the module"
+            assert names <= defined_in(file), f"{source} imports {names} from {module}, which does not define them"
+            expected.add(file)
+    assert set(SOURCES) == expected
+
+
+@pytest.mark.parametrize("changed", SOURCES, ids=lambda path: path.stem)
+def test_a_change_of_any_source_changes_the_digest(changed: Path, tmp_path: Path) -> None:
+    copies = [Path(shutil.copy(source, tmp_path / f"{i}.py")) for i, source in enumerate(SOURCES)]
+    assert digest(copies) == digest(SOURCES)
+    copy = copies[SOURCES.index(changed)]
+    copy.write_text(copy.read_text() + "\n")
+    assert digest(copies) != digest(SOURCES)
+
+
+PROBE = """
+import numpy as np
+from workers.merging.kernels.compilation import compiled
+from workers.merging.kernels.elements import hashed
+
+@compiled
+def probe(i):
+    return hashed(i, np.uint32(1), np.uint32(2))
+"""
+PROGRAM = """
+from workers.merging.kernels.probe import probe
+print(probe(7), probe._cache._cache_file._index_path, sum(probe.stats.cache_hits.values()))
+"""
+
+
+def test_compiled_code_of_another_version_is_not_used(tmp_path: Path) -> None:
+    """In a copy of the packages, a compiled function that does not change itself follows a constant two modules away,
+    and is loaded from disk while nothing changes."""
+    for package in ("workers", "search_spaces"):
+        ignored = shutil.ignore_patterns("__pycache__", "tiny_family")
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)
+    (tmp_path / "workers/merging/kernels/probe.py").write_text(PROBE)
+
+    def run() -> tuple[int, str, int]:
+        finished = subprocess.run(
+            [sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False
+        )
+        assert finished.returncode == 0, finished.stderr[-3000:]
+        number, path, hits = finished.stdout.split()
+        return int(number), path, int(hits)
+
+    number, path, hits = run()
+    assert hits == 0
+    assert run() == (number, path, 1)
+    masks = tmp_path / "workers/merging/masks.py"
+    masks.write_text(re.sub("STEP = 0x9E3779B9", "STEP = 0x9E3779B1", masks.read_text()))
+    changed, other_path, hits = run()
+    assert changed != number
+    assert other_path != path
+    assert hits == 0
