@@ -1,0 +1,12 @@
+"""Merging: from a recipe and the source models to the merged model's tensors.
+
+From the top; each module imports only modules below it:
+
+- `materialize`: the merged model of a recipe, as one stream of tensors.
+- `bank`: the source weights of a family, held once, with the statistics computed from them.
+- `statistics`: what depends on the sources alone, computed by the kernels.
+- `kernels`: fused kernels for CPU (Numba) and CUDA (Triton), bit for bit the plain methods.
+- `methods`: the merge methods in plain torch, the reference for the kernels.
+- `masks`: random masks by counter.
+- `order_statistics`: tables that narrow any rank of a tensor's magnitudes to a few elements.
+"""

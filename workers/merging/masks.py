@@ -1,7 +1,7 @@
 """Random masks by counter: whether an element is kept is a pure function of (seed, model, tensor name, element index).
 
-No mask is stored and no order of calls matters, so scoring and export, CPU and GPU, torch and fused kernels agree to
-the bit. The definition, all in unsigned integers:
+No mask is stored and the order of calls does not matter, so evaluation and export, CPU and GPU, torch and fused kernels
+have the same masks, bit for bit. The definition, in unsigned integers:
 
     key = the 8 bytes of blake2b(text, digest_size=8), little-endian, of the UTF-8 text
           "{seed}\\x1f{model}\\x1f{name}": seed in decimal, model = content fingerprint, name = the source's tensor
@@ -14,11 +14,11 @@ the bit. The definition, all in unsigned integers:
     threshold(p) = floor(p * 2^32), p rounded to six decimals, in exact arithmetic; 2^32 for p = 1
     element i is kept if hash(key, i) < threshold(p)
 
-The rounds are those of lowbias32 (C. Wellons' hash prospector) on a Weyl sequence, with the second key word between
-them, so that masks of different keys are no permutations of one another; without the Weyl step neighbours a power of
-two apart are correlated. i * 0x9e3779b9 is an addition in a loop, and k1 + (i >> 32) is constant over 2^32 elements.
-In signed 64-bit arithmetic multipliers of 2^31 and more are used less 2^32, which is equal modulo 2^32: then no product
-leaves int64.
+The rounds are those of lowbias32 (C. Wellons' hash prospector) on a Weyl sequence. The second key word is added between
+them, so that masks of different keys are not permutations of each other. Without the Weyl step, elements whose distance
+is a power of two are correlated. In a loop i * 0x9e3779b9 is an addition, and k1 + (i >> 32) is constant over 2^32
+elements. In signed 64-bit arithmetic, multipliers from 2^31 on are replaced by their value minus 2^32, which is equal
+modulo 2^32: then every product fits int64.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STEP = 0x9E3779B9
 MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 
 MASK_32 = 0xFFFFFFFF
-# The hashes of this many elements are made at a time: their int64 temporaries stay in a core's cache.
+# Elements hashed at a time: their int64 temporaries fit a core's cache.
 CHUNK = 1 << 16
 
 
@@ -84,7 +84,7 @@ def keep(
 
 
 def keep_each(key: int, probabilities: torch.Tensor) -> torch.Tensor:
-    """The mask in which each element has a probability of its own: kept if its hash < floor(probability * 2^32).
+    """The mask in which each element has its own probability: kept if its hash < floor(probability * 2^32).
 
     `probabilities` is float64, so that the product is exact."""
     kept = torch.empty(probabilities.shape, dtype=torch.bool, device=probabilities.device)

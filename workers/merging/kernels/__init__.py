@@ -1,8 +1,21 @@
 """Fused kernels of most methods for CPU (Numba), and of those that searches use most for CUDA (Triton).
 
-They compute what the plain methods of `workers.merging.methods` compute, bit for bit on the same kind of device, but in
-one pass (two where its numbers depend on what a method drops), on the sources as they are stored, and write the result
-rounded once to where it shall be. What a source's statistics are and where they are kept is not known here.
+They compute the same as the plain methods of `workers.merging.methods`, bit for bit on the same kind of device, but in
+one pass over the sources in their stored dtype (two if coefficients depend on what a method drops), and write the
+result, rounded once, to its place. They receive the sources' statistics and do not know where these are kept.
+
+- `lowering`: the rule of each fused method, from its coefficients and operands.
+- `rules`: the rules, plain numbers that every backend can execute.
+- `cpu`, `cuda`: the passes that execute a rule on CPU and on a CUDA device.
+- `formulas`: what each rule computes of an element, on CPU.
+- `sparsity`: which elements of a task vector each rule keeps, on CPU.
+- `thresholds`: exact thresholds from the elements that a table of magnitudes leaves undecided, on CPU.
+- `elements`: compiled functions on single elements: reading, rounding and storing them, their hashes.
+- `arguments`: tensors and rules as what compiled functions are called with.
+- `reductions`: sums and counts over whole tensors, on CPU.
+- `sorting`: sorting in bounded memory, on CPU.
+- `threads`: the threads of the CPU kernels.
+- `compilation`: how functions are compiled and where the compiled code is kept.
 """
 
 from __future__ import annotations
@@ -21,7 +34,7 @@ from workers.merging.methods import Operands
 __all__ = ["FUSED", "ON_CUDA", "for_each", "is_fused", "merge_stored"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# A tensor with more than this part of each thread's share of the work is merged by all threads together.
+# A tensor with more than 1 / SHARES of each thread's share of the work is merged by all threads together.
 SHARES = 8
 T = TypeVar("T")
 # Kernels count a tensor's elements in 32 bits.
@@ -29,7 +42,7 @@ MAX_ELEMENTS = 2**32 - 1
 
 
 def is_fused(merge: Merge, stored: Operands, dtype: torch.dtype) -> bool:
-    """There is a kernel that merges `stored`, operands in the dtypes they are stored in, to `dtype`."""
+    """Whether a kernel can merge `stored`, operands in their stored dtypes, to `dtype`."""
     tensors = [*stored.tensors, *([] if stored.base is None else [stored.base])]
     return (
         merge.method in (ON_CUDA if tensors[0].is_cuda else FUSED)
@@ -43,9 +56,9 @@ def is_fused(merge: Merge, stored: Operands, dtype: torch.dtype) -> bool:
 def merge_stored(merge: Merge, stored: Operands, out: torch.Tensor) -> None:
     """Write the merged tensor to `out`, contiguous and of its operands' shape, rounded once to its dtype.
 
-    For what `is_fused` accepts; statistics that the method uses must be known.
+    `is_fused` must be true of the operands; they have the statistics that the method uses.
     """
-    # Imported when it is needed: both compilers take a second to import.
+    # Imported here because each of the two compilers takes a second to import.
     backend = importlib.import_module(f"workers.merging.kernels.{out.device.type}")
     backend.merge(FUSED[merge.method](merge, stored), stored.tensors, stored.base, out)
 
@@ -53,7 +66,7 @@ def merge_stored(merge: Merge, stored: Operands, out: torch.Tensor) -> None:
 def for_each(function: Callable[[T], None], items: Sequence[tuple[int, T]], device: torch.device) -> None:
     """Call `function` for each item of (number of elements that it merges, item), in any order.
 
-    On CPU in several threads at once, but for the largest: these are merged one by one, by all threads.
+    On CPU items run in several threads at once, except the largest: these run one by one, each in all threads.
     """
     if device.type != "cpu":
         for _, item in items:

@@ -26,7 +26,7 @@ WEYL, FIRST, SECOND = tl.constexpr(STEP), tl.constexpr(MULTIPLIERS[0]), tl.const
 
 
 def merge(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: torch.Tensor) -> None:
-    """As `workers.merging.kernels.cpu.merge`, for the rules of `methods.ON_CUDA`; nothing waits for the device."""
+    """As `workers.merging.kernels.cpu.merge`, for the rules of `lowering.ON_CUDA`. Does not wait for the device."""
     xs, size = tuple(tensors), out.numel()
     match rule:
         case rules.WeightedSum(weights):
@@ -55,7 +55,7 @@ def merge(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: to
 def _ties_of(
     sparse: rules.Trimmed, lambda_: float, xs: tuple[torch.Tensor, ...], base: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """What is undecided is collected in the pass and merged once it is known."""
+    """The pass collects undecided elements; they are merged again with the exact thresholds."""
     lambdas, lows, highs = (_floats(numbers, out) for numbers in ([lambda_], sparse.lows, sparse.highs))
     found = torch.full((len(xs) * SPACING,), -1, dtype=torch.int64, device=out.device)
     most = found.numel()
@@ -94,7 +94,7 @@ def _weighted_task_sum(base, xs, weights, out, size, BLOCK: tl.constexpr):  # ty
 
 @triton.jit
 def _nearswap(first, second, numbers, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`numbers`: t, and the smallest distance that it is divided by."""
+    """`numbers`: t, and the smallest distance by which it is divided."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < size
     a = tl.load(first + i, mask=is_inside, other=0).to(tl.float32)
@@ -133,8 +133,8 @@ def _task_arithmetic(base, xs, lambdas, out, size, BLOCK: tl.constexpr):  # type
 
 @triton.jit
 def _ties(base, xs, lows, highs, lambdas, out, found, count, most, size, AT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """All elements, writing to `found`, of `most` places, where one is undecided; or those at `found` (`AT`), where it
-    is not negative."""
+    """All elements; the positions of undecided ones are written to `found`, which has `most` places. With `AT` only the
+    elements at those positions in `found` that are not negative."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < size
     if AT:

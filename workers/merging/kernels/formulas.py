@@ -1,6 +1,6 @@
-"""The formula of each rule: what it makes of element i, from `value(base[i])` and the sources' `value(xs[s][i])`.
+"""The formula of each rule: the merged element i, from `value(base[i])` and the sources' `value(xs[s][i])`.
 
-Each is a function in ELEMENTS by the rule's type; it becomes part of the compiled pass.
+The type of the rule selects its formula from ELEMENTS, which becomes part of the compiled pass.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from workers.merging.kernels.compilation import IN_PLACE
 from workers.merging.kernels.elements import ONE, ZERO, larger, positive, sign, value, variance_of
 from workers.merging.kernels.sparsity import kept
 
-__all__ = ["ELEMENTS", "element"]
+__all__ = ["element"]
 
-NEAREST = np.float32(1e-6)  # NearSwap divides by no smaller distance
+NEAREST = np.float32(1e-6)  # the smallest distance that NearSwap divides by
 
 
 def element(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    """Element i of the merge by `rule`, float32. Only in compiled code."""
     raise NotImplementedError("only in compiled code")
 
 
@@ -184,12 +185,12 @@ ELEMENTS: dict[type, Callable[..., Any]] = {
 }
 
 
-# What several formulas share.
+# Parts of several formulas.
 
 
 @numba.njit(**IN_PLACE)
 def _elected(sparse: Any, base: Any, xs: Any, i: Any) -> Any:
-    """The sign of the sum of what is kept."""
+    """The sign of the sum of the elements that are kept."""
     b, total = value(base[i]), ZERO
     for s in range(len(xs)):
         total += kept(sparse, value(xs[s][i]) - b, s, i)

@@ -1,7 +1,7 @@
-"""What a fused pass computes of each element: the few rules that the merge methods come down to, for every backend.
+"""Rules: what a fused pass computes of each element. The merge methods reduce to these few, for every backend.
 
-A rule is plain numbers; per-source ones are tuples in the order of the sources. tau_s is what source s adds to the
-base, b. Most rules first make the tau_s sparse: `sparse` says how.
+A rule is plain numbers; per-source ones are tuples in the order of the sources. b is the base and tau_s the difference
+of source s from it. Most rules first make the tau_s sparse, by their field `sparse`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Whole(NamedTuple):
 
 
 class Trimmed(NamedTuple):
-    """The elements whose magnitude is at least a threshold: `high` where that is `low` too, else the one at `ranks`
-    (from 0, ascending) of the magnitudes strictly between `low` and `high`: these are found in the pass."""
+    """The elements whose magnitude is at least a threshold: `high` if `low` equals it, else the one at `ranks` (from 0,
+    ascending) of the magnitudes strictly between `low` and `high`, which the pass collects."""
 
     lows: Numbers
     highs: Numbers
@@ -59,7 +59,7 @@ class Trimmed(NamedTuple):
 
 
 class Between(NamedTuple):
-    """`Trimmed`, and of these the elements whose magnitude is at most a second threshold, given in the same way."""
+    """`Trimmed`, and of these the elements whose magnitude is at most a second threshold, given likewise."""
 
     lows: Numbers
     highs: Numbers
@@ -80,8 +80,7 @@ class Dropped(NamedTuple):
 
 class Sampled(NamedTuple):
     """Elements kept at random (`masks`) with a probability that depends on rank, start + |rank - origin| step, in
-    float64. They are divided by it where `is_divided` is 1, and multiplied by `scales`. `ranks` are each source's, one
-    per element."""
+    float64. They are divided by it if `is_divided` is 1, and multiplied by `scales`. `ranks` is a tensor per source."""
 
     k0s: Words
     k1s: Words
@@ -116,22 +115,22 @@ class Sum(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """b + lambda times the mean of the tau_s that have the sign of their sum; b where the sum is zero."""
+    """b + lambda times the mean of the tau_s that have the sign of their sum; b if the sum is zero."""
 
     sparse: Sparsity
     lambda_: float
 
 
 class AgreeingSum(NamedTuple):
-    """`Mean`, but the sum of those that agree."""
+    """`Mean`, but the sum of the tau_s that agree."""
 
     sparse: Sparsity
     lambda_: float
 
 
 class Weighted(NamedTuple):
-    """b + lambda times the sum of the w_s tau_s that have the sign of their sum, + where it is zero; divided by the sum
-    of the weights of those that agree if `normalize` is 1."""
+    """b + lambda times the sum of the w_s tau_s that have the sign of their sum, + if it is zero; divided by the sum of
+    the weights of those that agree if `normalize` is 1."""
 
     sparse: Sparsity
     weights: Numbers
@@ -140,14 +139,14 @@ class Weighted(NamedTuple):
 
 
 class WeightedMean(NamedTuple):
-    """b plus the weighted sum of the tau_s that have the sign of their sum, + where it is zero, over their number."""
+    """b plus the weighted sum of the tau_s that have the sign of their sum, + if it is zero, over their number."""
 
     sparse: Sparsity
     weights: Numbers
 
 
 class Interpolation(NamedTuple):
-    """`Mean`, but weighted by w_s / (sum of the weights of those that agree); one alone is kept as it is."""
+    """`Mean`, but weighted by w_s / (sum of the weights of those that agree); a single tau_s is kept as it is."""
 
     sparse: Sparsity
     weights: Numbers
@@ -155,8 +154,8 @@ class Interpolation(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """b + lambda m where at least `agreement` of |tau_s| >= w_s |m - tau_s| hold, else b; m is the sum of the whole
-    tau_s for `sparse` `Whole`, else the mean of `Mean`."""
+    """b + lambda m if at least `agreement` of |tau_s| >= w_s |m - tau_s| hold, else b; m is the sum of the tau_s if
+    `sparse` is `Whole`, else the mean of `Mean`."""
 
     sparse: Sparsity
     lambda_: float
@@ -165,7 +164,7 @@ class Agreed(NamedTuple):
 
 
 class SharedOut(NamedTuple):
-    """b plus the sum of the tau_s of a magnitude above epsilon, divided by how many those are; one alone is multiplied
+    """b plus the sum of the tau_s of a magnitude above epsilon, divided by their number; a single tau_s is multiplied
     by its factor."""
 
     epsilon: float
@@ -173,8 +172,8 @@ class SharedOut(NamedTuple):
 
 
 class Variable(NamedTuple):
-    """b plus the mean, weighted by w_s, of the tau_s that have the sign of their sum, where the variance of all tau_s
-    is at least a threshold; this is given as in `Trimmed`. Else b."""
+    """b plus the mean, weighted by w_s, of the tau_s that have the sign of their sum, if the variance of all tau_s is
+    at least a threshold, given as in `Trimmed`; else b."""
 
     low: float
     high: float
@@ -183,7 +182,7 @@ class Variable(NamedTuple):
 
 
 class VariableElection(NamedTuple):
-    """`Variable`, but + is elected where the sum is zero, and what is left is divided by no less than `least`."""
+    """`Variable`, but + is elected if the sum is zero, and the divisor is at least `least`."""
 
     low: float
     high: float
@@ -199,8 +198,8 @@ class Nearswap(NamedTuple):
 
 
 class Important(NamedTuple):
-    """The first of two sources, and the second's elements where |theta_2 - theta_1| times their row's number, float32
-    [rows], is at least a threshold."""
+    """The first of two sources, with the second's elements where |theta_2 - theta_1| times the number of their row in
+    `rows`, float32, is at least a threshold."""
 
     threshold: float
     rows: torch.Tensor

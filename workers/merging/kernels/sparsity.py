@@ -12,12 +12,13 @@ from workers.merging.kernels import rules
 from workers.merging.kernels.compilation import IN_PLACE
 from workers.merging.kernels.elements import ONE, ZERO, hashed, is_kept
 
-__all__ = ["KEPT", "kept"]
+__all__ = ["kept"]
 
 HASHES = 2.0**32  # number of different hashes
 
 
 def kept(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
+    """What `sparse` makes of `tau`, element i of the task vector of source s. Only in compiled code."""
     raise NotImplementedError("only in compiled code")
 
 

@@ -1,4 +1,4 @@
-"""The threads that merge on CPU: as many as torch uses, of our own, since what they run needs no interpreter lock."""
+"""The threads of the CPU kernels: as many as torch uses, in a pool of their own. Kernels hold no interpreter lock."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 __all__ = ["each_in_one_thread", "pieces", "run"]
 
 T = TypeVar("T")
-# A smaller piece is not worth waking a thread for.
+# Merging a smaller piece takes less time than waking a thread.
 MIN_PIECE = 1 << 16  # elements
 _local = threading.local()  # is_alone: this thread merges one of many small tensors
 
 
 def pieces(num_elements: int, block: int) -> list[tuple[int, int]]:
-    """(start, stop) for each thread, whole blocks: none for no elements."""
+    """(start, stop) of each thread's part, in whole blocks; none if there are no elements."""
     is_alone = getattr(_local, "is_alone", False)
     num_pieces = 1 if is_alone else max(1, min(torch.get_num_threads(), num_elements // MIN_PIECE))
     size = max(1, -(-num_elements // (num_pieces * block))) * block
@@ -28,7 +28,7 @@ def pieces(num_elements: int, block: int) -> list[tuple[int, int]]:
 
 
 def run(kernel: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """The results of all calls; this thread makes the first."""
+    """The results of all calls; the first runs in the calling thread."""
     others = [_threads().submit(kernel, *arguments) for arguments in calls[1:]]
     return [kernel(*arguments) for arguments in calls[:1]] + [other.result() for other in others]
 
@@ -36,9 +36,9 @@ def run(kernel: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[An
 def each_in_one_thread(function: Callable[[T], None], items: Sequence[T]) -> None:
     """Call `function` once for each of `items`, in as many threads as torch uses; kernels it calls stay in its thread.
 
-    For many small tensors: waking a thread for half of one takes as long as merging it.
+    For many small tensors: waking a second thread for one takes as long as merging it.
     """
-    queue = iter(items)  # of a sequence: asked by one thread at a time, under the interpreter's lock
+    queue = iter(items)  # an iterator of a sequence: `next` is atomic under the interpreter lock
 
     def work() -> None:
         _local.is_alone = True

@@ -23,6 +23,7 @@ U64 = np.uint64
 
 
 def undecided(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    """SOME if element i lies between the bounds of a threshold of `rule`, else NONE. Only in compiled code."""
     raise NotImplementedError("only in compiled code")
 
 
@@ -65,7 +66,7 @@ UNDECIDED: dict[type, Callable[..., Any]] = {
 
 
 def most_undecided(rule: Any) -> int:
-    """How many elements of a tensor a rule may leave undecided: fewer than SPACING for each threshold."""
+    """The most elements of a tensor that a rule can leave undecided: fewer than SPACING for each threshold."""
     if isinstance(rule, rules.Variable | rules.VariableElection):
         return SPACING
     sparse = getattr(rule, "sparse", None)
@@ -75,7 +76,7 @@ def most_undecided(rule: Any) -> int:
 
 
 def decided(rule: Any, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: np.ndarray) -> Any:
-    """The rule with the thresholds that the elements at `positions`, all that were undecided, say."""
+    """The rule with exact thresholds, from the elements at `positions`: all that were undecided."""
     if isinstance(rule, rules.Variable | rules.VariableElection):
         variances = _variances_at(base, xs, positions)
         exact = _of_rank(variances, rule.low, rule.high, rule.rank)

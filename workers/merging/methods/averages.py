@@ -1,5 +1,5 @@
-"""Averages and interpolations of whole models: linear, the SLERP family, Karcher mean, Model Stock, two fusions of a
-pair. Equation numbers are those of "Automated Model Merging", section A.2.
+"""Averages and interpolations of whole models: linear, the SLERP family, Karcher mean, Model Stock, and two fusions of
+a pair. Equation numbers are those of "Automated Model Merging", section A.2.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ __all__ = [
 
 # Beyond this |cos| SLERP interpolates straight, see `slerp`. The value is the customary one.
 COLLINEAR = 0.9995
-# NuSLERP stays on the circle longer; beyond this line and circle differ by less than float32 shows, see `nuslerp`.
+# NuSLERP is linear only beyond this, where line and circle are equal in float32, see `nuslerp`.
 NUSLERP_COLLINEAR = 1 - 1e-7
 # Weights that sum to less say nothing about the share of each.
 NO_WEIGHT = 10.0**-COEFFICIENT_DECIMALS
 # Multi-SLERP's epsilon, added to norms it divides by.
 MULTISLERP_EPSILON = 1e-8
-# A weighted mean of directions that is shorter has none: lengths from inner products have an error of about 1e-8.
+# A shorter weighted mean of directions has no direction: lengths from inner products have an error of about 1e-8.
 NO_MEAN = 1e-7
-# Karcher mean: at most so many steps, until a step is shorter than the tolerance.
+# Karcher mean: at most this many steps, and none shorter than the tolerance.
 KARCHER_STEPS, KARCHER_TOLERANCE = 10, 1e-5
-# Model Stock's denominator 1 + (N - 1) cos below this has no finite ratio: the base stays.
+# Below this denominator 1 + (N - 1) cos Model Stock has no finite ratio: the result is the base.
 SINGULAR = 1e-6
 
 
@@ -80,39 +80,39 @@ def linear(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.T
 
 
 def linear_weights(weights: Sequence[float]) -> list[float]:
-    """What `linear` multiplies each tensor with."""
+    """The factor of each tensor in `linear`."""
     return _shares("linear", weights)
 
 
 def slerp(first: torch.Tensor, second: torch.Tensor, *, t: float, cos: float | None = None) -> torch.Tensor:
-    """Spherical interpolation, eq. 10 (Shoemake 1985), with omega the angle between the whole tensors, its cosine being
-    `cos` where it is known; t = 0 is `first`. The tensors keep their norms: directions only decide the angle.
+    """Spherical interpolation, eq. 10 (Shoemake 1985), with omega the angle between the whole tensors; `cos` is its
+    cosine if known. t = 0 is `first`. The tensors keep their norms: their directions determine only the angle.
 
-    Where |cos omega| > 0.9995 it is the straight line: sin omega, the divisor, goes to zero there, a float32 angle has
-    lost its digits, two nearly equal tensors differ from the line by less than 1.3e-4, and between opposite tensors no
-    great circle is the right one. A tensor without direction (norm at most 1e-8) is taken as orthogonal to the other.
+    If |cos omega| > 0.9995 it is linear interpolation: the divisor sin omega goes to zero, a float32 angle has few
+    significant digits, for nearly equal tensors the two differ by less than 1.3e-4, and between opposite tensors no
+    great circle is distinguished. A tensor without direction (norm at most 1e-8) counts as orthogonal to the other.
     """
     return weighted_sum((first, second), slerp_weights(t, cosine(first, second) if cos is None else cos))
 
 
 def slerp_weights(t: float, cos: float) -> tuple[float, float]:
-    """What `slerp` multiplies the two tensors with."""
+    """The factors of the two tensors in `slerp`."""
     return _circle_weights(t, cos, COLLINEAR)
 
 
 def nuslerp(tensors: Sequence[torch.Tensor], *, weights: Sequence[float], cos: float | None = None) -> torch.Tensor:
-    """SLERP, eq. 10, with t = w_2 / (w_1 + w_2); equal shares where the weights sum to zero (mergekit's NuSLERP,
+    """SLERP, eq. 10, with t = w_2 / (w_1 + w_2); equal shares if the weights sum to zero (mergekit's NuSLERP,
     `nuslerp_flatten`).
 
-    Unlike `slerp` it stays on the circle almost to collinear tensors, where line and circle agree in float32, and to
-    opposite ones, where the circle is decided by rounding: beyond |cos omega| = 1 - 1e-7 it is the straight line.
+    Unlike `slerp` it stays on the circle up to |cos omega| = 1 - 1e-7 and is linear beyond: there line and circle of
+    nearly equal tensors agree in float32, and between nearly opposite ones rounding determines the circle.
     """
     first, second = tensors
     return weighted_sum(tensors, nuslerp_weights(weights, cosine(first, second) if cos is None else cos))
 
 
 def nuslerp_weights(weights: Sequence[float], cos: float) -> tuple[float, float]:
-    """What `nuslerp` multiplies the two tensors with."""
+    """The factors of the two tensors in `nuslerp`."""
     return _circle_weights(_t(weights), cos, NUSLERP_COLLINEAR)
 
 
@@ -130,7 +130,7 @@ def nuslerp_rows(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -
 
 
 def nuslerp_columns(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -> torch.Tensor:
-    """`nuslerp` along the first index instead of the last (mergekit: `nuslerp_row_wise: true` besides)."""
+    """`nuslerp` along the first index instead of the last (mergekit: also `nuslerp_row_wise: true`)."""
     turned = nuslerp_rows([tensor.transpose(0, -1) for tensor in tensors], weights=weights)
     return turned.transpose(0, -1).contiguous()
 
@@ -154,8 +154,8 @@ def multislerp(
 
     With w_t summing to one, u_t = theta_t / |theta_t| and m = sum_t w_t u_t / |sum_t w_t u_t|: the tangent vectors
     v = sum_t w_t (u_t - <u_t, m> m) at m give (m cos |v| + v sin |v| / |v|) * sum_t w_t |theta_t|. As sum_t w_t u_t
-    has m's direction, v is zero but for rounding, and m * sum_t w_t |theta_t| is left. Where the weighted mean
-    direction vanishes, two tensors are interpolated straight; more raise InvalidRecipe. A single tensor is itself.
+    has m's direction, v is zero except for rounding, and the result is m * sum_t w_t |theta_t|. If the weighted mean
+    direction vanishes, two tensors are interpolated linearly; more raise InvalidRecipe. A single tensor is returned.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -163,7 +163,7 @@ def multislerp(
 
 
 def multislerp_weights(weights: Sequence[float], products: Products) -> list[float]:
-    """What `multislerp` multiplies each tensor with. Raises InvalidRecipe where more than two directions cancel."""
+    """The factor of each tensor in `multislerp`. Raises InvalidRecipe if more than two directions cancel."""
     if len(products) == 1:
         return [1.0]
     shares, norms = _shares("multislerp", weights), _norms(products)
@@ -198,9 +198,9 @@ def karcher(
 ) -> torch.Tensor:
     """The Karcher (Riemannian) mean of directions on the unit sphere, times the mean norm (arXiv:2603.04972).
 
-    The m with sum_t w_t log_m(u_t) = 0, by steps m <- exp_m(sum_t w_t log_m(u_t)) from the normalised mean, at most 10,
-    until a step is shorter than 1e-5. Tensors without direction have a part in the mean norm, none in the direction. A
-    single tensor is itself; the method's own weights are equal.
+    The m with sum_t w_t log_m(u_t) = 0, by steps m <- exp_m(sum_t w_t log_m(u_t)) from the normalised mean: at most 10,
+    and none shorter than 1e-5. Tensors without direction count in the mean norm, not in the direction. A single tensor
+    is returned. The paper's weights are equal.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -208,7 +208,7 @@ def karcher(
 
 
 def karcher_weights(weights: Sequence[float], products: Products) -> list[float]:
-    """What `karcher` multiplies each tensor with: m and the steps are sums of the u_t, so only angles are needed."""
+    """The factor of each tensor in `karcher`: m and the steps are sums of the u_t, so only angles are needed."""
     if len(products) == 1:
         return [1.0]
     shares, norms = _shares("karcher", weights), _norms(products)
@@ -227,7 +227,7 @@ def karcher_weights(weights: Sequence[float], products: Products) -> list[float]
             along = max(-1.0, min(1.0, math.fsum(m * c for m, c in zip(mean, cosines[i], strict=True))))
             theta = math.acos(along)
             if theta < KARCHER_TOLERANCE or math.sin(theta) < KARCHER_TOLERANCE:
-                continue  # there already, or opposite: no direction leads there
+                continue  # at the mean already, or opposite to it: no direction leads there
             factor = share * theta / math.sin(theta)
             step = [part - of_mean * factor * along for part, of_mean in zip(step, mean, strict=True)]
             step[i] += factor
@@ -248,14 +248,15 @@ def model_stock(
     """Model Stock (arXiv:2403.19522), of N models: theta_pre + t * (mean of the task vectors),
     t = N cos / (1 + (N - 1) cos), cos the mean cosine between task vectors of this tensor.
 
-    A task vector of norm at most 1e-8 is orthogonal to the others. Where the denominator vanishes the base stays.
+    A task vector of norm at most 1e-8 counts as orthogonal to the others. If the denominator vanishes the result is
+    the base.
     """
     taus = [tensor - base for tensor in tensors]
     return weighted_sum(taus, model_stock_weights(products or inner_products(taus))).add_(base)
 
 
 def model_stock_weights(products: Products) -> list[float]:
-    """What `model_stock` multiplies each task vector with, `products` being theirs."""
+    """The factor of each task vector in `model_stock`, from their inner products."""
     count = len(products)
     cosines = [cosine_of(products, i, j) for i in range(count) for j in range(i + 1, count)]
     ratio = _stock_ratio(torch.tensor([math.fsum(cosines) / len(cosines)], dtype=torch.float64), count)

@@ -1,4 +1,4 @@
-"""Methods that weigh task vectors against one another: SCE, RAM, PCB-Merging, consensus (TALL masks), WUDI."""
+"""Methods in which task vectors compete for each element: SCE, RAM, PCB-Merging, consensus (TALL masks), WUDI."""
 
 from __future__ import annotations
 
@@ -42,9 +42,8 @@ def sce(
 ) -> torch.Tensor:
     """SCE (FuseChat, arXiv:2408.07990): select the share of elements that vary most between the task vectors (of those
     that vary at all), calculate each model's weight as its mean square over the tensor, erase the elements whose sign
-    is not that of the sum; theta_pre + sum_t w_t tau_t / sum_t w_t over what is left. Where the sum is zero the base
-    stays, as it does for task vectors without anything selected. `variances` are those of the task vectors' elements
-    where they are known."""
+    is not that of the sum; theta_pre + sum_t w_t tau_t / sum_t w_t over the elements that are left. The result is the
+    base where the sum is zero or nothing is selected. `variances` is the table of the elements' variances if known."""
     taus = [tensor - base for tensor in tensors]
     if select_topk < 1:
         dropped = ~_most_variable(taus, select_topk, variances)
@@ -65,8 +64,8 @@ def sce(
 def sce_mergekit(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, select_topk: float, variances: MagnitudeTable | None = None
 ) -> torch.Tensor:
-    """`sce`, but weights are equal where mean squares sum to less than 1e-6, + is elected where the sum is zero, and
-    what is left is divided by no less than 1e-6 (mergekit)."""
+    """`sce`, but weights are equal if mean squares sum to less than 1e-6, + is elected where the sum is zero, and the
+    divisor is at least 1e-6 (mergekit)."""
     taus = [tensor - base for tensor in tensors]
     if select_topk < 1:
         dropped = ~_most_variable(taus, select_topk, variances)
@@ -90,7 +89,7 @@ def num_selected(select_topk: float, num_variable: int) -> int:
 
 
 def sce_weights(squares: Sequence[float]) -> list[float]:
-    """Each model's weight in SCE, from the sum of squares of its task vector; zeros where all are zero."""
+    """Each model's weight in SCE, from the sum of squares of its task vector; zeros if all are zero."""
     whole = math.fsum(squares)
     return [square / whole if whole else 0.0 for square in squares]
 
@@ -104,8 +103,8 @@ def ram(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, epsilon: float) 
 def ramplus_tl(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, r: float, alpha: float, epsilon: float
 ) -> torch.Tensor:
-    """RAM+ with counts of each tensor (arXiv:2601.13572; "tensor-local" is mergekit's word): `ram`, with what one
-    model alone changed multiplied by 1 + r min(alpha, shared / unique), the numbers of elements that this model changed
+    """RAM+ with counts per tensor (arXiv:2601.13572; mergekit calls it tensor-local): `ram`, with elements that only
+    one model changed multiplied by 1 + r min(alpha, shared / unique): the numbers of elements that this model changed
     with others and alone."""
     return _ram([tensor - base for tensor in tensors], base, epsilon, (r, alpha))
 
@@ -113,7 +112,7 @@ def ramplus_tl(
 def pcb(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, density: float) -> torch.Tensor:
     """PCB-Merging as published (arXiv:2410.02396): with Norm scaling a tensor to [0, 1] and N models,
     beta_i = Softmax(N Norm(tau_i^2)) * sum_j Softmax(Norm(tau_i tau_j)), all but the `density` largest of each beta_i
-    set to zero; theta_pre + lambda sum_i beta_i tau_i / sum_i beta_i, the base where no beta is left."""
+    set to zero; theta_pre + lambda sum_i beta_i tau_i / sum_i beta_i, the base where all beta_i are zero."""
     taus = [tensor - base for tensor in tensors]
     betas = []
     for tau in taus:
@@ -179,7 +178,7 @@ def consensus_ties(
     agreement: int,
     magnitudes: Magnitudes = None,
 ) -> torch.Tensor:
-    """`consensus_ta` with TIES' merged task vector (eq. 6 to 8, without lambda) in the place of the sum."""
+    """`consensus_ta` with TIES' merged task vector (eq. 6 to 8, without lambda) instead of the sum."""
     merged = consensus.disjoint_mean(trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes))
     taus = [tensor - base for tensor in tensors]
     return _agreed(merged, taus, mask_lambdas, agreement).mul_(lambda_).add_(base)
@@ -192,8 +191,8 @@ def wudi(
     steps of Adam on sum_i |(m - tau_i) tau_i^T|^2 / |tau_i|^2; other tensors take the mean task vector.
 
     The gradient 2 (m A - B), A = sum_i tau_i^T tau_i / |tau_i|^2 and B = sum_i tau_i tau_i^T tau_i / |tau_i|^2, is
-    written out, so a step is one matrix product. Matrix products depend on the number of threads in their last bits.
-    Task vectors that are zero have no part in the loss.
+    written out, so a step is one matrix product. The last bits of matrix products depend on the number of threads.
+    Task vectors that are zero do not count in the loss.
     """
     taus = [tensor - base for tensor in tensors]
     if base.dim() != 2:
@@ -274,7 +273,7 @@ def _ram(
 
 
 def ramplus_factor(r: float, alpha: float, num_changed: int, num_alone: int) -> float:
-    """What RAM+ multiplies a model's own changes with: it changed `num_changed` elements, `num_alone` of them alone."""
+    """RAM+'s factor of the elements that one model changed alone: `num_alone` of the `num_changed` that it changed."""
     return 1 + r * min(alpha, (num_changed - num_alone) / num_alone) if num_alone else 1.0
 
 
@@ -304,7 +303,7 @@ def _unit_range(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _softmax(tensor: torch.Tensor) -> torch.Tensor:
-    """Over the whole tensor, whose elements are not so large that exp overflows. It is written in place."""
+    """The softmax over the whole tensor, in place. The elements must be so small that exp does not overflow."""
     exponential = tensor.exp_()
     return exponential.mul_(1 / total(torch.clone, exponential))
 

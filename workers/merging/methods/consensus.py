@@ -1,6 +1,6 @@
-"""Merging task vectors by elected signs, in the ways that are all called TIES.
+"""Merging task vectors by elected signs: the several computations that are called TIES.
 
-The functions take task vectors [one per source] and return the merged task vector; they may modify what they are given.
+The functions take task vectors, one per source, and return the merged task vector; they may modify their arguments.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def disjoint_majority_mean(taus: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def disjoint_sum(taus: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum, not the mean, of those that have the sign of the sum (MergeBench)."""
+    """The sum, not the mean, of the elements that have the sign of the sum (MergeBench)."""
     elected = _sum(taus).sign_()
     merged = torch.zeros_like(elected)
     for tau in taus:
@@ -71,8 +71,8 @@ def disjoint_weighted_mean(taus: Sequence[torch.Tensor], weights: Sequence[float
 
 
 def disjoint_interpolation(taus: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """Signs as in `disjoint_mean`; where one agrees it is kept as it is, where several agree they are interpolated with
-    their weights divided by the sum of these (M3, appendix H)."""
+    """Signs as in `disjoint_mean`; an element that agrees alone is kept as it is, several are interpolated with their
+    weights divided by the sum of these (M3, appendix H)."""
     elected = _sum(taus).sign_()
     alone, mixed = torch.zeros_like(elected), torch.zeros_like(elected)
     count, divisor = torch.zeros_like(elected), torch.zeros_like(elected)

@@ -1,7 +1,7 @@
-"""Task arithmetic and its kin: task vectors made sparse, brought to agree, and added to the base.
+"""Task arithmetic and related methods: task vectors are made sparse, merged by sign or weight, and added to the base.
 
-Equation numbers are those of "Automated Model Merging", section A.2, where no other source is named. `magnitudes` are,
-for each source, the table of |source - base| where it is known; `ranks` are its `sparsify.row_ranks`.
+Equation numbers are those of "Automated Model Merging", section A.2, unless another source is named. `magnitudes` are
+for each source the table of |source - base|, and `ranks` the ranks of these magnitudes in their rows, if known.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def ties(
 ) -> torch.Tensor:
     """TIES-Merging, eq. 6 to 9 (arXiv:2306.01708): trim, elect signs, average those that agree, scale.
 
-    Trimming is per tensor and keeps the `num_kept(k, n)` largest magnitudes, and all that equal the smallest of them:
-    the result depends on no order. Signs are elected unweighted; where the trimmed task vectors cancel there is no
-    elected sign and the base stays. `magnitudes` are the task vectors' sorted magnitudes where they are known.
+    Trimming is per tensor and keeps the `num_kept(k, n)` largest magnitudes, and all that equal the smallest of them,
+    so the result depends on no order. Signs are elected unweighted; where the trimmed task vectors cancel there is no
+    elected sign and the result is the base.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes)
     return consensus.disjoint_mean(taus).mul_(lambda_).add_(base)  # eq. 9
@@ -94,8 +94,8 @@ def ties_weighted(
     normalize: bool,
     magnitudes: Magnitudes = None,
 ) -> torch.Tensor:
-    """`ties` with weights: they take part in the election of signs (+ where it is a draw) and in the mean, which is
-    divided by the weights of those that agree, unless `normalize` is 0 (mergekit's TIES)."""
+    """`ties` with weights: they count in the election of signs (+ if it is a draw) and in the mean, which is divided by
+    the weights of those that agree, unless `normalize` is 0 (mergekit's TIES)."""
     taus = trimmed_task_vectors(tensors, base, densities, magnitudes)
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
 
@@ -108,7 +108,7 @@ def ties_peft(
     densities: Sequence[float],
     magnitudes: Magnitudes = None,
 ) -> torch.Tensor:
-    """`ties` with weights that have no part in the election of signs (+ where it is a draw): the weighted sum of those
+    """`ties` with weights that do not count in the election of signs (+ if it is a draw): the weighted sum of those
     that agree, divided by their number (PEFT, GENOME)."""
     taus = trimmed_task_vectors(tensors, base, densities, magnitudes)
     return consensus.disjoint_weighted_mean(taus, weights).add_(base)
@@ -157,7 +157,7 @@ def dare_linear_l1(
     densities: Sequence[float],
     keys: Sequence[int],
 ) -> torch.Tensor:
-    """`dare_linear`, but what is kept is scaled to the sum of magnitudes of the whole task vector (mergekit)."""
+    """`dare_linear`, but the elements kept are scaled to the sum of magnitudes of the whole task vector (mergekit)."""
     merged = base.clone()
     for tensor, lambda_, density, key in zip(tensors, lambdas, densities, keys, strict=True):
         merged += _dropped_l1(tensor - base, density, key).mul_(lambda_)
@@ -172,7 +172,7 @@ def dare_ties(
     densities: Sequence[float],
     keys: Sequence[int],
 ) -> torch.Tensor:
-    """DARE in the place of TIES' trimming (arXiv:2311.03099): m_t tau_t / density_t, then signs, mean and lambda as in
+    """DARE instead of TIES' trimming (arXiv:2311.03099): m_t tau_t / density_t, then signs, mean and lambda as in
     `ties`."""
     taus = [
         dropped(tensor - base, density, key).mul_(1 / density)
@@ -191,7 +191,7 @@ def dare_ties_l1(
     normalize: bool,
     keys: Sequence[int],
 ) -> torch.Tensor:
-    """DARE scaled to the sum of magnitudes, in the place of the trimming of `ties_weighted` (mergekit's dare_ties)."""
+    """DARE scaled to the sum of magnitudes, instead of the trimming of `ties_weighted` (mergekit's dare_ties)."""
     taus = [
         _dropped_l1(tensor - base, density, key) for tensor, density, key in zip(tensors, densities, keys, strict=True)
     ]
@@ -214,7 +214,7 @@ def m3_dare(
 
 
 def m3_lambdas(weights: Sequence[float], lambda_: float) -> list[float]:
-    """The lambdas with which `dare_linear` is `m3_dare`."""
+    """The lambdas with which `dare_linear` computes `m3_dare`."""
     total = math.fsum(weights)
     return [lambda_ * weight / total for weight in weights]
 
@@ -252,7 +252,7 @@ def della_l1(
     keys: Sequence[int],
     ranks: Ranks = None,
 ) -> torch.Tensor:
-    """MagPrune with symmetric probabilities, scaled to the sum of magnitudes, in the place of the trimming of
+    """MagPrune with symmetric probabilities, scaled to the sum of magnitudes, instead of the trimming of
     `ties_weighted` (mergekit's della)."""
     taus = [
         _sampled_l1(tensor - base, density, epsilon, key, known)
@@ -328,7 +328,7 @@ def breadcrumbs_ties(
     normalize: bool,
     magnitudes: Magnitudes = None,
 ) -> torch.Tensor:
-    """Breadcrumbs in the place of the trimming of `ties_weighted` (mergekit's breadcrumbs_ties)."""
+    """Breadcrumbs instead of the trimming of `ties_weighted` (mergekit's breadcrumbs_ties)."""
     taus = _breadcrumbs(tensors, base, densities, gammas, magnitudes)
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
 
@@ -336,7 +336,7 @@ def breadcrumbs_ties(
 def trimmed_task_vectors(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, shares: Sequence[float], magnitudes: Magnitudes = None
 ) -> list[torch.Tensor]:
-    """theta_t - theta_pre, each with the share of its largest magnitudes that is kept."""
+    """theta_t - theta_pre, each with only the share of its largest magnitudes."""
     known = magnitudes or (None,) * len(tensors)
     return [
         trimmed(tensor - base, share, sorted_) for tensor, share, sorted_ in zip(tensors, shares, known, strict=True)
