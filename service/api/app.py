@@ -11,6 +11,7 @@ from fastapi import Depends, FastAPI
 from fastapi.concurrency import run_in_threadpool
 
 from service.api.dependencies import Services
+from service.api.docs import install_docs
 from service.api.event_stream import EventHub
 from service.api.export_queue import Exports
 from service.api.metrics import CountRequests, RequestCounter
@@ -61,7 +62,7 @@ def create_app(store: Store, *, cluster: Cluster, data_dir: Path, examiner: Pref
         description=DESCRIPTION,
         lifespan=lifespan,
         redirect_slashes=False,
-        docs_url=None,  # its page needs a network
+        docs_url=None,  # FastAPI's own page loads Swagger UI from the web: see `docs`
         redoc_url=None,
         dependencies=[Depends(principal)],
     )
@@ -72,4 +73,5 @@ def create_app(store: Store, *, cluster: Cluster, data_dir: Path, examiner: Pref
     for part in (studies, results, events, exports):
         app.include_router(part.router, prefix="/v1")
     app.include_router(operations.router)
+    install_docs(app)
     return app

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from fastapi import APIRouter, Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from fastapi import APIRouter
+from starlette.responses import PlainTextResponse, Response
 
 # pydantic reads typing's own TypedDict only from Python 3.12 on.
 from typing_extensions import TypedDict
 
-from service.api.dependencies import PAGE_HEADERS, Context
-from service.api.docs import render_docs
+from service.api.dependencies import Context
 from service.api.metrics import prometheus_text
 from service.api.problems import Json, Unavailable, refusals
 
@@ -53,9 +52,3 @@ def metrics(services: Context) -> Response:
     is_ready = services.cluster.not_ready() is None
     text = prometheus_text(services.store.studies(), services.requests, is_ready=is_ready)
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
-
-
-@router.get("/docs", include_in_schema=False)
-def docs(request: Request) -> Response:
-    """This interface, for people."""
-    return HTMLResponse(render_docs(request.app.openapi()), headers=PAGE_HEADERS)
