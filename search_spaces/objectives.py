@@ -3,19 +3,18 @@
 A cost is what every comparison uses: smaller is better, 0 is perfect and 1 is worthless, so that the reference point
 1.1 in every objective has a meaning. Values are in the metric's own unit and direction.
 
-Non-dominated ranks and crowding distances: Deb et al., "NSGA-II" (2002), sections III-A and III-B; the ranks are
-found as in Zhang et al., "An Efficient Approach to Nondominated Sorting" (2015). Hypervolume: While et al., "A Fast
-Way of Calculating Exact Hypervolumes" (2012), the exclusive-volume recursion.
+Non-dominated ranks and crowding distances: Deb et al., "NSGA-II" (2002), sections III-A and III-B. Ranks, fronts and
+hypervolumes are moocore's, which is imported in the functions: loading it takes 0.1 s or more.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import le
 from typing import Literal, TypeAlias
+
+import numpy as np
 
 from search_spaces.errors import InvalidStudy, Problem
 
@@ -28,6 +27,7 @@ __all__ = [
     "crowding_distances",
     "dominates",
     "hypervolume",
+    "non_dominated",
     "non_dominated_ranks",
     "promotion_order",
 ]
@@ -95,21 +95,17 @@ def dominates(costs: Costs, other: Costs) -> bool:
 
 
 def non_dominated_ranks(costs: Sequence[Costs]) -> tuple[int, ...]:
-    """Rank of each point: 0 on the front, 1 on the front of the rest, and so on."""
-    fronts: list[list[Costs]] = []
-    ranks: dict[Costs, int] = {}
+    """Rank of each point: 0 on the front, 1 on the front of the rest, and so on. Equal points have equal ranks."""
+    from moocore import pareto_rank
 
-    def first_without_a_better(point: Costs) -> int:
-        return bisect_left(fronts, True, key=lambda front: not any(all(map(le, other, point)) for other in front))
+    return tuple(pareto_rank(np.array(costs)).tolist()) if costs else ()
 
-    # In lexicographic order no point is dominated by a later one, and where no point of a front dominates it, none of
-    # the fronts behind does. The points are distinct: one that is nowhere larger is somewhere smaller.
-    for point in sorted(set(costs)):
-        ranks[point] = first_without_a_better(point)
-        if ranks[point] == len(fronts):
-            fronts.append([])
-        fronts[ranks[point]].append(point)
-    return tuple(ranks[point] for point in costs)
+
+def non_dominated(costs: Sequence[Costs]) -> tuple[bool, ...]:
+    """Whether each point is on the front: no other point dominates it. Equal points are on it together."""
+    from moocore import is_nondominated
+
+    return tuple(is_nondominated(np.array(costs), keep_weakly=True).tolist()) if costs else ()
 
 
 def crowding_distances(costs: Sequence[Costs]) -> tuple[float, ...]:
@@ -146,13 +142,7 @@ def promotion_order(candidates: Sequence[Candidate]) -> tuple[int, ...]:
 def hypervolume(costs: Sequence[Costs], reference: float = REFERENCE_COST) -> float:
     """Volume of cost space between `costs` and the point with `reference` in every objective; larger is better.
 
-    Exact for any number of objectives; points beyond the reference add nothing."""
-    inside = [point for point in set(costs) if all(cost < reference for cost in point)]
-    front = [point for point in inside if not any(dominates(other, point) for other in inside)]
-    # Sorted so that limiting the rest to a point leaves many dominated ones, which the recursion then drops.
-    front.sort(reverse=True)
-    volume = 0.0
-    for i, point in enumerate(front):
-        limited = [tuple(max(a, b) for a, b in zip(point, other, strict=True)) for other in front[i + 1 :]]
-        volume += math.prod(reference - cost for cost in point) - hypervolume(limited, reference)
-    return volume
+    Exact, for at most 31 objectives; points beyond the reference add nothing."""
+    import moocore
+
+    return float(moocore.hypervolume(np.array(costs), ref=[reference] * len(costs[0]))) if costs else 0.0

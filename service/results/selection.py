@@ -6,10 +6,11 @@ select anything.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 
-from search_spaces.objectives import Costs, Objective, dominates
+from search_spaces.objectives import Costs, Objective, non_dominated
 from service.types import Origin, TrialRecord, TrialState
 
 __all__ = [
@@ -52,14 +53,9 @@ def pareto_front(trials: Iterable[TrialRecord], objectives: Sequence[Objective])
     candidates: dict[str, TrialRecord] = {}
     for trial in sorted(full_budget_trials(trials), key=lambda trial: trial.number):
         candidates.setdefault(trial.recipe.digest, trial)
-    # In lexicographic order no point is dominated by a later one: comparing with the front so far is enough.
-    front: list[tuple[Costs, TrialRecord]] = []
-    for costs, trial in sorted(
-        ((costs_of(trial, objectives), trial) for trial in candidates.values()), key=lambda pair: pair[0]
-    ):
-        if not any(dominates(kept, costs) for kept, _ in front):
-            front.append((costs, trial))
-    return tuple(sorted((trial for _, trial in front), key=lambda trial: trial.number))
+    trials = tuple(candidates.values())
+    is_on_front = non_dominated([costs_of(trial, objectives) for trial in trials])
+    return tuple(itertools.compress(trials, is_on_front))
 
 
 def _merit(trial: TrialRecord, objectives: Sequence[Objective]) -> tuple[float, int]:

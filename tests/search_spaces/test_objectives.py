@@ -12,6 +12,7 @@ from search_spaces.objectives import (
     crowding_distances,
     dominates,
     hypervolume,
+    non_dominated,
     non_dominated_ranks,
     promotion_order,
 )
@@ -77,6 +78,25 @@ def test_a_point_is_dominated_by_some_point_of_the_rank_before(costs):
     for point, rank in zip(costs, ranks, strict=True):
         better = [r for other, r in zip(costs, ranks, strict=True) if dominates(other, point)]
         assert rank == (max(better) + 1 if better else 0)
+
+
+@given(costs_4d)
+def test_the_front_is_what_no_other_point_dominates_equal_points_included(costs):
+    assert non_dominated(costs) == tuple(not any(dominates(other, point) for other in costs) for point in costs)
+    assert non_dominated(costs) == tuple(rank == 0 for rank in non_dominated_ranks(costs))
+
+
+def test_no_points_have_no_ranks_and_no_front():
+    assert non_dominated_ranks([]) == ()
+    assert non_dominated([]) == ()
+
+
+@given(st.lists(st.tuples(st.floats(-1, 2)), min_size=1, max_size=8))
+def test_one_objective_ranks_by_its_distinct_costs(costs):
+    distinct = sorted(set(costs))
+    assert non_dominated_ranks(costs) == tuple(distinct.index(cost) for cost in costs)
+    assert non_dominated(costs) == tuple(cost == distinct[0] for cost in costs)
+    assert hypervolume(costs) == pytest.approx(max(0.0, 1.1 - distinct[0][0]))
 
 
 def test_crowding_is_the_sum_of_normalised_gaps_and_infinite_at_the_ends():
