@@ -26,6 +26,7 @@ from service.schemas.files import (
     HoldoutDocument,
     ObjectiveDocument,
     ParetoDocument,
+    SamplesDocument,
     SummaryDocument,
     TrialDocument,
     VerificationDocument,
@@ -36,7 +37,9 @@ from workers.types import VerificationReport
 __all__ = [
     "EngineFigures",
     "RunRecord",
+    "holdout_documents",
     "pareto",
+    "samples_document",
     "summary",
     "trial_document",
     "trials_jsonl",
@@ -145,12 +148,7 @@ def summary(run: RunRecord) -> SummaryDocument:
         "seed": int(run.study.document.get("search", {}).get("seed", 0)),
         "version": run.version,
         "trials": {state.value: states[state] for state in TrialState if states[state]},
-        "samples": {
-            "scored": sum(trial.samples_scored for trial in run.trials),
-            "reused": sum(trial.samples_reused for trial in run.trials),
-            "full_budget": _samples_of_full_budget(run),
-            "per_second": run.samples_per_second,
-        },
+        "samples": samples_document(run),
         "wall_clock_s": run.wall_clock_s,
         "engine": _engine_document(run.engine),
         "best": None
@@ -162,7 +160,7 @@ def summary(run: RunRecord) -> SummaryDocument:
             "recipe_digest": best.recipe.digest,
             "values": dict(best.values),
         },
-        "holdout": [_holdout_document(row, run) for row in run.holdout],
+        "holdout": holdout_documents(run),
         "selection_bias": statistics.fmean(averaged) if averaged else None,
         "selection_bias_by_objective": {name: _estimate_document(estimate) for name, estimate in bias.items()},
         "verification": _verification_document(run.verifications),
@@ -172,6 +170,21 @@ def summary(run: RunRecord) -> SummaryDocument:
             if trial.state is TrialState.FAIL
         ],
     }
+
+
+def samples_document(run: RunRecord) -> SamplesDocument:
+    """How many samples the trials took, and how many scoring every distinct recipe in full would have taken."""
+    recipes = {trial.recipe.digest for trial in run.trials if trial.state is not TrialState.FAIL}
+    return {
+        "scored": sum(trial.samples_scored for trial in run.trials),
+        "reused": sum(trial.samples_reused for trial in run.trials),
+        "full_budget": len(recipes) * sum(run.full_budget.values()),
+        "per_second": run.samples_per_second,
+    }
+
+
+def holdout_documents(run: RunRecord) -> list[HoldoutDocument]:
+    return [_holdout_document(row, run) for row in run.holdout]
 
 
 def write_results(directory: Path, run: RunRecord, *, report: str | None = None) -> tuple[Path, ...]:
@@ -202,11 +215,6 @@ def _objective_document(objective: Objective) -> ObjectiveDocument:
     if objective.range is not None:
         document["range"] = list(objective.range)
     return document
-
-
-def _samples_of_full_budget(run: RunRecord) -> int:
-    recipes = {trial.recipe.digest for trial in run.trials if trial.state is not TrialState.FAIL}
-    return len(recipes) * sum(run.full_budget.values())
 
 
 def _engine_document(engine: EngineFigures) -> EngineDocument:

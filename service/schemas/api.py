@@ -1,6 +1,7 @@
-"""The shapes of what the server answers beside the documents of a run: studies, events, exports, plots, problems.
+"""The server's JSON responses, except the documents of a run: studies, events, exports, lists of plots, problems.
 
-Server and client share them. Keys may be added in later versions, never renamed or removed.
+Server and client share them. The series of a plot are declared with the plot, in `service.results.series`. Keys may be
+added in later versions, never renamed or removed.
 """
 
 from __future__ import annotations
@@ -12,28 +13,19 @@ from pydantic import Field
 # pydantic reads typing's own TypedDict only from Python 3.12 on.
 from typing_extensions import TypedDict
 
-from service.schemas.files import HoldoutDocument, Number, ObjectiveDocument, State, TrialDocument, Values
+from service.schemas.files import Number, State, TrialDocument, Values
 
 __all__ = [
-    "BudgetPlot",
     "EndDocument",
     "EventDocument",
     "EventsDocument",
     "ExportDocument",
     "ExportsDocument",
     "FieldProblem",
-    "FrontPlot",
-    "FrontPoint",
-    "HistoryPlot",
-    "HistorySeries",
-    "HoldoutPlot",
     "JobDocument",
-    "MergePicture",
-    "PlotDocument",
     "PlotsDocument",
     "ProblemDocument",
     "ProgressDocument",
-    "RecipePlot",
     "StudiesDocument",
     "StudyDocument",
     "TrialsDocument",
@@ -138,104 +130,6 @@ class PlotLink(TypedDict):
 
 class PlotsDocument(TypedDict):
     plots: list[PlotLink]
-
-
-class HistoryPoint(TypedDict):
-    trial: Number
-    label: str
-    origin: str
-    rung: Number
-    samples: Annotated[int, Field(description="Of each objective, at that rung.")]
-    value: float
-    is_full: Annotated[bool, Field(description="Whether it is the trial's value at full budget.")]
-
-
-class RecordPoint(TypedDict):
-    trial: Number
-    value: float
-
-
-class HistorySeries(TypedDict):
-    name: Annotated[str, Field(description='An objective, or "mean": of the accuracy objectives.')]
-    direction: Literal["maximize", "minimize"]
-    points: list[HistoryPoint]
-    record: Annotated[list[RecordPoint], Field(description="Trials that were the best so far at full budget.")]
-
-
-class HistoryPlot(TypedDict):
-    """Every finished rung of every trial."""
-
-    plot: Literal["history"]
-    series: list[HistorySeries]
-    failed: Annotated[list[int], Field(description="Trials that failed.")]
-
-
-class FrontPoint(TypedDict):
-    trial: Number
-    label: str
-    origin: str
-    values: Values
-    standard_errors: Values
-    is_on_front: bool
-    is_best: bool
-
-
-class FrontPlot(TypedDict):
-    """The trials at full budget."""
-
-    plot: Literal["front"]
-    objectives: list[ObjectiveDocument]
-    reference_point: list[float]
-    hypervolume: float
-    points: list[FrontPoint]
-
-
-class HoldoutPlot(TypedDict):
-    """Held-out estimates with 95 % intervals."""
-
-    plot: Literal["holdout"]
-    rows: list[HoldoutDocument]
-
-
-class MergePicture(TypedDict):
-    method: str
-    shares: Annotated[dict[str, float], Field(description="By model, summing to 1.")]
-    coefficients: dict[str, float | list[float]]
-
-
-class LayersPicture(TypedDict):
-    first: Number
-    last: Number
-    components: Annotated[dict[str, MergePicture], Field(description="attention, mlp and norm.")]
-
-
-class RecipePlot(TypedDict):
-    """How the best trial is merged; null before there is one."""
-
-    plot: Literal["recipe"]
-    trial: int | None
-    models: list[str]
-    embedding: MergePicture | None
-    layers: list[LayersPicture]
-    head: MergePicture | None
-
-
-class BudgetRung(TypedDict):
-    rung: Number
-    samples: Annotated[int, Field(description="Of each objective.")]
-    trials: Annotated[int, Field(description="Searched trials that reached it.")]
-
-
-class BudgetPlot(TypedDict):
-    """What the search cost beside scoring every recipe in full."""
-
-    plot: Literal["budget"]
-    scored: Number
-    full_budget: Number
-    rungs: list[BudgetRung]
-
-
-PlotDocument = HistoryPlot | FrontPlot | HoldoutPlot | RecipePlot | BudgetPlot
 
 
 class FieldProblem(TypedDict):

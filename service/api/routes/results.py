@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Union
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Path, Query
@@ -13,8 +13,8 @@ from service.api.presenters import study_path
 from service.api.problems import Json, Refusal, refusals
 from service.errors import NotFound
 from service.results.files import pareto, summary, trial_document
-from service.results.series import PLOTS
-from service.schemas.api import PlotDocument, PlotsDocument, TrialsDocument
+from service.results.series import CHARTS
+from service.schemas.api import PlotsDocument, TrialsDocument
 from service.schemas.files import ParetoDocument, RecipeDocument, SummaryDocument, TrialDocument
 from service.types import StudyRecord, TrialRecord
 
@@ -23,6 +23,9 @@ __all__ = ["router"]
 router = APIRouter(tags=["results"])
 
 MAX_PAGE = 1000
+# Both follow from the charts that are declared.
+PlotName: Any = Literal[*CHARTS]
+PlotDocument: Any = Union[*(chart.series_type for chart in CHARTS.values())]
 TrialState = Literal["WAITING", "RUNNING", "COMPLETE", "PRUNED", "FAIL"]
 
 
@@ -112,10 +115,7 @@ def list_plots(study: Study) -> Response:
     """The plots there are."""
     path = f"{study_path(study.id)}/plots"
     document: PlotsDocument = {
-        "plots": [
-            {"name": name, "title": (series.__doc__ or "").strip(), "link": f"{path}/{name}"}
-            for name, series in PLOTS.items()
-        ]
+        "plots": [{"name": name, "title": chart.title, "link": f"{path}/{name}"} for name, chart in CHARTS.items()]
     }
     return Json(document)
 
@@ -127,11 +127,11 @@ def list_plots(study: Study) -> Response:
 )
 def get_plot(
     study: Study,
-    name: Annotated[Literal["history", "front", "holdout", "recipe", "budget"], Path(description="Which plot.")],
+    name: Annotated[PlotName, Path(description="Which plot.")],
     services: Context,
 ) -> Response:
     """A plot's series as numbers."""
-    return Json(PLOTS[name](services.records.record(study.id)))
+    return Json(CHARTS[name].document(services.records.record(study.id)))
 
 
 def _trial(services: Services, study: StudyRecord, number: int) -> TrialRecord:

@@ -10,13 +10,13 @@ from typing import Any
 from markupsafe import Markup
 
 from search_spaces.objectives import Costs, Objective, dominates
-from service.results.files import RunRecord, pareto
+from service.results.files import RunRecord
 from service.results.report.charts import Interval, Legend, Plot, forest, legend, nice_scale
 from service.results.report.marks import MAX_POINTS, MAX_ROWS, SHAPES, evenly
-from service.results.report.texts import number_text, trial_name
-from service.results.selection import best_trial, full_budget_trials, pareto_front
+from service.results.report.texts import number_text, point_name
+from service.results.series.front import FrontPoint, front
 from service.results.statistics import Z
-from service.types import Origin, TrialRecord
+from service.types import Origin
 
 __all__ = ["front_section"]
 
@@ -26,21 +26,18 @@ MAX_PAIRS = 10
 
 def front_section(run: RunRecord) -> dict[str, Any] | None:
     """What the template draws of the trials at full budget; None before there is one."""
-    trials = full_budget_trials(run.trials)
-    if not trials:
+    plot = front(run)
+    if not plot.points:
         return None
-    front = pareto_front(run.trials, run.objectives)
-    best = best_trial(run.trials, run.objectives)
-    document = pareto(run)
-    rows = sorted(front, key=lambda trial: -statistics.fmean(trial.values.values()))
+    on_front = sorted((point for point in plot.points if point.is_on_front), key=lambda point: point.trial)
+    rows = sorted(on_front, key=lambda point: -statistics.fmean(point.values.values()))
+    digests = {trial.number: trial.recipe.digest for trial in run.trials}
     if len(run.objectives) == 1:
-        charts = [{"name": run.objectives[0].name, "svg": _ranking_chart(run, trials, best)}]
+        charts = [{"name": run.objectives[0].name, "svg": _ranking_chart(plot.points, run.objectives[0])}]
         entries = []
     else:
         pairs = list(itertools.combinations(run.objectives, 2))[:MAX_PAIRS]
-        charts = [
-            {"name": f"{y.name} against {x.name}", "svg": _pair_chart(trials, front, best, x, y)} for x, y in pairs
-        ]
+        charts = [{"name": f"{y.name} against {x.name}", "svg": _pair_chart(plot.points, x, y)} for x, y in pairs]
         entries = [
             Legend("on the front", "mark front"),
             Legend("dominated", "mark dominated"),
@@ -52,50 +49,37 @@ def front_section(run: RunRecord) -> dict[str, Any] | None:
         "charts": charts,
         "legend": legend(entries) if entries else "",
         "names": [objective.name for objective in run.objectives],
-        "rows": [{"name": trial_name(trial), "is_best": trial is best, "trial": trial} for trial in rows[:MAX_ROWS]],
-        "hypervolume": document["hypervolume"],
-        "reference": document["reference_point"][0],
-        "num_trials": len(trials),
+        "rows": [{"name": point_name(row), "point": row, "digest": digests[row.trial]} for row in rows[:MAX_ROWS]],
+        "hypervolume": plot.hypervolume,
+        "reference": plot.reference_point[0],
+        "num_trials": len(plot.points),
     }
 
 
-def _ranking_chart(run: RunRecord, trials: Sequence[TrialRecord], best: TrialRecord | None) -> Markup:
+def _ranking_chart(points: Sequence[FrontPoint], objective: Objective) -> Markup:
     """One objective: the ten best proposals, every source and published recipe, as bars with intervals."""
-    objective = run.objectives[0]
-    ranked = sorted(trials, key=lambda trial: (objective.cost(trial.values[objective.name]), trial.number))
-    proposed = [trial.number for trial in ranked if trial.origin is Origin.SEARCH][:10]
-    low, high = objective.range or (0.0, 1.0)
+    ranked = sorted(points, key=lambda point: (objective.cost(point.values[objective.name]), point.trial))
+    proposed = [point.trial for point in ranked if point.origin == Origin.SEARCH][:10]
+    low, high = _bounds(objective)
     intervals = []
-    for trial in ranked:
-        if trial.origin is not Origin.SEARCH or trial.number in proposed:
-            value, error = trial.values[objective.name], Z * trial.standard_errors.get(objective.name, 0.0)
-            css = "best" if trial is best else trial.origin.value
-            ends = max(low, value - error), min(high, value + error)
-            intervals.append(Interval(trial_name(trial), value, ends[0], ends[1], css=css))
+    for point in ranked:
+        if point.origin != Origin.SEARCH or point.trial in proposed:
+            css = "best" if point.is_best else point.origin
+            ends = _ends(point, objective)
+            intervals.append(Interval(point_name(point), point.values[objective.name], ends[0], ends[1], css=css))
     scale = nice_scale([low, *(interval.high for interval in intervals)], bounds=(low, high))
     label = f"{objective.name} of the best trials, sources and published recipes with 95 % intervals"
     return forest(intervals, scale, label=label, with_bars=True)
 
 
-def _pair_chart(
-    trials: Sequence[TrialRecord],
-    front: Sequence[TrialRecord],
-    best: TrialRecord | None,
-    x: Objective,
-    y: Objective,
-) -> Markup:
-    def ends(trial: TrialRecord, objective: Objective) -> tuple[float, float]:
-        value, error = trial.values[objective.name], Z * trial.standard_errors.get(objective.name, 0.0)
-        low, high = objective.range or (0.0, 1.0)
-        return max(low, value - error), min(high, value + error)
-
-    on_front = {trial.number for trial in front}
-    shown = _thinned_trials(trials, on_front)
+def _pair_chart(points: Sequence[FrontPoint], x: Objective, y: Objective) -> Markup:
+    shown = _thinned(points)
     # Wide intervals of marks at the rim would shrink the rest: the scales hold every interval of the front only.
     scales = [
         nice_scale(
-            [trial.values[o.name] for trial in shown] + [end for trial in front for end in ends(trial, o)],
-            bounds=o.range or (0.0, 1.0),
+            [point.values[o.name] for point in shown]
+            + [end for point in points if point.is_on_front for end in _ends(point, o)],
+            bounds=_bounds(o),
         )
         for o in (x, y)
     ]
@@ -107,39 +91,48 @@ def _pair_chart(
         height=320,
     )
     plot.steps(_pair_front(shown, x, y), css="frontline")
-    for trial in sorted(shown, key=lambda trial: (trial.number in on_front, trial.origin is not Origin.SEARCH)):
-        values = trial.values[x.name], trial.values[y.name]
-        if trial.number in on_front:
-            (left, right), (bottom, top) = ends(trial, x), ends(trial, y)
+    for point in sorted(shown, key=lambda point: (point.is_on_front, point.origin != Origin.SEARCH)):
+        values = point.values[x.name], point.values[y.name]
+        if point.is_on_front:
+            (left, right), (bottom, top) = _ends(point, x), _ends(point, y)
             plot.line(left, values[1], right, values[1], css="error")
             plot.line(values[0], bottom, values[0], top, css="error")
-        css = trial.origin.value if trial.origin is not Origin.SEARCH else "dominated"
-        if trial.number in on_front and trial.origin is Origin.SEARCH:
-            css = "front"
-        title = f"{trial_name(trial)}: {x.name} {number_text(values[0])}, {y.name} {number_text(values[1])}"
-        plot.point(*values, css=f"mark {css}", shape=SHAPES[trial.origin], title=title, size=6 if trial is best else 4)
-        if trial.origin is Origin.SOURCE:
-            plot.text(*values, trial.label.removeprefix("expert:"), dy=-11)
-        elif trial is best:
-            plot.text(*values, f"best, {trial_name(trial)}", css="note strong", dy=-11)
+        css = point.origin if point.origin != Origin.SEARCH else "front" if point.is_on_front else "dominated"
+        title = f"{point_name(point)}: {x.name} {number_text(values[0])}, {y.name} {number_text(values[1])}"
+        shape = SHAPES[Origin(point.origin)]
+        plot.point(*values, css=f"mark {css}", shape=shape, title=title, size=6 if point.is_best else 4)
+        if point.origin == Origin.SOURCE:
+            plot.text(*values, point.label.removeprefix("expert:"), dy=-11)
+        elif point.is_best:
+            plot.text(*values, f"best, {point_name(point)}", css="note strong", dy=-11)
     return plot.render()
 
 
-def _thinned_trials(trials: Sequence[TrialRecord], kept: set[int]) -> list[TrialRecord]:
-    special = [trial for trial in trials if trial.number in kept or trial.origin is not Origin.SEARCH]
-    rest = [trial for trial in trials if trial.number not in kept and trial.origin is Origin.SEARCH]
-    limit = max(0, MAX_POINTS - len(special))
-    return special + evenly(rest, limit)
+def _bounds(objective: Objective) -> tuple[float, float]:
+    return objective.range or (0.0, 1.0)
 
 
-def _pair_front(trials: Sequence[TrialRecord], x: Objective, y: Objective) -> list[tuple[float, float]]:
-    """The trials that none beats in both objectives, along x from its best end: a staircase of what is attained."""
+def _ends(point: FrontPoint, objective: Objective) -> tuple[float, float]:
+    """The ends of the point's 95 % interval, inside the objective's range."""
+    value, error = point.values[objective.name], Z * point.standard_errors.get(objective.name, 0.0)
+    low, high = _bounds(objective)
+    return max(low, value - error), min(high, value + error)
+
+
+def _thinned(points: Sequence[FrontPoint]) -> list[FrontPoint]:
+    special = [point for point in points if point.is_on_front or point.origin != Origin.SEARCH]
+    rest = [point for point in points if not point.is_on_front and point.origin == Origin.SEARCH]
+    return special + evenly(rest, max(0, MAX_POINTS - len(special)))
+
+
+def _pair_front(points: Sequence[FrontPoint], x: Objective, y: Objective) -> list[tuple[float, float]]:
+    """The values that none beats in both objectives, along x from its best end: a staircase of what is attained."""
     costs: dict[Costs, tuple[float, float]] = {}
-    for trial in trials:
-        values = trial.values[x.name], trial.values[y.name]
+    for point in points:
+        values = point.values[x.name], point.values[y.name]
         costs[(x.cost(values[0]), y.cost(values[1]))] = values
-    front: list[Costs] = []
-    for point in sorted(costs):
-        if not front or not dominates(front[-1], point):
-            front.append(point)
-    return [costs[point] for point in front]
+    stairs: list[Costs] = []
+    for pair in sorted(costs):
+        if not stairs or not dominates(stairs[-1], pair):
+            stairs.append(pair)
+    return [costs[pair] for pair in stairs]

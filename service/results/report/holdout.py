@@ -8,17 +8,16 @@ from service.cli.tables import sort_holdout
 from service.results.files import RunRecord
 from service.results.report.charts import Interval, Legend, forest, legend, nice_scale
 from service.results.report.texts import interval_text, row_name
-from service.schemas.files import SummaryDocument
+from service.results.series.holdout import holdout
 
 __all__ = ["holdout_section"]
 
 
-def holdout_section(run: RunRecord, document: SummaryDocument) -> dict[str, Any] | None:
-    """What the template draws of the held-out stage; None before that stage."""
-    rows = sort_holdout(document["holdout"])
+def holdout_section(run: RunRecord, *, best: int | None) -> dict[str, Any] | None:
+    """What the template draws of the held-out stage, with trial `best` marked; None before that stage."""
+    rows = sort_holdout(holdout(run).rows)
     if not rows:
         return None
-    best = document["best"]["trial"] if document["best"] else None
     names = list(dict.fromkeys(name for row in rows for name in row["values"]))
 
     def chart(name: str, *, is_mean: bool) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup
 
 from service.cli.progress import duration
 from service.cli.tables import sample_count
@@ -19,7 +20,7 @@ from service.results.report.holdout import holdout_section
 from service.results.report.recipe_picture import recipe_picture
 from service.results.report.texts import headline, key_figures, number_text, trial_name
 from service.results.selection import best_trial
-from service.schemas.files import SummaryDocument
+from service.results.series.budget import budget
 from service.types import Origin
 
 __all__ = ["render_report"]
@@ -40,13 +41,13 @@ def render_report(run: RunRecord) -> str:
         key_figures=key_figures(run, document),
         created=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.study.created_at)),
         settings=_settings(run),
-        holdout=holdout_section(run, document),
+        holdout=holdout_section(run, best=best.number if best else None),
         history=history_section(run),
         front=front_section(run),
         recipe=None
         if best is None
         else recipe_picture(best.recipe, experts=tuple(run.study.document.get("models", {}).get("experts", ()))),
-        savings=_savings(run, document),
+        savings=_savings(run),
         duration=duration,
     )
 
@@ -80,29 +81,22 @@ def _settings(run: RunRecord) -> list[tuple[str, str]]:
     return [(name, str(value)) for name, value in found if value not in (None, "")]
 
 
-def _savings(run: RunRecord, document: SummaryDocument) -> dict[str, Any]:
+def _savings(run: RunRecord) -> dict[str, Any]:
     """What multi-fidelity saved, and how far trials went."""
-    samples = document["samples"]
-    reached: dict[int, int] = {}
-    sizes: dict[int, str] = {}
-    for trial in run.trials:
-        if trial.origin is Origin.SEARCH:
-            for rung in trial.rungs:
-                reached[rung.rung] = reached.get(rung.rung, 0) + 1
-                sizes[rung.rung] = sample_count(rung.num_samples)
-    most = max(reached.values(), default=1)
-    scored_share = samples["scored"] / samples["full_budget"] if samples["full_budget"] else None
+    plot = budget(run)
+    searched = (trial for trial in run.trials if trial.origin is Origin.SEARCH)
+    sizes = {rung.rung: sample_count(rung.num_samples) for trial in searched for rung in trial.rungs}
+    share = plot.scored / plot.full_budget if plot.full_budget else None
+    most = max((rung.trials for rung in plot.rungs), default=1)
     return {
-        "share": scored_share,
-        "bar": stacked_bar([Bar("scored", min(1.0, scored_share), "background:var(--accent)")])
-        if scored_share is not None
-        else "",
+        "share": share,
+        "bar": "" if share is None else _bar("scored", min(1.0, share)),
         "rungs": [
-            {
-                "samples": sizes[rung],
-                "trials": reached[rung],
-                "bar": stacked_bar([Bar("trials", reached[rung] / most, "background:var(--accent)")]),
-            }
-            for rung in sorted(reached)
+            {"samples": sizes[rung.rung], "trials": rung.trials, "bar": _bar("trials", rung.trials / most)}
+            for rung in plot.rungs
         ],
     }
+
+
+def _bar(label: str, share: float) -> Markup:
+    return stacked_bar([Bar(label, share, "background:var(--accent)")])

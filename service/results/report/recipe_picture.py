@@ -1,4 +1,4 @@
-"""A recipe as a picture: layers by components, coloured by method, with every model's part in it.
+"""A recipe as a picture: layers by components, coloured by method, with every model's share.
 
 Prepares what report.html.j2 draws; knows nothing of trials and scores.
 """
@@ -10,10 +10,11 @@ from typing import Any
 
 from markupsafe import Markup
 
-from search_spaces.recipe import COMPONENTS, Component, LayerRecipe, Merge, Recipe
+from search_spaces.recipe import COMPONENTS, Component, Merge, Recipe
 from service.results.report.charts import Bar, Legend, legend, stacked_bar
+from service.results.series.recipe import layer_runs, model_shares
 
-__all__ = ["layer_runs", "model_shares", "recipe_picture"]
+__all__ = ["recipe_picture"]
 
 NUM_COLOURS = 8
 # These have the same colour in every report, the first one grey.
@@ -76,29 +77,6 @@ def _symbol(name: str) -> str:
     return {"lambda": "λ"}.get(name, name)
 
 
-def layer_runs(layers: Sequence[LayerRecipe]) -> Iterator[tuple[int, int, LayerRecipe]]:
-    """Runs of layers that are merged alike, each from its own layers: (start, stop, first of the run)."""
-
-    def shape(index: int) -> tuple[object, ...]:
-        layer = layers[index]
-        merges = tuple(
-            (
-                merge.method,
-                tuple((s.model, None if s.layer is None else s.layer - index) for s in merge.sources),
-                tuple(merge.coefficients.items()),
-                merge.seed,
-            )
-            for merge in (layer.component(component) for component in COMPONENTS)
-        )
-        return (merges, layer.scale, layer.alignment)
-
-    start = 0
-    for index in range(1, len(layers) + 1):
-        if index == len(layers) or shape(index) != shape(start):
-            yield start, index, layers[start]
-            start = index
-
-
 def _source_texts(merge: Merge) -> Iterator[tuple[str, str]]:
     """Each source's model and its own coefficient, where it has one."""
     per_source = [value for value in merge.coefficients.values() if isinstance(value, tuple)]
@@ -108,22 +86,6 @@ def _source_texts(merge: Merge) -> Iterator[tuple[str, str]]:
             t = merge.number("t")
             text = f"{(1 - t, t)[index]:.2f}"
         yield source.model, text
-
-
-def model_shares(merge: Merge) -> dict[str, float]:
-    """How much each model takes part in a merge, summing to 1: by size of its coefficient, equally without one. Of
-    methods on task vectors that is the share of the change; the base, which all start from, is not counted."""
-    if merge.method == "slerp":
-        t = merge.number("t")
-        weights: tuple[float, ...] = (1 - t, t)
-    else:
-        own = merge.coefficients.get("weight", merge.coefficients.get("lambda"))
-        weights = tuple(map(abs, own)) if isinstance(own, tuple) else (1.0,) * len(merge.sources)
-    total = sum(weights)
-    shares: dict[str, float] = {}
-    for source, weight in zip(merge.sources, weights, strict=True):
-        shares[source.model] = shares.get(source.model, 0.0) + (weight / total if total else 0.0)
-    return shares
 
 
 def _contributions(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, float]]]:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from service.cli.progress import duration
 from service.results.files import RunRecord
+from service.results.series.front import FrontPoint
+from service.results.series.history import HistoryPoint
 from service.schemas.files import EstimateDocument, HoldoutDocument, SummaryDocument
 from service.types import Origin, TrialRecord
 
-__all__ = ["headline", "interval_text", "key_figures", "number_text", "row_name", "trial_name"]
+__all__ = ["headline", "interval_text", "key_figures", "number_text", "point_name", "row_name", "trial_name"]
 
 
 def number_text(value: float | None, *, signed: bool = False) -> str:
@@ -26,6 +28,10 @@ def interval_text(estimate: EstimateDocument) -> str:
 
 def trial_name(trial: TrialRecord) -> str:
     return f"trial {trial.number}" if trial.origin is Origin.SEARCH else trial.label
+
+
+def point_name(point: HistoryPoint | FrontPoint) -> str:
+    return f"trial {point.trial}" if point.origin == Origin.SEARCH else point.label
 
 
 def row_name(row: HoldoutDocument) -> str:

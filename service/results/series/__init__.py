@@ -1,0 +1,30 @@
+"""What charts show, as series of numbers: computed once a chart, drawn by the report and served as JSON by the API.
+
+Every module here declares one chart with `@chart`, and is found by that.
+
+`base`      what a chart is
+`history`   every finished rung, and the best trial so far
+`front`     trials at full budget, and the Pareto front
+`holdout`   held-out estimates
+`recipe`    how the best trial is merged
+`budget`    how far trials went, and what they cost
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+from service.results.series.base import Chart
+
+__all__ = ["CHARTS"]
+
+
+def _declared() -> list[Chart[Any]]:
+    modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+    charts = [value for module in modules for value in vars(module).values() if isinstance(value, Chart)]
+    return sorted(charts, key=lambda chart: chart.place)
+
+
+CHARTS: dict[str, Chart[Any]] = {chart.name: chart for chart in _declared()}

@@ -1,0 +1,58 @@
+"""What a chart is: a function that computes its series from a run, under a name and a title."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Generic, TypeVar, get_type_hints
+
+from pydantic import TypeAdapter
+
+from service.results.files import RunRecord
+
+__all__ = ["Chart", "chart"]
+
+Series = TypeVar("Series")
+
+
+@dataclass(frozen=True)
+class Chart(Generic[Series]):
+    """Calling a chart with a run computes its series: a frozen dataclass, whose fields are the keys of the API's JSON.
+
+    `place` orders the charts in lists."""
+
+    compute: Callable[[RunRecord], Series]
+    place: int
+
+    def __call__(self, run: RunRecord) -> Series:
+        return self.compute(run)
+
+    @property
+    def name(self) -> str:
+        return self.compute.__name__
+
+    @property
+    def title(self) -> str:
+        return (self.compute.__doc__ or "").strip()
+
+    @cached_property
+    def series_type(self) -> Any:
+        return get_type_hints(self.compute)["return"]
+
+    @cached_property
+    def _adapter(self) -> TypeAdapter[Series]:
+        return TypeAdapter(self.series_type)
+
+    def document(self, run: RunRecord) -> Any:
+        """The series of `run` as JSON types, without the fields that are declared with `exclude`."""
+        return self._adapter.dump_python(self(run))
+
+
+def chart(*, place: int) -> Callable[[Callable[[RunRecord], Series]], Chart[Series]]:
+    """Declare a chart: the function's name is the chart's, its docstring the title, its return type the series."""
+
+    def declare(compute: Callable[[RunRecord], Series]) -> Chart[Series]:
+        return Chart(compute, place)
+
+    return declare

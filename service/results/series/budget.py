@@ -1,0 +1,45 @@
+"""The cost of a search: how far the searched trials went, and how many samples were scored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from service.results.files import RunRecord, samples_document
+from service.results.series.base import chart
+from service.schemas.files import Number
+from service.types import Origin
+
+__all__ = ["BudgetPlot", "BudgetRung", "budget"]
+
+
+@dataclass(frozen=True)
+class BudgetRung:
+    rung: Number
+    samples: Annotated[int, Field(description="Of each objective.")]
+    trials: Annotated[int, Field(description="Searched trials that reached it.")]
+
+
+@dataclass(frozen=True)
+class BudgetPlot:
+    """What the search cost beside scoring every recipe in full."""
+
+    plot: Literal["budget"]
+    scored: Number
+    full_budget: Number
+    rungs: tuple[BudgetRung, ...]
+
+
+@chart(place=5)
+def budget(run: RunRecord) -> BudgetPlot:
+    """How far the searched trials went, and what they cost beside scoring everything in full."""
+    sizes: dict[int, list[int]] = {}
+    for trial in run.trials:
+        if trial.origin is Origin.SEARCH:
+            for rung in trial.rungs:
+                sizes.setdefault(rung.rung, []).append(max(rung.num_samples.values(), default=0))
+    samples = samples_document(run)
+    rungs = tuple(BudgetRung(rung, max(sizes[rung]), len(sizes[rung])) for rung in sorted(sizes))
+    return BudgetPlot("budget", samples["scored"], samples["full_budget"], rungs)

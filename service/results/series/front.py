@@ -1,0 +1,61 @@
+"""The trials at full budget, and the Pareto front among them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from service.results.files import RunRecord, pareto
+from service.results.selection import best_trial, full_budget_trials
+from service.results.series.base import chart
+from service.schemas.files import Number, ObjectiveDocument, Values
+
+__all__ = ["FrontPlot", "FrontPoint", "front"]
+
+
+@dataclass(frozen=True)
+class FrontPoint:
+    trial: Number
+    label: str
+    origin: str
+    values: Values
+    standard_errors: Values
+    is_on_front: bool
+    is_best: bool
+
+
+@dataclass(frozen=True)
+class FrontPlot:
+    """The trials at full budget."""
+
+    plot: Literal["front"]
+    objectives: list[ObjectiveDocument]
+    reference_point: list[float]
+    hypervolume: float
+    points: tuple[FrontPoint, ...]
+
+
+@chart(place=2)
+def front(run: RunRecord) -> FrontPlot:
+    """Trials at full budget, and which of them no other one beats."""
+    document = pareto(run)
+    numbers = {row["trial"] for row in document["front"]}
+    best = best_trial(run.trials, run.objectives)
+    return FrontPlot(
+        plot="front",
+        objectives=document["objectives"],
+        reference_point=document["reference_point"],
+        hypervolume=document["hypervolume"],
+        points=tuple(
+            FrontPoint(
+                trial=trial.number,
+                label=trial.label,
+                origin=trial.origin.value,
+                values=dict(trial.values),
+                standard_errors=dict(trial.standard_errors),
+                is_on_front=trial.number in numbers,
+                is_best=trial is best,
+            )
+            for trial in full_budget_trials(run.trials)
+        ),
+    )

@@ -1,0 +1,91 @@
+"""The history: every finished rung of every trial by its number, and the best so far."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from search_spaces.objectives import Objective
+from service.results.files import RunRecord
+from service.results.selection import accuracy_objectives
+from service.results.series.base import chart
+from service.schemas.files import Number
+from service.types import TrialRecord, TrialState
+
+__all__ = ["HistoryPlot", "HistoryPoint", "HistorySeries", "RecordPoint", "history"]
+
+
+@dataclass(frozen=True)
+class HistoryPoint:
+    trial: Number
+    label: str
+    origin: str
+    rung: Number
+    samples: Annotated[int, Field(description="Of each objective, at that rung.")]
+    value: float
+    is_full: Annotated[bool, Field(description="Whether it is the trial's value at full budget.")]
+    # Of the objective that has most; `samples` is of the one that has fewest.
+    most_samples: Annotated[int, Field(exclude=True)]
+
+
+@dataclass(frozen=True)
+class RecordPoint:
+    trial: Number
+    value: float
+
+
+@dataclass(frozen=True)
+class HistorySeries:
+    name: Annotated[str, Field(description='An objective, or "mean": of the accuracy objectives.')]
+    direction: Literal["maximize", "minimize"]
+    points: tuple[HistoryPoint, ...]
+    record: Annotated[tuple[RecordPoint, ...], Field(description="Trials that were the best so far at full budget.")]
+
+
+@dataclass(frozen=True)
+class HistoryPlot:
+    """Every finished rung of every trial."""
+
+    plot: Literal["history"]
+    series: tuple[HistorySeries, ...]
+    failed: Annotated[tuple[int, ...], Field(description="Trials that failed.")]
+
+
+@chart(place=1)
+def history(run: RunRecord) -> HistoryPlot:
+    """Every finished rung by trial number, for the mean of the accuracy objectives and for each objective."""
+    trials = sorted(run.trials, key=lambda trial: trial.number)
+    averaged = accuracy_objectives(run.objectives)
+    series = [_series(trials, (objective.name,), objective) for objective in run.objectives]
+    if len(averaged) > 1:
+        series.insert(0, _series(trials, averaged, Objective("mean", "mean", "maximize")))
+    failed = tuple(trial.number for trial in trials if trial.state is TrialState.FAIL)
+    return HistoryPlot("history", tuple(series), failed)
+
+
+def _series(trials: Sequence[TrialRecord], names: Sequence[str], objective: Objective) -> HistorySeries:
+    points: list[HistoryPoint] = []
+    record: list[RecordPoint] = []
+    for trial in trials:
+        for rung in trial.rungs:
+            if not all(name in rung.values for name in names):
+                continue
+            samples = [rung.num_samples.get(name, 0) for name in names]
+            point = HistoryPoint(
+                trial=trial.number,
+                label=trial.label,
+                origin=trial.origin.value,
+                rung=rung.rung,
+                samples=min(samples),
+                value=statistics.fmean(rung.values[name] for name in names),
+                is_full=trial.state is TrialState.COMPLETE and rung is trial.rungs[-1],
+                most_samples=max(samples),
+            )
+            points.append(point)
+            if point.is_full and (not record or objective.is_better(point.value, record[-1].value)):
+                record.append(RecordPoint(trial.number, point.value))
+    return HistorySeries(objective.name, objective.direction, tuple(points), tuple(record))

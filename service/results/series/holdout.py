@@ -1,0 +1,26 @@
+"""The held-out stage: an estimate with its interval for each row and objective."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from service.results.files import RunRecord, holdout_documents
+from service.results.series.base import chart
+from service.schemas.files import HoldoutDocument
+
+__all__ = ["HoldoutPlot", "holdout"]
+
+
+@dataclass(frozen=True)
+class HoldoutPlot:
+    """Held-out estimates with 95 % intervals."""
+
+    plot: Literal["holdout"]
+    rows: list[HoldoutDocument]
+
+
+@chart(place=3)
+def holdout(run: RunRecord) -> HoldoutPlot:
+    """Held-out estimates with their intervals; none before that stage."""
+    return HoldoutPlot("holdout", holdout_documents(run))

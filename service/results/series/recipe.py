@@ -1,0 +1,106 @@
+"""How a recipe merges: runs of layers that are merged alike, and each model's share in every merge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from search_spaces.recipe import COMPONENTS, LayerRecipe, Merge
+from service.results.files import RunRecord
+from service.results.selection import best_trial
+from service.results.series.base import chart
+from service.schemas.files import Number
+
+__all__ = ["LayersPicture", "MergePicture", "RecipePlot", "layer_runs", "model_shares", "recipe"]
+
+
+@dataclass(frozen=True)
+class MergePicture:
+    method: str
+    shares: Annotated[dict[str, float], Field(description="By model, summing to 1.")]
+    coefficients: dict[str, float | list[float]]
+
+
+@dataclass(frozen=True)
+class LayersPicture:
+    first: Number
+    last: Number
+    components: Annotated[dict[str, MergePicture], Field(description="attention, mlp and norm.")]
+
+
+@dataclass(frozen=True)
+class RecipePlot:
+    """How the best trial is merged; null before there is one."""
+
+    plot: Literal["recipe"]
+    trial: int | None
+    models: list[str]
+    embedding: MergePicture | None
+    layers: list[LayersPicture]
+    head: MergePicture | None
+
+
+@chart(place=4)
+def recipe(run: RunRecord) -> RecipePlot:
+    """How the best trial is merged: every model's share, by runs of equal layers and by component."""
+    best = best_trial(run.trials, run.objectives)
+    if best is None:
+        return RecipePlot("recipe", trial=None, models=[], embedding=None, layers=[], head=None)
+    return RecipePlot(
+        plot="recipe",
+        trial=best.number,
+        models=list(best.recipe.models),
+        embedding=_picture(best.recipe.embedding),
+        layers=[
+            LayersPicture(start, stop - 1, {name: _picture(layer.component(name)) for name in COMPONENTS})
+            for start, stop, layer in layer_runs(best.recipe.layers)
+        ],
+        head=_picture(best.recipe.head),
+    )
+
+
+def _picture(merge: Merge) -> MergePicture:
+    coefficients = {name: list(v) if isinstance(v, tuple) else v for name, v in merge.coefficients.items()}
+    return MergePicture(merge.method, dict(model_shares(merge)), coefficients)
+
+
+def layer_runs(layers: Sequence[LayerRecipe]) -> Iterator[tuple[int, int, LayerRecipe]]:
+    """Runs of layers that are merged alike, each from its own layers: (start, stop, first of the run)."""
+
+    def shape(index: int) -> tuple[object, ...]:
+        layer = layers[index]
+        merges = tuple(
+            (
+                merge.method,
+                tuple((s.model, None if s.layer is None else s.layer - index) for s in merge.sources),
+                tuple(merge.coefficients.items()),
+                merge.seed,
+            )
+            for merge in (layer.component(component) for component in COMPONENTS)
+        )
+        return (merges, layer.scale, layer.alignment)
+
+    start = 0
+    for index in range(1, len(layers) + 1):
+        if index == len(layers) or shape(index) != shape(start):
+            yield start, index, layers[start]
+            start = index
+
+
+def model_shares(merge: Merge) -> dict[str, float]:
+    """Each model's share in a merge, summing to 1: proportional to the size of its coefficient, equal without one. For
+    methods on task vectors it is the share of the change; the base, which all start from, is not counted."""
+    if merge.method == "slerp":
+        t = merge.number("t")
+        weights: tuple[float, ...] = (1 - t, t)
+    else:
+        own = merge.coefficients.get("weight", merge.coefficients.get("lambda"))
+        weights = tuple(map(abs, own)) if isinstance(own, tuple) else (1.0,) * len(merge.sources)
+    total = sum(weights)
+    shares: dict[str, float] = {}
+    for source, weight in zip(merge.sources, weights, strict=True):
+        shares[source.model] = shares.get(source.model, 0.0) + (weight / total if total else 0.0)
+    return shares

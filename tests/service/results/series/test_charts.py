@@ -1,0 +1,61 @@
+"""Charts: found without a list, and the same series in the report and in the API's JSON."""
+
+import pkgutil
+import re
+from dataclasses import is_dataclass, replace
+
+import pytest
+
+from service.results import series
+from service.results.report import render_report
+from service.results.series import CHARTS
+from service.results.series.base import chart
+from service.results.series.history import HistoryPlot
+from tests.service.synthetic_run import run_record
+
+
+@pytest.fixture(scope="module")
+def run():
+    return run_record(num_trials=20)
+
+
+def test_every_module_but_base_declares_the_chart_of_its_name():
+    assert sorted([*CHARTS, "base"]) == sorted(module.name for module in pkgutil.iter_modules(series.__path__))
+    assert list(CHARTS) == ["history", "front", "holdout", "recipe", "budget"]
+
+
+@pytest.mark.parametrize("name", list(CHARTS))
+def test_a_chart_is_a_frozen_dataclass_and_its_document_says_which(name, run):
+    drawn = CHARTS[name](run)
+    assert is_dataclass(drawn)
+    assert type(drawn) is CHARTS[name].series_type
+    assert type(drawn).__dataclass_params__.frozen
+    assert CHARTS[name].document(run)["plot"] == name
+    assert CHARTS[name].document(replace(run, trials=(), holdout=()))["plot"] == name
+
+
+def test_a_declared_chart_takes_name_and_title_from_its_function(run):
+    @chart(place=9)
+    def nothing(run) -> HistoryPlot:
+        """No trial at all."""
+        return HistoryPlot("history", (), ())
+
+    assert (nothing.name, nothing.title, nothing.place) == ("nothing", "No trial at all.", 9)
+    assert nothing.document(run) == {"plot": "history", "series": (), "failed": ()}
+
+
+def test_what_only_the_report_needs_is_not_in_the_document(run):
+    points = CHARTS["history"].document(run)["series"][0]["points"]
+    assert points
+    assert all(list(point) == ["trial", "label", "origin", "rung", "samples", "value", "is_full"] for point in points)
+
+
+def test_the_report_draws_the_points_of_the_series(run):
+    html = render_report(run)
+    for drawn in CHARTS["history"](run).series:
+        searched = [point for point in drawn.points if point.origin == "search"]
+        assert searched
+        for point in searched:
+            assert f"<title>trial {point.trial}: {point.value:.3f} on {point.samples} samples</title>" in html
+    crosses = {int(number) for number in re.findall(r"<title>trial (\d+) failed</title>", html)}
+    assert crosses == set(CHARTS["history"](run).failed)

@@ -1,0 +1,27 @@
+"""The series of a recipe: runs of layers that are merged alike, and every model's share."""
+
+import pytest
+
+from search_spaces.recipe import LayerRecipe, Merge, Source
+from service.results.series.recipe import layer_runs, model_shares
+
+
+def test_layers_are_one_run_only_where_they_take_the_same_steps():
+    def layer(model, source, scale=1.0):
+        merge = Merge("passthrough", (Source(model, source),))
+        return LayerRecipe(merge, merge, merge, scale=scale)
+
+    layers = [layer("a", 0), layer("a", 1), layer("a", 1), layer("b", 3), layer("b", 4, scale=1.2)]
+    assert [(start, stop) for start, stop, _ in layer_runs(layers)] == [(0, 2), (2, 3), (3, 4), (4, 5)]
+
+
+def test_shares_follow_coefficients():
+    three = tuple(Source(name, 0) for name in "abc")
+    assert model_shares(Merge("task_arithmetic", three, {"lambda": (0.5, 0.25, 0.25)})) == {
+        "a": 0.5,
+        "b": 0.25,
+        "c": 0.25,
+    }
+    assert model_shares(Merge("slerp", three[:2], {"t": 0.3})) == pytest.approx({"a": 0.7, "b": 0.3})
+    assert model_shares(Merge("ties", three[:2], {"lambda": 1.0, "k": 0.2})) == {"a": 0.5, "b": 0.5}
+    assert model_shares(Merge("linear", three[:2], {"weight": (0.0, 0.0)})) == {"a": 0.0, "b": 0.0}
