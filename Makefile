@@ -1,4 +1,5 @@
-# mergesearch: `make demo` runs a real search on the shipped model family, `make test` every check. Both install first.
+# mergesearch: `make demo` runs a real search on the shipped model family, `make test` every check, `make test-fast` those
+# that start neither Ray nor an engine. All install first.
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
@@ -14,7 +15,7 @@ STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 DEMO_DIR ?= runs/demo
 PYTEST_ARGS ?=
 
-.PHONY: install demo test lint bench clean
+.PHONY: install demo test test-fast lint bench clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -32,6 +33,9 @@ demo: install
 
 test: lint
 	$(BIN)/python -m pytest tests $(PYTEST_ARGS)
+
+test-fast: lint
+	$(BIN)/python -m pytest tests -m "not slow" $(PYTEST_ARGS)
 
 lint: install
 	$(BIN)/ruff check .

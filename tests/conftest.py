@@ -18,6 +18,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 import pytest
 
 from tests.builders import tiny_family, tiny_qwen2
+from tests.tiers import needs_ray_or_engine, starts_nothing
 from workers.types import EngineOptions, Family, TaskSpec
 
 if TYPE_CHECKING:
@@ -33,6 +34,22 @@ OPTIONS = EngineOptions(max_model_len=256, threads=1)
 def record_engine_start(label: str, seconds: float) -> None:
     """Every test that starts an engine, in whatever process, says so here."""
     ENGINE_STARTS.append((label, seconds))
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if needs_ray_or_engine(item.path, getattr(item, "fixturenames", ())):
+            item.add_marker("slow")
+
+
+@pytest.fixture(autouse=True)
+def _fast_tests_start_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.node.get_closest_marker("slow"):
+        yield
+    else:
+        with starts_nothing():
+            yield
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

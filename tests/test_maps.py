@@ -1,0 +1,70 @@
+"""Every package says in its docstring what each of its modules is for, and has few enough to be read at a glance."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator
+
+import pytest
+
+import search_spaces
+import service
+import workers
+
+MAX_MODULES = 13  # beside its sub-packages
+
+
+def packages() -> Iterator[str]:
+    for root in (search_spaces, workers, service):
+        yield root.__name__
+        for module in pkgutil.walk_packages(root.__path__, f"{root.__name__}."):
+            if module.ispkg:
+                yield module.name
+
+
+PACKAGES = tuple(packages())
+
+
+def differences(docstring: str | None, modules: Collection[str]) -> list[str]:
+    """What a map has too little or too much: names in backticks against the modules and packages there are."""
+    named = Counter(re.findall(r"`(\w+)`", docstring or ""))
+    return (
+        [f"{name} is not on the map" for name in sorted(set(modules) - set(named))]
+        + [f"{name} is no module here" for name in sorted(set(named) - set(modules))]
+        + [f"{name} is on the map {count} times" for name, count in sorted(named.items()) if count > 1]
+    )
+
+
+def modules_in(name: str) -> list[pkgutil.ModuleInfo]:
+    return list(pkgutil.iter_modules(importlib.import_module(name).__path__))
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_map_names_every_module_and_no_other(name: str) -> None:
+    assert differences(importlib.import_module(name).__doc__, [module.name for module in modules_in(name)]) == []
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_no_package_is_crowded(name: str) -> None:
+    assert len([module for module in modules_in(name) if not module.ispkg]) <= MAX_MODULES
+
+
+def test_the_packages_are_those_of_the_folders() -> None:
+    assert {"search_spaces.spaces", "workers.merging.kernels", "service.results.report"} <= set(PACKAGES)
+
+
+@pytest.mark.parametrize(
+    ("docstring", "expected"),
+    [
+        ("`store` keeps, `cli` parses", []),
+        ("`cli` parses", ["store is not on the map"]),
+        (None, ["cli is not on the map", "store is not on the map"]),
+        ("`store` and `books` keep, `cli` parses", ["books is no module here"]),
+        ("`store` keeps, `cli` parses what `store` holds", ["store is on the map 2 times"]),
+    ],
+)
+def test_a_wrong_map_is_noticed(docstring: str | None, expected: list[str]) -> None:
+    assert differences(docstring, ["store", "cli"]) == expected

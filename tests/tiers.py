@@ -1,0 +1,45 @@
+"""Test tiers: which tests are slow, and the check that the others start neither Ray nor an engine.
+
+`make test-fast` runs what is not marked `slow`. Tests that start Ray or an engine are marked here, by what they use;
+tests that only take long (more than about 5 s) carry the marker themselves.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["needs_ray_or_engine", "starts_nothing"]
+
+# Fixtures of tests/conftest.py that start Ray or an engine; fixtures made from them count too.
+STARTERS = frozenset({"engine", "ray_cluster", "scorer"})
+
+# Its tests start the commands that users start.
+END_TO_END = Path(__file__).with_name("end_to_end")
+
+
+def needs_ray_or_engine(file: Path, fixtures: Collection[str]) -> bool:
+    """Whether a test in `file` starts Ray or an engine; `fixtures` are all that it uses, directly or not."""
+    return not STARTERS.isdisjoint(fixtures) or END_TO_END in file.parents
+
+
+@contextmanager
+def starts_nothing() -> Iterator[None]:
+    """Raises AssertionError if Ray is started or vLLM is imported inside, which takes 10 to 40 s.
+
+    What another test of the same session started before is not counted. Importing Ray is allowed."""
+    before = _started()
+    yield
+    started = _started() - before
+    assert not started, (
+        f"a test that is not marked slow started {' and '.join(sorted(started))}; mark it slow (pytest.mark.slow), or "
+        f"use a fixture: {', '.join(sorted(STARTERS))}"
+    )
+
+
+def _started() -> frozenset[str]:
+    ray = sys.modules.get("ray")
+    state = {"vLLM": "vllm" in sys.modules, "Ray": ray is not None and ray.is_initialized()}
+    return frozenset(name for name, is_there in state.items() if is_there)
