@@ -1,4 +1,4 @@
-"""Every study file in docs/examples is accepted by `mergesearch run FILE --check`, every merge file by `merge --check`."""
+"""Every study file in docs/examples is accepted by `run FILE --check`, every merge file by `merge FILE --check`."""
 
 from __future__ import annotations
 

@@ -67,6 +67,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
         yield server
 
 
+@pytest.mark.slow
 def test_the_best_trial_is_downloaded_as_export_writes_it(
     http: httpx.Client, server: ApiServer, tmp_path: Path
 ) -> None:
@@ -96,6 +97,7 @@ def test_the_best_trial_is_downloaded_as_export_writes_it(
     assert http.post(path, json={"trial": 6}).json() == export
 
 
+@pytest.mark.slow
 def test_an_export_that_failed_may_be_tried_again_and_says_why_it_failed(http: httpx.Client, server: ApiServer) -> None:
     record = finished_study(server.store, num_trials=3)  # its fingerprints are of no real files
     name = export_id(record.id, 1, "bfloat16")
@@ -149,6 +151,7 @@ def test_an_export_belongs_to_its_study(http: httpx.Client, server: ApiServer) -
     assert http.get(f"/v1/studies/{other.id}/exports").json() == {"exports": []}
 
 
+@pytest.mark.slow
 def test_an_interrupted_export_is_written_at_the_next_start(tmp_path: Path) -> None:
     name = export_id("s", 0, "float32")
     store = Store(f"sqlite:///{tmp_path / 'mergesearch.db'}")

@@ -66,6 +66,7 @@ def schema(server: ApiServer) -> Any:
     return schema
 
 
+@pytest.mark.slow
 def test_the_server_keeps_to_its_document(server: ApiServer, schema: Any) -> None:
     problems = []
     for event in from_schema(schema).execute():

@@ -41,6 +41,7 @@ def http(server: ApiServer) -> Iterator[httpx.Client]:
         yield client
 
 
+@pytest.mark.slow
 def test_a_study_gets_the_document_and_facts_of_the_command_line(http: httpx.Client, server: ApiServer) -> None:
     file = FAMILY / "study.yaml"
     study = load_study(file)
@@ -82,6 +83,7 @@ def test_the_server_answers_at_once_while_a_study_is_examined(http: httpx.Client
     assert sorted(seconds)[len(seconds) * 9 // 10] < 0.5
 
 
+@pytest.mark.slow
 def test_a_killed_examination_is_begun_again_once() -> None:
     async def killed(num_kills: int) -> PreflightOutcome:
         call = asyncio.create_task(examiner.examine(json.dumps(document()).encode(), is_json=True))

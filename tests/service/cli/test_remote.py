@@ -180,6 +180,7 @@ def test_the_log_is_printed(
     assert terminal.refused("log", finished, code=1) == "Ray is being started"
 
 
+@pytest.mark.slow
 def test_export_fetches_the_model(site: Site, finished: str, terminal: ServerTerminal, tmp_path: Path) -> None:
     out = tmp_path / "merged"
     assert terminal.shown("export", "finished", "1", "--out", out) == f"merged model: {out}\n"

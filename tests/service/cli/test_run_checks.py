@@ -100,6 +100,7 @@ def test_a_damaged_configuration_is_told(place: Workplace, content: bytes) -> No
     assert str(expert) in err
 
 
+@pytest.mark.slow
 def test_a_configuration_that_does_not_count_layers_says_what_transformers_takes_it_to_say(place: Workplace) -> None:
     base = place.copied("base")
     config = json.loads((base / "config.json").read_text())
@@ -193,6 +194,7 @@ def test_an_unknown_metric_and_split_of_an_lm_eval_file(place: Workplace) -> Non
     assert f"holdout.0.split: task {task}: no split 'dev'; its data has test, train" in message
 
 
+@pytest.mark.slow
 def test_an_unknown_task_names_the_nearest(place: Workplace) -> None:
     message = place.refused_study(objectives=[{"name": "sums", "task": "gsm8", "metric": "exact_match"}], holdout=[])
     assert "objectives.0.task: task 'gsm8': lm-eval knows no such task; nearest are " in message

@@ -129,6 +129,7 @@ def test_the_trial_list_does_not_depend_on_the_order_in_which_results_come(
     assert trial_list(other_store, other) == trial_list(store, study)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_killed_at_any_step_and_run_again_gives_the_undisturbed_trial_list(
     tmp_path: Path, scheduler: Scheduler

@@ -412,6 +412,7 @@ print(json.dumps(peaks))
 """
 
 
+@pytest.mark.slow
 def test_an_export_needs_two_tensors_per_source(tmp_path: Path) -> None:
     """Beside mapped files, whose pages the system takes back when it needs them: anonymous memory cannot be."""
     num_layers, hidden = 8, 512

@@ -316,6 +316,7 @@ def test_some_tensors_are_those_of_the_whole(untied: Bank) -> None:
     assert all(torch.equal(whole[name], tensor) for name, tensor in some.items())
 
 
+@pytest.mark.slow
 def test_a_bank_and_a_candidate_need_the_sources_a_result_and_a_tenth(tmp_path: Path) -> None:
     """In a process whose memory is limited to that, by every fused method; a second result, or task vectors, would not
     fit."""

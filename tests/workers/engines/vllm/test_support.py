@@ -13,6 +13,8 @@ import pytest
 
 from workers.engines.vllm.support import Capability, CapabilityProbe
 
+pytestmark = pytest.mark.slow  # vLLM is imported in a process of its own
+
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
     "gemma2": {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"},

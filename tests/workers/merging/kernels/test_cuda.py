@@ -46,6 +46,7 @@ def test_kernels_give_the_bits_of_the_plain_methods_on_the_device() -> None:
     assert check_all((1, 1000, 1_000_003), "cuda") > 100
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda", reason="the device itself is tested")
 def test_kernels_give_the_bits_of_the_plain_methods_in_the_interpreter() -> None:
     code = "from tests.workers.merging.kernels.test_cuda import check_all; print(check_all((1, 1500), 'cpu'))"
