@@ -147,7 +147,7 @@ def test_errors_have_the_root_of_their_package(error: type[Exception]) -> None:
     assert issubclass(error, roots[error.__module__])
 
 
-FOLDERS = ("search_spaces", "workers", "service", "tests", "deploy")
+FOLDERS = ("search_spaces", "workers", "service", "tests", "deploy", "docs", ".github")
 TEXT = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".j2", ".json", ".sh", ".cfg"}
 A_MACHINE = re.compile(r"(?<![\w.])/(?:home|root|Users|work)/")
 

@@ -1,0 +1,216 @@
+"""The pages say what is there: links, paths, commands, study files, options, routes and folders."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_spaces.errors import InvalidStudy
+from search_spaces.study.file import load_study, parse_study, study_json_schema
+from search_spaces.study.yaml import parse_document
+from service.api.openapi import install_openapi
+from service.api.routes import events, exports, operations, results, studies
+from service.cli.main import main
+from tests.docs.pages import PAGES, ROOT, Page
+from tests.test_maps import PACKAGES
+
+MAX_README_LINES = 200
+EXAMPLES = ROOT / "docs" / "examples"
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+
+
+def page_of(name: str) -> Page:
+    return next(page for page in PAGES if page.name == name)
+
+
+def made_up(text: str) -> Page:
+    return Page(ROOT / "README.md", text)
+
+
+def test_the_readme_is_short_and_links_every_page() -> None:
+    readme = page_of("README.md")
+    assert len(readme.text.splitlines()) <= MAX_README_LINES
+    assert [page.name for page in PAGES if page is not readme and f"]({page.name})" not in readme.text] == []
+
+
+# Links and paths.
+
+
+@every_page
+def test_links_lead_somewhere(page: Page) -> None:
+    assert page.broken_links() == []
+
+
+@every_page
+def test_paths_exist(page: Page) -> None:
+    assert page.missing_paths() == []
+
+
+def test_a_link_or_a_path_that_leads_nowhere_is_noticed() -> None:
+    page = made_up(
+        "[a](docs/none.md) [b](docs/studies.md#none) [c](#none) [d](docs/studies.md#searchers) `service/none.py`"
+    )
+    assert page.broken_links() == ["docs/none.md", "docs/studies.md#none", "#none"]
+    assert page.missing_paths() == ["service/none.py"]
+
+
+# Commands.
+
+
+def wrong_commands(page: Page, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Lines whose command, or one of whose options, `mergesearch COMMAND --help` does not have."""
+    inline = [code for code in page.code() if code.startswith("mergesearch ")]
+    return [line for line in (*page.commands("mergesearch"), *inline) if not _is_known(shlex.split(line)[1:], capsys)]
+
+
+def _is_known(words: list[str], capsys: pytest.CaptureFixture[str]) -> bool:
+    if words[0].startswith("--") or words[0].isupper():
+        words = ["", *words]
+    with pytest.raises(SystemExit) as ended:
+        main([*filter(None, words[:1]), "--help"])
+    said = capsys.readouterr().out
+    return ended.value.code == 0 and all(word in said for word in words[1:] if word.startswith("--"))
+
+
+@every_page
+def test_commands_are_those_of_the_command_line(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
+    assert wrong_commands(page, capsys) == []
+
+
+def test_a_command_that_is_not_there_is_noticed(capsys: pytest.CaptureFixture[str]) -> None:
+    page = made_up(
+        "```\nmergesearch walk study.yaml\nmergesearch run study.yaml --fast  # soon\nmergesearch studies\n```\n"
+    )
+    assert wrong_commands(page, capsys) == ["mergesearch walk study.yaml", "mergesearch run study.yaml --fast"]
+
+
+def wrong_calls(page: Page) -> list[str]:
+    """Calls of `make` and `python -m` of what is not there."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    benchmarks = {file.stem.removeprefix("bench_") for file in (ROOT / "tests" / "benchmarks").glob("bench_*.py")}
+    lines = [*page.commands("make"), *page.commands("python"), *page.code()]
+    wrong = []
+    for line in lines:
+        words = shlex.split(line) if line.startswith(("make ", "python -m ")) else [""]
+        named = [name for word in words if word.startswith("ONLY=") for name in word[5:].rstrip("]").split()]
+        if words[0] == "make" and (words[1] not in targets or set(named) - benchmarks - {"NAME", "name"}):
+            wrong.append(line)
+        if words[0] == "python" and importlib.util.find_spec(words[2]) is None:
+            wrong.append(line)
+    return wrong
+
+
+@every_page
+def test_calls_of_make_and_of_modules_are_of_what_is_there(page: Page) -> None:
+    assert wrong_calls(page) == []
+
+
+def test_a_call_of_what_is_not_there_is_noticed() -> None:
+    page = made_up(
+        "```\nmake all\nmake test\n```\n`make bench ONLY=luck` `python -m service.none` `python -m service.server`"
+    )
+    assert wrong_calls(page) == ["make all", "make bench ONLY=luck", "python -m service.none"]
+
+
+# Study files.
+
+
+def studies_in(page: Page) -> Iterator[dict[str, Any]]:
+    """YAML blocks that are studies; one with some of the sections is laid over the quickstart's."""
+    whole = parse_document((EXAMPLES / "quickstart.yaml").read_bytes(), "quickstart", is_json=False)
+    for block in page.blocks_in("yaml"):
+        document = parse_document(block.encode(), page.name, is_json=False)
+        if "merge_method" not in document:
+            yield document if "models" in document else whole | document
+
+
+@every_page
+def test_study_files_in_pages_are_valid(page: Page) -> None:
+    for document in studies_in(page):
+        parse_study(document)
+
+
+def test_a_study_that_is_not_valid_is_noticed() -> None:
+    page = made_up("```yaml\nfidelity: {scheduler: soon}\n```\n")
+    with pytest.raises(InvalidStudy, match="soon"):
+        parse_study(next(studies_in(page)))
+
+
+def test_pages_show_both_kinds_of_yaml() -> None:
+    assert len(list(studies_in(page_of("docs/studies.md")))) == 2
+    blocks = page_of("docs/merging.md").blocks_in("yaml")
+    assert blocks == [(EXAMPLES / "mergekit.yml").read_text()]
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.name)
+def test_every_example_is_a_study_that_a_page_names(file: Path) -> None:
+    load_study(file)
+    assert any(f"examples/{file.name})" in page.text for page in PAGES)
+
+
+# Options, routes, folders.
+
+
+def rows(text: str) -> list[str]:
+    """The first cells of its tables, without what stands above them."""
+    return [cell for cell in re.findall(r"^\| (.+?) \|", text, re.MULTILINE) if cell.startswith("`")]
+
+
+def options_in(text: str) -> set[str]:
+    """The options that its tables describe; of several in one row, the first may give the others' section."""
+    found = set()
+    for cell in rows(text):
+        first, *others = re.findall(r"`([a-z_.]+)`", cell)
+        section = first.rpartition(".")[0]
+        found |= {first, *(f"{section}.{other}" if section and "." not in other else other for other in others)}
+    return found
+
+
+def options_of(section: str, value: Mapping[str, Any], definitions: Mapping[str, Any]) -> set[str]:
+    """Options of a section of the study's schema, or the section itself where it is a single value."""
+    properties = definitions.get(str(value.get("$ref", "")).rpartition("/")[2], {}).get("properties", ())
+    return {f"{section}.{option}" for option in properties} or {section}
+
+
+def test_every_option_of_the_study_file_is_in_a_table_and_no_other() -> None:
+    schema = study_json_schema()
+    _, text = page_of("docs/studies.md").prose.split("## Sections and options")
+    sections, objectives = text.split("## Search space")[0].split("### Objectives and holdout")
+    expected = [options_of(name, value, schema["$defs"]) for name, value in schema["properties"].items()]
+    assert options_in(sections) == set().union(*expected)
+    assert options_in(objectives) == set(schema["$defs"]["ObjectiveSpec"]["properties"])
+
+
+def test_options_are_read_from_rows_of_one_and_of_several() -> None:
+    text = "| option | default |\n|---|---|\n| `name` | `a` |\n| `fidelity.low`, `high` | `b` |\n"
+    assert options_in(text) == {"name", "fidelity.low", "fidelity.high"}
+
+
+def test_every_route_is_in_the_table_and_no_other() -> None:
+    from fastapi import FastAPI
+
+    app = FastAPI()
+    for part in (studies, results, events, exports):
+        app.include_router(part.router, prefix="/v1")
+    app.include_router(operations.router)
+    install_openapi(app)
+    expected = {f"{verb.upper()} {path}" for path, verbs in app.openapi()["paths"].items() for verb in verbs}
+    table = {row.strip("`") for row in rows(page_of("docs/http.md").prose)}
+    assert table == expected
+
+
+def test_the_tree_of_folders_is_that_of_the_packages() -> None:
+    tree = next(block for block in page_of("docs/architecture.md").blocks_in("") if block.startswith("search_spaces/"))
+    found, above = set(), []
+    for line in tree.splitlines():
+        indented, name = re.findall(r"^( *)(\w+)/ ", line)[0]
+        above = [*above[: len(indented) // 4], name]
+        found.add(".".join(above))
+    assert found - {"deploy", "docs", "tests"} == set(PACKAGES)
