@@ -15,7 +15,7 @@ STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 DEMO_DIR ?= runs/demo
 PYTEST_ARGS ?=
 
-.PHONY: install demo test test-fast lint bench clean
+.PHONY: install demo test test-fast fast-workers fast-rest lint bench clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -34,8 +34,12 @@ demo: install
 test: lint
 	$(BIN)/python -m pytest tests $(PYTEST_ARGS)
 
-test-fast: lint
-	$(BIN)/python -m pytest tests -m "not slow" $(PYTEST_ARGS)
+# Two at a time, each test session on one core.
+test-fast: install
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target fast-workers fast-rest lint
+
+fast-workers fast-rest: install
+	$(BIN)/python -m pytest $(if $(findstring rest,$@),tests --ignore=)tests/workers -m "not slow" $(PYTEST_ARGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -177,6 +177,7 @@ def test_group_is_one_task_stratified_by_its_subtasks(tmp_path: Path) -> None:
     assert task.document(0).split("/")[0] in ("first", "second")
 
 
+@pytest.mark.slow
 def test_unknown_name_names_the_nearest_and_missing_data_the_way_out() -> None:
     with pytest.raises(InvalidTask, match="'gsm8kk': lm-eval knows no such task; nearest are gsm8k"):
         check_task(TaskSpec("gsm8kk", "exact_match"))

@@ -288,6 +288,7 @@ def killed_after(num_tensors: int, family: Family, out: Path) -> Path:
     return partial / "model"
 
 
+@pytest.mark.slow
 def test_a_killed_export_goes_on_with_the_shards_that_are_whole(
     untied: Bank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -166,6 +166,7 @@ def test_merge_that_cannot_be_computed_fails_the_trial_and_nothing_is_held(
     assert engine.swap(good).is_new
 
 
+@pytest.mark.slow
 def test_start_that_fails_says_why_and_where_the_log_is(tmp_path: Path, untied_family: Family) -> None:
     shutil.copytree(untied_family.base.directory, tmp_path / "base")
     config = json.loads((tmp_path / "base" / "config.json").read_text())
