@@ -38,8 +38,11 @@ test: lint
 test-fast: install
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target fast-workers fast-rest lint
 
-fast-workers fast-rest: install
-	$(BIN)/python -m pytest $(if $(findstring rest,$@),tests --ignore=)tests/workers -m "not slow" $(PYTEST_ARGS)
+fast-workers: install
+	$(BIN)/python -m pytest tests/workers -m "not slow" $(PYTEST_ARGS)
+
+fast-rest: install
+	$(BIN)/python -m pytest tests --ignore=tests/workers -m "not slow" $(PYTEST_ARGS)
 
 lint: install
 	$(BIN)/ruff check .
