@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from typing import Any, Protocol
 
 from search_spaces.recipe import Recipe
@@ -21,6 +22,7 @@ __all__ = [
     "ScoreResult",
     "Scorer",
     "Span",
+    "Split",
     "TaskInfo",
     "TaskSpec",
     "VerificationReport",
@@ -29,6 +31,13 @@ __all__ = [
 
 # What a study keeps in flight per replica: one chunk being scored, one waiting at the replica, one on its way.
 CHUNKS_IN_FLIGHT_PER_REPLICA = 3
+
+
+class Split(StrEnum):
+    """Which data of an objective: what the search is scored on, or what finalists alone are scored on."""
+
+    SEARCH = "search"
+    HOLDOUT = "holdout"
 
 
 def digest_of(document: Any) -> str:
