@@ -23,7 +23,7 @@ from workers.types import EngineOptions, Family, TaskSpec
 
 if TYPE_CHECKING:
     from workers.engines.vllm.engine import Engine
-    from workers.serving.replica import ServeScorer
+    from workers.serving.deployment import ServeScorer
 
 ENGINE_STARTS: list[tuple[str, float]] = []
 MAX_ENGINE_STARTS = 10
@@ -161,7 +161,7 @@ def ray_cluster() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def scorer(ray_cluster: None, tied_family: Family) -> ServeScorer:
     """One real replica on Ray Serve."""
-    from workers.serving.replica import deploy_scorer
+    from workers.serving.deployment import deploy_scorer
 
     started = time.perf_counter()
     scorer = deploy_scorer(tied_family, OPTIONS)

@@ -41,6 +41,7 @@ ONLY_IN_AN_ENGINE = {
     "workers.engines.vllm.worker_extension",
     "workers.engines.vllm.capabilities",
     "workers.engines.vllm.plugin",
+    "workers.engines.vllm.canary",
 }
 
 

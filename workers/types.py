@@ -17,6 +17,7 @@ __all__ = [
     "Evidence",
     "Family",
     "ModelSource",
+    "Placement",
     "SampleResult",
     "ScoreRequest",
     "ScoreResult",
@@ -31,6 +32,18 @@ __all__ = [
 
 # What a study keeps in flight per replica: one chunk being scored, one waiting at the replica, one on its way.
 CHUNKS_IN_FLIGHT_PER_REPLICA = 3
+
+
+class Placement(StrEnum):
+    """Where a bank keeps its source weights.
+
+    `MAPPED`: in their files, whose pages all processes of a machine share. `HOST`: a copy in this process's memory,
+    pinned for a GPU. `GPU`: the memory of the device that merges.
+    """
+
+    MAPPED = "mapped"
+    HOST = "host"
+    GPU = "gpu"
 
 
 class Split(StrEnum):

@@ -90,7 +90,7 @@ def drive(store: Store, study_id: str, *, work_dir: Path, because: str | None = 
 
 
 def _shared_scorer(preflight: PreflightResult) -> Scorer:
-    from workers.serving.replica import deploy_scorer
+    from workers.serving.deployment import deploy_scorer
 
     return deploy_scorer(
         preflight.family,

@@ -45,7 +45,7 @@ def export_trial(
     held_out = next((row.values for row in result.holdout if row.trial == chosen.number), None)
     return write_model(
         chosen.recipe,
-        Bank(family, "mapped", keeps_statistics=False),
+        Bank(family, keeps_statistics=False),
         out,
         dtype=dtype or engine_dtype(study),
         scores=held_out,

@@ -7,7 +7,6 @@ same study there again resumes it, whatever interrupted it before.
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -24,6 +23,7 @@ from service.store import Store
 from service.studies.attempt import Heartbeat, execute
 from service.studies.preflight.examine import EXPORT, PreflightResult, check_unchanged, examine, with_revisions
 from service.types import StudyRecord, StudyState
+from workers.serving.deployment import serving
 from workers.types import Scorer
 
 __all__ = ["DATABASE", "LOCK_FILE", "OpenScorer", "locked", "open_scorer", "read_run", "run_study"]
@@ -56,18 +56,10 @@ def locked(directory: Path) -> Iterator[None]:
 @contextmanager
 def open_scorer(preflight: PreflightResult, view: ProgressView) -> Iterator[Scorer]:
     """Scoring replicas on Ray Serve for the length of a run. Raises EngineUnavailable if none starts."""
-    from ray import serve
-
-    from workers.serving.replica import deploy_scorer
-
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing Serve sets it to INFO
     replicas = preflight.study.engine.replicas
     view.note(f"Starting {replicas} engine{'s' * (replicas > 1)} ...")
-    scorer = deploy_scorer(preflight.family, preflight.engine_options, replicas=replicas)
-    try:
+    with serving(preflight.family, preflight.engine_options, replicas=replicas) as scorer:
         yield scorer
-    finally:
-        serve.delete(scorer.app_name)
 
 
 def run_study(

@@ -103,7 +103,8 @@ def check_merge(
     here the weights are not looked at. `note` and what is raised as in `merge_file`."""
     import torch
 
-    from workers.export.checkpoint import is_written, licence, recipe_rows
+    from workers.export.checkpoint import is_written
+    from workers.export.model_card import licence, recipe_rows
     from workers.models.hub import absent_bytes, lack_of_space, named
 
     job = _prepared(file, directories, dtype, downloads=False, note=note)
@@ -401,7 +402,7 @@ def _bank(
         else:
             place = directories[base].resolve()
             family = Family(ModelSource(base, str(place), fingerprint(place)), experts=())
-        return Bank(family, "mapped", keeps_statistics=False)
+        return Bank(family, keeps_statistics=False)
 
 
 @contextmanager

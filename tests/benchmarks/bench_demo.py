@@ -143,7 +143,7 @@ def measure_loop(directory: Path) -> dict[str, Any]:
     """The chunks of the run in `directory`, in their order, given to one engine."""
     import os
 
-    from workers.engines.vllm.engine import engine_environment
+    from workers.engines.vllm.environment import engine_environment
     from workers.types import EngineOptions, ScoreRequest, Span
 
     os.environ.update(engine_environment(EngineOptions()))  # before anything imports torch, as in a replica

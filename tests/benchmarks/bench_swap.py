@@ -143,7 +143,7 @@ def _copying(family: Any) -> tuple[int, float]:
 
 def measure_restart(directory: Path) -> dict[str, Any]:
     """A new engine on a merged model: the seconds of its imports, and of its start to the first token."""
-    from workers.engines.vllm.engine import engine_environment
+    from workers.engines.vllm.environment import engine_environment
     from workers.types import EngineOptions
 
     started = time.perf_counter()

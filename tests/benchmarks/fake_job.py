@@ -9,8 +9,8 @@ import sys
 
 import service.jobs.search
 from service.studies.preflight.examine import PreflightResult
+from workers.serving.deployment import deploy_scorer
 from workers.serving.fake import FakeScorer
-from workers.serving.replica import deploy_scorer
 from workers.types import Scorer
 
 

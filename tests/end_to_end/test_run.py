@@ -19,7 +19,7 @@ from service.types import Origin, StudyState, TrialState
 from tests.end_to_end.processes import num_chunks, started
 from tests.end_to_end.studies import SHIPPED_SAMPLES, undisturbed
 from tests.service.tune.harness import trial_list
-from workers.engines.transformers.backend import verify
+from workers.engines.transformers.verification import verify
 from workers.merging.bank import Bank
 from workers.merging.materialize import merged_tensors
 from workers.types import Span

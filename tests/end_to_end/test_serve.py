@@ -23,7 +23,7 @@ from tests.end_to_end.processes import mergesearch
 from tests.end_to_end.server import Server, drivers, replicas, serving
 from tests.end_to_end.studies import SHIPPED_SAMPLES, shipped_study
 from tests.service.tune.harness import trial_list
-from workers.engines.transformers.backend import verify
+from workers.engines.transformers.verification import verify
 from workers.types import Span
 
 START_S = 240.0  # Ray, a job, Serve and an engine, on two busy cores

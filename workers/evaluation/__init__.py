@@ -1,0 +1,6 @@
+"""Scoring with lm-eval's tasks, filters and metrics, whatever computes the answers.
+
+- `tasks`: what a task specification names, and the order of its samples
+- `prompts`: tokenization, and the requests that a backend answers
+- `lm_eval`: ask a backend for a task's samples and compute the metric
+"""

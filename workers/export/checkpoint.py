@@ -1,8 +1,8 @@
-"""Write a recipe as an ordinary Hugging Face checkpoint: the same tensors that the engine scored, and their story.
+"""Writing a recipe as an ordinary Hugging Face checkpoint with exactly the tensors that the engine scored.
 
-The tensors are streamed into the files one by one; a directory appears under its name only when it is complete. What
-is written first lies in a hidden directory beside it, with the checksums of the files that are complete: an export that
-was killed keeps them when it is started again. How tensors are merged is not known here.
+Tensors are streamed into the files one by one. The directory appears under its name only once it is complete: files
+are first written to a hidden directory beside it, together with the checksums of the finished ones, so that an export
+that was killed continues from them.
 """
 
 from __future__ import annotations
@@ -20,63 +20,47 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import yaml
 
 from search_spaces.errors import InvalidRecipe
-from search_spaces.recipe import COMPONENTS, Merge, Recipe
+from search_spaces.recipe import Recipe
+from workers.export.model_card import Score, model_card, source_name
 from workers.mergekit.exporter import Inexpressible, mergekit_config
 from workers.merging.bank import Bank
 from workers.merging.materialize import merged_names, merged_tensors
 from workers.models.adapters import is_adapter
 from workers.models.checkpoints import TOKENIZER_FILES, open_checkpoint
 from workers.models.config import LAYERS_WITHOUT_EXPERTS, of_each_layer
-from workers.models.hub import commit_of, id_of
 from workers.models.merged_files import result_dir
 from workers.types import digest_of
 
 __all__ = [
     "MAX_SHARD_BYTES",
     "Progress",
-    "Score",
     "export",
     "is_written",
     "left_behind_bytes",
-    "licence",
     "merged_config",
-    "recipe_rows",
 ]
 
 MAX_SHARD_BYTES = 5 * 10**9
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
-# The hidden directory's name ends so; it holds the model as far as it is written, and the state of the export.
+# The suffix of the hidden directory. It holds the files written so far, and the state of the export.
 PARTIAL = ".partial"
 MODEL, STATE = "model", "state.json"
 
-# Where configurations say how many layers there are.
+# The keys of a configuration for the number of layers.
 DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
-
-
-class Score(Protocol):
-    """A held-out value, its 95 % interval and the number of samples behind it."""
-
-    @property
-    def value(self) -> float: ...
-
-    @property
-    def ci95(self) -> tuple[float, float]: ...
-
-    @property
-    def samples(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Bytes of tensors: `written` of `total`, `kept` of them by an earlier export that was killed."""
+    """Bytes of tensors: `written` of `total`, of which `kept` were written by an earlier export that was killed."""
 
     written: int
     kept: int
@@ -97,15 +81,15 @@ def export(
     """Write the merged model to `out_dir`: tensors, config.json, tokenizer, README.md, recipe.json and, where mergekit
     can express the recipe, mergekit_config.yml. Returns the directory.
 
-    Its tensors are bit for bit what `merged_tensors` gives for `dtype`. `scores` maps an objective to its held-out
-    value, `study` names the study for the model card; the tokenizer is that of the bank's family;
-    `progress` is told of every tensor. An existing export of the same recipe and dtype is left as it is, and the whole
-    shards of one that was killed or interrupted are checked and kept. Raises FileExistsError for any other directory
-    that is not empty and while another process writes to it, PermissionError, InvalidRecipe, InvalidModel.
+    The tensors are bit for bit those of `merged_tensors` for `dtype`; the tokenizer is that of the bank's family.
+    `scores` maps an objective to its held-out value, `study` names the study in the model card; `progress` is called
+    for every tensor. An existing export of the same recipe and dtype is left unchanged; complete shards of an export
+    that was killed or interrupted are checked and kept. Raises FileExistsError for any other directory that is not
+    empty and while another process writes to it, PermissionError, InvalidRecipe, InvalidModel.
     """
     if dtype not in DTYPES:
         raise ValueError(f"export: dtype {_name(dtype)}; expected one of {', '.join(map(_name, DTYPES))}")
-    out = Path(out_dir).resolve()  # through links: what they lead to is made
+    out = Path(out_dir).resolve()  # a symbolic link's target is what gets created
     shards = _shards(merged_names(recipe, bank), dtype.itemsize, max_shard_bytes)
     config = merged_config(recipe, bank, dtype)
     if is_written(recipe, out, dtype):
@@ -125,18 +109,22 @@ def export(
         if isinstance(configuration, dict):
             text = yaml.safe_dump(configuration, sort_keys=False)
             (directory / "mergekit_config.yml").write_text(text)
-        (directory / "README.md").write_text(_model_card(recipe, bank, dtype, scores or {}, study, configuration))
+        card = model_card(
+            recipe, bank.family, dtype=_name(dtype), scores=scores or {}, study=study, mergekit=configuration
+        )
+        (directory / "README.md").write_text(card)
     return out
 
 
 def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype) -> bool:
-    """Whether `out_dir` is a whole export of this recipe in this dtype. Raises FileExistsError if it is anything else
-    than that, missing, or an empty directory; PermissionError if it cannot be made."""
+    """Whether `out_dir` is a complete export of this recipe in this dtype; False if it is missing or empty.
+
+    Raises FileExistsError if it holds anything else, PermissionError if it cannot be created."""
     out = Path(out_dir).resolve()
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         above = next(parent for parent in out.parents if parent.exists())
         if not above.is_dir():
-            raise FileExistsError(f"{out}: cannot be made, for {above} is no directory")
+            raise FileExistsError(f"{out}: cannot be created, because {above} is not a directory")
         if not os.access(above, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(above))
         return False
@@ -154,7 +142,7 @@ def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype) -> bool:
 
 
 def left_behind_bytes(out_dir: str | Path) -> int:
-    """What killed exports to `out_dir` have left on the disk; the next keeps it or removes it."""
+    """Bytes on the disk left by killed exports to `out_dir`; the next export continues from them or removes them."""
     places = _partial_directories(Path(out_dir).resolve())
     return sum(file.stat().st_size for place in places for file in place.rglob("*") if file.is_file())
 
@@ -167,7 +155,7 @@ class _Shard:
 
 
 def _shards(shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int) -> list[_Shard]:
-    """Tensors in order, as many in a file as fit; a larger tensor has a file of its own."""
+    """The tensors in order, as many per file as fit; a tensor larger than `max_bytes` has its own file."""
     parts: list[dict[str, tuple[int, ...]]] = [{}]
     sizes = [0]
     for name, shape in shapes.items():
@@ -193,21 +181,21 @@ def _write_shards(
     directory: Path,
     progress: Callable[[Progress], None],
 ) -> None:
-    """Every shard that is not there yet, and the index. A shard counts as there once it is on disk and its checksum is
-    in the state, and only while the file has that checksum."""
+    """Write the shards that do not exist yet, and the index. A shard exists once it is on disk and its checksum is in
+    the state file, and only as long as the file has that checksum."""
     state = directory.parent / STATE
-    checksums = _whole_shards(shards, directory, state)
+    checksums = _complete_shards(shards, directory, state)
     kept = sum(shard.num_bytes for shard in shards if shard.file in checksums)
-    told = Progress(kept, kept, sum(shard.num_bytes for shard in shards))
-    progress(told)
+    current = Progress(kept, kept, sum(shard.num_bytes for shard in shards))
+    progress(current)
     missing = [shard for shard in shards if shard.file not in checksums]
     stream = merged_tensors(recipe, bank, dtype, names={name for shard in missing for name in shard.shapes})
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        nonlocal told
+        nonlocal current
         for name, tensor in stream:
-            told = replace(told, written=told.written + tensor.nbytes)
-            progress(told)
+            current = replace(current, written=current.written + tensor.nbytes)
+            progress(current)
             yield name, tensor
 
     counted = tensors()
@@ -222,23 +210,23 @@ def _write_shards(
         weight_map = {name: shard.file for shard in shards for name in shard.shapes}
         _write_json(
             directory / "model.safetensors.index.json",
-            {"metadata": {"total_size": told.total}, "weight_map": weight_map},
+            {"metadata": {"total_size": current.total}, "weight_map": weight_map},
         )
 
 
-def _whole_shards(shards: Sequence[_Shard], directory: Path, state: Path) -> dict[str, str]:
-    """The checksums of the files that an earlier export has finished, of those that still have them."""
+def _complete_shards(shards: Sequence[_Shard], directory: Path, state: Path) -> dict[str, str]:
+    """The checksums of the files that an earlier export finished and that are unchanged."""
     try:
         checksums = dict(json.loads(state.read_text()))
     except (OSError, ValueError, TypeError):
         return {}
-    whole = {}
+    complete = {}
     for name in [shard.file for shard in shards if shard.file in checksums]:
         with suppress(OSError), (directory / name).open("rb") as file:
             checksum = hashlib.file_digest(file, "sha256").hexdigest()
             if checksum == checksums[name]:
-                whole[name] = checksum
-    return whole
+                complete[name] = checksum
+    return complete
 
 
 def _write_shard(
@@ -247,7 +235,7 @@ def _write_shard(
     dtype: torch.dtype,
     stream: Iterator[tuple[str, torch.Tensor]],
 ) -> str:
-    """The next `len(shapes)` tensors of `stream` as one safetensors file; only one of them is in memory at a time.
+    """Write the next `len(shapes)` tensors of `stream` as one safetensors file, with one of them in memory at a time.
     Returns the file's sha256 (hex)."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -255,7 +243,7 @@ def _write_shard(
         start, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors must begin at a multiple of eight bytes
+    text += b" " * (-len(text) % 8)  # tensors must start at a multiple of eight bytes
     beginning = struct.pack("<Q", len(text)) + text
     checksum = hashlib.sha256(beginning)
     with file.open("wb") as output:
@@ -269,7 +257,7 @@ def _write_shard(
 
 
 def merged_config(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json of the merged model: the base's, with its dtype and depth. Raises InvalidRecipe."""
+    """config.json of the merged model: the base's, with another dtype and number of layers. Raises InvalidRecipe."""
     config = {key: value for key, value in bank.base.config.items() if key != "_name_or_path"}
     for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
         config[key] = _name(dtype)
@@ -279,13 +267,13 @@ def merged_config(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, A
         listed = of_each_layer(config, depth)
         config |= {key: [values[layer] for layer in sources] for key, values in listed.items()}
         config |= dict.fromkeys(DEPTH_KEYS & config.keys() or DEPTH_KEYS[:1], len(sources))
-        # In a mixture of experts some layers may have none; one kind of configuration tells them by their numbers.
+        # Some layers of a mixture of experts may be dense; some configurations list the numbers of those layers.
         kinds = [frozenset(bank.layout.suffixes("mlp", layer)) for layer in range(depth)]
         if len(set(kinds)) > 1 and "mlp_layer_types" not in listed:
             if not {LAYERS_WITHOUT_EXPERTS, "decoder_sparse_step"} & config.keys():
                 raise InvalidRecipe(
                     "layers: the models have layers with a mixture of experts and layers without, and a configuration "
-                    f"of type {config['model_type']!r} cannot say which is which in another order"
+                    f"of type {config['model_type']!r} cannot express another order of them"
                 )
             dense = min(kinds, key=len)
             mlps = [layer.mlp.sources[0].layer or 0 for layer in recipe.layers]
@@ -295,10 +283,10 @@ def merged_config(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, A
 
 
 def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] | str:
-    """The mergekit configuration, or why there is none."""
-    base = _called(Path(bank.family.base.directory))
+    """The mergekit configuration, or the reason why there is none."""
+    base = source_name(Path(bank.family.base.directory))
     held = {
-        model.alias: f"{base}+{_called(directory)}" if is_adapter(directory) else _called(directory)
+        model.alias: f"{base}+{source_name(directory)}" if is_adapter(directory) else source_name(directory)
         for model in bank.family.models
         for directory in [Path(model.directory)]
     }
@@ -315,130 +303,17 @@ def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] 
         return str(error)
 
 
-def _model_card(
-    recipe: Recipe,
-    bank: Bank,
-    dtype: torch.dtype,
-    scores: Mapping[str, Score],
-    study: str | None,
-    configuration: dict[str, Any] | str,
-) -> str:
-    held = {model.fingerprint: model for model in bank.family.models}
-    sources = [(alias, Path(held[content].directory), content) for alias, content in recipe.models.items()]
-    licences = {alias: licence(directory) for alias, directory, _ in sources}
-    front: dict[str, Any] = {"library_name": "transformers", "tags": ["merge", "mergesearch"]}
-    stated = {text for text in licences.values() if text}
-    if hub_ids := sorted({name for _, directory, _ in sources if (name := id_of(directory))}):
-        front["base_model"] = hub_ids
-    if stated:
-        front["license"] = stated.pop() if len(set(licences.values())) == 1 else "other"
-    origin = f' by the study "{study}"' if study else ""
-    lines = [
-        f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
-        f"# Merge {recipe.digest[:12]}",
-        f"{len(sources)} models merged{origin} by mergesearch, in float32, and stored in {_name(dtype)}.",
-        "## Sources",
-        _table(
-            ("model", "role", "source", "licence", "fingerprint"),
-            [
-                (
-                    alias,
-                    "base" if alias == recipe.base else "expert",
-                    _called(directory) if id_of(directory) else directory.name,
-                    licences[alias] or "not stated",
-                    f"`{content}`",
-                )
-                for alias, directory, content in sources
-            ],
-        ),
-        "## Recipe",
-        f"Digest `{recipe.digest}`; the whole of it is in `recipe.json`."
-        + (f" Its tokens are those of {recipe.tokenizer}." if recipe.tokenizer != "base" else ""),
-        _table(("layers", "component", "method", "sources", "coefficients"), recipe_rows(recipe)),
-    ]
-    if scores:
-        rows = [
-            (name, f"{score.value:.4f}", f"{score.ci95[0]:.4f} to {score.ci95[1]:.4f}", str(score.samples))
-            for name, score in scores.items()
-        ]
-        lines += ["## Held-out scores", _table(("objective", "value", "95 % interval", "samples"), rows)]
-    models = " ".join(f"--model {alias}=DIR" for alias in recipe.models)
-    lines += ["## Make it again", f"    mergesearch merge recipe.json {models} --out DIR"]
-    if isinstance(configuration, str):
-        lines.append(f"There is no mergekit configuration: {configuration}.")
-    else:
-        lines.append("`mergekit_config.yml` gives the same tensors with mergekit, up to float32 rounding.")
-    return "\n\n".join(lines) + "\n"
-
-
-def _called(directory: Path) -> str:
-    """A hub model by its name and commit, which mean the same elsewhere; any other by its directory."""
-    name = id_of(directory)
-    return f"{name}@{commit_of(directory)}" if name else str(directory)
-
-
-def recipe_rows(recipe: Recipe) -> list[tuple[str, ...]]:
-    """The recipe as a table: (layers, component, method, sources, coefficients). Adjacent layers of equal merges are
-    one group with a row for each component; single tensors come last."""
-    recipe = recipe.canonical()
-    rows = [("embedding", "embedding", *_described(recipe.embedding))]
-    groups: list[tuple[object, list[int]]] = []
-    for index, layer in enumerate(recipe.layers):
-        key = tuple(_relative(layer.component(name), index) for name in COMPONENTS)
-        if groups and groups[-1][0] == key:
-            groups[-1][1].append(index)
-        else:
-            groups.append((key, [index]))
-    for _, indices in groups:
-        first, last = indices[0], indices[-1]
-        layers = str(first) if first == last else f"{first}-{last}"
-        rows += [(layers, name, *_described(recipe.layers[first].component(name), first)) for name in COMPONENTS]
-    rows.append(("head", "final norm, output head", *_described(recipe.head)))
-    return [*rows, *(("tensor", name, *_described(merge)) for name, merge in recipe.tensors.items())]
-
-
-def _relative(merge: Merge, index: int) -> object:
-    """The merge with its source layers counted from the merged layer."""
-    offsets = tuple((source.model, (source.layer or 0) - index) for source in merge.sources)
-    return merge.method, offsets, tuple(merge.coefficients.items()), merge.seed
-
-
-def _described(merge: Merge, index: int | None = None) -> tuple[str, str, str]:
-    sources = ", ".join(
-        source.model if source.layer == index else f"{source.model} (layer {source.layer})" for source in merge.sources
-    )
-    coefficients = ", ".join(
-        f"{name} = " + (", ".join(f"{v:g}" for v in value) if isinstance(value, tuple) else f"{value:g}")
-        for name, value in merge.coefficients.items()
-    )
-    return merge.method, sources, coefficients
-
-
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    lines = [head, ("---",) * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
-def licence(directory: Path) -> str | None:
-    """The licence that a source's model card states in its head; several are separated by commas."""
-    try:
-        parts = (directory / "README.md").read_text().split("---", 2)
-        front = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
-    stated = front.get("license") if isinstance(front, dict) else None
-    return ", ".join(map(str, stated)) if isinstance(stated, list) and stated else str(stated) if stated else None
-
-
 def _job(recipe: Recipe, bank: Bank, dtype: torch.dtype, max_shard_bytes: int) -> str:
-    """What must be the same for files of one export to belong to another."""
+    """A digest of what two exports must share for one to continue from the files of the other."""
     return digest_of([recipe.digest, bank.fingerprint, _name(dtype), max_shard_bytes, version("mergesearch")])[:16]
 
 
 @contextmanager
 def _appearing(out: Path, job: str) -> Iterator[Path]:
-    """A directory to write to, which becomes `out` once it is whole and on disk. It lies in one beside `out` that the
-    next export for the same `job` finds again if this process is killed or interrupted, but not if it fails."""
+    """A directory to write to, renamed to `out` once it is complete and on disk.
+
+    Until then it is in a hidden directory beside `out`. If this process is killed or interrupted, the next export of
+    the same `job` finds it there; if the export fails, it is removed."""
     out.parent.mkdir(parents=True, exist_ok=True)
     place = out.parent / f".{out.name}.{job}{PARTIAL}"
     _remove_abandoned(out, but=place)
@@ -447,7 +322,7 @@ def _appearing(out: Path, job: str) -> Iterator[Path]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samestat(os.fstat(lock), place.stat()):
-                raise FileNotFoundError(place)  # whoever held the lock has removed it; the name is another's
+                raise FileNotFoundError(place)  # the last holder of the lock removed it; this is a new directory
         except (BlockingIOError, FileNotFoundError) as error:
             raise FileExistsError(
                 f"{out}: another process is writing this model there; wait for it, or give another directory"
@@ -464,7 +339,7 @@ def _appearing(out: Path, job: str) -> Iterator[Path]:
             except OSError as error:
                 raise FileExistsError(f"{out}: appeared meanwhile; expected a new or empty directory") from error
             _sync(out.parent)
-        except Exception:  # only what is killed or interrupted may be gone on with
+        except Exception:  # only exports that were killed or interrupted can be continued
             shutil.rmtree(place, ignore_errors=True)
             raise
         shutil.rmtree(place, ignore_errors=True)
@@ -479,7 +354,7 @@ def _partial_directories(out: Path) -> list[Path]:
 
 
 def _remove_abandoned(out: Path, *, but: Path) -> None:
-    """Remove what killed exports to `out` left, except `but`; one that still runs holds its lock."""
+    """Remove what killed exports to `out` left, except `but`. A running export holds the lock of its directory."""
     for path in _partial_directories(out):
         if path != but:
             with suppress(FileNotFoundError, BlockingIOError), _opened(path) as lock:

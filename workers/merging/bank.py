@@ -28,13 +28,11 @@ from workers.models.components import Layout
 from workers.models.computed_tensors import SourceTensor
 from workers.models.headers import TensorInfo
 from workers.models.hub import is_metadata_only
-from workers.types import Family, ModelSource
+from workers.types import Family, ModelSource, Placement
 
 __all__ = ["Bank", "Key"]
 
 Key = tuple[str, str]  # alias and tensor name
-
-PLACES = ("mapped", "host", "gpu")
 
 # Host memory is allocated in pieces of this size, because torch rounds pinned allocations up to a power of two.
 CHUNK_BYTES = 1 << 30
@@ -57,14 +55,14 @@ class Bank:
     def __init__(
         self,
         family: Family,
-        placement: str = "mapped",
+        placement: Placement | str = Placement.MAPPED,
         *,
         device: torch.device | str = "cpu",
         keeps_statistics: bool = True,
         cache: str | Path | None = None,
     ) -> None:
         self.device = torch.device(device)
-        accepted = PLACES[:2] if self.device.type == "cpu" else PLACES
+        accepted = [each for each in Placement if each is not Placement.GPU or self.device.type != "cpu"]
         if placement not in accepted:
             raise ValueError(f"bank: placement {placement!r}; expected one of {', '.join(accepted)}")
         self.family = family
@@ -83,8 +81,8 @@ class Bank:
             raise InvalidModel(tuple(problems))
         self._checkpoints, self.alignment = aligned(self._checkpoints, family.tokenizer)
         self.num_bytes = stored_bytes(self._checkpoints.values())
-        self.placement = placement
-        place = _placing(placement, self.device, self.num_bytes)
+        self.placement = Placement(placement)
+        place = _placing(self.placement, self.device, self.num_bytes)
         self._stored = {
             info: place(checkpoint.read_stored(info))
             for checkpoint in self._checkpoints.values()
@@ -182,7 +180,7 @@ class Bank:
     def summary(self) -> dict[str, Any]:
         """Where the sources are and their size: {placement, bytes, statistics_bytes, models, fingerprint}."""
         return {
-            "placement": self.placement,
+            "placement": self.placement.value,
             "bytes": self.num_bytes,
             "statistics_bytes": self._statistics_bytes(),
             "models": len(self._checkpoints),
@@ -242,11 +240,11 @@ class Bank:
         return [f"model {model.alias!r}: {problem}" for problem in problems]
 
 
-def _placing(placement: str, device: torch.device, num_bytes: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def _placing(placement: Placement, device: torch.device, num_bytes: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """The function that moves a stored tensor to its place; all tensors together have `num_bytes`."""
-    if placement == "mapped":
+    if placement is Placement.MAPPED:
         return lambda tensor: tensor
-    if placement == "gpu":
+    if placement is Placement.GPU:
         return lambda tensor: tensor.to(device)
     return _HostMemory(num_bytes, is_pinned=device.type == "cuda").place
 

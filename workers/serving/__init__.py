@@ -1,0 +1,7 @@
+"""Scoring replicas: warm engines behind Ray Serve. The only package of `workers` that imports Ray Serve.
+
+- `deployment`: start the replicas of a family, and the handle that studies score with
+- `replica`: what one replica does: swap, score, describe tasks, verify, metrics
+- `recipe_lock`: the order in which a replica takes its chunks
+- `fake`: a scorer without models, for tests and dry runs of the search
+"""

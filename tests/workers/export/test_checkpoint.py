@@ -3,34 +3,25 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from tests.workers.recipes import arithmetic, slerp
-from workers.export.checkpoint import Progress, export, is_written, left_behind_bytes, licence
+from workers.export.checkpoint import Progress, export, is_written, left_behind_bytes
 from workers.merging.bank import Bank
 from workers.merging.materialize import merged_tensors
 from workers.models.checkpoints import check_tokenizer, open_checkpoint, open_family
 from workers.types import Family
-
-
-@dataclass(frozen=True)
-class Held:
-    value: float
-    ci95: tuple[float, float]
-    samples: int
 
 
 @pytest.fixture(scope="module")
@@ -132,55 +123,6 @@ def test_what_the_configuration_says_of_each_layer_moves_with_it(untied: Bank, t
         assert (found["no_rope_layers"], found["window"]) == (expected, [0, 1, 2, 3, 4])
 
 
-def test_the_model_card_tells_sources_recipe_scores_and_licences(untied_family: Family, tmp_path: Path) -> None:
-    experts = []
-    for expert, stated_licence in zip(untied_family.experts, ("apache-2.0", "mit"), strict=True):
-        copy = shutil.copytree(expert.directory, tmp_path / expert.alias)
-        (copy / "README.md").write_text(f"---\nlicense: {stated_licence}\n---\n# Model\n")
-        experts.append(replace(expert, directory=str(copy)))
-    bank = Bank(replace(untied_family, experts=tuple(experts)), cache=tmp_path / "cache")
-    recipe = slerp(bank.family, 0.25)
-    scores = {"math": Held(0.61234, (0.55, 0.67), 200)}
-    card = (export(recipe, bank, tmp_path / "out", scores=scores, study="demo") / "README.md").read_text()
-    front = yaml.safe_load(card.split("---")[1])
-    assert front == {"library_name": "transformers", "tags": ["merge", "mergesearch"], "license": "other"}
-    assert f"| math | expert | math | apache-2.0 | `{recipe.models['math']}` |" in card
-    assert f"| base | base | base | not stated | `{recipe.models['base']}` |" in card
-    assert "| math | 0.6123 | 0.5500 to 0.6700 | 200 |" in card
-    assert 'by the study "demo"' in card
-    assert re.search(r"\| 0-4 \| attention \| slerp \| (math, text|text, math) \| t = 0\.[27]5 \|", card)
-    assert "| 0-4 | norm | passthrough | base |  |" in card
-    assert recipe.digest in card
-    assert str(tmp_path) not in card
-
-
-def test_several_licences_of_a_source_are_all_told(tmp_path: Path) -> None:
-    for text, found in (
-        ("---\nlicense: [mit, cc-by-4.0]\n---\n", "mit, cc-by-4.0"),
-        ("---\nlicense: []\n---\n", None),
-        ("# No head\n", None),
-        ("---\n: : [\n---\n", None),
-    ):
-        (tmp_path / "README.md").write_text(text)
-        assert licence(tmp_path) == found
-    assert licence(tmp_path / "nowhere") is None
-
-
-def test_single_tensors_are_in_the_card_and_not_in_a_mergekit_configuration(untied: Bank, tmp_path: Path) -> None:
-    norm = Merge("passthrough", (Source("text"),))
-    recipe = replace(arithmetic(untied.family, 0.3, 0.4), tensors={"model.norm.weight": norm})
-    card = (export(recipe, untied, tmp_path / "out") / "README.md").read_text()
-    assert "| tensor | model.norm.weight | passthrough | text |  |" in card
-    assert "There is no mergekit configuration: single tensors have merges of their own." in card
-
-
-def test_layers_that_differ_have_rows_of_their_own(untied: Bank, tmp_path: Path) -> None:
-    one, other = arithmetic(untied.family, 0.3, 0.4), arithmetic(untied.family, 0.5, 0.6)
-    mixed = replace(one, layers=(*one.layers[:2], other.layers[2], *one.layers[3:]))
-    card = (export(mixed, untied, tmp_path / "out") / "README.md").read_text()
-    assert re.findall(r"^\| ([-\d]+) \| mlp ", card, re.MULTILINE) == ["0-1", "2", "3-4"]
-
-
 def test_the_same_export_again_changes_nothing(untied: Bank, tmp_path: Path) -> None:
     recipe = arithmetic(untied.family, 0.3, 0.4)
     out = export(recipe, untied, tmp_path / "out")
@@ -214,7 +156,7 @@ def test_a_directory_that_cannot_be_made_is_refused_before_anything_is_written(
     recipe = arithmetic(untied.family, 0.3, 0.3)
     (tmp_path / "file").write_text("mine")
     for check in (partial(export, recipe, untied), lambda out: is_written(recipe, out, torch.float32)):
-        with pytest.raises(FileExistsError, match=r"file/a/b: cannot be made, for .*/file is no directory"):
+        with pytest.raises(FileExistsError, match=r"file/a/b: cannot be created, because .*/file is not a directory"):
             check(tmp_path / "file" / "a" / "b")
         with monkeypatch.context() as patch:
             patch.setattr(os, "access", lambda path, _: path != tmp_path)

@@ -1,0 +1,14 @@
+"""The vLLM engine that holds one merge after another. vLLM is imported in this package only.
+
+- `engine`: start vLLM, swap merges, generate, read log-probabilities
+- `canary`: compare an engine's log-probabilities with those of transformers
+- `environment`: the environment variables of a process that starts an engine
+- `memory`: divide a machine's memory between engine and source weights
+- `gpus`: how many GPUs there are and how much of their memory is free
+- `worker_extension`: inside vLLM's worker: merge and write the weights
+- `loading`: where vLLM's loader puts each tensor
+- `checksum`: a checksum of all parameters
+- `plugin`: vLLM's entry point, which keeps plain weights beside packed ones
+- `support`: whether vLLM can run a model, by its configuration
+- `capabilities`: the process that asks vLLM for `support`
+"""

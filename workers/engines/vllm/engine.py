@@ -1,19 +1,17 @@
 """The warm engine: one vLLM engine that holds one merge after another without a restart.
 
-A swap is: nothing in flight, weights written in place, packed again (CPU), prefix cache reset, parameters summed. A
-wrong swap gives wrong scores without any error, so log-probabilities are compared with transformers on the same merged
-weights when the engine starts, and every `CANARY_EVERY` swaps.
+A swap requires that no request is in flight; it writes the weights in place, packs them again (CPU), resets the prefix
+cache and computes a checksum of the parameters. When the engine starts, and every `CANARY_EVERY` swaps, its
+log-probabilities are compared with those of transformers (`canary`).
 
-Not for several threads at once: whoever owns the engine (`workers.serving.replica`) holds a lock over swap and score.
+Not thread-safe: the owner of an engine (`workers.serving.replica`) holds a lock over swap and score.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import math
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,47 +23,37 @@ from typing import Any, Self
 
 from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
+from workers.engines.vllm.environment import engine_environment
+from workers.engines.vllm.gpus import free_gpu_bytes, gpus_of_this_machine
 from workers.engines.vllm.memory import (
+    MAX_NUM_SEQS,
     EngineMemory,
     divide_memory,
     free_host_bytes,
-    gpus_of_this_machine,
-    kv_token_bytes,
+    kv_cache_bytes,
     memory_requirements,
 )
 from workers.errors import EngineUnavailable, EvidenceMismatch, InvalidModel, TrialFailed
-from workers.evaluation.prompts import LOGPROB_TOLERANCE, Continuation, Generation, Prompts
+from workers.evaluation.prompts import Continuation, Generation, Prompts
 from workers.models.config import read_config
 from workers.models.merged_files import result_dir
 from workers.types import EngineOptions, Family
 
-__all__ = [
-    "Engine",
-    "SwapReport",
-    "base_recipe",
-    "engine_environment",
-    "free_gpu_bytes",
-    "kv_cache_bytes",
-    "typical_difference",
-]
+__all__ = ["Engine", "SwapReport", "base_recipe"]
 
 log = logging.getLogger(__name__)
 
-MAX_NUM_SEQS = 256
 MAX_NUM_BATCHED_TOKENS = 4096
 CANARY_EVERY = 32  # swaps
-CANARY_TOKENS = 48
 GIB = 1 << 30
-# A GPU with this share of its memory free has no other user.
-MOSTLY_FREE = 0.9
-# So begin vLLM's classes for models that it has no code for.
+# The names of the classes with which vLLM runs models that it has no code for begin with this.
 GENERIC = "Transformers"
 
 
 @dataclass(frozen=True)
 class SwapReport:
-    """What the engine holds after a swap, by its own word, and the seconds it took; `repack_s`, for CPU's kernels, is
-    part of `swap_s`. `is_new` is False where the recipe was held already and nothing was done."""
+    """What the engine reports to hold after a swap, and the seconds that the swap took. `repack_s`, packing for CPU
+    kernels, is part of `swap_s`. `is_new` is False if the engine already held the recipe and nothing was done."""
 
     digest: str
     swap_count: int
@@ -77,8 +65,8 @@ class SwapReport:
 
 
 def _let_llvmlite_be_inspected() -> None:
-    """vLLM looks into the attributes of all that loaded modules hold. llvmlite's handle of its library (there once
-    numba is) takes every name it does not know for a function of that library, `__dict__` too, and vLLM fails on it."""
+    """vLLM inspects the attributes of every object in the loaded modules. llvmlite's library handle (loaded with Numba)
+    treats every unknown name, `__dict__` included, as a function of the library, and vLLM fails on that."""
     ffi = sys.modules.get("llvmlite.binding.ffi")
     if ffi is None:
         return
@@ -96,8 +84,8 @@ def _let_llvmlite_be_inspected() -> None:
 class Engine:
     """One vLLM engine and the bank of a family. Implements workers.evaluation.prompts.Backend for the recipe it holds.
 
-    Starts with the base model's weights held. Raises InvalidModel for sources that cannot be used, EngineUnavailable,
-    with the reason, if vLLM cannot start or compute, and EvidenceMismatch if its log-probabilities are not those of
+    Starts with the weights of the base model. Raises InvalidModel for sources that cannot be used, EngineUnavailable,
+    with the reason, if vLLM cannot start or compute, and EvidenceMismatch if its log-probabilities differ from those of
     transformers.
     """
 
@@ -116,7 +104,7 @@ class Engine:
         except (EngineUnavailable, EvidenceMismatch, InvalidModel):
             self.close()
             raise
-        except Exception as error:  # vLLM raises anything; the caller needs one class and the reason
+        except Exception as error:  # vLLM raises any class; the caller needs one class and the reason
             self.close()
             raise EngineUnavailable(
                 f"vLLM did not start for {family.base.directory}: {type(error).__name__}: {_reason(error)}"
@@ -127,7 +115,7 @@ class Engine:
     def _start(self) -> None:
         from workers.engines.vllm.worker_extension import family_to_json
 
-        self.max_length = self.prompts.max_length  # fails before the long import if there is no model
+        self.max_length = self.prompts.max_length  # without a model this fails, before the long import
         os.environ.update(engine_environment(self.options, os.environ))
         from vllm import LLM
         from vllm.platforms import current_platform
@@ -146,16 +134,16 @@ class Engine:
             by_device = {
                 "enforce_eager": True,
                 "kv_cache_memory_bytes": cache,
-                # vLLM's kernels for state-space layers fail on CPU where states are cached by prefix.
+                # vLLM's CPU kernels for state-space layers fail with prefix caching.
                 "enable_prefix_caching": not model_config(self.prompts.directory, dtype=self.dtype).has_inner_state,
             }
         else:
-            division, scratch_bytes = self._divide_memory()
-            opening |= {"places": division.places, "scratch_bytes": scratch_bytes, "reason": division.reason}
+            memory, scratch_bytes = self._divide_memory()
+            opening |= {"placements": memory.placements, "scratch_bytes": scratch_bytes, "reason": memory.reason}
             by_device = {
-                "gpu_memory_utilization": division.gpu_share,
-                # Other kernels for mixtures of experts shuffle the weights when they are loaded: what is written over
-                # them later would be read in the wrong order.
+                "gpu_memory_utilization": memory.gpu_share,
+                # Other kernels for mixtures of experts reorder the weights while loading them; weights written later
+                # would be read in the wrong order.
                 "moe_backend": "triton",
                 "enforce_eager": not _has_code_for(self.prompts.config),
                 "enable_prefix_caching": True,
@@ -168,11 +156,11 @@ class Engine:
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=max(MAX_NUM_BATCHED_TOKENS, self.max_length),
             tensor_parallel_size=self.options.tensor_parallel_size,
-            # Left to itself vLLM may take Ray inside of Ray, and wait for GPUs that this process has already.
+            # By default vLLM may choose Ray inside of Ray, and wait for GPUs that this process already holds.
             distributed_executor_backend="mp" if self.options.tensor_parallel_size > 1 else None,
-            # Whatever is loaded is overwritten by the first swap; where the vocabulary is not the base's, nothing is.
+            # The first swap overwrites what is loaded. With another vocabulary than the base's, nothing can be loaded.
             load_format="safetensors" if self.prompts.directory == self.family.base.directory else "dummy",
-            generation_config="vllm",  # end-of-text tokens are passed with each request, defaults for sampling ignored
+            generation_config="vllm",  # not the model's: requests pass their end-of-text tokens and sampling
             worker_extension_cls="workers.engines.vllm.worker_extension.MergeExtension",
             seed=self.options.seed,
             disable_log_stats=True,
@@ -183,36 +171,36 @@ class Engine:
         self.sources = str(self._call("mergesearch_sources"))
 
     def _divide_memory(self) -> tuple[EngineMemory, int]:
-        """How engine and bank share the GPU, from what is free now, and the bytes left to merge in."""
+        """How engine and bank share the GPU memory that is free now, and the bytes kept free for merging."""
         ranks = self.options.tensor_parallel_size
-        needs = memory_requirements(
+        requirements = memory_requirements(
             self.family, config=self.prompts.config, dtype=self.dtype, max_length=self.max_length, ranks=ranks
         )
         free, total = free_gpu_bytes(ranks)
-        division = divide_memory(
-            needs,
+        memory = divide_memory(
+            requirements,
             gpu_free=free,
             gpu_total=total,
             host_free=free_host_bytes(),
             copies=max(ranks, gpus_of_this_machine()),
         )
-        log.info("%s; the engine has %.2f of the GPU", division.reason, division.gpu_share)
-        return division, needs.scratch
+        log.info("%s; the engine has %.2f of the GPU", memory.reason, memory.gpu_share)
+        return memory, requirements.scratch
 
     def _tokenizer_directory(self) -> str:
-        """Where vLLM finds the tokenizer that we use: the model's folder, or a copy that says which class reads it."""
+        """The directory of the tokenizer for vLLM: the model's, or a copy that names the class which `prompts` uses."""
         from transformers import AutoTokenizer
 
-        ours = self.prompts.tokenizer
-        if type(AutoTokenizer.from_pretrained(self.prompts.directory)) is type(ours):
+        tokenizer = self.prompts.tokenizer
+        if type(AutoTokenizer.from_pretrained(self.prompts.directory)) is type(tokenizer):
             return self.prompts.directory
         self._new_tokenizer = tempfile.TemporaryDirectory(prefix="mergesearch-tokenizer-")
-        ours.save_pretrained(self._new_tokenizer.name)
+        tokenizer.save_pretrained(self._new_tokenizer.name)
         return self._new_tokenizer.name
 
     @property
     def held_digest(self) -> str | None:
-        """The digest of the recipe whose weights the engine holds, asked of the engine; None if a swap failed."""
+        """The digest of the recipe whose weights the engine reports to hold; None after a failed swap."""
         digest: str | None = self._call("mergesearch_held")["digest"]
         return digest
 
@@ -222,22 +210,22 @@ class Engine:
 
     @property
     def bank_summary(self) -> dict[str, Any]:
-        """What the bank said of itself at the last swap (`bank.Bank.summary`), and why it is where it is."""
+        """`bank.Bank.summary` as of the last swap, and the reason for its placement."""
         return dict(self._state["bank"])
 
     @property
     def weights_checksum(self) -> str:
-        """The checksum of the parameters as of the last swap."""
+        """The checksum of the parameters at the last swap."""
         return str(self._state["checksum"])
 
     def compute_checksum(self) -> str:
-        """The checksum of the parameters as they are now."""
+        """The checksum of the parameters now."""
         return str(self._call("mergesearch_checksum"))
 
     def swap(self, recipe: Recipe, *, check: bool = False) -> SwapReport:
-        """Hold `recipe`; nothing is done if it is held already. `check` compares with transformers afterwards.
+        """Hold `recipe`; does nothing if the engine already holds it. `check` compares with transformers afterwards.
 
-        Raises TrialFailed if the merge cannot be computed, EvidenceMismatch if the engine does not hold it after all.
+        Raises TrialFailed if the merge cannot be computed, EvidenceMismatch if the engine does not hold it afterwards.
         """
         try:
             is_new = self.held_digest != recipe.digest
@@ -254,7 +242,7 @@ class Engine:
                 raise TrialFailed(f"the merge cannot be computed: {state['refused']}")
             self._state = state
             started = time.perf_counter()
-            # vLLM never does this by itself, and stale blocks give wrong scores.
+            # vLLM never resets it, and blocks of earlier weights give wrong scores.
             if not self._llm.reset_prefix_cache():
                 raise EvidenceMismatch("vLLM did not reset its prefix cache after a swap: blocks are still in use")
             timings["materialise_s"] = float(self._state["materialise_s"])
@@ -268,34 +256,23 @@ class Engine:
         return SwapReport(recipe.digest, self.swap_count, self.weights_checksum, **timings, is_new=is_new)
 
     def check_against_transformers(self, recipe: Recipe) -> float | None:
-        """How far the log-probabilities are from transformers' on the merged weights of `recipe`, by
-        `typical_difference`.
+        """`canary.typical_difference` of the engine's log-probabilities from those of transformers on `recipe`'s merge.
 
-        Raises EvidenceMismatch if it is beyond LOGPROB_TOLERANCE. None, with a warning, where there is no memory for
-        a second model or the candidate's logits are not finite (scoring it says so).
+        Raises EvidenceMismatch if it is above LOGPROB_TOLERANCE. None, with a warning, if there is too little memory
+        for a second model; None if the merge's logits are not finite, which scoring reports.
         """
-        from workers.engines.transformers.backend import logprobs, merged_model
+        from workers.engines.vllm import canary
 
         needed = 2 * sum(file.stat().st_size for file in Path(self.family.base.directory).glob("*.safetensors"))
         if needed > free_host_bytes():
             log.warning("not compared with transformers: that takes %.1f GiB more memory", needed / GIB)
             return None
-        vocabulary = int(self.prompts.config["vocab_size"])
-        prompt = [(7919 * i + 11) % vocabulary for i in range(min(CANARY_TOKENS, self.max_length - 1))]
+        prompt = canary.canary_prompt(vocabulary=int(self.prompts.config["vocab_size"]), max_length=self.max_length)
         try:
-            ours = self.logprobs([prompt])[0]
+            (logprobs,) = self.logprobs([prompt])
         except TrialFailed:
             return None
-        from workers.engines.vllm.worker_extension import family_to_json, open_bank
-
-        theirs = logprobs(merged_model(recipe, open_bank(family_to_json(self.family)), dtype=self.dtype), prompt)
-        difference = typical_difference(ours, theirs, dtype=self.dtype)
-        if not difference <= LOGPROB_TOLERANCE[self.dtype]:
-            raise EvidenceMismatch(
-                f"recipe {recipe.digest[:12]}: log-probabilities of the engine and of transformers differ by "
-                f"{difference:.3g}; at most {LOGPROB_TOLERANCE[self.dtype]} is rounding in {self.dtype}"
-            )
-        return difference
+        return canary.compare_with_transformers(logprobs, recipe, self.family, prompt=prompt, dtype=self.dtype)
 
     def generate(self, requests: Sequence[Generation]) -> list[str]:
         """One batch. Raises TrialFailed if the model's logits were NaN at any step."""
@@ -363,7 +340,7 @@ class Engine:
         return outputs
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the worker extension; with tensor parallelism all ranks must agree on digest and count."""
+        """Call the worker extension. With tensor parallelism all ranks must agree on digest and number of swaps."""
         results = self._llm.collective_rpc(method, args=args, kwargs=kwargs)
         if method == "mergesearch_nan_rows":
             return max(results)
@@ -391,73 +368,16 @@ class Engine:
         self.close()
 
 
-def engine_environment(options: EngineOptions, environment: Any = None) -> dict[str, str]:
-    """What a process that starts an engine needs in its environment, before torch is imported.
-
-    Where `environment` already says otherwise, it is left alone, except what the engine cannot do without.
-    """
-    threads = options.threads or max(1, (len(os.sched_getaffinity(0)) - 1) // options.tensor_parallel_size)
-    wanted = {
-        "OMP_NUM_THREADS": str(threads),
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "TOKENIZERS_PARALLELISM": "false",
-        "TQDM_DISABLE": "1",
-    }
-    fixed = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "MERGESEARCH_KEEP_WEIGHTS": "1", "VLLM_NO_USAGE_STATS": "1"}
-    known = environment or {}
-    return {name: value for name, value in wanted.items() if name not in known} | fixed
-
-
-def kv_cache_bytes(config: dict[str, Any], max_length: int, dtype: str) -> int:
-    """Memory for keys and values on CPU: a full batch of texts of up to 512 tokens, within 1 GiB, and always one text
-    of `max_length`."""
-    per_token = kv_token_bytes(config, dtype)
-    block = 128  # tokens, vLLM's default on CPU
-    one_text = (max_length // block + 2) * block * per_token
-    return max(one_text, min(GIB, MAX_NUM_SEQS * min(512, max_length + block) * per_token))
-
-
-def free_gpu_bytes(num_gpus: int, *, wait_s: float = 20.0, poll_s: float = 1.0) -> tuple[int, int]:
-    """(free, all) bytes of the first `num_gpus` GPUs that this process sees; of each the least.
-
-    Waits up to `wait_s` where they are not MOSTLY_FREE: what a killed engine held may come free only now. Raises
-    EngineUnavailable.
-    """
-    deadline = time.monotonic() + wait_s
-    while True:
-        free, total = _gpu_bytes(num_gpus)
-        if free >= MOSTLY_FREE * total or time.monotonic() >= deadline:
-            return free, total
-        time.sleep(poll_s)
-
-
-def _gpu_bytes(num_gpus: int) -> tuple[int, int]:
-    """Several GPUs are looked at by a process that ends: a context of this one would stay in the first one's memory,
-    beside the rank that computes there."""
-    if num_gpus == 1:
-        import torch
-
-        return torch.cuda.mem_get_info()
-    code = f"import json, torch; print(json.dumps([torch.cuda.mem_get_info(i) for i in range({num_gpus})]))"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    if answer.returncode:
-        reason = (answer.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise EngineUnavailable(f"the memory of {num_gpus} GPUs cannot be read: {reason}")
-    free, total = zip(*json.loads(answer.stdout), strict=True)
-    return min(free), min(total)
-
-
 def _reason(error: Exception) -> str:
-    """One line; of several mistakes in vLLM's configuration the first, which pydantic puts below a headline."""
-    mistakes = error.errors() if hasattr(error, "errors") else ()
-    text = str(mistakes[0]["msg"] if mistakes else error).strip()
+    """One line: the first of pydantic's errors if vLLM rejects its configuration, else the error's first line."""
+    details = error.errors() if hasattr(error, "errors") else ()
+    text = str(details[0]["msg"] if details else error).strip()
     return text.splitlines()[0] if text else ""
 
 
 def _has_code_for(config: Mapping[str, Any]) -> bool:
-    """vLLM has code of its own for the model. What it runs through transformers' modules is not compiled: for that it
-    would change transformers' classes (`vllm_plugin`), and graphs are captured of compiled models."""
+    """Whether vLLM has its own code for the model. Models that it runs through transformers' modules are not compiled,
+    and no graphs are captured: for that vLLM would change transformers' classes (`plugin`)."""
     from vllm import ModelRegistry
 
     names = config.get("architectures") or ()
@@ -465,26 +385,19 @@ def _has_code_for(config: Mapping[str, Any]) -> bool:
     return any(not name.startswith(GENERIC) for name in runs)
 
 
-def typical_difference(ours: Sequence[float], theirs: Sequence[float], *, dtype: str) -> float:
-    """Of two lists of log-probabilities: the largest in float32; else the root of the mean square, because there the
-    rounding of a whole model, whatever it does on average, moves some unlikely token far."""
-    apart = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
-    return max(apart) if dtype == "float32" else math.sqrt(sum(value * value for value in apart) / len(apart))
-
-
 def base_recipe(family: Family) -> Recipe:
-    """The recipe that is the base model itself."""
+    """The recipe whose merge is the base model itself."""
     num_layers = int(read_config(family.base.directory)["num_hidden_layers"])
 
-    def taken(layer: int | None) -> Merge:
+    def copied(layer: int | None) -> Merge:
         return Merge("passthrough", (Source(family.base.alias, layer),))
 
-    layers = tuple(LayerRecipe(taken(i), taken(i), taken(i)) for i in range(num_layers))
+    layers = tuple(LayerRecipe(copied(i), copied(i), copied(i)) for i in range(num_layers))
     return Recipe(
         family.fingerprints,
         family.base.alias,
         layers,
-        embedding=taken(None),
-        head=taken(None),
+        embedding=copied(None),
+        head=copied(None),
         tokenizer=family.tokenizer,
     )

@@ -1,12 +1,11 @@
-"""How the memory of a machine is divided between an engine, the bank of sources beside it, and what merging takes.
+"""How the memory of a machine is divided between an engine, the bank of source weights, and merging.
 
-Arithmetic on bytes: what is measured is handed in, and nothing is allocated here.
+Arithmetic on bytes: the sizes of free memory are arguments, and nothing is allocated here.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,44 +16,46 @@ import psutil
 from workers.errors import EngineUnavailable
 from workers.models.checkpoints import aligned, open_sources, stored_bytes
 from workers.models.headers import DTYPE_BYTES
-from workers.types import Family
+from workers.types import Family, Placement
 
 __all__ = [
+    "MAX_NUM_SEQS",
     "EngineMemory",
     "MemoryRequirements",
     "divide_memory",
     "free_host_bytes",
-    "gpus_of_this_machine",
+    "kv_cache_bytes",
     "kv_token_bytes",
     "memory_requirements",
 ]
 
 GB = 1e9
 
-# vLLM's own default. It asks for a share of all memory of a GPU, and fails where that much is not free; the rest is for
+MAX_NUM_SEQS = 256  # texts that an engine serves at once, at most
+
+# vLLM's default. It reserves this share of a GPU's total memory, and fails if that much is not free; the rest is for
 # what it does not count: the context, communication, and the log-probabilities of prompts.
 USABLE_SHARE = 0.92
 CONTEXT_BYTES = 1 << 30
-# What an engine takes beside weights, keys and values: activations of a full batch, captured graphs.
+# What an engine needs besides weights, keys and values: activations of a full batch, captured graphs.
 ACTIVATION_BYTES = 2 << 30
-# Texts of up to so many tokens that an engine should serve at once. With fewer than MANY_TEXTS it decodes so much
-# slower that swapping from host memory costs less; with fewer than FEW_TEXTS even swapping from mapped files does.
+# How many texts of TEXT_TOKENS tokens an engine should serve at once. Below MANY_TEXTS it decodes so much more slowly
+# that swapping from host memory costs less; below FEW_TEXTS even swapping from mapped files does.
 TEXT_TOKENS = 512
 MANY_TEXTS, FEW_TEXTS = 128, 16
-# The share of the free host memory that all copies of a bank on a machine may take.
+# The largest share of the free host memory for all copies of a bank on a machine.
 HOST_SHARE = 0.5
 
 CGROUP = Path("/sys/fs/cgroup")
-GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass(frozen=True)
 class MemoryRequirements:
-    """Bytes that an engine and its bank take on each GPU: the `bank` of sources as they are stored, the merged model's
+    """Bytes that an engine and its bank need on each GPU: the `bank` of sources as they are stored, the merged model's
     `weights`, keys and values of one token (`kv_token`), and `scratch` for merging the largest tensor.
 
-    Of weights, keys and values that is a rank's part; every rank merges whole tensors. `ranks` are the GPUs of an
-    engine, `max_length` tokens are the longest text.
+    `weights` and `kv_token` are one rank's part; every rank merges whole tensors. `ranks` is the number of GPUs of an
+    engine, `max_length` the tokens of the longest text.
     """
 
     bank: int
@@ -65,17 +66,17 @@ class MemoryRequirements:
     ranks: int = 1
 
     def engine(self, num_texts: int) -> int:
-        """What an engine takes that serves so many texts at once."""
+        """Bytes of an engine that serves `num_texts` texts at once."""
         num_tokens = max(self.max_length, num_texts * min(TEXT_TOKENS, self.max_length))
         return self.weights + ACTIVATION_BYTES + num_tokens * self.kv_token
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Where the bank goes, as `bank.Bank` names places: the first of `places` that has room once the engine runs. The
-    engine gets `gpu_share` of a GPU's memory. `reason` is for people to read."""
+    """Where the bank goes: to the first of `placements` that has room once the engine runs. The engine gets `gpu_share`
+    of a GPU's memory. `reason` explains the choice, in words."""
 
-    places: tuple[str, ...]
+    placements: tuple[Placement, ...]
     gpu_share: float
     reason: str
 
@@ -83,9 +84,10 @@ class EngineMemory:
 def divide_memory(
     needs: MemoryRequirements, *, gpu_free: int, gpu_total: int, host_free: int, copies: int
 ) -> EngineMemory:
-    """Divide GPUs of `gpu_total` bytes, of which `gpu_free` are free, and a host of which `host_free` bytes are.
+    """Divide GPUs of `gpu_total` bytes, of which `gpu_free` are free, and a host with `host_free` bytes free.
 
-    `copies` banks may be in host memory. Raises EngineUnavailable where the merged model does not fit into the GPU.
+    `copies` is the number of banks that may be in host memory. Raises EngineUnavailable if the merged model does not
+    fit into the GPU.
     """
     usable = min(int(USABLE_SHARE * gpu_total), gpu_free - CONTEXT_BYTES)
     if usable < needs.engine(1):
@@ -97,17 +99,17 @@ def divide_memory(
     room = usable - needs.scratch
     left = room - needs.bank
     in_host = copies * needs.bank <= HOST_SHARE * host_free
-    beside = ("host", "mapped") if in_host else ("mapped",)
+    off_gpu = (Placement.HOST, Placement.MAPPED) if in_host else (Placement.MAPPED,)
     sizes = f"{needs.bank / GB:.1f} GB of sources"
     if left >= needs.engine(MANY_TEXTS if in_host else FEW_TEXTS):
         spare = (left - needs.weights - ACTIVATION_BYTES) / GB
         reason = f"{sizes} leave {spare:.1f} GB of the GPU's {gpu_total / GB:.1f} GB for keys and values"
-        return EngineMemory(("gpu", *beside), _share(left, gpu_total), reason)
+        return EngineMemory((Placement.GPU, *off_gpu), _share(left, gpu_total), reason)
     reason = f"beside {sizes} the GPU's {gpu_total / GB:.1f} GB have too little room for an engine"
     if not in_host:
-        with_revisions = "a copy" if copies == 1 else f"{copies} copies (one for each GPU)"
-        reason += f", and {with_revisions} would be more than half of the {host_free / GB:.1f} GB free on the host"
-    return EngineMemory(beside, _share(max(room, min(usable, needs.engine(FEW_TEXTS))), gpu_total), reason)
+        number = "a copy" if copies == 1 else f"{copies} copies (one for each GPU)"
+        reason += f", and {number} would be more than half of the {host_free / GB:.1f} GB free on the host"
+    return EngineMemory(off_gpu, _share(max(room, min(usable, needs.engine(FEW_TEXTS))), gpu_total), reason)
 
 
 def _share(num_bytes: int, total: int) -> float:
@@ -117,8 +119,8 @@ def _share(num_bytes: int, total: int) -> float:
 def memory_requirements(
     family: Family, *, config: Mapping[str, Any], dtype: str, max_length: int, ranks: int = 1
 ) -> MemoryRequirements:
-    """What `family` needs with an engine of `dtype` ("float32" | ...); `config` is the merged model's. Reads headers
-    only. Raises InvalidModel."""
+    """The requirements of `family` with an engine of `dtype` ("float32", ...); `config` is the merged model's. Reads
+    headers only. Raises InvalidModel."""
     models, _ = aligned(open_sources(family), family.tokenizer)
     value_bytes = _value_bytes(dtype)
     sizes = {name: math.prod(tensor.shape) for name, tensor in models[family.base.alias].tensors.items()}
@@ -144,17 +146,26 @@ def kv_token_bytes(config: Mapping[str, Any], dtype: str, ranks: int = 1) -> int
     return 2 * int(config["num_hidden_layers"]) * -(-kv_heads // ranks) * head_size * _value_bytes(dtype)
 
 
+def kv_cache_bytes(config: Mapping[str, Any], max_length: int, dtype: str) -> int:
+    """Memory for keys and values on CPU: a full batch of texts of TEXT_TOKENS tokens, at most 1 GiB, and at least one
+    text of `max_length` tokens."""
+    per_token = kv_token_bytes(config, dtype)
+    block = 128  # tokens, vLLM's default on CPU
+    one_text = (max_length // block + 2) * block * per_token
+    return max(one_text, min(1 << 30, MAX_NUM_SEQS * min(TEXT_TOKENS, max_length + block) * per_token))
+
+
 def _value_bytes(dtype: str) -> int:
     return 4 if dtype == "float32" else 2
 
 
 def free_host_bytes(cgroup: Path = CGROUP) -> int:
-    """Host memory that is free now, also by the limit of the container (cgroup v2) that this process is in."""
+    """Host memory that is free now, within the limit of this process's container (cgroup v2)."""
     return min([int(psutil.virtual_memory().available), *_left_by_limit(cgroup)])
 
 
 def _left_by_limit(cgroup: Path) -> Iterator[int]:
-    """What the cgroup may still take; pages of files it can give back do not count. None where there is no limit."""
+    """Bytes that the cgroup may still allocate, pages of files that it can drop included; nothing without a limit."""
     try:
         limit = (cgroup / "memory.max").read_text().strip()
         used = int((cgroup / "memory.current").read_text())
@@ -163,11 +174,3 @@ def _left_by_limit(cgroup: Path) -> Iterator[int]:
         return
     if limit != "max":
         yield max(0, int(limit) - used + int(counts.get("inactive_file", 0)) + int(counts.get("active_file", 0)))
-
-
-def gpus_of_this_machine(folder: Path = GPUS) -> int:
-    """NVIDIA GPUs that the machine has, those of other processes too; 0 where that is not known."""
-    try:
-        return len(os.listdir(folder))
-    except OSError:
-        return 0

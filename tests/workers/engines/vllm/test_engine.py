@@ -12,21 +12,15 @@ import torch
 from search_spaces.recipe import Merge, Recipe, Source
 from tests.conftest import OPTIONS
 from tests.workers.recipes import arithmetic, slerp
-from workers.engines.transformers.backend import Reference, logprobs, verify
-from workers.engines.vllm.engine import (
-    Engine,
-    base_recipe,
-    engine_environment,
-    free_gpu_bytes,
-    kv_cache_bytes,
-    typical_difference,
-)
-from workers.engines.vllm.worker_extension import checksum, family_to_json, open_bank
+from workers.engines.transformers.backend import Reference, logprobs
+from workers.engines.transformers.verification import verify
+from workers.engines.vllm.engine import Engine, base_recipe
+from workers.engines.vllm.worker_extension import family_to_json, open_bank
 from workers.errors import EngineUnavailable, EvidenceMismatch, TrialFailed
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Generation
 from workers.export.checkpoint import export
-from workers.types import EngineOptions, Family, Span, TaskSpec
+from workers.types import Family, Span, TaskSpec
 
 
 def exported(engine: Engine, recipe: Recipe, directory: Path) -> str:
@@ -177,46 +171,6 @@ def test_start_that_fails_says_why_and_where_the_log_is(tmp_path: Path, untied_f
     assert caught.value.__cause__ is not None
 
 
-def test_checksum_tells_any_changed_or_moved_value_apart() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for dtype in (torch.float32, torch.bfloat16):
-        for size in (1, 7, 64, 1001):
-            tensor = torch.randn(size, generator=generator).to(dtype)
-            known = checksum({"w": tensor})
-            assert checksum({"w": tensor.clone()}) == known
-            for index in {0, size // 2, size - 1}:
-                changed = tensor.clone()
-                bits = changed.view(torch.int32 if dtype == torch.float32 else torch.int16)
-                bits[index] ^= 1
-                assert checksum({"w": changed}) != known
-            if size > 1:
-                assert checksum({"w": tensor.roll(1)}) != known
-    assert checksum({"a": torch.ones(2)}) != checksum({"b": torch.ones(2)}) != checksum({"b": torch.ones(2, 1)})
-
-
-def test_environment_keeps_one_core_free_and_respects_what_is_set() -> None:
-    environment = engine_environment(EngineOptions(), {"VLLM_LOGGING_LEVEL": "DEBUG"})
-    assert int(environment["OMP_NUM_THREADS"]) >= 1
-    assert "VLLM_LOGGING_LEVEL" not in environment
-    assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    assert engine_environment(EngineOptions(threads=3))["OMP_NUM_THREADS"] == "3"
-
-
-def test_kv_cache_holds_one_whole_text_and_no_more_than_needed() -> None:
-    tiny = {"num_attention_heads": 4, "hidden_size": 128, "num_hidden_layers": 4}
-    large = {"num_attention_heads": 32, "hidden_size": 4096, "num_hidden_layers": 32, "num_key_value_heads": 8}
-    assert kv_cache_bytes(tiny, 256, "float32") == 256 * 384 * 2 * 4 * 128 * 4
-    assert kv_cache_bytes(large, 2048, "bfloat16") == 1 << 30
-    assert kv_cache_bytes(large, 32768, "bfloat16") >= 32768 * 2 * 32 * 8 * 128 * 2
-
-
-def test_one_far_off_token_is_rounding_in_16_bits_and_not_in_32() -> None:
-    ours, theirs = [-1.0] * 47 + [-20.0], [-1.0] * 47 + [-20.4]
-    assert typical_difference(ours, theirs, dtype="float32") == pytest.approx(0.4)
-    assert typical_difference(ours, theirs, dtype="bfloat16") == pytest.approx(0.4 / 48**0.5)
-    assert not typical_difference([float("nan")], [-1.0], dtype="bfloat16") <= 1.0
-
-
 def test_on_a_gpu_vllm_is_given_its_share_and_the_bank_its_places(
     engine: Engine, untied_family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,7 +198,7 @@ def test_on_a_gpu_vllm_is_given_its_share_and_the_bank_its_places(
     )  # nor is there memory for a second model
     Engine(untied_family, replace(OPTIONS, rank_cache=True)).close()
     family, opening = asked.pop("mergesearch_open")
-    assert (family, opening["places"]) == (family_to_json(untied_family), ("gpu", "mapped"))
+    assert (family, opening["placements"]) == (family_to_json(untied_family), ("gpu", "mapped"))
     assert 0 < opening["scratch_bytes"] < 10**6
     assert "GB of the GPU's 80.0 GB for keys and values" in opening["reason"]
     assert opening["keeps_ranks"]
@@ -253,17 +207,3 @@ def test_on_a_gpu_vllm_is_given_its_share_and_the_bank_its_places(
     assert found.gpu_memory_utilization == pytest.approx(0.9199, abs=1e-4)
     assert (found.dtype, found.moe_backend, found.enforce_eager) == ("bfloat16", "triton", False)
     assert found.kv_cache_memory_bytes is None
-
-
-def test_memory_that_a_killed_engine_held_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = [10, 10, 95]
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free.pop(0) if len(free) > 1 else free[0], 100))
-    assert free_gpu_bytes(1, poll_s=0.0) == (95, 100)
-    free[:] = [40]
-    assert free_gpu_bytes(1, wait_s=0.0) == (40, 100), "another program's memory stays its own"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs are there")
-def test_gpus_that_are_not_there_are_told() -> None:
-    with pytest.raises(EngineUnavailable, match=r"the memory of 2 GPUs cannot be read: .*CUDA"):
-        free_gpu_bytes(2)

@@ -16,7 +16,7 @@ from workers.engines.vllm.memory import (
     MemoryRequirements,
     divide_memory,
     free_host_bytes,
-    gpus_of_this_machine,
+    kv_cache_bytes,
     kv_token_bytes,
     memory_requirements,
 )
@@ -57,12 +57,12 @@ def test_what_is_given_out_fits_into_the_gpu() -> None:
             for host in (16 * GB, 256 * GB):
                 total, needs = gigabytes * GB, four(config)
                 found = divided(needs, total, host=host)
-                bank = needs.bank if found.places[0] == "gpu" else 0
+                bank = needs.bank if found.placements[0] == "gpu" else 0
                 assert found.gpu_share * total >= needs.engine(FEW_TEXTS if bank else 1)
                 # Where an engine hardly fits, it comes before memory to merge in: then the CPU merges.
                 scratch = needs.scratch if found.gpu_share * total > needs.engine(FEW_TEXTS) else 0
                 assert found.gpu_share * total + bank + scratch <= USABLE_SHARE * total
-                assert found.places[-1] == "mapped", "there is always a place left"
+                assert found.placements[-1] == "mapped", "there is always a place left"
 
 
 def test_four_models_of_7b_are_in_host_memory_beside_an_engine_of_80_gb_and_on_a_gpu_of_141_gb() -> None:
@@ -71,7 +71,7 @@ def test_four_models_of_7b_are_in_host_memory_beside_an_engine_of_80_gb_and_on_a
         ("host", "mapped"), 0.9052, "beside 56.0 GB of sources the GPU's 85.0 GB have too little room for an engine"
     )
     found = divided(four(MISTRAL_7B), H200)
-    assert found.places == ("gpu", "host", "mapped")
+    assert found.placements == ("gpu", "host", "mapped")
     assert found.gpu_share * H200 == pytest.approx(USABLE_SHARE * H200 - 57.25 * GB, abs=H200 / 1e4)
     assert found.reason == "56.0 GB of sources leave 64.6 GB of the GPU's 150.0 GB for keys and values"
 
@@ -81,18 +81,18 @@ def test_a_gpu_that_leaves_room_for_few_texts_is_better_than_mapped_files_but_no
     num_bytes = needs.bank + needs.scratch + needs.engine(2 * FEW_TEXTS)
     assert 2 * FEW_TEXTS < MANY_TEXTS
     total = int(num_bytes / USABLE_SHARE) + 1
-    assert divided(needs, total).places == ("host", "mapped")
+    assert divided(needs, total).placements == ("host", "mapped")
     found = divided(needs, total, host=needs.bank)
-    assert found.places == ("gpu", "mapped")
+    assert found.placements == ("gpu", "mapped")
     tokens = (found.gpu_share * total - needs.weights - (2 << 30)) / needs.kv_token
     assert tokens == pytest.approx(2 * FEW_TEXTS * TEXT_TOKENS, rel=0.01)
 
 
 def test_every_gpu_of_a_machine_may_bring_a_copy_into_host_memory() -> None:
     needs = replace(four(LLAMA_2_7B), bank=70 * GB)
-    assert divided(needs, A100, host=140 * GB).places == ("host", "mapped")
+    assert divided(needs, A100, host=140 * GB).placements == ("host", "mapped")
     found = divided(needs, A100, host=140 * GB, copies=2)
-    assert found.places == ("mapped",)
+    assert found.placements == ("mapped",)
     assert found.reason.endswith(
         "and 2 copies (one for each GPU) would be more than half of the 140.0 GB free on the host"
     )
@@ -108,8 +108,8 @@ def test_a_rank_of_several_has_its_part_of_the_weights_and_all_sources() -> None
     )
     assert kv_token_bytes(MISTRAL_7B, "bfloat16", 16) == kv_token_bytes(MISTRAL_7B, "bfloat16", 8), "heads are whole"
     total = int((two.bank + two.scratch + two.engine(MANY_TEXTS)) / USABLE_SHARE) + 1
-    assert divided(two, total).places[0] == "gpu"
-    assert divided(one, total).places[0] == "host"
+    assert divided(two, total).placements[0] == "gpu"
+    assert divided(one, total).placements[0] == "host"
 
 
 def test_memory_that_others_use_is_not_given_out() -> None:
@@ -150,8 +150,9 @@ def test_the_limit_of_a_container_is_respected(tmp_path: Path) -> None:
     assert free_host_bytes(tmp_path) == pytest.approx(free, rel=0.2)
 
 
-def test_gpus_are_counted(tmp_path: Path) -> None:
-    assert gpus_of_this_machine(tmp_path / "none") == 0
-    for name in ("0000:07:00.0", "0000:0a:00.0"):
-        (tmp_path / name).mkdir()
-    assert gpus_of_this_machine(tmp_path) == 2
+def test_kv_cache_holds_one_whole_text_and_no_more_than_needed() -> None:
+    tiny = {"num_attention_heads": 4, "hidden_size": 128, "num_hidden_layers": 4}
+    large = {"num_attention_heads": 32, "hidden_size": 4096, "num_hidden_layers": 32, "num_key_value_heads": 8}
+    assert kv_cache_bytes(tiny, 256, "float32") == 256 * 384 * 2 * 4 * 128 * 4
+    assert kv_cache_bytes(large, 2048, "bfloat16") == 1 << 30
+    assert kv_cache_bytes(large, 32768, "bfloat16") >= 32768 * 2 * 32 * 8 * 128 * 2

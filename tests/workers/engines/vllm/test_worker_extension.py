@@ -13,10 +13,10 @@ import torch
 
 from search_spaces.recipe import Merge, Recipe, Source
 from tests.workers.recipes import arithmetic, slerp
+from workers.engines.vllm.checksum import checksum
 from workers.engines.vllm.engine import base_recipe
-from workers.engines.vllm.worker_extension import WEIGHT, MergeExtension, checksum, family_to_json, open_bank
+from workers.engines.vllm.worker_extension import MergeExtension, family_to_json, open_bank
 from workers.merging.bank import Bank
-from workers.merging.kernels.reductions import weighted_words
 from workers.merging.materialize import merged_tensors
 from workers.types import Family
 
@@ -181,7 +181,7 @@ def test_sources_go_where_there_is_room_and_the_summary_says_why(
         if placement == "gpu":
             raise torch.OutOfMemoryError("CUDA out of memory")
         if placement == "host":
-            raise torch.AcceleratorError("no with_revisions memory")
+            raise torch.AcceleratorError("no pinned memory")
         return placing(placement, *rest)
 
     monkeypatch.setattr(workers.merging.bank, "_placing", full)
@@ -214,10 +214,3 @@ def test_what_attention_keeps_of_weights_is_made_again(extension: Extension, tie
     extension.model_runner.get_model().model.layers[1].self_attn.impl = sinks
     extension.apply(arithmetic(tied_family, 0.3, 0.5))
     assert made == [torch.float32]
-
-
-def test_fused_checksums_are_those_of_the_definition() -> None:
-    for size in (0, 1, 1000, 200_003):
-        words = torch.randint(-(2**63), 2**63 - 1, (size,), generator=torch.Generator().manual_seed(size))
-        expected = sum(word * (i * WEIGHT | 1) for i, word in enumerate(words.tolist())) % 2**64
-        assert weighted_words(words, WEIGHT) == expected

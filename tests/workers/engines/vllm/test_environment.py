@@ -1,0 +1,10 @@
+from workers.engines.vllm.environment import engine_environment
+from workers.types import EngineOptions
+
+
+def test_environment_keeps_one_core_free_and_respects_what_is_set() -> None:
+    environment = engine_environment(EngineOptions(), {"VLLM_LOGGING_LEVEL": "DEBUG"})
+    assert int(environment["OMP_NUM_THREADS"]) >= 1
+    assert "VLLM_LOGGING_LEVEL" not in environment
+    assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert engine_environment(EngineOptions(threads=3))["OMP_NUM_THREADS"] == "3"

@@ -1,0 +1,88 @@
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import OPTIONS
+from tests.workers.recipes import arithmetic
+from workers.errors import EngineUnavailable, InvalidTask, TrialFailed
+from workers.serving.deployment import ServeScorer, app_name, deploy_scorer
+from workers.serving.fake import FakeScorer
+from workers.types import EngineOptions, Family, ScoreRequest, Span, TaskSpec
+
+TASK = TaskSpec("anything", "exact_match")
+
+
+def request(family: Family, weight: float, stop: int = 20) -> ScoreRequest:
+    return ScoreRequest("study", arithmetic(family, weight, 0.1), (Span("x", TASK, 0, stop),))
+
+
+@pytest.fixture(scope="module")
+def fake(ray_cluster: None, tied_family: Family) -> Iterator[ServeScorer]:
+    """A replica on Serve that does everything but run an engine: 0.1 s a sample, health checks every 0.5 s."""
+    from ray import serve
+
+    make_worker = partial(FakeScorer, sample_delay_s=0.1, fails_above=0.9)
+    scorer = deploy_scorer(
+        tied_family,
+        OPTIONS,
+        name="fake",
+        make_worker=make_worker,
+        health_check_period_s=0.5,
+        health_check_timeout_s=1.0,
+    )
+    yield replace(scorer, deadline_s=120.0, poll_s=0.5)
+    serve.delete("fake")
+
+
+def test_errors_of_a_candidate_and_of_a_task_pass_through(fake: ServeScorer, tied_family: Family) -> None:
+    with pytest.raises(TrialFailed, match=r"coefficient 0\.95 is above 0\.9"):
+        fake.score(request(tied_family, 0.95))
+    with pytest.raises(InvalidTask, match="no stored sample"):
+        fake.verify(arithmetic(tied_family, 0.1, 0.1), (), (Span("x", TASK, 0, 1),))
+    assert fake.score(request(tied_family, 0.5, 2)).samples
+
+
+def test_health_checks_are_answered_during_a_chunk_longer_than_their_timeout(
+    fake: ServeScorer, tied_family: Family
+) -> None:
+    (process,) = fake.statistics()["processes"]
+    result = fake.score(request(tied_family, 0.5, 60))
+    assert result.timings_s["score"] >= 6.0, "six times the timeout"
+    assert fake.statistics()["processes"] == [process]
+    assert result.evidence.replica == f"fake-{process}"
+
+
+def test_replica_killed_in_a_chunk_is_replaced_and_the_chunk_scored_again(
+    fake: ServeScorer, tied_family: Family
+) -> None:
+    (process,) = fake.statistics()["processes"]
+    threading.Timer(1.0, os.kill, (process, signal.SIGKILL)).start()
+    result = pickle.loads(pickle.dumps(fake)).score(request(tied_family, 0.5))
+    assert result.samples == FakeScorer().score(request(tied_family, 0.5)).samples
+    assert result.evidence.replica != f"fake-{process}"
+    assert fake.statistics()["processes"] != [process]
+
+
+def test_replica_that_cannot_start_says_why_and_where_its_log_is(
+    ray_cluster: None, tied_family: Family, tmp_path: Path
+) -> None:
+    from ray import serve
+
+    broken = replace(tied_family, base=replace(tied_family.base, directory=str(tmp_path / "nowhere")))
+    with pytest.raises(EngineUnavailable, match=r"vLLM did not start for .*nowhere: .*; its log is .*worker-.*\.out"):
+        deploy_scorer(broken, OPTIONS, name="fake-broken")
+    with pytest.raises(EngineUnavailable, match="no such application"):
+        ServeScorer("fake-none", deadline_s=0.1).describe((TASK,))
+    serve.delete("fake-broken")
+
+
+def test_applications_are_shared_by_equal_families_and_options_only(tied_family: Family) -> None:
+    assert app_name(tied_family, OPTIONS) == app_name(tied_family, EngineOptions(max_model_len=256, threads=1))
+    assert app_name(tied_family, OPTIONS) != app_name(tied_family, EngineOptions(max_model_len=255, threads=1))

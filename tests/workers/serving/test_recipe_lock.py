@@ -1,0 +1,54 @@
+import asyncio
+from collections.abc import Sequence
+
+from workers.serving.recipe_lock import RecipeLock
+
+
+def in_turn(arrivals: Sequence[str]) -> list[str]:
+    """The order in which recipes get the lock when all arrive while the first one holds it."""
+
+    async def run() -> list[str]:
+        lock, served = RecipeLock(), []
+
+        async def chunk(digest: str) -> None:
+            async with lock.hold(digest):
+                served.append(digest)
+                await asyncio.sleep(0.001)
+
+        await asyncio.gather(*map(chunk, arrivals))
+        return served
+
+    return asyncio.run(run())
+
+
+def test_chunks_of_the_recipe_held_go_first_and_others_in_order_of_arrival() -> None:
+    assert in_turn(["a", "b", "c", "a", "b", "a"]) == ["a", "a", "a", "b", "b", "c"]
+    assert in_turn(["a", "b", "c", "d"]) == ["a", "b", "c", "d"]
+
+
+def test_a_chunk_that_gives_up_waiting_does_not_block_the_rest() -> None:
+    async def run() -> list[str]:
+        lock, served = RecipeLock(), []
+
+        async def chunk(digest: str, seconds: float) -> None:
+            async with lock.hold(digest):
+                await asyncio.sleep(seconds)
+                served.append(digest)
+
+        first = asyncio.create_task(chunk("a", 0.02))
+        await asyncio.sleep(0)
+        second, third = asyncio.create_task(chunk("b", 0)), asyncio.create_task(chunk("c", 0))
+        await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.gather(first, third)
+        await chunk("d", 0)
+        # Cancelled just after the lock was passed on to it: it must pass the lock on again.
+        fourth = asyncio.create_task(chunk("e", 0.01))
+        await asyncio.sleep(0)
+        fifth, sixth = asyncio.create_task(chunk("f", 0)), asyncio.create_task(chunk("g", 0))
+        await fourth
+        fifth.cancel()
+        await sixth
+        return served
+
+    assert asyncio.run(asyncio.wait_for(run(), 5)) == ["a", "c", "d", "e", "g"]

@@ -1,0 +1,31 @@
+"""The environment of a process that starts an engine. Light, so that it can be set before torch is imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from workers.types import EngineOptions
+
+__all__ = ["KEEP_WEIGHTS", "engine_environment"]
+
+# Tells `plugin` that the process runs one of our engines; other programs of the same environment keep vLLM as it is.
+KEEP_WEIGHTS = "MERGESEARCH_KEEP_WEIGHTS"
+
+
+def engine_environment(options: EngineOptions, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables to set before torch is imported.
+
+    Values that `environment` already holds are kept, except for those that the engine cannot work without.
+    """
+    threads = options.threads or max(1, (len(os.sched_getaffinity(0)) - 1) // options.tensor_parallel_size)
+    defaults = {
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TQDM_DISABLE": "1",
+    }
+    required = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", KEEP_WEIGHTS: "1", "VLLM_NO_USAGE_STATS": "1"}
+    known = environment or {}
+    return {name: value for name, value in defaults.items() if name not in known} | required

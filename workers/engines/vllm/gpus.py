@@ -1,0 +1,57 @@
+"""The GPUs of this machine: how many there are, and how much of their memory is free."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from workers.errors import EngineUnavailable
+
+__all__ = ["free_gpu_bytes", "gpus_of_this_machine"]
+
+# A GPU with at least this share of its memory free has no other user.
+MOSTLY_FREE = 0.9
+
+GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+def gpus_of_this_machine(folder: Path = GPUS) -> int:
+    """NVIDIA GPUs that the machine has, those of other processes included; 0 where that is not known."""
+    try:
+        return len(os.listdir(folder))
+    except OSError:
+        return 0
+
+
+def free_gpu_bytes(num_gpus: int, *, wait_s: float = 20.0, poll_s: float = 1.0) -> tuple[int, int]:
+    """(free, total) bytes of memory: the smallest of each over the first `num_gpus` GPUs that this process sees.
+
+    Waits up to `wait_s` seconds for a share of MOSTLY_FREE: the memory of an engine that was just killed may not be
+    free yet. Raises EngineUnavailable if the memory cannot be read.
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        free, total = _gpu_bytes(num_gpus)
+        if free >= MOSTLY_FREE * total or time.monotonic() >= deadline:
+            return free, total
+        time.sleep(poll_s)
+
+
+def _gpu_bytes(num_gpus: int) -> tuple[int, int]:
+    """Several GPUs are read by a subprocess: reading them here would leave a CUDA context of this process on each,
+    beside the rank that computes there."""
+    if num_gpus == 1:
+        import torch
+
+        return torch.cuda.mem_get_info()
+    code = f"import json, torch; print(json.dumps([torch.cuda.mem_get_info(i) for i in range({num_gpus})]))"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if answer.returncode:
+        reason = (answer.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise EngineUnavailable(f"the memory of {num_gpus} GPUs cannot be read: {reason}")
+    free, total = zip(*json.loads(answer.stdout), strict=True)
+    return min(free), min(total)

@@ -1,0 +1,99 @@
+"""Where vLLM's weight loader puts each tensor, observed while it loads.
+
+A tensor that the loader only copies, whole, into one part of a parameter can later be written there directly, without
+the loader.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+__all__ = ["LoadObserver", "Place"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The part of a parameter that holds one tensor of the merged model."""
+
+    parameter: str
+    memory: torch.Tensor
+
+    def overlaps(self, other: torch.Tensor) -> bool:
+        if _storage(other) != _storage(self.memory) or other.numel() == 0:
+            return False
+        (begin, end), (first, last) = _extent(self.memory), _extent(other)
+        return first < end and begin < last
+
+    def is_in(self, parameters: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the part still belongs to the parameter: vLLM may have given it other memory."""
+        return _storage(parameters[self.parameter]) == _storage(self.memory)
+
+
+class LoadObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Iterates over (name, tensor) pairs for vLLM's loader, and observes where the loader puts each of them.
+
+    A tensor has a place if the loader only copied it, whole, to one part of a parameter, and nothing else changed that
+    part before the end. `seconds` is the time spent computing the tensors.
+    """
+
+    def __init__(self, source: Iterator[tuple[str, torch.Tensor]], parameters: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.source = source
+        self.seconds = 0.0
+        self._places: dict[str, Place | None] = {}
+        self._owners = {_storage(parameter): name for name, parameter in parameters.items()}
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._changed: list[torch.Tensor] = []
+
+    @property
+    def places(self) -> dict[str, Place | None]:
+        """The place of each tensor; None for those that only the loader can write."""
+        return {
+            name: None if place is None or any(map(place.overlaps, self._changed)) else place
+            for name, place in self._places.items()
+        }
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        while True:
+            started = time.perf_counter()
+            with _disable_current_modes():
+                item = next(self.source, None)
+            self.seconds += time.perf_counter() - started
+            if item is None:
+                return
+            self._copies.clear()
+            yield item
+            self._places[item[0]] = self._place(item[1])
+
+    def _place(self, tensor: torch.Tensor) -> Place | None:
+        if len(self._copies) != 1:
+            return None
+        memory, copied = self._copies[0]
+        is_whole = copied.data_ptr() == tensor.data_ptr() and copied.shape == memory.shape == tensor.shape
+        is_whole &= copied.stride() == tensor.stride()  # GPT-2's square weights are transposed on the way
+        is_plain = memory.is_contiguous() and memory.dtype == tensor.dtype and memory.device == tensor.device
+        owner = self._owners.get(_storage(memory))
+        return Place(owner, memory.detach()) if is_whole and is_plain and owner is not None else None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self._copies.append(args[:2])
+        elif func._schema.is_mutable and isinstance(args[0], torch.Tensor):
+            self._changed.append(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The address of the first byte that a tensor may use, and the address after the last."""
+    length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + length * tensor.element_size()

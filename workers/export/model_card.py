@@ -1,0 +1,146 @@
+"""The model card of an export: its sources, recipe, held-out scores and licences, as README.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+from search_spaces.recipe import COMPONENTS, Merge, Recipe
+from workers.models.hub import commit_of, id_of
+from workers.types import Family
+
+__all__ = ["Score", "licence", "model_card", "recipe_rows", "source_name"]
+
+
+class Score(Protocol):
+    """A held-out value, its 95 % confidence interval and its number of samples."""
+
+    @property
+    def value(self) -> float: ...
+
+    @property
+    def ci95(self) -> tuple[float, float]: ...
+
+    @property
+    def samples(self) -> int: ...
+
+
+def model_card(
+    recipe: Recipe,
+    family: Family,
+    *,
+    dtype: str,
+    scores: Mapping[str, Score],
+    study: str | None,
+    mergekit: Mapping[str, Any] | str,
+) -> str:
+    """The text of README.md. `dtype` is that of the tensors, `scores` maps an objective to its held-out value, and
+    `mergekit` is the mergekit configuration, or the reason why there is none."""
+    held = {model.fingerprint: model for model in family.models}
+    sources = [(alias, Path(held[content].directory), content) for alias, content in recipe.models.items()]
+    licences = {alias: licence(directory) for alias, directory, _ in sources}
+    front: dict[str, Any] = {"library_name": "transformers", "tags": ["merge", "mergesearch"]}
+    stated = {text for text in licences.values() if text}
+    if hub_ids := sorted({name for _, directory, _ in sources if (name := id_of(directory))}):
+        front["base_model"] = hub_ids
+    if stated:
+        front["license"] = stated.pop() if len(set(licences.values())) == 1 else "other"
+    origin = f' by the study "{study}"' if study else ""
+    lines = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
+        f"# Merge {recipe.digest[:12]}",
+        f"{len(sources)} models merged{origin} by mergesearch, in float32, and stored in {dtype}.",
+        "## Sources",
+        _table(
+            ("model", "role", "source", "licence", "fingerprint"),
+            [
+                (
+                    alias,
+                    "base" if alias == recipe.base else "expert",
+                    source_name(directory) if id_of(directory) else directory.name,
+                    licences[alias] or "not stated",
+                    f"`{content}`",
+                )
+                for alias, directory, content in sources
+            ],
+        ),
+        "## Recipe",
+        f"Digest `{recipe.digest}`; the whole of it is in `recipe.json`."
+        + (f" Its tokens are those of {recipe.tokenizer}." if recipe.tokenizer != "base" else ""),
+        _table(("layers", "component", "method", "sources", "coefficients"), recipe_rows(recipe)),
+    ]
+    if scores:
+        rows = [
+            (name, f"{score.value:.4f}", f"{score.ci95[0]:.4f} to {score.ci95[1]:.4f}", str(score.samples))
+            for name, score in scores.items()
+        ]
+        lines += ["## Held-out scores", _table(("objective", "value", "95 % interval", "samples"), rows)]
+    models = " ".join(f"--model {alias}=DIR" for alias in recipe.models)
+    lines += ["## Make it again", f"    mergesearch merge recipe.json {models} --out DIR"]
+    if isinstance(mergekit, str):
+        lines.append(f"There is no mergekit configuration: {mergekit}.")
+    else:
+        lines.append("`mergekit_config.yml` gives the same tensors with mergekit, up to float32 rounding.")
+    return "\n\n".join(lines) + "\n"
+
+
+def recipe_rows(recipe: Recipe) -> list[tuple[str, ...]]:
+    """The recipe as rows of (layers, component, method, sources, coefficients). Adjacent layers with equal merges form
+    one group with a row per component; single tensors come last."""
+    recipe = recipe.canonical()
+    rows = [("embedding", "embedding", *_described(recipe.embedding))]
+    groups: list[tuple[object, list[int]]] = []
+    for index, layer in enumerate(recipe.layers):
+        key = tuple(_relative(layer.component(name), index) for name in COMPONENTS)
+        if groups and groups[-1][0] == key:
+            groups[-1][1].append(index)
+        else:
+            groups.append((key, [index]))
+    for _, indices in groups:
+        first, last = indices[0], indices[-1]
+        layers = str(first) if first == last else f"{first}-{last}"
+        rows += [(layers, name, *_described(recipe.layers[first].component(name), first)) for name in COMPONENTS]
+    rows.append(("head", "final norm, output head", *_described(recipe.head)))
+    return [*rows, *(("tensor", name, *_described(merge)) for name, merge in recipe.tensors.items())]
+
+
+def licence(directory: Path) -> str | None:
+    """The licence in the front matter of a source's model card, several separated by commas; None without one."""
+    try:
+        parts = (directory / "README.md").read_text().split("---", 2)
+        front = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    stated = front.get("license") if isinstance(front, dict) else None
+    return ", ".join(map(str, stated)) if isinstance(stated, list) and stated else str(stated) if stated else None
+
+
+def source_name(directory: Path) -> str:
+    """A hub model by its id and commit, which are valid on any machine; any other model by its directory."""
+    name = id_of(directory)
+    return f"{name}@{commit_of(directory)}" if name else str(directory)
+
+
+def _relative(merge: Merge, index: int) -> object:
+    """The merge, with the layers of its sources relative to the merged layer."""
+    offsets = tuple((source.model, (source.layer or 0) - index) for source in merge.sources)
+    return merge.method, offsets, tuple(merge.coefficients.items()), merge.seed
+
+
+def _described(merge: Merge, index: int | None = None) -> tuple[str, str, str]:
+    sources = ", ".join(
+        source.model if source.layer == index else f"{source.model} (layer {source.layer})" for source in merge.sources
+    )
+    coefficients = ", ".join(
+        f"{name} = " + (", ".join(f"{v:g}" for v in value) if isinstance(value, tuple) else f"{value:g}")
+        for name, value in merge.coefficients.items()
+    )
+    return merge.method, sources, coefficients
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -1,0 +1,45 @@
+"""The lock of a replica: chunks of the recipe that the engine holds go first, so that it swaps less often."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+__all__ = ["RecipeLock"]
+
+
+class RecipeLock:
+    """An asyncio lock that goes to the longest waiter for the recipe last held; without one, to the longest waiter."""
+
+    def __init__(self) -> None:
+        self._held: str | None = None
+        self._is_taken = False
+        self._waiting: deque[tuple[str, asyncio.Future[None]]] = deque()
+
+    @asynccontextmanager
+    async def hold(self, digest: str) -> AsyncIterator[None]:
+        """Hold the lock for the recipe with this digest; "" for work that needs none."""
+        if self._is_taken:
+            ready = asyncio.get_running_loop().create_future()
+            self._waiting.append((digest, ready))
+            try:
+                await ready
+            except asyncio.CancelledError:
+                if ready.done() and not ready.cancelled():
+                    self._pass_on()  # the lock was handed over just before the waiter was cancelled
+                raise
+        self._is_taken, self._held = True, digest
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        waiting = [entry for entry in self._waiting if not entry[1].done()]
+        waiting.sort(key=lambda entry: entry[0] != self._held)  # stable: arrival order otherwise
+        self._is_taken = bool(waiting)
+        if waiting:
+            self._waiting = deque(entry for entry in self._waiting if entry is not waiting[0] and not entry[1].done())
+            waiting[0][1].set_result(None)
