@@ -17,9 +17,10 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
 import pytest
 
+from search_spaces.study.sections import EngineOptions
 from tests.builders import tiny_family, tiny_qwen2
 from tests.tiers import needs_ray_or_engine, starts_nothing
-from workers.types import EngineOptions, Family, TaskSpec
+from workers.types import Family, TaskSpec
 
 if TYPE_CHECKING:
     from workers.engines.vllm.engine import Engine

@@ -13,7 +13,6 @@ from search_spaces.recipe import Recipe
 
 __all__ = [
     "CHUNKS_IN_FLIGHT_PER_REPLICA",
-    "EngineOptions",
     "Evidence",
     "Family",
     "ModelSource",
@@ -94,23 +93,6 @@ class Family:
         if self.tokenizer != "base":
             document["tokenizer"] = self.fingerprints.get(self.tokenizer, self.tokenizer)
         return digest_of(document)
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """How a replica starts its engine. `dtype` auto: bfloat16 on GPU, float32 on CPU. `threads` 0: cores - 1. With
-    `rank_cache` its bank keeps DELLA's ranks (`bank.Bank.keep_ranks`)."""
-
-    backend: str = "vllm"
-    tensor_parallel_size: int = 1
-    dtype: str = "auto"
-    max_model_len: int = 2048
-    add_bos_token: bool | None = None
-    chat_template: bool | str = False
-    system_prompt: str | None = None
-    rank_cache: bool = False
-    threads: int = 0
-    seed: int = 0
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ __all__ = [
     "LINE",
     "NAME",
     "Engine",
+    "EngineOptions",
     "Fidelity",
     "InlineTask",
     "Limits",
@@ -236,6 +237,30 @@ class Engine(Section):
         _one_of(_tag_of_verify, "false or {trials: 3, samples: 16}"),
     ] = Verify()
     """How many trials are scored again, on how many samples, by plain transformers; false: none."""
+
+    @property
+    def options(self) -> EngineOptions:
+        """What each engine is started with."""
+        return EngineOptions(**{name: value for name, value in self if name not in NOT_OF_ONE_ENGINE})
+
+
+# Keys of the section that say nothing about one engine: how many there are, and what is checked after the search.
+NOT_OF_ONE_ENGINE = frozenset({"replicas", "verify"})
+
+
+class EngineOptions(Engine):
+    """How one engine is started: every option of the study file's `engine` section, and those that only programs set.
+
+    A key added to `Engine` is an option of the engine without further declarations."""
+
+    threads: int = 0
+    """Threads for arithmetic on CPU; 0: one less than there are cores."""
+    seed: int = 0
+    """vLLM's seed."""
+
+    def document(self) -> dict[str, Any]:
+        """The options by name, as plain data. Engines with equal documents are interchangeable."""
+        return self.model_dump(exclude=NOT_OF_ONE_ENGINE)
 
 
 class Limits(Section):

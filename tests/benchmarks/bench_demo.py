@@ -143,8 +143,9 @@ def measure_loop(directory: Path) -> dict[str, Any]:
     """The chunks of the run in `directory`, in their order, given to one engine."""
     import os
 
+    from search_spaces.study.sections import EngineOptions
     from workers.engines.vllm.environment import engine_environment
-    from workers.types import EngineOptions, ScoreRequest, Span
+    from workers.types import ScoreRequest, Span
 
     os.environ.update(engine_environment(EngineOptions()))  # before anything imports torch, as in a replica
 

@@ -85,8 +85,8 @@ def show(result: dict[str, Any]) -> None:
 
 
 def measure_swaps(directory: Path, *methods: str) -> dict[str, Any]:
+    from search_spaces.study.sections import EngineOptions
     from workers.engines.vllm.engine import Engine, base_recipe
-    from workers.types import EngineOptions
 
     family = merge_family.open_made(directory)
     rows = []
@@ -143,8 +143,8 @@ def _copying(family: Any) -> tuple[int, float]:
 
 def measure_restart(directory: Path) -> dict[str, Any]:
     """A new engine on a merged model: the seconds of its imports, and of its start to the first token."""
+    from search_spaces.study.sections import EngineOptions
     from workers.engines.vllm.environment import engine_environment
-    from workers.types import EngineOptions
 
     started = time.perf_counter()
     os.environ.update(engine_environment(EngineOptions(threads=THREADS), os.environ))

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 from lm_eval.api.model import TemplateLM  # noqa: TID253  (a base class; this module loads where models are)
 
+from search_spaces.study.sections import EngineOptions
 from workers.errors import InvalidTask
 from workers.evaluation.prompts import Backend, Continuation, Generation, Prompts
 from workers.evaluation.tasks import BuiltTask, build_task, documents_of, values_of
-from workers.types import EngineOptions, SampleResult, Span, TaskInfo, TaskSpec
+from workers.types import SampleResult, Span, TaskInfo, TaskSpec
 
 __all__ = ["BackendLM", "Scored", "TaskEvaluator", "describe"]
 

@@ -13,9 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from search_spaces.study.sections import EngineOptions
 from workers.errors import InvalidModel
 from workers.models.config import read_config
-from workers.types import EngineOptions
 
 __all__ = ["LOGPROB_TOLERANCE", "Backend", "Continuation", "Generation", "Prompts", "load_tokenizer"]
 

@@ -9,16 +9,16 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from search_spaces.recipe import Recipe
+from search_spaces.study.sections import EngineOptions
 from workers.engines.vllm.environment import engine_environment
 from workers.errors import EngineUnavailable, EvidenceMismatch, WorkerError
 from workers.serving.replica import EngineWorker, ScoringReplica, Worker
 from workers.types import (
     CHUNKS_IN_FLIGHT_PER_REPLICA,
-    EngineOptions,
     Family,
     SampleResult,
     ScoreRequest,
@@ -45,7 +45,7 @@ DEPLOYING = "deploying"
 def app_name(family: Family, options: EngineOptions) -> str:
     """The Serve application of a family: the same models and options share replicas."""
     models = [(model.alias, model.directory, model.fingerprint) for model in family.models]
-    return f"scorer-{digest_of([models, family.tokenizer, asdict(options)])[:12]}"
+    return f"scorer-{digest_of([models, family.tokenizer, options.document()])[:12]}"
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,8 @@ def deploy_scorer(
         if status is None or status.status not in ("RUNNING", "DEPLOYING"):
             scaling = _scaling(replicas, options, keep_idle_s)
             processes = replicas * options.tensor_parallel_size
-            shared = replace(options, threads=options.threads or max(1, ((os.cpu_count() or 2) - 1) // processes))
+            threads = options.threads or max(1, ((os.cpu_count() or 2) - 1) // processes)
+            environment = engine_environment(options.model_copy(update={"threads": threads}))
 
             class Scorer(ScoringReplica):  # Serve looks for the decorated method when it deploys
                 @serve.multiplexed(max_num_models_per_replica=1)
@@ -196,7 +197,7 @@ def deploy_scorer(
                 ray_actor_options={
                     "num_cpus": 0.1,
                     "num_gpus": options.tensor_parallel_size if _num_gpus() else 0,
-                    "runtime_env": {"env_vars": engine_environment(shared)},
+                    "runtime_env": {"env_vars": environment},
                 },
             )
             application = deployment.bind(make_worker or functools.partial(EngineWorker, family, options))

@@ -22,10 +22,10 @@ from typing import Any, Protocol, TypeVar
 
 from search_spaces.errors import SearchSpaceError
 from search_spaces.recipe import Recipe
+from search_spaces.study.sections import EngineOptions
 from workers.errors import EngineUnavailable, EvidenceMismatch, TrialFailed, WorkerError
 from workers.serving.recipe_lock import RecipeLock
 from workers.types import (
-    EngineOptions,
     Evidence,
     Family,
     SampleResult,

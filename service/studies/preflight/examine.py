@@ -25,12 +25,13 @@ from search_spaces.objectives import Objective
 from search_spaces.spaces.base import SearchSpace
 from search_spaces.spaces.lfs import LfsSpace
 from search_spaces.study.file import InlineTask, ObjectiveSpec, Study
+from search_spaces.study.sections import EngineOptions
 from service.disk import gib, lack_of_space
 from service.errors import Conflict
 from service.tune.plan import Plan
 from service.types import Origin, StudyRecord
 from workers.errors import InvalidModel, InvalidTask
-from workers.types import CHUNKS_IN_FLIGHT_PER_REPLICA, EngineOptions, Family, ModelSource, TaskInfo, TaskSpec
+from workers.types import CHUNKS_IN_FLIGHT_PER_REPLICA, Family, ModelSource, TaskInfo, TaskSpec
 
 if TYPE_CHECKING:
     from workers.engines.vllm.support import CapabilityProbe
@@ -111,7 +112,7 @@ class PreflightResult:
 
     @property
     def engine_options(self) -> EngineOptions:
-        return _engine_options(self.study)
+        return self.study.engine.options
 
     def facts(self) -> dict[str, Any]:
         """What a study is found to be when it is first run; a resumed run must find the same."""
@@ -397,25 +398,11 @@ def _examine_tasks(
     return tasks, infos
 
 
-def _engine_options(study: Study) -> EngineOptions:
-    engine = study.engine
-    return EngineOptions(
-        backend=engine.backend,
-        tensor_parallel_size=engine.tensor_parallel_size,
-        dtype=engine.dtype,
-        max_model_len=engine.max_model_len,
-        add_bos_token=engine.add_bos_token,
-        chat_template=engine.chat_template,
-        system_prompt=engine.system_prompt,
-        rank_cache=engine.rank_cache,
-    )
-
-
 def _examine_prompts(study: Study, directory: Path, problems: list[Problem]) -> None:
     """Whether prompts can be written as the study says, and leave the model room to answer."""
     from workers.evaluation.prompts import Prompts
 
-    prompts = Prompts(str(directory), _engine_options(study))
+    prompts = Prompts(str(directory), study.engine.options)
     asked = study.engine.chat_template
     found = prompts.tokenizer.chat_template  # one, or several by name
     names = list(found) if isinstance(found, dict) else ["default"] if found else []

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from search_spaces.study.sections import EngineOptions
 from tests.builders import tiny_llama, tiny_qwen2
 from tests.conftest import write_choices
 from workers.engines.transformers.backend import Reference
@@ -12,7 +13,7 @@ from workers.errors import InvalidModel, InvalidTask
 from workers.evaluation.lm_eval import BackendLM, TaskEvaluator, describe
 from workers.evaluation.prompts import Continuation, Generation, Prompts, load_tokenizer
 from workers.evaluation.tasks import build_task
-from workers.types import EngineOptions, Span, TaskSpec
+from workers.types import Span, TaskSpec
 
 OPTIONS = EngineOptions(max_model_len=128)
 
@@ -44,7 +45,7 @@ def one(file: Path, prompt: str, **task: object) -> TaskSpec:
 
 def test_prompt_begins_with_one_bos_whatever_writes_it(llama: str, tmp_path: Path) -> None:
     def tokens(text: str, **options: object) -> list[int]:
-        return Prompts(llama, replace(OPTIONS, **options)).encode(text)
+        return Prompts(llama, OPTIONS.model_copy(update=options)).encode(text)
 
     plain = tokens("ab", add_bos_token=False)
     bos = Prompts(llama, OPTIONS).tokenizer.bos_token_id
@@ -77,7 +78,7 @@ def test_chat_template_and_system_prompt_are_applied_and_add_no_second_bos(tmp_p
     from transformers import AutoTokenizer
 
     directory = str(tiny_llama(tmp_path / "chat"))
-    options = replace(OPTIONS, chat_template=True, system_prompt="Be brief.")
+    options = OPTIONS.model_copy(update={"chat_template": True, "system_prompt": "Be brief."})
     with pytest.raises(InvalidTask, match="has no chat template"):
         TaskEvaluator(None, Prompts(directory, options))
     tokenizer = AutoTokenizer.from_pretrained(directory)

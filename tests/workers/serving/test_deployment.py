@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from search_spaces.study.sections import Engine, EngineOptions
 from tests.conftest import OPTIONS
 from tests.workers.recipes import arithmetic
 from workers.errors import EngineUnavailable, InvalidTask, TrialFailed
 from workers.serving.deployment import ServeScorer, app_name, deploy_scorer
 from workers.serving.fake import FakeScorer
-from workers.types import EngineOptions, Family, ScoreRequest, Span, TaskSpec
+from workers.types import Family, ModelSource, ScoreRequest, Span, TaskSpec
 
 TASK = TaskSpec("anything", "exact_match")
 
@@ -81,6 +82,14 @@ def test_replica_that_cannot_start_says_why_and_where_its_log_is(
     with pytest.raises(EngineUnavailable, match="no such application"):
         ServeScorer("fake-none", deadline_s=0.1).describe((TASK,))
     serve.delete("fake-broken")
+
+
+def test_names_of_applications_stay_as_they_are() -> None:
+    """A server of another version must find the replicas that run, and not start its own beside them."""
+    family = Family(ModelSource("base", "/m/base", "00"), (ModelSource("a", "/m/a", "11"),))
+    assert app_name(family, EngineOptions()) == "scorer-f5c357331e1b"
+    assert app_name(family, Engine(replicas=4, verify=False).options) == "scorer-f5c357331e1b"
+    assert app_name(family, EngineOptions(dtype="float16")) != "scorer-f5c357331e1b"
 
 
 def test_applications_are_shared_by_equal_families_and_options_only(tied_family: Family) -> None:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from search_spaces.recipe import Recipe
+from search_spaces.study.sections import EngineOptions
 from workers.errors import InvalidTask
 from workers.evaluation.prompts import Continuation, Generation, Prompts
 from workers.models.merged_files import result_dir
-from workers.types import EngineOptions
 
 if TYPE_CHECKING:
     from workers.merging.bank import Bank

@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from search_spaces.study.sections import EngineOptions
 from workers.engines.transformers.backend import Reference, logprobs, whole_characters
 from workers.engines.vllm.memory import free_host_bytes
 from workers.errors import InvalidTask
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import LOGPROB_TOLERANCE, Continuation, Prompts
-from workers.types import EngineOptions, SampleResult, Span, VerificationReport
+from workers.types import SampleResult, Span, VerificationReport
 
 __all__ = ["fits_in_memory", "verify"]
 

@@ -23,6 +23,7 @@ from typing import Any, Self
 
 from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
+from search_spaces.study.sections import EngineOptions
 from workers.engines.vllm.environment import engine_environment
 from workers.engines.vllm.gpus import free_gpu_bytes, gpus_of_this_machine
 from workers.engines.vllm.memory import (
@@ -37,7 +38,7 @@ from workers.errors import EngineUnavailable, EvidenceMismatch, InvalidModel, Tr
 from workers.evaluation.prompts import Continuation, Generation, Prompts
 from workers.models.config import read_config
 from workers.models.merged_files import result_dir
-from workers.types import EngineOptions, Family
+from workers.types import Family
 
 __all__ = ["Engine", "SwapReport", "base_recipe"]
 

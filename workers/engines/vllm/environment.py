@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from workers.types import EngineOptions
+from search_spaces.study.sections import EngineOptions
 
 __all__ = ["KEEP_WEIGHTS", "engine_environment"]
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from search_spaces.errors import InvalidStudy
 from search_spaces.fidelity import Bracket
 from search_spaces.study.file import Study, parse_study
+from search_spaces.study.sections import EngineOptions
 from service.studies.dry_run import check
 from service.studies.merge import check_merge
 from service.studies.preflight.examine import ENGINE_OVERHEAD_BYTES, PreflightResult, examine
@@ -27,7 +28,7 @@ from workers.engines.vllm.support import CapabilityProbe
 from workers.evaluation.tasks import content_hash
 from workers.merging.bank import Bank
 from workers.merging.materialize import check_recipe
-from workers.types import EngineOptions, Family
+from workers.types import Family
 
 SIZES = {"sums": 40, "words": 38}
 HOLDOUT = 20

@@ -1,11 +1,11 @@
 import pytest
 import torch
 
+from search_spaces.study.sections import EngineOptions
 from tests.builders import tiny_llama
 from workers.engines.transformers.backend import Reference, logprobs
 from workers.errors import InvalidTask
 from workers.evaluation.prompts import Continuation, Generation
-from workers.types import EngineOptions
 
 OPTIONS = EngineOptions(max_model_len=128)
 

@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from search_spaces.study.sections import EngineOptions
 from tests.builders import tiny_llama
 from workers.engines.transformers.backend import Reference, logprobs
 from workers.engines.transformers.verification import verify
 from workers.errors import InvalidTask
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Prompts
-from workers.types import EngineOptions, Span, TaskSpec
+from workers.types import Span, TaskSpec
 
 OPTIONS = EngineOptions(max_model_len=128)
 

@@ -196,7 +196,7 @@ def test_on_a_gpu_vllm_is_given_its_share_and_the_bank_its_places(
     monkeypatch.setattr(
         "workers.engines.vllm.engine.free_host_bytes", lambda: 0
     )  # nor is there memory for a second model
-    Engine(untied_family, replace(OPTIONS, rank_cache=True)).close()
+    Engine(untied_family, OPTIONS.model_copy(update={"rank_cache": True})).close()
     family, opening = asked.pop("mergesearch_open")
     assert (family, opening["placements"]) == (family_to_json(untied_family), ("gpu", "mapped"))
     assert 0 < opening["scratch_bytes"] < 10**6

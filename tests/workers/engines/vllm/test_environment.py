@@ -1,5 +1,5 @@
+from search_spaces.study.sections import EngineOptions
 from workers.engines.vllm.environment import engine_environment
-from workers.types import EngineOptions
 
 
 def test_environment_keeps_one_core_free_and_respects_what_is_set() -> None:
