@@ -1,4 +1,14 @@
-"""What may be searched and measured: parameters, search spaces, recipes, study files, objectives, budgets.
+"""What may be searched and measured. Plain Python, pydantic and NumPy: no torch, no Ray, no vLLM.
 
-Import names from their modules. Nothing is imported here, so that `recipe` costs nobody pydantic and numpy.
+- `recipe`: a concrete merge, the form between search spaces and everything downstream
+- `parameters`: searched dimensions, their conditions, and configurations
+- `spaces`: search spaces: from a configuration to a recipe
+- `methods`: the merge methods: sources, coefficients, searched ranges
+- `baselines`: the recipes that every search is compared with
+- `study`: the study file
+- `objectives`: objectives, costs, Pareto fronts, hypervolume
+- `fidelity`: rungs and brackets of successive halving
+- `errors`: the errors of this package
+
+Import names from their modules: nothing is imported here, so that `recipe` needs neither pydantic nor NumPy.
 """

@@ -1,4 +1,4 @@
-"""Recipes that every search is compared with: the sources themselves, and merges the literature recommends.
+"""Recipes that every search is compared with: the sources themselves, and merges recommended in the literature.
 
 Uniform average: Wortsman et al., "Model soups" (2022). Task arithmetic: Ilharco et al. (2022), with 1/n and its
 recommended 0.3 to 0.4. TIES: Yadav et al. (2023), k = 0.2 and lambda = 1.
@@ -15,7 +15,7 @@ __all__ = ["Baseline", "sources_and_published"]
 
 
 class Baseline(NamedTuple):
-    """A recipe nobody has to search for. `label` is unique within a study ("expert:math")."""
+    """A recipe that needs no search. `label` is unique within a study ("expert:math")."""
 
     origin: Literal["source", "published"]
     label: str
@@ -25,7 +25,7 @@ class Baseline(NamedTuple):
 def sources_and_published(
     *, base: str, experts: Sequence[str], fingerprints: Mapping[str, str], num_layers: int, tokenizer: str = "base"
 ) -> tuple[Baseline, ...]:
-    """The base, each expert, then the published merges of all experts; canonical, without equal recipes."""
+    """The base, each expert, then the published merges of all experts: canonical recipes, without duplicates."""
     known: dict[str, Baseline] = {}
     for origin, label, merge in _merges(base, tuple(experts)):
         recipe = _everywhere(merge, base, fingerprints, num_layers, tokenizer)

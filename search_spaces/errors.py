@@ -1,4 +1,4 @@
-"""Errors of describing a search. Each class says what the caller does next.
+"""Errors in the description of a search. Each class says what the caller does next.
 
     SearchSpaceError
     ├── InvalidStudy        (ValueError)  reject the study; holds every problem found, not only the first
@@ -21,7 +21,7 @@ class SearchSpaceError(Exception):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a study: `field` is its dotted place in the file ("objectives.1.metric")."""
+    """One problem of a study. `field` is its dotted place in the file ("objectives.1.metric")."""
 
     field: str
     message: str
@@ -31,7 +31,7 @@ class Problem:
 
 
 class InvalidStudy(SearchSpaceError, ValueError):
-    """The study cannot be run as written. `problems` lists everything that was found, in file order."""
+    """The study cannot be run as written. `problems` has all that were found, in file order."""
 
     def __init__(self, problems: tuple[Problem, ...]) -> None:
         super().__init__(problems)

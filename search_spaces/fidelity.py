@@ -1,7 +1,7 @@
 """Rungs and brackets of successive halving, as pure functions of budgets and eta.
 
 A budget is a number of samples of every objective. Li et al., "Hyperband" (2018), algorithm 1; bracket sizes as SMAC
-computes them. This file does not know trials, scores or who waits for whom.
+computes them. Trials, scores and waiting are not known here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def rungs(min_samples: int, max_samples: int, eta: int) -> tuple[int, ...]:
     """Sample counts of the rungs from `min_samples` to `max_samples`, growing by about `eta`, strictly increasing.
 
     round(log_eta(max / min)) + 1 rungs, the i-th at round(min * eta^i), the last at exactly `max_samples`.
-    Raises ValueError where that leaves a single rung, and for min > max, eta < 2 or samples < 1."""
+    Raises ValueError if that gives a single rung, and for min > max, eta < 2 or samples < 1."""
     if min_samples < 1:
         raise ValueError(f"min_samples={min_samples} is below 1")
     if eta < 2:
@@ -53,14 +53,14 @@ class Bracket:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many configurations are scored at each rung, from `first_rung` on."""
+        """The number of configurations scored at each rung, from `first_rung` on."""
         sizes = [self.num_configurations]
         while len(sizes) < self.num_rungs - self.first_rung:
             sizes.append(self.num_promoted(sizes[-1]))
         return tuple(sizes)
 
     def num_promoted(self, num_scored: int) -> int:
-        """Of `num_scored` configurations at a rung, floor(n / eta) go on, at least one."""
+        """How many of `num_scored` configurations at a rung are promoted: floor(n / eta), at least one."""
         return max(1, num_scored // self.eta)
 
 
@@ -80,17 +80,17 @@ def hyperband_brackets(num_rungs: int, eta: int) -> tuple[Bracket, ...]:
 
 
 def bracket_cycle(scheduler: Scheduler, *, num_rungs: int, eta: int, max_trials: int) -> tuple[Bracket, ...]:
-    """The brackets that a search goes through, again and again: those of one Hyperband iteration, or one bracket of
-    all configurations where promotion does not wait for a bracket to be full (asha) or there is none (one rung)."""
+    """The brackets that a search repeats: those of one Hyperband iteration, or a single bracket of all configurations
+    if promotion does not wait for a full bracket (asha) or there is no promotion (one rung)."""
     if scheduler == "hyperband" and num_rungs > 1:
         return hyperband_brackets(num_rungs, eta)
     return (Bracket(max_trials, first_rung=0, num_rungs=num_rungs, eta=eta),)
 
 
 def bracket_plan(cycle: Sequence[Bracket], max_trials: int) -> tuple[Bracket, ...]:
-    """Brackets in the order they run, `cycle` after cycle, until `max_trials` configurations have started.
+    """Brackets in the order they run, repeating `cycle`, until `max_trials` configurations have started.
 
-    The last bracket is cut to what is left of `max_trials`."""
+    The last bracket is cut to the rest of `max_trials`."""
 
     def cut() -> Iterator[Bracket]:
         left = max_trials

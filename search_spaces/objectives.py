@@ -1,7 +1,7 @@
 """Objectives, costs, and comparing candidates in several objectives.
 
-A cost is what every comparison uses: smaller is better, 0 is perfect and 1 is worthless, so that the reference point
-1.1 in every objective has a meaning. Values are in the metric's own unit and direction.
+All comparisons use costs: smaller is better, 0 is perfect and 1 is worthless, so that one reference point, 1.1 in every
+objective, fits all of them. Values are in the metric's own unit and direction.
 
 Non-dominated ranks and crowding distances: Deb et al., "NSGA-II" (2002), sections III-A and III-B. Ranks, fronts and
 hypervolumes are moocore's, which is imported in the functions: loading it takes 0.1 s or more.
@@ -45,10 +45,10 @@ SCALED_METRICS = frozenset({"bleu", "chrf", "likelihood"})
 
 @dataclass(frozen=True)
 class Objective:
-    """A metric and the direction in which it is better. `range` says where its values lie if not in [0, 1].
+    """A metric and its direction of optimisation. `range` is [lowest, highest] of its values, by default [0, 1].
 
-    Raises InvalidStudy without a `range` where values are known to leave [0, 1]: minimised metrics (perplexity, for
-    one) and those on another scale."""
+    Raises InvalidStudy without a `range` for metrics known to leave [0, 1]: minimised ones (perplexity, for example)
+    and those on another scale."""
 
     name: str
     metric: str
@@ -83,7 +83,7 @@ def _needs_range(claim: str) -> InvalidStudy:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A trial up for promotion: its number and its costs, None if it failed."""
+    """A candidate for promotion: its trial's number, and its costs, None if it failed."""
 
     number: int
     costs: Costs | None
@@ -109,7 +109,7 @@ def non_dominated(costs: Sequence[Costs]) -> tuple[bool, ...]:
 
 
 def crowding_distances(costs: Sequence[Costs]) -> tuple[float, ...]:
-    """How alone each point of one front is, larger is lonelier; the ends of every objective are infinitely alone."""
+    """The crowding distance of each point of one front: larger is less crowded, infinite at an objective's ends."""
     distances = [0.0] * len(costs)
     for objective in range(len(costs[0]) if costs else 0):
         order = sorted(range(len(costs)), key=lambda i: costs[i][objective])
@@ -123,8 +123,8 @@ def crowding_distances(costs: Sequence[Costs]) -> tuple[float, ...]:
 
 
 def promotion_order(candidates: Sequence[Candidate]) -> tuple[int, ...]:
-    """Trial numbers, the one to promote first first: by non-dominated rank, then crowding (lonelier first), then
-    number; failed candidates last. With one objective that is the order of cost, then number."""
+    """Trial numbers in order of promotion: by non-dominated rank, then crowding distance (larger first), then number;
+    failed candidates last. With one objective this is the order of cost, then number."""
     scored = [candidate for candidate in candidates if candidate.costs is not None]
     costs = [candidate.costs for candidate in scored if candidate.costs is not None]
     ranks = non_dominated_ranks(costs)

@@ -1,7 +1,7 @@
 """Parameters: the searched dimensions, the conditions under which they exist, and what a configuration may hold.
 
-A configuration is a dict from parameter name to value and holds active parameters only. This file does not know what
-a parameter stands for.
+A configuration is a dict from parameter name to value and contains active parameters only. The meaning of a parameter
+is not known here.
 """
 
 from __future__ import annotations
@@ -124,10 +124,10 @@ Parameter: TypeAlias = Float | Integer | Categorical
 
 
 class Parameters:
-    """An ordered, immutable collection of parameters. A parent stands before the parameters that depend on it.
+    """An ordered, immutable collection of parameters. A parent comes before the parameters that depend on it.
 
-    Parameters of one role mean the same thing in different places (the coefficient of TIES in each layer group):
-    searchers may look first at configurations that give them one value. Without a role a parameter is alone.
+    Parameters with the same role have the same meaning in different places (the coefficient of TIES in each layer
+    group): searchers may start with configurations that give them one value. A parameter may have no role.
     """
 
     def __init__(self, parameters: Iterable[Parameter], *, roles: Mapping[str, str] | None = None) -> None:
@@ -168,8 +168,8 @@ class Parameters:
     def check(self, configuration: Configuration) -> None:
         """Accept exactly the configurations of this space.
 
-        Raises InvalidConfiguration: a name unknown, a value out of range or of the wrong type, an active parameter
-        missing, an inactive one given."""
+        Raises InvalidConfiguration for an unknown name, a value out of range or of the wrong type, a missing active
+        parameter, and an inactive parameter."""
         for name in configuration:
             if name not in self._by_name:
                 near = difflib.get_close_matches(str(name), self._by_name, n=1)

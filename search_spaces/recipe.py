@@ -1,10 +1,10 @@
 """Recipe: the one form between search spaces and everything downstream.
 
-A search space decodes a configuration into a Recipe; materialising, scoring, exporting, drawing and caching know only
-recipes. A recipe names its models by alias and by content fingerprint; its digest uses fingerprints only, so the same
-merge has the same digest whatever its models are called and wherever their files are.
+A search space decodes a configuration into a Recipe; merging, scoring, exporting, plotting and caching only see
+recipes. A recipe names its models by alias and by content fingerprint; its digest uses fingerprints only, so that the
+same merge has the same digest whatever the aliases and directories of its models.
 
-This file knows nothing of tensors: which tensor belongs to which component is decided where tensors are.
+Which tensor belongs to which component is not known here, but in `workers.models`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Merge:
     `coefficients` maps a name to a number (shared by all sources) or to a tuple with one number per source, in the
     order of `sources`. Sources are the operands; methods on task vectors (task_arithmetic, ties) subtract the
     recipe's base model, which is not listed. SLERP's two sources are its ends: t = 0 is the first. `seed` is for
-    methods that draw random masks. What each method takes is in `methods`.
+    methods that draw random masks. `methods` declares what each method takes.
     """
 
     method: str
@@ -93,7 +93,7 @@ class Merge:
         return value if isinstance(value, tuple) else (value,) * len(self.sources)
 
     def check(self) -> None:
-        """Raise InvalidRecipe unless its method takes these sources, coefficients and seed."""
+        """Raise InvalidRecipe unless the method accepts these sources, coefficients and seed."""
         spec = METHODS.get(self.method)
         if spec is None:
             raise InvalidRecipe(f"merge: unknown merge method {self.method!r}; known are {', '.join(METHODS)}")
@@ -188,8 +188,8 @@ class Recipe:
     merged model's layers in order; `embedding` is the input embedding (a tied output head follows it); `head` is the
     final norm and, where untied, the output head. `tensors` are single tensors, by their names in the merged model,
     that have another merge than their component. `tokenizer` is the merged model's vocabulary, by which the rows of
-    embeddings are aligned: "base", "union", or the alias of another model. All but the base's also depend on
-    models that no merge uses, so that these are kept.
+    embeddings are aligned: "base", "union", or the alias of another model. With a vocabulary other than the base's,
+    `models` keeps models that no merge uses, because the vocabulary depends on them.
     """
 
     models: Mapping[str, str]
@@ -222,7 +222,7 @@ class Recipe:
         return (*in_layers, self.embedding, self.head, *self.tensors.values())
 
     def check(self) -> None:
-        """Raise InvalidRecipe, saying where, unless every merge is one that its method takes."""
+        """Raise InvalidRecipe, with the place, unless every merge is valid for its method."""
         places = [f"layer {index}, {name}" for index in range(len(self.layers)) for name in COMPONENTS]
         for place, merge in zip((*places, "embedding", "head", *self.tensors), self.merges(), strict=True):
             try:
@@ -231,7 +231,7 @@ class Recipe:
                 raise InvalidRecipe(f"{place}: {str(error).removeprefix('merge: ')}") from error
 
     def rewritten(self, rewrite: Callable[[Merge], Merge]) -> Recipe:
-        """The recipe with every merge replaced by what `rewrite` makes of it."""
+        """The recipe with every merge replaced by `rewrite` of it."""
         layers = tuple(
             replace(layer, attention=rewrite(layer.attention), mlp=rewrite(layer.mlp), norm=rewrite(layer.norm))
             for layer in self.layers
@@ -240,9 +240,9 @@ class Recipe:
         return replace(self, layers=layers, embedding=rewrite(self.embedding), head=rewrite(self.head), tensors=tensors)
 
     def canonical(self) -> Recipe:
-        """The equal recipe in canonical form: no source without influence, a merge that is one of its sources as
-        passthrough, sources ordered by (fingerprint, layer), no model that is not used. Raises InvalidRecipe as
-        `check` does."""
+        """The equivalent recipe in canonical form: without sources that have no influence and without unused models,
+        sources ordered by (fingerprint, layer), and a merge that equals one of its sources as passthrough. Raises
+        InvalidRecipe as `check` does."""
         self.check()
         recipe = self.rewritten(lambda merge: _canonical(merge, base=self.base, fingerprints=self.models))
         used = {self.base} | {source.model for merge in recipe.merges() for source in merge.sources}
@@ -282,7 +282,7 @@ class Recipe:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Raises InvalidRecipe, saying what is missing, if `document` is not what `to_json` writes."""
+        """The inverse of `to_json`. Raises InvalidRecipe, with the reason, for any other document."""
         found = document.get("format") if isinstance(document, Mapping) else document
         if found != FORMAT:
             raise InvalidRecipe(f"recipe: format is {found!r}; this version reads {FORMAT!r}")
@@ -369,7 +369,7 @@ def _canonical(merge: Merge, *, base: str, fingerprints: Mapping[str, str]) -> M
 
 
 def _brief(coefficients: Mapping[str, Coefficient], spec: MethodSpec) -> dict[str, Coefficient]:
-    """Numbers that are equal for all sources as one, defaults left out."""
+    """`coefficients` with one number where all sources have the same, and without defaults."""
     brief: dict[str, Coefficient] = {}
     for name, value in coefficients.items():
         shared = value[0] if isinstance(value, tuple) and len(set(value)) == 1 else value

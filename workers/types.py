@@ -1,4 +1,4 @@
-"""What crosses the boundary between the service and the scoring replicas: plain data, no torch, no Ray, no vLLM."""
+"""What crosses the boundary between the service and the scoring replicas: plain data, without torch, Ray or vLLM."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class Split(StrEnum):
 
 
 def digest_of(document: Any) -> str:
-    """sha256 (hex) of a JSON document, whatever the order of its keys."""
+    """sha256 (hex) of a JSON document, independent of the order of its keys."""
     return hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """One checkpoint: the alias it has in recipes, where it is (absolute), and its content fingerprint."""
+    """One checkpoint: its alias in recipes, its absolute directory, and its content fingerprint."""
 
     alias: str
     directory: str
@@ -68,8 +68,8 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class Family:
-    """A base model and its experts: what one engine can merge. `tokenizer` is the vocabulary of every merge: "base",
-    "union", or an expert's alias, as `vocabulary.align` says."""
+    """A base model and its experts: the models that one engine can merge. `tokenizer` is the vocabulary of every merge:
+    "base", "union", or an expert's alias (`workers.models.vocabulary`)."""
 
     base: ModelSource
     experts: tuple[ModelSource, ...]
@@ -85,7 +85,7 @@ class Family:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the models' contents: the same sources give the same, whatever their aliases and places."""
+        """Digest of the models' contents, independent of their aliases and directories."""
         document: dict[str, Any] = {
             "base": self.base.fingerprint,
             "models": sorted({model.fingerprint for model in self.models}),
@@ -100,8 +100,8 @@ class TaskSpec:
     """A task as a replica builds it. `task` is an lm-eval name, an absolute YAML file, or an inline JSONL task
     ({"file": absolute, "prompt": jinja, "answer": jinja, "until": [...], "max_tokens": n}).
 
-    `content` is the sha256 of the data file where there is one, so that changed data is noticed. `permutation_seed`
-    fixes the order in which samples are used: position i is the same sample in every replica and every run.
+    `content` is the sha256 of the data file, if there is one, so that changed data is detected. `permutation_seed`
+    fixes the order of the samples: position i is the same sample in every replica and every run.
     """
 
     task: str | Mapping[str, Any]
@@ -122,8 +122,8 @@ class TaskSpec:
 
 @dataclass(frozen=True)
 class TaskInfo:
-    """What building a task found: how many samples there are, whether larger is better, how many prompts were cut
-    to `max_model_len`, and the groups (subtasks) that the permutation is stratified by."""
+    """A built task: its number of samples, whether larger values are better, how many prompts were cut to
+    `max_model_len`, and the sizes of the groups (subtasks) by which the permutation is stratified."""
 
     num_samples: int
     higher_is_better: bool
@@ -158,7 +158,7 @@ class ScoreRequest:
 @dataclass(frozen=True)
 class SampleResult:
     """One scored sample. `document` is its index in the task's data, `position` in the permutation; `value` the
-    metric on this sample; `response` what the model said: the completion, or the options' log-probabilities (JSON)."""
+    metric on this sample; `response` the model's answer: the completion, or the options' log-probabilities (JSON)."""
 
     objective: str
     position: int
@@ -170,11 +170,11 @@ class SampleResult:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the engine held while it scored: the digest the engine itself reports, not the one that was asked for.
+    """What the engine held while it scored: the digest that the engine itself reports, not the requested one.
 
     `prompts` maps an objective to the sha256 of the token ids of every prompt of its span, in order;
-    `weights_checksum` is of the engine's parameters after the swap; `replica` and `swap_count` say which engine, and
-    `engine` what it is: program, dtype, size and place of the source weights.
+    `weights_checksum` is of the engine's parameters after the swap; `replica` and `swap_count` identify the engine, and
+    `engine` describes it: program, dtype, size and placement of the source weights.
     """
 
     recipe_digest: str
@@ -197,11 +197,11 @@ class ScoreResult:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """Stored samples of one recipe against plain transformers on the exported weights.
+    """Stored samples of one recipe, compared with plain transformers on the exported weights.
 
     `differences` lists every sample with another value: {objective, position, engine, reference, top2_gap}, the gap
     being the reference's smallest difference between its two best log-probabilities where the answers part.
-    `num_beyond` counts those whose gap exceeds `tolerance`: such a difference no rounding explains.
+    `num_beyond` counts those whose gap exceeds `tolerance`, which rounding does not explain.
     """
 
     recipe_digest: str
@@ -214,10 +214,10 @@ class VerificationReport:
 
 
 class Scorer(Protocol):
-    """Scoring as trial actors see it: replicas of warm engines behind Ray Serve, or the fake in `workers.serving.fake`.
+    """Scores recipes: replicas of warm engines behind Ray Serve, or the fake in `workers.serving.fake`.
 
-    Implementations are picklable and may be used from several threads. `score` may be called again with the same
-    request after a failure; it changes nothing but which recipe an engine holds.
+    Implementations are picklable and thread-safe. `score` may be called again with the same request after a failure;
+    its only side effect is which recipe an engine holds.
     """
 
     def score(self, request: ScoreRequest) -> ScoreResult:
@@ -225,7 +225,7 @@ class Scorer(Protocol):
         ...
 
     def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:
-        """Build tasks and say what they hold. Raises InvalidTask."""
+        """Build tasks and describe them. Raises InvalidTask."""
         ...
 
     def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:

@@ -1,6 +1,6 @@
-"""What contradicts what in a study, and what is not available yet.
+"""Contradictions between the fields of a study, and names of what is not available yet.
 
-Each check sees only sections that are valid by themselves, so that all problems can be reported at once.
+Each check gets only sections that are valid on their own, so that all problems can be reported at once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WORDS = Vocabulary(
 
 @dataclass
 class ValidParts:
-    """The sections and list entries (by position) that are valid by themselves."""
+    """The sections and list entries (by position) that are valid on their own."""
 
     models: Models | None = None
     search_space: SearchSpaceSpec | None = None
@@ -48,12 +48,12 @@ class ValidParts:
     objectives: Mapping[int, ObjectiveSpec] = field(default_factory=dict)
     holdout: Mapping[int, ObjectiveSpec] = field(default_factory=dict)
     objective_names: tuple[str, ...] = ()
-    """Also of objectives that are not valid."""
+    """Includes those of invalid objectives."""
 
 
 def without_consequences(problems: list[Problem], document: Mapping[str, Any]) -> list[Problem]:
-    """Drop what follows from asking for something not available yet: the other keys of another kind of space, the
-    task and metric that a cost objective lacks."""
+    """`problems` without the consequences of asking for something that is not available yet: the other keys of another
+    kind of space, and the missing task and metric of a cost objective."""
     space = document.get("search_space")
     kind = space.get("kind") if isinstance(space, Mapping) else None
     is_later_kind = kind in WORDS.later_values["search_space.kind"]
@@ -67,6 +67,7 @@ def without_consequences(problems: list[Problem], document: Mapping[str, Any]) -
 
 
 def contradictions(parts: ValidParts) -> Iterator[Problem]:
+    """Every contradiction between valid parts of a study."""
     if parts.models is not None:
         yield from _models_contradictions(parts.models)
     if parts.search_space is not None:
@@ -121,7 +122,7 @@ def _fidelity_contradictions(fidelity: Fidelity, objectives: Mapping[int, Object
 
 
 def _length_contradictions(fidelity: Fidelity, objectives: Mapping[int, ObjectiveSpec]) -> Iterator[Problem]:
-    """All that have rungs have the same number of them, and as many as the scheduler can do with."""
+    """Rungs must have the same length everywhere, and a length that the scheduler accepts."""
     own = {f"objectives.{index}.rungs": spec.rungs for index, spec in objectives.items() if spec.rungs is not None}
     written = own if fidelity.rungs is None else {"fidelity.rungs": fidelity.rungs, **own}
     try:

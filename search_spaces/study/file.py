@@ -1,7 +1,7 @@
 """The study file: what to merge, what to search, what "better" means, and how much it may cost.
 
-What is wrong with a study is reported all together. Validation that needs the models or the tasks is not done here;
-of the file system only the study file itself is read.
+All problems of a study are reported together. Validation that needs models or tasks is not done here; the study file
+itself is the only file that is read.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Study(Section):
     limits: Limits = Limits()
 
     def canonical(self) -> dict[str, Any]:
-        """The study as plain data with every default written out; `parse_study` gives the same study back."""
+        """The study as plain data with all defaults written out; `parse_study` returns the same study from it."""
         return self.model_dump(mode="json")
 
 
@@ -78,7 +78,7 @@ def study_json_schema() -> dict[str, Any]:
 
 
 def load_study(file: Path | str) -> Study:
-    """The study in a YAML or JSON file. Relative paths in it are taken from the file's directory.
+    """The study in a YAML or JSON file. Relative paths in it are relative to the file's directory.
 
     Raises InvalidStudy with every problem found."""
     file = Path(file)
@@ -86,7 +86,7 @@ def load_study(file: Path | str) -> Study:
 
 
 def parse_study(document: Mapping[str, Any], directory: Path | None = None) -> Study:
-    """The study that `document` describes. Relative paths are taken from `directory`; None leaves them as they are.
+    """The study that `document` describes. Relative paths are resolved against `directory`; None leaves them unchanged.
 
     Raises InvalidStudy with every problem found."""
     if not isinstance(document, Mapping):
@@ -97,7 +97,7 @@ def parse_study(document: Mapping[str, Any], directory: Path | None = None) -> S
         raise InvalidStudy((Problem("", f"the study is not plain data: {error}"),)) from error
     study, errors = None, []
     try:
-        # JSON, so that strict types mean what a study file can hold: 3 is no text, "3" no number, true no 1.
+        # As JSON, so that strict types mean what a study file can contain: 3 is not text, "3" not a number, true not 1.
         study = Study.model_validate_json(text, strict=True)
     except ValidationError as error:
         errors = error.errors(include_url=False)
@@ -109,9 +109,9 @@ def parse_study(document: Mapping[str, Any], directory: Path | None = None) -> S
 
 
 def same_but_limits(stored: Study, given: Study) -> tuple[str, ...]:
-    """The dotted fields in which `given` is another study than `stored`; none if it may resume it.
+    """The dotted fields in which `given` differs from `stored`; empty if `given` may resume `stored`.
 
-    `limits` may differ and `search.max_trials` may be larger."""
+    `limits` may differ, and `search.max_trials` may be larger."""
     before, after = _flat(stored.canonical()), _flat(given.canonical())
     absent = object()
     changed = {name for name in before.keys() | after.keys() if before.get(name, absent) != after.get(name, absent)}
@@ -162,7 +162,7 @@ def _resolved(study: Study, directory: Path) -> Study:
 
 
 def _model(value: str, directory: Path) -> str:
-    """The directory that `value` names; a hub id (`name` or `owner/name`, and no such directory) stays as it is."""
+    """The directory that `value` names. A hub id (`name` or `owner/name`, and no such directory) is unchanged."""
     file = _absolute(value, directory)
     looks_like_path = value.startswith(("/", ".", "~")) or value.endswith("/") or value.count("/") > 1
     return file if looks_like_path or os.path.isdir(file) else value

@@ -1,6 +1,6 @@
 """The sections of a study file as frozen, validated models: types, ranges, defaults.
 
-What contradicts what is `study_checks`' business, reading a file is `study`'s.
+Contradictions between fields are found in `checks`; `file` reads a study.
 """
 
 from __future__ import annotations
@@ -140,9 +140,9 @@ class Fidelity(Section):
 
     @property
     def rung_samples(self) -> tuple[int, ...] | None:
-        """Samples at each rung of an objective without rungs of its own; None: one rung with all samples of the task.
+        """Samples at each rung of an objective that defines none itself; None: one rung with all samples of the task.
 
-        Raises ValueError where the section does not say."""
+        Raises ValueError if the section does not define them."""
         if self.rungs is not None:
             return self.rungs
         if self.scheduler == "none":
@@ -244,23 +244,23 @@ class Engine(Section):
         return EngineOptions(**{name: value for name, value in self if name not in NOT_OF_ONE_ENGINE})
 
 
-# Keys of the section that say nothing about one engine: how many there are, and what is checked after the search.
+# Fields of the section that do not concern one engine: how many there are, and what is verified after the search.
 NOT_OF_ONE_ENGINE = frozenset({"replicas", "verify"})
 
 
 class EngineOptions(Engine):
-    """How one engine is started: every option of the study file's `engine` section, and those that only programs set.
+    """How one engine is started: the options of the study file's `engine` section, and those that only programs set.
 
-    A key added to `Engine` is an option of the engine without further declarations."""
+    A field added to `Engine` becomes an option of engines without any other declaration."""
 
     threads: int = 0
-    """Threads for arithmetic on CPU; 0: one less than there are cores."""
+    """Threads for arithmetic on CPU; 0: all cores but one."""
     seed: int = 0
     """vLLM's seed."""
 
     def document(self) -> dict[str, Any]:
         """The options by name, as plain data. Engines with equal documents are interchangeable."""
-        return self.model_dump(exclude=NOT_OF_ONE_ENGINE)
+        return self.model_dump(exclude=set(NOT_OF_ONE_ENGINE))
 
 
 class Limits(Section):

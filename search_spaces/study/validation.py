@@ -1,7 +1,7 @@
-"""What a validation error means to the person who wrote the file: the value seen, what is accepted, the nearest name.
+"""Validation errors in words: the value seen, what is accepted, the nearest known name.
 
-Turns pydantic's errors into Problems with the help of the model's JSON Schema. This file does not know what a study
-is; names that exist but are not built yet are given to it.
+Turns pydantic's errors into Problems with the help of the model's JSON Schema. Nothing here is specific to studies;
+names that are reserved for later versions are arguments.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ MAX_SHOWN = 60
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a schema cannot say. Places have "*" for positions in lists ("objectives.*.cost").
+    """What a schema cannot express. Places have "*" for positions in lists ("objectives.*.cost").
 
-    `later_values` are names by place, and `later_keys` messages by place, of what is not available yet; `patterns`
-    say in words what a regular expression accepts."""
+    `later_values` are values by place, and `later_keys` messages by place, of what is not available yet; `patterns`
+    describe in words what a regular expression accepts."""
 
     later_values: Mapping[str, tuple[str, ...]]
     later_keys: Mapping[str, str]
@@ -49,7 +49,7 @@ class Vocabulary:
 
 
 def is_tag(part: str | int) -> bool:
-    """Whether a part of a location names a branch of a union ("<inline>"), not a place in the file."""
+    """Whether a part of a location is the tag of a branch of a union ("<inline>"), not a key of the file."""
     return isinstance(part, str) and part.startswith("<") and part.endswith(">")
 
 
@@ -58,7 +58,7 @@ def problems_of(errors: Iterable[ErrorDetails], schema: Mapping[str, Any], words
     problems: list[Problem] = []
     for error in errors:
         if error["type"] == "too_short" and len(error["input"]) >= error["ctx"]["min_length"]:
-            continue  # pydantic counts valid entries only, and has already said what is wrong with the others
+            continue  # pydantic counts valid entries only, and has already reported the others
         place = tuple(part for part in error["loc"] if not is_tag(part) and part != "[key]")
         pattern = ".".join("*" if isinstance(part, int) else part for part in place)
         field = ".".join(map(str, place))
@@ -79,7 +79,7 @@ def problems_of(errors: Iterable[ErrorDetails], schema: Mapping[str, Any], words
 
 
 def in_file_order(problems: Iterable[Problem], document: Mapping[str, Any]) -> tuple[Problem, ...]:
-    """`problems` as a reader of `document` meets them."""
+    """`problems` in the order of their fields in `document`."""
 
     def position(problem: Problem) -> tuple[int, ...]:
         place: Any = document

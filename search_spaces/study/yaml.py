@@ -1,8 +1,8 @@
-"""Reading one YAML or JSON document that a person wrote, strictly: what is ambiguous is refused, with its line.
+"""Strict reading of one YAML or JSON document: what is ambiguous is refused, with its line.
 
-YAML is read as YAML 1.2's core schema has it (`no` and `12:30` are text, `1e-3` is a number). Refused are repeated
-keys, keys that are not text, aliases (which can make a small file huge) and more than one document.
-This file does not know what a study is.
+YAML is read by the core schema of YAML 1.2 (`no` and `12:30` are text, `1e-3` is a number). Refused are repeated keys,
+keys that are not text, aliases (which can make a small file huge) and more than one document. Nothing here is specific
+to studies.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def parse_document(content: bytes, name: object, *, is_json: bool) -> dict[str, 
 
 def _content(file: Path) -> bytes:
     try:
-        with file.open("rb") as stream:  # not by its stated size: a device or a pipe has none
+        with file.open("rb") as stream:  # not by its size on disk: a device or a pipe has none
             content = stream.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             size = file.stat().st_size if file.is_file() else "more"
@@ -85,10 +85,10 @@ def _json(text: str) -> Any:
         return json.loads(text, object_pairs_hook=_mapping)
     except _RepeatedKey as error:
         try:
-            yaml.load(text.replace("\t", " "), _Loader)  # JSON is YAML, whose reader says where the key is
+            yaml.load(text.replace("\t", " "), _Loader)  # JSON is YAML, and the YAML reader reports the key's line
         except _RepeatedKey:
             raise
-        except yaml.YAMLError:  # keys longer than YAML's
+        except yaml.YAMLError:  # a key too long for YAML
             raise error from None
         raise
 

@@ -1,14 +1,14 @@
-"""Scoring: a task's samples asked of a backend, its answers judged by lm-eval's own filters and metrics.
+"""Scoring: a backend answers a task's samples, and lm-eval's filters and metrics turn the answers into values.
 
-Requests are built and tokenised once per task; after that a score is one batch to the backend and the metric of each
-sample. What answers (the warm engine, plain transformers) is behind workers.evaluation.prompts.Backend.
+Requests are built and tokenized once per task; after that, scoring is one batch for the backend and the metric of each
+sample. The backend is the warm engine or plain transformers (workers.evaluation.prompts.Backend).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from workers.types import SampleResult, Span, TaskInfo, TaskSpec
 
 __all__ = ["BackendLM", "Scored", "TaskEvaluator", "describe"]
 
-DEFAULT_MAX_TOKENS = 256  # lm-eval's, for a task that names none
+DEFAULT_MAX_TOKENS = 256  # lm-eval's default
 KNOWN_ARGUMENTS = frozenset(
     {"until", "max_gen_toks", "max_new_tokens", "max_tokens", "do_sample", "temperature", "top_p", "top_k", "num_beams"}
 )
@@ -31,7 +31,7 @@ KNOWN_ARGUMENTS = frozenset(
 
 @dataclass(frozen=True)
 class Scored:
-    """Samples in the order of the spans, and per objective the hash of its prompts."""
+    """Samples in the order of the spans, and the hash of the prompts of each objective."""
 
     samples: tuple[SampleResult, ...]
     prompts: Mapping[str, str]
@@ -39,16 +39,16 @@ class Scored:
 
 @dataclass(frozen=True)
 class _Request:
-    """One lm-eval request, tokenised. `instance` is lm-eval's, never written to."""
+    """One lm-eval request, tokenized. `instance` is lm-eval's and is never modified."""
 
     instance: Any
-    tokenised: Generation | Continuation
+    tokenized: Generation | Continuation
     is_truncated: bool
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A task whose requests are ready: `requests[subtask][document]`."""
+    """A task and its tokenized requests, `requests[subtask][document]`."""
 
     task: BuiltTask
     requests: tuple[tuple[tuple[_Request, ...], ...], ...]
@@ -63,7 +63,7 @@ class _Prepared:
 
 
 class BackendLM(TemplateLM):  # type: ignore[misc]
-    """lm-eval's view of a backend: also good for lm-eval's own evaluator."""
+    """A backend as a model of lm-eval; it also works with lm-eval's own evaluator."""
 
     def __init__(self, backend: Backend | None, prompts: Prompts) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """What an option without a context follows: BOS, else end of text."""
+        """The token before an option without a context: BOS, else end of text."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else int(bos)
 
@@ -99,7 +99,7 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
         return self.prompts.encode(string, special_tokens=add_special_tokens)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Raises InvalidTask if the template refuses the messages (a system prompt, for one)."""
+        """Raises InvalidTask if the template refuses the messages, for example a system prompt."""
         import jinja2
 
         try:
@@ -116,8 +116,8 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
             ) from error
         return str(text)
 
-    def tokenise(self, instance: Any) -> tuple[Generation | Continuation, bool]:
-        """The request as tokens, and whether its prompt lost its beginning to fit. Raises InvalidTask."""
+    def tokenize(self, instance: Any) -> tuple[Generation | Continuation, bool]:
+        """The request as tokens, and whether its prompt was cut at its beginning to fit. Raises InvalidTask."""
         if instance.request_type == "generate_until":
             context, arguments = instance.args
             return self._generation(context, arguments, seed=int(instance.doc_id or 0))
@@ -130,7 +130,7 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         assert self.backend_ is not None
-        generations = [self.tokenise(request)[0] for request in requests]
+        generations = [self.tokenize(request)[0] for request in requests]
         return self.backend_.generate([request for request in generations if isinstance(request, Generation)])
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
@@ -195,7 +195,7 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
 
 
 class TaskEvaluator:
-    """Scores spans of tasks with one backend. `backend` may be None where nothing is scored."""
+    """Scores spans of tasks with one backend. `backend` may be None if nothing is scored."""
 
     def __init__(self, backend: Backend | None, prompts: Prompts) -> None:
         self.backend = backend
@@ -203,40 +203,40 @@ class TaskEvaluator:
         self._prepared: dict[str, _Prepared] = {}
 
     def with_backend(self, backend: Backend) -> TaskEvaluator:
-        """The same tasks and tokenised requests, asked of another backend."""
+        """An evaluator with the same tasks and tokenized requests, and another backend."""
         other = TaskEvaluator(backend, self.lm.prompts)
         other._prepared = self._prepared
         return other
 
     def describe(self, spec: TaskSpec) -> TaskInfo:
-        """What the task holds, with the prompts that were cut to `max_model_len` counted. Raises InvalidTask."""
+        """The task's size and kind, and how many prompts were cut to `max_model_len`. Raises InvalidTask."""
         prepared = self._prepare(spec)
         return replace(prepared.task.info, num_truncated=prepared.num_truncated)
 
     def is_greedy(self, spec: TaskSpec) -> bool:
-        first = self._prepare(spec).at(0)[0].tokenised
+        first = self._prepare(spec).at(0)[0].tokenized
         return not (isinstance(first, Generation) and first.temperature > 0)
 
     def requests(self, spec: TaskSpec, position: int) -> tuple[Generation | Continuation, ...]:
-        """The tokenised requests of one sample."""
-        return tuple(request.tokenised for request in self._prepare(spec).at(position))
+        """The tokenized requests of one sample."""
+        return tuple(request.tokenized for request in self._prepare(spec).at(position))
 
     def score(self, spans: Sequence[Span]) -> Scored:
-        """Every sample of `spans`: one batch of completions and one of options, whatever the number of spans.
+        """Score every sample of `spans`, in one batch of completions and one of options for all spans.
 
-        Raises InvalidTask if a span reaches beyond its task's data, and what the backend raises.
+        Raises InvalidTask if a span goes beyond its task's data, and the errors of the backend.
         """
-        work = [self._requests_of(span) for span in spans]
-        every = [request for samples in work for _, requests in samples for request in requests]
+        prepared = [self._requests_of(span) for span in spans]
+        every = [request for samples in prepared for _, requests in samples for request in requests]
         answers = iter(self._ask(every))
-        answered = [[(position, [(r, next(answers)) for r in rs]) for position, rs in samples] for samples in work]
+        answered = [[(position, [(r, next(answers)) for r in rs]) for position, rs in samples] for samples in prepared]
         return Scored(
             samples=tuple(
                 sample for span, samples in zip(spans, answered, strict=True) for sample in self._judge(span, samples)
             ),
             prompts={
-                span.objective: _hash(request.tokenised.tokens for _, requests in samples for request in requests)
-                for span, samples in zip(spans, work, strict=True)
+                span.objective: _hash(request.tokenized.tokens for _, requests in samples for request in requests)
+                for span, samples in zip(spans, prepared, strict=True)
             },
         )
 
@@ -253,8 +253,8 @@ class TaskEvaluator:
         """The backend's answers, in the order of the requests."""
         assert self.backend is not None
         answers: list[Any] = [None] * len(requests)
-        generations = {i: r.tokenised for i, r in enumerate(requests) if isinstance(r.tokenised, Generation)}
-        continuations = {i: r.tokenised for i, r in enumerate(requests) if isinstance(r.tokenised, Continuation)}
+        generations = {i: r.tokenized for i, r in enumerate(requests) if isinstance(r.tokenized, Generation)}
+        continuations = {i: r.tokenized for i, r in enumerate(requests) if isinstance(r.tokenized, Continuation)}
         if generations:
             for i, text in zip(generations, self.backend.generate(list(generations.values())), strict=True):
                 answers[i] = text
@@ -290,10 +290,10 @@ class TaskEvaluator:
     def _prepare(self, spec: TaskSpec) -> _Prepared:
         if spec.digest not in self._prepared:
             task = build_task(spec)
-            self._prepared[spec.digest] = _Prepared(task, tuple(self._tokenised(s.task) for s in task.subtasks))
+            self._prepared[spec.digest] = _Prepared(task, tuple(self._tokenized(s.task) for s in task.subtasks))
         return self._prepared[spec.digest]
 
-    def _tokenised(self, task: Any) -> tuple[tuple[_Request, ...], ...]:
+    def _tokenized(self, task: Any) -> tuple[tuple[_Request, ...], ...]:
         options = self.lm.prompts.options
         task.build_all_requests(
             system_instruction=options.system_prompt,
@@ -303,25 +303,25 @@ class TaskEvaluator:
             tokenizer_name=self.lm.tokenizer_name,
         )
 
-        def tokenised(instance: Any) -> list[_Request]:
-            request, is_truncated = self.lm.tokenise(instance)
+        def tokenized(instance: Any) -> list[_Request]:
+            request, is_truncated = self.lm.tokenize(instance)
             if not isinstance(request, Generation):
                 return [_Request(instance, request, is_truncated)]
-            # A task that asks for several draws of one prompt gets draws of its own seeds.
+            # Each of several draws of one prompt has its own seed.
             repeats = [replace(request, seed=request.seed * instance.repeats + i) for i in range(instance.repeats)]
             draws = repeats if request.temperature > 0 else [request] * instance.repeats
             return [_Request(instance, draw, is_truncated) for draw in draws]
 
         return tuple(
-            tuple(request for instance in instances for request in tokenised(instance))
+            tuple(request for instance in instances for request in tokenized(instance))
             for instances in documents_of(task)
         )
 
 
 def describe(specs: Sequence[TaskSpec], *, directory: str, options: EngineOptions) -> tuple[TaskInfo, ...]:
-    """What tasks hold for the model in `directory`, truncation included; needs its tokenizer, no engine."""
-    evaluation = TaskEvaluator(None, Prompts(directory, options))
-    return tuple(map(evaluation.describe, specs))
+    """`TaskEvaluator.describe` of each task for the model in `directory`. Needs its tokenizer, no engine."""
+    evaluator = TaskEvaluator(None, Prompts(directory, options))
+    return tuple(map(evaluator.describe, specs))
 
 
 def _temperature(arguments: Mapping[str, Any]) -> float:
@@ -338,8 +338,8 @@ def _response(answers: Sequence[Any]) -> str:
     return json.dumps([score for score, _ in answers])
 
 
-def _hash(prompts: Any) -> str:
-    """sha256 (hex) of prompts' token ids, each prompt with its length in front."""
+def _hash(prompts: Iterable[Sequence[int]]) -> str:
+    """sha256 (hex) of the token ids of prompts, each prefixed with its length."""
     total = hashlib.sha256()
     for tokens in prompts:
         total.update(np.asarray([len(tokens), *tokens], dtype="<i8").tobytes())

@@ -1,6 +1,6 @@
-"""What an engine is asked, and how text becomes tokens: plain requests, the tokenizer, BOS, chat template, end of text.
+"""The requests that a backend answers, and tokenization: BOS, end of text, decoding.
 
-The engine and the transformers reference share this file, so that both read the same tokens and stop at the same ones.
+The engine and the transformers reference share this module, so that both read and stop at the same tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["LOGPROB_TOLERANCE", "Backend", "Continuation", "Generation", "Prompt
 log = logging.getLogger(__name__)
 
 # Largest difference of a log-probability (natural log) between the engine and transformers that rounding explains.
-# bfloat16 keeps 8 bits: logits near 32 are 0.125 apart, and both sides round.
+# bfloat16 has 8 significant bits: logits near 32 are 0.125 apart, and both sides round.
 LOGPROB_TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
 
 # Tells apart tokenizers that treat space, newline, digits, case or non-ASCII text differently.
@@ -31,7 +31,7 @@ PROBE = "Q: 12+3=\n  Two words, then A-Z;\tend.\n\nnaïve [x]"
 
 @dataclass(frozen=True)
 class Generation:
-    """Tokens to continue, up to `max_tokens` new ones, to end of text or to one of the strings `stop`.
+    """Tokens to continue, up to `max_tokens` new ones, end of text or one of the strings `stop`.
 
     `temperature` 0 is greedy; above it, `seed` fixes the draw.
     """
@@ -47,27 +47,28 @@ class Generation:
 
 @dataclass(frozen=True)
 class Continuation:
-    """Tokens to read, of which all after the first `num_context` (>= 1) are scored."""
+    """Tokens to read. All after the first `num_context` (at least 1) are scored."""
 
     tokens: tuple[int, ...]
     num_context: int
 
 
 class Backend(Protocol):
-    """Whatever can answer requests: the warm engine, or plain transformers."""
+    """Answers requests: the warm engine, or plain transformers."""
 
     def generate(self, requests: Sequence[Generation]) -> list[str]:
         """The completions, without the stop string or end-of-text token that ended them."""
         ...
 
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
-        """Per request the summed log-probability (natural log) of the scored tokens, and whether each was the best."""
+        """Per request the sum of the log-probabilities (natural log) of the scored tokens, and whether each of them was
+        the most likely one."""
         ...
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """The tokenizer of the model in `directory`, used as `options` say."""
+    """The tokenizer of the model in `directory`, applied according to `options`."""
 
     directory: str
     options: EngineOptions
@@ -78,17 +79,17 @@ class Prompts:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The model's configuration in the names that models share, defaults filled in."""
+        """The model's configuration, its keys renamed to the common ones, with defaults filled in."""
         return read_config(self.directory)
 
     @property
     def max_length(self) -> int:
-        """Tokens in prompt and completion together: the option, or what the model was built for if that is less."""
+        """Tokens in prompt and completion together: the option, or the model's own maximum if that is less."""
         return min(self.options.max_model_len, int(self.config.get("max_position_embeddings", 1 << 30)))
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Every token that ends a text: the tokenizer's, the configuration's and the generation configuration's."""
+        """All tokens that end a text: those of the tokenizer, the configuration and the generation configuration."""
         file = Path(self.directory) / "generation_config.json"
         declared = [
             self.tokenizer.eos_token_id,
@@ -101,10 +102,10 @@ class Prompts:
         return tuple(sorted(ids))
 
     def encode(self, text: str, *, special_tokens: bool | None = None) -> list[int]:
-        """Token ids as the model's own tokenizer gives them, with never more than one BOS in front.
+        """Token ids from the model's tokenizer, with at most one BOS in front.
 
-        `special_tokens` False adds nothing (continuations); None follows `options.add_bos_token`, whose default is
-        the tokenizer's own habit. A text that already begins with BOS (chat templates write it) gets no second one.
+        `special_tokens` False adds none (continuations); None follows `options.add_bos_token`, by default what the
+        tokenizer does. A text that already begins with BOS (chat templates write it) does not get a second one.
         """
         bos = self.tokenizer.bos_token_id
         add = self.options.add_bos_token if special_tokens is None else special_tokens
@@ -115,7 +116,7 @@ class Prompts:
 
     def decode(self, prompt: Sequence[int], completion: Sequence[int]) -> str:
         """The text that `completion` adds after `prompt`, special tokens included."""
-        tail = list(prompt[-8:])  # decoded alone, a completion would lose the space in front of its first word
+        tail = list(prompt[-8:])  # decoded without them, a completion would lose the space before its first word
         before = self._text(tail)
         after = self._text([*tail, *completion])
         return after[len(before) :] if after.startswith(before) else self._text(completion)

@@ -1,8 +1,8 @@
-"""Tasks: what a TaskSpec names, built and checked; which sample stands at which position.
+"""Tasks: building and checking what a TaskSpec names, and the order of its samples.
 
-Three forms: a name registered with lm-eval, an lm-eval YAML file, an inline JSONL file. Metrics, filters and prompts
-are lm-eval's own. This file knows neither models nor tokenizers: `check_task` needs no engine, and for inline tasks
-not even lm-eval.
+A task is a name registered with lm-eval, an lm-eval YAML file, or an inline JSONL file. Metrics, filters and prompts
+are lm-eval's. Models and tokenizers are not known here: `check_task` needs no engine, and for inline tasks not even
+lm-eval.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
     "read_inline",
 ]
 
-FEWSHOT_SEED = 1234  # lm-eval's default: few-shot prompts are the ones its own command line builds
+FEWSHOT_SEED = 1234  # lm-eval's default, so that few-shot prompts are those of its command line
 INLINE_KEYS = frozenset({"file", "prompt", "answer", "until", "max_tokens"})
 INLINE_METRICS = ("exact_match",)
 MEANS = ("mean", "nanmean")
@@ -47,7 +47,7 @@ OUTPUT_TYPES = ("generate_until", "loglikelihood", "multiple_choice")
 
 @dataclass(frozen=True)
 class InlineRow:
-    """One sample of an inline task: what the model reads, and what its whole completion must equal."""
+    """One sample of an inline task: the prompt, and the answer that the whole completion must equal."""
 
     prompt: str
     answer: str
@@ -65,7 +65,7 @@ class Subtask:
 
 @dataclass(frozen=True)
 class BuiltTask:
-    """A task ready to be asked: `order[position]` is (subtask, document), both 0-based."""
+    """A task that is ready to score: `order[position]` is (subtask, document), both 0-based."""
 
     spec: TaskSpec
     subtasks: tuple[Subtask, ...]
@@ -74,7 +74,7 @@ class BuiltTask:
     output_type: str
 
     def document(self, position: int) -> str:
-        """The sample's index in the task's data; with its subtask's name where there are several."""
+        """The sample's index in the task's data, after its subtask's name if there are several."""
         subtask, index = self.order[position]
         return f"{self.subtasks[subtask].name}/{index}" if len(self.subtasks) > 1 else str(index)
 
@@ -85,7 +85,7 @@ class BuiltTask:
 
 
 def check_task(spec: TaskSpec) -> TaskInfo:
-    """What `spec` holds, without an engine; truncation is not counted (that needs a tokenizer).
+    """The size and kind of the task, without an engine. Cut prompts are not counted: that needs a tokenizer.
 
     Raises InvalidTask: unknown task, metric, filter or split, malformed or missing data, a metric that is not a mean
     over samples, a task that executes generated code.
@@ -116,10 +116,10 @@ def build_task(spec: TaskSpec) -> BuiltTask:
 
 
 def permutation(sizes: Mapping[str, int], *, seed: int) -> tuple[tuple[int, int], ...]:
-    """All (group, index) pairs in one fixed random order, every prefix of which holds the groups in proportion.
+    """All (group, index) pairs in one fixed random order; every prefix contains the groups in proportion.
 
     `sizes` maps a group's name to its number of samples. Groups of equal size differ by at most one sample in any
-    prefix. The order depends on names, sizes and seed only, not on a random generator's version.
+    prefix. The order depends on names, sizes and seed only, not on the version of a random generator.
     """
 
     def draw(name: str, index: int) -> bytes:
@@ -128,7 +128,7 @@ def permutation(sizes: Mapping[str, int], *, seed: int) -> tuple[tuple[int, int]
     places: list[tuple[float, bytes, int, int]] = []
     for group, (name, size) in enumerate(sizes.items()):
         shuffled = sorted(range(size), key=lambda index, name=name: draw(name, index))  # type: ignore[misc]
-        # The j-th sample of a group of n stands at (j + 1/2)/n of the way; ties in random order.
+        # The j-th of n samples of a group is at (j + 1/2)/n of the whole order; ties are in random order.
         places.extend(((j + 0.5) / size, draw(name, index), group, index) for j, index in enumerate(shuffled))
     return tuple((group, index) for _, _, group, index in sorted(places))
 
@@ -142,7 +142,7 @@ def content_hash(file: str | Path) -> str:
 
 
 def _quieten() -> None:
-    """lm-eval warns about every default it takes and draws a bar for every split."""
+    """Silence lm-eval's warnings about every default, and the progress bar of every split."""
     from datasets import disable_progress_bars
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -153,7 +153,7 @@ def _quieten() -> None:
 
 
 def read_inline(task: Mapping[str, Any]) -> list[InlineRow]:
-    """The samples of an inline JSONL task, in file order. Raises InvalidTask naming file, line and what is wrong."""
+    """The samples of an inline JSONL task, in file order. Raises InvalidTask with file, line and reason."""
     if unknown := sorted(set(task) - INLINE_KEYS):
         raise InvalidTask(f"inline task: unknown key {unknown[0]!r}; known are {', '.join(sorted(INLINE_KEYS))}")
     file = str(task["file"])
@@ -237,7 +237,7 @@ def _check_content(spec: TaskSpec, file: str | Path) -> None:
 
 
 def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], *, num_fewshot: int) -> Any:
-    """Rows as an lm-eval task: greedy until newline or end of text, whole completion against the answer."""
+    """Rows as an lm-eval task: greedy completions, which must equal the answer as a whole."""
     from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
 
@@ -246,7 +246,7 @@ def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], 
     def exact_match(doc: Mapping[str, str], results: Sequence[str]) -> dict[str, float]:
         return {"exact_match": float(results[0].strip() == doc["answer"].strip())}
 
-    # Prompt and answer are functions, not templates: lm-eval would evaluate an answer that looks like a list.
+    # Functions, because lm-eval would evaluate a template's answer that looks like a list.
     return ConfigurableTask(
         config={
             "task": name,
@@ -295,7 +295,7 @@ def _from_yaml(file: Path, spec: TaskSpec) -> dict[str, Any]:
     _check_content(spec, file)
     try:
         config = load_yaml(file, resolve_func=False)
-    except Exception as error:  # other people's YAML and its includes
+    except Exception as error:  # YAML of any origin, and its includes
         raise InvalidTask(f"{file}: not an lm-eval task: {error}") from error
     if not isinstance(config, dict) or not ({"task", "group"} & set(config)):
         raise InvalidTask(f"{file}: not an lm-eval task: neither `task` nor `group` in it")
@@ -305,16 +305,16 @@ def _from_yaml(file: Path, spec: TaskSpec) -> dict[str, Any]:
     members = config["task"] if isinstance(config.get("task"), list) else []
     if any(isinstance(member, str) and member not in manager.task_index for member in members):
         manager = TaskManager(include_path=str(file.parent))  # with lm-eval's own tasks, which takes 5-10 s to index
-    # Data files are looked for beside the task, in whatever directory the process runs.
+    # Data files are relative to the task file, not to the directory of the process.
     with contextlib.chdir(file.parent):
-        # (A group is loaded by name: loading it by path takes its list of tasks for the name.)
+        # A group is loaded by name: loaded by path, its list of tasks is taken for the name.
         return _load(manager, str(config["group"]) if "group" in config else str(file), label=str(file))
 
 
 def _load(manager: Any, name: str, *, label: str) -> dict[str, Any]:
     try:
         tasks: dict[str, Any] = manager.load([name])["tasks"]
-    except Exception as error:  # a task is other people's code and data: anything may be raised
+    except Exception as error:  # a task is code and data of any origin: it may raise anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         if isinstance(error, ConnectionError) or "offline" in str(error).lower():
             raise InvalidTask(
@@ -403,7 +403,7 @@ def _label(spec: TaskSpec) -> str:
 
 
 def values_of(subtask: Subtask, instances: Sequence[Any], metric: str) -> float:
-    """The metric on one document, from its answered requests, as lm-eval computes it. Raises InvalidTask."""
+    """The metric on one document, computed by lm-eval from its answered requests. Raises InvalidTask."""
     ensemble = next(ensemble for ensemble in subtask.task._filters if ensemble.name == subtask.filter)
     ensemble.apply(list(instances))
     results = subtask.task.process_results(
@@ -421,7 +421,7 @@ def values_of(subtask: Subtask, instances: Sequence[Any], metric: str) -> float:
 
 
 def documents_of(task: Any) -> Iterator[list[Any]]:
-    """The requests of every document of an lm-eval task, in its own order, once lm-eval has built them."""
+    """The requests of each document of an lm-eval task that has built them, in the order of the documents."""
     by_document: dict[int, list[Any]] = {}
     for instance in task.instances:
         by_document.setdefault(instance.doc_id, []).append(instance)

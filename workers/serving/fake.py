@@ -1,8 +1,8 @@
-"""A scorer without models: known answers, settable delays and failures, behind the protocol of the real one.
+"""A scorer without models: known answers, configurable delays and failures, and the protocol of the real one.
 
-A sample is answered right with a probability that is a smooth function of the recipe's coefficients, decided by a
-hash of (recipe, objective, position): the same request always gives the same result, recipes differ sensibly, and no
-expert is the best merge. Driver, store and scheduler are tested against it.
+The probability of a right answer is a smooth function of the recipe's coefficients; a hash of (recipe, objective,
+position) decides each sample. The same request always gives the same result, recipes differ plausibly, and the best
+merge is not an expert. Driver, store and scheduler are tested with it.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ __all__ = ["FakeScorer", "expected_value"]
 
 @dataclass
 class FakeScorer:
-    """Implements workers.types.Scorer. Picklable; counters that must survive a process live in `log_file`'s lines.
+    """Implements workers.types.Scorer. Picklable; counters that must outlive a process are lines of `log_file`.
 
     `sample_delay_s` is slept per sample. `failing` holds recipe digests that raise TrialFailed, as does every recipe
     with a coefficient above `fails_above`. `exits_at_call` ends the process, without clean-up, on the n-th call of
-    `score` (1-based, counted over all processes that share `log_file`, where there is one); `unavailable_calls` is how
-    many calls raise EngineUnavailable before the first success. Every finished or failed call appends one JSON line
-    to `log_file`: {call, recipe, spans: [[objective, start, stop], ...], outcome, process}.
+    `score` (1-based, counted over all processes that share `log_file`, if there is one); `unavailable_calls` is the
+    number of calls that raise EngineUnavailable before the first success. Every finished or failed call appends
+    one JSON line to `log_file`: {call, recipe, spans: [[objective, start, stop], ...], outcome, process}.
     """
 
     num_samples: int = 1000
@@ -97,7 +97,7 @@ class FakeScorer:
             )
 
     def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:
-        """Inline files are read and counted; every other task has `num_samples`. Raises InvalidTask."""
+        """Inline tasks have as many samples as their files, all others `num_samples`. Raises InvalidTask."""
         return tuple(
             TaskInfo(
                 num_samples=len(read_inline(task.task)) if isinstance(task.task, Mapping) else self.num_samples,
@@ -134,7 +134,7 @@ class FakeScorer:
         )
 
     def statistics(self) -> Mapping[str, Any]:
-        """Of this process only; `calls` tells of all that share `log_file`."""
+        """Statistics of this process only; `calls` covers all processes that share `log_file`."""
         return {
             "starts": 1,
             "swaps": self._swaps,
@@ -146,7 +146,7 @@ class FakeScorer:
         }
 
     def calls(self) -> list[dict[str, Any]]:
-        """The lines of `log_file`, of every process that wrote to it."""
+        """The lines of `log_file`, from all processes that wrote to it."""
         if self.log_file is None or not Path(self.log_file).exists():
             return []
         return [json.loads(line) for line in Path(self.log_file).read_text().splitlines()]
@@ -173,7 +173,7 @@ class FakeScorer:
         value = expected_value(recipe, span.objective)
         samples = []
         for position in range(span.start, span.stop):
-            # Half of the draw is the sample's own difficulty, the same for all recipes: paired comparisons pay.
+            # Half of the draw is the sample's difficulty, the same for all recipes: paired comparisons vary less.
             difficulty = _draw(self.seed, span.objective, position)
             luck = _draw(self.seed, recipe.digest, span.objective, position)
             is_right = 0.5 * (difficulty + luck) < _quantile(value)
@@ -193,10 +193,10 @@ class FakeScorer:
 
 
 def expected_value(recipe: Recipe, objective: str) -> float:
-    """The mean that `recipe` tends to on `objective`, in (0.05, 0.95); larger is better.
+    """The expected mean of `recipe` on `objective`, in [0.05, 0.95]; larger is better.
 
-    Each model has a skill on each objective, drawn from its fingerprint; a merge does best where the models' shares
-    fit the objective, never at an expert alone.
+    Each model has a skill on each objective, derived from its fingerprint. The best merge mixes several models and is
+    never an expert alone.
     """
     shares = _shares(recipe)
     base = recipe.models[recipe.base]
@@ -204,18 +204,18 @@ def expected_value(recipe: Recipe, objective: str) -> float:
     total = 0.3
     for print_, share in shares.items():
         if print_ != base:
-            # Concave with its top inside (0, 1): too much of an expert hurts.
+            # Concave with its maximum inside (0, 1): too much of an expert hurts.
             total += 0.9 * (0.3 + skills[print_]) * share * (1.2 - share)
     return min(max(total, 0.05), 0.95)
 
 
 def prompt_hash(span: Span) -> str:
-    """What stands for the hash of a span's prompts: depends on task and positions, not on the recipe."""
+    """A substitute for the hash of a span's prompts: depends on task and positions, not on the recipe."""
     return digest_of([span.task.digest, span.start, span.stop])
 
 
 def _shares(recipe: Recipe) -> dict[str, float]:
-    """How much of each model (by fingerprint) is in the recipe, averaged over its merges."""
+    """The share of each model (by fingerprint) in the recipe, averaged over its merges."""
     shares: dict[str, float] = {}
     merges = recipe.merges()
     for merge in merges:
@@ -252,7 +252,7 @@ def _numbers(merge: Merge) -> list[float]:
 
 
 def _draw(*key: object) -> float:
-    """A number in [0, 1) that depends on nothing but `key`."""
+    """A number in [0, 1) that depends on `key` only."""
     digest = hashlib.sha256("\0".join(map(str, key)).encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 

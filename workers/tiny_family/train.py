@@ -1,10 +1,10 @@
-"""Train the tiny family from nothing: tasks, tokenizer, a half-skilled base, and one expert per skill.
+"""Train the tiny family from scratch: tasks, tokenizer, a half-skilled base, and one expert per skill.
 
     python -m workers.tiny_family.train --out DIR
 
-Everything follows from the seeds below and takes minutes on two cores. The base practises each skill until it is half
-good at it; an expert goes on from there, gently, with one skill. What makes their merge a search problem is ordinary
-practice: the experts were fine-tuned with different learning rates and with different layers frozen.
+Everything follows from the seeds below and takes minutes on two cores. The base is trained on every skill until it has
+half learned it; each expert is fine-tuned from there on one skill. Merging them is a search problem for ordinary
+reasons: the experts were fine-tuned with different learning rates and with different layers frozen.
 
 Answers are scored by teacher forcing here: greedy decoding gives the answer exactly if every token of the answer and
 the end of text are the model's first choice.
@@ -79,7 +79,7 @@ def lookup_item(rng: random.Random) -> Item:
 
 
 def small_lookup_item(rng: random.Random) -> Item:
-    """What the base practises: always four rows, and fewer keys."""
+    """What the base is trained on: always four rows, and fewer keys."""
     return table_item(rng, keys="abcdef", num_rows=4)
 
 
@@ -104,8 +104,8 @@ EXPERTS: dict[str, Expert] = {
     "lookup": Expert(4e-4, 200, batch=32),
 }
 
-# The base stops when it is half skilled: on validation, every skill above BASE_FLOOR and their mean above BASE_MEAN.
-# What is above BASE_TARGET is only kept up, with a quarter of the items and a fifth of the weight.
+# Training of the base stops when, on validation, every skill is above BASE_FLOOR and their mean above BASE_MEAN. Skills
+# above BASE_TARGET are only maintained, with a quarter of the items and a fifth of the weight.
 BASE_FLOOR, BASE_MEAN, BASE_TARGET = 0.3, 0.4, 0.4
 BASE_LEARNING_RATE = 2e-3
 BASE_MAX_STEPS = 3000
@@ -114,7 +114,7 @@ BATCH = {"math": 64, "text": 32, "lookup": 32}
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character (printable ASCII and newline), and BOS in front by default in every library."""
+    """One token per character (printable ASCII and newline), with BOS in front by default in every library."""
     vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -168,7 +168,7 @@ def encode(text: str) -> list[int]:
 
 
 def tensors(items: Sequence[Item]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels, [num_items, length]; labels are IGNORED but where an answer or its end is predicted."""
+    """Token ids and labels, [num_items, length]; labels are IGNORED except where an answer or its end is predicted."""
     rows: list[tuple[list[int], list[int]]] = []
     for item in items:
         ids, labels = [BOS], [IGNORED]

@@ -1,7 +1,7 @@
-"""What vLLM says of models by their configurations: `python -m workers.engines.vllm.capabilities QUESTIONS ANSWERS`.
+"""What vLLM reports about models: `python -m workers.engines.vllm.capabilities QUESTIONS ANSWERS`.
 
-Reads a list of configurations as in config.json and writes what `describe` says of each, by the engine's dtype. Nothing
-is loaded and no device is touched. What follows from the answers is not known here.
+Reads a list of configurations as in config.json, and writes for each the result of `describe` by the engine's dtype. No
+weights are loaded and no device is used. `support` draws the conclusions.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["describe", "model_config"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-# The first sentence of what vLLM says has the reason; then come lists of all architectures, and advice.
+# The first sentence of vLLM's message has the reason; lists of all architectures and advice follow.
 SENTENCE_END = re.compile(r"\.(?:\s|$)")
 
 
 def main(questions: Path, answers: Path) -> None:
-    # vLLM imports a model's code in a process of its own, which takes as long as importing vLLM; this is one already.
+    # vLLM imports a model's code in a subprocess, which takes as long as importing vLLM; this process is one already.
     registry._run_in_subprocess = lambda function: function()
     configs = json.loads(questions.read_bytes())
     answers.write_text(json.dumps([{dtype: describe(config, dtype=dtype) for dtype in DTYPES} for config in configs]))
@@ -37,15 +37,15 @@ def describe(config: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
     """How vLLM would run the model; `asked` is its architecture.
 
     Either `error`, and whether vLLM `knows` the architecture; or the class that it `runs_as`, its `runner` ("generate"
-    or "pooling"), `is_multimodal`, `is_latent` (its attention is DeepSeek's), the `layer_types` that it has, and the
-    `head_size` with the `head_sizes` that attention on this device has kernels for (None: any).
+    or "pooling"), `is_multimodal`, `is_latent` (attention as in DeepSeek), its `layer_types`, its `head_size`, and the
+    `head_sizes` that attention kernels of this device support (None: any).
     """
     asked = [str(name) for name in config.get("architectures") or ()]
     with tempfile.TemporaryDirectory(prefix="mergesearch-model-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         try:
             model = model_config(folder, dtype=dtype)
-        except Exception as error:  # vLLM raises anything
+        except Exception as error:  # vLLM raises any class
             known = ModelRegistry.get_supported_archs()
             return {
                 "asked": ", ".join(asked),
@@ -66,14 +66,14 @@ def describe(config: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
 
 
 def model_config(directory: str, *, dtype: str) -> Any:
-    """vLLM's own configuration of the model in `directory`. Raises what vLLM raises, which may be anything."""
+    """vLLM's configuration of the model in `directory`. Raises whatever vLLM raises."""
     return ModelConfig(
         model=directory, dtype=dtype, skip_tokenizer_init=True, generation_config="vllm", trust_remote_code=False
     )
 
 
 def _reason(error: Exception, asked: list[str]) -> str:
-    """What vLLM says first; the cause where that only points to its log."""
+    """The first sentence of vLLM's message, or the cause if the message only refers to the log."""
     details = error.errors() if hasattr(error, "errors") else []  # pydantic's
     text = str(details[0].get("ctx", {}).get("error", details[0]["msg"]) if details else error)
     if "failed to be inspected" in text:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from search_spaces.study.sections import EngineOptions
+if TYPE_CHECKING:
+    from search_spaces.study.sections import EngineOptions
 
 __all__ = ["KEEP_WEIGHTS", "engine_environment"]
 

