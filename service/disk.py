@@ -1,14 +1,42 @@
-"""Room on a disk for what is about to be written there."""
+"""Directories that the service writes to: the lock of the process that uses one, and the room on its disk."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["free_bytes", "gib", "lack_of_space"]
+from service.errors import Conflict
+
+__all__ = ["LOCK_FILE", "free_bytes", "gib", "lack_of_space", "locked"]
 
 # Beside the weights: configuration, tokenizer, model card, and what else is written meanwhile.
 MARGIN_BYTES = 64 * 2**20
+
+# Holds the id of the process that last locked the directory.
+LOCK_FILE = ".lock"
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold `directory` for this process; the lock ends with the process, however it ends. Raises Conflict."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / LOCK_FILE).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise Conflict(
+                f"{directory}: process {file.read().strip() or 'unknown'} is at work here; "
+                "wait for it, stop it, or give another directory"
+            ) from error
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
 
 
 def free_bytes(directory: Path) -> int:

@@ -33,9 +33,9 @@ def serve(
 
     from service.api import create_app
     from service.cluster.reconciler import RayCluster
+    from service.disk import locked
     from service.jobs.search import DATABASE
     from service.store import Store
-    from service.studies.local_run import locked
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     data_dir = data_dir.resolve()

@@ -10,6 +10,7 @@ from typing import Any
 from search_spaces.recipe import Recipe
 
 __all__ = [
+    "HEARTBEAT_S",
     "Comparison",
     "Estimate",
     "ExportRecord",
@@ -21,6 +22,9 @@ __all__ = [
     "TrialRecord",
     "TrialState",
 ]
+
+# A driver stores a heartbeat this often; one whose last is several times older is considered dead.
+HEARTBEAT_S = 5.0
 
 
 class TrialState(StrEnum):

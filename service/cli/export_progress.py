@@ -59,7 +59,7 @@ class ExportView:
 
 def _line(progress: Progress, elapsed_s: float) -> str:
     """`[42s] writing: 1.4 of 13.5 GiB (0.9 GiB were there), 250 MiB/s, 49s left`."""
-    from service.cli.progress import duration
+    from service.results.format import duration
 
     size, unit = (2**30, "GiB") if progress.total >= 2**30 else (2**20, "MiB")
     there = f" ({progress.kept / size:.1f} {unit} were there)" if progress.kept else ""

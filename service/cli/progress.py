@@ -10,9 +10,7 @@ import json
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable
 from enum import StrEnum
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -24,12 +22,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from service.results.format import duration
+from service.studies.progress import Pace, PaceMeter, ProgressSnapshot, as_line, speed_text
 from service.types import TrialState
 
-__all__ = ["ProgressSnapshot", "ProgressStyle", "ProgressView"]
-
-# Samples per second and time left are measured over this window: long enough to hold several chunks and swaps.
-RATE_WINDOW_S = 60.0
+__all__ = ["ProgressStyle", "ProgressView"]
 
 REFRESHES_PER_S = 4
 PANEL_WIDTH = 96
@@ -42,46 +39,6 @@ class ProgressStyle(StrEnum):
     PANEL = "panel"
     LINES = "lines"
     JSON = "json"
-
-
-@dataclass(frozen=True)
-class ProgressSnapshot:
-    """Where a run stands. Counts are of the whole study, work of earlier attempts included.
-
-    `stage` is what is being done now ("searching", "held-out"); `max_trials` counts all trials there will be, sources
-    and published included. `bracket` and `rung` are 0-based, and None where the search is at no single one; `rungs` are
-    the sample counts of the objective that has most. `best` holds the values of the best full-budget trial so far, by
-    objective, in the metric's unit. `samples_planned` is what is still expected for the stages known, those scored
-    included.
-    """
-
-    study: str
-    stage: str
-    trials: Mapping[TrialState, int] = field(default_factory=dict)
-    max_trials: int = 0
-    bracket: int | None = None
-    num_brackets: int | None = None
-    rung: int | None = None
-    rungs: tuple[int, ...] = ()
-    best_trial: int | None = None
-    best: Mapping[str, float] = field(default_factory=dict)
-    samples_scored: int = 0
-    samples_planned: int = 0
-
-    @property
-    def num_finished(self) -> int:
-        return sum(count for state, count in self.trials.items() if TrialState(state).is_finished)
-
-    def to_json(self) -> dict[str, Any]:
-        """As documents.ProgressDocument."""
-        return {**asdict(self), "trials": {state.value: count for state, count in self.trials.items()}}
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Keys of later versions are left out."""
-        known = {part.name: document[part.name] for part in fields(cls) if part.name in document}
-        trials = {TrialState(state): count for state, count in document["trials"].items()}
-        return cls(**{**known, "trials": trials, "rungs": tuple(document["rungs"])})
 
 
 class ProgressView:
@@ -109,11 +66,10 @@ class ProgressView:
         self._interval_s = interval_s
         self._clock = clock
         self._lock = threading.RLock()
-        self._started_at = clock() - worked_s
+        self._meter = PaceMeter(worked_s=worked_s, clock=clock)
         self._snapshot: ProgressSnapshot | None = None
         self._shown: ProgressSnapshot | None = None
         self._shown_at = -float("inf")
-        self._rate = _Rate()
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
@@ -131,11 +87,7 @@ class ProgressView:
     def update(self, snapshot: ProgressSnapshot) -> None:
         with self._lock:
             now = self._clock()
-            is_new_stage = self._snapshot is None or snapshot.stage != self._snapshot.stage
-            if is_new_stage:
-                # Stages differ in speed, and what an earlier attempt scored came in no time.
-                self._rate = _Rate()
-            self._rate.add(now, snapshot.samples_scored)
+            is_new_stage = self._meter.add(snapshot)
             self._snapshot = snapshot
             if self._live is None and (is_new_stage or now - self._shown_at >= self._interval_s):
                 self._show_line()
@@ -147,7 +99,7 @@ class ProgressView:
             live.console.print(Text(text))
             return
         if self.style is ProgressStyle.JSON:
-            text = json.dumps({"event": "note", "elapsed_s": self._elapsed_s(), "text": text})
+            text = json.dumps({"event": "note", "elapsed_s": self._meter.elapsed_s, "text": text})
         with self._lock:
             self._write(text)
 
@@ -164,66 +116,24 @@ class ProgressView:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         with self._lock:
             if self._snapshot is not None:
-                yield _panel(self._snapshot, self._pace(), width=min(PANEL_WIDTH, options.max_width))
+                yield _panel(self._snapshot, self._meter.pace(), width=min(PANEL_WIDTH, options.max_width))
 
     def _show_line(self) -> None:
         snapshot = self._snapshot
         if snapshot is None:
             return
-        pace = self._pace()
+        pace = self._meter.pace()
         self._write(
-            json.dumps(_as_json(snapshot, pace)) if self.style is ProgressStyle.JSON else _as_line(snapshot, pace)
+            json.dumps(_as_json(snapshot, pace)) if self.style is ProgressStyle.JSON else as_line(snapshot, pace)
         )
         self._shown, self._shown_at = snapshot, self._clock()
-
-    def _pace(self) -> _Pace:
-        rate, snapshot = self._rate.per_second(self._clock()), self._snapshot
-        samples_left = snapshot.samples_planned - snapshot.samples_scored if snapshot else 0
-        return _Pace(
-            elapsed_s=self._elapsed_s(),
-            samples_per_second=rate,
-            time_left_s=max(0, samples_left) / rate if rate else None,
-        )
-
-    def _elapsed_s(self) -> float:
-        return round(self._clock() - self._started_at, 1)
 
     def _write(self, line: str) -> None:
         self._stream.write(line + "\n")
         self._stream.flush()
 
 
-@dataclass(frozen=True)
-class _Pace:
-    elapsed_s: float
-    samples_per_second: float | None
-    time_left_s: float | None
-
-
-class _Rate:
-    """Samples per second over the last RATE_WINDOW_S."""
-
-    def __init__(self) -> None:
-        self._points: deque[tuple[float, int]] = deque()
-
-    def add(self, now: float, samples: int) -> None:
-        # Two points in one second tell little more than one and would fill the window.
-        if len(self._points) > 1 and now - self._points[-2][0] < 1.0:
-            self._points.pop()
-        self._points.append((now, samples))
-        while len(self._points) > 2 and now - self._points[1][0] > RATE_WINDOW_S:
-            self._points.popleft()
-
-    def per_second(self, now: float) -> float | None:
-        """None until two seconds were seen: before that a first chunk would look like a record. Falls while nothing
-        is reported."""
-        if not self._points or now - self._points[0][0] < 2.0:
-            return None
-        (first, before), (_, after) = self._points[0], self._points[-1]
-        return max(0.0, (after - before) / (now - first))
-
-
-def _as_json(snapshot: ProgressSnapshot, pace: _Pace) -> dict[str, Any]:
+def _as_json(snapshot: ProgressSnapshot, pace: Pace) -> dict[str, Any]:
     rate, time_left_s = pace.samples_per_second, pace.time_left_s
     return {
         "event": "progress",
@@ -243,40 +153,6 @@ def _as_json(snapshot: ProgressSnapshot, pace: _Pace) -> dict[str, Any]:
     }
 
 
-def _as_line(snapshot: ProgressSnapshot, pace: _Pace) -> str:
-    """One line: `[4m10s] searching: 31/67 trials (2 failed), bracket 2/3 rung 90, best #12: math 0.61, ...`."""
-    trials = f"{snapshot.num_finished}/{snapshot.max_trials} trials"
-    if failed := snapshot.trials.get(TrialState.FAIL, 0):
-        trials += f" ({failed} failed)"
-    parts = [trials]
-    if where := _where(snapshot):
-        parts.append(where)
-    if snapshot.best:
-        values = " ".join(f"{name} {value:.4g}" for name, value in snapshot.best.items())
-        parts.append(f"best #{snapshot.best_trial}: {values}")
-    parts.append(f"{snapshot.samples_scored}/{snapshot.samples_planned} samples{_speed(pace, ', ')}")
-    return f"[{duration(pace.elapsed_s)}] {snapshot.stage}: " + ", ".join(parts)
-
-
-def _speed(pace: _Pace, separator: str) -> str:
-    text = ""
-    if pace.samples_per_second is not None:
-        text += f"{separator}{pace.samples_per_second:.3g}/s"
-    if pace.time_left_s is not None:
-        text += f"{separator}{duration(pace.time_left_s)} left"
-    return text
-
-
-def _where(snapshot: ProgressSnapshot) -> str:
-    parts = []
-    if snapshot.bracket is not None:
-        of = f"/{snapshot.num_brackets}" if snapshot.num_brackets else ""
-        parts.append(f"bracket {snapshot.bracket + 1}{of}")
-    if snapshot.rung is not None:
-        parts.append(f"rung {snapshot.rungs[snapshot.rung] if snapshot.rungs else snapshot.rung}")
-    return " ".join(parts)
-
-
 STATE_STYLES = {
     TrialState.COMPLETE: "green",
     TrialState.PRUNED: "dim",
@@ -286,7 +162,7 @@ STATE_STYLES = {
 }
 
 
-def _panel(snapshot: ProgressSnapshot, pace: _Pace, *, width: int) -> RenderableType:
+def _panel(snapshot: ProgressSnapshot, pace: Pace, *, width: int) -> RenderableType:
     """The panel: what is done, how far it is, and the best so far."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)
@@ -313,7 +189,7 @@ def _panel(snapshot: ProgressSnapshot, pace: _Pace, *, width: int) -> Renderable
             best.append(f"{name} ", style="dim").append(f"{value:.4g}   ", style="bold")
         rows.add_row(f"best #{snapshot.best_trial}", best)
 
-    rows.add_row("samples", f"{snapshot.samples_scored:,} of {snapshot.samples_planned:,}{_speed(pace, '   ')}")
+    rows.add_row("samples", f"{snapshot.samples_scored:,} of {snapshot.samples_planned:,}{speed_text(pace, '   ')}")
     planned = max(snapshot.samples_planned, 1)
     bar = ProgressBar(total=planned, completed=min(snapshot.samples_scored, planned))
     return Panel(
@@ -323,13 +199,3 @@ def _panel(snapshot: ProgressSnapshot, pace: _Pace, *, width: int) -> Renderable
         border_style="dim",
         width=width,
     )
-
-
-def duration(seconds: float) -> str:
-    """Seconds as people say them: 42s, 4m10s, 2h05m."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

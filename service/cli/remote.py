@@ -154,7 +154,8 @@ class ServerVerbs:
             print_json_line(asdict(event))
 
     def _follow(self, study: StudyDocument) -> None:
-        from service.cli.progress import ProgressSnapshot, ProgressView
+        from service.cli.progress import ProgressView
+        from service.studies.progress import ProgressSnapshot
 
         with ProgressView(worked_s=study["wall_clock_s"]) as view:
             waits = f", waits for {study['waiting_for']}" if study["waiting_for"] else ""

@@ -10,11 +10,11 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from service.cli.progress import STATE_STYLES, duration
+from service.cli.progress import STATE_STYLES
+from service.results.format import duration, sample_count, sort_holdout
 from service.schemas.api import StudyDocument
 from service.schemas.files import (
     EstimateDocument,
-    HoldoutDocument,
     ObjectiveDocument,
     ParetoDocument,
     SummaryDocument,
@@ -25,8 +25,6 @@ from service.types import Origin, StudyState, TrialState
 __all__ = [
     "holdout_table",
     "pareto_table",
-    "sample_count",
-    "sort_holdout",
     "studies_table",
     "study_table",
     "trials_table",
@@ -166,17 +164,6 @@ def study_table(study: StudyDocument, *, server: str) -> Table:
         if name in study["links"]:
             table.add_row(name, server + study["links"][name])
     return table
-
-
-def sample_count(samples: Mapping[str, int]) -> str:
-    """Samples per objective: one number, or the fewest and the most."""
-    fewest, most = min(samples.values(), default=0), max(samples.values(), default=0)
-    return str(most) if fewest == most else f"{fewest}-{most}"
-
-
-def sort_holdout(rows: Iterable[HoldoutDocument]) -> list[HoldoutDocument]:
-    """Highest mean first; without a mean, in the order given."""
-    return sorted(rows, key=lambda row: -row["mean"]["value"] if row["mean"] else 0.0)
 
 
 def _table(title: str) -> Table:

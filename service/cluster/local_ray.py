@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from service.studies.local_run import LOCK_FILE
+from service.disk import LOCK_FILE
 
 __all__ = ["HOST_FILE", "HostRecord", "read_host", "stop_processes"]
 

@@ -22,8 +22,7 @@ from typing import Any
 from service.cluster.local_ray import HOST_FILE, read_host, stop_processes
 from service.schemas.api import JobDocument
 from service.store import Store
-from service.studies.attempt import HEARTBEAT_S
-from service.types import StudyRecord, StudyState
+from service.types import HEARTBEAT_S, StudyRecord, StudyState
 
 __all__ = ["MAX_CONSECUTIVE_FAILURES", "RayCluster", "Step", "next_step", "submission_id"]
 

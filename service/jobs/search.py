@@ -14,9 +14,9 @@ from pathlib import Path
 
 from search_spaces.errors import InvalidStudy
 from search_spaces.study.file import Study
-from service.cli.progress import ProgressStyle, ProgressView
 from service.cluster.session import ray_session
 from service.errors import Conflict, NotFound, StaleAttempt, StudyFailed
+from service.jobs.progress_log import ProgressLog
 from service.store import Store, StudyWriter
 from service.studies.attempt import Heartbeat, execute
 from service.studies.preflight.examine import PreflightResult, check_unchanged, examine, with_revisions
@@ -63,7 +63,7 @@ def drive(store: Store, study_id: str, *, work_dir: Path, because: str | None = 
     try:
         with (
             Heartbeat(writer, record.wall_clock_s) as heartbeat,
-            ProgressView(ProgressStyle.LINES, interval_s=30.0) as view,
+            ProgressLog() as view,
         ):
             preflight = examine(with_revisions(Study.model_validate(record.document), record.facts), note=view.note)
             check_unchanged(record, preflight.facts())

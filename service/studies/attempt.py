@@ -16,21 +16,19 @@ from typing import Any, Self
 import numpy as np
 
 from search_spaces.study.file import Study
-from service.cli.progress import ProgressSnapshot, ProgressView
 from service.errors import StaleAttempt, StudyFailed
 from service.results.selection import best_trial, full_budget_trials
 from service.store import Store, StudyWriter
 from service.studies.preflight.examine import PreflightResult
-from service.types import Origin, StudyState, TrialRecord, TrialState
+from service.studies.progress import ProgressReporter, ProgressSnapshot
+from service.types import HEARTBEAT_S, Origin, StudyState, TrialRecord, TrialState
 from workers.errors import EngineUnavailable, EvidenceMismatch
 from workers.types import Scorer, Span
 
-__all__ = ["HEARTBEAT_S", "Heartbeat", "execute"]
+__all__ = ["Heartbeat", "execute"]
 
 logger = logging.getLogger(__name__)
 
-# A driver whose heartbeat is several times older is taken for dead.
-HEARTBEAT_S = 5.0
 SNAPSHOT_S = 0.25
 
 
@@ -42,7 +40,7 @@ def execute(
     *,
     work_dir: Path,
     heartbeat: Heartbeat,
-    view: ProgressView,
+    view: ProgressReporter,
     observer: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Work on the study that `writer` has taken over until it is COMPLETE.

@@ -6,15 +6,13 @@ same study there again resumes it, whatever interrupted it before.
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from search_spaces.study.file import Study, same_but_limits
-from service.cli.progress import ProgressView
 from service.cluster.session import check_reachable, ray_session
+from service.disk import locked
 from service.errors import Conflict, NotFound
 from service.results.files import RunRecord, write_results
 from service.results.load import run_record
@@ -22,39 +20,20 @@ from service.results.report import render_report
 from service.store import Store
 from service.studies.attempt import Heartbeat, execute
 from service.studies.preflight.examine import EXPORT, PreflightResult, check_unchanged, examine, with_revisions
+from service.studies.progress import ProgressReporter
 from service.types import StudyRecord, StudyState
 from workers.serving.deployment import serving
 from workers.types import Scorer
 
-__all__ = ["DATABASE", "LOCK_FILE", "OpenScorer", "locked", "open_scorer", "read_run", "run_study"]
+__all__ = ["DATABASE", "OpenScorer", "open_scorer", "read_run", "run_study"]
 
 DATABASE = "study.db"
-LOCK_FILE = ".lock"
 
-OpenScorer = Callable[[PreflightResult, ProgressView], AbstractContextManager[Scorer]]
-
-
-@contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Hold `directory` for this process; the lock ends with the process, however it ends. Raises Conflict."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / LOCK_FILE).open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            raise Conflict(
-                f"{directory}: process {file.read().strip() or 'unknown'} is at work here; "
-                "wait for it, stop it, or give another directory"
-            ) from error
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield
+OpenScorer = Callable[[PreflightResult, ProgressReporter], AbstractContextManager[Scorer]]
 
 
 @contextmanager
-def open_scorer(preflight: PreflightResult, view: ProgressView) -> Iterator[Scorer]:
+def open_scorer(preflight: PreflightResult, view: ProgressReporter) -> Iterator[Scorer]:
     """Scoring replicas on Ray Serve for the length of a run. Raises EngineUnavailable if none starts."""
     replicas = preflight.study.engine.replicas
     view.note(f"Starting {replicas} engine{'s' * (replicas > 1)} ...")
@@ -66,7 +45,7 @@ def run_study(
     study: Study,
     directory: Path,
     *,
-    view: ProgressView,
+    view: ProgressReporter,
     exports: bool = False,
     open_scorer: OpenScorer = open_scorer,
     observer: Callable[[str], None] = lambda _: None,

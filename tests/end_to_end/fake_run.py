@@ -29,8 +29,8 @@ import service.studies.preflight.examine
 import workers.export.checkpoint
 from search_spaces.study.file import load_study
 from service.cli.main import main
-from service.cli.progress import ProgressView
 from service.studies.preflight.examine import PreflightResult, examine
+from service.studies.progress import ProgressReporter
 from workers.serving.fake import FakeScorer
 from workers.types import CHUNKS_IN_FLIGHT_PER_REPLICA, ScoreRequest, ScoreResult
 
@@ -59,7 +59,7 @@ def run_once(options: dict[str, Any], *arguments: str) -> int:
     step, number = options.pop("dies_at", ("", 0))
 
     @contextmanager
-    def fake_scorer(preflight: PreflightResult, view: ProgressView) -> Iterator[FakeScorer]:
+    def fake_scorer(preflight: PreflightResult, view: ProgressReporter) -> Iterator[FakeScorer]:
         fingerprint = preflight.family.fingerprint
         if step == "scoring":
             yield _KillingScorer(bank_fingerprint=fingerprint, driver=os.getpid(), kills_at_call=number, **options)

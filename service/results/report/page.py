@@ -10,9 +10,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from service.cli.progress import duration
-from service.cli.tables import sample_count
 from service.results.files import RunRecord, summary
+from service.results.format import duration, sample_count
 from service.results.report.charts import Bar, stacked_bar
 from service.results.report.front import front_section
 from service.results.report.history import history_section

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from service.cli.progress import duration
 from service.results.files import RunRecord
+from service.results.format import duration
 from service.results.series.front import FrontPoint
 from service.results.series.history import HistoryPoint
 from service.schemas.files import EstimateDocument, HoldoutDocument, SummaryDocument

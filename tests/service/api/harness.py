@@ -10,10 +10,10 @@ from typing import Any, Self
 from search_spaces.study.file import Study
 from service.api import create_app
 from service.api.preflight_process import Preflight, PreflightOutcome, read_request
-from service.cli.progress import ProgressSnapshot
 from service.results.files import RunRecord
 from service.results.selection import held_out
 from service.store import Store, StudyWriter
+from service.studies.progress import ProgressSnapshot
 from service.types import RungRecord, StudyRecord, StudyState, TrialRecord, TrialState
 from tests.service.http_server import HttpServer
 from tests.service.site import FakeCluster

@@ -9,7 +9,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from service.cli.progress import ProgressSnapshot, ProgressStyle, ProgressView, duration
+from service.cli.progress import ProgressStyle, ProgressView
+from service.results.format import duration
+from service.studies.progress import ProgressSnapshot
 from service.types import TrialState
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from service.disk import locked
 from service.store import Store
-from service.studies.local_run import DATABASE, locked
+from service.studies.local_run import DATABASE
 from tests.service.cli.terminals import Workplace
 
 # Directories of runs.
