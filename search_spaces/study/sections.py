@@ -6,11 +6,12 @@ Contradictions between fields are found in `checks`; `file` reads a study.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from search_spaces import fidelity as ladders
+from search_spaces.searchers import SEARCHERS
 
 __all__ = [
     "LINE",
@@ -114,8 +115,14 @@ class SearchSpaceSpec(Section):
     """paper: exactly the published space; what contradicts it is refused."""
 
 
+if TYPE_CHECKING:
+    Algorithm = str
+else:
+    Algorithm = Literal[tuple(SEARCHERS)]
+
+
 class Search(Section):
-    algorithm: Literal["auto", "smac", "random"] = "auto"
+    algorithm: Algorithm = "auto"
     max_trials: Annotated[int, Field(ge=1, le=1_000_000)] = 60
     """Configurations the searcher proposes; sources and published recipes come on top."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0

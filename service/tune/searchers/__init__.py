@@ -1,16 +1,33 @@
-"""The searchers a study may name. Importing this package imports neither SMAC nor scikit-learn."""
+"""Search algorithms: one module for each that search_spaces.searchers declares, with its SEARCHER.
+
+Importing this package imports neither SMAC nor scikit-learn.
+
+`base`      the interface, and what a searcher learns from
+`encoding`  configurations as rows of numbers
+"""
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Mapping
+
+from search_spaces.searchers import SEARCHERS as DECLARED
 from service.errors import NotFound
 from service.tune.searchers.base import Observation, Searcher
-from service.tune.searchers.random import RandomSearcher
-from service.tune.searchers.smac import SmacSearcher
 
 __all__ = ["SEARCHERS", "Observation", "Searcher", "get_searcher"]
 
-# "auto", the default, is what tests/benchmarks/bench_searchers.py shows to be best.
-SEARCHERS: dict[str, Searcher] = {"auto": SmacSearcher(), "smac": SmacSearcher(), "random": RandomSearcher()}
+_MODULES = {
+    name: importlib.import_module(f"{__name__}.{name}") for name, declared in DECLARED.items() if not declared.alias_of
+}
+
+SEARCHERS: Mapping[str, Searcher] = {
+    name: _MODULES[declared.alias_of or name].SEARCHER for name, declared in DECLARED.items()
+}
+
+# The map goes on with the searchers, by the first line of their docstrings.
+_LINES = [f"`{name}`  {module.__doc__}".partition("\n")[0] for name, module in _MODULES.items()]
+__doc__ = "\n".join([f"{__doc__}".rstrip(), *_LINES, ""])
 
 
 def get_searcher(name: str) -> Searcher:

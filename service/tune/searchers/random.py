@@ -1,4 +1,4 @@
-"""Random search: every configuration drawn uniformly, parents first. The baseline of every other searcher."""
+"""Random search: every configuration drawn uniformly, parent parameters first. The baseline of all other searchers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 from search_spaces.parameters import Parameters
 from service.tune.searchers.base import Observation
 
-__all__ = ["RandomSearcher", "proposal_generator", "sample_unseen"]
+__all__ = ["SEARCHER", "RandomSearcher", "proposal_generator", "sample_unseen"]
 
-# In a space of few configurations a draw often hits a known one; after this many it is taken all the same.
+# In a space of few configurations most draws are known already; after this many, a known one is proposed.
 _MAX_DRAWS = 64
 
 
 class RandomSearcher:
-    """Draws uniformly; learns nothing from the observations but which configurations are known already."""
+    """Draws uniformly; of the observations it uses only which configurations are known already."""
 
     def propose(
         self,
@@ -31,6 +31,9 @@ class RandomSearcher:
     ) -> dict[str, Any]:
         known = [*(observation.configuration for observation in observations), *pending]
         return sample_unseen(parameters, proposal_generator(seed=seed, number=number), known)
+
+
+SEARCHER = RandomSearcher()
 
 
 def proposal_generator(*, seed: int, number: int) -> np.random.Generator:

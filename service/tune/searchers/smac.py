@@ -22,7 +22,7 @@ from service.tune.searchers.base import Observation
 from service.tune.searchers.encoding import Encoding, Rows
 from service.tune.searchers.random import proposal_generator, sample_unseen
 
-__all__ = ["SmacSearcher"]
+__all__ = ["SEARCHER", "SmacSearcher"]
 
 
 @dataclass(frozen=True)
@@ -150,3 +150,6 @@ def _scalarise(costs: Sequence[tuple[float, ...] | None], rng: np.random.Generat
     weighted = shares * rng.dirichlet(np.ones(num_objectives))
     joined: Rows = weighted.max(axis=1) + rho * weighted.sum(axis=1)
     return joined
+
+
+SEARCHER = SmacSearcher()

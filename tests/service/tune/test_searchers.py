@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import pkgutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+import service.tune.searchers
 from search_spaces.parameters import Categorical, Condition, Float, Integer, Parameters
+from search_spaces.searchers import SEARCHERS as DECLARED
+from search_spaces.study.sections import Search
 from service.errors import NotFound
 from service.tune.searchers import SEARCHERS, Observation, Searcher, get_searcher
 from service.tune.searchers.encoding import INACTIVE, Encoding
@@ -38,8 +44,14 @@ SPACES = {"flat": FLAT, "conditional": CONDITIONAL}
 
 
 @pytest.fixture(params=sorted(SEARCHERS))
-def searcher(request: pytest.FixtureRequest) -> Searcher:
-    return SEARCHERS[request.param]
+def searcher_name(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def searcher(searcher_name: str) -> Searcher:
+    return SEARCHERS[searcher_name]
 
 
 def observed(parameters: Parameters, num: int, *, num_objectives: int = 1, seed: int = 0) -> list[Observation]:
@@ -138,6 +150,30 @@ def test_an_exhausted_space_repeats_itself(searcher: Searcher) -> None:
 def test_an_unknown_searcher_is_refused_by_name() -> None:
     with pytest.raises(NotFound, match=r"no algorithm 'smca'; use one of auto, random, smac"):
         get_searcher("smca")
+
+
+def test_every_searcher_is_declared_and_every_declaration_has_a_searcher() -> None:
+    modules = {module.name for module in pkgutil.iter_modules(service.tune.searchers.__path__)}
+    implemented = {
+        name for name in modules if hasattr(importlib.import_module(f"service.tune.searchers.{name}"), "SEARCHER")
+    }
+    assert implemented == {name for name, declared in DECLARED.items() if declared.alias_of is None}
+    assert list(SEARCHERS) == list(DECLARED)
+
+
+def test_a_study_may_name_every_searcher_and_no_other() -> None:
+    assert Search.model_json_schema()["properties"]["algorithm"]["enum"] == list(SEARCHERS)
+
+
+def test_a_searcher_that_learns_nothing_proposes_the_same_whatever_the_results(searcher_name: str) -> None:
+    observations = observed(FLAT, 40)
+    others = [replace(o, costs=(-1.0 * sum(o.configuration.values()),)) for o in observations]
+    proposals = [
+        SEARCHERS[searcher_name].propose(FLAT, number=number, seed=0, observations=known)
+        for known in (observations, others)
+        for number in range(4)
+    ]
+    assert (proposals[:4] != proposals[4:]) == DECLARED[searcher_name].learns
 
 
 def test_every_searcher_is_registered_under_its_name() -> None:

@@ -1,0 +1,5 @@
+"""The default: the searcher that tests/benchmarks/bench_searchers.py shows to be best."""
+
+from search_spaces.searchers.base import SearcherDeclaration
+
+SEARCHER = SearcherDeclaration(learns=True, reference="as smac", alias_of="smac")

@@ -1,0 +1,5 @@
+"""Random search: every configuration drawn uniformly."""
+
+from search_spaces.searchers.base import SearcherDeclaration
+
+SEARCHER = SearcherDeclaration(learns=False, reference="Bergstra and Bengio, JMLR 13(10), 2012")

@@ -1,0 +1,5 @@
+"""SMAC: a random forest learns from the results of all rungs."""
+
+from search_spaces.searchers.base import SearcherDeclaration
+
+SEARCHER = SearcherDeclaration(learns=True, reference="Lindauer et al., SMAC3, JMLR 23(54), 2022")
