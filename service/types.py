@@ -1,21 +1,24 @@
-"""What the store returns and everything in `service` passes around: plain data, no SQL, no Ray."""
+"""Records and enums that all of `service` shares: plain data, no SQL, no Ray."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
+from search_spaces.objectives import Objective
 from search_spaces.recipe import Recipe
 
 __all__ = [
     "HEARTBEAT_S",
     "Comparison",
     "Estimate",
+    "EventKind",
     "ExportRecord",
     "ExportState",
     "Origin",
+    "ResolvedStudy",
     "RungRecord",
     "StudyRecord",
     "StudyState",
@@ -75,6 +78,23 @@ class ExportState(StrEnum):
     FAIL = "FAIL"
 
 
+class EventKind(StrEnum):
+    """What happened in a study's life, as stored and as clients read it. Events of other programs may be of others."""
+
+    CREATED = "created"
+    ATTEMPT = "attempt"
+    STATE = "state"
+    TRIAL = "trial"
+    RUNG = "rung"
+    TRIAL_STATE = "trial_state"
+    REPLICA = "replica"
+    SEARCH_ENDED = "search_ended"
+    HOLDOUT_STARTED = "holdout_started"
+    HOLDOUT_SCORED = "holdout_scored"
+    HOLDOUT_FAILED = "holdout_failed"
+    VERIFICATION = "verification"
+
+
 @dataclass(frozen=True)
 class Estimate:
     """A mean over `samples` scored samples, its standard error and 95 % interval, in the metric's own unit."""
@@ -117,17 +137,70 @@ class TrialRecord:
 
 
 @dataclass(frozen=True)
+class ResolvedStudy:
+    """What the names in a study file stood for when the study was created. A resumed study must resolve to the same.
+
+    `fingerprints` are of the models by alias, `commits` those of hub models by the name in the study file, `tasks` and
+    `holdout_tasks` the digests of the tasks by objective. `rung_samples[r]` are the samples of each objective at rung
+    r; proposals may run `max_staleness` trials ahead of evaluations; `version` is the program's.
+    """
+
+    fingerprints: Mapping[str, str]
+    num_layers: int
+    tasks: Mapping[str, str]
+    holdout_tasks: Mapping[str, str]
+    rung_samples: tuple[Mapping[str, int], ...]
+    max_staleness: int
+    objectives: tuple[Objective, ...]
+    version: str
+    commits: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """As stored. `max_staleness` is called `lag` there."""
+        return {
+            "fingerprints": dict(self.fingerprints),
+            "commits": dict(self.commits),
+            "num_layers": self.num_layers,
+            "tasks": dict(self.tasks),
+            "holdout_tasks": dict(self.holdout_tasks),
+            "rung_samples": [dict(samples) for samples in self.rung_samples],
+            "lag": self.max_staleness,
+            "objectives": [asdict(objective) for objective in self.objectives],
+            "version": self.version,
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """From `to_json`'s document; early ones have no `commits`."""
+        return cls(
+            fingerprints=document["fingerprints"],
+            commits=document.get("commits", {}),
+            num_layers=document["num_layers"],
+            tasks=document["tasks"],
+            holdout_tasks=document["holdout_tasks"],
+            rung_samples=tuple(document["rung_samples"]),
+            max_staleness=document["lag"],
+            objectives=tuple(
+                Objective(o["name"], o["metric"], o["direction"], o["range"] and tuple(o["range"]))
+                for o in document["objectives"]
+            ),
+            version=document["version"],
+        )
+
+
+@dataclass(frozen=True)
 class StudyRecord:
-    """A study as stored. `document` is the canonical study file; `facts` what was found when it was first run (model
-    fingerprints, number of layers, task sizes, prompt hashes, versions). `attempt` counts drivers that took it over,
-    `submissions` those sent to a cluster, the last one when there had been `submitted_after` attempts; times are
-    seconds since the epoch, 0 or None: never."""
+    """A study as stored.
+
+    `document` is the canonical study file, `resolved` what its names stood for when it was created. `attempt` counts
+    the drivers that took it over, `submissions` the drivers sent to a cluster; `submitted_after` is the number of
+    attempts at the last submission. Times are seconds since the epoch; 0 or None: never."""
 
     id: str
     name: str
     state: StudyState
     document: Mapping[str, Any]
-    facts: Mapping[str, Any]
+    resolved: ResolvedStudy
     created_at: float
     reason: str | None = None
     wall_clock_s: float = 0.0

@@ -16,6 +16,7 @@ from search_spaces.study.file import InlineTask, ObjectiveSpec, Study, parse_stu
 from search_spaces.study.yaml import parse_document
 from service.api.problems import Unavailable
 from service.api.worker_process import ProcessDied, WorkerProcess
+from service.types import ResolvedStudy
 
 __all__ = ["Preflight", "PreflightOutcome", "PreflightProcess", "examine_here", "read_request"]
 
@@ -29,11 +30,11 @@ BODY = "the request's body"
 
 @dataclass(frozen=True)
 class PreflightOutcome:
-    """A study that can run: its canonical document, and the facts that its driver will want to find again."""
+    """A study that can run: its canonical document, and what its names stand for."""
 
     name: str
     document: Mapping[str, Any]
-    facts: Mapping[str, Any]
+    resolved: ResolvedStudy
 
 
 class Preflight(Protocol):
@@ -147,7 +148,7 @@ def examine_here(content: bytes, *, is_json: bool) -> PreflightOutcome:
 
     study = read_request(content, is_json=is_json)
     try:
-        return PreflightOutcome(study.name, study.canonical(), examine(study, downloads=False).facts())
+        return PreflightOutcome(study.name, study.canonical(), examine(study, downloads=False).resolved())
     except InvalidStudy:
         raise
     except Exception as error:  # its driver would meet the same: a study that cannot be examined cannot run

@@ -237,7 +237,7 @@ class RayCluster:
     def _look_at(self, study: StudyRecord, *, may_start: bool) -> bool:
         """Do what the study needs. Returns True if it has a driver, or will have one soon."""
         job, message = self._job(study)
-        consecutive_failures = self._store.fruitless_attempts(study.id)
+        consecutive_failures = self._store.consecutive_failures(study.id)
         step = next_step(study, job, consecutive_failures=consecutive_failures, now=time.time(), message=message)
         if study.attempt > study.submitted_after and step.action == "wait":
             self._losses.pop(study.id, None)

@@ -65,8 +65,8 @@ def drive(store: Store, study_id: str, *, work_dir: Path, because: str | None = 
             Heartbeat(writer, record.wall_clock_s) as heartbeat,
             ProgressLog() as view,
         ):
-            preflight = examine(with_revisions(Study.model_validate(record.document), record.facts), note=view.note)
-            check_unchanged(record, preflight.facts())
+            preflight = examine(with_revisions(Study.model_validate(record.document), record.resolved), note=view.note)
+            check_unchanged(record, preflight.resolved())
             with ray_session():
                 scorer = _shared_scorer(preflight)
                 execute(store, writer, preflight, scorer, work_dir=work_dir, heartbeat=heartbeat, view=view)

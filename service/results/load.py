@@ -12,9 +12,9 @@ from search_spaces.objectives import Objective
 from service.results.files import EngineFigures, RunRecord
 from service.results.selection import accuracy_objectives, best_trial, held_out
 from service.results.statistics import compare
-from service.store import Store
+from service.store import EvidenceRecord, Store
 from service.types import Comparison, TrialRecord
-from workers.types import VerificationReport
+from workers.types import Split, VerificationReport
 
 __all__ = ["run_record"]
 
@@ -25,18 +25,15 @@ PAUSE_S = 30.0
 def run_record(store: Store, study_id: str) -> RunRecord:
     """The study as far as it is stored."""
     study = store.study(study_id)
-    objectives = tuple(
-        Objective(o["name"], o["metric"], o["direction"], o["range"] and tuple(o["range"]))
-        for o in study.facts["objectives"]
-    )
+    objectives = study.resolved.objectives
     trials = store.trials(study_id)
     evidence = store.evidence(study_id)
-    searched = [row for row in evidence if any(key.startswith("search ") for key in row["prompts"])]
+    searched = [row for row in evidence if row.is_of(Split.SEARCH)]
     return RunRecord(
         study=study,
         objectives=objectives,
         trials=trials,
-        full_budget=study.facts["rung_samples"][-1],
+        full_budget=study.resolved.rung_samples[-1],
         holdout=_holdout(store, study_id, trials, objectives),
         verifications=_verifications(store.document(study_id, "verification")),
         engine=_engine(evidence, searched, num_replicas=study.document["engine"]["replicas"]),
@@ -51,7 +48,7 @@ def _holdout(
 ) -> tuple[Comparison, ...]:
     """Rows of the held-out table; none until the best trial has been scored there."""
     winner = best_trial(trials, objectives)
-    values = store.sample_values(study_id, "holdout")
+    values = store.sample_values(study_id, Split.HOLDOUT)
     if winner is None or winner.recipe.digest not in values:
         return ()
     names = [objective.name for objective in objectives]
@@ -87,30 +84,30 @@ def _verifications(document: Mapping[str, Any] | None) -> tuple[VerificationRepo
 
 
 def _engine(
-    evidence: Sequence[Mapping[str, Any]], searched: Sequence[Mapping[str, Any]], *, num_replicas: int
+    evidence: Sequence[EvidenceRecord], searched: Sequence[EvidenceRecord], *, num_replicas: int
 ) -> EngineFigures:
-    swaps = [row["timings_s"].get("materialise", 0.0) + row["timings_s"].get("swap", 0.0) for row in searched]
+    swaps = [row.timings_s.get("materialise", 0.0) + row.timings_s.get("swap", 0.0) for row in searched]
     span = _span_s(searched)
-    busy = sum(sum(s for n, s in row["timings_s"].items() if n != "wait") for row in searched)
+    busy = sum(sum(s for n, s in row.timings_s.items() if n != "wait") for row in searched)
     return EngineFigures(
-        starts=len({row["replica"] for row in evidence}),  # also of engines that were killed and told us nothing
-        kinds=tuple(sorted({row["engine"] for row in evidence})),
+        starts=len({row.replica for row in evidence}),  # engines that were killed count too
+        kinds=tuple(sorted({row.engine for row in evidence})),
         swap_s=tuple(seconds for seconds in swaps if seconds > 0),
         busy_fraction=min(1.0, busy / (span * num_replicas)) if span else None,
     )
 
 
-def _rate(searched: Sequence[Mapping[str, Any]]) -> float | None:
+def _rate(searched: Sequence[EvidenceRecord]) -> float | None:
     span = _span_s(searched)
-    return sum(row["num_samples"] for row in searched) / span if span else None
+    return sum(row.num_samples for row in searched) / span if span else None
 
 
-def _span_s(searched: Sequence[Mapping[str, Any]]) -> float | None:
+def _span_s(searched: Sequence[EvidenceRecord]) -> float | None:
     """Seconds from the start of the first search chunk to the end of the last, without pauses between attempts."""
     total, end = 0.0, 0.0
-    for row in sorted(searched, key=lambda row: row["finished_at"]):
-        finished = row["finished_at"]
-        started = finished - sum(seconds for name, seconds in row["timings_s"].items() if name != "wait")
+    for row in sorted(searched, key=lambda row: row.finished_at):
+        finished = row.finished_at
+        started = finished - sum(seconds for name, seconds in row.timings_s.items() if name != "wait")
         if started - end > PAUSE_S:
             end = started
         total += max(0.0, finished - end)

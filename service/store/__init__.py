@@ -1,7 +1,14 @@
-"""The SQL store."""
+"""Studies, trials, samples and events in SQL: SQLite, or PostgreSQL.
+
+`sql`             `Store`: every study of one database
+`attempt_writer`  `StudyWriter`: the writes of one driver, refused once another has taken the study over
+`records`         rows as dataclasses
+`schema`          the tables
+`upgrade`         opens databases of earlier versions, by the Alembic migrations in the folder beside it
+"""
 
 from service.store.attempt_writer import StudyWriter
-from service.store.records import BracketRecord, EventRecord
+from service.store.records import BracketRecord, EventRecord, EvidenceRecord
 from service.store.sql import Store
 
-__all__ = ["BracketRecord", "EventRecord", "Store", "StudyWriter"]
+__all__ = ["BracketRecord", "EventRecord", "EvidenceRecord", "Store", "StudyWriter"]

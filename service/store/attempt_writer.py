@@ -12,12 +12,10 @@ import sqlalchemy as sa
 from service.errors import StaleAttempt
 from service.store import schema
 from service.store.records import BracketRecord
-from service.types import RungRecord, StudyState, TrialRecord, TrialState
-from workers.types import ScoreResult
+from service.types import EventKind, RungRecord, StudyState, TrialRecord, TrialState
+from workers.types import ScoreResult, Split
 
-__all__ = ["Split", "StudyWriter", "insert", "insert_event"]
-
-Split = str  # "search" or "holdout"
+__all__ = ["StudyWriter", "insert", "insert_event"]
 
 
 class StudyWriter:
@@ -56,7 +54,7 @@ class StudyWriter:
     def set_state(self, state: StudyState, reason: str | None = None) -> None:
         with self._transaction() as connection:
             self._update_study(connection, state=state.value, reason=reason)
-            self._add_event(connection, "state", {"state": state.value, "reason": reason})
+            self._add_event(connection, EventKind.STATE, {"state": state.value, "reason": reason})
 
     def set_document(self, document: Mapping[str, Any]) -> None:
         """Replace the study file: other limits, or more trials."""
@@ -97,7 +95,7 @@ class StudyWriter:
                     timings_s=dict(trial.timings_s),
                 )
             )
-            self._add_event(connection, "trial", {"trial": trial.number, "label": trial.label})
+            self._add_event(connection, EventKind.TRIAL, {"trial": trial.number, "label": trial.label})
 
     def record_chunk(self, trial: int, split: Split, result: ScoreResult) -> None:
         """Store a chunk's samples with the evidence of what the engine held, and add its cost to the trial.
@@ -130,7 +128,7 @@ class StudyWriter:
                 [
                     {
                         "recipe_digest": evidence.recipe_digest,
-                        "split": split,
+                        "split": Split(split).value,
                         "objective": sample.objective,
                         "position": sample.position,
                         "document": sample.document,
@@ -148,7 +146,7 @@ class StudyWriter:
                 sa.update(table)
                 .where(where)
                 .values(
-                    samples_scored=table.c.samples_scored + (len(result.samples) if split == "search" else 0),
+                    samples_scored=table.c.samples_scored + (len(result.samples) if split == Split.SEARCH else 0),
                     timings_s=_added(timings, result.timings_s),
                     state=sa.case(
                         (table.c.state == TrialState.WAITING.value, TrialState.RUNNING.value), else_=table.c.state
@@ -183,7 +181,7 @@ class StudyWriter:
             )
             self._add_event(
                 connection,
-                "rung",
+                EventKind.RUNG,
                 {"trial": trial, "rung": rung.rung, "values": dict(rung.values), "state": state and state.value},
             )
 
@@ -197,7 +195,9 @@ class StudyWriter:
                 .values(state=state.value, reason=reason)
             )
             for trial in trials:
-                self._add_event(connection, "trial_state", {"trial": trial, "state": state.value, "reason": reason})
+                self._add_event(
+                    connection, EventKind.TRIAL_STATE, {"trial": trial, "state": state.value, "reason": reason}
+                )
 
     def set_document_named(self, name: str, document: Any) -> None:
         """Store a closing stage's result, replacing an earlier one."""
@@ -236,7 +236,7 @@ def insert(connection: sa.Connection, table: sa.Table) -> Any:
 
 def insert_event(connection: sa.Connection, study_id: str, kind: str, payload: Mapping[str, Any]) -> None:
     connection.execute(
-        sa.insert(schema.events).values(study=study_id, time=time.time(), kind=kind, payload=dict(payload))
+        sa.insert(schema.events).values(study=study_id, time=time.time(), kind=str(kind), payload=dict(payload))
     )
 
 

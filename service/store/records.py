@@ -1,4 +1,4 @@
-"""What comes out of the store: its rows as records."""
+"""The store's rows as records."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 import sqlalchemy as sa
 
 from search_spaces.recipe import Recipe
-from service.types import Origin, RungRecord, StudyRecord, StudyState, TrialRecord, TrialState
+from service.types import Origin, ResolvedStudy, RungRecord, StudyRecord, StudyState, TrialRecord, TrialState
+from workers.types import Split
 
-__all__ = ["BracketRecord", "EventRecord", "study_record", "trial_record"]
+__all__ = ["BracketRecord", "EventRecord", "EvidenceRecord", "study_record", "trial_record"]
 
 
 @dataclass(frozen=True)
 class BracketRecord:
-    """A bracket as it was opened: its index, the rung it starts at, and how many configurations it takes."""
+    """A bracket as it was opened: its index, the rung it starts at, and its number of configurations."""
 
     bracket: int
     first_rung: int
@@ -25,7 +26,9 @@ class BracketRecord:
 
 @dataclass(frozen=True)
 class EventRecord:
-    """One thing that happened. `id` grows with time and is never reused."""
+    """Something that happened to a study. `id` grows with time and is never reused.
+
+    `kind` is an `EventKind`, or the text that a later version of the program stored."""
 
     id: int
     time: float
@@ -33,9 +36,36 @@ class EventRecord:
     payload: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class EvidenceRecord:
+    """What an engine held while it scored one chunk, and what that took.
+
+    `prompts` are hashes by "split objective[start:stop]"; `finished_at` is in seconds since the epoch. The other fields
+    are those of `workers.types.Evidence` and `ScoreResult`."""
+
+    id: int
+    study: str
+    trial: int
+    recipe_digest: str
+    bank_fingerprint: str
+    prompts: Mapping[str, str]
+    weights_checksum: str
+    replica: str
+    swap_count: int
+    engine: str
+    timings_s: Mapping[str, float]
+    num_samples: int
+    finished_at: float
+
+    def is_of(self, split: Split) -> bool:
+        """Whether samples of that split were scored."""
+        return any(key.startswith(f"{split} ") for key in self.prompts)
+
+
 def study_record(row: sa.RowMapping) -> StudyRecord:
-    values = {name: value for name, value in row.items() if name != "idempotency_key"}
-    return StudyRecord(**{**values, "state": StudyState(row["state"])})
+    values = {name: value for name, value in row.items() if name not in ("idempotency_key", "facts")}
+    resolved = ResolvedStudy.from_json(row["facts"])
+    return StudyRecord(**{**values, "state": StudyState(row["state"]), "resolved": resolved})
 
 
 def trial_record(row: sa.RowMapping, rungs: tuple[RungRecord, ...]) -> TrialRecord:

@@ -17,6 +17,9 @@ from sqlalchemy import (
 )
 
 __all__ = [
+    "BASELINE",
+    "BASELINE_VERSION",
+    "REVISION",
     "SCHEMA_VERSION",
     "brackets",
     "documents",
@@ -30,7 +33,16 @@ __all__ = [
     "trials",
 ]
 
-# Raised with every change of the tables; a database of another version is refused.
+# The newest migration in `migrations/versions`, which makes the tables below. A change of the tables comes with a
+# migration of its own.
+REVISION = "0001"
+
+# A database from before the migrations is at this one, if its `schema_version` is this.
+BASELINE = "0001"
+BASELINE_VERSION = 2
+
+# The number in `schema_version` after the newest migration. Programs from before the migrations open a database with
+# number 2 only, so a migration after which they could no longer work with it raises the number.
 SCHEMA_VERSION = 2
 
 metadata = MetaData()

@@ -18,15 +18,25 @@ from sqlalchemy import event
 
 from service.errors import Conflict, NotFound, StaleAttempt
 from service.store import schema
-from service.store.attempt_writer import Split, StudyWriter, insert, insert_event
-from service.store.records import BracketRecord, EventRecord, study_record, trial_record
-from service.types import ExportRecord, ExportState, RungRecord, StudyRecord, StudyState, TrialRecord
-from workers.types import SampleResult
+from service.store.attempt_writer import StudyWriter, insert, insert_event
+from service.store.records import BracketRecord, EventRecord, EvidenceRecord, study_record, trial_record
+from service.store.upgrade import upgrade
+from service.types import (
+    EventKind,
+    ExportRecord,
+    ExportState,
+    ResolvedStudy,
+    RungRecord,
+    StudyRecord,
+    StudyState,
+    TrialRecord,
+)
+from workers.types import SampleResult, Split
 
 __all__ = ["Store"]
 
 # Events that say that a driver got something done.
-RESULT_EVENTS = ("rung", "trial_state", "holdout_scored", "verification")
+RESULT_EVENTS = (EventKind.RUNG, EventKind.TRIAL_STATE, EventKind.HOLDOUT_SCORED, EventKind.VERIFICATION)
 
 # How long a writer waits for another transaction on SQLite before it gives up.
 BUSY_TIMEOUT_S = 60
@@ -45,24 +55,9 @@ class Store:
             event.listen(self._engine, "begin", _begin)
         self._reads = self._engine.execution_options(read_only=True)
         try:
-            version = self._schema_version()
+            upgrade(self._engine)
         except sa.exc.DatabaseError as error:
             raise Conflict(f"database {self._engine.url.render_as_string()}: cannot be used: {error.orig}") from error
-        if version != schema.SCHEMA_VERSION:
-            raise Conflict(
-                f"database {self._engine.url.render_as_string()}: schema version {version}, this program reads "
-                f"{schema.SCHEMA_VERSION}; use the program that wrote it, or another database"
-            )
-
-    def _schema_version(self) -> int:
-        """The database's, after what it lacks has been created."""
-        schema.metadata.create_all(self._engine)
-        with self._engine.begin() as connection:
-            version: int | None = connection.execute(sa.select(schema.schema_version.c.version)).scalar()
-            if version is None:
-                version = schema.SCHEMA_VERSION
-                connection.execute(sa.insert(schema.schema_version).values(version=version))
-            return version
 
     def close(self) -> None:
         self._engine.dispose()
@@ -79,7 +74,7 @@ class Store:
         *,
         name: str,
         document: Mapping[str, Any],
-        facts: Mapping[str, Any],
+        resolved: ResolvedStudy,
         idempotency_key: str | None = None,
         request_digest: str | None = None,
     ) -> StudyRecord:
@@ -90,7 +85,7 @@ class Store:
             "name": name,
             "state": StudyState.CREATED.value,
             "document": dict(document),
-            "facts": dict(facts),
+            "facts": resolved.to_json(),
             "created_at": time.time(),
             "idempotency_key": idempotency_key,
             "request_digest": request_digest,
@@ -98,7 +93,7 @@ class Store:
         with self._engine.begin() as connection:
             added = connection.execute(insert(connection, schema.studies).on_conflict_do_nothing(), row)
             if added.rowcount == 1:
-                insert_event(connection, study_id, "created", {"name": name})
+                insert_event(connection, study_id, EventKind.CREATED, {"name": name})
         if idempotency_key is None:
             return self.study(study_id)
         record = self.study_of_key(idempotency_key)
@@ -142,7 +137,7 @@ class Store:
                 raise NotFound(f"study {study_id!r}: no such study in {self._engine.url.render_as_string()}")
             if found.state == StudyState.CANCELLED.value:
                 raise StaleAttempt(f"study {study_id}: was cancelled")
-            insert_event(connection, study_id, "attempt", {"attempt": found.attempt, "because": because})
+            insert_event(connection, study_id, EventKind.ATTEMPT, {"attempt": found.attempt, "because": because})
         return StudyWriter(self._engine, study_id, found.attempt)
 
     def record_submission(self, study_id: str, number: int) -> None:
@@ -155,8 +150,8 @@ class Store:
                 .values(submissions=number, submitted_at=time.time(), submitted_after=table.c.attempt)
             )
 
-    def fruitless_attempts(self, study_id: str) -> int:
-        """Drivers in a row, up to the last one, that ended (or never began) without a result being stored."""
+    def consecutive_failures(self, study_id: str) -> int:
+        """How many drivers in a row, up to the last one, ended or failed to start without storing a result."""
         studies, events = schema.studies, schema.events
         of_study = events.c.study == study_id
         last_result = (
@@ -164,13 +159,13 @@ class Store:
             .where(of_study & events.c.kind.in_(RESULT_EVENTS))
             .scalar_subquery()
         )
-        began = sa.select(sa.func.count()).where(of_study & (events.c.kind == "attempt") & (events.c.id > last_result))
+        began = of_study & (events.c.kind == EventKind.ATTEMPT) & (events.c.id > last_result)
         with self._reads.connect() as connection:
-            consecutive_failures: int = connection.execute(began).scalar_one()
+            num_begun: int = connection.execute(sa.select(sa.func.count()).where(began)).scalar_one()
             row = connection.execute(
                 sa.select(studies.c.submissions, studies.c.attempt).where(studies.c.id == study_id)
             ).one()
-        return max(consecutive_failures, int(row.submissions - row.attempt))
+        return max(num_begun, int(row.submissions - row.attempt))
 
     def trial_counts(self, study_id: str | None = None) -> dict[str, dict[str, int]]:
         """How many trials of each state a study has, or every one: study id -> state -> number."""
@@ -267,12 +262,12 @@ class Store:
                 for row in rows
             )
 
-    def evidence(self, study_id: str) -> tuple[Mapping[str, Any], ...]:
-        """What the engines held, one row per scored chunk, in order."""
+    def evidence(self, study_id: str) -> tuple[EvidenceRecord, ...]:
+        """What the engines held, one record per scored chunk, in order."""
         table = schema.evidence
         with self._reads.connect() as connection:
             rows = connection.execute(sa.select(table).where(table.c.study == study_id).order_by(table.c.id))
-            return tuple(dict(row) for row in rows.mappings())
+            return tuple(EvidenceRecord(**row) for row in rows.mappings())
 
     def events(self, study_id: str, *, after: int = 0, limit: int | None = None) -> tuple[EventRecord, ...]:
         """Events with an id greater than `after`, in order, at most `limit`."""
@@ -308,10 +303,10 @@ def _prepare_sqlite(connection: Any, _: Any) -> None:
     # Transactions are opened by `_begin`, not by the driver's own guess.
     connection.isolation_level = None
     cursor = connection.cursor()
+    cursor.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_S * 1000}")  # first: a new file's switch to WAL takes a lock
     cursor.execute("PRAGMA journal_mode=WAL")
     cursor.execute("PRAGMA synchronous=NORMAL")
     cursor.execute("PRAGMA foreign_keys=ON")
-    cursor.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_S * 1000}")
     cursor.close()
 
 

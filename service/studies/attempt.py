@@ -23,7 +23,7 @@ from service.studies.preflight.examine import PreflightResult
 from service.studies.progress import ProgressReporter, ProgressSnapshot
 from service.types import HEARTBEAT_S, Origin, StudyState, TrialRecord, TrialState
 from workers.errors import EngineUnavailable, EvidenceMismatch
-from workers.types import Scorer, Span
+from workers.types import Scorer, Span, Split
 
 __all__ = ["Heartbeat", "execute"]
 
@@ -55,7 +55,7 @@ def execute(
     writer.set_state(StudyState.RUNNING)
     try:
         coordinator = Coordinator(
-            preflight.plan(study_id, store.study(study_id).facts),
+            preflight.plan(study_id, store.study(study_id).resolved),
             space=preflight.space,
             store=store,
             writer=writer,
@@ -216,7 +216,7 @@ def _verify(
     reports = []
     for trial in chosen:
         assert trial is not None
-        stored = store.samples(writer.study_id, trial.recipe.digest, "search")
+        stored = store.samples(writer.study_id, trial.recipe.digest, Split.SEARCH)
         samples = tuple(sample for sample in stored if sample.position < stops[sample.objective])
         report = scorer.verify(trial.recipe, samples, spans)
         reports.append({"trial": trial.number, **_as_json(report)})

@@ -37,10 +37,11 @@ def export_trial(
 
     result = run_record(store, record.id)
     chosen = _chosen(result.trials, trial, best_trial(result.trials, result.objectives))
-    study = with_revisions(Study.model_validate(record.document), record.facts)
+    study = with_revisions(Study.model_validate(record.document), record.resolved)
     family = open_family(study.models.base, study.models.experts, tokenizer=study.models.tokenizer)
-    if family.fingerprints != record.facts["fingerprints"]:
-        changed = sorted(a for a, f in family.fingerprints.items() if record.facts["fingerprints"].get(a) != f)
+    fingerprints = record.resolved.fingerprints
+    if family.fingerprints != fingerprints:
+        changed = sorted(a for a, f in family.fingerprints.items() if fingerprints.get(a) != f)
         raise Conflict(f"models {', '.join(changed)} have changed since the study; what was scored cannot be written")
     held_out = next((row.values for row in result.holdout if row.trial == chosen.number), None)
     return write_model(

@@ -108,16 +108,16 @@ def _as_started(study: Study, directory: Path) -> Study:
     """The study, its hub models at the commits of the run that is in `directory`, if there is one."""
     try:
         with read_run(directory) as (_, record):
-            return with_revisions(study, record.facts)
+            return with_revisions(study, record.resolved)
     except NotFound:
         return study
 
 
 def _created_or_resumed(store: Store, study: Study, preflight: PreflightResult, directory: Path) -> StudyRecord:
-    facts = preflight.facts()
+    resolved = preflight.resolved()
     studies = store.studies()
     if not studies:
-        return store.create_study(name=study.name, document=study.canonical(), facts=facts)
+        return store.create_study(name=study.name, document=study.canonical(), resolved=resolved)
     record = studies[0]
     before = Study.model_validate(record.document)
     if differing := same_but_limits(before, study):
@@ -125,7 +125,7 @@ def _created_or_resumed(store: Store, study: Study, preflight: PreflightResult, 
             f"{directory}: holds another study ({before.name!r}); these fields differ: {', '.join(differing)}; "
             "only limits and a larger search.max_trials may change; give another directory"
         )
-    check_unchanged(record, facts)
+    check_unchanged(record, resolved)
     if before != study:
         writer = store.open_attempt(record.id)
         writer.set_document(study.canonical())

@@ -18,16 +18,16 @@ from search_spaces.spaces.base import SearchSpace
 from service.errors import StudyFailed
 from service.results.selection import held_out
 from service.store import BracketRecord, Store, StudyWriter
-from service.tune.evaluation import ChunkFailed, Evaluation
+from service.tune.evaluation import ChunkFailed, Evaluation, FailureKind
 from service.tune.plan import Plan
 from service.tune.provenance import ProvenanceCheck
 from service.tune.sample_cache import SampleCache
 from service.tune.schedulers.base import Decision, Proposal
 from service.tune.schedulers.successive_halving import SCHEDULERS
 from service.tune.searchers.base import Observation
-from service.types import Origin, TrialRecord, TrialState
+from service.types import EventKind, Origin, TrialRecord, TrialState
 from workers.errors import EvidenceMismatch
-from workers.types import ScoreResult
+from workers.types import ScoreResult, Split
 
 __all__ = ["Coordinator", "Proposer"]
 
@@ -88,7 +88,7 @@ class Coordinator:
         self._samples = SampleCache(plan, store)
         evidence = store.evidence(plan.study_id)
         self._ledger = ProvenanceCheck(plan.bank_fingerprint, evidence)
-        self._replicas = {row["replica"] for row in evidence}
+        self._replicas = {row.replica for row in evidence}
         self.table = SCHEDULERS[plan.scheduler](
             num_rungs=len(plan.rung_samples),
             eta=plan.eta,
@@ -157,9 +157,9 @@ class Coordinator:
         no engine can be had; both stop the study.
         """
         if isinstance(outcome, ChunkFailed):
-            if outcome.kind == "evidence":
+            if outcome.kind is FailureKind.EVIDENCE:
                 raise EvidenceMismatch(outcome.reason)
-            if outcome.kind == "engine":
+            if outcome.kind is FailureKind.ENGINE:
                 raise StudyFailed(f"no engine to score with: {outcome.reason}")
             self._fail(evaluation, outcome.reason)
             return True
@@ -170,12 +170,11 @@ class Coordinator:
         self._observer("commit")
         if result.evidence.replica not in self._replicas:
             self._replicas.add(result.evidence.replica)
-            self._writer.add_event(
-                "replica", {"replica": result.evidence.replica, "engine": result.evidence.engine, "trial": trial}
-            )
+            replica, engine = result.evidence.replica, result.evidence.engine
+            self._writer.add_event(EventKind.REPLICA, {"replica": replica, "engine": engine, "trial": trial})
         self._samples.add(evaluation.recipe.digest, evaluation.split, result.samples)
         record = self._trials[trial]
-        if evaluation.split == "search":
+        if evaluation.split is Split.SEARCH:
             record = replace(record, samples_scored=record.samples_scored + len(result.samples))
             if record.state is TrialState.WAITING:
                 record = replace(record, state=TrialState.RUNNING)
@@ -240,9 +239,9 @@ class Coordinator:
             self._holdout = deque(
                 trial.number
                 for trial in held_out(self.trials, self.plan.objectives)
-                if self._samples.missing(trial.recipe.digest, 0, "holdout")
+                if self._samples.missing(trial.recipe.digest, 0, Split.HOLDOUT)
             )
-            self._writer.add_event("holdout_started", {"trials": list(self._holdout)})
+            self._writer.add_event(EventKind.HOLDOUT_STARTED, {"trials": list(self._holdout)})
 
     # -- proposals -------------------------------------------------------------------------------------------------
 
@@ -309,7 +308,7 @@ class Coordinator:
 
     def _end_search(self, reason: str) -> None:
         self.end_of_search = reason
-        self._writer.add_event("search_ended", {"reason": reason})
+        self._writer.add_event(EventKind.SEARCH_ENDED, {"reason": reason})
         for bracket in self.table.end_search():
             self._writer.resize_bracket(bracket, self.table.size(bracket))
             self._apply(self.table.decide(bracket))
@@ -333,13 +332,13 @@ class Coordinator:
 
     # -- evaluations -----------------------------------------------------------------------------------------------
 
-    def _ready(self) -> list[tuple[int, int, str]]:
+    def _ready(self) -> list[tuple[int, int, Split]]:
         if self._holdout is not None:
-            return [(number, 0, "holdout") for number in self._holdout]
-        return [(number, rung, "search") for number, rung in self.table.ready()]
+            return [(number, 0, Split.HOLDOUT) for number in self._holdout]
+        return [(number, rung, Split.SEARCH) for number, rung in self.table.ready()]
 
-    def _evaluation(self, trial: TrialRecord, rung: int, split: str) -> Evaluation:
-        if split == "holdout" and self._holdout is not None:
+    def _evaluation(self, trial: TrialRecord, rung: int, split: Split) -> Evaluation:
+        if split is Split.HOLDOUT and self._holdout is not None:
             self._holdout.remove(trial.number)
         chunks = self._samples.missing_chunks(trial.recipe.digest, rung, split)
         return Evaluation(self.plan.study_id, trial.number, rung, split, trial.recipe, chunks)
@@ -348,8 +347,8 @@ class Coordinator:
         """All samples of the evaluation are stored: finish its rung and promote where that closes one."""
         number = evaluation.trial
         self._in_flight.pop(number, None)
-        if evaluation.split == "holdout":
-            self._writer.add_event("holdout_scored", {"trial": number})
+        if evaluation.split is Split.HOLDOUT:
+            self._writer.add_event(EventKind.HOLDOUT_SCORED, {"trial": number})
             self._observer("holdout")
             return
         trial = self._trials[number]
@@ -385,8 +384,8 @@ class Coordinator:
     def _fail(self, evaluation: Evaluation, reason: str) -> None:
         number = evaluation.trial
         self._in_flight.pop(number, None)
-        if evaluation.split == "holdout":
-            self._writer.add_event("holdout_failed", {"trial": number, "reason": reason})
+        if evaluation.split is Split.HOLDOUT:
+            self._writer.add_event(EventKind.HOLDOUT_FAILED, {"trial": number, "reason": reason})
             return
         self._writer.finish_trials([number], TrialState.FAIL, reason)
         self._trials[number] = replace(self._trials[number], state=TrialState.FAIL, reason=reason)

@@ -1,25 +1,26 @@
-"""One evaluation: the unit of work between the coordinator and Ray Tune."""
+"""One evaluation: the unit of work that the coordinator hands to Ray Tune."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Self
 
 from search_spaces.recipe import Recipe
-from workers.types import Span
+from workers.types import Span, Split
 
-__all__ = ["ChunkFailed", "Evaluation"]
+__all__ = ["ChunkFailed", "Evaluation", "FailureKind"]
 
 
 @dataclass(frozen=True, repr=False)
 class Evaluation:
-    """What is still to be scored of one trial at one rung (or, with split "holdout", on the whole holdout data)."""
+    """What is still to be scored of one trial at one rung (on holdout data: on all of it)."""
 
     study: str
     trial: int
     rung: int
-    split: str
+    split: Split
     recipe: Recipe
     chunks: tuple[tuple[Span, ...], ...]
 
@@ -30,10 +31,18 @@ class Evaluation:
         return self
 
 
+class FailureKind(StrEnum):
+    """Why a chunk was not scored: the candidate cannot be scored, no engine is available, or an engine held something
+    else than it was asked to score."""
+
+    TRIAL = "trial"
+    ENGINE = "engine"
+    EVIDENCE = "evidence"
+
+
 @dataclass(frozen=True)
 class ChunkFailed:
-    """A chunk that was not scored. `kind` is "trial" (this candidate cannot be scored), "engine" (no engine can be
-    had) or "evidence" (an engine held something else than was asked for)."""
+    """A chunk that was not scored, and why."""
 
-    kind: str
+    kind: FailureKind
     reason: str

@@ -1,10 +1,10 @@
-"""Whether results are of what was asked for: the recipe that the engine held, its weights, the sources, the prompts."""
+"""Checks that a result belongs to the requested recipe, weights, source models and prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
+from service.store import EvidenceRecord
 from service.tune.evaluation import Evaluation
 from workers.errors import EvidenceMismatch
 from workers.types import ScoreResult
@@ -13,18 +13,18 @@ __all__ = ["ProvenanceCheck"]
 
 
 class ProvenanceCheck:
-    """The checksums of weights and hashes of prompts of all results so far, with which every new result must agree.
+    """Compares every new result with the weight checksums and prompt hashes of the results before it.
 
-    `stored` are the store's rows of evidence.
+    `stored` is the evidence of earlier attempts.
     """
 
-    def __init__(self, bank_fingerprint: str, stored: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(self, bank_fingerprint: str, stored: Iterable[EvidenceRecord]) -> None:
         self._bank_fingerprint = bank_fingerprint
         self._checksums: dict[str, str] = {}
         self._prompts: dict[str, str] = {}
         for row in stored:
-            self._checksums[row["recipe_digest"]] = row["weights_checksum"]
-            self._prompts.update(row["prompts"])
+            self._checksums[row.recipe_digest] = row.weights_checksum
+            self._prompts.update(row.prompts)
 
     def check(self, evaluation: Evaluation, result: ScoreResult) -> dict[str, str]:
         """Prompt hashes by "split objective[start:stop]". Raises EvidenceMismatch."""

@@ -1,4 +1,4 @@
-"""The samples of one study: which are scored, what is still to be scored of a recipe, and what a rung's samples say."""
+"""The scored samples of one study: which are missing for a recipe, and the estimates of a rung."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from service.results.statistics import estimate
 from service.store import Store
 from service.tune.plan import Plan
 from service.types import RungRecord
-from workers.types import SampleResult, Span, TaskSpec
+from workers.types import SampleResult, Span, Split, TaskSpec
 
 __all__ = ["SampleCache"]
 
 
 class SampleCache:
-    """Values of samples by recipe, as the store has them: trials whose recipes are equal share theirs.
+    """Stored sample values by recipe, in memory. Trials with equal recipes share them.
 
-    `split` is "search" or "holdout"; of "holdout" there is one rung, with all its samples.
+    The holdout split has a single rung, of all its samples.
     """
 
     def __init__(self, plan: Plan, store: Store) -> None:
         self._plan = plan
-        self._values = {split: store.sample_values(plan.study_id, split) for split in ("search", "holdout")}
+        self._values = {split: store.sample_values(plan.study_id, split) for split in Split}
         self.num_scored = sum(len(p) for by in self._values.values() for o in by.values() for p in o.values())
 
-    def add(self, digest: str, split: str, samples: Sequence[SampleResult]) -> None:
+    def add(self, digest: str, split: Split, samples: Sequence[SampleResult]) -> None:
         values = self._values[split].setdefault(digest, {})
         for sample in samples:
             values.setdefault(sample.objective, {})[sample.position] = sample.value
         self.num_scored += len(samples)
 
-    def missing(self, digest: str, rung: int, split: str) -> list[Span]:
-        """Spans that no stored sample covers. Chunks are stored whole, so what is there is a prefix or has holes
-        only where an attempt was cut off."""
+    def missing(self, digest: str, rung: int, split: Split) -> list[Span]:
+        """Spans without stored samples. Chunks are stored whole, so there are holes only where an attempt was
+        interrupted."""
         samples, tasks = self._targets(rung, split)
         known = self._values[split].get(digest, {})
         spans: list[Span] = []
@@ -46,14 +46,14 @@ class SampleCache:
                 positions = positions[length:]
         return spans
 
-    def missing_chunks(self, digest: str, rung: int, split: str) -> tuple[tuple[Span, ...], ...]:
-        """What is missing, in chunks of at most the plan's size."""
+    def missing_chunks(self, digest: str, rung: int, split: Split) -> tuple[tuple[Span, ...], ...]:
+        """The missing spans, in chunks of at most the plan's size."""
         return _chunks(self.missing(digest, rung, split), self._plan.chunk_samples)
 
     def rung_record(self, digest: str, rung: int) -> RungRecord:
-        """A finished rung of the search: every sample of it must be there."""
+        """The estimates of a finished rung of the search. All its samples must be stored."""
         samples = self._plan.rung_samples[rung]
-        known = self._values["search"][digest]
+        known = self._values[Split.SEARCH][digest]
         estimates = {
             objective: estimate([known[objective][position] for position in range(stop)])
             for objective, stop in samples.items()
@@ -65,8 +65,8 @@ class SampleCache:
             standard_errors={objective: found.standard_error for objective, found in estimates.items()},
         )
 
-    def _targets(self, rung: int, split: str) -> tuple[Mapping[str, int], Mapping[str, TaskSpec]]:
-        if split == "holdout":
+    def _targets(self, rung: int, split: Split) -> tuple[Mapping[str, int], Mapping[str, TaskSpec]]:
+        if split == Split.HOLDOUT:
             return self._plan.holdout_samples, self._plan.holdout_tasks
         return self._plan.rung_samples[rung], self._plan.tasks
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ray import tune
 
-from service.tune.evaluation import ChunkFailed, Evaluation
+from service.tune.evaluation import ChunkFailed, Evaluation, FailureKind
 from workers.errors import EngineUnavailable, EvidenceMismatch, TrialFailed
 from workers.types import Scorer, ScoreRequest, ScoreResult
 
@@ -48,11 +48,11 @@ class EvaluationTrainable(tune.Trainable):
         try:
             outcome = self._scorer.score(request)
         except TrialFailed as error:
-            outcome = ChunkFailed("trial", str(error))
+            outcome = ChunkFailed(FailureKind.TRIAL, str(error))
         except EvidenceMismatch as error:
-            outcome = ChunkFailed("evidence", str(error))
+            outcome = ChunkFailed(FailureKind.EVIDENCE, str(error))
         except EngineUnavailable as error:
-            outcome = ChunkFailed("engine", str(error))
+            outcome = ChunkFailed(FailureKind.ENGINE, str(error))
         return {"outcome": outcome}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:

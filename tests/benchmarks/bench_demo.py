@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from workers.types import Split
+
 SEEDS = (0, 1, 2)
 MUST, GOAL = 0.6, 0.85
 
@@ -117,7 +119,7 @@ def run_demo(directory: Path, seed: int) -> dict[str, Any]:
 
 
 def _search_evidence(store: Any, study: str) -> list[Any]:
-    return [row for row in store.evidence(study) if any(key.startswith("search ") for key in row["prompts"])]
+    return [row for row in store.evidence(study) if row.is_of(Split.SEARCH)]
 
 
 def measure_study(directory: Path) -> dict[str, Any]:
@@ -126,10 +128,10 @@ def measure_study(directory: Path) -> dict[str, Any]:
 
     with read_run(directory) as (store, study):
         rows = _search_evidence(store, study.id)
-    started = rows[0]["finished_at"] - sum(rows[0]["timings_s"].values())
-    seconds = max(row["finished_at"] for row in rows) - started
-    samples = sum(row["num_samples"] for row in rows)
-    busy = sum(seconds for row in rows for name, seconds in row["timings_s"].items() if name != "wait")
+    started = rows[0].finished_at - sum(rows[0].timings_s.values())
+    seconds = max(row.finished_at for row in rows) - started
+    samples = sum(row.num_samples for row in rows)
+    busy = sum(seconds for row in rows for name, seconds in row.timings_s.items() if name != "wait")
     return {
         "seconds": seconds,
         "samples": samples,
@@ -165,7 +167,7 @@ def measure_loop(directory: Path) -> dict[str, Any]:
     requests = []
     for row in rows:
         spans = []
-        for key in row["prompts"]:
+        for key in row.prompts:
             objective, _, positions = key.removeprefix("search ").partition("[")
             start, stop = positions.rstrip("]").split(":")
             spans.append(Span(objective, preflight.tasks[objective], int(start), int(stop)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from service.store import Store
 from service.studies.local_run import DATABASE
 from service.studies.preflight.examine import examine
 from service.tune.coordinator import Coordinator
+from service.types import ResolvedStudy
 from tests.builders import tiny_family
 from tests.end_to_end.processes import query
 from tests.service.tune.harness import InlineProposer, drive, trial_list
@@ -72,19 +73,20 @@ def undisturbed(
     directory: Path,
     *,
     scorer: Scorer | None = None,
-    facts: Mapping[str, Any] | None = None,
+    resolved: ResolvedStudy | None = None,
     concurrency: int = 3,
 ) -> list[tuple[Any, ...]]:
     """The trials, without Tune: what is scored, at most `concurrency` evaluations at a time, is in `directory`.
 
-    `scorer` is a fake unless given; `facts` are those under which the compared run planned, by default what is found
+    `scorer` is a fake unless given; `resolved` is what the compared run was created with, by default what is found
     now."""
     directory.mkdir()
     preflight = examine(load_study(study_file))
     store = Store(f"sqlite:///{directory / DATABASE}")
-    study_id = store.create_study(name="undisturbed", document={}, facts={}).id
+    resolved = resolved or preflight.resolved()
+    study_id = store.create_study(name="undisturbed", document={}, resolved=resolved).id
     coordinator = Coordinator(
-        preflight.plan(study_id, preflight.facts() if facts is None else facts),
+        preflight.plan(study_id, resolved),
         space=preflight.space,
         store=store,
         writer=store.open_attempt(study_id),

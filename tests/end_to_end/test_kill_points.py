@@ -57,7 +57,7 @@ def test_killed_at_every_point_the_study_ends_with_the_trials_chunks_and_samples
     with read_run(out) as (store, record):
         assert record.state is StudyState.COMPLETE
         trials = trial_list(store, record.id)
-        assert trials == undisturbed(study, tmp_path / "undisturbed", facts=record.facts, concurrency=1)
+        assert trials == undisturbed(study, tmp_path / "undisturbed", resolved=record.resolved, concurrency=1)
     assert stored(out) == stored(tmp_path / "undisturbed")
     assert open_checkpoint(out / "export").tensors.keys() == open_checkpoint(study.parent / "base").tensors.keys()
     assert not list(out.glob(".export.*"))

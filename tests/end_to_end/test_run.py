@@ -22,7 +22,7 @@ from tests.service.tune.harness import trial_list
 from workers.engines.transformers.verification import verify
 from workers.merging.bank import Bank
 from workers.merging.materialize import merged_tensors
-from workers.types import Span
+from workers.types import Span, Split
 
 START_S = 300.0
 
@@ -49,7 +49,7 @@ def test_export_gives_the_stored_samples_in_plain_transformers_and_the_merged_te
     with read_run(shipped) as (store, study):
         preflight = examine(load_study(shipped.parent / "study.json"))
         searched = [trial for trial in store.trials(study.id) if trial.origin is Origin.SEARCH]
-        stored = {trial.number: store.samples(study.id, trial.recipe.digest, "search") for trial in searched}
+        stored = {trial.number: store.samples(study.id, trial.recipe.digest, Split.SEARCH) for trial in searched}
         exports = {n: export_trial(store, study, str(n), tmp_path / str(n)) for n in stored}
     methods = {merge.method for trial in searched for merge in trial.recipe.merges()}
     assert methods >= {"task_arithmetic", "ties", "slerp", "linear"}

@@ -24,7 +24,7 @@ from tests.end_to_end.server import Server, drivers, replicas, serving
 from tests.end_to_end.studies import SHIPPED_SAMPLES, shipped_study
 from tests.service.tune.harness import trial_list
 from workers.engines.transformers.verification import verify
-from workers.types import Span
+from workers.types import Span, Split
 
 START_S = 240.0  # Ray, a job, Serve and an engine, on two busy cores
 
@@ -62,7 +62,7 @@ def test_two_studies_survive_the_death_of_replica_driver_ray_and_server_and_the_
         assert trial_list(store, first) == trial_list(undisturbed, run.id)
     for study in (first, second):
         assert chunks_scored_twice(store, study) == []
-    held = {study: {row["replica"] for row in store.evidence(study)} for study in (first, second)}
+    held = {study: {row.replica for row in store.evidence(study)} for study in (first, second)}
     assert len(held[first]) == len(held[first] | held[second]) == 3, "an engine at a time, shared; two were killed"
     preflight = examine(parse_study(documents[0]))
     recipe = store.trial(first, best["trial"]).recipe
@@ -70,7 +70,7 @@ def test_two_studies_survive_the_death_of_replica_driver_ray_and_server_and_the_
         recipe.digest,
         str(out),
         preflight.engine_options,
-        samples=store.samples(first, recipe.digest, "search"),
+        samples=store.samples(first, recipe.digest, Split.SEARCH),
         spans=tuple(Span(name, task, 0, SHIPPED_SAMPLES) for name, task in preflight.tasks.items()),
         dtype="float32",
         engine_logprobs={},
@@ -121,11 +121,11 @@ def kill_all(server: Server, study: str) -> list[psutil.Process]:
 
 def chunks_scored_twice(store: Store, study: str) -> list[Any]:
     """Recipes of which more samples were stored as scored than there are."""
-    stored = {split: store.sample_values(study, split) for split in ("search", "holdout")}
+    stored = {split: store.sample_values(study, split) for split in Split}
     scored: Counter[tuple[str, str]] = Counter()
     for row in store.evidence(study):
-        split = next(iter(row["prompts"])).split()[0]
-        scored[row["recipe_digest"], split] += row["num_samples"]
+        split = next(iter(row.prompts)).split()[0]
+        scored[row.recipe_digest, split] += row.num_samples
     return [
         (digest, split)
         for (digest, split), count in scored.items()

@@ -22,7 +22,7 @@ from service.types import StudyRecord, StudyState, TrialRecord
 from tests.builders import tiny_family
 from tests.service.http_server import HttpServer
 from tests.service.sums import score_baselines, sums_study, write_sums
-from workers.types import Evidence, SampleResult, ScoreResult
+from workers.types import Evidence, SampleResult, ScoreResult, Split
 
 
 class FakeCluster:
@@ -70,7 +70,7 @@ class Preflight:
 
     async def examine(self, content: bytes, *, is_json: bool) -> PreflightOutcome:
         study = read_request(content, is_json=is_json)
-        return PreflightOutcome(study.name, study.canonical(), examine(study).facts())
+        return PreflightOutcome(study.name, study.canonical(), examine(study).resolved())
 
     async def engine_dtype(self, document: Mapping[str, Any]) -> str:
         return "float32"
@@ -112,7 +112,7 @@ class Site:
     def create(self, name: str) -> str:
         """The id of a new study that nobody works on."""
         study = Study.model_validate({**self.document, "name": name})
-        return self.store.create_study(name=name, document=study.canonical(), facts=self.preflight.facts()).id
+        return self.store.create_study(name=name, document=study.canonical(), resolved=self.preflight.resolved()).id
 
     def begin(self, name: str) -> StudyWriter:
         """A new study's first driver."""
@@ -125,7 +125,7 @@ class Site:
         score_baselines(writer, self.preflight.baselines())
         record = run_record(self.store, writer.study_id)
         for trial in held_out(record.trials, record.objectives):
-            writer.record_chunk(trial.number, "holdout", _holdout_chunk(trial))
+            writer.record_chunk(trial.number, Split.HOLDOUT, _holdout_chunk(trial))
         writer.heartbeat(wall_clock_s=754.0, progress=PROGRESS)
         writer.set_state(StudyState.COMPLETE)
 

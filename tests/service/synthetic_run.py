@@ -14,6 +14,7 @@ from service.results.files import EngineFigures, RunRecord
 from service.results.selection import accuracy_objectives, best_trial, finalists
 from service.results.statistics import compare
 from service.types import Origin, RungRecord, StudyRecord, StudyState, TrialRecord, TrialState
+from tests.service.resolved import resolved_study
 from workers.types import VerificationReport
 
 EXPERTS = ("math", "text", "lookup")
@@ -84,7 +85,7 @@ def run_record(
                 "search": {"algorithm": "smac", "max_trials": num_trials, "seed": seed},
                 "fidelity": {"scheduler": "hyperband", "min_samples": 30, "max_samples": 270, "eta": 3},
             },
-            facts={"num_layers": num_layers},
+            resolved=resolved_study(num_layers=num_layers),
             created_at=1_760_000_000.0,
         ),
         objectives=objectives,

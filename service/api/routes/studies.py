@@ -79,7 +79,7 @@ async def _created(services: Services, content: bytes, is_json: bool, *, key: st
             services.store.create_study,
             name=examined.name,
             document=examined.document,
-            facts=examined.facts,
+            resolved=examined.resolved,
             idempotency_key=key,
             request_digest=digest,
         )

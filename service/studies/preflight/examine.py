@@ -11,7 +11,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from search_spaces.study.sections import EngineOptions
 from service.disk import gib, lack_of_space
 from service.errors import Conflict
 from service.tune.plan import Plan
-from service.types import Origin, StudyRecord
+from service.types import Origin, ResolvedStudy, StudyRecord
 from workers.errors import InvalidModel, InvalidTask
 from workers.types import CHUNKS_IN_FLIGHT_PER_REPLICA, Family, ModelSource, TaskInfo, TaskSpec
 
@@ -114,22 +114,21 @@ class PreflightResult:
     def engine_options(self) -> EngineOptions:
         return self.study.engine.options
 
-    def facts(self) -> dict[str, Any]:
-        """What a study is found to be when it is first run; a resumed run must find the same."""
-        return {
-            "fingerprints": self.family.fingerprints,
-            "commits": dict(self.commits),
-            "num_layers": self.num_layers,
-            "tasks": {name: spec.digest for name, spec in self.tasks.items()},
-            "holdout_tasks": {name: spec.digest for name, spec in self.holdout_tasks.items()},
-            "rung_samples": [dict(samples) for samples in self.rung_samples],
-            "lag": self.concurrency + PROPOSALS_AHEAD,
-            "objectives": [asdict(objective) for objective in self.objectives],
-            "version": version("mergesearch"),
-        }
+    def resolved(self) -> ResolvedStudy:
+        return ResolvedStudy(
+            fingerprints=self.family.fingerprints,
+            commits=self.commits,
+            num_layers=self.num_layers,
+            tasks={name: spec.digest for name, spec in self.tasks.items()},
+            holdout_tasks={name: spec.digest for name, spec in self.holdout_tasks.items()},
+            rung_samples=self.rung_samples,
+            max_staleness=self.concurrency + PROPOSALS_AHEAD,
+            objectives=self.objectives,
+            version=version("mergesearch"),
+        )
 
-    def plan(self, study_id: str, facts: Mapping[str, Any]) -> Plan:
-        """The driver's plan; what `facts` fixed at the study's first run stays as it was."""
+    def plan(self, study_id: str, resolved: ResolvedStudy) -> Plan:
+        """The driver's plan; `resolved` is what was stored when the study was created, whose staleness it keeps."""
         return Plan(
             study_id=study_id,
             seed=self.study.search.seed,
@@ -142,7 +141,7 @@ class PreflightResult:
             cycle=self.cycle,
             eta=self.study.fidelity.reduction_factor,
             max_trials=self.study.search.max_trials,
-            max_staleness=facts["lag"],
+            max_staleness=resolved.max_staleness,
             chunk_samples=CHUNK_SAMPLES,
             bank_fingerprint=self.family.fingerprint,
             baselines=self.baselines(),
@@ -177,11 +176,11 @@ class PreflightResult:
         return {"search": search, "holdout": holdout, "full_budget": full}
 
 
-def with_revisions(study: Study, facts: Mapping[str, Any]) -> Study:
-    """The study with its hub models at the commits that `facts` says it was started with."""
+def with_revisions(study: Study, resolved: ResolvedStudy) -> Study:
+    """The study with its hub models at the commits that it was created with."""
 
     def name(model: str) -> str:
-        commit = facts.get("commits", {}).get(model)
+        commit = resolved.commits.get(model)
         return f"{model.partition('@')[0]}@{commit}" if commit else model
 
     models = study.models
@@ -191,11 +190,13 @@ def with_revisions(study: Study, facts: Mapping[str, Any]) -> Study:
     )
 
 
-def check_unchanged(record: StudyRecord, facts: Mapping[str, Any]) -> None:
+def check_unchanged(record: StudyRecord, resolved: ResolvedStudy) -> None:
     """Raises Conflict if models or task data are not what they were when the study was started."""
     for key in ("fingerprints", "tasks", "holdout_tasks"):
-        if record.facts[key] != facts[key]:
-            changed = sorted(name for name in facts[key] if record.facts[key].get(name) != facts[key][name])
+        before: Mapping[str, str] = getattr(record.resolved, key)
+        now: Mapping[str, str] = getattr(resolved, key)
+        if before != now:
+            changed = sorted(name for name in now if before.get(name) != now[name])
             raise Conflict(
                 f"study {record.name!r}: {key} of {', '.join(changed)} have changed since it was started; results "
                 "before and after would not be comparable; start another study, or put the files back"

@@ -96,7 +96,7 @@ class RungTable(ABC):
         self.last_rung = num_rungs - 1
         self._eta = eta
         self._cycle = tuple(cycle)
-        self._num_extras = num_baselines
+        self._num_baselines = num_baselines
         self._max_trials = max_trials
         self._max_staleness = max_staleness
         self._entries: dict[int, Entry] = {}
@@ -195,7 +195,7 @@ class RungTable(ABC):
         if self.is_search_over:
             return None
         number = len(self._entries)
-        if number < self._num_extras:
+        if number < self._num_baselines:
             raise AssertionError("sources and published trials come first")
         visible_up_to = number - self._max_staleness
         known = [entry for entry in self._entries.values() if entry.number <= visible_up_to]

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
 
+from search_spaces.objectives import Objective
 from search_spaces.study.file import Study
 from service.api import create_app
 from service.api.preflight_process import Preflight, PreflightOutcome, read_request
@@ -14,11 +15,11 @@ from service.results.files import RunRecord
 from service.results.selection import held_out
 from service.store import Store, StudyWriter
 from service.studies.progress import ProgressSnapshot
-from service.types import RungRecord, StudyRecord, StudyState, TrialRecord, TrialState
+from service.types import EventKind, ResolvedStudy, RungRecord, StudyRecord, StudyState, TrialRecord, TrialState
 from tests.service.http_server import HttpServer
 from tests.service.site import FakeCluster
 from tests.service.synthetic_run import EXPERTS, FINGERPRINTS, RUNGS, run_record
-from workers.types import Evidence, SampleResult, ScoreResult
+from workers.types import Evidence, SampleResult, ScoreResult, Split
 
 FAMILY = Path(__file__).parents[3] / "workers" / "tiny_family"
 HOLDOUT_SAMPLES = 12
@@ -35,7 +36,7 @@ class QuickExaminer:
 
     async def examine(self, content: bytes, *, is_json: bool) -> PreflightOutcome:
         study = read_request(content, is_json=is_json)
-        return PreflightOutcome(study.name, study.canonical(), facts(study))
+        return PreflightOutcome(study.name, study.canonical(), resolved(study))
 
     async def engine_dtype(self, document: Mapping[str, Any]) -> str:
         return "float32"
@@ -62,20 +63,17 @@ class ApiServer:
         self.store.close()
 
 
-def facts(study: Study) -> dict[str, Any]:
-    return {
-        "fingerprints": dict(FINGERPRINTS),
-        "num_layers": 8,
-        "tasks": {spec.name: "0" for spec in study.objectives},
-        "holdout_tasks": {},
-        "rung_samples": [dict.fromkeys((spec.name for spec in study.objectives), size) for size in RUNGS],
-        "lag": 4,
-        "objectives": [
-            {"name": spec.name, "metric": spec.metric, "direction": "maximize", "range": None}
-            for spec in study.objectives
-        ],
-        "version": "0.1.0",
-    }
+def resolved(study: Study) -> ResolvedStudy:
+    return ResolvedStudy(
+        fingerprints=dict(FINGERPRINTS),
+        num_layers=8,
+        tasks={spec.name: "0" for spec in study.objectives},
+        holdout_tasks={},
+        rung_samples=tuple(dict.fromkeys((spec.name for spec in study.objectives), size) for size in RUNGS),
+        max_staleness=4,
+        objectives=tuple(Objective(spec.name, spec.metric, "maximize", None) for spec in study.objectives),
+        version="0.1.0",
+    )
 
 
 def document(name: str = "math-text-lookup", **changes: Any) -> dict[str, Any]:
@@ -106,7 +104,7 @@ def document(name: str = "math-text-lookup", **changes: Any) -> dict[str, Any]:
 
 def stored_study(store: Store, *, name: str = "math-text-lookup", key: str | None = None) -> StudyRecord:
     study = Study.model_validate(document(name))
-    return store.create_study(name=name, document=study.canonical(), facts=facts(study), idempotency_key=key)
+    return store.create_study(name=name, document=study.canonical(), resolved=resolved(study), idempotency_key=key)
 
 
 def finished_study(store: Store, *, num_trials: int = 12, name: str = "math-text-lookup") -> StudyRecord:
@@ -143,8 +141,8 @@ def write_holdout(writer: StudyWriter, trial: TrialRecord) -> None:
     )
     prompts = {f"holdout {name}": "0" for name in EXPERTS}
     evidence = Evidence(trial.recipe.digest, "bank", prompts, "sum", "replica-1", trial.number, "fake")
-    writer.record_chunk(trial.number, "holdout", ScoreResult(samples, evidence, {"score": 0.5, "swap": 0.02}))
-    writer.add_event("holdout_scored", {"trial": trial.number})
+    writer.record_chunk(trial.number, Split.HOLDOUT, ScoreResult(samples, evidence, {"score": 0.5, "swap": 0.02}))
+    writer.add_event(EventKind.HOLDOUT_SCORED, {"trial": trial.number})
 
 
 def rung(number: int, value: float = 0.5) -> RungRecord:

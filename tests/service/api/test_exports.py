@@ -37,7 +37,7 @@ def family_study(store: Store) -> StudyRecord:
     """A finished study of the shipped family: its sources and published recipes, number 6 best."""
     preflight = examine(load_study(FAMILY / "study.yaml"))
     study = preflight.study
-    record = store.create_study(name=study.name, document=study.canonical(), facts=preflight.facts())
+    record = store.create_study(name=study.name, document=study.canonical(), resolved=preflight.resolved())
     writer = store.open_attempt(record.id)
     for number, (_, label, recipe) in enumerate(preflight.baselines()):
         writer.add_trial(TrialRecord(number, Origin.PUBLISHED, label, TrialState.WAITING, recipe))

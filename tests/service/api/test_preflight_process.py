@@ -42,14 +42,14 @@ def http(server: ApiServer) -> Iterator[httpx.Client]:
 
 
 @pytest.mark.slow
-def test_a_study_gets_the_document_and_facts_of_the_command_line(http: httpx.Client, server: ApiServer) -> None:
+def test_a_study_gets_the_document_and_resolution_of_the_command_line(http: httpx.Client, server: ApiServer) -> None:
     file = FAMILY / "study.yaml"
     study = load_study(file)
     answer = http.post("/v1/studies", json=study.canonical())
     assert answer.status_code == 201, answer.text
     record = server.store.study(answer.json()["id"])
     assert record.document == study.canonical()
-    assert record.facts == json.loads(json.dumps(examine(study).facts()))
+    assert record.resolved == examine(study).resolved()
     assert Study.model_validate(record.document) == study
 
 

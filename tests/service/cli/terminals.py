@@ -7,7 +7,7 @@ import json
 import random
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ class Workplace(Terminal):
         preflight = examine(study)
         store = Store(f"sqlite:///{self.run_dir / DATABASE}")
         record = store.create_study(
-            name=study.name, document=study.canonical(), facts={**preflight.facts(), "version": "0"}
+            name=study.name, document=study.canonical(), resolved=replace(preflight.resolved(), version="0")
         )
         if scored:
             score_baselines(store.open_attempt(record.id), preflight.baselines())

@@ -19,12 +19,14 @@ from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from service.errors import Conflict, NotFound, StaleAttempt
 from service.store import BracketRecord, Store, StudyWriter, schema
 from service.types import ExportRecord, ExportState, Origin, RungRecord, StudyState, TrialRecord, TrialState
-from workers.types import Evidence, SampleResult, ScoreResult
+from tests.service.resolved import resolved_study
+from workers.types import Evidence, SampleResult, ScoreResult, Split
 
 MERGE = Merge("linear", (Source("base"), Source("math")), {"weight": (0.25, 0.75)})
 LAYER = LayerRecipe(*(Merge("passthrough", (Source("math", 0),)) for _ in range(3)))
 RECIPE = Recipe({"base": "b0", "math": "m1"}, "base", (LAYER,), embedding=MERGE, head=MERGE)
 TRIAL = TrialRecord(3, Origin.SEARCH, "trial:3", TrialState.WAITING, RECIPE, {"g0.method": "linear"}, bracket=1)
+RESOLVED = resolved_study(commits={"owner/math": "c0ffee"})
 RUNG = RungRecord(0, {"math": 4}, {"math": 0.5}, {"math": 0.25})
 
 
@@ -46,7 +48,7 @@ BEGINNING = 2
 
 @pytest.fixture
 def writer(store: Store) -> StudyWriter:
-    return store.open_attempt(store.create_study(name="test", document={"seed": 1}, facts={"layers": 2}).id)
+    return store.open_attempt(store.create_study(name="test", document={"seed": 1}, resolved=RESOLVED).id)
 
 
 def chunk(positions: range, *, value: float = 1.0, objective: str = "math", recipe: Recipe = RECIPE) -> ScoreResult:
@@ -59,7 +61,7 @@ def chunk(positions: range, *, value: float = 1.0, objective: str = "math", reci
 
 
 def test_a_study_is_found_again_by_another_store_on_the_same_database(store: Store, url: str) -> None:
-    created = store.create_study(name="test", document={"seed": 1, "models": {"a": "b"}}, facts={"layers": 2})
+    created = store.create_study(name="test", document={"seed": 1, "models": {"a": "b"}}, resolved=RESOLVED)
     other = Store(url)
     assert other.study(created.id) == created
     assert created.state is StudyState.CREATED
@@ -67,7 +69,7 @@ def test_a_study_is_found_again_by_another_store_on_the_same_database(store: Sto
 
 
 def test_studies_come_oldest_first(store: Store) -> None:
-    created = [store.create_study(name=name, document={}, facts={}) for name in ("c", "a", "b")]
+    created = [store.create_study(name=name, document={}, resolved=RESOLVED) for name in ("c", "a", "b")]
     assert store.studies() == tuple(created)
 
 
@@ -77,13 +79,13 @@ def test_an_unknown_study_is_not_found(store: Store) -> None:
             call("nope")
 
 
-def test_state_reason_time_and_document_are_kept_and_facts_stay(store: Store, writer: StudyWriter) -> None:
+def test_state_reason_time_and_document_change_and_the_resolved_study_stays(store: Store, writer: StudyWriter) -> None:
     writer.set_state(StudyState.STOPPED, "interrupted")
     writer.heartbeat(wall_clock_s=12.5)
     writer.set_document({"seed": 2})
     record = store.study(writer.study_id)
     assert (record.state, record.reason, record.wall_clock_s) == (StudyState.STOPPED, "interrupted", 12.5)
-    assert (record.document, record.facts) == ({"seed": 2}, {"layers": 2})
+    assert (record.document, record.resolved) == ({"seed": 2}, RESOLVED)
 
 
 def test_a_database_of_another_schema_version_is_refused(store: Store, url: str) -> None:
@@ -127,16 +129,16 @@ def test_a_trial_number_is_never_used_twice(store: Store, writer: StudyWriter) -
 
 
 def test_studies_of_one_database_do_not_mix(store: Store, writer: StudyWriter) -> None:
-    other = store.open_attempt(store.create_study(name="other", document={}, facts={}).id)
+    other = store.open_attempt(store.create_study(name="other", document={}, resolved=RESOLVED).id)
     for each, value in ((writer, 1.0), (other, 0.0)):
         each.add_trial(TRIAL)
-        each.record_chunk(3, "search", chunk(range(2), value=value))
+        each.record_chunk(3, Split.SEARCH, chunk(range(2), value=value))
         each.open_bracket(BracketRecord(0, 0, 9))
         each.set_document_named("engine", [value])
     writer.finish_trials([3], TrialState.FAIL, "broken")
     writer.resize_bracket(0, 1)
     assert store.trials(other.study_id)[0].state is TrialState.RUNNING
-    assert store.sample_values(other.study_id, "search") == {RECIPE.digest: {"math": {0: 0.0, 1: 0.0}}}
+    assert store.sample_values(other.study_id, Split.SEARCH) == {RECIPE.digest: {"math": {0: 0.0, 1: 0.0}}}
     assert store.brackets(other.study_id) == (BracketRecord(0, 0, 9),)
     assert store.document(other.study_id, "engine") == [0.0]
     assert len(store.evidence(other.study_id)) == 1
@@ -172,28 +174,30 @@ def test_trials_end_with_their_reason_and_others_stay(store: Store, writer: Stud
 def test_a_chunk_stores_its_samples_its_evidence_and_its_cost(store: Store, writer: StudyWriter) -> None:
     writer.add_trial(TRIAL)
     first, second = chunk(range(3)), chunk(range(3, 5), value=0.0)
-    writer.record_chunk(3, "search", first)
-    writer.record_chunk(3, "search", second)
-    assert store.samples(writer.study_id, RECIPE.digest, "search") == first.samples + second.samples
-    assert store.sample_values(writer.study_id, "search")[RECIPE.digest]["math"] == {0: 1, 1: 1, 2: 1, 3: 0, 4: 0}
+    writer.record_chunk(3, Split.SEARCH, first)
+    writer.record_chunk(3, Split.SEARCH, second)
+    assert store.samples(writer.study_id, RECIPE.digest, Split.SEARCH) == first.samples + second.samples
+    assert store.sample_values(writer.study_id, Split.SEARCH)[RECIPE.digest]["math"] == {0: 1, 1: 1, 2: 1, 3: 0, 4: 0}
     (trial,) = store.trials(writer.study_id)
     assert (trial.state, trial.samples_scored) == (TrialState.RUNNING, 5)
     assert trial.timings_s == {"score": 1.0, "swap": 0.5}
     evidence = store.evidence(writer.study_id)
-    assert [(row["num_samples"], row["recipe_digest"], row["trial"]) for row in evidence] == [
+    assert [(row.num_samples, row.recipe_digest, row.trial) for row in evidence] == [
         (3, RECIPE.digest, 3),
         (2, RECIPE.digest, 3),
     ]
+    assert evidence[0].is_of(Split.SEARCH)
+    assert not evidence[0].is_of(Split.HOLDOUT)
     stated = {field.name for field in fields(Evidence)}
-    assert {name: evidence[0][name] for name in stated} == {name: getattr(first.evidence, name) for name in stated}
+    assert all(getattr(evidence[0], name) == getattr(first.evidence, name) for name in stated)
 
 
 def test_holdout_samples_are_kept_apart_and_cost_the_search_nothing(store: Store, writer: StudyWriter) -> None:
     writer.add_trial(replace(TRIAL, state=TrialState.COMPLETE))
-    writer.record_chunk(3, "search", chunk(range(2), value=1.0))
-    writer.record_chunk(3, "holdout", chunk(range(2), value=0.0))
-    assert store.sample_values(writer.study_id, "holdout") == {RECIPE.digest: {"math": {0: 0.0, 1: 0.0}}}
-    assert store.sample_values(writer.study_id, "search") == {RECIPE.digest: {"math": {0: 1.0, 1: 1.0}}}
+    writer.record_chunk(3, Split.SEARCH, chunk(range(2), value=1.0))
+    writer.record_chunk(3, Split.HOLDOUT, chunk(range(2), value=0.0))
+    assert store.sample_values(writer.study_id, Split.HOLDOUT) == {RECIPE.digest: {"math": {0: 0.0, 1: 0.0}}}
+    assert store.sample_values(writer.study_id, Split.SEARCH) == {RECIPE.digest: {"math": {0: 1.0, 1: 1.0}}}
     (trial,) = store.trials(writer.study_id)
     assert trial.samples_scored == 2
     assert trial.state is TrialState.COMPLETE  # a finished trial does not run again
@@ -201,29 +205,29 @@ def test_holdout_samples_are_kept_apart_and_cost_the_search_nothing(store: Store
 
 def test_a_sample_stored_once_keeps_its_first_value(store: Store, writer: StudyWriter) -> None:
     writer.add_trial(TRIAL)
-    writer.record_chunk(3, "search", chunk(range(3), value=1.0))
-    writer.record_chunk(3, "search", chunk(range(1, 5), value=0.0))
-    values = store.sample_values(writer.study_id, "search")[RECIPE.digest]["math"]
+    writer.record_chunk(3, Split.SEARCH, chunk(range(3), value=1.0))
+    writer.record_chunk(3, Split.SEARCH, chunk(range(1, 5), value=0.0))
+    values = store.sample_values(writer.study_id, Split.SEARCH)[RECIPE.digest]["math"]
     assert values == {0: 1.0, 1: 1.0, 2: 1.0, 3: 0.0, 4: 0.0}
 
 
 def test_trials_of_the_same_recipe_share_its_samples(store: Store, writer: StudyWriter) -> None:
     for number in (3, 4):
         writer.add_trial(replace(TRIAL, number=number))
-        writer.record_chunk(number, "search", chunk(range(2)))
-    assert len(store.samples(writer.study_id, RECIPE.digest, "search")) == 2
+        writer.record_chunk(number, Split.SEARCH, chunk(range(2)))
+    assert len(store.samples(writer.study_id, RECIPE.digest, Split.SEARCH)) == 2
 
 
 def test_samples_come_by_objective_and_position(store: Store, writer: StudyWriter) -> None:
     writer.add_trial(TRIAL)
     for objective, positions in (("text", range(2)), ("math", range(2, 4)), ("math", range(2))):
-        writer.record_chunk(3, "search", chunk(positions, objective=objective))
-    found = store.samples(writer.study_id, RECIPE.digest, "search")
+        writer.record_chunk(3, Split.SEARCH, chunk(positions, objective=objective))
+    found = store.samples(writer.study_id, RECIPE.digest, Split.SEARCH)
     assert [(sample.objective, sample.position) for sample in found] == [
         *(("math", position) for position in range(4)),
         *(("text", position) for position in range(2)),
     ]
-    assert store.samples(writer.study_id, "other", "search") == ()
+    assert store.samples(writer.study_id, "other", Split.SEARCH) == ()
 
 
 def test_a_rung_written_again_keeps_its_first_values(store: Store, writer: StudyWriter) -> None:
@@ -257,7 +261,7 @@ def test_a_named_document_is_replaced_and_absent_until_written(store: Store, wri
 def test_event_ids_grow_over_all_studies_and_a_reader_goes_on_after_the_last_it_saw(
     store: Store, writer: StudyWriter
 ) -> None:
-    other = store.open_attempt(store.create_study(name="other", document={}, facts={}).id)
+    other = store.open_attempt(store.create_study(name="other", document={}, resolved=RESOLVED).id)
     for number in range(3):
         writer.add_event("note", {"n": number})
         other.add_event("note", {"n": -number})
@@ -290,7 +294,7 @@ WRITES: dict[str, Callable[[StudyWriter], None]] = {
     "open_bracket": lambda w: w.open_bracket(BracketRecord(5, 0, 9)),
     "resize_bracket": lambda w: w.resize_bracket(0, 1),
     "add_trial": lambda w: w.add_trial(replace(TRIAL, number=99)),
-    "record_chunk": lambda w: w.record_chunk(3, "search", chunk(range(9, 12))),
+    "record_chunk": lambda w: w.record_chunk(3, Split.SEARCH, chunk(range(9, 12))),
     "finish_rung": lambda w: w.finish_rung(3, replace(RUNG, rung=2), samples_reused=1, state=TrialState.COMPLETE),
     "finish_trials": lambda w: w.finish_trials([3], TrialState.FAIL, "x"),
     "set_document_named": lambda w: w.set_document_named("holdout", {}),
@@ -341,7 +345,7 @@ def test_writers_of_two_threads_take_turns_and_lose_nothing(store: Store, writer
 
 def test_requests_of_one_name_make_one_study(store: Store) -> None:
     def create(_: int) -> str:
-        return store.create_study(name="a", document={}, facts={}, idempotency_key="k", request_digest="d").id
+        return store.create_study(name="a", document={}, resolved=RESOLVED, idempotency_key="k", request_digest="d").id
 
     with ThreadPoolExecutor(8) as pool:
         assert len(set(pool.map(create, range(24)))) == 1
@@ -369,20 +373,20 @@ def test_a_submission_is_noted_with_its_time(store: Store, writer: StudyWriter) 
     assert before <= study.submitted_at <= time.time()
 
 
-def test_attempts_are_fruitless_until_a_result_is_stored(store: Store) -> None:
-    study = store.create_study(name="a", document={}, facts={}).id
-    assert store.fruitless_attempts(study) == 0
+def test_attempts_count_as_failures_until_a_result_is_stored(store: Store) -> None:
+    study = store.create_study(name="a", document={}, resolved=RESOLVED).id
+    assert store.consecutive_failures(study) == 0
     store.record_submission(study, 1)
-    assert store.fruitless_attempts(study) == 1  # a driver that never began
+    assert store.consecutive_failures(study) == 1  # a driver that never began
     store.open_attempt(study)
     writer = store.open_attempt(study, because="lost")
-    assert store.fruitless_attempts(study) == 2
+    assert store.consecutive_failures(study) == 2
     writer.add_trial(TRIAL)
-    assert store.fruitless_attempts(study) == 2
+    assert store.consecutive_failures(study) == 2
     writer.finish_rung(3, RUNG, samples_reused=0)
-    assert store.fruitless_attempts(study) == 0
+    assert store.consecutive_failures(study) == 0
     store.open_attempt(study)
-    assert store.fruitless_attempts(study) == 1
+    assert store.consecutive_failures(study) == 1
 
 
 def test_progress_is_kept_until_it_is_replaced(store: Store, writer: StudyWriter) -> None:
@@ -450,7 +454,7 @@ def test_readers_beside_a_writer_never_see_part_of_a_transaction(store: Store, w
 def test_an_error_inside_a_transaction_leaves_nothing_of_it(store: Store, writer: StudyWriter) -> None:
     before = everything(store, writer.study_id)
     with pytest.raises(sa.exc.NoResultFound):  # after the evidence and the samples were inserted
-        writer.record_chunk(77, "search", chunk(range(3)))
+        writer.record_chunk(77, Split.SEARCH, chunk(range(3)))
     assert everything(store, writer.study_id) == before
     writer.add_event("note", {})  # and the store goes on
 
@@ -459,7 +463,7 @@ def die_inside_a_chunk(url: str, study_id: str) -> None:
     """Run in another process: a chunk stored whole, then one whose process dies before its commit."""
     writer = Store(url).open_attempt(study_id)
     writer.add_trial(TRIAL)
-    writer.record_chunk(3, "search", chunk(range(3)))
+    writer.record_chunk(3, Split.SEARCH, chunk(range(3)))
     with writer._transaction() as connection:
         connection.execute(sa.update(schema.trials).values(samples_scored=1000, state="COMPLETE"))
         connection.execute(sa.delete(schema.samples))
@@ -467,22 +471,22 @@ def die_inside_a_chunk(url: str, study_id: str) -> None:
 
 
 def test_a_process_that_dies_in_a_transaction_leaves_what_was_committed_and_no_lock(store: Store, url: str) -> None:
-    study = store.create_study(name="test", document={}, facts={}).id
+    study = store.create_study(name="test", document={}, resolved=RESOLVED).id
     process = multiprocessing.get_context("spawn").Process(target=die_inside_a_chunk, args=(url, study))
     process.start()
     process.join()
     assert process.exitcode == 9
     (trial,) = store.trials(study)
     assert (trial.state, trial.samples_scored) == (TrialState.RUNNING, 3)
-    assert len(store.samples(study, RECIPE.digest, "search")) == 3
+    assert len(store.samples(study, RECIPE.digest, Split.SEARCH)) == 3
     writer = store.open_attempt(study)
     assert writer.attempt == 2
-    writer.record_chunk(3, "search", chunk(range(3, 6)))
+    writer.record_chunk(3, Split.SEARCH, chunk(range(3, 6)))
     assert store.trials(study)[0].samples_scored == 6
 
 
 def test_the_last_event_and_the_trials_of_one_study_are_its_own(store: Store, writer: StudyWriter) -> None:
-    other = store.open_attempt(store.create_study(name="other", document={}, facts={}).id)
+    other = store.open_attempt(store.create_study(name="other", document={}, resolved=RESOLVED).id)
     writer.add_trial(TRIAL)
     other.add_event("tick", {})
     for study in (writer.study_id, other.study_id):

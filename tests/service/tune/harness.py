@@ -15,10 +15,11 @@ from search_spaces.objectives import Objective
 from search_spaces.spaces.lfs import LfsSpace
 from service.store import Store
 from service.tune.coordinator import Coordinator
-from service.tune.evaluation import ChunkFailed, Evaluation
+from service.tune.evaluation import ChunkFailed, Evaluation, FailureKind
 from service.tune.plan import Plan
 from service.tune.searchers import get_searcher
 from service.types import Origin
+from tests.service.resolved import resolved_study
 from workers.errors import EngineUnavailable, TrialFailed
 from workers.serving.fake import FakeScorer
 from workers.types import Scorer, ScoreRequest, TaskSpec
@@ -83,7 +84,7 @@ class InlineProposer:
 
 def new_study(directory: Path) -> tuple[Store, str]:
     store = Store(f"sqlite:///{directory / 'study.db'}")
-    return store, store.create_study(name="test", document={}, facts={}).id
+    return store, store.create_study(name="test", document={}, resolved=resolved_study()).id
 
 
 def coordinator_of(
@@ -127,9 +128,9 @@ def score(scorer: Scorer, evaluation: Evaluation, chunk: int) -> Any:
     try:
         return scorer.score(ScoreRequest(evaluation.study, evaluation.recipe, evaluation.chunks[chunk]))
     except TrialFailed as error:
-        return ChunkFailed("trial", str(error))
+        return ChunkFailed(FailureKind.TRIAL, str(error))
     except EngineUnavailable as error:
-        return ChunkFailed("engine", str(error))
+        return ChunkFailed(FailureKind.ENGINE, str(error))
 
 
 class Killed(BaseException):

@@ -7,7 +7,7 @@ from pathlib import Path
 from search_spaces.recipe import Recipe
 from service.tune.sample_cache import SampleCache
 from tests.service.tune.harness import make_plan, new_study
-from workers.types import SampleResult, Span
+from workers.types import SampleResult, Span, Split
 
 
 def book(directory: Path, *, chunk_samples: int = 30) -> tuple[SampleCache, Recipe]:
@@ -26,30 +26,31 @@ def bounds(spans: list[Span] | tuple[Span, ...]) -> list[tuple[str, int, int]]:
 
 def test_what_is_missing_is_what_nobody_has_scored_holes_included(tmp_path: Path) -> None:
     samples, recipe = book(tmp_path)
-    assert bounds(samples.missing(recipe.digest, 0, "search")) == [("math", 0, 4), ("text", 0, 4)]
-    samples.add(recipe.digest, "search", [*results("math", 0, 1, 2, 3, 4), *results("text", 1, 3)])
+    assert bounds(samples.missing(recipe.digest, 0, Split.SEARCH)) == [("math", 0, 4), ("text", 0, 4)]
+    samples.add(recipe.digest, Split.SEARCH, [*results("math", 0, 1, 2, 3, 4), *results("text", 1, 3)])
     assert samples.num_scored == 7
-    assert bounds(samples.missing(recipe.digest, 0, "search")) == [("text", 0, 1), ("text", 2, 3)]
-    assert bounds(samples.missing(recipe.digest, 1, "search"))[0] == ("math", 5, 12)
-    assert bounds(samples.missing(recipe.digest, 0, "holdout")) == [("math", 0, 50), ("text", 0, 50)]
-    assert len(samples.missing("another", 0, "search")) == 2
+    assert bounds(samples.missing(recipe.digest, 0, Split.SEARCH)) == [("text", 0, 1), ("text", 2, 3)]
+    assert bounds(samples.missing(recipe.digest, 1, Split.SEARCH))[0] == ("math", 5, 12)
+    assert bounds(samples.missing(recipe.digest, 0, Split.HOLDOUT)) == [("math", 0, 50), ("text", 0, 50)]
+    assert len(samples.missing("another", 0, Split.SEARCH)) == 2
 
 
 def test_chunks_hold_every_missing_sample_once_and_cut_long_spans(tmp_path: Path) -> None:
     samples, recipe = book(tmp_path, chunk_samples=30)
-    chunks = samples.missing_chunks(recipe.digest, 2, "search")
+    chunks = samples.missing_chunks(recipe.digest, 2, Split.SEARCH)
     assert [bounds(chunk) for chunk in chunks] == [
         [("math", 0, 30)],
         [("math", 30, 36), ("text", 0, 24)],
         [("text", 24, 36)],
     ]
-    assert samples.missing_chunks(recipe.digest, 0, "search") == (tuple(samples.missing(recipe.digest, 0, "search")),)
+    missing = samples.missing(recipe.digest, 0, Split.SEARCH)
+    assert samples.missing_chunks(recipe.digest, 0, Split.SEARCH) == (tuple(missing),)
 
 
 def test_a_finished_rung_has_the_mean_of_its_samples_and_its_error(tmp_path: Path) -> None:
     samples, recipe = book(tmp_path)
     scored = [SampleResult("math", i, f"d{i}", float(i % 2), "", False) for i in range(12)]
-    samples.add(recipe.digest, "search", [*scored, *results("text", *range(12))])
+    samples.add(recipe.digest, Split.SEARCH, [*scored, *results("text", *range(12))])
     rung = samples.rung_record(recipe.digest, 0)
     assert rung.num_samples == {"math": 4, "text": 4}
     assert rung.values == {"math": 0.5, "text": 0.5}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from search_spaces.study.sections import EngineOptions
 from service.studies.dry_run import check
 from service.studies.merge import check_merge
 from service.studies.preflight.examine import ENGINE_OVERHEAD_BYTES, PreflightResult, examine
-from service.types import Origin
+from service.types import Origin, ResolvedStudy
 from tests.builders import lora_adapter, tiny_family, with_tokens
 from tests.conftest import HIDDEN, write_choices
 from tests.layouts import LAYOUTS, layout_family
@@ -142,7 +143,7 @@ def test_without_a_scheduler_there_is_one_rung_of_all_samples_or_of_those_asked_
 def test_asha_has_one_bracket_of_all_trials(root: Path) -> None:
     found = examined(root, fidelity={"scheduler": "asha", "min_samples": 4, "max_samples": 36})
     assert found.cycle == (Bracket(14, 0, 3, 3),)
-    plan = found.plan("s", found.facts())
+    plan = found.plan("s", found.resolved())
     assert (plan.scheduler, plan.eta) == ("asha", 3)
 
 
@@ -216,9 +217,11 @@ def test_sources_and_published_recipes_come_first_and_are_of_this_family(root: P
         assert set(recipe.models.values()) <= set(found.family.fingerprints.values())
 
 
-def test_facts_are_plain_data_that_the_same_study_finds_again(root: Path) -> None:
-    facts = examined(root).facts()
-    assert json.loads(json.dumps(facts)) == json.loads(json.dumps(examined(root).facts()))
+def test_the_same_study_resolves_to_the_same_and_is_stored_as_plain_data(root: Path) -> None:
+    resolved = examined(root).resolved()
+    facts = resolved.to_json()
+    assert json.loads(json.dumps(facts)) == json.loads(json.dumps(examined(root).resolved().to_json()))
+    assert ResolvedStudy.from_json(json.loads(json.dumps(facts))) == resolved
     assert facts["num_layers"] == 3
     assert facts["rung_samples"] == [dict.fromkeys(SIZES, size) for size in (4, 12, 36)]
     assert facts["lag"] == 5
@@ -229,20 +232,20 @@ def test_facts_are_plain_data_that_the_same_study_finds_again(root: Path) -> Non
     assert set(facts["fingerprints"]) == {"base", "math", "text"}
 
 
-def test_facts_follow_the_data_the_models_and_the_order_of_samples(root: Path) -> None:
-    facts = examined(root).facts()
-    other_data = examined(root, objectives=[objective("sums", "words"), objective("words", "words")]).facts()
-    assert other_data["tasks"]["sums"] != facts["tasks"]["sums"]
-    assert other_data["tasks"]["words"] == facts["tasks"]["words"]
-    other_seed = examined(root, search={"max_trials": 14, "seed": 6}).facts()
-    assert other_seed["tasks"]["words"] != facts["tasks"]["words"]
-    other_model = examined(root, models={"base": "base", "experts": {"math": "text", "text": "text"}}).facts()
-    assert other_model["fingerprints"]["math"] == facts["fingerprints"]["text"]
+def test_what_a_study_resolves_to_follows_the_data_the_models_and_the_order_of_samples(root: Path) -> None:
+    before = examined(root).resolved()
+    other_data = examined(root, objectives=[objective("sums", "words"), objective("words", "words")]).resolved()
+    assert other_data.tasks["sums"] != before.tasks["sums"]
+    assert other_data.tasks["words"] == before.tasks["words"]
+    other_seed = examined(root, search={"max_trials": 14, "seed": 6}).resolved()
+    assert other_seed.tasks["words"] != before.tasks["words"]
+    other_model = examined(root, models={"base": "base", "experts": {"math": "text", "text": "text"}}).resolved()
+    assert other_model.fingerprints["math"] == before.fingerprints["text"]
 
 
-def test_the_plan_keeps_the_lag_that_the_study_began_with(root: Path) -> None:
+def test_the_plan_keeps_the_staleness_that_the_study_began_with(root: Path) -> None:
     found = examined(root)
-    plan = found.plan("s", {**found.facts(), "lag": 11})
+    plan = found.plan("s", replace(found.resolved(), max_staleness=11))
     assert (plan.max_staleness, plan.seed, plan.max_trials, plan.eta) == (11, 5, 14, 3)
     assert plan.holdout_samples == dict.fromkeys(SIZES, HOLDOUT)
     assert plan.bank_fingerprint == found.family.fingerprint

@@ -20,6 +20,7 @@ from service.api.preflight_process import examine_here
 from service.studies.dry_run import check
 from service.studies.merge import check_merge, merge_file
 from service.studies.preflight.examine import examine, with_revisions
+from service.types import ResolvedStudy
 from tests.builders import lora_adapter, tiny_llama
 from tests.hub_server import Hub, only_hub
 from workers.engines.vllm.support import CapabilityProbe
@@ -82,19 +83,20 @@ def test_a_check_says_what_will_be_downloaded_and_downloads_none_of_it(hub: Hub,
     assert "download " not in plan.to_text()
 
 
-def test_a_posted_study_has_the_facts_that_its_driver_finds_and_its_commits(hub: Hub, root: Path) -> None:
+def test_a_posted_study_resolves_to_what_its_driver_finds_and_has_its_commits(hub: Hub, root: Path) -> None:
     study = study_of(root)
     body = json.dumps(study.canonical()).encode()
-    facts = json.loads(json.dumps(examine_here(body, is_json=True).facts))
+    resolved = examine_here(body, is_json=True).resolved
+    assert ResolvedStudy.from_json(json.loads(json.dumps(resolved.to_json()))) == resolved
     assert hub.sent == {f"owner/{name}/model.safetensors": FIRST_BYTES for name in EXPERTS}
-    assert facts["commits"] == {f"owner/{name}": hub.repositories[f"owner/{name}"].head for name in EXPERTS}
+    assert resolved.commits == {f"owner/{name}": hub.repositories[f"owner/{name}"].head for name in EXPERTS}
     hub.push("owner/math", root / "text")
     notes: list[str] = []
-    found = examine(with_revisions(study, facts), note=notes.append)
-    assert found.facts()["fingerprints"] == facts["fingerprints"]
+    found = examine(with_revisions(study, resolved), note=notes.append)
+    assert found.resolved().fingerprints == resolved.fingerprints
     assert found.absent_bytes == 0
     assert len(notes) == 2
-    assert examine(study).facts()["fingerprints"] != facts["fingerprints"]
+    assert examine(study).resolved().fingerprints != resolved.fingerprints
 
 
 def test_what_only_weights_tell_is_told_once_they_are_here(hub: Hub, root: Path, tmp_path: Path) -> None:

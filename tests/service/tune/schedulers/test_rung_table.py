@@ -22,7 +22,7 @@ def table_of(
     baselines: int = 0,
     max_staleness: int = 1,
 ) -> RungTable:
-    """A table with its extras added, none of them evaluated. eta is 3."""
+    """A table with its baselines added, none of them evaluated. eta is 3."""
     table = SCHEDULERS[scheduler](
         num_rungs=num_rungs,
         eta=3,
@@ -158,7 +158,7 @@ def test_a_decision_lost_before_it_was_stored_is_made_again_from_the_same_books(
 # Order of evaluations.
 
 
-def test_later_rungs_go_before_first_ones_and_extras_before_those() -> None:
+def test_later_rungs_go_before_first_ones_and_baselines_before_those() -> None:
     table = table_of(max_trials=14, baselines=1, max_staleness=15)
     for _ in range(14):
         propose(table)
@@ -178,7 +178,7 @@ def test_a_promoted_trial_goes_before_an_older_one_that_has_no_result_yet() -> N
     assert list(table.ready())[:2] == [(9, 2), (0, 0)]
 
 
-def test_extras_are_evaluated_once_at_the_last_rung_and_are_no_members_of_brackets() -> None:
+def test_baselines_are_evaluated_once_at_the_last_rung_and_are_no_members_of_brackets() -> None:
     table = table_of(max_trials=3, baselines=2)
     assert list(table.ready()) == [(0, 2), (1, 2)]
     assert table.num_proposed == 0
@@ -237,7 +237,7 @@ def test_a_proposal_sees_nothing_newer_than_the_lag_even_if_it_is_known() -> Non
     assert proposal.pending == (1, 2)
 
 
-def test_extras_are_visible_at_the_last_rung_and_waited_for() -> None:
+def test_baselines_are_visible_at_the_last_rung_and_waited_for() -> None:
     table = table_of(max_trials=3, baselines=2, max_staleness=1)
     table.record(0, 2, (0.1,))
     assert table.proposal() is None
@@ -247,7 +247,7 @@ def test_extras_are_visible_at_the_last_rung_and_waited_for() -> None:
     assert (proposal.number, proposal.visible) == (2, ((0, 2), (1, 2)))
 
 
-def test_a_proposal_before_the_extras_are_added_is_a_programming_error() -> None:
+def test_a_proposal_before_the_baselines_are_added_is_a_programming_error() -> None:
     table = SCHEDULERS["none"](
         num_rungs=1,
         eta=3,
@@ -297,7 +297,7 @@ def test_a_bracket_opens_only_when_those_two_before_it_are_closed() -> None:
     assert (proposal.bracket, proposal.opens) == (2, Bracket(3, first_rung=2, num_rungs=3, eta=3))
 
 
-@pytest.mark.parametrize("lag", [1, 2, 5, 9])
+@pytest.mark.parametrize("max_staleness", [1, 2, 5, 9])
 @pytest.mark.parametrize("scheduler", ["hyperband", "asha"])
 def test_what_a_proposal_sees_does_not_depend_on_the_order_of_results(scheduler: Scheduler, max_staleness: int) -> None:
     def seen(pick: Callable[[list[tuple[int, int]]], tuple[int, int]]) -> dict[int, Any]:

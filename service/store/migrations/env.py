@@ -1,0 +1,8 @@
+"""What Alembic runs for every command: the migrations, on the connection that `service.store.upgrade` hands over."""
+
+from alembic import context
+
+from service.store.schema import metadata
+
+context.configure(connection=context.config.attributes["connection"], target_metadata=metadata, render_as_batch=True)
+context.run_migrations()

@@ -1,0 +1,98 @@
+"""Brings a database to this program's schema, by the Alembic migrations in `migrations/versions`.
+
+A database that is up to date is only read, and Alembic is not imported. Everything else happens in one transaction that
+holds the database's write lock, so that processes that open a database at the same time migrate it once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from service.errors import Conflict
+from service.store import schema
+
+__all__ = ["MIGRATIONS", "migrate", "upgrade"]
+
+MIGRATIONS = Path(__file__).parent / "migrations"
+
+# Any number, as long as every process uses the same (PostgreSQL).
+ADVISORY_LOCK = 0x6D657267
+
+
+@dataclass(frozen=True)
+class _Marks:
+    """What a database says of its schema; None: nothing. `version` is the mark of programs from before Alembic."""
+
+    revision: str | None
+    version: int | None
+
+
+def upgrade(engine: sa.Engine) -> None:
+    """Create or migrate what the database lacks. On SQLite the engine's transactions must begin with the write lock.
+
+    Raises Conflict if another version of the program made it, and SQLAlchemy's DatabaseError if it is no database."""
+    with engine.execution_options(read_only=True).connect() as connection:
+        marks = _marks(connection)
+    if marks.revision == schema.REVISION and marks.version == schema.SCHEMA_VERSION:
+        return
+    with engine.begin() as connection:
+        _lock(connection)
+        marks = _marks(connection)
+        _check(connection, marks)
+        if marks.revision != schema.REVISION:
+            migrate(connection)
+
+
+def migrate(connection: sa.Connection, *, revision: str = schema.REVISION) -> None:
+    """Run the migrations up to `revision` that the database lacks, in the connection's transaction.
+
+    Raises Conflict if the database is at a revision that is not among them."""
+    from alembic import command
+    from alembic.config import Config
+    from alembic.script import ScriptDirectory
+
+    config = Config(attributes={"connection": connection})
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+    marks = _marks(connection)
+    known = [script.revision for script in ScriptDirectory.from_config(config).walk_revisions()]
+    if marks.revision is not None and marks.revision not in known:
+        raise _other_version(connection, f"revision {marks.revision}", schema.REVISION)
+    if marks.revision is None and marks.version is not None:
+        command.stamp(config, schema.BASELINE)
+    command.upgrade(config, revision)
+
+
+def _marks(connection: sa.Connection) -> _Marks:
+    tables = set(sa.inspect(connection).get_table_names())
+
+    def value(table: str, column: str) -> object:
+        if table not in tables:
+            return None
+        return connection.execute(sa.text(f"SELECT {column} FROM {table}")).scalar()
+
+    revision, version = value("alembic_version", "version_num"), value("schema_version", "version")
+    return _Marks(revision if revision is None else str(revision), version if isinstance(version, int) else None)
+
+
+def _lock(connection: sa.Connection) -> None:
+    """Wait for other processes that migrate; the lock ends with the transaction. SQLite's has it from its beginning."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": ADVISORY_LOCK})
+
+
+def _check(connection: sa.Connection, marks: _Marks) -> None:
+    if marks.version is None:
+        return
+    is_old = marks.revision is None and marks.version != schema.BASELINE_VERSION
+    if is_old or marks.version > schema.SCHEMA_VERSION:
+        raise _other_version(connection, f"version {marks.version}", schema.SCHEMA_VERSION)
+
+
+def _other_version(connection: sa.Connection, found: str, read: object) -> Conflict:
+    return Conflict(
+        f"database {connection.engine.url.render_as_string()}: schema {found}, this program reads {read}; "
+        "use the program that wrote it, or another database"
+    )

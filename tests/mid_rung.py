@@ -1,0 +1,56 @@
+"""A study that the last version without migrations left in the middle of a rung, when it was killed.
+
+`tests/fixtures/mid_rung` holds its database as SQL, its data, and the trials that version ended with when nothing
+disturbed it. The models are the shipped family. Paths are placeholders there, and so are the digests of its tasks,
+which cover the paths of their files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+from service.studies.local_run import DATABASE
+from workers.tiny_family import family_dir
+
+__all__ = ["FIXTURE", "expected_trials", "restore", "write_database"]
+
+FIXTURE = Path(__file__).parent / "fixtures" / "mid_rung"
+
+
+def restore(directory: Path) -> tuple[Path, Path]:
+    """The study's file and the directory of its run, both below `directory`."""
+    run_dir = directory / "run"
+    run_dir.mkdir()
+    for name in ("search.jsonl", "holdout.jsonl"):
+        shutil.copy(FIXTURE / name, directory / name)
+    study = directory / "study.yaml"
+    study.write_text(_filled((FIXTURE / "study.yaml").read_text(), directory))
+    write_database(run_dir / DATABASE, data_dir=directory)
+    return study, run_dir
+
+
+def write_database(file: Path, *, data_dir: Path) -> None:
+    """The study's database; its data are in `data_dir`."""
+    connection = sqlite3.connect(file)
+    connection.executescript(_filled((FIXTURE / "study.sql").read_text(), data_dir))
+    connection.close()
+
+
+def expected_trials() -> list[dict[str, Any]]:
+    trials: list[dict[str, Any]] = json.loads((FIXTURE / "trials.json").read_text())
+    return trials
+
+
+def _filled(text: str, data_dir: Path) -> str:
+    def with_paths(text: str) -> str:
+        return text.replace("{FAMILY}", str(family_dir())).replace("{DATA}", str(data_dir))
+
+    for name, task in json.loads(with_paths((FIXTURE / "tasks.json").read_text())).items():
+        digest = hashlib.sha256(json.dumps(task, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        text = text.replace(f"{{TASK:{name}}}", digest)
+    return with_paths(text)

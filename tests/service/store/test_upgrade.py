@@ -1,0 +1,220 @@
+"""Migrations: what a database becomes when it is opened, and by how many processes at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+
+from service.errors import Conflict
+from service.store import Store, schema, sql, upgrade
+from tests.mid_rung import write_database
+from tests.service.resolved import resolved_study
+
+NUM_PROCESSES = 6
+
+
+def new_database(file: Path) -> None:
+    """Nothing: opening it creates it."""
+
+
+def old_database(file: Path) -> None:
+    """As the last version without migrations wrote it."""
+    write_database(file, data_dir=file.parent)
+
+
+def rows(file: Path, query: str) -> list[tuple[Any, ...]]:
+    connection = sqlite3.connect(file)
+    try:
+        return connection.execute(query).fetchall()
+    finally:
+        connection.close()
+
+
+def tables(file: Path) -> list[tuple[Any, ...]]:
+    return rows(file, "SELECT name, sql FROM sqlite_master WHERE name NOT LIKE '%alembic%' ORDER BY name")
+
+
+def opened(file: Path) -> Store:
+    return Store(f"sqlite:///{file}")
+
+
+@pytest.fixture(params=[new_database, old_database])
+def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    request.param(tmp_path / "study.db")
+    return tmp_path / "study.db"
+
+
+def test_every_database_ends_at_the_newest_migration_with_the_tables_of_the_code(file: Path) -> None:
+    opened(file).close()
+    assert rows(file, "SELECT version_num FROM alembic_version") == [(schema.REVISION,)]
+    assert rows(file, "SELECT version FROM schema_version") == [(schema.SCHEMA_VERSION,)]
+    engine = sa.create_engine(f"sqlite:///{file}")
+    with engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, schema.metadata) == []
+    engine.dispose()
+
+
+def test_the_revision_in_the_code_is_the_only_newest_migration() -> None:
+    config = Config()
+    config.set_main_option("script_location", str(upgrade.MIGRATIONS))
+    scripts = ScriptDirectory.from_config(config)
+    assert scripts.get_heads() == [schema.REVISION]
+    assert scripts.get_base() == schema.BASELINE
+
+
+def test_the_first_migration_makes_the_tables_of_the_version_before(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.db", tmp_path / "new.db"
+    old_database(old)
+    engine = sa.create_engine(f"sqlite:///{new}")
+    with engine.begin() as connection:
+        upgrade.migrate(connection, revision=schema.BASELINE)
+    engine.dispose()
+
+    def words(file: Path) -> list[tuple[str, list[str]]]:
+        return [(name, (text or "").split()) for name, text in tables(file)]
+
+    assert words(new) == words(old)
+
+
+def test_an_old_database_keeps_every_row(tmp_path: Path) -> None:
+    file = tmp_path / "study.db"
+    old_database(file)
+    names = list(schema.metadata.tables)
+    before = {name: rows(file, f'SELECT * FROM "{name}"') for name in names}
+    opened(file).close()
+    assert {name: rows(file, f'SELECT * FROM "{name}"') for name in names} == before
+    assert before["trials"]
+
+
+def test_tables_of_a_creation_that_was_interrupted_are_completed(tmp_path: Path) -> None:
+    file = tmp_path / "study.db"
+    old_database(file)
+    connection = sqlite3.connect(file)
+    connection.execute("DELETE FROM schema_version")
+    connection.execute("DROP TABLE documents")
+    connection.commit()
+    connection.close()
+    store = opened(file)
+    assert len(store.studies()) == 1
+    assert store.document(store.studies()[0].id, "verification") is None
+    store.close()
+    assert rows(file, "SELECT version FROM schema_version") == [(schema.SCHEMA_VERSION,)]
+
+
+@pytest.mark.parametrize("damage", ["alembic_version SET version_num = '9999'", "schema_version SET version = 99"])
+def test_a_newer_database_is_refused_and_left_as_it_is(damage: str, tmp_path: Path) -> None:
+    file = tmp_path / "study.db"
+    opened(file).close()
+    connection = sqlite3.connect(file)
+    connection.execute(f"UPDATE {damage}")
+    connection.commit()
+    before = list(connection.iterdump())
+    what = r"(revision 9999, this program reads 0001|version 99, this program reads 2); use the program that wrote it"
+    with pytest.raises(Conflict, match=rf"database sqlite:///.*study\.db: schema {what}, or another database"):
+        opened(file)
+    assert list(connection.iterdump()) == before
+    connection.close()
+
+
+def test_an_old_database_of_another_version_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "study.db"
+    old_database(file)
+    connection = sqlite3.connect(file)
+    connection.execute("UPDATE schema_version SET version = 1")
+    connection.commit()
+    connection.close()
+    with pytest.raises(Conflict, match="schema version 1, this program reads 2; use the program that wrote it"):
+        opened(file)
+    assert rows(file, "SELECT name FROM sqlite_master WHERE name LIKE '%alembic%'") == []
+
+
+def test_a_migration_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "study.db"
+
+    def fail(connection: sa.Connection, **_: Any) -> None:
+        migrate(connection)
+        raise sa.exc.OperationalError("", {}, Exception("disk I/O error"))
+
+    migrate = upgrade.migrate
+    monkeypatch.setattr(upgrade, "migrate", fail)
+    with pytest.raises(Conflict, match="cannot be used: disk I/O error"):
+        opened(file)
+    assert tables(file) == []
+
+
+def test_a_database_that_is_up_to_date_is_opened_without_alembic_and_beside_a_writer(tmp_path: Path) -> None:
+    file = tmp_path / "study.db"
+    store = opened(file)
+    program = (
+        "import sys, time; from service.store import Store; began = time.monotonic();"
+        f"Store({store.url!r}).close(); print('alembic' in sys.modules, time.monotonic() - began < 5)"
+    )
+    with store._engine.begin():  # holds the write lock
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    store.close()
+    assert done.stdout.split() == ["False", "True"]
+
+
+def open_together(file: Path, begin: Callable[[sa.Connection], None], barrier: Any, errors: Any) -> None:
+    """One of several processes that open the database at the same moment, all before the first has migrated it."""
+    sql._begin = begin
+    migrate = upgrade.migrate
+
+    def slowly(connection: sa.Connection, **options: Any) -> None:
+        time.sleep(0.3)
+        migrate(connection, **options)
+
+    upgrade.migrate = slowly
+    barrier.wait()
+    try:
+        store = opened(file)
+        store.create_study(name="test", document={}, resolved=resolved_study())
+        store.close()
+        errors.put(None)
+    except Exception as error:
+        errors.put(f"{type(error).__name__}: {error}")
+
+
+def begin_without_lock(connection: sa.Connection) -> None:
+    connection.exec_driver_sql("BEGIN")
+
+
+def errors_of_processes(file: Path, begin: Callable[[sa.Connection], None]) -> list[str | None]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # imports once for all of them
+    barrier, errors = context.Barrier(NUM_PROCESSES), context.Queue()
+    arguments = (file, begin, barrier, errors)
+    processes = [context.Process(target=open_together, args=arguments) for _ in range(NUM_PROCESSES)]
+    for process in processes:
+        process.start()
+    found = [errors.get(timeout=120) for _ in processes]
+    for process in processes:
+        process.join()
+    return found
+
+
+def test_processes_that_open_a_database_first_and_together_all_succeed(file: Path) -> None:
+    studies = len(rows(file, "SELECT id FROM studies")) if file.exists() else 0
+    assert errors_of_processes(file, sql._begin) == [None] * NUM_PROCESSES
+    assert rows(file, "SELECT version_num FROM alembic_version") == [(schema.REVISION,)]
+    assert rows(file, "SELECT version FROM schema_version") == [(schema.SCHEMA_VERSION,)]
+    assert len(rows(file, "SELECT id FROM studies")) == studies + NUM_PROCESSES
+
+
+def test_without_the_write_lock_they_do_not(file: Path) -> None:
+    found = errors_of_processes(file, begin_without_lock)
+    assert any(error is not None and "locked" in error for error in found), found
