@@ -1,14 +1,19 @@
-"""What users and operators meet: commands, the server, and what drives a study. Where things live:
+"""Commands, the HTTP server, and what drives a study.
 
-commands         `cli` parses and calls; `terminal`, `tables`, `progress` and `export_view` print; `remote` has the
-                 verbs that ask a server
-before a study   `preflight` examines it, `check` tells the plan, `disk` measures the room
-a study at work  `run` (in a directory, by itself) and `study_job` (for the server, as a Ray Job) open what
-                 `execution` needs to take it to its end; `ray_session` is the Ray of one command; `tune` searches
-what it found    `run_record` reads it from the store, `selection` and `statistics` judge it, `results` writes the
-                 files whose shapes `documents` has, `report` draws the page
-merged models    `export` writes those of a study, `merge` those that a file describes
-the server       `serve` is the process; `api` answers, with the documents of `answers` too; `cluster` keeps a driver at
-                 work on every study, `ray_host` a Ray beside it; `client` asks
-below it all     `store` remembers, `types` and `errors` are passed around
+A package imports only those below it, modules stand at the bottom.
+
+`cli`      commands and what they print
+`server`   the process of the serve command
+`api`      the HTTP API
+`jobs`     work on the cluster: one Ray Job each
+`studies`  a study from its file to its end: checks, attempts, exports
+`tune`     the search, on Ray Tune
+`results`  statistics, result files and the report
+`cluster`  Ray, and a driver at work on every study
+`client`   the HTTP API from Python
+`schemas`  the shapes of result files and of the API's documents
+`store`    studies in SQL
+`disk`     locks on directories, and room on disks
+`types`    records and enums
+`errors`   exceptions
 """

@@ -69,6 +69,6 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         is_taken = error.errno == errno.EADDRINUSE
-        reason = "in use by another program; give another --port" if is_taken else f"not to be had: {error.strerror}"
+        reason = "in use by another program; give another --port" if is_taken else f"not available: {error.strerror}"
         raise Conflict(f"port {port} of {host}: {reason}") from error
     return listener

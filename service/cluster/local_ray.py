@@ -1,8 +1,8 @@
-"""A Ray cluster of one machine as a process of its own: `python -m service.cluster.local_ray DATA_DIR`.
+"""A Ray cluster of one machine in a separate process: `python -m service.cluster.local_ray DATA_DIR`.
 
-`serve` starts one where RAY_ADDRESS names no cluster. It outlives a server that is killed, so that studies go on and
-the next server finds it by the file it writes; it ends when no server has used DATA_DIR for ORPHANED_AFTER_S. When any
-of Ray's own processes dies, it takes the others down at once: half a cluster only makes everybody wait.
+`serve` starts one if RAY_ADDRESS names no cluster. It outlives a server that is killed, so studies continue, and the
+next server finds it by the file it writes. It ends when no server has used DATA_DIR for ORPHANED_AFTER_S. If one of
+Ray's processes dies, it stops the others at once: an incomplete cluster does no work and raises no error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HOST_FILE = "ray.json"
 ORPHANED_AFTER_S = 600.0
 POLL_S = 0.5
 
-# Without these a cluster is dead or useless. The dashboard takes part: jobs are submitted through it.
+# Without these a cluster does no work. Jobs are submitted through the dashboard.
 VITAL = ("gcs_server", "raylet", "dashboard")
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HostRecord:
-    """A cluster that a host started: `address` for drivers, `dashboard_url` for people and jobs."""
+    """A cluster started here: `address` is for drivers, `dashboard_url` for browsers and jobs."""
 
     process: int
     started_at: float
@@ -48,7 +48,7 @@ class HostRecord:
     session_dir: str
 
     def is_alive(self) -> bool:
-        """Whether that very process, not another of the same number, still runs."""
+        """Whether that process still runs, and not a later one with the same id."""
         try:
             process = psutil.Process(self.process)
             is_same = abs(process.create_time() - self.started_at) < 1.0
@@ -58,7 +58,7 @@ class HostRecord:
 
 
 def read_host(data_dir: Path) -> HostRecord | None:
-    """The cluster that was last started for `data_dir`, dead or alive."""
+    """The cluster last started for `data_dir`, whether or not it still runs."""
     try:
         return HostRecord(**json.loads((data_dir / HOST_FILE).read_text()))
     except (OSError, ValueError, TypeError):
@@ -66,8 +66,8 @@ def read_host(data_dir: Path) -> HostRecord | None:
 
 
 def stop_processes(record: HostRecord) -> None:
-    """Kill what is left of a cluster: what names its session's directory, or writes to a file there, as workers and
-    jobs do, which go by names of their own."""
+    """Kill every process of a cluster: those that name its session's directory, and those with a file open there
+    (workers and jobs have other names)."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             is_named = any(record.session_dir in argument for argument in process.cmdline())
@@ -76,9 +76,10 @@ def stop_processes(record: HostRecord) -> None:
 
 
 def _let_agents_choose_ports() -> None:
-    """Jobs are submitted through a node's agent, and an agent whose port is taken takes none and says nothing. Its port
-    is 52365 unless `ray start` is told otherwise: that of another Ray here, or of one that is still ending.
-    `ray.init` has no argument for it (Ray 2.60)."""
+    """Let the node's agent, which receives jobs, use any free port.
+
+    An agent whose port is taken receives no jobs and reports no error. The default is 52365, which another Ray on the
+    machine may have, or one that is still ending. `ray.init` has no argument for it (Ray 2.60)."""
     from ray._private.parameter import RayParams
 
     original = RayParams.__init__
@@ -102,7 +103,7 @@ def main() -> int:
     _let_agents_choose_ports()
     context = start_ray(dashboard_host=options.dashboard_host, dashboard_port=options.dashboard_port)
     stopping = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):  # Ray has put handlers of its own, which end this process at once
+    for number in (signal.SIGTERM, signal.SIGINT):  # Ray's own handlers end this process at once
         signal.signal(number, lambda *_: stopping.set())
     me = psutil.Process()
     record = HostRecord(
@@ -122,7 +123,7 @@ def main() -> int:
     for child in me.children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
-    os._exit(0 if stopping.is_set() else 1)  # Ray's own exit handlers would wait for what is gone
+    os._exit(0 if stopping.is_set() else 1)  # Ray's exit handlers would wait for processes that have ended
 
 
 def _is_vital(process: psutil.Process) -> bool:
@@ -140,7 +141,7 @@ def _is_dead(process: psutil.Process) -> bool:
 
 
 def _watch(vital: list[psutil.Process], stopping: threading.Event, data_dir: Path) -> str:
-    """Wait until there is a reason to stop."""
+    """Wait for a reason to stop, and return it."""
     served_at = time.monotonic()
     while not stopping.wait(POLL_S):
         if dead := [process.pid for process in vital if _is_dead(process)]:

@@ -1,9 +1,9 @@
-"""Studies on a Ray cluster: one Ray Job per study, watched from outside.
+"""Keeps a driver at work on every study: one Ray Job per study, submitted and watched from the server.
 
-A thread of the server keeps Ray up where it is ours, submits a driver for every study that needs one, and submits
-another where a driver was lost. It trusts only SQL (what a driver has stored, and when it was last heard of) and what
-the cluster says of its jobs, so it may itself be killed at any moment. It never connects to Ray as a driver: jobs are
-submitted over HTTP, and the server survives the cluster.
+A thread of the server starts Ray again if the server runs its own, submits a driver for every study that needs one, and
+replaces drivers that were lost. It relies only on SQL (results and heartbeats) and on the states that the cluster gives
+its jobs, so it may be killed at any moment. Jobs are submitted over HTTP: the server is no Ray driver and survives the
+cluster.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from service.schemas.api import JobDocument
 from service.store import Store
 from service.types import HEARTBEAT_S, StudyRecord, StudyState
 
-__all__ = ["MAX_CONSECUTIVE_FAILURES", "RayCluster", "Step", "next_step", "submission_id"]
+__all__ = ["MAX_CONSECUTIVE_FAILURES", "Action", "RayCluster", "Step", "next_step", "submission_id"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,58 +34,67 @@ POLL_S = 1.0
 # What a study's job runs.
 JOB_MODULE = "service.jobs.search"
 
-# A driver that was not heard of for so long is dead or as good as dead.
+# A driver without a heartbeat for this long is considered dead.
 LOST_AFTER_S = 6 * HEARTBEAT_S
 
-# From a job's submission to its driver's first heartbeat: Ray starts a supervisor and a process that imports torch.
+# From a job's submission to its driver's first heartbeat: Ray starts a supervisor, and the driver imports torch.
 START_GRACE_S = 300.0
 
-# Between noting a submission and the cluster knowing it.
+# From storing a submission until the cluster knows its job.
 SUBMISSION_GRACE_S = 5.0
 
-# Drivers in a row that scored nothing new: the study cannot be helped by another one.
+# Drivers in a row that stored no result; after this many the study fails.
 MAX_CONSECUTIVE_FAILURES = 5
 BACK_OFF_S, MAX_BACK_OFF_S = 2.0, 300.0
 
-# Studies driven at once; others wait. Each driver is a process of some hundred MB beside the engines they share.
+# Studies with a driver at the same time; others wait. A driver takes some hundred MB; engines are shared.
 MAX_RUNNING = 4
+
+
+class Action(StrEnum):
+    """WAIT; SUBMIT a driver; STOP the current job, after which another is submitted; GIVE_UP: the study fails."""
+
+    WAIT = "wait"
+    SUBMIT = "submit"
+    STOP = "stop"
+    GIVE_UP = "give up"
 
 
 @dataclass(frozen=True)
 class Step:
-    """What to do about a study: "wait", "submit" (`again`: the same driver, unknown to the cluster), "stop" (its job;
-    a new one follows) or "give up"."""
+    """What to do for a study, and why. `again`: submit the same driver once more, because the cluster never got it."""
 
-    action: str
+    action: Action
     because: str | None = None
     again: bool = False
 
 
 def submission_id(study: StudyRecord, number: int) -> str:
-    """The Ray Job of a study's `number`-th driver. Always the same one: nothing is submitted twice."""
+    """The id of the Ray Job of a study's `number`-th driver. It is fixed, so Ray refuses a second submission."""
     return f"{study.name}-{study.id[:8]}-{number}"
 
 
 def next_step(
     study: StudyRecord, job: str | None, *, consecutive_failures: int, now: float, message: str | None = None
 ) -> Step:
-    """What an unfinished study needs.
+    """The next step for an unfinished study.
 
-    `job` is the state that the cluster gives the last driver's job (None: it does not know it), `message` what it says
-    of it, `consecutive_failures` how many drivers in a row ended without a result, `now` seconds since the epoch."""
+    `job` is the cluster's state of the last driver's job (None: the cluster does not know the job) and `message` its
+    explanation; `consecutive_failures` counts the drivers in a row that ended without a result; `now` is in seconds
+    since the epoch."""
     if study.submissions == 0:
-        return Step("submit")
+        return Step(Action.SUBMIT)
     heard_at = study.heartbeat_at or 0.0
     has_begun = study.attempt > study.submitted_after
     if job in ("PENDING", "RUNNING"):
         if has_begun and now - heard_at > LOST_AFTER_S:
-            return Step("stop", f"its driver was not heard of for {now - heard_at:.0f} s")
+            return Step(Action.STOP, f"its driver was not heard of for {now - heard_at:.0f} s")
         if not has_begun and now - study.submitted_at > START_GRACE_S:
-            return Step("stop", f"its driver did not start within {START_GRACE_S:.0f} s")
-        return Step("wait")
+            return Step(Action.STOP, f"its driver did not start within {START_GRACE_S:.0f} s")
+        return Step(Action.WAIT)
     if job is None and not has_begun:
         is_under_way = now - study.submitted_at < SUBMISSION_GRACE_S
-        return Step("wait") if is_under_way else Step("submit", again=True)
+        return Step(Action.WAIT) if is_under_way else Step(Action.SUBMIT, again=True)
     reason = (has_begun and study.reason) or message or "no reason given"
     because = (
         "the cluster does not know its driver's job: Ray was started anew"
@@ -93,32 +103,32 @@ def next_step(
     )
     if consecutive_failures >= MAX_CONSECUTIVE_FAILURES:
         return Step(
-            "give up", f"{consecutive_failures} drivers in a row ended without a result; the last one: {because}"
+            Action.GIVE_UP, f"{consecutive_failures} drivers in a row ended without a result; the last one: {because}"
         )
     if now < study.submitted_at + min(BACK_OFF_S * 2**consecutive_failures, MAX_BACK_OFF_S):
-        return Step("wait")
-    return Step("submit", because)
+        return Step(Action.WAIT)
+    return Step(Action.SUBMIT, because)
 
 
 class RayCluster:
-    """The cluster that RAY_ADDRESS names, or one of our own on this machine, and the drivers on it.
+    """The cluster that RAY_ADDRESS names, or one that the server runs on this machine, and the drivers on it.
 
-    `start` returns at once; `not_ready` says why studies do not go on yet."""
+    `start` returns at once; `not_ready` says why no study can continue yet."""
 
     def __init__(self, store: Store, data_dir: Path, *, dashboard_host: str, dashboard_port: int | None) -> None:
         self._store = store
         self._data_dir = data_dir
         self._host: _Host | None = None
         if "RAY_ADDRESS" not in os.environ:
-            # Ray asks for a token by default, but only who starts it knows that: server and host must agree.
+            # Ray asks for a token by default, but decides so where it is started; server and Ray must agree.
             os.environ.setdefault("RAY_AUTH_MODE", "token")
             self._host = _Host(data_dir, dashboard_host, dashboard_port)
         self._client: Any = None
         self._dashboard_url: str | None = None
         self._not_ready: str | None = "Ray is being started"
         self._quiet: set[str] = set()  # cancelled studies whose job has ended
-        self._queued: set[str] = set()  # studies for which there is no room yet
-        self._losses: dict[str, dict[int, str]] = {}  # why a study's drivers were lost, since one last began to work
+        self._queued: set[str] = set()  # studies that wait for another to end
+        self._losses: dict[str, dict[int, str]] = {}  # why a study's drivers were lost, since one last worked
         self._stopping = threading.Event()
         self._waking = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cluster", daemon=True)
@@ -129,7 +139,7 @@ class RayCluster:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching, and the Ray that is ours. Its studies go on when a server is started again."""
+        """Stop watching, and stop Ray if the server runs it. Studies continue when a server is started again."""
         self._stopping.set()
         self._waking.set()
         self._thread.join(timeout=30)
@@ -143,7 +153,7 @@ class RayCluster:
         return self._not_ready
 
     def waiting_for(self, study: StudyRecord) -> str | None:
-        """What must come before a driver works on the study; None: one does, or the study has ended."""
+        """What must happen before a driver works on the study; None: one does, or the study has ended."""
         if study.state.is_finished:
             return None
         if self._not_ready is not None:
@@ -160,10 +170,10 @@ class RayCluster:
         return {"submission_id": name, "dashboard_url": url and f"{url}/#/jobs/{name}"}
 
     def log(self, study: StudyRecord) -> str:
-        """What the study's drivers have printed. Raises ConnectionError while Ray is away."""
+        """The output of the study's drivers. Raises ConnectionError while Ray does not answer."""
         client = self._client
         if client is None:
-            raise ConnectionError(self._not_ready or "Ray is not there")
+            raise ConnectionError(self._not_ready or "Ray is not running")
         parts = []
         for number in range(1, study.submissions + 1):
             name = submission_id(study, number)
@@ -185,8 +195,8 @@ class RayCluster:
                     self._look_at_studies()
             except OSError as error:
                 self._lose(error)
-            except Exception as error:  # the next round sees the same facts again
-                logger.exception("the cluster could not be looked after")
+            except Exception as error:  # the next round starts from the same stored state
+                logger.exception("a round over the studies failed")
                 self._lose(error)
             self._waking.wait(POLL_S)
             self._waking.clear()
@@ -235,30 +245,30 @@ class RayCluster:
         self._queued = queued
 
     def _look_at(self, study: StudyRecord, *, may_start: bool) -> bool:
-        """Do what the study needs. Returns True if it has a driver, or will have one soon."""
+        """Take the study's next step. Returns True if it has a driver, or will have one soon."""
         job, message = self._job(study)
         consecutive_failures = self._store.consecutive_failures(study.id)
         step = next_step(study, job, consecutive_failures=consecutive_failures, now=time.time(), message=message)
-        if study.attempt > study.submitted_after and step.action == "wait":
+        if study.attempt > study.submitted_after and step.action is Action.WAIT:
             self._losses.pop(study.id, None)
-        if step.action == "stop":
+        if step.action is Action.STOP:
             self._lose_driver(study, step.because)
             self._client.stop_job(submission_id(study, study.submissions))
-        elif step.action == "give up":
+        elif step.action is Action.GIVE_UP:
             logger.error("study %s: given up: %s", study.id, step.because)
             self._store.open_attempt(study.id, because="giving up").set_state(StudyState.FAILED, step.because)
             return False
-        elif step.action == "submit":
+        elif step.action is Action.SUBMIT:
             if not may_start:
                 return False
             self._lose_driver(study, step.because)
-            # What the cluster never took is submitted again under its own name.
+            # A job that never reached the cluster is submitted again under the same id.
             because = "; then ".join(self._losses.get(study.id, {}).values()) or None
             self._submit(study, study.submissions + (not step.again), because)
         return True
 
     def _lose_driver(self, study: StudyRecord, because: str | None) -> None:
-        """Note why the last driver will not do; the first reason is the true one, what follows is its consequence."""
+        """Note why the last driver is replaced. Only the first reason is kept: later ones are its consequences."""
         if because is not None:
             self._losses.setdefault(study.id, {}).setdefault(study.submissions, because)
 
@@ -266,7 +276,7 @@ class RayCluster:
         self._store.record_submission(study.id, number)
         name = submission_id(study, number)
         logger.info("study %s: submitting %s%s", study.id, name, f" ({because})" if because else "")
-        # On a cluster of other machines the path of this process's interpreter means nothing.
+        # On other machines this interpreter's path does not exist.
         python = sys.executable if self._host is not None else "python"
         command = [python, "-m", JOB_MODULE, "--data", str(self._data_dir), "--study", study.id]
         if self._host is not None and (address := self._host.address) is not None:
@@ -277,7 +287,7 @@ class RayCluster:
                 submission_id=name,
                 metadata={"job_name": study.name, "study_id": study.id},  # the dashboard lists jobs by "job_name"
             )
-        except RuntimeError as error:  # a cluster that comes up answers before its agents take jobs
+        except RuntimeError as error:  # a starting cluster answers before its agents accept jobs
             raise ConnectionError(f"Ray takes no jobs yet: {error}") from error
 
     def _stop_cancelled(self, study: StudyRecord) -> None:
@@ -289,7 +299,7 @@ class RayCluster:
             self._quiet.add(study.id)
 
     def _job(self, study: StudyRecord) -> tuple[str | None, str | None]:
-        """State of the last driver's job and what the cluster says of it, in a line; (None, None): unknown."""
+        """The state of the last driver's job and the cluster's message on one line; (None, None): no such job."""
         if study.submissions == 0:
             return None, None
         try:
@@ -303,12 +313,12 @@ class RayCluster:
 
 
 def _is_unknown(error: Exception) -> bool:
-    """Ray's client has one class for all refusals; this one says that there is no such job."""
+    """Whether Ray's client says that there is no such job; it raises one class for every refusal."""
     return "does not exist" in str(error) or "status code 404" in str(error)
 
 
 class _Host:
-    """Our own Ray on this machine, in the process `service.cluster.local_ray`; started again when it has died."""
+    """The server's own Ray on this machine: a process of `service.cluster.local_ray`, restarted if it dies."""
 
     def __init__(self, data_dir: Path, dashboard_host: str, dashboard_port: int | None) -> None:
         self._data_dir = data_dir
@@ -330,7 +340,7 @@ class _Host:
         return record.dashboard_url if record is not None else None
 
     def not_ready(self) -> str | None:
-        """Start Ray if there is none. Returns why it is not there yet."""
+        """Start Ray if it is not running. Returns why it is not ready yet."""
         record = read_host(self._data_dir)
         started = self._process.pid if self._process is not None else None
         if record is not None and record.is_alive() and started in (None, record.process):
@@ -356,7 +366,7 @@ class _Host:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C is for the server, which stops Ray in its own time
+                start_new_session=True,  # Ctrl-C goes to the server, which stops Ray when it shuts down
             )
         return "Ray is being started"
 

@@ -1,4 +1,4 @@
-"""Ray for the length of one command: joined where RAY_ADDRESS says so, else started here and taken down again."""
+"""Ray for the duration of one command: the cluster that RAY_ADDRESS names, or one that is started and stopped here."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["RaySession", "check_reachable", "prepare_environment", "ray_session"
 
 NAMESPACE = "mergesearch"
 
-# What passes through Ray's object store is recipes and sample results; weights never do.
+# Recipes and sample results pass through Ray's object store, weights never do.
 OBJECT_STORE_BYTES = 256 * 2**20
 
-# A loaded machine may miss Ray's own deadlines: a raylet whose agent takes more than 15 s to come up ends itself, and
-# `ray.init` waits for it all the same.
+# A loaded machine may miss Ray's own deadlines: a raylet whose agent takes more than 15 s to start ends itself, and
+# `ray.init` keeps waiting for it.
 START_ATTEMPTS = 3
 START_WAIT_S = 60
 
-# How long a cluster that RAY_ADDRESS names may take to accept a connection and say its first word.
+# How long the cluster that RAY_ADDRESS names may take to accept a connection and answer.
 ANSWER_WAIT_S = 5.0
 
 # How an HTTP/2 connection begins on either side; what Ray speaks (gRPC) is HTTP/2.
@@ -59,11 +59,11 @@ def ray_session() -> Iterator[RaySession]:
 
 
 def prepare_environment() -> None:
-    """What Ray reads when it is imported or started."""
+    """Set the variables that Ray reads when it is imported or started."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_raylet_start_wait_time_s", str(START_WAIT_S))
     os.environ.setdefault("RAY_agent_register_timeout_ms", "300000")
-    # Workers are told their accelerators by us; Ray must not blank CUDA_VISIBLE_DEVICES for actors without a GPU.
+    # Replicas get their devices from us; Ray must not empty CUDA_VISIBLE_DEVICES for actors without a GPU.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
@@ -74,7 +74,7 @@ def check_reachable(*, timeout_s: float = ANSWER_WAIT_S) -> None:
     address = os.environ.get("RAY_ADDRESS", "")
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():
-        return  # "auto" and the like: Ray finds out by itself
+        return  # "auto" and the like: Ray resolves them
     advice = "start Ray there, correct RAY_ADDRESS, or unset it to have Ray started on this machine"
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s) as connection:
@@ -100,20 +100,20 @@ def _joined(address: str) -> Any:
 
 
 def start_ray(**options: Any) -> Any:
-    """A Ray of this process's own, with its dashboard. Raises ConnectionError if it does not come up."""
+    """Start a Ray of this process, with its dashboard. Raises ConnectionError if it does not start."""
     prepare_environment()
     import ray
 
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
-            # "local": not one that `ray start` has left on this machine.
+            # "local": never one that `ray start` left running on this machine.
             return ray.init(
                 "local", include_dashboard=True, object_store_memory=OBJECT_STORE_BYTES, **_COMMON, **options
             )
-        except Exception as error:  # what Ray raises when its own processes are slow has no class of its own
+        except Exception as error:  # Ray has no exception class for processes that start too slowly
             if attempt == START_ATTEMPTS or "timed out" not in str(error):
                 raise ConnectionError(f"Ray did not start on this machine: {error}") from error
-            logger.warning("Ray did not start in time; trying once more")
+            logger.warning("Ray did not start in time; trying again")
             ray.shutdown()
     raise AssertionError
 

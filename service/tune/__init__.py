@@ -1,7 +1,12 @@
-"""The search of one study, on Ray Tune.
+"""The search of one study.
 
-decides     `schedulers` and their `rung_table` say what is evaluated next and who is promoted, `searchers` propose
-keeps       `coordinator` turns what is stored into the next of the `evaluations` and results into what is stored, by
-            the `plan`, with `samples` and `evidence` as its books
-executes    `driver` runs evaluations on Tune, `trainable` is the trial actor
+`schedulers`    which trial is evaluated at which rung, and which are promoted
+`searchers`     propose configurations
+`coordinator`   turns stored results into the next evaluation, and results into stored ones
+`plan`          what a study evaluates, fixed for all its attempts
+`evaluation`    the unit of work
+`sample_cache`  which samples are scored
+`provenance`    whether a result belongs to the requested recipe, weights and prompts
+`ray_tune`      runs evaluations on Ray Tune
+`trainable`     the trial actor
 """

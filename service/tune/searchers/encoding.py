@@ -53,14 +53,14 @@ class Encoding:
 
     def sample(self, num_rows: int, rng: np.random.Generator) -> Rows:
         """Rows drawn uniformly."""
-        return self._normalised(rng.random((num_rows, len(self._parameters))))
+        return self.normalise(rng.random((num_rows, len(self._parameters))))
 
     def sample_tied(self, num_rows: int, rng: np.random.Generator) -> Rows:
         """Rows drawn uniformly among those that give all parameters of one role the same value; none where no two
         parameters share a role."""
         if len(set(self._role)) == len(self._role):
             num_rows = 0
-        return self._normalised(rng.random((num_rows, len(self._parameters)))[:, self._role])
+        return self.normalise(rng.random((num_rows, len(self._parameters)))[:, self._role])
 
     def mutate(self, rows: Rows, rng: np.random.Generator, *, rate: float, step: float) -> Rows:
         """Neighbours of `rows`: each parameter moves with probability `rate`, and at least one active one does.
@@ -74,14 +74,15 @@ class Encoding:
         moves[np.arange(len(rows)), picked] = True
         stepped = np.clip(rows + rng.normal(0.0, step, rows.shape), 0.0, 1.0)
         moved = np.where(moves, np.where(self._is_categorical, fresh, stepped), rows)
-        return self._normalised(np.where(is_active, moved, fresh))
+        return self.normalise(np.where(is_active, moved, fresh))
 
     def keys(self, rows: Rows) -> list[bytes]:
         """One key a row: equal where the configurations agree to 1e-6 of each range."""
         return [row.tobytes() for row in np.round(rows * 1e6).astype(np.int64)]
 
-    def _normalised(self, rows: Rows) -> Rows:
-        """Discrete values moved to the middle of their cell, inactive ones marked."""
+    def normalise(self, rows: Rows) -> Rows:
+        """Rows of numbers in [0, 1] as rows of this encoding: discrete values in the middle of their cell, inactive
+        parameters marked. `rows` stays as it is."""
         cells = np.where(self._is_discrete, self._num_cells, 1.0)
         middles = (np.minimum(np.floor(rows * cells), cells - 1) + 0.5) / cells
         rows = np.where(self._is_discrete, middles, rows)

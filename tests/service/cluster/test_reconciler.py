@@ -19,9 +19,11 @@ from service.cluster.reconciler import (
 )
 from service.store import Store
 from service.types import StudyRecord, StudyState
+from tests.service.resolved import resolved_study
 
 NOW = 1_000_000.0
-STUDY = StudyRecord("0123456789abcdef", "math-code", StudyState.RUNNING, {}, {}, NOW - 5000, submissions=1)
+RESOLVED = resolved_study()
+STUDY = StudyRecord("0123456789abcdef", "math-code", StudyState.RUNNING, {}, RESOLVED, NOW - 5000, submissions=1)
 
 
 def study(*, submitted_s_ago: float, heard_s_ago: float | None = None) -> StudyRecord:
