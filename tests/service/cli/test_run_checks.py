@@ -15,9 +15,12 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from search_spaces.searchers import SEARCHERS
 from tests.conftest import write_choices
 from tests.service.cli.terminals import Workplace, spoilt
 from workers.models.checkpoints import BY_CONFIG
+
+AVAILABLE = ", ".join(SEARCHERS)
 
 # A good study.
 
@@ -158,8 +161,8 @@ def test_problems_of_headers_tokenizer_and_tasks_come_together(place: Workplace)
         ("search_space.kind", "lsf", 'search_space.kind: "lsf" is not known; did you mean "lfs"? available: lfs'),
         ("search_space.kind", "dis", 'search_space.kind: "dis" is not available yet; available: lfs'),
         ("search_space.methods", ["tie"], '"tie" is not known; did you mean "ties"? available: task_arithmetic, ties'),
-        ("search.algorithm", "smak", '"smak" is not known; did you mean "smac"? available: auto, smac, random'),
-        ("search.algorithm", "cmaes", '"cmaes" is not available yet; available: auto, smac, random'),
+        ("search.algorithm", "smak", f'"smak" is not known; did you mean "smac"? available: {AVAILABLE}'),
+        ("search.algorithm", "cmaes", f'"cmaes" is not available yet; available: {AVAILABLE}'),
         ("fidelity.scheduler", "racing", '"racing" is not available yet; available: hyperband, asha, none'),
         ("fidelity.eta", 1, "fidelity.eta: 1 is not accepted; give at least 2"),
         ("fidelity.min_samples", 37, "fidelity.min_samples: min_samples=37 is above max_samples=36"),

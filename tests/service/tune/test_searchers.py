@@ -147,8 +147,12 @@ def test_an_exhausted_space_repeats_itself(searcher: Searcher) -> None:
     assert searcher.propose(SINGLE, number=3, seed=0, observations=observations) == {"only": "one"}
 
 
+def test_the_searchers_of_a_study_come_with_those_that_learn_first() -> None:
+    assert [name for name in SEARCHERS if name in ("auto", "random", "smac")] == ["auto", "smac", "random"]
+
+
 def test_an_unknown_searcher_is_refused_by_name() -> None:
-    with pytest.raises(NotFound, match=r"no algorithm 'smca'; use one of auto, random, smac"):
+    with pytest.raises(NotFound, match=f"no algorithm 'smca'; use one of {', '.join(sorted(SEARCHERS))}"):
         get_searcher("smca")
 
 
