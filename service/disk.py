@@ -13,7 +13,7 @@ from service.errors import Conflict
 
 __all__ = ["LOCK_FILE", "free_bytes", "gib", "lack_of_space", "locked"]
 
-# Beside the weights: configuration, tokenizer, model card, and what else is written meanwhile.
+# For configuration, tokenizer, model card, and other programs that write meanwhile.
 MARGIN_BYTES = 64 * 2**20
 
 # Holds the id of the process that last locked the directory.
@@ -22,7 +22,7 @@ LOCK_FILE = ".lock"
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold `directory` for this process; the lock ends with the process, however it ends. Raises Conflict."""
+    """Lock `directory` for this process; the lock ends with the process at the latest. Raises Conflict."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK_FILE).open("a+") as file:
         try:
@@ -40,7 +40,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def free_bytes(directory: Path) -> int:
-    """What this user may still write on the disk where `directory` is or will be."""
+    """Bytes that this user can still write on the disk where `directory` is or will be."""
     place = directory.absolute()
     while not place.exists():
         place = place.parent
@@ -48,8 +48,8 @@ def free_bytes(directory: Path) -> int:
 
 
 def lack_of_space(directory: Path, num_bytes: int) -> str | None:
-    """Why a model of `num_bytes` cannot be written to `directory`; None if it can, or if something is there already
-    (then it is that model, or the writer refuses to touch it)."""
+    """Why a model of `num_bytes` cannot be written to `directory`. None if it can, or if the directory is not empty:
+    then it holds that model, or the writer refuses to touch it."""
     if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
         return None
     needed, free = num_bytes + MARGIN_BYTES, free_bytes(directory)

@@ -1,7 +1,7 @@
-"""`mergesearch serve`: the HTTP server as one plain process, and Ray beside it.
+"""`mergesearch serve`: the HTTP server in one process, and Ray in others.
 
-Answers from the first second; Ray comes up behind it. Everything it knows is in the data directory: a server that is
-killed goes on where it was when it is started again.
+It answers requests while Ray still starts. All its state is in the data directory: a server that was killed continues
+when it is started again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The driver of one study as a Ray Job: `python -m service.jobs.search --data DIR --study ID`.
 
-The same code as `mergesearch run`, on a store and on replicas that are shared with other studies. Exit code 0: the
-study has ended, well or badly, and says so itself; 1: it has not, and another driver may take it up.
+The same code as `mergesearch run`, with a store and replicas that studies share. Exit code 0: the study has ended, with
+success or failure, as stored; 1: it has not, and another driver may continue it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["DATABASE", "drive"]
 
 DATABASE = "mergesearch.db"
 
-# Replicas that no study has used for so long give their memory and GPUs back.
+# Replicas that no study has used for this long are stopped.
 KEEP_IDLE_S = 600.0
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m service.jobs.search", description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--study", required=True)
-    # Where several Rays run on a machine, Ray's jobs may be told the address of another than theirs (Ray 2.60).
+    # With several Rays on a machine, a job may get the address of another one (Ray 2.60).
     parser.add_argument("--ray-address", help="the cluster to join (default: what Ray says)")
     parser.add_argument("--because", help="why another driver was needed")
     options = parser.parse_args()
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def drive(store: Store, study_id: str, *, work_dir: Path, because: str | None = None) -> int:
-    """Take a stored study over and work on it. Returns the process's exit code."""
+    """Take over a stored study and work on it. Returns the process's exit code."""
     try:
         writer = store.open_attempt(study_id, because=because)
     except (StaleAttempt, NotFound) as error:

@@ -1,4 +1,4 @@
-"""From the store's rows to everything that result files and report are made of."""
+"""Reads from the store what result files and the report show."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workers.types import Split, VerificationReport
 
 __all__ = ["run_record"]
 
-# No engine waits this long for work while a driver lives; starting again takes longer.
+# While a driver lives, no engine waits this long for work; a restart takes longer.
 PAUSE_S = 30.0
 
 
@@ -46,7 +46,7 @@ def run_record(store: Store, study_id: str) -> RunRecord:
 def _holdout(
     store: Store, study_id: str, trials: Sequence[TrialRecord], objectives: Sequence[Objective]
 ) -> tuple[Comparison, ...]:
-    """Rows of the held-out table; none until the best trial has been scored there."""
+    """Rows of the held-out table; empty until the best trial has been scored on holdout data."""
     winner = best_trial(trials, objectives)
     values = store.sample_values(study_id, Split.HOLDOUT)
     if winner is None or winner.recipe.digest not in values:

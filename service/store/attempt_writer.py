@@ -1,4 +1,4 @@
-"""How a study is written: by its driver alone, which every transaction checks."""
+"""Writes to one study, by its driver alone: every transaction checks that."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ __all__ = ["StudyWriter", "insert", "insert_event"]
 
 
 class StudyWriter:
-    """The one writer of a study. Every method is one transaction; all raise StaleAttempt once another has taken over.
+    """The only writer of a study. Every method is one transaction and raises StaleAttempt once another has taken over.
 
-    Writing the same chunk, rung or bracket again changes nothing, so that a driver may repeat what it cannot know
-    was stored.
+    Writing the same chunk, rung or bracket again changes nothing, so a driver may repeat a write after a crash.
     """
 
     def __init__(self, engine: sa.Engine, study_id: str, attempt: int) -> None:
@@ -44,7 +43,7 @@ class StudyWriter:
             yield connection
 
     def heartbeat(self, *, wall_clock_s: float, progress: Mapping[str, Any] | None = None) -> None:
-        """The driver is alive, all attempts together have worked this long, and this far it is (None: as before)."""
+        """Store that the driver is alive, the seconds all attempts have worked, and its progress (None: unchanged)."""
         changes: dict[str, Any] = {"heartbeat_at": time.time(), "wall_clock_s": wall_clock_s}
         if progress is not None:
             changes["progress"] = dict(progress)
@@ -57,7 +56,7 @@ class StudyWriter:
             self._add_event(connection, EventKind.STATE, {"state": state.value, "reason": reason})
 
     def set_document(self, document: Mapping[str, Any]) -> None:
-        """Replace the study file: other limits, or more trials."""
+        """Replace the study file, by one with other limits or more trials."""
         with self._transaction() as connection:
             self._update_study(connection, document=dict(document))
 
@@ -98,9 +97,9 @@ class StudyWriter:
             self._add_event(connection, EventKind.TRIAL, {"trial": trial.number, "label": trial.label})
 
     def record_chunk(self, trial: int, split: Split, result: ScoreResult) -> None:
-        """Store a chunk's samples with the evidence of what the engine held, and add its cost to the trial.
+        """Store a chunk's samples and evidence, and add its cost to the trial.
 
-        `samples_scored` counts what the search cost; holdout samples are not part of it."""
+        `samples_scored` is the cost of the search; holdout samples are not counted."""
         evidence = result.evidence
         table = schema.trials
         with self._transaction() as connection:
@@ -157,7 +156,7 @@ class StudyWriter:
     def finish_rung(
         self, trial: int, rung: RungRecord, *, samples_reused: int, state: TrialState | None = None
     ) -> None:
-        """Store a finished rung and the trial's count of reused samples; `state` also ends the trial."""
+        """Store a finished rung and the trial's count of reused samples; a `state` ends the trial."""
         table = schema.trials
         with self._transaction() as connection:
             self._insert_once(
@@ -186,7 +185,7 @@ class StudyWriter:
             )
 
     def finish_trials(self, trials: Sequence[int], state: TrialState, reason: str | None = None) -> None:
-        """End trials that get no further rung: PRUNED by a promotion, or FAIL with its reason."""
+        """End trials without a further rung: as PRUNED, or as FAIL with the reason."""
         table = schema.trials
         with self._transaction() as connection:
             connection.execute(
@@ -200,7 +199,7 @@ class StudyWriter:
                 )
 
     def set_document_named(self, name: str, document: Any) -> None:
-        """Store a closing stage's result, replacing an earlier one."""
+        """Store the result of a closing stage, in place of an earlier one."""
         table = schema.documents
         with self._transaction() as connection:
             connection.execute(sa.delete(table).where((table.c.study == self.study_id) & (table.c.name == name)))
@@ -220,7 +219,7 @@ class StudyWriter:
         connection.execute(sa.update(schema.studies).where(schema.studies.c.id == self.study_id).values(**changes))
 
     def _insert_once(self, connection: sa.Connection, table: sa.Table, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Insert rows, leaving those whose key is there already as they are."""
+        """Insert rows; those whose key exists stay as they are."""
         if not rows:
             return
         statement = insert(connection, table).on_conflict_do_nothing()
@@ -228,7 +227,7 @@ class StudyWriter:
 
 
 def insert(connection: sa.Connection, table: sa.Table) -> Any:
-    """An INSERT that knows ON CONFLICT, which SQLAlchemy has by dialect."""
+    """An INSERT with ON CONFLICT, which SQLAlchemy has per dialect."""
     from sqlalchemy.dialects import postgresql, sqlite
 
     return (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)

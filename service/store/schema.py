@@ -1,4 +1,4 @@
-"""Tables. SQL is the truth: everything else can be rebuilt from these rows. Written for SQLite and PostgreSQL alike."""
+"""Tables, for SQLite and PostgreSQL. Everything else that the program knows can be rebuilt from these rows."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ studies = Table(
     # The number of the driver that owns the study: writes under an older one are refused.
     Column("attempt", Integer, nullable=False, default=0),
     Column("heartbeat_at", Float),
-    # How far the driver is, for people to look at; overwritten with every heartbeat.
+    # The driver's progress, for displays; replaced with every heartbeat.
     Column("progress", JSON),
     # Drivers submitted to the cluster so far, and when the last one was; both 0 for a study run without a server.
     Column("submissions", Integer, nullable=False, default=0),
     Column("submitted_at", Float, nullable=False, default=0.0),
-    # The attempt there was at that time: the driver submitted has begun when there is a newer one.
+    # The attempt at that time: the submitted driver has begun once there is a newer one.
     Column("submitted_after", Integer, nullable=False, default=0),
-    # What a client calls its request, and the digest of that request: the same twice makes one study.
+    # A client's name for its request, and the request's digest: sent twice, it creates one study.
     Column("idempotency_key", String(255), unique=True),
     Column("request_digest", String(64)),
     # Seconds that drivers have worked on the study, over all attempts.
@@ -170,7 +170,7 @@ events = Table(
     Column("payload", JSON, nullable=False),
     _in_study(),
     Index("events_by_study", "study", "id"),
-    sqlite_autoincrement=True,  # an id is never used twice: clients resume after the last one they saw
+    sqlite_autoincrement=True,  # ids are never reused: clients resume after the last one they saw
 )
 
 # Merged models written for download.

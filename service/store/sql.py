@@ -1,7 +1,7 @@
 """The store: studies, trials, rungs, samples and events in SQL (SQLite or PostgreSQL, through SQLAlchemy).
 
-Anyone may read. Only a study's driver writes its trials, rungs, samples and events, through a `StudyWriter` that
-checks its attempt number inside every transaction: a driver that was taken for dead and replaced cannot write.
+Every process may read. Only a study's driver writes its trials, rungs, samples and events, through a `StudyWriter` that
+checks its attempt number inside every transaction: a driver that was replaced can no longer write.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from workers.types import SampleResult, Split
 
 __all__ = ["Store"]
 
-# Events that say that a driver got something done.
+# Events that show that a driver stored a result.
 RESULT_EVENTS = (EventKind.RUNG, EventKind.TRIAL_STATE, EventKind.HOLDOUT_SCORED, EventKind.VERIFICATION)
 
 # How long a writer waits for another transaction on SQLite before it gives up.
@@ -45,7 +45,7 @@ BUSY_TIMEOUT_S = 60
 class Store:
     """All studies of one database. Thread-safe; close it when done.
 
-    Raises Conflict if it is no database of ours, or one of another version's schema.
+    Creates or migrates the database. Raises Conflict if it is no database, or one of a newer version.
     """
 
     def __init__(self, url: str) -> None:
@@ -64,7 +64,7 @@ class Store:
 
     @property
     def url(self) -> str:
-        """What another process opens the same database with."""
+        """The URL with which another process opens the database."""
         return self._engine.url.render_as_string(hide_password=False)
 
     # -- studies ---------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ class Store:
         idempotency_key: str | None = None,
         request_digest: str | None = None,
     ) -> StudyRecord:
-        """A new study; or the one that the same `idempotency_key` made before. Which it is, its id tells."""
+        """A new study, or the one that was created with the same `idempotency_key`."""
         study_id = uuid.uuid4().hex
         row = {
             "id": study_id,
@@ -112,7 +112,7 @@ class Store:
         return self._studies(sa.true())
 
     def study_of_key(self, idempotency_key: str) -> StudyRecord | None:
-        """The study that a request of this name made."""
+        """The study that was created with this key."""
         return next(iter(self._studies(schema.studies.c.idempotency_key == idempotency_key)), None)
 
     def _studies(self, where: sa.ColumnElement[bool]) -> tuple[StudyRecord, ...]:
@@ -122,7 +122,7 @@ class Store:
             return tuple(study_record(row) for row in rows.mappings())
 
     def open_attempt(self, study_id: str, *, because: str | None = None) -> StudyWriter:
-        """Take the study over: from now on only the returned writer may write.
+        """Take over the study: from now on only the returned writer may write.
 
         `because` says why another attempt was needed. Raises NotFound, and StaleAttempt for a cancelled study."""
         table = schema.studies
@@ -168,7 +168,7 @@ class Store:
         return max(num_begun, int(row.submissions - row.attempt))
 
     def trial_counts(self, study_id: str | None = None) -> dict[str, dict[str, int]]:
-        """How many trials of each state a study has, or every one: study id -> state -> number."""
+        """Trials by state, of one study or of all: study id -> state -> number."""
         table = schema.trials
         counts: dict[str, dict[str, int]] = defaultdict(dict)
         query = sa.select(table.c.study, table.c.state, sa.func.count()).group_by(table.c.study, table.c.state)
@@ -182,7 +182,7 @@ class Store:
     # -- exports ---------------------------------------------------------------------------------------------------
 
     def add_export(self, record: ExportRecord) -> ExportRecord:
-        """The export as it is stored; one of the same id that is there already is left as it is."""
+        """The stored export. An existing one with the same id stays as it is."""
         with self._engine.begin() as connection:
             row = {**asdict(record), "state": record.state.value}
             connection.execute(insert(connection, schema.exports).on_conflict_do_nothing(), row)
@@ -208,10 +208,10 @@ class Store:
             rows = connection.execute(sa.select(table).where(where).order_by(table.c.created_at, table.c.id))
             return tuple(ExportRecord(**{**row, "state": ExportState(row["state"])}) for row in rows.mappings())
 
-    # -- what is known of one study --------------------------------------------------------------------------------
+    # -- one study --------------------------------------------------------------------------------
 
     def trials(self, study_id: str, *, start: int = 0, stop: int | None = None) -> tuple[TrialRecord, ...]:
-        """Trials in order of their number: every one, or those from `start` up to, but without, `stop`."""
+        """Trials by number, from `start` up to but not including `stop`."""
         rungs: dict[int, list[RungRecord]] = defaultdict(list)
 
         def between(table: sa.Table, number: sa.Column[int]) -> sa.Select[Any]:
@@ -300,7 +300,7 @@ class Store:
 
 
 def _prepare_sqlite(connection: Any, _: Any) -> None:
-    # Transactions are opened by `_begin`, not by the driver's own guess.
+    # `_begin` opens transactions, not Python's sqlite3.
     connection.isolation_level = None
     cursor = connection.cursor()
     cursor.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_S * 1000}")  # first: a new file's switch to WAL takes a lock
@@ -311,7 +311,7 @@ def _prepare_sqlite(connection: Any, _: Any) -> None:
 
 
 def _begin(connection: sa.Connection) -> None:
-    # A write transaction that begins by reading fails with "database is locked" when it comes to write, unless it
-    # takes the write lock at once. Readers see one snapshot and wait for nobody.
+    # A write transaction that begins by reading fails with "database is locked" at its first write, unless it takes
+    # the write lock at once. Readers see one snapshot and never wait.
     reads = connection.get_execution_options().get("read_only", False)
     connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")

@@ -1,7 +1,6 @@
-"""One attempt at a study, from wherever it stands to its end: search, held-out stage, verification.
+"""One attempt at a study, from its stored state to its end: search, held-out stage, verification.
 
-Needs a Ray that is up and a scorer that answers; whoever calls provides them (`run` for one directory, a Ray Job for
-the server).
+The caller provides a connected Ray and a scorer: `local_run` for one directory, `service.jobs.search` for the server.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ def execute(
 ) -> None:
     """Work on the study that `writer` has taken over until it is COMPLETE.
 
-    Raises StudyFailed (the study is FAILED with that reason), EngineUnavailable (STOPPED, may be resumed) and
-    StaleAttempt (another driver has it now). Whatever else interrupts it leaves it resumable.
+    Raises StudyFailed (the study is FAILED with that reason), EngineUnavailable (STOPPED, can be resumed) and
+    StaleAttempt (another driver has taken over). Any other interruption leaves the study resumable.
     """
     from service.tune.coordinator import Coordinator
     from service.tune.ray_tune import RayProposer, run_evaluations
@@ -107,8 +106,8 @@ def execute(
 
 
 class Heartbeat:
-    """Counts the study's working time over all attempts and, from a thread of its own, tells the store every
-    `beat_s` seconds that the driver lives and how far it is (`progress`, as JSON)."""
+    """Stores, from a thread, every `interval_s` seconds that the driver is alive, its `progress` (as JSON), and the
+    seconds that all attempts at the study have worked."""
 
     def __init__(self, writer: StudyWriter, worked_s: float, *, interval_s: float = HEARTBEAT_S) -> None:
         self.progress: Mapping[str, Any] | None = None
@@ -139,18 +138,18 @@ class Heartbeat:
         while not self._stop.wait(self._interval_s):
             try:
                 self.send()
-            except StaleAttempt:  # the driver's own next write says so where it can be acted upon
+            except StaleAttempt:  # the driver's next write raises it where it is handled
                 return
-            except Exception:  # one that is missed does no harm; if none gets through, the driver is replaced
+            except Exception:  # one may be missed; without any the driver is replaced
                 logger.exception("a heartbeat was not stored")
 
 
 class _Snapshots:
-    """What the progress view shows, at most every SNAPSHOT_S seconds."""
+    """Snapshots for the progress reporter, at most every SNAPSHOT_S seconds."""
 
     def __init__(self, coordinator: Any, preflight: PreflightResult, planned: int) -> None:
         self._coordinator = coordinator
-        self._examination = preflight
+        self._preflight = preflight
         self._planned = planned
         self._taken_at = 0.0
 
@@ -160,8 +159,8 @@ class _Snapshots:
     def now(self) -> ProgressSnapshot:
         self._taken_at = time.monotonic()
         trials: tuple[TrialRecord, ...] = self._coordinator.trials
-        study = self._examination.study
-        leader = best_trial(trials, self._examination.objectives)
+        study = self._preflight.study
+        leader = best_trial(trials, self._preflight.objectives)
         position = self._coordinator.table.position()
         scored = self._coordinator.num_samples_scored
         return ProgressSnapshot(
@@ -171,7 +170,7 @@ class _Snapshots:
             max_trials=sum(trial.origin is not Origin.SEARCH for trial in trials) + study.search.max_trials,
             bracket=position[0] if position else None,
             rung=position[1] if position else None,
-            rungs=tuple(max(samples.values()) for samples in self._examination.rung_samples),
+            rungs=tuple(max(samples.values()) for samples in self._preflight.rung_samples),
             best_trial=leader.number if leader else None,
             best=leader.values if leader else {},
             samples_scored=scored,
@@ -198,7 +197,7 @@ def _no_result(trials: tuple[TrialRecord, ...]) -> str:
 def _verify(
     store: Store, writer: StudyWriter, preflight: PreflightResult, scorer: Scorer, trials: tuple[TrialRecord, ...]
 ) -> None:
-    """Score some trials with transformers as well: the best one, then others drawn by the study's seed.
+    """Score some trials with transformers too: the best one, then others drawn by the study's seed.
 
     Raises StudyFailed if stored samples differ by more than rounding explains."""
     verify = preflight.study.engine.verify

@@ -1,7 +1,7 @@
 """`mergesearch run`: one study in one directory, without a server.
 
-The directory holds the study's database, its result files and a lock, so that two runs cannot share it. Running the
-same study there again resumes it, whatever interrupted it before.
+The directory holds the study's database, its result files and a lock against a second run. Running the same study there
+again resumes it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OpenScorer = Callable[[PreflightResult, ProgressReporter], AbstractContextManage
 
 @contextmanager
 def open_scorer(preflight: PreflightResult, view: ProgressReporter) -> Iterator[Scorer]:
-    """Scoring replicas on Ray Serve for the length of a run. Raises EngineUnavailable if none starts."""
+    """Scoring replicas on Ray Serve for the duration of a run. Raises EngineUnavailable if none starts."""
     replicas = preflight.study.engine.replicas
     view.note(f"Starting {replicas} engine{'s' * (replicas > 1)} ...")
     with serving(preflight.family, preflight.engine_options, replicas=replicas) as scorer:
@@ -50,11 +50,11 @@ def run_study(
     open_scorer: OpenScorer = open_scorer,
     observer: Callable[[str], None] = lambda _: None,
 ) -> RunRecord:
-    """Run the study in `directory` to its end, or resume it there, and write its result files; `exports` only asks
-    that there be room for the best merge in `directory`/export.
+    """Run the study in `directory` to its end, or resume it there, and write its result files; `exports` only
+    checks that the best merge fits into `directory`/export.
 
-    Raises InvalidStudy (nothing was started), Conflict (another run or another study is there), ConnectionError (no
-    Ray), StudyFailed and EngineUnavailable (result files show what was reached).
+    Raises InvalidStudy (nothing was started), Conflict (the directory has another run or study), ConnectionError (no
+    Ray), StudyFailed and EngineUnavailable (the result files have what was reached).
     """
     if not (directory / DATABASE).exists():  # else it may be finished, and need no Ray
         check_reachable()
@@ -91,7 +91,7 @@ def run_study(
 
 @contextmanager
 def read_run(directory: Path) -> Iterator[tuple[Store, StudyRecord]]:
-    """The store and the study of a run's directory; a run may be going on there. Raises NotFound."""
+    """The store and the study of a run's directory, where a run may be at work. Raises NotFound."""
     if not (directory / DATABASE).is_file():
         raise NotFound(f"{directory}: no run here (no {DATABASE}); give the directory that `mergesearch run` was given")
     store = Store(f"sqlite:///{directory / DATABASE}")
@@ -105,7 +105,7 @@ def read_run(directory: Path) -> Iterator[tuple[Store, StudyRecord]]:
 
 
 def _as_started(study: Study, directory: Path) -> Study:
-    """The study, its hub models at the commits of the run that is in `directory`, if there is one."""
+    """The study with its hub models at the commits of the run in `directory`, if there is one."""
     try:
         with read_run(directory) as (_, record):
             return with_revisions(study, record.resolved)

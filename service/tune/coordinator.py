@@ -1,7 +1,7 @@
-"""The coordinator of one study: turns stored facts into the next evaluation, and results into stored facts.
+"""The coordinator of one study: decides from stored results what to evaluate next, and stores what comes back.
 
-It stands between the rung table (which decides), the searcher (which proposes), the store (which remembers), the books
-of samples and evidence, and Ray Tune (which executes). It knows nothing of Ray: `driver.py` connects it to Tune.
+It connects the rung table (promotions), the searcher (proposals), the store, the sample cache and the provenance check.
+It does not know Ray: `ray_tune` runs its evaluations.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ logger = logging.getLogger(__name__)
 # The search ends after this many proposals in a row whose recipe was scored already.
 MAX_DUPLICATES_IN_A_ROW = 16
 
-# A trial whose actor dies this often is given up: the actor does nothing but send requests.
+# A trial fails when its actor has died this often: an actor only sends requests, so the trial is the likely cause.
 MAX_LOST_ACTORS = 3
 
 
 class Proposer(Protocol):
-    """Asks the searcher beside the driver's own work."""
+    """Computes proposals while the driver goes on working."""
 
     def submit(self, *, number: int, observations: Sequence[Observation], pending: Sequence[Mapping[str, Any]]) -> None:
         """Start computing proposal `number`."""
         ...
 
     def result(self, *, timeout_s: float) -> dict[str, Any] | None:
-        """The configuration asked for, or None if it is not ready within `timeout_s`."""
+        """The submitted proposal's configuration, or None if it is not ready within `timeout_s`."""
         ...
 
 
 class Coordinator:
-    """One study's progress. Not thread-safe: Tune's controller loop is its only caller.
+    """The state of one study's search. Not thread-safe: Tune's controller loop is its only caller.
 
-    `observer` is told the name of every step as it happens ("ask", "chunk", "commit", "rung", "promotion", ...), for
-    progress displays and for tests that stop the process there. `is_out_of_budget` is asked before new trials start.
+    `observer` is called with the name of every step ("ask", "chunk", "commit", "rung", "promotion", ...); tests stop
+    the process there. `is_out_of_budget` is called before a new trial starts and returns the exhausted limit, or None.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Coordinator:
         self._digests: dict[str, int] = {}
         self._samples = SampleCache(plan, store)
         evidence = store.evidence(plan.study_id)
-        self._ledger = ProvenanceCheck(plan.bank_fingerprint, evidence)
+        self._provenance = ProvenanceCheck(plan.bank_fingerprint, evidence)
         self._replicas = {row.replica for row in evidence}
         self.table = SCHEDULERS[plan.scheduler](
             num_rungs=len(plan.rung_samples),
@@ -103,12 +103,12 @@ class Coordinator:
 
     @property
     def trials(self) -> tuple[TrialRecord, ...]:
-        """Every trial as far as it is, in order of number."""
+        """Every trial in its present state, by number."""
         return tuple(self._trials[number] for number in sorted(self._trials))
 
     @property
     def num_samples_scored(self) -> int:
-        """Samples scored over all attempts, search and holdout."""
+        """Samples scored in all attempts, for search and holdout."""
         return self._samples.num_scored
 
     @property
@@ -127,9 +127,9 @@ class Coordinator:
         return not self.plan.holdout_samples or (self._holdout is not None and not self._holdout)
 
     def next_evaluation(self, *, timeout_s: float = 0.0) -> Evaluation | None:
-        """The next work to be done, or None if there is none before something in flight is finished.
+        """The next evaluation, or None if there is none until one in flight finishes.
 
-        Waits up to `timeout_s` for the searcher if nothing else is to be done.
+        Waits up to `timeout_s` for the searcher if there is nothing else to do.
         """
         while True:
             self._maybe_start_holdout()
@@ -151,10 +151,10 @@ class Coordinator:
                 return None
 
     def on_outcome(self, evaluation: Evaluation, outcome: ScoreResult | ChunkFailed) -> bool:
-        """Take in what a trial actor reported. Returns True if that ends the evaluation.
+        """Store what a trial actor reported. Returns True if that finishes the evaluation.
 
-        Raises EvidenceMismatch if the result is not of the recipe, sources or prompts asked for, and StudyFailed if
-        no engine can be had; both stop the study.
+        Raises EvidenceMismatch if the result is not of the requested recipe, sources or prompts, and StudyFailed if
+        there is no engine; both stop the study.
         """
         if isinstance(outcome, ChunkFailed):
             if outcome.kind is FailureKind.EVIDENCE:
@@ -165,7 +165,9 @@ class Coordinator:
             return True
         self._observer("chunk")
         trial = evaluation.trial
-        result = replace(outcome, evidence=replace(outcome.evidence, prompts=self._ledger.check(evaluation, outcome)))
+        result = replace(
+            outcome, evidence=replace(outcome.evidence, prompts=self._provenance.check(evaluation, outcome))
+        )
         self._writer.record_chunk(trial, evaluation.split, result)
         self._observer("commit")
         if result.evidence.replica not in self._replicas:
@@ -186,7 +188,7 @@ class Coordinator:
         return True
 
     def on_lost(self, evaluation: Evaluation, reason: str) -> None:
-        """The trial actor died. Its evaluation is taken up again from the last stored chunk."""
+        """The trial actor died. Its evaluation starts again after the last stored chunk."""
         number = evaluation.trial
         if self._in_flight.pop(number, None) is None:
             return
@@ -200,7 +202,7 @@ class Coordinator:
     # -- starting and resuming -------------------------------------------------------------------------------------
 
     def _replay(self) -> None:
-        """Rebuild the table from the store; write what a crash left undecided."""
+        """Rebuild the table from the store, and store the decisions that a crash prevented."""
         for bracket in self._store.brackets(self.plan.study_id):
             self.table.open_bracket(bracket.bracket, first_rung=bracket.first_rung, size=bracket.size)
         for trial in self._store.trials(self.plan.study_id):
@@ -246,7 +248,7 @@ class Coordinator:
     # -- proposals -------------------------------------------------------------------------------------------------
 
     def _ask(self, *, timeout_s: float) -> bool:
-        """Take the searcher's answer if there is one and ask for the next. Returns True if a trial was added."""
+        """Take the searcher's proposal if it is ready, else request one. Returns True if a trial was added."""
         if self._holdout is not None:
             return False
         if self._asked is None:
@@ -314,7 +316,7 @@ class Coordinator:
             self._apply(self.table.decide(bracket))
 
     def _observations(self, proposal: Proposal) -> tuple[Observation, ...]:
-        """What the proposal may know. Trials that the space cannot express are left out."""
+        """The results that the proposal may know, without trials that the space cannot express."""
         full = sum(self.plan.rung_samples[-1].values())
         observations = []
         for number, rung in proposal.visible:
@@ -344,7 +346,7 @@ class Coordinator:
         return Evaluation(self.plan.study_id, trial.number, rung, split, trial.recipe, chunks)
 
     def _finish(self, evaluation: Evaluation) -> None:
-        """All samples of the evaluation are stored: finish its rung and promote where that closes one."""
+        """All samples of the evaluation are stored: finish its rung, and promote if that completes one."""
         number = evaluation.trial
         self._in_flight.pop(number, None)
         if evaluation.split is Split.HOLDOUT:
@@ -355,7 +357,8 @@ class Coordinator:
         rung = self._samples.rung_record(trial.recipe.digest, evaluation.rung)
         is_last = evaluation.rung == self.table.last_rung
         rungs = (*trial.rungs, rung)
-        # Every rung counts in full here: what neither promotion nor an equal recipe had scored was paid for.
+        # Every rung counts with all its samples; those not scored for this trial were reused from lower rungs or from
+        # trials with an equal recipe.
         reused = sum(sum(record.num_samples.values()) for record in rungs) - trial.samples_scored
         finished = replace(trial, rungs=rungs, samples_reused=reused)
         if is_last:

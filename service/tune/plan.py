@@ -1,4 +1,4 @@
-"""The plan of one study as its driver needs it: data only, fixed for all attempts at the study."""
+"""The plan of one study: what its driver evaluates. Plain data."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["Plan"]
 
 @dataclass(frozen=True)
 class Plan:
-    """What the driver needs to know of a study, fixed for all its attempts.
+    """What the driver evaluates, the same in all attempts at the study.
 
-    `rung_samples[r]` and `holdout_samples` say how many samples of each objective are scored; `tasks` and
-    `holdout_tasks` what they are. `baselines` are the source and published recipes.
+    `rung_samples[r]` and `holdout_samples` are the numbers of samples to score by objective, `tasks` and
+    `holdout_tasks` their tasks. `baselines` are the source and published recipes with their labels.
     """
 
     study_id: str

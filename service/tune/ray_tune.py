@@ -1,8 +1,8 @@
 """Runs a study's evaluations on Ray Tune.
 
-Tune is the event loop that keeps a few trial actors busy. Rungs, promotions and results live in the coordinator and in
-SQL, because Tune restores neither schedulers nor rungs after a crash: each evaluation of a trial at a rung is one Tune
-trial, so that a promotion, a trial resumed after a crash and a new one all take the same way.
+Tune is the event loop that keeps a few trial actors busy. Rungs, promotions and results are in the coordinator and in
+SQL, because Tune restores neither schedulers nor rungs after a crash. Each evaluation of a trial at a rung is one Tune
+trial, whether it is new, promoted or resumed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from service.tune.evaluation import Evaluation
 from service.tune.trainable import EvaluationTrainable
 from workers.types import Scorer
 
-__all__ = ["run_evaluations"]
+__all__ = ["RayProposer", "run_evaluations"]
 
 logger = logging.getLogger(__name__)
 
-# While nothing is in flight, waiting for the searcher is the only thing to do; this bounds one wait.
+# While nothing is in flight the driver can only wait for the searcher; this bounds one wait.
 SEARCHER_WAIT_S = 5.0
 
 # Tune's own files are not used: no experiment snapshots while the study runs, no per-trial logs.
@@ -51,8 +51,8 @@ class _NotPickled:
 
 
 class _Interrupt:
-    """Ctrl-C, taken where it cannot be lost: Python raises it wherever the main thread is, and in a callback of Ray's
-    it would only be printed. The first one is raised by `check`, a second one at once."""
+    """Ctrl-C, raised where it is not lost: Python raises it wherever the main thread is, and one of Ray's callbacks
+    would only print it. `check` raises the first one; a second one is raised at once."""
 
     def __init__(self) -> None:
         self._is_requested = False
@@ -73,7 +73,7 @@ class _Interrupt:
         self._is_requested = True
 
     def check(self) -> None:
-        """Raises KeyboardInterrupt if it was asked for."""
+        """Raises KeyboardInterrupt after Ctrl-C."""
         if self._is_requested:
             raise KeyboardInterrupt
 
@@ -90,8 +90,8 @@ class _EvaluationSource(_NotPickled, Searcher):
 
     def suggest(self, trial_id: str) -> Any:
         self._interrupt.check()
-        # Counted by Tune's trials, not by what the coordinator waits for: until Tune has put a finished trial's actor
-        # aside for reuse, it would start another one.
+        # Counted by Tune's trials, not by the coordinator's evaluations in flight: Tune would start another actor until
+        # it has set a finished trial's actor aside for reuse.
         coordinator = self._coordinator
         if len(self._evaluations) >= self._concurrency:
             return None
@@ -108,21 +108,21 @@ class _EvaluationSource(_NotPickled, Searcher):
             self._coordinator.on_lost(evaluation, "see the driver's log for Ray's message")
 
     def save_to_dir(self, checkpoint_dir: str, session_str: str = "default") -> None:
-        """Nothing: the coordinator is rebuilt from SQL."""
+        """Does nothing: the coordinator is rebuilt from SQL."""
 
     def save(self, checkpoint_path: str) -> None:
-        """Nothing, as above."""
+        """Does nothing, as above."""
 
     def restore(self, checkpoint_path: str) -> None:
-        """Nothing, as above."""
+        """Does nothing, as above."""
 
 
 class _ChunkScheduler(_NotPickled, FIFOScheduler):
-    """Hands every chunk to the coordinator; an evaluation stops when the coordinator has all it needs.
+    """Hands every chunk to the coordinator; an evaluation stops when the coordinator has all its samples.
 
-    Also keeps Tune from starting and killing a process for almost every evaluation. Tune lets an idle actor go unless
-    a trial is waiting for it already, and it gives an idle actor to a trial whose own actor is still starting, and
-    kills that one. So idle actors are kept, and no chunk is scored before all actors are up.
+    It also stops Tune from starting and killing a process for almost every evaluation: Tune ends an idle actor unless a
+    trial waits for it, and it gives an idle actor to a trial whose actor is still starting and kills the latter. So
+    idle actors are kept, and no chunk is scored before all actors run.
     """
 
     def __init__(self, coordinator: Coordinator, concurrency: int) -> None:
@@ -158,7 +158,7 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
 
 
 class _Observer(_NotPickled, tune.Callback):
-    """Drops samples from what Tune keeps, and reports that time passes."""
+    """Removes samples from the results that Tune keeps, and calls `tick` at every step."""
 
     def __init__(self, tick: Callable[[], None], interrupt: _Interrupt) -> None:
         self._tick = tick
@@ -181,9 +181,9 @@ def run_evaluations(
     concurrency: int,
     tick: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run until the coordinator has nothing left to do. Ray must be up. `tick` is called several times a second.
+    """Run until the coordinator is finished. Ray must be connected. `tick` is called several times a second.
 
-    Raises what the coordinator raises (EvidenceMismatch, StudyFailed, StaleAttempt); what was stored stays.
+    Raises what the coordinator raises: EvidenceMismatch, StudyFailed, StaleAttempt.
     """
     for variable, value in TUNE_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
@@ -219,7 +219,7 @@ def _trial_name(trial: Any) -> str:
 
 @ray.remote(num_cpus=0)
 class _ProposerActor:
-    """The searcher in a process of its own: a surrogate's fit must not hold up Tune's loop."""
+    """The searcher in another process: fitting a surrogate must not block Tune's loop."""
 
     def __init__(self, algorithm: str, parameters: Any) -> None:
         from service.tune.searchers import get_searcher

@@ -1,13 +1,12 @@
-"""Which trial is evaluated at which rung next, and who is promoted: the books that every scheduler keeps.
+"""The table of rungs and brackets: which trial is evaluated at which rung next, and which are promoted.
 
-The table decides and keeps no other books: it is rebuilt from the store's trials, rungs and brackets at every start,
-and knows neither SQL nor Ray. When a rung promotes, and which results a proposal may know, is the scheduler's to say
-(`schedulers`).
+The table is rebuilt from the store's trials, rungs and brackets at every start, and knows neither SQL nor Ray. A
+scheduler is a subclass, which decides when a rung promotes and which results a proposal may know.
 
-What makes a search repeatable, whatever the number of replicas and wherever it was interrupted, is that nothing
-depends on the order in which results come in. A rung has its members in a fixed order, that of their promotion, and
-decides with the first k of them once those k are evaluated; a proposal depends on a fixed prefix of the schedule. So
-evaluations may overlap, and engines have work while a rung waits for a result.
+A search is repeatable, for any number of replicas and after any interruption, because nothing depends on the order in
+which results arrive. The members of a rung have a fixed order, that of their promotion, and the first k of them decide
+once those k are evaluated; a proposal depends on a fixed prefix of the schedule. Evaluations may still overlap, so
+engines have work while a rung waits for a result.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Entry:
 
     number: int
     bracket: int | None  # None: a source or published recipe, evaluated once at full budget
-    next_rung: int  # the rung it is to be evaluated at, or was last evaluated at if `is_waiting`
+    next_rung: int  # where it is evaluated next, or was evaluated last if `is_waiting`
     costs: dict[int, tuple[float, ...]] = field(default_factory=dict)  # rung -> cost per objective
     is_failed: bool = False
     is_finished: bool = False
@@ -43,8 +42,8 @@ class Entry:
 class Rung:
     """A rung of one bracket.
 
-    `members` maps its trials, in the order in which they came, to the newest trial whose first result it took to bring
-    them here; that never falls along the order. The first `num_decided` of them had their say in who is promoted."""
+    `members` maps its trials, in the order of their arrival, to the newest trial whose first result was needed to
+    promote them; these never decrease along the order. The first `num_decided` members have been decided on."""
 
     index: int
     members: dict[int, int] = field(default_factory=dict)
@@ -54,8 +53,8 @@ class Rung:
 
 @dataclass(frozen=True)
 class Proposal:
-    """The next configuration to be asked for: its trial number, its bracket, and what it may know: pairs of
-    (trial, rung) with a stored result. `opens` is the bracket to be stored as open first, if it is its first."""
+    """The next configuration to request: its trial number, its bracket, and the results it may know, as pairs of
+    (trial, rung). `opens` is its bracket if it is the first in it: the bracket is stored as open before."""
 
     number: int
     bracket: int
@@ -67,7 +66,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided at a rung of a bracket: who goes on to the next rung, and whose trials end as pruned."""
+    """A decision at a rung of a bracket: the trials promoted to the next rung, and the trials that end as pruned."""
 
     bracket: int
     rung: int
@@ -78,9 +77,9 @@ class Decision:
 class RungTable(ABC):
     """Rungs and brackets of one study.
 
-    `cycle` are brackets that are repeated until `max_trials` configurations are proposed; the first `num_baselines`
-    trials are sources and published recipes, evaluated once at the last rung; `max_staleness` is how many trials
-    proposals may run ahead of evaluations.
+    The brackets of `cycle` repeat until `max_trials` configurations are proposed. The first `num_baselines` trials are
+    source and published recipes, evaluated once, at the last rung. Proposals may run `max_staleness` trials ahead of
+    evaluations.
     """
 
     def __init__(
@@ -105,22 +104,22 @@ class RungTable(ABC):
         self._rungs: dict[int, tuple[Rung, ...]] = {}
         self._is_search_over = False
 
-    # -- what schedulers differ in ---------------------------------------------------------------------------------
+    # -- what a scheduler decides ---------------------------------------------------------------------------------
 
     @abstractmethod
     def _num_promoted_early(self, num_decided: int) -> int:
-        """How many of a rung's first `num_decided` members are good enough to go on while others may still come."""
+        """How many of a rung's first `num_decided` members are promoted while others may still arrive."""
 
     @abstractmethod
     def _later_evaluations(self, number: int, bracket: int) -> Sequence[tuple[int, int]] | None:
-        """(trial, rung) of those evaluations beyond the trials' first ones that proposal `number`, of `bracket`, is to
-        know; it waits for those that are not done. None: which they are is not decided yet."""
+        """(trial, rung) of the evaluations after the trials' first ones that proposal `number` of `bracket` must know;
+        it waits for those that are not done. None: they are not decided yet."""
 
     @abstractmethod
     def position(self) -> tuple[int, int] | None:
-        """(bracket, rung) where the search is, for people to look at; None where it is not at one."""
+        """(bracket, rung) that the search is at, for progress displays; None if it is at several."""
 
-    # -- books -----------------------------------------------------------------------------------------------------
+    # -- state -----------------------------------------------------------------------------------------------------
 
     def open_bracket(self, index: int, *, first_rung: int, size: int) -> None:
         self._brackets[index] = Bracket(size, first_rung, self.last_rung + 1, self._eta)
@@ -135,7 +134,7 @@ class RungTable(ABC):
             self._rungs[bracket][0].members[number] = number
 
     def record(self, number: int, rung: int, costs: tuple[float, ...]) -> tuple[Decision, ...]:
-        """A trial was evaluated at a rung. Returns what that decided."""
+        """A trial was evaluated at a rung. Returns the decisions that follow."""
         entry = self._entries[number]
         entry.costs[rung] = costs
         entry.next_rung = rung
@@ -146,16 +145,16 @@ class RungTable(ABC):
         return self._decide_for(entry)
 
     def fail(self, number: int) -> tuple[Decision, ...]:
-        """The trial failed for good. Returns what that decided."""
+        """The trial failed. Returns the decisions that follow."""
         entry = self._entries[number]
         entry.is_failed = entry.is_finished = True
         entry.is_waiting = False
         return self._decide_for(entry)
 
     def end_search(self) -> tuple[int, ...]:
-        """No more proposals: a limit was met, or the searcher repeats itself. Open rungs are played to the end.
+        """No more proposals: a limit is reached, or the searcher repeats itself. Open rungs are still finished.
 
-        Returns the brackets that were not full; they are now as large as they are."""
+        Returns the brackets that were not full; their size is now the number of their members."""
         self._is_search_over = True
         short = [index for index, members in self._members.items() if len(members) < self.size(index)]
         for index in short:
@@ -168,7 +167,7 @@ class RungTable(ABC):
     # -- decisions -------------------------------------------------------------------------------------------------
 
     def decide(self, bracket: int) -> tuple[Decision, ...]:
-        """Promote and prune wherever the bracket's results allow it. Deciding again changes nothing."""
+        """Promote and prune as far as the bracket's results allow. Calling it again changes nothing."""
         decisions = []
         is_complete = self._is_full(bracket)
         for rung, above in itertools.pairwise(self._rungs[bracket]):
@@ -184,14 +183,14 @@ class RungTable(ABC):
         return tuple(decisions)
 
     def ready(self) -> Iterator[tuple[int, int]]:
-        """Evaluations that may run now, most urgent first: later rungs before first ones, then by number."""
+        """Evaluations that may run now: later rungs before first ones, then by trial number."""
         runnable = [entry for entry in self._entries.values() if not entry.is_finished and not entry.is_waiting]
         runnable.sort(key=lambda entry: (entry.bracket is not None and not entry.costs, entry.number))
         for entry in runnable:
             yield entry.number, entry.next_rung
 
     def proposal(self) -> Proposal | None:
-        """What to ask the searcher next, or None if nothing may be asked yet (or ever: see `is_search_over`)."""
+        """The next proposal to request, or None if none may be requested yet (or ever: see `is_search_over`)."""
         if self.is_search_over:
             return None
         number = len(self._entries)
@@ -236,7 +235,7 @@ class RungTable(ABC):
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _bracket_of_next(self) -> tuple[int, Bracket | None]:
-        """The bracket of the next proposal, and its size if it is yet to be opened."""
+        """The bracket of the next proposal, and its shape if it is not open yet."""
         newest = max(self._brackets, default=-1)
         if newest >= 0 and not self._is_full(newest):
             return newest, None
@@ -254,7 +253,7 @@ class RungTable(ABC):
         return () if entry.bracket is None else self.decide(entry.bracket)
 
     def _promote_early(self, rung: Rung, above: Rung) -> tuple[int, ...]:
-        """Let the members that were evaluated have their say, one after the other in their order."""
+        """Decide on the evaluated members, one after the other in their order."""
         promoted: list[int] = []
         for number, cause in list(rung.members.items())[rung.num_decided :]:
             if not self._entries[number].is_evaluated(rung.index):
@@ -264,15 +263,15 @@ class RungTable(ABC):
         return tuple(promoted)
 
     def _promote_last(self, bracket: int, rung: Rung, above: Rung) -> tuple[int, ...]:
-        """Promote what the rung still owes after its last member."""
+        """Promote the rest once the rung has all its members."""
         if not rung.members:
             return ()
-        # Failed candidates took part in this rung: they lose, but count for how many are promoted.
+        # Failed trials are members of the rung: they are not promoted, but count for how many are.
         num_best = self._brackets[bracket].num_promoted(len(rung.members))
         return tuple(self._promote(rung, above, num_best, cause=self._members[bracket][-1]))
 
     def _promote(self, rung: Rung, above: Rung, num_best: int, cause: int) -> list[int]:
-        """Send on those of the `num_best` best of the members decided so far that were not sent before."""
+        """Promote the `num_best` best of the decided members, except those promoted before."""
         if num_best == 0:
             return []
         decided = [self._entries[number] for number in itertools.islice(rung.members, rung.num_decided)]

@@ -1,4 +1,4 @@
-"""Schedulers: when a rung promotes, and which results a proposal may know.
+"""Hyperband and ASHA.
 
 Hyperband: Li et al., "Hyperband" (JMLR 18, 2018), algorithm 1. ASHA: Li et al., "A System for Massively Parallel
 Hyperparameter Tuning" (MLSys 2020), algorithm 2. Bracket sizes are `search_spaces.fidelity`'s.
@@ -15,13 +15,13 @@ __all__ = ["SCHEDULERS", "AshaTable", "HyperbandTable"]
 
 
 class HyperbandTable(RungTable):
-    """Synchronous: a rung promotes once, when its bracket can bring no further member to it.
+    """Synchronous: a rung promotes once, when no further member can arrive from its bracket.
 
     Proposal n in bracket b sees
         - every rung of the trials in brackets up to b - 2 (the bracket opens when those are closed), and
         - the first evaluation of all trials numbered up to n - max_staleness (it waits for those).
-    Later rungs of bracket b - 1 and anything newer stay hidden, even where they are known already, so the evaluations
-    of two brackets may overlap.
+    Later rungs of bracket b - 1 and everything newer stay hidden even if they are known, so the evaluations of two
+    brackets may overlap.
     """
 
     def _num_promoted_early(self, num_decided: int) -> int:
@@ -35,7 +35,7 @@ class HyperbandTable(RungTable):
         return [(trial, rung) for trial in trials for rung in self._entries[trial].costs]
 
     def position(self) -> tuple[int, int] | None:
-        """The oldest bracket still open, at the lowest rung that any of its trials has not left."""
+        """The oldest open bracket, at the lowest rung that still has trials."""
         for index in sorted(self._brackets) if self.last_rung > 0 else ():
             entries = [self._entries[number] for number in self._members[index]]
             if open_rungs := [entry.next_rung for entry in entries if not entry.is_finished]:
@@ -44,15 +44,15 @@ class HyperbandTable(RungTable):
 
 
 class AshaTable(RungTable):
-    """Asynchronous: with every result, those among the best 1/eta of a rung that were not promoted yet go on.
+    """Asynchronous: every result promotes those of the best 1/eta of a rung that were not promoted before.
 
-    Departures from the paper, which make the search the same whatever the order of results:
-        - What a rung holds is counted in the order in which its members came, not in which they were evaluated: its
-          first k members decide when all k are there. A slow one thus holds up the promotions behind it (and, after a
-          max_staleness, proposals), but nothing waits for a bracket. Promotions are those of the paper with one worker.
-        - The paper's search never ends; this one does, and then a rung that has promoted nobody sends its best on, so
-          that the full budget is reached, and trials left behind are pruned. Trials added to a search that had ended
-          are a bracket of their own.
+    Departures from the paper, which make the search independent of the order of results:
+        - A rung counts its members in the order of their arrival, not of their evaluation: the first k decide when all
+          k are evaluated. A slow one delays the promotions behind it (and, `max_staleness` trials later, proposals),
+          but nothing waits for a bracket. Promotions are those of the paper with one worker.
+        - The paper's search never ends. This one does; then a rung that has promoted no trial promotes its best, so
+          that the full budget is reached, and the remaining trials are pruned. Trials added to a search that had ended
+          form another bracket.
 
     Proposal n sees the i-th evaluation (1-based) of a trial, and waits for it, if results of trials up to
     n - i * max_staleness caused it. Later evaluations of a trial take longer than its first, hence the factor i.
@@ -71,7 +71,7 @@ class AshaTable(RungTable):
         ]
 
     def position(self) -> None:
-        """Nowhere: all rungs are worked on at once."""
+        """None: all rungs are evaluated at the same time."""
 
 
 SCHEDULERS: Mapping[Scheduler, type[RungTable]] = {

@@ -1,7 +1,7 @@
-"""What a searcher is: a pure function from what is known to the next configuration.
+"""The interface of a searcher: a pure function from results to the next configuration.
 
-Searchers keep no state between proposals. Proposal n depends on the seed, n and the observations given, so that a
-search killed and resumed proposes what the undisturbed one would have.
+Searchers keep no state between proposals. Proposal n depends only on the seed, n and the observations, so a resumed
+search proposes what an undisturbed one would have proposed.
 """
 
 from __future__ import annotations
@@ -40,5 +40,5 @@ class Searcher(Protocol):
     ) -> dict[str, Any]:
         """The configuration of trial `number`: valid in `parameters`, with inactive parameters left out.
 
-        `pending` are configurations proposed before whose results are not to be known yet."""
+        `pending` are earlier proposals whose results this one must not know."""
         ...

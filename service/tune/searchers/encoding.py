@@ -19,12 +19,12 @@ __all__ = ["INACTIVE", "Encoding", "Rows"]
 
 Rows = NDArray[np.float64]
 
-# Outside [0, 1], so that a tree parts what exists from what does not with one split, as SMAC's imputation has it.
+# Outside [0, 1], so that a tree separates inactive parameters with one split, as in SMAC's imputation.
 INACTIVE = -1.0
 
 
 class Encoding:
-    """The rows of one space: `encode` and `decode`, and drawing and mutating many rows at once."""
+    """Encodes, decodes, draws and mutates rows of one space."""
 
     def __init__(self, parameters: Parameters) -> None:
         self._parameters = tuple(parameters)
@@ -65,8 +65,8 @@ class Encoding:
     def mutate(self, rows: Rows, rng: np.random.Generator, *, rate: float, step: float) -> Rows:
         """Neighbours of `rows`: each parameter moves with probability `rate`, and at least one active one does.
 
-        A number moves by a normal step of standard deviation `step`, a share of its range, and stops at the ends; a
-        choice is drawn anew. What comes into being is drawn uniformly."""
+        A number moves by a normal step of standard deviation `step`, a share of its range, and is clipped to it; a
+        choice is drawn uniformly, and so are parameters that become active."""
         is_active = rows != INACTIVE
         fresh = rng.random(rows.shape)
         moves = rng.random(rows.shape) < rate

@@ -1,8 +1,8 @@
 """SMAC: a random forest learns from all rungs, expected improvement at the full budget picks the next configuration.
 
 Lindauer et al., SMAC3, JMLR 23(54), 2022 (forest, expected improvement, interleaved random proposals); Knowles, ParEGO,
-IEEE TEC 10(1), 2006 (several objectives). The forest and the acquisition function are SMAC's. Rungs, promotion and
-state are not its business here: the forest is trained anew for every proposal, with the fidelity as one more feature.
+IEEE TEC 10(1), 2006 (several objectives). The forest and the acquisition function are SMAC's. Rungs, promotion
+and state are not SMAC's here: the forest is trained for every proposal, with the fidelity as one more feature.
 
 SMAC's own maximiser is not used. Its local search counts an inactive parameter as changed (NaN differs from NaN) and
 skips every neighbour that changes more than one parameter, so in a conditional space it never leaves its starting
@@ -31,8 +31,8 @@ class SmacSearcher:
 
     The numbers were chosen with tests/benchmarks/bench_searchers.py."""
 
-    num_initial: int = 8  # configurations with results before the forest is asked; sources and published ones count
-    # Proposals drawn uniformly, so that no region is ruled out for ever. SMAC draws 0.2 of them; shares from 0 to 0.2
+    num_initial: int = 8  # configurations with results before the forest is used, sources and published ones included
+    # Proposals drawn uniformly, so that no region is excluded for ever. SMAC draws 0.2 of them; shares from 0 to 0.2
     # made no difference beyond the spread between seeds.
     random_share: float = 0.1
     num_trees: int = 10
