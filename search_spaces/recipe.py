@@ -17,7 +17,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 from search_spaces.errors import InvalidRecipe
-from search_spaces.methods import METHODS, MethodSpec
+from search_spaces.methods import METHODS
+from search_spaces.methods.base import CoefficientValue, MergeMethod
 
 __all__ = ["COMPONENTS", "Component", "LayerRecipe", "Merge", "Recipe", "Source"]
 
@@ -29,8 +30,6 @@ COMPONENTS: tuple[Component, ...] = ("attention", "mlp", "norm")
 COEFFICIENT_DECIMALS = 6
 
 FORMAT = "mergesearch-recipe/1"
-
-Coefficient = float | tuple[float, ...]
 
 
 @dataclass(frozen=True, order=True)
@@ -53,13 +52,13 @@ class Merge:
 
     method: str
     sources: tuple[Source, ...]
-    coefficients: Mapping[str, Coefficient] = field(default_factory=dict)
+    coefficients: Mapping[str, CoefficientValue] = field(default_factory=dict)
     seed: int | None = None
 
     def __post_init__(self) -> None:
         if not self.sources:
             raise InvalidRecipe(f"merge: method {self.method!r} has no sources; give at least one")
-        rounded: dict[str, Coefficient] = {}
+        rounded: dict[str, CoefficientValue] = {}
         for name in sorted(self.coefficients):
             value = self.coefficients[name]
             if isinstance(value, tuple):
@@ -94,23 +93,23 @@ class Merge:
 
     def check(self) -> None:
         """Raise InvalidRecipe unless the method accepts these sources, coefficients and seed."""
-        spec = METHODS.get(self.method)
-        if spec is None:
+        declared = METHODS.get(self.method)
+        if declared is None:
             raise InvalidRecipe(f"merge: unknown merge method {self.method!r}; known are {', '.join(METHODS)}")
-        for problem in spec.problems(len(self.sources), self.coefficients, self.seed):
+        for problem in declared.problems(len(self.sources), self.coefficients, self.seed):
             raise InvalidRecipe(f"merge: {problem}")
-        for coefficient in spec.coefficients:
+        for coefficient in declared.coefficients:
             if coefficient.per_model:
                 self.per_source(coefficient.name)
             else:
                 self.number(coefficient.name)
-        broken = None if spec.constraint is None else spec.constraint(self.per_source)
+        broken = None if declared.constraint is None else declared.constraint(self.per_source)
         if broken is not None:
             raise InvalidRecipe(f"merge: {self.method}: {broken}")
 
     def _default(self, name: str) -> float | None:
-        spec = METHODS.get(self.method)
-        coefficient = None if spec is None else spec.coefficient(name)
+        declared = METHODS.get(self.method)
+        coefficient = None if declared is None else declared.coefficient(name)
         return None if coefficient is None else coefficient.default
 
     def to_json(self) -> dict[str, Any]:
@@ -317,7 +316,7 @@ def _passthrough(source: Source) -> Merge:
 
 def _canonical(merge: Merge, *, base: str, fingerprints: Mapping[str, str]) -> Merge:
     base_source = Source(base, merge.sources[0].layer)
-    spec = METHODS[merge.method]
+    declared = METHODS[merge.method]
     coefficients, sources = dict(merge.coefficients), merge.sources
 
     if merge.method == "slerp":
@@ -330,19 +329,19 @@ def _canonical(merge: Merge, *, base: str, fingerprints: Mapping[str, str]) -> M
             return Merge("slerp", (second, first), {"t": 1 - t})
         return merge
 
-    if spec.base_at_zero is not None and not any(merge.per_source(spec.base_at_zero)):
+    if declared.base_at_zero is not None and not any(merge.per_source(declared.base_at_zero)):
         return _passthrough(base_source)
-    if merge.method == "nearswap" and (merge.number("t") == 0 or sources[0] == sources[1]):
+    if declared.first_at_zero is not None and (merge.number(declared.first_at_zero) == 0 or sources[0] == sources[1]):
         return _passthrough(sources[0])
-    if (name := spec.drops_zeros) is not None:
+    if (name := declared.drops_zeros) is not None:
         weights = merge.per_source(name)
         # With task arithmetic, the base's own task vector is zero.
         is_sum = merge.method == "task_arithmetic"
         kept = [i for i, weight in enumerate(weights) if weight != 0 and not (is_sum and sources[i] == base_source)]
-        if not kept and spec.needs_base and not spec.is_itself_alone:
+        if not kept and declared.needs_base and not declared.is_itself_alone:
             return _passthrough(base_source)
         is_sum |= merge.method == "linear"
-        if len(kept) == 1 and (spec.is_itself_alone or (is_sum and weights[kept[0]] == 1)):
+        if len(kept) == 1 and (declared.is_itself_alone or (is_sum and weights[kept[0]] == 1)):
             return _passthrough(sources[kept[0]])
         if kept:
             sources = tuple(sources[i] for i in kept)
@@ -350,10 +349,10 @@ def _canonical(merge: Merge, *, base: str, fingerprints: Mapping[str, str]) -> M
                 other: tuple(value[i] for i in kept) if isinstance(value, tuple) else value
                 for other, value in coefficients.items()
             }
-    if spec.is_itself_alone and len(sources) == 1:
+    if declared.is_itself_alone and len(sources) == 1:
         return _passthrough(sources[0])
-    coefficients = _brief(coefficients, spec)
-    if spec.is_ordered:
+    coefficients = _brief(coefficients, declared)
+    if declared.is_ordered:
         return Merge(merge.method, sources, coefficients, merge.seed)
 
     order = sorted(range(len(sources)), key=lambda i: _order(sources[i], fingerprints))
@@ -368,12 +367,12 @@ def _canonical(merge: Merge, *, base: str, fingerprints: Mapping[str, str]) -> M
     )
 
 
-def _brief(coefficients: Mapping[str, Coefficient], spec: MethodSpec) -> dict[str, Coefficient]:
+def _brief(coefficients: Mapping[str, CoefficientValue], declared: MergeMethod) -> dict[str, CoefficientValue]:
     """`coefficients` with one number where all sources have the same, and without defaults."""
-    brief: dict[str, Coefficient] = {}
+    brief: dict[str, CoefficientValue] = {}
     for name, value in coefficients.items():
         shared = value[0] if isinstance(value, tuple) and len(set(value)) == 1 else value
-        known = spec.coefficient(name)
+        known = declared.coefficient(name)
         if known is None or known.default is None or shared != known.default:
             brief[name] = shared
     return brief

@@ -25,11 +25,12 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from search_spaces.errors import InvalidConfiguration, InvalidStudy, Problem
+from search_spaces.methods import METHODS
 from search_spaces.parameters import Categorical, Condition, Configuration, Parameter, Parameters
 from search_spaces.recipe import COMPONENTS, Component, LayerRecipe, Merge, Recipe, Source
 from search_spaces.spaces.base import LayerGroup, SpaceDescription
 from search_spaces.spaces.lfs_methods import PUBLISHED, ComponentGroup
-from search_spaces.spaces.lfs_ranges import METHODS
+from search_spaces.spaces.lfs_ranges import SEARCHED_METHODS
 
 __all__ = ["PAPER", "LfsSpace", "paper_contradictions", "split_layers"]
 
@@ -84,10 +85,10 @@ class LfsSpace:
         self._tokenizer = tokenizer
         self._layer_groups = split_layers(num_layers, layer_groups)
         self._components = COMPONENT_GROUPS[component_groups]
-        self._methods = tuple(name for name in METHODS if name in methods)
+        self._methods = tuple(name for name in SEARCHED_METHODS if name in methods)
         self._is_per_component = method_per == "component" and component_groups > 1
         self._choices = {
-            name: self._operand_choices(name) for name in self._methods if METHODS[name].takes != "experts"
+            name: self._operand_choices(name) for name in self._methods if METHODS[name].source_choice != "experts"
         }
         parameters = [p for group in self._layer_groups for p in self._group_parameters(group.name)]
         self.parameters = Parameters(parameters, roles={p.name: self._role(p.name) for p in parameters})
@@ -139,7 +140,7 @@ class LfsSpace:
 
     def _choice_key(self, group: str, components: str, method: str) -> str:
         place = f"{group}.{components}" if self._is_per_component else group
-        return f"{place}.{method}.{'model' if METHODS[method].takes == 'model' else 'pair'}"
+        return f"{place}.{method}.{'model' if METHODS[method].source_choice == 'model' else 'pair'}"
 
     def _bit_key(self, group: str, expert: str) -> str:
         return f"{group}.use.{expert}"
@@ -183,7 +184,7 @@ class LfsSpace:
                     yield Categorical(key, tuple(choices), conditions=self._uses(group, components, method))
         for components in self._components:
             for method in self._methods:
-                yield from METHODS[method].parameters(self._cell(group, components, method))
+                yield from SEARCHED_METHODS[method].parameters(self._cell(group, components, method))
 
     # From a configuration to merges.
 
@@ -196,7 +197,7 @@ class LfsSpace:
                 if method in self._choices
                 else self._participants(group, configuration)
             )
-            merge = METHODS[method].decode(self._cell(group, components, method), operands, configuration)
+            merge = SEARCHED_METHODS[method].decode(self._cell(group, components, method), operands, configuration)
             merges |= dict.fromkeys(members, merge)
         return merges
 
@@ -217,7 +218,7 @@ class LfsSpace:
             "ordered pair": (*itertools.permutations(self._experts, 2), *with_base),
             "model": tuple((model,) for model in (self._base, *self._experts)),
         }
-        return {"+".join(models): models for models in choices[METHODS[method].takes]}
+        return {"+".join(models): models for models in choices[METHODS[method].source_choice]}
 
     # From merges back to a configuration.
 
@@ -283,7 +284,7 @@ class LfsSpace:
                     configuration[self._choice_key(group, components, method)] = "+".join(operands)
             if operands is None:
                 return None
-            values = METHODS[method].encode(self._cell(group, components, method), operands, merge)
+            values = SEARCHED_METHODS[method].encode(self._cell(group, components, method), operands, merge)
             if values is None:
                 return None
             configuration |= values
@@ -296,7 +297,7 @@ class LfsSpace:
                 choice
                 for choice in self._choices[method].values()
                 if all(
-                    METHODS[method].encode(self._cell(group, components, method), choice, merge) is not None
+                    SEARCHED_METHODS[method].encode(self._cell(group, components, method), choice, merge) is not None
                     for components, merge in merges.items()
                 )
             ),
@@ -337,10 +338,10 @@ def _problems(given: Mapping[str, Any], *, num_layers: int, num_experts: int, pr
         )
     if given["component_groups"] not in COMPONENT_GROUPS:
         yield Problem("search_space.component_groups", f"{given['component_groups']} is not accepted; use 1 or 3")
-    if unknown := sorted(set(given["methods"]) - set(METHODS)):
-        yield Problem("search_space.methods", f"unknown methods {unknown}; available: {', '.join(METHODS)}")
+    if unknown := sorted(set(given["methods"]) - set(SEARCHED_METHODS)):
+        yield Problem("search_space.methods", f"unknown methods {unknown}; available: {', '.join(SEARCHED_METHODS)}")
     if not given["methods"]:
-        yield Problem("search_space.methods", f"there are no methods; name some of {', '.join(METHODS)}")
+        yield Problem("search_space.methods", f"there are no methods; name some of {', '.join(SEARCHED_METHODS)}")
     if preset == "paper":
         yield from paper_contradictions(given)
 

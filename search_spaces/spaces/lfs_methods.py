@@ -1,23 +1,20 @@
 """The merge methods of LFS as published: the parameters each searches, and how their values become a Merge and back.
 
-The methods that go beyond the publication are in `lfs_ranges`. Ranges: Su and Geiping, "Fine, I'll Merge It Myself",
-appendix A.6. Merges here carry no layer; `lfs` puts it on.
+All other methods are searched as `lfs_ranges` says; the ranges are in their declarations (`search_spaces.methods`).
+Merges here carry no layer; `lfs` adds it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
+from search_spaces.methods import METHODS
 from search_spaces.parameters import Condition, Configuration, Float, Parameter
 from search_spaces.recipe import COEFFICIENT_DECIMALS, Merge, Source
 
-__all__ = ["PUBLISHED", "ComponentGroup", "Operands", "SearchedMethod", "on_simplex"]
-
-# What a method merges: the experts that take part, a pair of models, one whose first is the one that changes, or one
-# model.
-Operands = Literal["experts", "pair", "ordered pair", "model"]
+__all__ = ["PUBLISHED", "ComponentGroup", "SearchedMethod", "on_simplex"]
 
 # TIES keeps this share of a task vector where a recipe leaves it open (lambda = 0): the paper's default.
 DEFAULT_DENSITY = 0.2
@@ -38,13 +35,10 @@ class ComponentGroup:
 
 
 class SearchedMethod(Protocol):
-    """A method as LFS searches it. `operands` are aliases: the experts that take part, or the pair."""
+    """A method as LFS searches it. `operands` are aliases: the selected experts, the pair, or the model."""
 
     @property
     def name(self) -> str: ...
-
-    @property
-    def takes(self) -> Operands: ...
 
     def parameters(self, cell: ComponentGroup) -> tuple[Parameter, ...]: ...
 
@@ -56,13 +50,12 @@ class SearchedMethod(Protocol):
 
 
 class TaskArithmetic:
-    """base + lambda * (sum of the task vectors); lambda in [0, 1], shared by the experts that take part."""
+    """base + lambda * (sum of the task vectors); lambda is shared by the selected experts."""
 
     name = "task_arithmetic"
-    takes: Operands = "experts"
 
     def parameters(self, cell: ComponentGroup) -> tuple[Parameter, ...]:
-        return (Float(f"{cell.name}.task_arithmetic.lambda", 0.0, 1.0, conditions=cell.conditions),)
+        return (_searched(cell, self.name, "lambda"),)
 
     def decode(self, cell: ComponentGroup, operands: tuple[str, ...], configuration: Configuration) -> Merge:
         return _merge(self.name, operands, {"lambda": configuration[f"{cell.name}.task_arithmetic.lambda"]})
@@ -78,17 +71,13 @@ class TaskArithmetic:
 
 
 class Ties:
-    """TIES: keep the share k of largest magnitudes, elect signs, add lambda times the mean of those that agree;
-    lambda in [0, 1], k in [0.1, 0.99]."""
+    """TIES: keep the share k of largest magnitudes, elect signs, add lambda times the mean of those that
+    agree."""
 
     name = "ties"
-    takes: Operands = "experts"
 
     def parameters(self, cell: ComponentGroup) -> tuple[Parameter, ...]:
-        return (
-            Float(f"{cell.name}.ties.lambda", 0.0, 1.0, conditions=cell.conditions),
-            Float(f"{cell.name}.ties.k", 0.1, 0.99, conditions=cell.conditions),
-        )
+        return _searched(cell, self.name, "lambda"), _searched(cell, self.name, "k")
 
     def decode(self, cell: ComponentGroup, operands: tuple[str, ...], configuration: Configuration) -> Merge:
         values = {name: configuration[f"{cell.name}.ties.{name}"] for name in ("lambda", "k")}
@@ -104,18 +93,23 @@ class Ties:
 
 
 class Linear:
-    """The weighted mean of the experts that take part, weights on the simplex.
+    """The weighted mean of the selected experts, weights on the simplex.
 
-    Searched as one weight in [0, 1] per expert, stored divided by their sum; all zero means equal weights, and so do
-    weights that do not exist (see `lfs` on no bit being set). A single expert is averaged with the base, which gets
-    what is left of 1."""
+    Searched as one weight per expert, stored divided by their sum; all zero means equal weights, and so do weights
+    that do not exist (see `lfs` on no bit being set). A single expert is averaged with the base, whose weight is the
+    rest to 1."""
 
     name = "linear"
-    takes: Operands = "experts"
 
     def parameters(self, cell: ComponentGroup) -> tuple[Parameter, ...]:
+        weights = METHODS[self.name].range_of("weight")
         return tuple(
-            Float(self._key(cell, expert), 0.0, 1.0, conditions=cell.conditions + cell.is_selected[expert])
+            Float(
+                self._key(cell, expert),
+                weights.low,
+                weights.high,
+                conditions=cell.conditions + cell.is_selected[expert],
+            )
             for expert in cell.experts
         )
 
@@ -142,13 +136,12 @@ class Linear:
 
 
 class Slerp:
-    """Spherical interpolation between the two models of a pair; t in [0, 1], 0 is the first."""
+    """Spherical interpolation between the two models of a pair; t = 0 is the first."""
 
     name = "slerp"
-    takes: Operands = "pair"
 
     def parameters(self, cell: ComponentGroup) -> tuple[Parameter, ...]:
-        return (Float(f"{cell.name}.slerp.t", 0.0, 1.0, conditions=cell.conditions),)
+        return (_searched(cell, self.name, "t"),)
 
     def decode(self, cell: ComponentGroup, operands: tuple[str, ...], configuration: Configuration) -> Merge:
         return _merge(self.name, operands, {"t": configuration[f"{cell.name}.slerp.t"]})
@@ -165,6 +158,12 @@ class Slerp:
 
 # In the order in which they are searched and tried when a recipe is read back.
 PUBLISHED: dict[str, SearchedMethod] = {method.name: method for method in (TaskArithmetic(), Ties(), Slerp(), Linear())}
+
+
+def _searched(cell: ComponentGroup, method: str, coefficient: str) -> Float:
+    """The parameter of a coefficient with one number for all operands."""
+    range_ = METHODS[method].range_of(coefficient)
+    return Float(f"{cell.name}.{method}.{coefficient}", range_.low, range_.high, conditions=cell.conditions)
 
 
 def _merge(method: str, models: tuple[str, ...], coefficients: dict[str, float | tuple[float, ...]]) -> Merge:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from search_spaces import fidelity as ladders
 from search_spaces.searchers import SEARCHERS
+from search_spaces.spaces.lfs_ranges import SEARCHED_METHODS
 
 __all__ = [
     "LINE",
@@ -36,50 +37,10 @@ LINE = r"^[^\x00-\x1f\x7f]+$"
 Name = Annotated[str, Field(pattern=NAME)]
 Line = Annotated[str, Field(pattern=LINE)]
 
-# As in `lfs_ranges`; the first four are those of the publication.
-LfsMethod = Literal[
-    "task_arithmetic",
-    "ties",
-    "slerp",
-    "linear",
-    "passthrough",
-    "nuslerp",
-    "nuslerp_rows",
-    "nuslerp_columns",
-    "nuslerp_task_vectors",
-    "multislerp",
-    "multislerp_task_vectors",
-    "karcher",
-    "model_stock",
-    "model_stock_rows",
-    "nearswap",
-    "arcee_fusion",
-    "ties_majority",
-    "ties_sum",
-    "ties_weighted",
-    "ties_peft",
-    "m3_ties",
-    "dare_linear",
-    "dare_linear_l1",
-    "dare_ties",
-    "dare_ties_l1",
-    "m3_dare",
-    "della",
-    "della_l1",
-    "della_linear",
-    "della_linear_l1",
-    "breadcrumbs",
-    "breadcrumbs_ties",
-    "sce",
-    "sce_mergekit",
-    "ram",
-    "ramplus_tl",
-    "pcb",
-    "pcb_tanh",
-    "consensus_ta",
-    "consensus_ties",
-    "wudi",
-]
+if TYPE_CHECKING:
+    LfsMethod = str
+else:
+    LfsMethod = Literal[tuple(SEARCHED_METHODS)]
 Rungs = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
 
 

@@ -72,8 +72,8 @@ def measure_fused(directory: Path) -> dict[str, Any]:
     """Copying and the methods that have kernels, in turn."""
     import torch
 
+    from search_spaces.methods import METHODS
     from workers.merging.kernels import FUSED
-    from workers.merging.methods import METHODS
 
     family, _, merge = _merging(directory)
     methods = [*BARS, *(method for method in FUSED if method not in BARS)]
@@ -90,7 +90,7 @@ def measure_fused(directory: Path) -> dict[str, Any]:
     rows = []
     for method in methods:
         median = statistics.median(seconds[method])
-        speed = merge_family.models_moved(METHODS[method].spec) * model_bytes / median
+        speed = merge_family.models_moved(METHODS[method]) * model_bytes / median
         rows.append(
             {
                 "method": method,
@@ -121,7 +121,7 @@ def measure_many(directory: Path) -> dict[str, Any]:
 
     from search_spaces.recipe import Merge, Source
     from workers.merging.kernels import merge_stored
-    from workers.merging.methods import Operands
+    from workers.merging.methods.plain import Operands
     from workers.merging.statistics import magnitude_table
 
     torch.set_num_threads(THREADS)

@@ -34,7 +34,7 @@ WITH_REPACKING = (20, 200)  # than the merge and a new engine's process
 
 
 def run(methods: Sequence[str] = FAST) -> dict[str, Any]:
-    from workers.merging.methods import METHODS as REGISTRY
+    from search_spaces.methods import METHODS as DECLARED
 
     with merge_family.ram_disk() as directory:
         merge_family.output("tests.benchmarks.bench_merge", "make", str(directory))
@@ -44,7 +44,7 @@ def run(methods: Sequence[str] = FAST) -> dict[str, Any]:
         merges = json.loads(merge_family.output("tests.benchmarks.merge_family", str(directory), *peers))
     for row in swaps["methods"]:
         merge_s = merges[STAND_INS.get(row["method"], row["method"])]
-        floor_s = merge_family.models_moved(REGISTRY[row["method"]].spec) * swaps["copy_s"] / 2
+        floor_s = merge_family.models_moved(DECLARED[row["method"]]) * swaps["copy_s"] / 2
         row |= {
             "mergekit_s": merge_s,
             "floor_s": floor_s,

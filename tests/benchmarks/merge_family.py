@@ -70,10 +70,10 @@ def models_moved(spec: Any) -> int:
 
 def recipe(family: Any, method: str, seed: int) -> Any:
     """A candidate: one merge by `method` everywhere, with coefficients drawn by `seed`."""
+    from search_spaces.methods import METHODS
     from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
-    from workers.merging.methods import METHODS
 
-    spec = METHODS[method].spec
+    spec = METHODS[method]
     draw = random.Random(f"{method} {seed}")
     aliases = [expert.alias for expert in family.experts][: spec.max_sources]
     ranges = {
@@ -129,11 +129,11 @@ FIRST_IS_BASE = ("slerp", "nearswap", "arcee_fusion")
 
 def mergekit_config(directory: Path, candidate: Any, method: str) -> dict[str, Any]:
     """mergekit's configuration of the candidate."""
-    from workers.merging.methods import METHODS
+    from search_spaces.methods import METHODS
 
     name, settings = PEERS[method]
     merge = candidate.embedding
-    spec = METHODS[method].spec
+    spec = METHODS[method]
     models = []
     for i, source in enumerate(merge.sources):
         parameters = {

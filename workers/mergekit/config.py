@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from search_spaces.errors import InvalidRecipe
-from workers.mergekit.methods import MERGE_METHODS, WITHOUT_EFFECT, Parameter, Scalar
+from search_spaces.methods.mergekit import Parameter, Scalar
+from workers.mergekit.methods import MERGEKIT_METHODS, WITHOUT_EFFECT
 
 __all__ = [
     "DTYPES",
@@ -93,7 +94,7 @@ class MergekitConfig:
         none is named, it is the first, or the model that adapters are to."""
         named = self.base_model or self.slices[0].base
         if named is not None:
-            return named if MERGE_METHODS[self.method].base != "unused" else split_adapter(named)[0]
+            return named if MERGEKIT_METHODS[self.method].base != "unused" else split_adapter(named)[0]
         inputs = [source.model for slice_ in self.slices for source in slice_.inputs]
         adapted = (whole for whole, adapter in map(split_adapter, inputs) if adapter is not None)
         return next(adapted, inputs[0])
@@ -147,7 +148,7 @@ NOT_MERGED = {
 }
 
 
-PARAMETER_NAMES = {parameter.name for method in MERGE_METHODS.values() for parameter in method.parameters}
+PARAMETER_NAMES = {parameter.name for method in MERGEKIT_METHODS.values() for parameter in method.parameters}
 
 
 class _Reader:
@@ -208,11 +209,11 @@ class _Reader:
         return tuple(self._slice(entry, f"{here}.{i}") for i, entry in enumerate(listed))
 
     def _merge_method(self, name: Any) -> str | None:
-        if isinstance(name, str) and name in MERGE_METHODS:
+        if isinstance(name, str) and name in MERGEKIT_METHODS:
             return name
-        accepted = ", ".join(MERGE_METHODS)
+        accepted = ", ".join(MERGEKIT_METHODS)
         self._problem(
-            "merge_method", f"{_shown(name)} is not merged here; {_nearest(name, MERGE_METHODS)}known: {accepted}"
+            "merge_method", f"{_shown(name)} is not merged here; {_nearest(name, MERGEKIT_METHODS)}known: {accepted}"
         )
         return None
 
@@ -255,7 +256,7 @@ class _Reader:
         settings: dict[str, tuple[Condition, ...]] = {}
         if self._method is None or node is None:
             return settings
-        parameters = {parameter.name: parameter for parameter in MERGE_METHODS[self._method].parameters}
+        parameters = {parameter.name: parameter for parameter in MERGEKIT_METHODS[self._method].parameters}
         if not isinstance(node, Mapping):
             self._problem(place, f"{_shown(node)} is not accepted; give a mapping (name: value)")
             return settings

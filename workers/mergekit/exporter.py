@@ -1,19 +1,21 @@
 """Recipes as mergekit configurations, where mergekit computes the same tensors up to float32 rounding.
 
 A configuration has one merge method, so the recipe's merges must share one: weighted sums of models (passthrough,
-linear, task_arithmetic, in any mixture), SLERP (with passthrough), or one of `PEERS` everywhere. What mergekit computes
-otherwise is never written: what it cuts among equal magnitudes in no defined order, draws at random, or computes
-differently in corner cases. The functions here know mergekit's configuration format, not its code.
+linear, task_arithmetic, in any mixture), SLERP (with passthrough), or one method with a counterpart everywhere. What
+mergekit computes differently is never written: what it cuts among equal magnitudes in no defined order, draws at
+random, or computes differently in corner cases. The functions here know mergekit's configuration format, not its code.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 from search_spaces.methods import METHODS
+from search_spaces.methods.base import MergeMethod
+from search_spaces.methods.mergekit import Counterpart
 from search_spaces.recipe import COMPONENTS, Merge, Recipe
 from workers.models.components import Layout
 
@@ -23,43 +25,6 @@ __all__ = ["Inexpressible", "mergekit_config"]
 COMPONENT_FILTERS = (("norm", "norm"), ("attention", "attn"), ("attention", "attention"), ("mlp", "mlp"))
 
 SUMS = ("passthrough", "linear", "task_arithmetic")
-
-
-@dataclass(frozen=True)
-class _Peer:
-    """mergekit's method for one of ours, the parameters that make it that, and who is its base model: none, the
-    recipe's base, or the first source."""
-
-    name: str
-    parameters: Mapping[str, bool] = field(default_factory=dict)
-    base: Literal["none", "recipe", "first"] = "none"
-
-
-EQUIVALENTS: Mapping[str, _Peer] = {
-    "nuslerp": _Peer("nuslerp"),
-    "nuslerp_rows": _Peer("nuslerp", {"nuslerp_flatten": False}),
-    "nuslerp_columns": _Peer("nuslerp", {"nuslerp_flatten": False, "nuslerp_row_wise": True}),
-    "nuslerp_task_vectors": _Peer("nuslerp", base="recipe"),
-    "multislerp": _Peer("multislerp"),
-    "multislerp_task_vectors": _Peer("multislerp", base="recipe"),
-    "karcher": _Peer("karcher"),
-    "nearswap": _Peer("nearswap", base="first"),
-    "ram": _Peer("ram", base="recipe"),
-    "ramplus_tl": _Peer("ramplus_tl", base="recipe"),
-    "ties_weighted": _Peer("ties", base="recipe"),
-}
-
-# Why methods that mergekit has are not written.
-DIFFERENCES: Mapping[str, str] = {
-    "ties": "ties differs in mergekit where signs cancel and where magnitudes are equal",
-    "model_stock": "model_stock differs in mergekit where task vectors are short",
-    "model_stock_rows": "model_stock_rows differs in mergekit where task vectors are short",
-    "sce_mergekit": "sce_mergekit differs in mergekit where variances are equal",
-    "sce": "sce differs in mergekit where task vectors are small and where signs cancel",
-    "arcee_fusion": "arcee_fusion takes random quartiles in mergekit of tensors above a million elements",
-    "breadcrumbs": "breadcrumbs differs in mergekit where magnitudes are equal",
-    "breadcrumbs_ties": "breadcrumbs_ties differs in mergekit where magnitudes are equal",
-}
 
 
 class Inexpressible(ValueError):
@@ -98,14 +63,14 @@ def mergekit_config(
     elif methods <= {"slerp", "passthrough"}:
         method = "slerp"
         slices = [_slerp_slice(recipe, index) for index in range(len(recipe.layers))]
-    elif different := sorted(methods & DIFFERENCES.keys()):
-        raise Inexpressible(DIFFERENCES[different[0]])
+    elif different := sorted(name for name in methods if _always_differs(METHODS[name])):
+        raise Inexpressible(f"{different[0]} {METHODS[different[0]].mergekit_difference}")
     elif random := sorted(name for name in methods if METHODS[name].takes_seed):
         raise Inexpressible(f"{random[0]} has random masks, which mergekit draws otherwise")
-    elif len(methods) == 1 and methods <= EQUIVALENTS.keys():
-        return _peer_config(recipe, merges[0].method, layout, directories, dtype=dtype)
-    elif absent := sorted(methods - EQUIVALENTS.keys() - {*SUMS, "slerp"}):
+    elif absent := sorted(name for name in methods if METHODS[name].mergekit is None):
         raise Inexpressible(f"mergekit has no {absent[0]}")
+    elif len(methods) == 1:
+        return _counterpart_config(recipe, merges[0].method, layout, directories, dtype=dtype)
     else:
         raise Inexpressible(
             f"mergekit applies one method to a whole model; this recipe has {', '.join(sorted(methods))}"
@@ -125,30 +90,36 @@ def mergekit_config(
     return document
 
 
-def _peer_config(
+def _always_differs(method: MergeMethod) -> bool:
+    is_sometimes_exact = method.mergekit is not None and bool(method.mergekit.exact_at)
+    return method.mergekit_difference is not None and not is_sometimes_exact
+
+
+def _counterpart_config(
     recipe: Recipe, method: str, layout: Layout, directories: Mapping[str, str], *, dtype: str
 ) -> dict[str, Any]:
-    """The configuration of a recipe whose merges are all by one of `PEERS`."""
-    mergekit_equivalent = EQUIVALENTS[method]
-    slices = [_peer_slice(recipe, index, method) for index in range(len(recipe.layers))]
+    """The configuration of a recipe whose merges are all by one method with a counterpart."""
+    counterpart = METHODS[method].mergekit
+    assert counterpart is not None
+    slices = [_counterpart_slice(recipe, index, METHODS[method], counterpart) for index in range(len(recipe.layers))]
     if len({len(slice_.models) for slice_ in slices}) > 1:
         raise Inexpressible("mergekit merges the same number of models in all layers")
     filters = _filters(layout)
     document: dict[str, Any] = {
-        "merge_method": mergekit_equivalent.name,
+        "merge_method": counterpart.method,
         "slices": [_slice_document(slice_, filters, directories) for slice_ in _joined(slices)],
         "dtype": "float32",
         "out_dtype": dtype,
     }
-    if mergekit_equivalent.base == "recipe":
+    if counterpart.base == "recipe":
         document["base_model"] = directories[recipe.base]
-    if mergekit_equivalent.parameters:
-        document["parameters"] = dict(mergekit_equivalent.parameters)
+    if counterpart.written_settings:
+        document["parameters"] = dict(counterpart.written_settings)
     return document
 
 
-def _peer_slice(recipe: Recipe, index: int, method: str) -> _Slice:
-    mergekit_equivalent, spec = EQUIVALENTS[method], METHODS[method]
+def _counterpart_slice(recipe: Recipe, index: int, method: MergeMethod, counterpart: Counterpart) -> _Slice:
+    parameters = {parameter.name for parameter in counterpart.parameters}
     merges = _components(recipe, index)
     orders = {tuple(source.model for source in merge.sources) for merge in merges.values()}
     if len(orders) > 1:
@@ -158,18 +129,16 @@ def _peer_slice(recipe: Recipe, index: int, method: str) -> _Slice:
         raise Inexpressible("a merge takes several layers of one model")
     settings: dict[tuple[str, str], dict[str, float]] = {}
     for component, merge in merges.items():
-        if method == "karcher" and "weight" in merge.coefficients:
-            raise Inexpressible("karcher has equal weights in mergekit")
-        if method == "ties_weighted" and set(merge.per_source("density")) != {1.0}:
-            raise Inexpressible("ties_weighted differs in mergekit where magnitudes are equal")
-        for coefficient in () if method == "karcher" else spec.coefficients:
+        if any(set(merge.per_source(name)) != {exact} for name, exact in counterpart.exact_at.items()):
+            raise Inexpressible(f"{method.name} {method.mergekit_difference}")
+        for coefficient in (c for c in method.coefficients if c.name in parameters):
             for model, number in zip(sources, merge.per_source(coefficient.name), strict=True):
                 owner = model if coefficient.per_model else ""
                 settings.setdefault((owner, coefficient.name), {})[component] = number
-    if mergekit_equivalent.base == "recipe" and recipe.base in sources:
-        raise Inexpressible(f"{method} has the base among its sources")
-    models = (recipe.base, *sources) if mergekit_equivalent.base == "recipe" else sources
-    base = sources[0] if mergekit_equivalent.base == "first" else None
+    if counterpart.base == "recipe" and recipe.base in sources:
+        raise Inexpressible(f"{method.name} has the base among its sources")
+    models = (recipe.base, *sources) if counterpart.base == "recipe" else sources
+    base = sources[0] if counterpart.base == "first" else None
     return _Slice(models, _layers(recipe, index, models), settings, base=base)
 
 

@@ -12,10 +12,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from search_spaces.errors import InvalidRecipe
+from search_spaces.methods import METHODS
+from search_spaces.methods.mergekit import Parameter, Scalar, Values
 from search_spaces.recipe import COMPONENTS, LayerRecipe, Merge, Recipe, Source
 from workers.mergekit.config import MergekitConfig, ModelInput, Settings, Slice
-from workers.mergekit.methods import MERGE_METHODS, Inputs, Parameter, Scalar
-from workers.merging.methods import METHODS
+from workers.mergekit.methods import MERGEKIT_METHODS, Inputs
 from workers.models.components import Layout
 
 __all__ = ["to_recipe"]
@@ -52,7 +53,7 @@ class _Builder:
     def __init__(self, configuration: MergekitConfig, aliases: Mapping[str, str], layout: Layout, seed: int) -> None:
         self.problems: dict[object, str] = {}
         self._configuration = configuration
-        self._method = MERGE_METHODS[configuration.method]
+        self._method = MERGEKIT_METHODS[configuration.method]
         self._aliases = aliases
         self._layout = layout
         self._seed = seed
@@ -140,7 +141,7 @@ class _Builder:
         base = next((source for source, counts in zip(sources, is_expert, strict=True) if not counts), None)
         where = slice_.place or "models"
         try:
-            merge = self._method.to_merge(Inputs(experts, base, values, self._seed))
+            merge = self._method.to_merge(Inputs(experts, base, Values(values), self._seed))
         except InvalidRecipe as error:
             self._problem(where, str(error))
             return _nothing()

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from workers.errors import InvalidModel
-from workers.merging.methods import Importance, Products
+from workers.merging.methods.arithmetic import Products
+from workers.merging.methods.averages import Importance
 from workers.merging.order_statistics import MagnitudeTable
 from workers.merging.statistics import (
     cosine,

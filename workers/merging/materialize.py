@@ -13,12 +13,15 @@ from typing import Self
 import torch
 
 from search_spaces.errors import InvalidRecipe
+from search_spaces.methods import METHODS
 from search_spaces.recipe import COMPONENTS, Merge, Recipe, Source
 from workers.errors import InvalidModel
 from workers.merging.bank import Bank, Key
 from workers.merging.kernels import FUSED, for_each, is_fused, merge_stored
 from workers.merging.masks import mask_key
-from workers.merging.methods import METHODS, Importance, Operands, Products
+from workers.merging.methods.arithmetic import Products
+from workers.merging.methods.averages import Importance
+from workers.merging.methods.plain import PLAIN, Operands
 from workers.merging.order_statistics import MagnitudeTable
 from workers.models.components import some_of
 from workers.models.vocabulary import BASE, UNION
@@ -229,7 +232,8 @@ class _Computation:
 
     @classmethod
     def of(cls, tensor: MergedTensor, recipe: Recipe, aliases: dict[str, str], bank: Bank) -> Self:
-        merge, method = tensor.merge, METHODS[tensor.merge.method]
+        merge, declared = tensor.merge, METHODS[tensor.merge.method]
+        uses = PLAIN[merge.method].uses
 
         def key(source: Source) -> Key:
             return aliases[source.model], bank.layout.name(tensor.suffix, source.layer)
@@ -237,7 +241,7 @@ class _Computation:
         sources = tuple(key(source) for source in merge.sources)
         base = key(Source(recipe.base, merge.sources[0].layer))
         masks = None
-        if method.takes_seed:
+        if declared.takes_seed:
             assert merge.seed is not None, f"{merge.method} without a seed passed the check"
             masks = tuple(
                 mask_key(merge.seed, recipe.models[source.model], name)
@@ -246,13 +250,13 @@ class _Computation:
         return cls(
             tensor,
             sources,
-            base if method.needs_base else None,
+            base if declared.needs_base else None,
             masks,
-            bank.cosine(*sources) if "cosine" in method.uses else None,
-            bank.magnitudes(sources, base) if "magnitudes" in method.uses else None,
-            bank.products(sources, base if method.needs_base else None) if "products" in method.uses else None,
-            bank.importance(*sources) if "importance" in method.uses else None,
-            bank.variances(sources, base) if "variances" in method.uses else None,
+            bank.cosine(*sources) if "cosine" in uses else None,
+            bank.magnitudes(sources, base) if "magnitudes" in uses else None,
+            bank.products(sources, base if declared.needs_base else None) if "products" in uses else None,
+            bank.importance(*sources) if "importance" in uses else None,
+            bank.variances(sources, base) if "variances" in uses else None,
         )
 
     @property
@@ -267,7 +271,7 @@ class _Computation:
         if self.is_copy:
             return bank.get(*self.sources[0]).to(dtype)
         # As large as half a source: for one tensor at a time.
-        has_ranks = self.base is not None and "ranks" in METHODS[merge.method].uses and math.prod(shape) > 0
+        has_ranks = self.base is not None and "ranks" in PLAIN[merge.method].uses and math.prod(shape) > 0
         operands = Operands(
             tensors=tuple(bank.get(*source) for source in self.sources),
             base=None if self.base is None else bank.get(*self.base),
@@ -283,4 +287,4 @@ class _Computation:
             merged = into(self.tensor.name, shape) if into else torch.empty(shape, dtype=dtype, device=bank.device)
             merge_stored(merge, operands, merged)
             return merged
-        return METHODS[merge.method].merge(operands.in_float32(), merge).to(dtype)
+        return PLAIN[merge.method].merge(operands.in_float32(), merge).to(dtype)

@@ -11,9 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from workers.merging.methods import Importance, Products, averages, cosine_of, row_width
-from workers.merging.methods import inner_products as plain_inner_products
+from workers.merging.methods import averages
+from workers.merging.methods.arithmetic import Products, cosine_of
+from workers.merging.methods.arithmetic import inner_products as plain_inner_products
+from workers.merging.methods.averages import Importance
 from workers.merging.methods.competition import variance
+from workers.merging.methods.sparsify import row_width
 from workers.merging.order_statistics import MagnitudeTable
 
 __all__ = ["cosine", "importance_of", "inner_products", "magnitude_table", "row_ranks", "variance_table"]

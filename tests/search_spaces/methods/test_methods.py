@@ -1,10 +1,16 @@
+import json
 import math
+import subprocess
+import sys
 
 import pytest
 
+import search_spaces.methods
 from search_spaces.errors import InvalidRecipe
 from search_spaces.methods import METHODS
+from search_spaces.methods.base import NumSources, PairShare, Range
 from search_spaces.recipe import Merge, Source
+from search_spaces.spaces.lfs_ranges import SEARCHED_METHODS
 
 
 def merge(method, *models, seed=None, **coefficients):
@@ -13,12 +19,92 @@ def merge(method, *models, seed=None, **coefficients):
 
 
 def test_every_method_names_its_coefficients_once_and_its_rules_among_them():
-    for spec in METHODS.values():
-        names = [coefficient.name for coefficient in spec.coefficients]
+    for name, method in METHODS.items():
+        names = [coefficient.name for coefficient in method.coefficients]
+        assert method.name == name
         assert len(names) == len(set(names))
-        assert {spec.drops_zeros, spec.base_at_zero} - {None} <= set(names)
-        assert all(c.default is None or c.contains(c.default) for c in spec.coefficients)
-        assert spec.max_sources is None or spec.min_sources <= spec.max_sources
+        assert {method.drops_zeros, method.base_at_zero, method.first_at_zero} - {None} <= set(names)
+        assert all(c.default is None or c.contains(c.default) for c in method.coefficients)
+        assert method.max_sources is None or method.min_sources <= method.max_sources
+
+
+# A study's parameters are in this order, and so the trials of a seed: others may come between, none may move.
+LFS_ORDER = [
+    *("task_arithmetic", "ties", "slerp", "linear", "passthrough"),
+    *("nuslerp", "nuslerp_rows", "nuslerp_columns", "nuslerp_task_vectors", "multislerp", "multislerp_task_vectors"),
+    *("karcher", "model_stock", "model_stock_rows", "nearswap", "arcee_fusion"),
+    *("ties_majority", "ties_sum", "ties_weighted", "ties_peft", "m3_ties"),
+    *("dare_linear", "dare_linear_l1", "dare_ties", "dare_ties_l1", "m3_dare"),
+    *("della", "della_l1", "della_linear", "della_linear_l1", "breadcrumbs", "breadcrumbs_ties"),
+    *("sce", "sce_mergekit", "ram", "ramplus_tl", "pcb", "pcb_tanh", "consensus_ta", "consensus_ties", "wudi"),
+]
+
+
+def test_the_order_of_methods_in_a_search_does_not_change():
+    assert [name for name in SEARCHED_METHODS if name in LFS_ORDER] == LFS_ORDER
+
+
+def test_every_coefficient_is_searched_within_what_it_accepts_or_has_a_default():
+    for method in METHODS.values():
+        for coefficient in method.coefficients:
+            match coefficient.searched:
+                case Range(low=low, high=high) | PairShare(low=low, high=high):
+                    assert low < high
+                    assert coefficient.contains(low)
+                    assert coefficient.contains(high)
+                case NumSources(value=value):
+                    assert coefficient.is_whole
+                    assert coefficient.contains(value)
+                case None:
+                    assert coefficient.default is not None
+
+
+def test_weights_of_a_pair_are_searched_only_where_there_is_a_pair():
+    for method in METHODS.values():
+        if any(isinstance(coefficient.searched, PairShare) for coefficient in method.coefficients):
+            assert [coefficient.name for coefficient in method.coefficients] == ["weight"]
+            assert method.source_choice == "pair"
+
+
+def test_methods_with_the_same_counterpart_have_its_parameters_and_differ_in_what_selects_them():
+    variants = {}
+    for method in METHODS.values():
+        if method.mergekit is not None:
+            variants.setdefault(method.mergekit.method, []).append(method.mergekit)
+    for counterparts in variants.values():
+        assert {c.parameters for c in counterparts} == {counterparts[0].parameters}
+        names = {parameter.name for parameter in counterparts[0].parameters}
+        assert all(set(c.settings) <= names for c in counterparts)
+        choices = [(c.base, tuple(sorted(c.settings.items()))) for c in counterparts]
+        assert len(set(choices)) == len(choices)
+
+
+def test_where_a_counterpart_is_exact_in_places_the_difference_is_said():
+    for method in METHODS.values():
+        if method.mergekit is not None and method.mergekit.exact_at:
+            assert method.mergekit_difference
+            assert set(method.mergekit.exact_at) <= {coefficient.name for coefficient in method.coefficients}
+
+
+def test_reading_the_declarations_needs_no_numpy_and_no_pydantic():
+    program = (
+        "import json, sys, search_spaces.recipe\n"
+        "print(json.dumps([name for name in ('numpy', 'pydantic', 'torch') if name in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == []
+
+
+def test_a_new_module_of_the_package_is_found_without_a_list(tmp_path, monkeypatch):
+    (tmp_path / "added.py").write_text(
+        "from search_spaces.methods.base import MergeMethod\n"
+        "POSITION = 0\n"
+        "ADDED = MergeMethod(name='added', source='a paper', variant='a test')\n"
+    )
+    monkeypatch.setattr(search_spaces.methods, "__path__", [*search_spaces.methods.__path__, str(tmp_path)])
+    found = [method.name for method in search_spaces.methods.declarations()]
+    assert found == ["added", *METHODS]
+    del sys.modules["search_spaces.methods.added"]
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from search_spaces.errors import InvalidStudy
-from search_spaces.methods import METHODS as SPECS
+from search_spaces.methods import METHODS
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from search_spaces.spaces.lfs import LfsSpace, split_layers
-from search_spaces.spaces.lfs_ranges import METHODS, SEED
+from search_spaces.spaces.lfs_ranges import SEARCHED_METHODS, SEED
 from search_spaces.study.sections import LfsMethod
 
 EXPERTS = ("math", "code", "text")
@@ -279,11 +279,11 @@ def test_parameters_of_one_role_differ_in_their_groups_only() -> None:
 
 
 def test_every_merge_method_can_be_searched_and_written_in_a_study() -> None:
-    assert set(METHODS) == set(SPECS)
-    assert get_args(LfsMethod) == tuple(METHODS)
+    assert set(SEARCHED_METHODS) == set(METHODS)
+    assert get_args(LfsMethod) == tuple(SEARCHED_METHODS)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SEARCHED_METHODS)
 @pytest.mark.parametrize("experts", [EXPERTS, EXPERTS[:2], EXPERTS[:1]], ids=len)
 def test_every_method_decodes_to_merges_it_takes_and_reads_them_back(method, experts):
     lfs = space(experts, component_groups=3, methods=(method,))
@@ -292,13 +292,13 @@ def test_every_method_decodes_to_merges_it_takes_and_reads_them_back(method, exp
         configuration = lfs.parameters.sample(rng) if len(lfs.parameters) else {}
         recipe = lfs.to_recipe(configuration)
         assert {merge.method for merge in recipe.merges()} <= {method, "passthrough"}
-        assert all(merge.seed == (SEED if SPECS[merge.method].takes_seed else None) for merge in recipe.merges())
+        assert all(merge.seed == (SEED if METHODS[merge.method].takes_seed else None) for merge in recipe.merges())
         found = lfs.from_recipe(recipe)
         assert found is not None
         assert lfs.to_recipe(found).digest == recipe.digest
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SEARCHED_METHODS)
 def test_the_ends_of_every_range_are_accepted(method):
     lfs = space(methods=(method,))
     for end in ("low", "high"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from search_spaces.errors import InvalidConfiguration
 from search_spaces.recipe import Recipe, Source
 from search_spaces.spaces.lfs import LfsSpace
-from search_spaces.spaces.lfs_ranges import METHODS as ALL_METHODS
+from search_spaces.spaces.lfs_ranges import SEARCHED_METHODS
 
 METHODS = ("task_arithmetic", "ties", "slerp", "linear")
 
@@ -31,8 +31,8 @@ SPACES = {
     "five experts, method per component": lfs(tuple("abcde"), 6, layer_groups=2, method_per="component"),
     "whole layers, method per component": lfs(tuple("abc"), 4, component_groups=1, method_per="component"),
     "linear only": lfs(("math", "code", "text"), 4, methods=("linear",)),
-    "all methods": lfs(("math", "code", "text"), 4, layer_groups=2, methods=tuple(ALL_METHODS)),
-    "all methods, one expert": lfs(("math",), 3, layer_groups=1, methods=tuple(ALL_METHODS)),
+    "all methods": lfs(("math", "code", "text"), 4, layer_groups=2, methods=tuple(SEARCHED_METHODS)),
+    "all methods, one expert": lfs(("math",), 3, layer_groups=1, methods=tuple(SEARCHED_METHODS)),
     "slerp only": lfs(("math", "code", "text"), 4, methods=("slerp",), method_per="component"),
     "one layer, one expert, one method": lfs(("math",), 1, layer_groups=1, methods=("ties",)),
 }

@@ -19,7 +19,7 @@ from workers.export.checkpoint import export
 from workers.mergekit.config import read_configuration
 from workers.mergekit.exporter import mergekit_config
 from workers.mergekit.importer import to_recipe
-from workers.mergekit.methods import MERGE_METHODS
+from workers.mergekit.methods import MERGEKIT_METHODS
 from workers.merging.bank import Bank
 from workers.merging.masks import keep, keep_each, mask_key
 from workers.merging.materialize import merged_tensors
@@ -362,8 +362,8 @@ def test_mergekit_gives_the_same_tensors(tied: Bank, untied: Bank, tmp_path: Pat
 def test_every_method_of_mergekit_is_merged() -> None:
     from mergekit.merge_methods.registry import registered_methods
 
-    assert {method.spec.name for method in registered_methods()} == set(MERGE_METHODS)
-    assert {yaml.safe_load(text)["merge_method"] for _, text in CONFIGURATIONS.values()} == set(MERGE_METHODS)
+    assert {method.spec.name for method in registered_methods()} == set(MERGEKIT_METHODS)
+    assert {yaml.safe_load(text)["merge_method"] for _, text in CONFIGURATIONS.values()} == set(MERGEKIT_METHODS)
 
 
 def test_a_frankenmerge_is_a_model_of_its_own_depth(untied: Bank, tmp_path: Path) -> None:

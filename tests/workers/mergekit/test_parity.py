@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, tensor
 
 from search_spaces.errors import InvalidRecipe
+from search_spaces.methods import METHODS
 from search_spaces.recipe import Merge, Source
 from workers.merging.masks import keep, keep_each, mask_key
-from workers.merging.methods import METHODS, Operands, merge_tensors
+from workers.merging.methods.plain import Operands, merge_tensors
 
 Coefficients = Mapping[str, float | tuple[float, ...]]
 
@@ -207,17 +208,17 @@ def test_mergekit_gives_the_same(
     torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
 
 
+PAIRS: list[tuple[str, Coefficients]] = [
+    ("slerp", {"t": 0.3}),
+    ("slerp", {"t": 1.0}),
+    ("nearswap", {"t": 0.01}),
+    ("nearswap", {"t": 0.0}),
+    ("arcee_fusion", {}),
+]
+
+
 @pytest.mark.parametrize("kind", TENSORS)
-@pytest.mark.parametrize(
-    ("name", "coefficients"),
-    [
-        ("slerp", {"t": 0.3}),
-        ("slerp", {"t": 1.0}),
-        ("nearswap", {"t": 0.01}),
-        ("nearswap", {"t": 0.0}),
-        ("arcee_fusion", {}),
-    ],
-)
+@pytest.mark.parametrize(("name", "coefficients"), PAIRS)
 def test_mergekit_gives_the_same_for_pairs_whose_first_it_calls_the_base(
     name: str, coefficients: Coefficients, kind: str
 ) -> None:
@@ -385,7 +386,7 @@ def test_deviation_arcee_fusion_takes_quartiles_of_the_whole_tensor(monkeypatch:
     assert not torch.equal(whole, theirs("arcee_fusion", experts[0], experts[1:2], {}))
 
 
-def test_every_method_that_has_a_peer_is_compared() -> None:
-    pairs = {"slerp", "nearswap", "arcee_fusion"}
+def test_every_method_with_a_counterpart_is_compared() -> None:
+    pairs = {name for name, _ in PAIRS}
     compared = {case[0] for case in CASES} - {"sce"}  # where it does not deviate it is equal too
-    assert {name for name, method in METHODS.items() if method.mergekit_equivalent} == compared | pairs
+    assert {name for name, method in METHODS.items() if method.mergekit} == compared | pairs

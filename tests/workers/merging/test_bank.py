@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from workers.errors import InvalidModel
 from workers.merging.bank import Bank
-from workers.merging.methods import cosine
+from workers.merging.methods.arithmetic import cosine
 from workers.models.checkpoints import fingerprint, open_family
 from workers.types import Family
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from search_spaces.errors import InvalidRecipe
+from search_spaces.methods import METHODS
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from tests.benchmarks import bench_memory, merge_family
 from tests.workers.merging.methods.examples import EXAMPLES
@@ -17,7 +18,8 @@ from workers.merging.bank import Bank
 from workers.merging.kernels import FUSED
 from workers.merging.masks import keep, mask_key
 from workers.merging.materialize import check_recipe, merge_into, merged_names, merged_tensors
-from workers.merging.methods import METHODS, linear, task_arithmetic, ties
+from workers.merging.methods.averages import linear
+from workers.merging.methods.task_vectors import task_arithmetic, ties
 from workers.types import Family
 
 Make = Callable[[int | None], Merge]
@@ -196,18 +198,19 @@ def test_sources_are_never_modified(tied: Bank) -> None:
 
 
 def by(method: str, *aliases: str, seed: int = 0) -> Make:
-    spec = METHODS[method].spec
-    numbers = {c.name: EXAMPLES[c.name] for c in spec.coefficients if not isinstance(EXAMPLES.get(c.name, ()), tuple)}
-    if spec.coefficient("weight"):
+    declared = METHODS[method]
+    examples = {c.name: EXAMPLES.get(c.name, ()) for c in declared.coefficients}
+    numbers = {name: value for name, value in examples.items() if not isinstance(value, tuple)}
+    if declared.coefficient("weight"):
         numbers["weight"] = 0.4
     return lambda layer: Merge(
-        method, tuple(Source(alias, layer) for alias in aliases), numbers, seed if spec.takes_seed else None
+        method, tuple(Source(alias, layer) for alias in aliases), numbers, seed if declared.takes_seed else None
     )
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_merges_whole_models_in_recipes(untied: Bank, method: str) -> None:
-    aliases = ("math", "text")[: METHODS[method].spec.max_sources or 2]
+    aliases = ("math", "text")[: METHODS[method].max_sources or 2]
     recipe = recipe_of(untied.family, by(method, *aliases), embedding=passthrough("base"), head=passthrough("base"))
     merged = dict(merged_tensors(Recipe.from_json(recipe.to_json()), untied, torch.float32))
     assert {name: tuple(tensor.shape) for name, tensor in merged.items()} == merged_names(recipe, untied)

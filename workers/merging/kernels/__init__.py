@@ -29,7 +29,7 @@ import torch
 from search_spaces.recipe import Merge
 from workers.merging.kernels.lowering import FUSED, ON_CUDA
 from workers.merging.kernels.threads import each_in_one_thread
-from workers.merging.methods import Operands
+from workers.merging.methods.plain import Operands
 
 __all__ = ["FUSED", "ON_CUDA", "for_each", "is_fused", "merge_stored"]
 

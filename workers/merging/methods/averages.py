@@ -21,6 +21,7 @@ from workers.merging.methods.arithmetic import (
     row_cosines,
     weighted_sum,
 )
+from workers.merging.methods.registry import merges
 
 __all__ = [
     "Importance",
@@ -65,11 +66,13 @@ KARCHER_STEPS, KARCHER_TOLERANCE = 10, 1e-5
 SINGULAR = 1e-6
 
 
+@merges("passthrough")
 def passthrough(tensors: Sequence[torch.Tensor], *, scale: float = 1) -> torch.Tensor:
     """scale * theta: the one source as it is, or scaled (mergekit's passthrough with `scale`)."""
     return tensors[0] if scale == 1 else tensors[0] * scale
 
 
+@merges("linear")
 def linear(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """Weighted average, eq. 11: sum_t w_t theta_t with sum_t w_t = 1 (model soups, arXiv:2203.05482).
 
@@ -84,15 +87,17 @@ def linear_weights(weights: Sequence[float]) -> list[float]:
     return _shares("linear", weights)
 
 
-def slerp(first: torch.Tensor, second: torch.Tensor, *, t: float, cos: float | None = None) -> torch.Tensor:
+@merges("slerp")
+def slerp(tensors: Sequence[torch.Tensor], *, t: float, cos: float | None = None) -> torch.Tensor:
     """Spherical interpolation, eq. 10 (Shoemake 1985), with omega the angle between the whole tensors; `cos` is its
-    cosine if known. t = 0 is `first`. The tensors keep their norms: their directions determine only the angle.
+    cosine if known. t = 0 is the first. The tensors keep their norms: their directions determine only the angle.
 
     If |cos omega| > 0.9995 it is linear interpolation: the divisor sin omega goes to zero, a float32 angle has few
     significant digits, for nearly equal tensors the two differ by less than 1.3e-4, and between opposite tensors no
     great circle is distinguished. A tensor without direction (norm at most 1e-8) counts as orthogonal to the other.
     """
-    return weighted_sum((first, second), slerp_weights(t, cosine(first, second) if cos is None else cos))
+    first, second = tensors
+    return weighted_sum(tensors, slerp_weights(t, cosine(first, second) if cos is None else cos))
 
 
 def slerp_weights(t: float, cos: float) -> tuple[float, float]:
@@ -100,6 +105,7 @@ def slerp_weights(t: float, cos: float) -> tuple[float, float]:
     return _circle_weights(t, cos, COLLINEAR)
 
 
+@merges("nuslerp")
 def nuslerp(tensors: Sequence[torch.Tensor], *, weights: Sequence[float], cos: float | None = None) -> torch.Tensor:
     """SLERP, eq. 10, with t = w_2 / (w_1 + w_2); equal shares if the weights sum to zero (mergekit's NuSLERP,
     `nuslerp_flatten`).
@@ -116,6 +122,7 @@ def nuslerp_weights(weights: Sequence[float], cos: float) -> tuple[float, float]
     return _circle_weights(_t(weights), cos, NUSLERP_COLLINEAR)
 
 
+@merges("nuslerp_rows")
 def nuslerp_rows(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -> torch.Tensor:
     """`nuslerp` of each row (all but the last index fixed) by its own angle (mergekit: `nuslerp_flatten: false`)."""
     first, second = tensors
@@ -129,12 +136,14 @@ def nuslerp_rows(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -
     return first * shares[0] + second * shares[1]
 
 
+@merges("nuslerp_columns")
 def nuslerp_columns(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -> torch.Tensor:
     """`nuslerp` along the first index instead of the last (mergekit: also `nuslerp_row_wise: true`)."""
     turned = nuslerp_rows([tensor.transpose(0, -1) for tensor in tensors], weights=weights)
     return turned.transpose(0, -1).contiguous()
 
 
+@merges("nuslerp_task_vectors")
 def nuslerp_task_vectors(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -147,6 +156,7 @@ def nuslerp_task_vectors(
     return nuslerp([tensor - base for tensor in tensors], weights=weights, cos=cos).add_(base)
 
 
+@merges("multislerp")
 def multislerp(
     tensors: Sequence[torch.Tensor], *, weights: Sequence[float], products: Products | None = None
 ) -> torch.Tensor:
@@ -180,6 +190,7 @@ def multislerp_weights(weights: Sequence[float], products: Products) -> list[flo
     return [unit * length / size for unit in units]
 
 
+@merges("multislerp_task_vectors")
 def multislerp_task_vectors(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -193,6 +204,7 @@ def multislerp_task_vectors(
     return multislerp([tensor - base for tensor in tensors], weights=weights, products=products).add_(base)
 
 
+@merges("karcher")
 def karcher(
     tensors: Sequence[torch.Tensor], *, weights: Sequence[float], products: Products | None = None
 ) -> torch.Tensor:
@@ -242,6 +254,7 @@ def karcher_weights(weights: Sequence[float], products: Products) -> list[float]
     return found
 
 
+@merges("model_stock")
 def model_stock(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, products: Products | None = None
 ) -> torch.Tensor:
@@ -263,6 +276,7 @@ def model_stock_weights(products: Products) -> list[float]:
     return [float(ratio) / count] * count
 
 
+@merges("model_stock_rows")
 def model_stock_rows(tensors: Sequence[torch.Tensor], base: torch.Tensor) -> torch.Tensor:
     """`model_stock` with a ratio for each row (mergekit: `filter_wise: true`)."""
     taus = [tensor - base for tensor in tensors]
@@ -274,6 +288,7 @@ def model_stock_rows(tensors: Sequence[torch.Tensor], base: torch.Tensor) -> tor
     return weighted_sum(taus, [1 / len(taus)] * len(taus)).mul_(ratio.float()).add_(base)
 
 
+@merges("nearswap")
 def nearswap(tensors: Sequence[torch.Tensor], *, t: float) -> torch.Tensor:
     """The first model, each element moved towards the second's by at most t (mergekit's NearSwap):
     w theta_2 + (1 - w) theta_1 with w = min(1, t / |theta_1 - theta_2|)."""
@@ -295,6 +310,7 @@ class Importance:
 ImportancesAt = Callable[[Sequence[int], torch.Tensor, torch.Tensor, torch.Tensor], Sequence[torch.Tensor]]
 
 
+@merges("arcee_fusion")
 def arcee_fusion(tensors: Sequence[torch.Tensor], *, importance: Importance | None = None) -> torch.Tensor:
     """The first model with the second's most important changes (mergekit's Arcee Fusion).
 

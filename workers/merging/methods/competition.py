@@ -9,6 +9,7 @@ import torch
 
 from workers.merging.methods import consensus
 from workers.merging.methods.arithmetic import dot, magnitude_of_rank, num_kept, share_of, total
+from workers.merging.methods.registry import merges
 from workers.merging.methods.task_vectors import Magnitudes, trimmed_task_vectors
 from workers.merging.order_statistics import MagnitudeTable
 
@@ -37,6 +38,7 @@ NO_SQUARES = 1e-6
 ADAM_BETAS, ADAM_EPSILON = (0.9, 0.999), 1e-8
 
 
+@merges("sce")
 def sce(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, select_topk: float, variances: MagnitudeTable | None = None
 ) -> torch.Tensor:
@@ -61,6 +63,7 @@ def sce(
     return merged.mul_(elected).div_(divisor.masked_fill_(divisor == 0, 1)).add_(base)
 
 
+@merges("sce_mergekit")
 def sce_mergekit(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, select_topk: float, variances: MagnitudeTable | None = None
 ) -> torch.Tensor:
@@ -94,12 +97,14 @@ def sce_weights(squares: Sequence[float]) -> list[float]:
     return [square / whole if whole else 0.0 for square in squares]
 
 
+@merges("ram")
 def ram(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, epsilon: float) -> torch.Tensor:
     """RAM (arXiv:2601.13572): elements that one model changed, by more than epsilon, are added; elements that several
     changed are averaged over these."""
     return _ram([tensor - base for tensor in tensors], base, epsilon, None)
 
 
+@merges("ramplus_tl")
 def ramplus_tl(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, r: float, alpha: float, epsilon: float
 ) -> torch.Tensor:
@@ -109,6 +114,7 @@ def ramplus_tl(
     return _ram([tensor - base for tensor in tensors], base, epsilon, (r, alpha))
 
 
+@merges("pcb")
 def pcb(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, density: float) -> torch.Tensor:
     """PCB-Merging as published (arXiv:2410.02396): with Norm scaling a tensor to [0, 1] and N models,
     beta_i = Softmax(N Norm(tau_i^2)) * sum_j Softmax(Norm(tau_i tau_j)), all but the `density` largest of each beta_i
@@ -126,6 +132,7 @@ def pcb(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, 
     return _balanced(taus, betas, lambda_, base)
 
 
+@merges("pcb_tanh")
 def pcb_tanh(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, density: float) -> torch.Tensor:
     """PCB-Merging as its authors' code computes it: magnitudes clipped to their quantiles at 0.01 % and 99.99 %,
     beta_i = exp(N Norm(|tau_i|)^2) tanh(tau_i sum_j tau_j) raised to its quantile at 1 - density and scaled to [0, 1],
@@ -150,6 +157,7 @@ def pcb_tanh(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: fl
     return _balanced(clipped, betas, lambda_, base)
 
 
+@merges("consensus_ta")
 def consensus_ta(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -168,6 +176,7 @@ def consensus_ta(
     return _agreed(merged, taus, mask_lambdas, agreement).mul_(lambda_).add_(base)
 
 
+@merges("consensus_ties")
 def consensus_ties(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -184,6 +193,7 @@ def consensus_ties(
     return _agreed(merged, taus, mask_lambdas, agreement).mul_(lambda_).add_(base)
 
 
+@merges("wudi")
 def wudi(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, steps: int, learning_rate: float
 ) -> torch.Tensor:

@@ -1,17 +1,15 @@
-"""The registry as a table for people; README.md beside this file holds it."""
+"""The declared methods as a table for people; README.md beside this file has it. Run the module to print it."""
 
 from __future__ import annotations
 
-from search_spaces.parameters import Float
-from search_spaces.spaces.lfs_methods import ComponentGroup
-from search_spaces.spaces.lfs_ranges import METHODS as SEARCHED
-from workers.merging.methods import METHODS, MergeMethod
+from search_spaces.methods import METHODS
+from search_spaces.methods.base import Coefficient, MergeMethod, PairShare, Range
 
 __all__ = ["table"]
 
 
 def table() -> str:
-    """Markdown: each method with its operands, coefficients, the ranges in which studies search them, source, variant
+    """Markdown: each method with its sources, coefficients, the ranges in which studies search them, source, variant
     and mergekit's name for it."""
     rows = [
         ("method", "sources", "coefficients", "searched", "source", "what it is, and where it deviates", "in mergekit"),
@@ -22,30 +20,43 @@ def table() -> str:
 
 
 def _row(method: MergeMethod) -> tuple[str, ...]:
-    spec = method.spec
-    count = f"{spec.min_sources}" if spec.max_sources == spec.min_sources else f"{spec.min_sources} or more"
-    operands = f"{count}{', in order' if spec.is_ordered else ''}{', base' if spec.needs_base else ''}"
+    count = f"{method.min_sources}" if method.max_sources == method.min_sources else f"{method.min_sources} or more"
+    sources = f"{count}{', in order' if method.is_ordered else ''}{', base' if method.needs_base else ''}"
     coefficients = [
         f"{c.name}{' (per model)' if c.per_model else ''}{'' if c.default is None else f' = {c.default:g}'}"
-        for c in spec.coefficients
-    ] + (["seed"] if spec.takes_seed else [])
+        for c in method.coefficients
+    ] + (["seed"] if method.takes_seed else [])
     return (
         f"`{method.name}`",
-        operands,
+        sources,
         ", ".join(coefficients) or "none",
-        _searched(method.name),
+        ", ".join(filter(None, map(_searched, method.coefficients))) or "nothing",
         method.source,
         method.variant,
-        method.mergekit_equivalent or "not there",
+        _in_mergekit(method),
     )
 
 
-def _searched(name: str) -> str:
-    if name not in SEARCHED:
-        return "no"
-    ranges = {}
-    for parameter in SEARCHED[name].parameters(ComponentGroup("g", "base", ("one", "two"), (), {"one": (), "two": ()})):
-        assert isinstance(parameter, Float)
-        coefficient, *expert = parameter.name.removeprefix(f"g.{name}.").split(".")
-        ranges[coefficient] = f"{coefficient} {parameter.low:g} to {parameter.high:g}{' per expert' if expert else ''}"
-    return ", ".join(ranges.values()) or "nothing"
+def _searched(coefficient: Coefficient) -> str | None:
+    match coefficient.searched:
+        case Range(low=low, high=high, per_expert=per_expert):
+            return f"{coefficient.name} {low:g} to {high:g}{' per expert' if per_expert else ''}"
+        case PairShare(low=low, high=high):
+            return f"t {low:g} to {high:g}"
+        case _:
+            return None
+
+
+def _in_mergekit(method: MergeMethod) -> str:
+    counterpart = method.mergekit
+    if counterpart is None:
+        return "not there"
+    settings = (f"{name}: {str(value).lower()}" for name, value in counterpart.written_settings.items())
+    others = (other.mergekit for other in METHODS.values() if other.mergekit is not None)
+    has_choice = any(other.method == counterpart.method and other.base != counterpart.base for other in others)
+    with_base = " with base_model" if has_choice and counterpart.base == "recipe" else ""
+    return ", ".join([counterpart.method, *settings]) + with_base
+
+
+if __name__ == "__main__":
+    print(table(), end="")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from workers.merging.methods import consensus
+from workers.merging.methods.registry import merges
 from workers.merging.methods.sparsify import cut_both_ends, dropped, magnitude_sampled, match_l1_norm, trimmed
 from workers.merging.order_statistics import MagnitudeTable
 
@@ -43,6 +44,7 @@ Magnitudes = Sequence[MagnitudeTable | None] | None
 Ranks = Sequence[torch.Tensor] | None
 
 
+@merges("task_arithmetic")
 def task_arithmetic(tensors: Sequence[torch.Tensor], base: torch.Tensor, lambdas: Sequence[float]) -> torch.Tensor:
     """Eq. 4 and 5: theta_pre + sum_t lambda_t (theta_t - theta_pre) (arXiv:2212.04089).
 
@@ -54,6 +56,7 @@ def task_arithmetic(tensors: Sequence[torch.Tensor], base: torch.Tensor, lambdas
     return merged
 
 
+@merges("ties")
 def ties(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, k: float, magnitudes: Magnitudes = None
 ) -> torch.Tensor:
@@ -67,6 +70,7 @@ def ties(
     return consensus.disjoint_mean(taus).mul_(lambda_).add_(base)  # eq. 9
 
 
+@merges("ties_majority")
 def ties_majority(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, k: float, magnitudes: Magnitudes = None
 ) -> torch.Tensor:
@@ -76,6 +80,7 @@ def ties_majority(
     return consensus.disjoint_majority_mean(taus).mul_(lambda_).add_(base)
 
 
+@merges("ties_sum")
 def ties_sum(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, k: float, magnitudes: Magnitudes = None
 ) -> torch.Tensor:
@@ -84,6 +89,7 @@ def ties_sum(
     return consensus.disjoint_sum(taus).mul_(lambda_).add_(base)
 
 
+@merges("ties_weighted")
 def ties_weighted(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -100,6 +106,7 @@ def ties_weighted(
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
 
 
+@merges("ties_peft")
 def ties_peft(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -114,6 +121,7 @@ def ties_peft(
     return consensus.disjoint_weighted_mean(taus, weights).add_(base)
 
 
+@merges("m3_ties")
 def m3_ties(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -133,6 +141,7 @@ def m3_ties(
     return consensus.disjoint_interpolation(taus, weights).mul_(lambda_).add_(base)
 
 
+@merges("dare_linear")
 def dare_linear(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -149,6 +158,7 @@ def dare_linear(
     return merged
 
 
+@merges("dare_linear_l1")
 def dare_linear_l1(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -164,6 +174,7 @@ def dare_linear_l1(
     return merged
 
 
+@merges("dare_ties")
 def dare_ties(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -181,6 +192,7 @@ def dare_ties(
     return consensus.disjoint_mean(taus).mul_(lambda_).add_(base)
 
 
+@merges("dare_ties_l1")
 def dare_ties_l1(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -198,6 +210,7 @@ def dare_ties_l1(
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
 
 
+@merges("m3_dare")
 def m3_dare(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -219,6 +232,7 @@ def m3_lambdas(weights: Sequence[float], lambda_: float) -> list[float]:
     return [lambda_ * weight / total for weight in weights]
 
 
+@merges("della")
 def della(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -240,6 +254,7 @@ def della(
     return consensus.disjoint_mean(taus).mul_(lambda_).add_(base)
 
 
+@merges("della_l1")
 def della_l1(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -263,6 +278,7 @@ def della_l1(
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
 
 
+@merges("della_linear")
 def della_linear(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -281,6 +297,7 @@ def della_linear(
     return merged
 
 
+@merges("della_linear_l1")
 def della_linear_l1(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -299,6 +316,7 @@ def della_linear_l1(
     return merged
 
 
+@merges("breadcrumbs")
 def breadcrumbs(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
@@ -317,6 +335,7 @@ def breadcrumbs(
     return merged
 
 
+@merges("breadcrumbs_ties")
 def breadcrumbs_ties(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,

@@ -16,7 +16,7 @@ def check_all(sizes: tuple[int, ...], device: str) -> int:
     """Compare every fused method, for each size and dtype; returns how many comparisons were made."""
     from tests.workers.merging.kernels.test_kernels import bits, given_to, merges, operands
     from workers.merging.kernels import FUSED, ON_CUDA, cuda
-    from workers.merging.methods import METHODS, Operands
+    from workers.merging.methods.plain import PLAIN, Operands
 
     compared = 0
     for num_sources, dtype in ((2, torch.float32), (3, torch.bfloat16), (5, torch.float32)):
@@ -34,7 +34,7 @@ def check_all(sizes: tuple[int, ...], device: str) -> int:
                 taken = given_to(merge, given)
                 cuda.merge(FUSED[merge.method](merge, taken), taken.tensors, base, found)
                 alone = Operands(taken.tensors, base, stored.cosine, None, stored.keys).in_float32()
-                expected = METHODS[merge.method].merge(alone, merge).to(to)
+                expected = PLAIN[merge.method].merge(alone, merge).to(to)
                 assert torch.equal(bits(found), bits(expected)), (merge, size, int((found != expected).sum()))
                 compared += 1
     return compared

@@ -10,14 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from search_spaces.methods import METHODS
 from search_spaces.recipe import Merge, Source
+from tests.workers.merging.methods.examples import EXAMPLES
 from workers.merging import masks
 from workers.merging.kernels import FUSED, for_each, is_fused, merge_stored, reductions, rules
 from workers.merging.kernels import cpu as kernels
 from workers.merging.kernels.sorting import ascending_importances, ascending_magnitudes, ascending_variances
-from workers.merging.methods import METHODS, Operands, num_kept
-from workers.merging.methods.arithmetic import total
+from workers.merging.methods.arithmetic import num_kept, total
 from workers.merging.methods.competition import variance
+from workers.merging.methods.plain import PLAIN, Operands
 from workers.merging.order_statistics import SPACING
 from workers.merging.statistics import (
     cosine,
@@ -47,7 +49,19 @@ SOME = (
 
 
 def merges(num_sources: int) -> Iterator[Merge]:
-    """Every fused method; of those that keep a share with few, many and all."""
+    """Every fused method, those that no case was chosen for with their examples."""
+    yield from chosen_merges(num_sources)
+    for name in FUSED.keys() - {merge.method for merge in chosen_merges(2)}:
+        declared = METHODS[name]
+        if declared.min_sources <= num_sources and (declared.max_sources or num_sources) == num_sources:
+            numbers = {c.name: EXAMPLES[c.name] for c in declared.coefficients if c.default is None}
+            shared = {key: value[0] if isinstance(value, tuple) else value for key, value in numbers.items()}
+            sources = tuple(Source(f"m{i}") for i in range(num_sources))
+            yield Merge(name, sources, shared, 3 if declared.takes_seed else None)
+
+
+def chosen_merges(num_sources: int) -> Iterator[Merge]:
+    """Merges by fused methods; by those that keep a share with few, many and all."""
     sources = tuple(Source(f"m{i}") for i in range(num_sources))
     numbers = LAMBDAS[:num_sources]
     yield Merge("linear", sources, {"weight": numbers})
@@ -122,14 +136,14 @@ def given_to(merge: Merge, stored: Operands) -> Operands:
     tensors = [tensor.float() for tensor in stored.tensors]
     if METHODS[merge.method].needs_base and stored.base is not None:
         tensors = [tensor - stored.base.float() for tensor in tensors]
-    taken = METHODS[merge.method].spec.max_sources
+    taken = METHODS[merge.method].max_sources
     return replace(stored, tensors=stored.tensors[:taken], products=inner_products(tensors))
 
 
 def plain(merge: Merge, given: Operands, dtype: torch.dtype) -> torch.Tensor:
     """By the plain method, which sorts for itself."""
     alone = Operands(given_to(merge, given).tensors, given.base, keys=given.keys).in_float32()
-    return METHODS[merge.method].merge(alone, merge).to(dtype)
+    return PLAIN[merge.method].merge(alone, merge).to(dtype)
 
 
 def fused(merge: Merge, given: Operands, dtype: torch.dtype) -> torch.Tensor:

@@ -13,13 +13,9 @@ from hypothesis import strategies as st
 from torch import tensor
 
 from search_spaces.errors import InvalidRecipe
-from workers.merging.methods import (
-    linear,
-    num_kept,
-    slerp,
-    task_arithmetic,
-    ties,
-)
+from workers.merging.methods.arithmetic import num_kept
+from workers.merging.methods.averages import linear, slerp
+from workers.merging.methods.task_vectors import task_arithmetic, ties
 
 BASE = tensor([[1.0, 2.0], [3.0, 4.0]])
 
@@ -103,7 +99,7 @@ def test_ties_leaves_a_tensor_that_no_expert_changed() -> None:
 
 def test_slerp_follows_eq_10_between_orthogonal_tensors() -> None:
     first, second = tensor([[2.0, 0.0], [0.0, 0.0]]), tensor([[0.0, 0.0], [0.0, 4.0]])
-    merged = slerp(first, second, t=1 / 3)
+    merged = slerp([first, second], t=1 / 3)
     # omega = 90 degrees: sin 60 of the first, sin 30 of the second.
     expected = tensor([[2 * math.sqrt(3) / 2, 0.0], [0.0, 2.0]])
     torch.testing.assert_close(merged, expected, rtol=1e-6, atol=0)
@@ -111,33 +107,33 @@ def test_slerp_follows_eq_10_between_orthogonal_tensors() -> None:
 
 def test_slerp_between_60_degrees_stays_on_the_circle() -> None:
     first, second = tensor([1.0, 0.0]), tensor([0.5, math.sqrt(3) / 2])
-    merged = slerp(first, second, t=0.5)
+    merged = slerp([first, second], t=0.5)
     torch.testing.assert_close(merged, tensor([math.cos(math.pi / 6), math.sin(math.pi / 6)]), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("factor", [1.0001, -1.0])
 def test_slerp_goes_straight_between_parallel_and_opposite_tensors(factor: float) -> None:
-    merged = slerp(BASE, factor * BASE, t=0.25)
+    merged = slerp([BASE, factor * BASE], t=0.25)
     torch.testing.assert_close(merged, (0.75 + 0.25 * factor) * BASE, rtol=1e-6, atol=0)
 
 
 def test_slerp_near_its_threshold_differs_little_from_the_straight_line() -> None:
     angle = math.acos(0.9995) * 1.0001
     first, second = tensor([1.0, 0.0]), tensor([math.cos(angle), math.sin(angle)])
-    assert (slerp(first, second, t=0.5) - (first + second) / 2).norm() < 1.3e-4
+    assert (slerp([first, second], t=0.5) - (first + second) / 2).norm() < 1.3e-4
 
 
 def test_slerp_takes_a_zero_tensor_as_orthogonal() -> None:
-    merged = slerp(BASE, torch.zeros(2, 2), t=0.5)
+    merged = slerp([BASE, torch.zeros(2, 2)], t=0.5)
     torch.testing.assert_close(merged, BASE * math.sin(math.pi / 4), rtol=1e-6, atol=0)
-    assert torch.equal(slerp(torch.zeros(2, 2), torch.zeros(2, 2), t=0.5), torch.zeros(2, 2))
+    assert torch.equal(slerp([torch.zeros(2, 2)] * 2, t=0.5), torch.zeros(2, 2))
 
 
 def test_slerp_ends_are_the_models_themselves() -> None:
     _, (first, second) = models(2)
     second = -second + 0.3 * first
-    assert torch.equal(slerp(first, second, t=0.0), first)
-    assert torch.equal(slerp(first, second, t=1.0), second)
+    assert torch.equal(slerp([first, second], t=0.0), first)
+    assert torch.equal(slerp([first, second], t=1.0), second)
 
 
 def test_coefficient_zero_gives_the_base() -> None:
@@ -151,7 +147,7 @@ def test_merging_identical_experts_is_merging_one() -> None:
     torch.testing.assert_close(linear([expert] * 3, [1 / 3] * 3), expert)
     torch.testing.assert_close(task_arithmetic([expert] * 4, base, [0.25] * 4), expert)
     torch.testing.assert_close(ties([expert] * 3, base, lambda_=1.0, k=1.0), expert)
-    torch.testing.assert_close(slerp(expert, expert, t=0.3), expert)
+    torch.testing.assert_close(slerp([expert, expert], t=0.3), expert)
     trimmed = ties([expert], base, lambda_=0.7, k=0.25)
     torch.testing.assert_close(ties([expert] * 3, base, lambda_=0.7, k=0.25), trimmed)
     assert int((trimmed != base).sum()) == 100  # a quarter of 400
@@ -196,7 +192,7 @@ def test_the_number_of_threads_does_not_change_a_bit(all_threads: None) -> None:
                 linear(experts, [0.2, 0.3, 0.5]),
                 task_arithmetic(experts, base, [0.4, 0.3, 0.2]),
                 ties(experts, base, lambda_=0.5, k=0.3),
-                slerp(experts[0], experts[1].flip(0), t=0.3),
+                slerp([experts[0], experts[1].flip(0)], t=0.3),
             ]
         )
     for one, other in itertools.pairwise(results):

@@ -13,16 +13,17 @@ for name in ("numba", "llvmlite", "triton", "workers.merging.kernels", "workers.
     sys.modules[name] = None  # importing it raises ImportError
 
 import torch
+from search_spaces.methods import METHODS
 from search_spaces.recipe import Merge, Source
 from tests.workers.merging.methods.examples import EXAMPLES
-from workers.merging.methods import METHODS, Operands, merge_tensors
+from workers.merging.methods.plain import Operands, merge_tensors
 
 base, *experts = torch.randn(4, 5, 7, generator=torch.Generator().manual_seed(0))
 for name, method in METHODS.items():
-    count = method.spec.max_sources or 3
+    count = method.max_sources or 3
     coefficients = {
         coefficient.name: value[:count] if isinstance(value := EXAMPLES[coefficient.name], tuple) else value
-        for coefficient in method.spec.coefficients
+        for coefficient in method.coefficients
         if coefficient.name in EXAMPLES
     }
     merge = Merge(name, tuple(map(Source, "abc"[:count])), coefficients, seed=1 if method.takes_seed else None)

@@ -12,16 +12,18 @@ from torch import Tensor
 
 import workers.merging.methods
 from search_spaces.errors import InvalidRecipe
-from search_spaces.methods import METHODS as SPECS
+from search_spaces.methods import METHODS
 from search_spaces.recipe import Merge, Source
-from tests.workers.merging.methods.examples import EXAMPLES
+from tests.workers.merging.methods.examples import EXAMPLES, MIDDLES
 from workers.merging.masks import mask_key
-from workers.merging.methods import METHODS, Operands, merge_tensors
+from workers.merging.methods.plain import PLAIN, Operands, merge_tensors
+from workers.merging.methods.registry import FUNCTIONS, merges
 from workers.merging.methods.table import table
 from workers.merging.statistics import magnitude_table
 
 # Coefficients of an average of equals: it is what it was.
 NEUTRAL: Mapping[str, float] = {
+    **MIDDLES,
     "weight": 1.0,
     "lambda": 1.0,
     "k": 1.0,
@@ -33,11 +35,13 @@ NEUTRAL: Mapping[str, float] = {
     "mask_lambda": 0.1,
     "agreement": 1.0,
 }
-SUMS = {
-    *("task_arithmetic", "ties_sum", "dare_linear", "dare_linear_l1", "della_linear", "della_linear_l1"),
-    *("breadcrumbs", "consensus_ta"),
+# Sums of task vectors, each times its lambda or its weight.
+SUMS = {name for name, method in METHODS.items() if method.drops_zeros == "lambda"} | {"ties_sum", "consensus_ta"}
+WEIGHTED_SUMS = {
+    name
+    for name, method in METHODS.items()
+    if (normalize := method.coefficient("normalize")) is not None and normalize.default == 0
 }
-WEIGHTED_SUMS = {"dare_ties_l1", "breadcrumbs_ties"}  # `normalize` is 0 by default
 # Moves part of the way only, clips, or is in general no average.
 NO_AVERAGE = {"wudi", "pcb_tanh"}
 
@@ -45,7 +49,7 @@ every_method = pytest.mark.parametrize("name", METHODS)
 
 
 def num_sources(name: str) -> int:
-    return SPECS[name].max_sources or 3
+    return METHODS[name].max_sources or 3
 
 
 def merged(
@@ -55,17 +59,17 @@ def merged(
     coefficients: Mapping[str, float | tuple[float, ...]] = EXAMPLES,
     models: tuple[str, ...] = ("a", "b", "c"),
 ) -> Tensor:
-    spec = SPECS[name]
+    declared = METHODS[name]
     taken = {
         c.name: value[: len(tensors)] if isinstance(value := coefficients[c.name], tuple) else value
-        for c in spec.coefficients
+        for c in declared.coefficients
         if c.name in coefficients
     }
     sources = tuple(Source(model) for model in models[: len(tensors)])
-    seed = 3 if spec.takes_seed else None
+    seed = 3 if declared.takes_seed else None
     keys = tuple(mask_key(3, source.model, "weight") for source in sources)
     return merge_tensors(
-        Merge(name, sources, taken, seed), Operands(tuple(tensors), base if spec.needs_base else None, keys=keys)
+        Merge(name, sources, taken, seed), Operands(tuple(tensors), base if declared.needs_base else None, keys=keys)
     )
 
 
@@ -83,18 +87,26 @@ def all_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_recipes_can_name_exactly_the_methods_there_are() -> None:
-    assert list(METHODS) == list(dict.fromkeys(METHODS))
-    assert set(METHODS) == set(SPECS)
+def test_every_declared_method_has_exactly_one_plain_function() -> None:
+    assert list(PLAIN) == list(METHODS)
+    assert set(FUNCTIONS) == set(METHODS)
+    functions = [method.function for method in PLAIN.values()]
+    assert len(set(functions)) == len(functions)
+
+
+def test_a_second_function_for_a_method_and_one_for_no_method_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"nearswap is computed by workers.merging.methods.averages already"):
+        merges("nearswap")
+    with pytest.raises(ValueError, match="'fisher' is not a declared merge method; declare it in"):
+        merges("fisher")
+    assert set(FUNCTIONS) == set(METHODS)
 
 
 @every_method
 def test_its_function_says_what_it_computes_and_from_where(name: str) -> None:
-    method = METHODS[name]
-    function = workers.merging.methods.slerp if name == "slerp" else method.function
-    assert len(function.__doc__ or "") > 60
-    assert method.source
-    assert method.variant
+    assert len(PLAIN[name].function.__doc__ or "") > 60
+    assert METHODS[name].source
+    assert METHODS[name].variant
 
 
 def test_the_table_in_the_readme_is_that_of_the_registry() -> None:
@@ -130,7 +142,7 @@ def test_the_number_of_threads_does_not_change_a_bit(name: str, all_threads: Non
     assert all(torch.equal(one, other) for one, other in itertools.pairwise(results))
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if not SPECS[name].is_ordered and num_sources(name) == 3])
+@pytest.mark.parametrize("name", [name for name in METHODS if not METHODS[name].is_ordered and num_sources(name) == 3])
 def test_the_order_of_experts_matters_only_in_the_last_bits(name: str) -> None:
     base, experts = models(name, 20, 15)
     expected = merged(name, experts, base)
@@ -144,13 +156,14 @@ def test_the_order_of_experts_matters_only_in_the_last_bits(name: str) -> None:
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if SPECS[name].base_at_zero])
+@pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name].base_at_zero])
 def test_a_coefficient_of_zero_gives_the_base_exactly(name: str) -> None:
     base, experts = models(name, 20, 15)
-    assert torch.equal(merged(name, experts, base, {**EXAMPLES, "lambda": 0.0}), base)
+    zero = {METHODS[name].base_at_zero or "": 0.0}
+    assert torch.equal(merged(name, experts, base, {**EXAMPLES, **zero}), base)
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if SPECS[name].needs_base])
+@pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name].needs_base])
 def test_zero_task_vectors_give_the_base_exactly(name: str) -> None:
     base, experts = models(name, 20, 15)
     assert torch.equal(merged(name, [base] * len(experts), base), base)
@@ -171,7 +184,9 @@ def test_identical_experts_are_merged_to_what_they_are(name: str) -> None:
     torch.testing.assert_close(result, experts[0], rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in NO_AVERAGE and SPECS[name].min_sources == 1])
+@pytest.mark.parametrize(
+    "name", [name for name in METHODS if name not in NO_AVERAGE and METHODS[name].min_sources == 1]
+)
 def test_a_single_expert_is_merged_to_what_it_is(name: str) -> None:
     base, experts = models(name, 20, 15)
     coefficients = {**NEUTRAL, "epsilon": 0.0}
@@ -179,7 +194,7 @@ def test_a_single_expert_is_merged_to_what_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in METHODS if SPECS[name].coefficient("density") and SPECS[name].takes_seed]
+    "name", [name for name in METHODS if METHODS[name].coefficient("density") and METHODS[name].takes_seed]
 )
 def test_density_one_keeps_everything_whatever_the_seed(name: str) -> None:
     base, experts = models(name, 20, 15)
@@ -189,17 +204,17 @@ def test_density_one_keeps_everything_whatever_the_seed(name: str) -> None:
     assert not torch.equal(merged(name, experts, base, EXAMPLES, ("x", "y", "z")), merged(name, experts, base))
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if "magnitudes" in method.uses])
+@pytest.mark.parametrize("name", [name for name, method in PLAIN.items() if "magnitudes" in method.uses])
 def test_known_magnitudes_change_no_bit(name: str) -> None:
     base, experts = models(name, 20, 15)
-    spec = SPECS[name]
+    declared = METHODS[name]
     merge = Merge(
         name,
         tuple(Source(model) for model in "abc"),
-        {c.name: EXAMPLES[c.name] for c in spec.coefficients if c.name in EXAMPLES},
+        {c.name: EXAMPLES[c.name] for c in declared.coefficients if c.name in EXAMPLES},
     )
     known = tuple(magnitude_table(expert, base) for expert in experts)
-    result = METHODS[name].merge(Operands(tuple(experts), base, magnitudes=known), merge)
+    result = PLAIN[name].merge(Operands(tuple(experts), base, magnitudes=known), merge)
     assert torch.equal(result, merged(name, experts, base))
 
 

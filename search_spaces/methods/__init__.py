@@ -1,0 +1,37 @@
+"""The merge methods that a recipe can name, one declaration each, without torch.
+
+A declaration says what a method takes, the ranges in which its coefficients are searched, its source, and mergekit's
+counterpart. The computation is a plain function in `workers.merging.methods`, registered under the same name. `METHODS`
+has every `MergeMethod` that a module of this package assigns to a name, families in the order of their POSITION.
+
+- `base`: the types of a declaration
+- `coefficients`: coefficients and constraints that several methods share
+- `mergekit`: the types of mergekit's counterparts, and how its parameters become coefficients
+- `published`: passthrough, and the four methods of LFS as published
+- `averages`: averages and interpolations of whole models, fusions of a pair
+- `ties`: other computations that are called TIES
+- `sparse`: task vectors made sparse at random or by magnitude
+- `competition`: task vectors weighed against each other
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping
+
+from search_spaces.methods.base import MergeMethod
+
+__all__ = ["METHODS", "declarations"]
+
+
+def declarations() -> Iterator[MergeMethod]:
+    """Every declaration in the modules of this package, in the order of `METHODS`."""
+    modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+    families = [module for module in modules if hasattr(module, "POSITION")]
+    for family in sorted(families, key=lambda module: (module.POSITION, module.__name__)):
+        yield from (value for value in vars(family).values() if isinstance(value, MergeMethod))
+
+
+# The order is that of a study's parameters, so it decides which trials a seed gives.
+METHODS: Mapping[str, MergeMethod] = {method.name: method for method in declarations()}

@@ -1,0 +1,168 @@
+"""Averages and interpolations of whole models or their task vectors, and fusions of a pair."""
+
+from __future__ import annotations
+
+from search_spaces.methods.base import Coefficient, MergeMethod, Range
+from search_spaces.methods.coefficients import PAIR_WEIGHT, SHARES, weights_do_not_cancel
+from search_spaces.methods.mergekit import Counterpart, Parameter
+
+POSITION = 2
+
+MULTISLERP_PAGE = "goddard.blog/posts/multislerp"
+MODEL_STOCK_PAPER = "arXiv:2403.19522"
+
+NUSLERP_PARAMETERS = (
+    Parameter("weight", "expert"),
+    Parameter("nuslerp_row_wise", default=False),
+    Parameter("nuslerp_flatten", default=True),
+)
+MULTISLERP_PARAMETERS = (
+    Parameter("weight", "expert"),
+    Parameter("normalize_weights", default=True, is_fixed=True),
+    Parameter("eps", default=1e-8, is_fixed=True),
+)
+MODEL_STOCK_PARAMETERS = (Parameter("filter_wise", default=False),)
+
+NUSLERP = MergeMethod(
+    name="nuslerp",
+    source="mergekit",
+    variant=(
+        "`slerp` by weights, on the circle up to a cosine of 1 - 1e-7 or its opposite; mergekit's result between "
+        "opposite tensors is decided by rounding"
+    ),
+    coefficients=(PAIR_WEIGHT,),
+    min_sources=2,
+    max_sources=2,
+    drops_zeros="weight",
+    is_itself_alone=True,
+    mergekit=Counterpart("nuslerp", NUSLERP_PARAMETERS, settings={"nuslerp_flatten": True}),
+)
+
+NUSLERP_ROWS = MergeMethod(
+    name="nuslerp_rows",
+    source="mergekit",
+    variant="`nuslerp` of each row",
+    coefficients=(PAIR_WEIGHT,),
+    min_sources=2,
+    max_sources=2,
+    drops_zeros="weight",
+    is_itself_alone=True,
+    mergekit=Counterpart("nuslerp", NUSLERP_PARAMETERS, settings={"nuslerp_flatten": False, "nuslerp_row_wise": False}),
+)
+
+NUSLERP_COLUMNS = MergeMethod(
+    name="nuslerp_columns",
+    source="mergekit",
+    variant="`nuslerp` of each column; mergekit calls these rows",
+    coefficients=(PAIR_WEIGHT,),
+    min_sources=2,
+    max_sources=2,
+    drops_zeros="weight",
+    is_itself_alone=True,
+    mergekit=Counterpart("nuslerp", NUSLERP_PARAMETERS, settings={"nuslerp_flatten": False, "nuslerp_row_wise": True}),
+)
+
+NUSLERP_TASK_VECTORS = MergeMethod(
+    name="nuslerp_task_vectors",
+    source="mergekit",
+    variant="`nuslerp` of task vectors",
+    coefficients=(PAIR_WEIGHT,),
+    needs_base=True,
+    min_sources=2,
+    max_sources=2,
+    drops_zeros="weight",
+    is_itself_alone=True,
+    mergekit=Counterpart("nuslerp", NUSLERP_PARAMETERS, "recipe", settings={"nuslerp_flatten": True}),
+)
+
+MULTISLERP = MergeMethod(
+    name="multislerp",
+    source=MULTISLERP_PAGE,
+    variant="of whole models; all-zero tensors stay zero, where mergekit raises",
+    coefficients=(SHARES,),
+    drops_zeros="weight",
+    is_itself_alone=True,
+    constraint=weights_do_not_cancel,
+    mergekit=Counterpart("multislerp", MULTISLERP_PARAMETERS),
+)
+
+MULTISLERP_TASK_VECTORS = MergeMethod(
+    name="multislerp_task_vectors",
+    source=MULTISLERP_PAGE,
+    variant="of task vectors; models equal to the base give the base, where mergekit raises; a single source is itself",
+    coefficients=(SHARES,),
+    needs_base=True,
+    drops_zeros="weight",
+    is_itself_alone=True,
+    constraint=weights_do_not_cancel,
+    mergekit=Counterpart("multislerp", MULTISLERP_PARAMETERS, "recipe"),
+)
+
+KARCHER = MergeMethod(
+    name="karcher",
+    source="arXiv:2603.04972",
+    variant=(
+        "weights, equal unless given; 10 steps, tolerance 1e-5; opposite directions are left out of a step, where "
+        "mergekit divides by sin(pi)"
+    ),
+    # Not searched: the weights are equal, as published.
+    coefficients=(Coefficient("weight", 0, per_model=True, default=1),),
+    drops_zeros="weight",
+    is_itself_alone=True,
+    constraint=weights_do_not_cancel,
+    mergekit=Counterpart(
+        "karcher",
+        (Parameter("max_iter", default=10.0, is_fixed=True), Parameter("tol", default=1e-5, is_fixed=True)),
+        exact_at={"weight": 1.0},
+    ),
+    mergekit_difference="has equal weights in mergekit",
+)
+
+MODEL_STOCK = MergeMethod(
+    name="model_stock",
+    source=MODEL_STOCK_PAPER,
+    variant="a ratio per tensor; exact cosines, where mergekit takes norms whose product is below 1e-6 for larger",
+    needs_base=True,
+    min_sources=2,
+    mergekit=Counterpart("model_stock", MODEL_STOCK_PARAMETERS, "recipe", settings={"filter_wise": False}),
+    mergekit_difference="differs in mergekit where task vectors are short",
+)
+
+MODEL_STOCK_ROWS = MergeMethod(
+    name="model_stock_rows",
+    source=MODEL_STOCK_PAPER,
+    variant="a ratio per row",
+    needs_base=True,
+    min_sources=2,
+    mergekit=Counterpart("model_stock", MODEL_STOCK_PARAMETERS, "recipe", settings={"filter_wise": True}),
+    mergekit_difference="differs in mergekit where task vectors are short",
+)
+
+NEARSWAP = MergeMethod(
+    name="nearswap",
+    source="mergekit",
+    variant="the first source is what mergekit calls the base",
+    # QuartetAnemoi-70B, which introduced it, has t = 0.0001: from nothing to ten times that.
+    coefficients=(Coefficient("t", 0, searched=Range(0.0, 0.001)),),
+    min_sources=2,
+    max_sources=2,
+    is_ordered=True,
+    first_at_zero="t",
+    is_itself_alone=True,
+    mergekit=Counterpart("nearswap", (Parameter("t"),), "first"),
+)
+
+ARCEE_FUSION = MergeMethod(
+    name="arcee_fusion",
+    source="mergekit",
+    variant=(
+        "the first source is what mergekit calls the base; quartiles of the whole tensor, where mergekit samples "
+        "above a million elements"
+    ),
+    min_sources=2,
+    max_sources=2,
+    is_ordered=True,
+    is_itself_alone=True,
+    mergekit=Counterpart("arcee_fusion", base="first"),
+    mergekit_difference="takes random quartiles in mergekit of tensors above a million elements",
+)

@@ -1,0 +1,159 @@
+"""The types of a declaration: a merge method, its coefficients, and the ranges in which these are searched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+from search_spaces.methods.mergekit import CoefficientValue, Counterpart
+
+__all__ = [
+    "Coefficient",
+    "CoefficientValue",
+    "MergeMethod",
+    "NumSources",
+    "Numbers",
+    "PairShare",
+    "Range",
+    "SourceChoice",
+]
+
+# The numbers of one coefficient, one per source, by its name.
+Numbers = Callable[[str], tuple[float, ...]]
+
+# What a search chooses a method's sources among: subsets of the experts, pairs of models, pairs in either order, or
+# single models.
+SourceChoice = Literal["experts", "pair", "ordered pair", "model"]
+
+
+@dataclass(frozen=True)
+class Range:
+    """A coefficient is searched in [low, high]. `per_expert`: one number for each; `on_simplex`: stored with sum one.
+
+    Numbers per expert do not exist where no experts were selected: all are `default` then."""
+
+    low: float
+    high: float
+    per_expert: bool = False
+    on_simplex: bool = False
+    default: float = 1.0
+
+
+@dataclass(frozen=True)
+class PairShare:
+    """The weights of a pair are searched as the second model's share t in [0, 1]: 1 - t and t."""
+
+    low: float = 0.0
+    high: float = 1.0
+
+
+@dataclass(frozen=True)
+class NumSources:
+    """A coefficient that counts sources is not searched: it is `value`, or the number of sources if that is less."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class Coefficient:
+    """A number of a method, in [low, high]. `per_model`: may also be one number per source.
+
+    One with a `default` may be left out, and canonical recipes leave it out where it has that value. `searched` says
+    how a search varies it; without, it has its default."""
+
+    name: str
+    low: float = -math.inf
+    high: float = math.inf
+    per_model: bool = False
+    default: float | None = None
+    is_whole: bool = False
+    searched: Range | PairShare | NumSources | None = None
+
+    def searched_in(self, low: float, high: float) -> Self:
+        """The same coefficient, searched in [low, high] with one number for all experts."""
+        return replace(self, searched=Range(low, high))
+
+    @property
+    def accepts(self) -> str:
+        kind = "a whole number" if self.is_whole else "a number"
+        if self.low == -math.inf:
+            return f"{kind}"
+        return f"{kind} from {self.low:g}" if self.high == math.inf else f"{kind} in [{self.low:g}, {self.high:g}]"
+
+    def contains(self, value: float) -> bool:
+        return self.low <= value <= self.high and (not self.is_whole or value == int(value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeMethod:
+    """The declaration of a merge method: what it takes, how it is searched, its source, and what differs in mergekit.
+
+    `source` is a paper, program or page, `variant` says what distinguishes the method from others of a similar name and
+    from other implementations. `is_ordered`: its sources have different parts, their order is kept. `takes_seed`: it
+    draws random masks. `drops_zeros` names the coefficient whose zero removes a source's influence; `base_at_zero` the
+    one whose zero leaves the base; `first_at_zero` the one whose zero leaves the first source; `is_itself_alone` says
+    that a single source is returned as it is. `constraint` says what is wrong with numbers that are each within their
+    ranges.
+
+    `mergekit` is the counterpart that computes the same tensors; None if mergekit has none. `mergekit_difference`
+    completes "NAME ...": why recipes of the method are not exported, except where the counterpart is exact.
+    """
+
+    name: str
+    source: str
+    variant: str
+    coefficients: tuple[Coefficient, ...] = ()
+    needs_base: bool = False
+    min_sources: int = 1
+    max_sources: int | None = None
+    is_ordered: bool = False
+    takes_seed: bool = False
+    drops_zeros: str | None = None
+    base_at_zero: str | None = None
+    first_at_zero: str | None = None
+    is_itself_alone: bool = False
+    constraint: Callable[[Numbers], str | None] | None = None
+    mergekit: Counterpart | None = None
+    mergekit_difference: str | None = None
+
+    @property
+    def source_choice(self) -> SourceChoice:
+        """What a search chooses the sources among."""
+        if self.max_sources is None:
+            return "experts"
+        if self.max_sources == 1:
+            return "model"
+        return "ordered pair" if self.is_ordered else "pair"
+
+    def coefficient(self, name: str) -> Coefficient | None:
+        return next((coefficient for coefficient in self.coefficients if coefficient.name == name), None)
+
+    def range_of(self, name: str) -> Range:
+        """The range in which coefficient `name` is searched."""
+        coefficient = self.coefficient(name)
+        assert coefficient is not None, f"{self.name} takes no coefficient {name!r}"
+        assert isinstance(coefficient.searched, Range), f"{self.name}.{name} is not searched in a range"
+        return coefficient.searched
+
+    def problems(
+        self, num_sources: int, coefficients: Mapping[str, CoefficientValue], seed: int | None
+    ) -> Iterator[str]:
+        """What is wrong with a merge by this method, most basic first; missing coefficients are not reported."""
+        if not self.min_sources <= num_sources <= (self.max_sources or num_sources):
+            accepted = self.min_sources if self.max_sources else f"at least {self.min_sources}"
+            yield f"{self.name} has {num_sources} sources; it takes {accepted}"
+        for name, value in coefficients.items():
+            coefficient = self.coefficient(name)
+            if coefficient is None:
+                known = ", ".join(coefficient.name for coefficient in self.coefficients) or "none"
+                yield f"{self.name} takes no coefficient {name!r}; it takes {known}"
+                continue
+            for number in value if isinstance(value, tuple) else (value,):
+                if not coefficient.contains(number):
+                    yield f"{self.name}.{name} is {number:g}; give {coefficient.accepts}"
+        if self.takes_seed and (seed is None or seed < 0):
+            yield f"{self.name} draws random masks and its seed is {seed}; give a whole number from 0"
+        if not self.takes_seed and seed is not None:
+            yield f"{self.name} draws nothing, but its seed is {seed}; leave it out"

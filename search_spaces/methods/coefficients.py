@@ -1,0 +1,45 @@
+"""Coefficients and constraints that methods of several families share, with the ranges that most are searched in.
+
+Ranges are those of Su and Geiping, "Fine, I'll Merge It Myself: A Multi-Fidelity Framework for Automated Model Merging"
+(2025), appendix A.6, for its methods and similar ones; a method with another range says where it comes from.
+"""
+
+from __future__ import annotations
+
+import math
+
+from search_spaces.methods.base import Coefficient, Numbers, PairShare, Range
+
+__all__ = [
+    "DENSITIES",
+    "LAMBDA",
+    "LAMBDAS",
+    "LAMBDA_OR_1",
+    "PAIR_WEIGHT",
+    "SHARES",
+    "WEIGHTS",
+    "K",
+    "normalize",
+    "weights_do_not_cancel",
+]
+
+LAMBDA = Coefficient("lambda", searched=Range(0.0, 1.0))
+LAMBDAS = Coefficient("lambda", per_model=True, searched=Range(0.0, 1.0))
+LAMBDA_OR_1 = Coefficient("lambda", default=1)
+K = Coefficient("k", 0, 1, searched=Range(0.1, 0.99))
+DENSITIES = Coefficient("density", 1e-6, 1, per_model=True, searched=Range(0.1, 0.99))
+WEIGHTS = Coefficient("weight", per_model=True, searched=Range(0.0, 1.0, per_expert=True))
+# Weights that the method divides by their sum.
+SHARES = Coefficient("weight", per_model=True, searched=Range(0.0, 1.0, per_expert=True, on_simplex=True, default=0.0))
+PAIR_WEIGHT = Coefficient("weight", per_model=True, searched=PairShare())
+
+
+def normalize(default: int) -> Coefficient:
+    """1: the sum is divided by the weights of the task vectors that agree."""
+    return Coefficient("normalize", 0, 1, default=default, is_whole=True)
+
+
+def weights_do_not_cancel(numbers: Numbers) -> str | None:
+    """The constraint of methods that divide by the sum of the weights."""
+    weights = numbers("weight")
+    return None if abs(math.fsum(weights)) >= 1e-6 else f"weights {weights} sum to zero; they must not"

@@ -1,0 +1,73 @@
+"""Other computations that are called TIES, each named after where it is used; `ties` itself is the paper's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from search_spaces.methods.base import MergeMethod
+from search_spaces.methods.coefficients import (
+    DENSITIES,
+    LAMBDA,
+    LAMBDA_OR_1,
+    SHARES,
+    WEIGHTS,
+    K,
+    normalize,
+    weights_do_not_cancel,
+)
+from search_spaces.methods.mergekit import EQUAL_MAGNITUDES, elected, generalized
+
+POSITION = 3
+
+TIES_MAJORITY = MergeMethod(
+    name="ties_majority",
+    source="MergeLM",
+    variant="`ties`, but the tensor's majority of signs where they cancel",
+    coefficients=(LAMBDA, K),
+    needs_base=True,
+    base_at_zero="lambda",
+)
+
+TIES_SUM = MergeMethod(
+    name="ties_sum",
+    source="MergeBench",
+    variant="`ties`, but the sum of those that agree; k per tensor, not of the whole model",
+    coefficients=(LAMBDA, K),
+    needs_base=True,
+    base_at_zero="lambda",
+)
+
+TIES_WEIGHTED = MergeMethod(
+    name="ties_weighted",
+    source="mergekit",
+    variant=(
+        f"`ties` with weights in election and mean, + where signs cancel; {EQUAL_MAGNITUDES}, and floors "
+        "`density * n` in binary"
+    ),
+    coefficients=(WEIGHTS, DENSITIES, LAMBDA_OR_1, normalize(1)),
+    needs_base=True,
+    drops_zeros="weight",
+    base_at_zero="lambda",
+    mergekit=generalized("ties", elected("density"), normalize=True, rescale=False, exact_at={"density": 1.0}),
+    mergekit_difference="differs in mergekit where magnitudes are equal",
+)
+
+TIES_PEFT = MergeMethod(
+    name="ties_peft",
+    source="PEFT",
+    variant="`ties` with weights in the mean only, divided by the number that agree, + where signs cancel",
+    coefficients=(WEIGHTS, DENSITIES),
+    needs_base=True,
+    drops_zeros="weight",
+)
+
+M3_TIES = MergeMethod(
+    name="m3_ties",
+    source="Mixup Model Merge (M3), appendix H",
+    variant="`ties`, but what several keep is interpolated by weight, what one keeps is kept",
+    # Scaling factor 0.5 to 2: M3, section 4.1; retained share 0.5 to 0.9: its Table 3.
+    coefficients=(replace(SHARES, low=0), LAMBDA.searched_in(0.5, 2.0), K.searched_in(0.5, 0.9)),
+    needs_base=True,
+    base_at_zero="lambda",
+    constraint=weights_do_not_cancel,
+)

@@ -1,0 +1,23 @@
+"""Fused rules belong to declared methods, one to each at most."""
+
+from __future__ import annotations
+
+import pytest
+
+from search_spaces.methods import METHODS
+from workers.merging.kernels import FUSED, ON_CUDA
+from workers.merging.kernels.lowering.base import RULES, fuses
+
+
+def test_every_rule_belongs_to_a_declared_method() -> None:
+    assert set(FUSED) == set(RULES)
+    assert set(METHODS) > set(FUSED) > ON_CUDA
+    assert len(set(FUSED.values())) == len(FUSED)
+
+
+def test_a_second_rule_for_a_method_and_one_for_no_method_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"nearswap has a rule in workers.merging.kernels.lowering.averages already"):
+        fuses("nearswap")
+    with pytest.raises(ValueError, match="'fisher' is not a declared merge method"):
+        fuses("fisher")
+    assert set(FUSED) == set(RULES)

@@ -1,0 +1,77 @@
+"""Rules of passthrough, averages and interpolations, and fusions of a pair."""
+
+from __future__ import annotations
+
+from search_spaces.recipe import Merge
+from workers.merging.kernels.lowering.base import cosine, fuses, products
+from workers.merging.kernels.rules import Important, Nearswap, Rule, TaskSum, WeightedSum
+from workers.merging.methods.arithmetic import cosine_of
+from workers.merging.methods.averages import (
+    karcher_weights,
+    linear_weights,
+    model_stock_weights,
+    multislerp_weights,
+    nuslerp_weights,
+    slerp_weights,
+)
+from workers.merging.methods.plain import Operands
+
+__all__: list[str] = []
+
+
+@fuses("passthrough", is_on_cuda=True)
+def _passthrough(merge: Merge, stored: Operands) -> Rule:
+    return WeightedSum((merge.number("scale"),))
+
+
+@fuses("linear", is_on_cuda=True)
+def _linear(merge: Merge, stored: Operands) -> Rule:
+    return WeightedSum(tuple(linear_weights(merge.per_source("weight"))))
+
+
+@fuses("slerp", is_on_cuda=True)
+def _slerp(merge: Merge, stored: Operands) -> Rule:
+    return WeightedSum(slerp_weights(merge.number("t"), cosine(stored)))
+
+
+@fuses("nuslerp", is_on_cuda=True)
+def _nuslerp(merge: Merge, stored: Operands) -> Rule:
+    return WeightedSum(nuslerp_weights(merge.per_source("weight"), cosine(stored)))
+
+
+@fuses("nuslerp_task_vectors", is_on_cuda=True)
+def _nuslerp_task_vectors(merge: Merge, stored: Operands) -> Rule:
+    return TaskSum(nuslerp_weights(merge.per_source("weight"), cosine_of(products(stored), 0, 1)))
+
+
+@fuses("multislerp", is_on_cuda=True)
+def _multislerp(merge: Merge, stored: Operands) -> Rule:
+    return WeightedSum(tuple(multislerp_weights(merge.per_source("weight"), products(stored))))
+
+
+@fuses("multislerp_task_vectors", is_on_cuda=True)
+def _multislerp_task_vectors(merge: Merge, stored: Operands) -> Rule:
+    if len(stored.tensors) == 1:
+        return WeightedSum((1.0,))
+    return TaskSum(tuple(multislerp_weights(merge.per_source("weight"), products(stored))))
+
+
+@fuses("karcher", is_on_cuda=True)
+def _karcher(merge: Merge, stored: Operands) -> Rule:
+    return WeightedSum(tuple(karcher_weights(merge.per_source("weight"), products(stored))))
+
+
+@fuses("model_stock", is_on_cuda=True)
+def _model_stock(merge: Merge, stored: Operands) -> Rule:
+    return TaskSum(tuple(model_stock_weights(products(stored))))
+
+
+@fuses("nearswap", is_on_cuda=True)
+def _nearswap(merge: Merge, stored: Operands) -> Rule:
+    return Nearswap(merge.number("t"))
+
+
+@fuses("arcee_fusion")
+def _arcee_fusion(merge: Merge, stored: Operands) -> Rule:
+    assert stored.importance is not None, "arcee_fusion was not given the importance"
+    return Important(stored.importance.threshold, stored.importance.rows)

@@ -1,0 +1,97 @@
+"""The decorator by which the rule of a fused method is found, and what rules are computed from."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from search_spaces.methods import METHODS
+from search_spaces.recipe import Merge
+from workers.merging.kernels.rules import Rule, Trimmed
+from workers.merging.methods.arithmetic import Products, num_kept
+from workers.merging.methods.plain import Operands
+from workers.merging.order_statistics import MagnitudeTable, Trim
+
+__all__ = [
+    "ALL",
+    "NOTHING",
+    "RULES",
+    "Fused",
+    "Lowering",
+    "bounds",
+    "cosine",
+    "fuses",
+    "magnitudes",
+    "products",
+    "reductions",
+    "trimmed",
+]
+
+Lowering = Callable[[Merge, Operands], Rule]
+
+# No magnitude is below 0, and none is above infinity: these keep all elements and none.
+ALL, NOTHING = Trim(0.0, 0.0), Trim(math.inf, math.inf)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """How a method becomes a rule; `is_on_cuda`: there is a kernel of that rule for CUDA."""
+
+    lowering: Lowering
+    is_on_cuda: bool
+
+
+# Complete once all modules of this package are imported.
+RULES: dict[str, Fused] = {}
+
+
+def fuses(name: str, *, is_on_cuda: bool = False) -> Callable[[Lowering], Lowering]:
+    """The decorated function gives the rule of the declared method `name`. Raises ValueError for an undeclared method,
+    or one that has a rule."""
+    if name not in METHODS:
+        raise ValueError(
+            f"{name!r} is not declared; declare it in search_spaces/methods, which has {', '.join(METHODS)}"
+        )
+    if name in RULES:
+        raise ValueError(f"{name} has a rule in {RULES[name].lowering.__module__} already; a method has at most one")
+
+    def register(lowering: Lowering) -> Lowering:
+        RULES[name] = Fused(lowering, is_on_cuda)
+        return lowering
+
+    return register
+
+
+def trimmed(stored: Operands, shares: Sequence[float]) -> Trimmed:
+    """The elements of largest magnitude of each task vector, of the sources' `shares`."""
+    ranks = [num_kept(share, stored.tensors[0].numel()) for share in shares]
+    return Trimmed(*bounds(table.trim(rank) for table, rank in zip(magnitudes(stored), ranks, strict=True)))
+
+
+def bounds(trims: Iterable[Trim]) -> tuple[tuple[float, ...], tuple[float, ...], tuple[int, ...]]:
+    lows, highs, ranks = zip(*((trim.low, trim.high, trim.num_smaller) for trim in trims), strict=True)
+    return lows, highs, ranks
+
+
+def magnitudes(stored: Operands) -> tuple[MagnitudeTable, ...]:
+    tables = tuple(table for table in stored.magnitudes or () if table is not None)
+    assert len(tables) == len(stored.tensors), "not given the magnitudes of all sources"
+    return tables
+
+
+def cosine(stored: Operands) -> float:
+    assert stored.cosine is not None, "the cosine was not given"
+    return stored.cosine
+
+
+def products(stored: Operands) -> Products:
+    assert stored.products is not None, "the inner products were not given"
+    return stored.products
+
+
+def reductions() -> Any:
+    """The kernels that reduce over elements, imported when they are needed: the compiler takes a second to import."""
+    return importlib.import_module("workers.merging.kernels.reductions")

@@ -1,0 +1,63 @@
+"""Rules of SCE, RAM and consensus masks."""
+
+from __future__ import annotations
+
+from search_spaces.recipe import Merge
+from workers.merging.kernels.lowering.base import ALL, NOTHING, fuses, reductions, trimmed
+from workers.merging.kernels.rules import Agreed, Rule, SharedOut, Variable, VariableElection, Whole
+from workers.merging.methods.competition import (
+    NO_SQUARES,
+    num_selected,
+    ramplus_factor,
+    sce_mergekit_weights,
+    sce_weights,
+)
+from workers.merging.methods.plain import Operands
+
+__all__: list[str] = []
+
+
+@fuses("sce")
+def _sce(merge: Merge, stored: Operands) -> Rule:
+    threshold, squares = _variable_squares(merge, stored)
+    return Variable(threshold, threshold, 0, tuple(sce_weights(squares)))
+
+
+@fuses("sce_mergekit")
+def _sce_mergekit(merge: Merge, stored: Operands) -> Rule:
+    threshold, squares = _variable_squares(merge, stored)
+    weights = sce_mergekit_weights(squares, stored.tensors[0].numel())
+    return VariableElection(threshold, threshold, 0, tuple(weights), NO_SQUARES)
+
+
+@fuses("ram", is_on_cuda=True)
+def _ram(merge: Merge, stored: Operands) -> Rule:
+    return SharedOut(merge.number("epsilon"), (1.0,) * len(stored.tensors))
+
+
+@fuses("ramplus_tl")
+def _ramplus_tl(merge: Merge, stored: Operands) -> Rule:
+    r, alpha, epsilon = merge.number("r"), merge.number("alpha"), merge.number("epsilon")
+    counts = reductions().shared_counts(epsilon, stored.tensors, stored.base)
+    return SharedOut(epsilon, tuple(ramplus_factor(r, alpha, changed, alone) for changed, alone in counts))
+
+
+@fuses("consensus_ta")
+def _consensus_ta(merge: Merge, stored: Operands) -> Rule:
+    return Agreed(Whole(), merge.number("lambda"), merge.per_source("mask_lambda"), merge.number("agreement"))
+
+
+@fuses("consensus_ties")
+def _consensus_ties(merge: Merge, stored: Operands) -> Rule:
+    sparse = trimmed(stored, [merge.number("k")] * len(stored.tensors))
+    return Agreed(sparse, merge.number("lambda"), merge.per_source("mask_lambda"), merge.number("agreement"))
+
+
+def _variable_squares(merge: Merge, stored: Operands) -> tuple[float, list[float]]:
+    """The variance from which on an element is selected, and the sums of squares of every tau's selected elements."""
+    select_topk, table = merge.number("select_topk"), stored.variances
+    assert table is not None, f"{merge.method} was not given the variances"
+    count = num_selected(select_topk, table.num_not_zero)
+    trim = ALL if select_topk == 1 else table.trim(count) if count else NOTHING
+    found: tuple[float, list[float]] = reductions().variable_squares(trim, stored.tensors, stored.base)
+    return found

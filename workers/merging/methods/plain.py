@@ -1,0 +1,120 @@
+"""The plain methods by name, and how they are called.
+
+A function receives the tensors, the base if its method needs one, and its coefficients by name, in the plural if they
+are one per source (`lambdas`, but `lambda_`); `keys` if it draws masks. Statistics that it has parameters for (`cos`,
+`importance`, `magnitudes`, `products`, `ranks`, `variances`) are passed where they are known.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import keyword
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+
+from search_spaces.methods import METHODS
+from search_spaces.methods.base import Coefficient, CoefficientValue, MergeMethod
+from search_spaces.recipe import Merge
+from workers.merging import methods
+from workers.merging.methods.arithmetic import Products
+from workers.merging.methods.averages import Importance
+from workers.merging.methods.registry import FUNCTIONS
+from workers.merging.order_statistics import MagnitudeTable
+
+__all__ = ["PLAIN", "Operands", "PlainMethod", "Statistic", "merge_tensors"]
+
+Statistic = Literal["cosine", "importance", "magnitudes", "products", "ranks", "variances"]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The same tensor of every source, in the order of the merge's sources, float32 and of one shape. None is modified.
+
+    `base` is the base model's, for methods that need it; `keys` are the masks' (`masks.mask_key`), one per source, for
+    methods that draw masks. The rest depends only on the sources and may be known from an earlier merge: `cosine` and
+    `importance` of the first two tensors, for each source its `magnitudes`, the table of |source - base|, the inner
+    `products` of all pairs of tensors, or with a base of task vectors, the table of the `variances` between these, and
+    the `ranks` of their magnitudes in each row.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    base: torch.Tensor | None = None
+    cosine: float | None = None
+    magnitudes: tuple[MagnitudeTable | None, ...] | None = None
+    keys: tuple[int, ...] | None = None
+    products: Products | None = None
+    importance: Importance | None = None
+    variances: MagnitudeTable | None = None
+    ranks: tuple[torch.Tensor, ...] | None = None
+
+    def in_float32(self) -> Operands:
+        """The same operands in float32, if they are in other dtypes."""
+        base = None if self.base is None else self.base.float()
+        return replace(self, tensors=tuple(tensor.float() for tensor in self.tensors), base=base)
+
+
+@dataclass(frozen=True)
+class PlainMethod:
+    """A declared method with the function that computes it; `uses` are the statistics that the function takes."""
+
+    declared: MergeMethod
+    function: Callable[..., torch.Tensor]
+    uses: frozenset[Statistic]
+
+    @property
+    def name(self) -> str:
+        return self.declared.name
+
+    def merge(self, operands: Operands, merge: Merge) -> torch.Tensor:
+        """The merged tensor. Raises InvalidRecipe for coefficients that the method does not take."""
+        arguments: dict[str, Any] = {_keyword(c): _value(c, merge) for c in self.declared.coefficients}
+        if self.declared.takes_seed:
+            assert operands.keys is not None, f"{self.name} was given no keys"
+            arguments["keys"] = operands.keys
+        for statistic in self.uses:
+            arguments[_parameter(statistic)] = getattr(operands, statistic)
+        if not self.declared.needs_base:
+            return self.function(operands.tensors, **arguments)
+        assert operands.base is not None, f"{self.name} was given no base"
+        return self.function(operands.tensors, operands.base, **arguments)
+
+
+def merge_tensors(merge: Merge, operands: Operands) -> torch.Tensor:
+    """Apply the merge's method. Raises InvalidRecipe for a merge that its method does not take."""
+    merge.check()
+    return PLAIN[merge.method].merge(operands, merge)
+
+
+def _keyword(coefficient: Coefficient) -> str:
+    name = coefficient.name
+    if coefficient.per_model:
+        return f"{name[:-1]}ies" if name.endswith("y") else f"{name}s"
+    return f"{name}_" if keyword.iskeyword(name) else name
+
+
+def _value(coefficient: Coefficient, merge: Merge) -> CoefficientValue:
+    if coefficient.per_model:
+        return merge.per_source(coefficient.name)
+    number = merge.number(coefficient.name)
+    return int(number) if coefficient.is_whole else number
+
+
+def _parameter(statistic: Statistic) -> str:
+    return "cos" if statistic == "cosine" else statistic
+
+
+def _plain_methods() -> Iterator[PlainMethod]:
+    for module in pkgutil.iter_modules(methods.__path__, f"{methods.__name__}."):
+        importlib.import_module(module.name)
+    for name, declared in METHODS.items():
+        parameters = inspect.signature(FUNCTIONS[name]).parameters
+        uses = (statistic for statistic in get_args(Statistic) if _parameter(statistic) in parameters)
+        yield PlainMethod(declared, FUNCTIONS[name], frozenset(uses))
+
+
+PLAIN: Mapping[str, PlainMethod] = {method.name: method for method in _plain_methods()}

@@ -1,0 +1,34 @@
+"""The decorator by which the plain function of a merge method is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from search_spaces.methods import METHODS
+
+__all__ = ["FUNCTIONS", "merges"]
+
+Function = TypeVar("Function", bound=Callable[..., torch.Tensor])
+
+# Complete once all modules of this package are imported: see `plain`.
+FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {}
+
+
+def merges(name: str) -> Callable[[Function], Function]:
+    """The decorated function computes the declared method `name`. Raises ValueError for an undeclared method, or one
+    that has a function."""
+    if name not in METHODS:
+        raise ValueError(
+            f"{name!r} is not declared; declare it in search_spaces/methods, which has {', '.join(METHODS)}"
+        )
+    if name in FUNCTIONS:
+        raise ValueError(f"{name} is computed by {FUNCTIONS[name].__module__} already; a method has one function")
+
+    def register(function: Function) -> Function:
+        FUNCTIONS[name] = function
+        return function
+
+    return register
