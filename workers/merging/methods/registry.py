@@ -21,9 +21,7 @@ def merges(name: str) -> Callable[[Function], Function]:
     """The decorated function computes the declared method `name`. Raises ValueError for an undeclared method, or one
     that has a function."""
     if name not in METHODS:
-        raise ValueError(
-            f"{name!r} is not declared; declare it in search_spaces/methods, which has {', '.join(METHODS)}"
-        )
+        raise ValueError(f"merge method {name!r} is not declared; declare it in a module of search_spaces/methods")
     if name in FUNCTIONS:
         raise ValueError(f"{name} is computed by {FUNCTIONS[name].__module__} already; a method has one function")
 

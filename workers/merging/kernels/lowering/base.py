@@ -52,9 +52,7 @@ def fuses(name: str, *, is_on_cuda: bool = False) -> Callable[[Lowering], Loweri
     """The decorated function gives the rule of the declared method `name`. Raises ValueError for an undeclared method,
     or one that has a rule."""
     if name not in METHODS:
-        raise ValueError(
-            f"{name!r} is not declared; declare it in search_spaces/methods, which has {', '.join(METHODS)}"
-        )
+        raise ValueError(f"merge method {name!r} is not declared; declare it in a module of search_spaces/methods")
     if name in RULES:
         raise ValueError(f"{name} has a rule in {RULES[name].lowering.__module__} already; a method has at most one")
 
