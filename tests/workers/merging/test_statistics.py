@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from workers.merging import statistics
-from workers.merging.methods import averages, cosine
+from workers.merging.methods import averages
+from workers.merging.methods.arithmetic import cosine
 from workers.merging.methods.competition import variance
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
