@@ -2,13 +2,13 @@
 
 ServiceError
 ├── NotFound       (KeyError)      there is no such study, trial or file
-├── Conflict       (RuntimeError)  the state forbids it: another run holds the directory, another study lives there
+├── Conflict       (RuntimeError)  the state forbids it: another run or study has the directory
 ├── StaleAttempt   (RuntimeError)  stop: a newer driver owns the study
 ├── StudyFailed    (RuntimeError)  the study cannot go on; finished work is kept
 └── what a client of the server meets:
-    ├── RequestRefused    (ValueError)       mend the request; holds every problem the server found
-    ├── ServerUnreachable (ConnectionError)  look whether the server is up and the address right, then ask again
-    ├── InvalidAnswer     (RuntimeError)     what answers there is no mergesearch server, or was cut off
+    ├── RequestRefused    (ValueError)       fix the request; holds every problem the server found
+    ├── ServerUnreachable (ConnectionError)  check that the server is up and the address right, then ask again
+    ├── InvalidAnswer     (RuntimeError)     what responds there is no mergesearch server, or was cut off
     └── ExportFailed      (RuntimeError)     the server could not write the merged model
 """
 
@@ -37,7 +37,7 @@ class ServiceError(Exception):
 
 
 class NotFound(ServiceError, KeyError):
-    """There is no such thing; the message names it and what there is."""
+    """There is no such study, trial or file; the message names it and what there is."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -56,7 +56,7 @@ class StudyFailed(ServiceError, RuntimeError):
 
 
 class RequestRefused(ServiceError, ValueError):
-    """The server said no: `problem` is its answer (RFC 9457), `retry_after_s` how long it asks to wait, if it does."""
+    """The server refused: `problem` is its response (RFC 9457), `retry_after_s` how long to wait, if it says."""
 
     def __init__(self, problem: ProblemDocument, retry_after_s: float | None = None) -> None:
         super().__init__(problem, retry_after_s)
@@ -81,7 +81,7 @@ class ServerUnreachable(ServiceError, ConnectionError):
 
 
 class InvalidAnswer(ServiceError, RuntimeError):
-    """What came from the server is not what it should be; the message names the address and what came."""
+    """The response is not what a mergesearch server sends; the message names the address and what was received."""
 
 
 class ExportFailed(ServiceError, RuntimeError):

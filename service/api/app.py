@@ -1,4 +1,4 @@
-"""The HTTP application: what it is made of, and what starts and ends with it."""
+"""The HTTP application: what it consists of, and what starts and stops with it."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ __all__ = ["create_app"]
 DESCRIPTION = "Searches for the best merges of language models. Errors are problem details (RFC 9457)."
 
 
-def create_app(store: Store, *, cluster: Cluster, data_dir: Path, examiner: Preflight | None = None) -> FastAPI:
-    """The server's application. It starts and stops `cluster`; `store` stays its owner's.
+def create_app(store: Store, *, cluster: Cluster, data_dir: Path, preflight: Preflight | None = None) -> FastAPI:
+    """The server's application. It starts and stops `cluster`; the caller closes `store`.
 
-    Exported models are kept in `data_dir`; `examiner` None examines in a process of its own."""
+    Exported models are kept in `data_dir`; `preflight` None runs in a process of its own."""
     requests = RequestCounter()
     services = Services(
         store=store,
         cluster=cluster,
-        examiner=examiner or PreflightProcess(),
+        preflight=preflight or PreflightProcess(),
         exports=Exports(store, data_dir),
         hub=EventHub(store),
         records=RunRecords(store),
@@ -47,13 +47,13 @@ def create_app(store: Store, *, cluster: Cluster, data_dir: Path, examiner: Pref
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         cluster.start()
-        services.examiner.start()
+        services.preflight.start()
         services.exports.start()
         try:
             yield
         finally:
             await services.exports.stop()
-            await run_in_threadpool(services.examiner.stop)
+            await run_in_threadpool(services.preflight.stop)
             await run_in_threadpool(cluster.stop)
 
     app = FastAPI(

@@ -1,4 +1,4 @@
-"""What routes work with; made in `create_app`, handed to them with each request."""
+"""What routes work with: made in `create_app`, passed to them with each request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from service.types import StudyRecord
 
 __all__ = ["MAX_ID", "MAX_NUMBER", "PAGE_HEADERS", "Context", "Services", "Study", "TrialNumber"]
 
-# Of pages of text and drawings: nothing in them may run or load anything.
+# For pages of text and drawings: nothing in them may run or load anything.
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; sandbox",
     "X-Content-Type-Options": "nosniff",
@@ -37,12 +37,12 @@ MAX_ID = 2**63 - 1
 class Services:
     store: Store
     cluster: Cluster
-    examiner: Preflight
+    preflight: Preflight
     exports: Exports
     hub: EventHub
     records: RunRecords
     requests: RequestCounter
-    # One request of a name at a time: the others find its study.
+    # One request with a given name at a time: later ones find its study.
     key_locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
 
@@ -52,7 +52,7 @@ async def _services(request: Request) -> Services:
 
 
 class _Segment(StringConvertor):
-    """A part of a path without a colon: what follows one is a verb."""
+    """A part of a path without a colon: a verb follows a colon."""
 
     regex = "[^/:]+"
 

@@ -142,7 +142,7 @@ class _Feed:
                 if self._floor is None:
                     position = await self._in_thread(self._store.last_event_id, self._study_id)
                     self._position = self._floor = position
-                    self._wake()  # there is a history to be told
+                    self._wake()  # there are past events to send
                 study, events = await self._in_thread(self._look)
                 is_behind = len(events) == BATCH
                 self._publish(study, events, is_last=study.state.is_finished and not is_behind)

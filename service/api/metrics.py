@@ -16,7 +16,7 @@ METHODS = frozenset(("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
 
 
 class RequestCounter:
-    """Answered requests by method, route (not path: there are few) and status. Thread-safe."""
+    """Requests by method, route (not path: there are few) and status. Thread-safe."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str, int]] = Counter()
@@ -32,7 +32,7 @@ class RequestCounter:
 
 
 class CountRequests:
-    """ASGI middleware that counts answers as they begin."""
+    """ASGI middleware that counts responses as they begin."""
 
     def __init__(self, app: ASGIApp, counter: RequestCounter) -> None:
         self._app = app

@@ -45,17 +45,17 @@ class Preflight(Protocol):
     def stop(self) -> None: ...
 
     async def examine(self, content: bytes, *, is_json: bool) -> PreflightOutcome:
-        """Raises InvalidStudy with every problem, and Away if it cannot be told at present."""
+        """Raises InvalidStudy with every problem, and Unavailable if no check is possible at present."""
 
     async def engine_dtype(self, document: Mapping[str, Any]) -> str:
         """The dtype that a study's engines score in."""
 
 
 class PreflightProcess:
-    """Examines in a process of its own."""
+    """Runs the preflight in a process of its own."""
 
     def __init__(self) -> None:
-        self._process = WorkerProcess("examination", warm_up=_warm_up)
+        self._process = WorkerProcess("preflight", warm_up=_warm_up)
 
     @property
     def pid(self) -> int | None:
@@ -71,12 +71,12 @@ class PreflightProcess:
         try:
             try:
                 return await self._process.call(examine_here, content, is_json=is_json, timeout_s=TIMEOUT_S)
-            except ProcessDied:  # perhaps of another request's doing
+            except ProcessDied:  # perhaps because of another request
                 return await self._process.call(examine_here, content, is_json=is_json, timeout_s=TIMEOUT_S)
         except ProcessDied as error:
             raise Unavailable(f"the study could not be examined ({error}); ask again") from error
         except TimeoutError as error:
-            message = f"its examination did not end within {TIMEOUT_S:.0f} s"
+            message = f"its preflight did not end within {TIMEOUT_S:.0f} s"
             raise InvalidStudy((Problem("", message),)) from error
 
     async def engine_dtype(self, document: Mapping[str, Any]) -> str:
@@ -143,7 +143,7 @@ def _warm_up() -> None:
 
 
 def examine_here(content: bytes, *, is_json: bool) -> PreflightOutcome:
-    """The examination itself, in this process."""
+    """The preflight itself, in this process."""
     from service.studies.preflight.examine import examine
 
     study = read_request(content, is_json=is_json)

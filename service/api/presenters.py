@@ -1,4 +1,4 @@
-"""From the store's records to the documents that the server answers."""
+"""The store's records as the documents that the server sends."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Give every error that a route may raise, or the framework, its answer."""
+    """Turn every error of a route or of the framework into a response."""
 
     async def invalid_request(_: Request, error: Exception) -> Response:
         assert isinstance(error, InvalidStudy | InvalidRequest)

@@ -12,7 +12,7 @@ __all__ = ["Cluster", "Principal"]
 
 
 class Cluster(Protocol):
-    """Where studies are worked on. The server answers whether or not it is there."""
+    """Where studies are worked on. The server responds whether or not it is reachable."""
 
     def start(self) -> None:
         """Begin to look after studies; returns at once."""
@@ -38,6 +38,6 @@ class Cluster(Protocol):
 
 @dataclass(frozen=True)
 class Principal:
-    """Who asks."""
+    """Who sent a request."""
 
     name: str

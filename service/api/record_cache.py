@@ -1,4 +1,4 @@
-"""Everything that results and reports are made of, computed once for as long as a study stays as it is."""
+"""Run records and reports, kept for as long as their study does not change."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Entry:
 
 
 class RunRecords:
-    """Run records and reports of recently asked studies. Thread-safe; many who ask at one time wait for one answer."""
+    """Run records and reports of recently asked studies. Thread-safe; concurrent requests wait for one computation."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -18,7 +18,7 @@ YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml")
 
 
 async def principal() -> Principal:
-    """Who asks. Everyone is the same so far; every route depends on it."""
+    """Who sent the request. Everyone is the same so far; every route depends on it."""
     return Principal("anonymous")
 
 

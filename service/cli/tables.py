@@ -32,7 +32,7 @@ __all__ = [
 
 STUDY_STYLES: Mapping[str, str] = {StudyState.RUNNING: "cyan", StudyState.COMPLETE: "green", StudyState.FAILED: "red"}
 
-# Enough of an id to be told from others; more of it where that is not so.
+# Digits of an id that are shown; more where ids would look the same.
 ID_DIGITS = 8
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["console", "print_json", "print_json_line", "print_results"]
 
-# Where nobody says how wide the terminal is, as in a file.
+# Columns, if the output is no terminal.
 WIDTH = 110
 
 
@@ -28,7 +28,7 @@ def print_json(document: Any) -> None:
 
 
 def print_json_line(document: Any) -> None:
-    """At once, for whoever reads along."""
+    """One line, flushed: a program may be reading along."""
     print(json.dumps(document), flush=True)
 
 

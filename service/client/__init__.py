@@ -9,8 +9,12 @@
         print(client.pareto(study["id"])["front"])
         client.export(study["id"], "best", "merged")
 
-What the server is asked is described once (`routes`), what reading a stream of events and unpacking a download take
-also (`events`, `download`); `clients` carries it out. Importing this package loads neither httpx nor anything heavy.
+Importing this package loads neither httpx nor anything heavy.
+
+`clients`    the two clients, which send requests over HTTP
+`flows`      what each call asks of the server, without input or output
+`events`     a stream of server-sent events, cut into events
+`download`   a merged model, unpacked from the tar stream it comes as
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The two clients: they carry out what `routes`, `events` and `download` describe, one blocking, one awaited."""
+"""The two clients, one blocking and one awaited: they run what `flows`, `events` and `download` describe."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ T = TypeVar("T")
 
 CONNECT_S = 10.0
 
-# How long one answer may take: a server that checks a study reads the headers of all its models.
+# How long one response may take: a server that checks a study reads the headers of all its models.
 TIMEOUT_S = 300.0
 
-# How long a reader of events goes on looking for a server that was there before.
+# How long a reader of events tries to reach a server that has responded before.
 PATIENCE_S = 600.0
 
 Received = Callable[[int, int | None], None]
-"""Called as a download goes on: bytes received so far, and what all files add up to, if known."""
+"""Called during a download: bytes received so far, and the total of all files, if known."""
 
 
-def _described(method: T, steps: Callable[..., Any]) -> T:
-    """`method`, which `help` shall show as what it carries out."""
-    signature = inspect.signature(steps)
+def _described(method: T, flow: Callable[..., Any]) -> T:
+    """`method`, with the name, signature and docstring of the flow that it runs, so that `help` shows them."""
+    signature = inspect.signature(flow)
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), *signature.parameters.values()]
-    result = str(signature.return_annotation).removeprefix("Steps[").removesuffix("]")
+    result = str(signature.return_annotation).removeprefix("Flow[").removesuffix("]")
     described: Any = method
-    described.__name__ = described.__qualname__ = steps.__name__
-    described.__doc__ = steps.__doc__
+    described.__name__ = described.__qualname__ = flow.__name__
+    described.__doc__ = flow.__doc__
     described.__signature__ = signature.replace(parameters=parameters, return_annotation=result)
     return method
 
 
-def _blocking(steps: Callable[P, Flow[T]]) -> Callable[Concatenate[Client, P], T]:
+def _blocking(flow: Callable[P, Flow[T]]) -> Callable[Concatenate[Client, P], T]:
     def method(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return client._carry_out(steps(*args, **kwargs))
+        return client._run(flow(*args, **kwargs))
 
-    return _described(method, steps)
+    return _described(method, flow)
 
 
-def _awaited(steps: Callable[P, Flow[T]]) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
+def _awaited(flow: Callable[P, Flow[T]]) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
     async def method(client: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await client._carry_out(steps(*args, **kwargs))
+        return await client._run(flow(*args, **kwargs))
 
-    return _described(method, steps)
+    return _described(method, flow)
 
 
 class Client:
@@ -68,7 +68,7 @@ class Client:
         with Client("http://gpu-box:8080") as client:
             study = client.submit("study.yaml")
 
-    `timeout_s` is how long one answer may take, `patience_s` how long `events` looks for a server that went away.
+    `timeout_s` is how long one response may take, `patience_s` how long `events` tries to reach a server that is gone.
     Raises NotFound if `url` is no address. Every call may raise RequestRefused (with the server's problem document),
     ServerUnreachable and InvalidAnswer.
     """
@@ -109,7 +109,7 @@ class Client:
             for event in client.events("5f0c..."):
                 print(event.kind, event.payload)
 
-        A lost connection is made again, also to a server that was started anew, and no event is missed or told twice.
+        A lost connection is opened again, also to a restarted server; no event is missed or repeated.
         """
         import httpx
 
@@ -165,11 +165,11 @@ class Client:
         except httpx.RequestError as error:
             raise ServerUnreachable(f"{self.url}{call.path}: the download was cut off: {_why(error)}") from error
 
-    def _carry_out(self, steps: Flow[T]) -> T:
+    def _run(self, flow: Flow[T]) -> T:
         outcome: Response | TransportError | None = None
         while True:
             try:
-                step = steps.send(outcome)
+                step = flow.send(outcome)
             except StopIteration as end:
                 result: T = end.value
                 return result
@@ -275,11 +275,11 @@ class AsyncClient:
             stop.set()
             raise
 
-    async def _carry_out(self, steps: Flow[T]) -> T:
+    async def _run(self, flow: Flow[T]) -> T:
         outcome: Response | TransportError | None = None
         while True:
             try:
-                step = steps.send(outcome)
+                step = flow.send(outcome)
             except StopIteration as end:
                 result: T = end.value
                 return result

@@ -73,7 +73,7 @@ class EventReader:
                 yield event
 
     def pause_s(self, outcome: Response | TransportError) -> float:
-        """Raises RequestRefused and InvalidAnswer if the server will not answer otherwise the next time."""
+        """Raises RequestRefused and InvalidAnswer if asking again would not change the response."""
         wait_s: float = min(FIRST_PAUSE_S * 2**self._failures, MAX_PAUSE_S) * random.uniform(0.5, 1.0)
         self._failures = min(self._failures + 1, 10)
         if isinstance(outcome, TransportError):

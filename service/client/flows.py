@@ -1,7 +1,7 @@
-"""What a client asks of the server, without input or output: generators that yield requests and pauses, are sent what
-came back, and return typed documents. Whoever drives one may block or await.
+"""Flows: each client call as a generator that yields requests and pauses, is sent the responses, and returns a typed
+document. A flow does no input or output: the code that runs it may block or await.
 
-Requests are sent again where the connection was cut: every one of them may be repeated (submissions carry a key).
+A request is sent again if its connection was cut: all of them may be repeated (submissions carry a key).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Response:
-    """An answer; header names are in lower case."""
+    """A response; header names are in lower case."""
 
     url: str
     status: int
@@ -57,7 +57,7 @@ class Response:
 
 @dataclass(frozen=True)
 class TransportError:
-    """No answer, and why. `was_cut`: there was a connection, and it ended before the answer did."""
+    """No response, and why. `was_cut`: there was a connection, and it ended before the response was complete."""
 
     url: str
     reason: str
@@ -65,7 +65,7 @@ class TransportError:
 
 
 Flow: TypeAlias = Generator[Call | float, Response | TransportError | None, T]
-"""Yields requests, and pauses in seconds; is sent what came of a request; returns the result."""
+"""Yields requests, and pauses in seconds; is sent the outcome of each request; returns the result."""
 
 
 # -- studies -----------------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def cancel(study: str) -> Flow[StudyDocument]:
 
         client.cancel("5f0c...")
 
-    Raises RequestRefused if it has ended by itself.
+    Raises RequestRefused if it has already ended.
     """
     return cast("StudyDocument", (yield from _json(Call("POST", f"{path_of(study)}:cancel"))))
 
@@ -247,34 +247,39 @@ def path_of(study: str, *rest: str | int) -> str:
     return "/".join(["/v1/studies", *(quote(str(part), safe="", errors="replace") for part in (study, *rest))])
 
 
-def refusal(reply: Response) -> RequestRefused | InvalidAnswer:
-    """What an answer other than 2xx means."""
-    problem = _parsed(reply) if "problem+json" in reply.headers.get("content-type", "") else None
+def refusal(response: Response) -> RequestRefused | InvalidAnswer:
+    """The error that a response other than 2xx stands for."""
+    problem = _parsed(response) if "problem+json" in response.headers.get("content-type", "") else None
     if isinstance(problem, dict) and isinstance(problem.get("detail"), str):
-        after = reply.headers.get("retry-after", "")
-        known: Any = {"type": "about:blank", "title": "", **problem, "status": reply.status}
+        after = response.headers.get("retry-after", "")
+        known: Any = {"type": "about:blank", "title": "", **problem, "status": response.status}
         return RequestRefused(cast("ProblemDocument", known), float(after) if after.isdecimal() else None)
-    if location := reply.headers.get("location"):
-        return InvalidAnswer(f"{reply.url}: is redirected to {location}; give the server's own address")
-    return InvalidAnswer(f"{reply.url}: no mergesearch server answers there: status {reply.status}, {_excerpt(reply)}")
+    if location := response.headers.get("location"):
+        return InvalidAnswer(f"{response.url}: is redirected to {location}; give the server's own address")
+    return _no_server(response, f"status {response.status}")
+
+
+def _no_server(response: Response, why: str) -> InvalidAnswer:
+    start = repr(response.content[:80].decode("utf-8", errors="replace"))
+    return InvalidAnswer(f"{response.url}: no mergesearch server answers there: {why}, {start}")
 
 
 def _json(call: Call) -> Flow[dict[str, Any]]:
-    reply = yield from _answer(call)
-    document = _parsed(reply)
+    response = yield from _respond(call)
+    document = _parsed(response)
     if not isinstance(document, dict):
-        raise InvalidAnswer(f"{reply.url}: no mergesearch server answers there: no JSON object, {_excerpt(reply)}")
+        raise _no_server(response, "no JSON object")
     return document
 
 
 def _text(call: Call) -> Flow[str]:
-    return (yield from _answer(call)).content.decode("utf-8", errors="replace")
+    return (yield from _respond(call)).content.decode("utf-8", errors="replace")
 
 
-def _answer(call: Call) -> Flow[Response]:
-    """The answer to a request, which is sent again where the connection was cut or a proxy found no server behind it.
+def _respond(call: Call) -> Flow[Response]:
+    """The response to a request, which is sent again if the connection was cut or a proxy found no server behind it.
 
-    Whom nobody can reach is reported at once."""
+    A server that cannot be reached at the first try is reported at once."""
     pauses_s = iter(RETRY_PAUSES_S)
     is_first = True
     while True:
@@ -308,12 +313,8 @@ def _study_content(study: Path | str | Mapping[str, Any]) -> bytes:
         raise InvalidStudy((Problem("", f"the study is not plain data: {error}"),)) from error
 
 
-def _parsed(reply: Response) -> Any:
+def _parsed(response: Response) -> Any:
     try:
-        return json.loads(reply.content)
+        return json.loads(response.content)
     except (ValueError, RecursionError):
         return None
-
-
-def _excerpt(reply: Response) -> str:
-    return repr(reply.content[:80].decode("utf-8", errors="replace"))

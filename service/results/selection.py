@@ -1,6 +1,6 @@
 """Which trials count as results: the front, the best, and the finalists of the held-out stage.
 
-Only trials evaluated at the full budget take part, sources and published recipes included. Holdout data never
+Only trials evaluated at the full budget count, sources and published recipes included. Holdout data never
 select anything.
 """
 
@@ -71,7 +71,7 @@ def costs_of(trial: TrialRecord, objectives: Sequence[Objective]) -> Costs:
 
 
 def held_out(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) -> tuple[TrialRecord, ...]:
-    """Who is scored on the holdout data, by number: the finalists, every source and every published recipe."""
+    """What is scored on the holdout data, by number: the finalists, every source and every published recipe."""
     complete = full_budget_trials(trials)
     final = {trial.number for trial in finalists(complete, objectives)}
     return tuple(

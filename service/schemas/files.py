@@ -1,7 +1,7 @@
 """The shapes of the files a run leaves, and their JSON Schemas.
 
 Each document has one typed definition here; the schema is derived from it. Keys may be added in later versions, never
-renamed or removed. The server answers with the same documents, and with those of `service.schemas.api`.
+renamed or removed. The server sends the same documents, and those of `service.schemas.api`.
 """
 
 from __future__ import annotations

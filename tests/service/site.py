@@ -96,7 +96,7 @@ class Site:
         return self.server.url
 
     def app(self) -> Any:
-        return create_app(self.store, cluster=self.cluster, data_dir=self.directory, examiner=Preflight())
+        return create_app(self.store, cluster=self.cluster, data_dir=self.directory, preflight=Preflight())
 
     def new_name(self) -> str:
         """A name that no study here has."""

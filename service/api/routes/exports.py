@@ -69,7 +69,7 @@ async def create_export(request: Request, study: Study, services: Context) -> Re
         raise Conflict(f"study {study.name!r} is {study.state.value}; models are exported once it is COMPLETE")
     number = await run_in_threadpool(_chosen, services, study, trial)
     if dtype is None:
-        dtype = await services.examiner.engine_dtype(study.document)
+        dtype = await services.preflight.engine_dtype(study.document)
     record = await services.exports.request(study.id, trial=number, dtype=dtype)
     document = await run_in_threadpool(_document, services, record)
     return Json(document, status_code=202, headers={"Location": export_path(record)})

@@ -1,4 +1,4 @@
-"""For those who operate the server: is it alive, can studies go on, what does it do."""
+"""For operators of the server: is it alive, is it ready, what does it do."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class ReadinessDocument(TypedDict):
 
 @router.get("/healthz", response_model=None, responses={200: {"model": HealthDocument}})
 async def healthz() -> Response:
-    """The process lives."""
+    """The process is alive."""
     return Json(HealthDocument(status="alive"))
 
 
 @router.get("/readyz", response_model=None, responses={200: {"model": ReadinessDocument}, **refusals(503)})
 def readyz(services: Context) -> Response:
-    """The database answers, and studies are being worked on. Until then they are accepted all the same."""
+    """The database responds, and studies are being worked on. Studies are accepted before that, too."""
     services.store.last_event_id("")
     if reason := services.cluster.not_ready():
         raise Unavailable(reason)

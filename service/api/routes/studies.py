@@ -54,7 +54,7 @@ StateFilter = Literal["CREATED", "RUNNING", "STOPPED", "COMPLETE", "FAILED", "CA
     openapi_extra=STUDY_BODY,
 )
 async def create_study(request: Request, services: Context, idempotency_key: IdempotencyKey = None) -> Response:
-    """Create a study, after everything that can be checked beforehand was; it is worked on as soon as it can be."""
+    """Create a study once every check that needs no search has passed; work on it starts as soon as possible."""
     is_json = sent_as_json(request.headers, accepted=(*JSON_TYPES, *YAML_TYPES))
     content = await read_body(request)
     if idempotency_key is None:
@@ -74,12 +74,12 @@ async def _created(services: Services, content: bytes, is_json: bool, *, key: st
     digest = hashlib.sha256(content).hexdigest()
     found = await run_in_threadpool(services.store.study_of_key, key) if key is not None else None
     if found is None:
-        examined = await services.examiner.examine(content, is_json=is_json)
+        checked = await services.preflight.examine(content, is_json=is_json)
         record = await run_in_threadpool(
             services.store.create_study,
-            name=examined.name,
-            document=examined.document,
-            resolved=examined.resolved,
+            name=checked.name,
+            document=checked.document,
+            resolved=checked.resolved,
             idempotency_key=key,
             request_digest=digest,
         )

@@ -2,8 +2,16 @@
 
 Works offline and without scripts, in light and dark, on a phone and on paper; beside every chart is its table.
 
-`page` puts it together: the words at its top come from `texts`, its sections from `holdout`, `history`, `front` and
-`recipe_picture`, which are drawn with `charts`; what they become is in `templates/report.html.j2`.
+The series of its charts come from `service.results.series`; its template is report.html.j2.
+
+`page`             puts the page together
+`texts`            the headline, key figures, and how numbers are written
+`holdout`          the section on held-out data
+`history`          the section on every finished rung
+`front`            the section on the Pareto front
+`recipe_picture`   the picture of the best recipe
+`charts`           plots, forest plots, bars and legends as HTML and SVG
+`marks`            shapes of marks, and how many are drawn
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ FAMILY = Path(__file__).parents[3] / "workers" / "tiny_family"
 HOLDOUT_SAMPLES = 12
 
 
-class QuickExaminer:
+class QuickPreflight:
     """Checks only what the study file itself tells."""
 
     def start(self) -> None:
@@ -45,14 +45,14 @@ class QuickExaminer:
 class ApiServer:
     """The application on a database in `data_dir`, over real HTTP, for as long as the context lasts."""
 
-    def __init__(self, data_dir: Path, *, examiner: Preflight | None = None) -> None:
+    def __init__(self, data_dir: Path, *, preflight: Preflight | None = None) -> None:
         self.data_dir = data_dir
         self.cluster = FakeCluster()
-        self.examiner = examiner or QuickExaminer()
+        self.preflight = preflight or QuickPreflight()
 
     def __enter__(self) -> Self:
         self.store = Store(f"sqlite:///{self.data_dir / 'mergesearch.db'}")
-        self.app = create_app(self.store, cluster=self.cluster, data_dir=self.data_dir, examiner=self.examiner)
+        self.app = create_app(self.store, cluster=self.cluster, data_dir=self.data_dir, preflight=self.preflight)
         self._http = HttpServer(lambda: self.app, grace_s=1)
         self.url = self._http.url
         self._http.start()

@@ -1,4 +1,4 @@
-"""The real examination, beside the server: what the command line says, whatever is sent."""
+"""The real preflight, beside the server: what the command line says, whatever is sent."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.service.api.harness import FAMILY, ApiServer, document
 
 
 @pytest.fixture(scope="module")
-def examiner() -> PreflightProcess:
+def preflight() -> PreflightProcess:
     return PreflightProcess()
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, examiner: PreflightProcess) -> Iterator[ApiServer]:
-    with ApiServer(tmp_path_factory.mktemp("api"), examiner=examiner) as server:
+def server(tmp_path_factory: pytest.TempPathFactory, preflight: PreflightProcess) -> Iterator[ApiServer]:
+    with ApiServer(tmp_path_factory.mktemp("api"), preflight=preflight) as server:
         yield server
 
 
@@ -84,25 +84,25 @@ def test_the_server_answers_at_once_while_a_study_is_examined(http: httpx.Client
 
 
 @pytest.mark.slow
-def test_a_killed_examination_is_begun_again_once() -> None:
+def test_a_killed_preflight_is_begun_again_once() -> None:
     async def killed(num_kills: int) -> PreflightOutcome:
-        call = asyncio.create_task(examiner.examine(json.dumps(document()).encode(), is_json=True))
+        call = asyncio.create_task(preflight.examine(json.dumps(document()).encode(), is_json=True))
         for _ in range(num_kills):
-            pid = await running(examiner)
+            pid = await running(preflight)
             os.kill(pid, signal.SIGKILL)
-            while examiner.pid == pid and not call.done():
+            while preflight.pid == pid and not call.done():
                 await asyncio.sleep(0.01)
         return await call
 
-    examiner = PreflightProcess()
+    preflight = PreflightProcess()
     with pytest.raises(Unavailable, match=r"could not be examined .* ask again"):
         asyncio.run(killed(2))
     assert asyncio.run(killed(1)).name == "math-text-lookup"
-    examiner.stop()
+    preflight.stop()
 
 
-async def running(examiner: PreflightProcess) -> int:
-    while (pid := examiner.pid) is None or not psutil.pid_exists(pid):
+async def running(preflight: PreflightProcess) -> int:
+    while (pid := preflight.pid) is None or not psutil.pid_exists(pid):
         await asyncio.sleep(0.01)
     return pid
 
@@ -156,7 +156,7 @@ def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
             read_request(json.dumps(body).encode(), is_json=True)
 
 
-def test_a_study_that_breaks_the_examination_is_refused_with_what_happened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_that_breaks_the_preflight_is_refused_with_what_happened(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(study: Study, **_: Any) -> None:
         raise ZeroDivisionError("by nothing")
 

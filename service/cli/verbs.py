@@ -1,0 +1,253 @@
+"""What each verb of the `mergesearch` command does: it calls, prints, and returns the exit code.
+
+Modules that load torch, Ray, vLLM or pydantic are imported by the verb that needs them, so that help is instant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from service.cli.terminal import console, print_json, print_results
+
+if TYPE_CHECKING:
+    from service.cli.remote import ServerVerbs
+    from service.results.files import RunRecord
+
+__all__ = [
+    "cancel",
+    "demo",
+    "export",
+    "log",
+    "merge",
+    "pareto",
+    "run",
+    "schema",
+    "serve",
+    "show",
+    "studies",
+    "submit",
+    "trials",
+    "watch",
+]
+
+
+def run(options: argparse.Namespace) -> int:
+    from search_spaces.study.file import load_study
+
+    study = load_study(options.study)
+    if options.check:
+        return _check(study, options.out, exports=options.export == "best", as_json=options.json)
+    return _run_in(study, options.out, export_best=options.export == "best", as_json=options.json)
+
+
+def demo(options: argparse.Namespace) -> int:
+    from search_spaces.study.file import load_study
+    from workers.tiny_family import family_dir
+
+    study = load_study(family_dir() / "study.yaml")
+    return _run_in(study, options.out, export_best=True, as_json=options.json)
+
+
+def _run_in(study: Any, directory: Path, *, export_best: bool, as_json: bool) -> int:
+    from service.cli.progress import ProgressStyle, ProgressView
+    from service.results.files import pareto as pareto_document
+    from service.results.files import summary
+    from service.studies.local_run import run_study
+    from service.studies.preflight.examine import EXPORT
+
+    view = ProgressView(ProgressStyle.JSON if as_json else ProgressStyle.AUTO)
+    try:
+        with view:
+            result = run_study(study, directory, view=view, exports=export_best)
+            if export_best:
+                _export_from(directory, "best", directory / EXPORT)
+    except KeyboardInterrupt:
+        print(f"interrupted; the same command resumes the study in {directory}", file=sys.stderr)
+        return 130
+    if as_json:
+        print_json(summary(result))
+    else:
+        places = {"report": directory / "report.html"} | ({"merged_model": directory / EXPORT} if export_best else {})
+        print_results(pareto_document(result), summary(result), **{name: str(place) for name, place in places.items()})
+    return 0
+
+
+def _check(study: Any, directory: Path, *, exports: bool, as_json: bool) -> int:
+    from service.studies.dry_run import check
+
+    plan = check(study, directory, exports=exports)
+    if as_json:
+        print_json(plan.to_json())
+    else:
+        print(plan.to_text())
+    return 0
+
+
+def serve(options: argparse.Namespace) -> int:
+    from service.server import serve as serve_studies
+
+    serve_studies(
+        options.data,
+        host=options.host,
+        port=options.port,
+        dashboard_host=options.dashboard_host,
+        dashboard_port=options.dashboard_port,
+    )
+    return 0
+
+
+def submit(options: argparse.Namespace) -> int:
+    with _on_server(options) as server:
+        return server.submit(options.study, key=options.name_key, watch=options.watch)
+
+
+def studies(options: argparse.Namespace) -> int:
+    with _on_server(options) as server:
+        return server.studies()
+
+
+def show(options: argparse.Namespace) -> int:
+    with _on_server(options) as server:
+        return server.show(options.study)
+
+
+def watch(options: argparse.Namespace) -> int:
+    with _on_server(options) as server:
+        return server.watch(options.study)
+
+
+def log(options: argparse.Namespace) -> int:
+    with _on_server(options) as server:
+        return server.log(options.study)
+
+
+def cancel(options: argparse.Namespace) -> int:
+    with _on_server(options) as server:
+        return server.cancel(options.study)
+
+
+def export(options: argparse.Namespace) -> int:
+    if not _is_directory(options):
+        with _on_server(options) as server:
+            return server.export(options.run, options.trial, options.out, dtype=options.dtype)
+    out = _export_from(Path(options.run), options.trial, options.out, dtype=options.dtype)
+    print_json({"directory": str(out)}) if options.json else print(f"merged model: {out}")
+    return 0
+
+
+def merge(options: argparse.Namespace) -> int:
+    from service.cli.export_progress import ExportView
+    from service.studies.merge import check_merge, merge_file
+
+    directories = _directories(options.model)
+    if options.check:
+        note = partial(print, file=sys.stderr)
+        plan = check_merge(options.file, directories, options.out, dtype=options.dtype, note=note)
+        print_json(plan.to_json()) if options.json else print(plan.to_text())
+        return 0
+    shards = {} if options.max_shard_size is None else {"max_shard_bytes": options.max_shard_size}
+    try:
+        with ExportView() as view:
+            out = merge_file(
+                options.file,
+                directories,
+                options.out,
+                dtype=options.dtype,
+                note=partial(print, file=sys.stderr),
+                progress=view.update,
+                **shards,
+            )
+    except KeyboardInterrupt:
+        print("interrupted; the same command keeps the files that are whole", file=sys.stderr)
+        return 130
+    print_json({"directory": str(out)}) if options.json else print(f"merged model: {out}")
+    return 0
+
+
+def trials(options: argparse.Namespace) -> int:
+    if not _is_directory(options):
+        with _on_server(options) as server:
+            return server.trials(options.run)
+    from service.cli.tables import trials_table
+    from service.results.files import trial_document
+
+    result = _read(Path(options.run))
+    documents = [trial_document(trial) for trial in result.trials]
+    if options.json:
+        print_json(documents)
+    else:
+        console().print(trials_table(documents, [objective.name for objective in result.objectives]))
+    return 0
+
+
+def pareto(options: argparse.Namespace) -> int:
+    if not _is_directory(options):
+        with _on_server(options) as server:
+            return server.pareto(options.run)
+    from service.cli.tables import pareto_table
+    from service.results.files import pareto as pareto_document
+
+    document = pareto_document(_read(Path(options.run)))
+    print_json(document) if options.json else console().print(pareto_table(document))
+    return 0
+
+
+def schema(options: argparse.Namespace) -> int:
+    from service.schemas.files import schemas
+
+    print_json(schemas()[options.name])
+    return 0
+
+
+# -- helpers -----------------------------------------------------------------------------------------------------------
+
+
+def _on_server(options: argparse.Namespace) -> AbstractContextManager[ServerVerbs]:
+    from service.cli.remote import server_verbs
+
+    no_directory = getattr(options, "run", None) if options.server is None else None
+    return server_verbs(options.server, as_json=options.json, no_directory=no_directory)
+
+
+def _is_directory(options: argparse.Namespace) -> bool:
+    """Whether DIR|STUDY names a run's directory rather than a study on a server."""
+    return options.server is None and (os.sep in options.run or Path(options.run).exists())
+
+
+def _read(directory: Path) -> RunRecord:
+    from service.results.load import run_record
+    from service.studies.local_run import read_run
+
+    with read_run(directory) as (store, study):
+        return run_record(store, study.id)
+
+
+def _export_from(directory: Path, trial: str, out: Path, *, dtype: str | None = None) -> Path:
+    from service.cli.export_progress import ExportView
+    from service.studies.export import export_trial
+    from service.studies.local_run import read_run
+
+    with read_run(directory) as (store, study), ExportView() as view:
+        return export_trial(store, study, trial, out, dtype=dtype, progress=view.update)
+
+
+def _directories(models: Sequence[str]) -> dict[str, Path]:
+    """What the options `--model ALIAS=DIR` say, by alias."""
+    from search_spaces.errors import InvalidRecipe
+
+    directories: dict[str, Path] = {}
+    for text in models:
+        alias, equals, directory = text.partition("=")
+        if not (alias and equals and directory):
+            raise InvalidRecipe(f"--model {text!r}: write ALIAS=DIR, e.g. --model math=/models/math")
+        if alias in directories:
+            raise InvalidRecipe(f"--model {text!r}: {alias} is given twice, first as {directories[alias]}")
+        directories[alias] = Path(directory)
+    return directories
