@@ -12,6 +12,7 @@ import signal
 import socket
 from pathlib import Path
 
+from service.disk import locked
 from service.errors import Conflict
 
 __all__ = ["bind", "serve"]
@@ -33,7 +34,6 @@ def serve(
 
     from service.api import create_app
     from service.cluster.reconciler import RayCluster
-    from service.disk import locked
     from service.jobs.search import DATABASE
     from service.store import Store
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from service.cluster.session import start_ray
 from service.disk import LOCK_FILE
 
 __all__ = ["HOST_FILE", "HostRecord", "read_host", "stop_processes"]
@@ -98,8 +99,6 @@ def main() -> int:
     parser.add_argument("--dashboard-port", type=int)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    from service.cluster.session import start_ray
-
     _let_agents_choose_ports()
     context = start_ray(dashboard_host=options.dashboard_host, dashboard_port=options.dashboard_port)
     stopping = threading.Event()

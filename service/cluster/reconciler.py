@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from service.cluster.local_ray import HOST_FILE, read_host, stop_processes
+from service.cluster.session import prepare_environment
 from service.schemas.api import JobDocument
 from service.store import Store
 from service.types import HEARTBEAT_S, StudyRecord, StudyState
@@ -209,8 +210,6 @@ class RayCluster:
         url = self._host.dashboard_url if self._host is not None else None
         if self._client is not None and url in (None, self._dashboard_url):
             return None
-        from service.cluster.session import prepare_environment
-
         prepare_environment()
         from ray.dashboard.utils import get_address_for_submission_client
         from ray.job_submission import JobSubmissionClient

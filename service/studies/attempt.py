@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,6 +21,7 @@ from service.results.selection import best_trial, full_budget_trials
 from service.store import Store, StudyWriter
 from service.studies.preflight.examine import PreflightResult
 from service.studies.progress import ProgressReporter, ProgressSnapshot
+from service.tune.coordinator import Coordinator
 from service.types import HEARTBEAT_S, Origin, StudyState, TrialRecord, TrialState
 from workers.errors import EngineUnavailable, EvidenceMismatch
 from workers.types import Scorer, Span, Split
@@ -47,7 +49,6 @@ def execute(
     Raises StudyFailed (the study is FAILED with that reason), EngineUnavailable (STOPPED, can be resumed) and
     StaleAttempt (another driver has taken over). Any other interruption leaves the study resumable.
     """
-    from service.tune.coordinator import Coordinator
     from service.tune.ray_tune import RayProposer, run_evaluations
 
     study_id = writer.study_id
@@ -147,7 +148,7 @@ class Heartbeat:
 class _Snapshots:
     """Snapshots for the progress reporter, at most every SNAPSHOT_S seconds."""
 
-    def __init__(self, coordinator: Any, preflight: PreflightResult, planned: int) -> None:
+    def __init__(self, coordinator: Coordinator, preflight: PreflightResult, planned: int) -> None:
         self._coordinator = coordinator
         self._preflight = preflight
         self._planned = planned
@@ -158,7 +159,7 @@ class _Snapshots:
 
     def now(self) -> ProgressSnapshot:
         self._taken_at = time.monotonic()
-        trials: tuple[TrialRecord, ...] = self._coordinator.trials
+        trials = self._coordinator.trials
         study = self._preflight.study
         leader = best_trial(trials, self._preflight.objectives)
         position = self._coordinator.table.position()
@@ -230,8 +231,6 @@ def _verify(
 
 
 def _as_json(report: Any) -> dict[str, Any]:
-    from dataclasses import asdict
-
     document = asdict(report)
     document["differences"] = [dict(difference) for difference in report.differences]
     return document

@@ -22,6 +22,7 @@ from ray.tune.search import Searcher
 
 from service.tune.coordinator import Coordinator
 from service.tune.evaluation import Evaluation
+from service.tune.searchers import get_searcher
 from service.tune.trainable import EvaluationTrainable
 from workers.types import Scorer
 
@@ -222,8 +223,6 @@ class _ProposerActor:
     """The searcher in another process: fitting a surrogate must not block Tune's loop."""
 
     def __init__(self, algorithm: str, parameters: Any) -> None:
-        from service.tune.searchers import get_searcher
-
         self._searcher = get_searcher(algorithm)
         self._parameters = parameters
 
