@@ -1,0 +1,125 @@
+"""What the import linter cannot say: who may import parts of a package, and which imports may stand in a function."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+OURS = ("search_spaces", "workers", "service")
+MAX_LINES = 450
+
+# What takes long to import, or much memory: reasons to import one of our modules in the function that needs it.
+HEAVY = {
+    "alembic", "fastapi", "httpx", "jinja2", "lm_eval", "moocore", "numba", "numpy", "pydantic", "ray", "rich", "scipy", "sklearn",
+    "smac", "sqlalchemy", "starlette", "torch", "transformers", "uvicorn", "vllm",
+}  # fmt: skip
+
+
+def name_of(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+FILES = {name_of(file): file for package in OURS for file in sorted((ROOT / package).rglob("*.py"))}
+
+
+@cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(FILES[module].read_text())
+
+
+def imports_in(node: ast.AST, *, in_functions: bool) -> Iterator[tuple[str, int]]:
+    """Modules that the code imports, with the lines; those under TYPE_CHECKING are left out.
+
+    `in_functions`: only those within functions, else only those outside of them."""
+
+    def walk(node: ast.AST, inside: bool) -> Iterator[tuple[str, int]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            if isinstance(child, ast.Import | ast.ImportFrom) and inside == in_functions:
+                yield from ((name, child.lineno) for name in imported_by(child))
+            yield from walk(child, inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+
+    return walk(node, False)
+
+
+def imported_by(statement: ast.Import | ast.ImportFrom) -> list[str]:
+    if isinstance(statement, ast.Import):
+        return [alias.name for alias in statement.names]
+    package = statement.module or ""
+    members = [f"{package}.{alias.name}" for alias in statement.names]
+    return sorted({member if member in FILES else package for member in members})
+
+
+@cache
+def loads(module: str) -> frozenset[str]:
+    """The heavy packages that importing one of our modules loads."""
+    seen: set[str] = set()
+    heavy: set[str] = set()
+    waiting = [module]
+    while waiting:
+        parts = waiting.pop().split(".")
+        for name in (".".join(parts[:length]) for length in range(1, len(parts) + 1)):  # importing a.b imports a
+            if name not in seen and name in FILES:
+                seen.add(name)
+                for imported, _ in imports_in(tree_of(name), in_functions=False):
+                    root = imported.partition(".")[0]
+                    if root in OURS:
+                        waiting.append(imported)
+                    elif root in HEAVY:
+                        heavy.add(root)
+    return frozenset(heavy)
+
+
+@pytest.mark.parametrize("package", OURS)
+def test_imports_in_functions_have_a_heavy_dependency_as_their_reason(package: str) -> None:
+    without_reason = [
+        f"{FILES[module].relative_to(ROOT)}:{line}: {imported}"
+        for module in FILES
+        if module.split(".")[0] == package
+        for imported, line in imports_in(tree_of(module), in_functions=True)
+        if imported.partition(".")[0] in OURS and not loads(imported) - loads(module)
+    ]
+    assert without_reason == []
+
+
+def importers_of(prefix: str) -> set[str]:
+    """Our modules that import `prefix` or something of it, wherever in the file and for types too."""
+    found = set()
+    for module in FILES:
+        for node in ast.walk(tree_of(module)):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+            else:
+                continue
+            if any(f"{name}.".startswith(f"{prefix}.") for name in names):
+                found.add(module)
+    return found
+
+
+def outside(modules: set[str], *packages: str) -> set[str]:
+    return {module for module in modules if not f"{module}.".startswith(tuple(f"{package}." for package in packages))}
+
+
+def test_ray_serve_is_known_to_serving_and_to_the_cluster_only() -> None:
+    importers = importers_of("ray.serve")
+    assert importers
+    assert outside(importers, "workers.serving", "service.cluster") == set()
+
+
+def test_models_of_transformers_are_built_by_its_engine_and_by_training_only() -> None:
+    importers = {module for module in importers_of("transformers") if "AutoModel" in FILES[module].read_text()}
+    assert importers
+    assert outside(importers, "workers.engines.transformers", "workers.training", "workers.tiny_family") == set()
+
+
+def test_no_module_is_longer_than_a_reader_takes_in() -> None:
+    lengths = {module: len(file.read_text().splitlines()) for module, file in FILES.items()}
+    assert {module: length for module, length in lengths.items() if length > MAX_LINES} == {}
