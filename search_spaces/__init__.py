@@ -4,6 +4,7 @@
 - `parameters`: searched dimensions, their conditions, and configurations
 - `spaces`: search spaces: from a configuration to a recipe
 - `methods`: the merge methods: sources, coefficients, searched ranges
+- `searchers`: the searchers that a study file can name
 - `baselines`: the recipes that every search is compared with
 - `study`: the study file
 - `objectives`: objectives, costs, Pareto fronts, hypervolume

@@ -28,9 +28,16 @@ def packages() -> Iterator[str]:
 PACKAGES = tuple(packages())
 
 
+# Packages to which one adds a module without editing another file: their maps name the modules that serve the others.
+DISCOVERED = {
+    "search_spaces.searchers": lambda module: hasattr(module, "SEARCHER"),
+    "service.tune.searchers": lambda module: hasattr(module, "SEARCHER"),
+}
+
+
 def differences(docstring: str | None, modules: Collection[str]) -> list[str]:
-    """What a map has too little or too much: names in backticks against the modules and packages there are."""
-    named = Counter(re.findall(r"`(\w+)`", docstring or ""))
+    """What a map has too little or too much: its lines "- `name`: ..." against the modules and packages there are."""
+    named = Counter(re.findall(r"^- `(\w+)`: ", docstring or "", re.MULTILINE))
     return (
         [f"{name} is not on the map" for name in sorted(set(modules) - set(named))]
         + [f"{name} is no module here" for name in sorted(set(named) - set(modules))]
@@ -44,7 +51,10 @@ def modules_in(name: str) -> list[pkgutil.ModuleInfo]:
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_map_names_every_module_and_no_other(name: str) -> None:
-    assert differences(importlib.import_module(name).__doc__, [module.name for module in modules_in(name)]) == []
+    is_discovered = DISCOVERED.get(name, lambda module: False)
+    modules = [module.name for module in modules_in(name)]
+    fixed = [module for module in modules if not is_discovered(importlib.import_module(f"{name}.{module}"))]
+    assert differences(importlib.import_module(name).__doc__, fixed) == []
 
 
 @pytest.mark.parametrize("name", PACKAGES)
@@ -59,11 +69,12 @@ def test_the_packages_are_those_of_the_folders() -> None:
 @pytest.mark.parametrize(
     ("docstring", "expected"),
     [
-        ("`store` keeps, `cli` parses", []),
-        ("`cli` parses", ["store is not on the map"]),
+        ("A house.\n\n- `store`: keeps `rows`\n- `cli`: parses", []),
+        ("- `cli`: parses", ["store is not on the map"]),
+        ("`store` keeps\n- `cli`: parses", ["store is not on the map"]),
         (None, ["cli is not on the map", "store is not on the map"]),
-        ("`store` and `books` keep, `cli` parses", ["books is no module here"]),
-        ("`store` keeps, `cli` parses what `store` holds", ["store is on the map 2 times"]),
+        ("- `store`: keeps\n- `books`: keep\n- `cli`: parses", ["books is no module here"]),
+        ("- `store`: keeps\n- `cli`: parses\n- `store`: holds", ["store is on the map 2 times"]),
     ],
 )
 def test_a_wrong_map_is_noticed(docstring: str | None, expected: list[str]) -> None:

@@ -3,7 +3,7 @@
 A module holds its declaration, SEARCHER, and imports nothing heavy. The algorithm is the module of the same name in
 service.tune.searchers.
 
-`base`  what a declaration says
+- `base`: what a declaration says
 """
 
 from __future__ import annotations
@@ -24,7 +24,3 @@ _MODULES = {
 # By name; those that learn from results come first.
 _DECLARED: dict[str, SearcherDeclaration] = {name: module.SEARCHER for name, module in _MODULES.items()}
 SEARCHERS = dict(sorted(_DECLARED.items(), key=lambda item: (not item[1].learns, item[0])))
-
-# The map goes on with the searchers, by the first line of their docstrings.
-_LINES = [f"`{name}`  {module.__doc__}".partition("\n")[0] for name, module in _MODULES.items()]
-__doc__ = "\n".join([f"{__doc__}".rstrip(), *_LINES, ""])

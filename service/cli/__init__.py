@@ -1,10 +1,10 @@
 """The `mergesearch` command.
 
-`main`              options, exit codes, error messages
-`verbs`             what each verb does
-`remote`            the verbs that ask a server
-`terminal`          printing JSON or tables
-`tables`            results as tables
-`progress`          live progress of a run
-`export_progress`   progress of an export
+- `main`: options, exit codes, error messages
+- `verbs`: what each verb does
+- `remote`: the verbs that ask a server
+- `terminal`: printing JSON or tables
+- `tables`: results as tables
+- `progress`: live progress of a run
+- `export_progress`: progress of an export
 """

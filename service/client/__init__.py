@@ -11,10 +11,10 @@
 
 Importing this package loads neither httpx nor anything heavy.
 
-`clients`    the two clients, which send requests over HTTP
-`flows`      what each call asks of the server, without input or output
-`events`     a stream of server-sent events, cut into events
-`download`   a merged model, unpacked from the tar stream it comes as
+- `clients`: the two clients, which send requests over HTTP
+- `flows`: what each call asks of the server, without input or output
+- `events`: a stream of server-sent events, cut into events
+- `download`: a merged model, unpacked from the tar stream it comes as
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What a study has found, computed from stored records alone.
 
-`load`         reads everything about a run from the store
-`files`        the record of a run, and the result files made from it
-`selection`    which trials are best, on the front, or finalists
-`statistics`   means, differences and their 95 % intervals
-`series`       what charts show, as numbers
-`report`       report.html
+- `load`: reads everything about a run from the store
+- `files`: the record of a run, and the result files made from it
+- `selection`: which trials are best, on the front, or finalists
+- `statistics`: means, differences and their 95 % intervals
+- `series`: what charts show, as numbers
+- `report`: report.html
 """

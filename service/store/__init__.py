@@ -1,10 +1,10 @@
 """Studies, trials, samples and events in SQL: SQLite, or PostgreSQL.
 
-`sql`             every study of one database: creates, reads and hands out writers
-`attempt_writer`  the writes of one driver, refused once another has taken the study over
-`records`         rows as dataclasses
-`schema`          the tables
-`upgrade`         creates and migrates databases, by the Alembic migrations in the folder beside it
+- `sql`: every study of one database: creates, reads and hands out writers
+- `attempt_writer`: the writes of one driver, refused once another has taken the study over
+- `records`: rows as dataclasses
+- `schema`: the tables
+- `upgrade`: creates and migrates databases, by the Alembic migrations in the folder beside it
 """
 
 from service.store.attempt_writer import StudyWriter

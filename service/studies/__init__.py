@@ -1,10 +1,10 @@
 """A study from its file to its end.
 
-`preflight`  every check that needs no engine
-`dry_run`    what a study would do and cost
-`attempt`    one attempt at a study, to its end
-`local_run`  a study in one directory, without a server
-`progress`   what an attempt reports
-`export`     a trial's merged model
-`merge`      a merged model from a recipe's or mergekit's file
+- `preflight`: every check that needs no engine
+- `dry_run`: what a study would do and cost
+- `attempt`: one attempt at a study, to its end
+- `local_run`: a study in one directory, without a server
+- `progress`: what an attempt reports
+- `export`: a trial's merged model
+- `merge`: a merged model from a recipe's or mergekit's file
 """

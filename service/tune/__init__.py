@@ -1,12 +1,12 @@
 """The search of one study.
 
-`schedulers`    which trial is evaluated at which rung, and which are promoted
-`searchers`     propose configurations
-`coordinator`   turns stored results into the next evaluation, and results into stored ones
-`plan`          what a study evaluates, fixed for all its attempts
-`evaluation`    the unit of work
-`sample_cache`  which samples are scored
-`provenance`    whether a result belongs to the requested recipe, weights and prompts
-`ray_tune`      runs evaluations on Ray Tune
-`trainable`     the trial actor
+- `schedulers`: which trial is evaluated at which rung, and which are promoted
+- `searchers`: propose configurations
+- `coordinator`: turns stored results into the next evaluation, and results into stored ones
+- `plan`: what a study evaluates, fixed for all its attempts
+- `evaluation`: the unit of work
+- `sample_cache`: which samples are scored
+- `provenance`: whether a result belongs to the requested recipe, weights and prompts
+- `ray_tune`: runs evaluations on Ray Tune
+- `trainable`: the trial actor
 """

@@ -1,1 +1,5 @@
-"""What computes with merged weights: `vllm` scores them, `transformers` checks what it scored."""
+"""Engines, which compute with merged weights.
+
+- `vllm`: scores merges, one after another, in an engine that never restarts
+- `transformers`: checks what vLLM scored
+"""

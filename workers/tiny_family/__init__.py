@@ -1,6 +1,6 @@
 """The tiny model family: a base and three experts of 0.9M parameters with their tasks, shipped as package data.
 
-`train` made everything here; this module only says where it is.
+- `train`: makes everything in this folder, from fixed seeds
 """
 
 from __future__ import annotations

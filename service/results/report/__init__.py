@@ -4,14 +4,14 @@ Works offline and without scripts, in light and dark, on a phone and on paper; b
 
 The series of its charts come from `service.results.series`; its template is report.html.j2.
 
-`page`             puts the page together
-`texts`            the headline, key figures, and how numbers are written
-`holdout`          the section on held-out data
-`history`          the section on every finished rung
-`front`            the section on the Pareto front
-`recipe_picture`   the picture of the best recipe
-`charts`           plots, forest plots, bars and legends as HTML and SVG
-`marks`            shapes of marks, and how many are drawn
+- `page`: puts the page together
+- `texts`: the headline, key figures, and how numbers are written
+- `holdout`: the section on held-out data
+- `history`: the section on every finished rung
+- `front`: the section on the Pareto front
+- `recipe_picture`: the picture of the best recipe
+- `charts`: plots, forest plots, bars and legends as HTML and SVG
+- `marks`: shapes of marks, and how many are drawn
 """
 
 from __future__ import annotations

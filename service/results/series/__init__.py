@@ -2,12 +2,12 @@
 
 Every module here declares one chart with `@chart`, and is found by that.
 
-`base`      what a chart is
-`history`   every finished rung, and the best trial so far
-`front`     trials at full budget, and the Pareto front
-`holdout`   held-out estimates
-`recipe`    how the best trial is merged
-`budget`    how far trials went, and what they cost
+- `base`: what a chart is
+- `history`: every finished rung, and the best trial so far
+- `front`: trials at full budget, and the Pareto front
+- `holdout`: held-out estimates
+- `recipe`: how the best trial is merged
+- `budget`: how far trials went, and what they cost
 """
 
 from __future__ import annotations

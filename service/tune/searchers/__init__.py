@@ -2,8 +2,8 @@
 
 Importing this package imports neither SMAC nor scikit-learn.
 
-`base`      the interface, and what a searcher learns from
-`encoding`  configurations as rows of numbers
+- `base`: the interface, and what a searcher learns from
+- `encoding`: configurations as rows of numbers
 """
 
 from __future__ import annotations
@@ -24,10 +24,6 @@ _MODULES = {
 SEARCHERS: Mapping[str, Searcher] = {
     name: _MODULES[declared.alias_of or name].SEARCHER for name, declared in DECLARED.items()
 }
-
-# The map goes on with the searchers, by the first line of their docstrings.
-_LINES = [f"`{name}`  {module.__doc__}".partition("\n")[0] for name, module in _MODULES.items()]
-__doc__ = "\n".join([f"{__doc__}".rstrip(), *_LINES, ""])
 
 
 def get_searcher(name: str) -> Searcher:

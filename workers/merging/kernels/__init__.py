@@ -6,7 +6,8 @@ result, rounded once, to its place. They receive the sources' statistics and do 
 
 - `lowering`: the rule of each fused method, from its coefficients and operands.
 - `rules`: the rules, plain numbers that every backend can execute.
-- `cpu`, `cuda`: the passes that execute a rule on CPU and on a CUDA device.
+- `cpu`: the pass that executes a rule on CPU.
+- `cuda`: the pass that executes a rule on a CUDA device.
 - `formulas`: what each rule computes of an element, on CPU.
 - `sparsity`: which elements of a task vector each rule keeps, on CPU.
 - `thresholds`: exact thresholds from the elements that a table of magnitudes leaves undecided, on CPU.
