@@ -85,7 +85,7 @@ def _models_contradictions(models: Models) -> Iterator[Problem]:
     if "union" in models.experts:
         yield Problem("models.experts.union", 'an expert cannot be called "union"; that is a tokenizer; rename it')
     if models.tokenizer not in (accepted := ("base", "union", *models.experts)):
-        yield Problem("models.tokenizer", f"{models.tokenizer} is no model here; give {', '.join(accepted)}")
+        yield Problem("models.tokenizer", f"{models.tokenizer} is not a model of the study; give {', '.join(accepted)}")
 
 
 def _space_contradictions(space: SearchSpaceSpec) -> Iterator[Problem]:
