@@ -116,6 +116,7 @@ def test_rungs_of_an_objectives_own_decide_how_much_of_it_is_scored(tmp_path: Pa
     assert {name: len(values) for name, values in stored.items()} == {"math": 36, "text": 20}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("concurrency", "order_seed"), [(1, 0), (2, 1), (5, 2)])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_the_trial_list_does_not_depend_on_the_order_in_which_results_come(

@@ -106,6 +106,7 @@ def layouts(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, F
     return families
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", LAYOUTS)
 def test_every_layout_has_a_space_whose_points_are_merges_of_it(
     root: Path, layouts: dict[str, Family], model_type: str

@@ -26,6 +26,8 @@ from tests.hub_server import Hub, only_hub
 from workers.engines.vllm.support import CapabilityProbe
 from workers.models.hub import FIRST_BYTES
 
+pytestmark = pytest.mark.slow  # vLLM is asked about the models, in a process of its own
+
 EXPERTS = ("math", "text")
 
 
