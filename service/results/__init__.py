@@ -4,6 +4,7 @@
 - `files`: the record of a run, and the result files made from it
 - `selection`: which trials are best, on the front, or finalists
 - `statistics`: means, differences and their 95 % intervals
+- `format`: durations and counts as people read them, and the order of held-out rows
 - `series`: what charts show, as numbers
 - `report`: report.html
 """
