@@ -15,9 +15,27 @@ MAX_LINES = 450
 
 # What takes long to import, or much memory: reasons to import one of our modules in the function that needs it.
 HEAVY = {
-    "alembic", "fastapi", "httpx", "jinja2", "lm_eval", "moocore", "numba", "numpy", "pydantic", "ray", "rich", "scipy", "sklearn",
-    "smac", "sqlalchemy", "starlette", "torch", "transformers", "uvicorn", "vllm",
-}  # fmt: skip
+    "alembic",
+    "fastapi",
+    "httpx",
+    "jinja2",
+    "lm_eval",
+    "moocore",
+    "numba",
+    "numpy",
+    "pydantic",
+    "ray",
+    "rich",
+    "scipy",
+    "sklearn",
+    "smac",
+    "sqlalchemy",
+    "starlette",
+    "torch",
+    "transformers",
+    "uvicorn",
+    "vllm",
+}
 
 
 def name_of(file: Path) -> str:
