@@ -111,7 +111,7 @@ def check(study: Study, directory: Path, *, exports: bool = False) -> CheckedPla
             "download": preflight.absent_bytes,
         },
         absent_models=tuple(sorted({named(place) for place in places if is_metadata_only(Path(place))})),
-        engine_remark=preflight.engine_remark,
+        engine_remark=preflight.engine_note,
     )
 
 

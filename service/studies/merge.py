@@ -22,14 +22,14 @@ from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import Recipe
 from service.disk import free_bytes, gib
 from service.studies.export import model_bytes, write_model
-from service.studies.preflight.examine import DTYPE_BYTES
+from service.studies.preflight.dtype import DTYPE_BYTES
 from workers.errors import InvalidModel
-from workers.types import Family, ModelSource
+from workers.models.family import ResolvedFamily, resolve_family, resolve_model
+from workers.models.hub import HUB_ID, named
 
 if TYPE_CHECKING:
     from workers.mergekit.config import MergekitConfig
     from workers.merging.bank import Bank
-    from workers.models.checkpoints import Checkpoint
 
 __all__ = ["MergePlan", "check_merge", "merge_file"]
 
@@ -104,14 +104,13 @@ def check_merge(
     import torch
 
     from workers.export.checkpoint import is_written, licence, recipe_rows
-    from workers.models.hub import absent_bytes, lack_of_space, named
 
     job = _prepared(file, directories, dtype, downloads=False, note=note)
-    places = [Path(model.directory) for model in job.bank.family.models]
-    if lack := lack_of_space(places):
+    sources = job.bank.sources
+    if lack := sources.lack_of_space:
         raise InvalidModel((lack,))
     num_bytes = model_bytes(job.recipe, job.bank, out, dtype=job.dtype)
-    base, used = job.bank.family.base, job.recipe.canonical().models
+    base, used = sources.family.base, job.recipe.canonical().models
     return MergePlan(
         models=tuple(
             {
@@ -121,7 +120,7 @@ def check_merge(
                 "licence": licence(Path(model.directory)),
                 "fingerprint": model.fingerprint,
             }
-            for model in job.bank.family.models
+            for model in sources.family.models
             if model.alias in used
         ),
         merges=tuple(recipe_rows(job.recipe)),
@@ -129,7 +128,7 @@ def check_merge(
         num_parameters=num_bytes // DTYPE_BYTES[job.dtype],
         dtype=job.dtype,
         digest=job.recipe.digest,
-        disk_bytes={"export": num_bytes, "available": free_bytes(out), "download": absent_bytes(places)},
+        disk_bytes={"export": num_bytes, "available": free_bytes(out), "download": sources.absent_bytes},
         is_done=is_written(job.recipe, out, getattr(torch, job.dtype)),
     )
 
@@ -162,12 +161,11 @@ class _Job:
 
 
 def _prepared(file: Path, directories: Mapping[str, Path], dtype: str | None, **fetching: Any) -> _Job:
-    """`fetching`: whether there are downloads from the hub, and who hears of them, as `open_family` takes it."""
+    """`fetching`: the further arguments of `_bank`."""
     import torch
 
     from workers.export.checkpoint import merged_config
     from workers.merging.materialize import check_recipe
-    from workers.models.merged_files import result_dir
 
     document = _read(file)
     try:
@@ -181,7 +179,7 @@ def _prepared(file: Path, directories: Mapping[str, Path], dtype: str | None, **
         merged_config(job.recipe, job.bank, torch.float32)
     except InvalidRecipe as error:
         raise InvalidRecipe("\n".join(f"{file}: {line}" for line in str(error).splitlines())) from error
-    result_dir(job.bank.family)
+    _ = job.bank.sources.result_dir  # the tokenizers of the models can be brought together
     return replace(job, dtype=dtype) if dtype else job
 
 
@@ -256,9 +254,9 @@ def _of_recipe(document: Any, directories: Mapping[str, Path], **fetching: Any) 
         raise InvalidRecipe(f"where {'are' if missing[1:] else 'is'} {', '.join(missing)}? Add {hint}")
     if unknown := sorted(set(directories) - set(recipe.models)):
         raise InvalidRecipe(f"has no model {', '.join(unknown)}; it names {', '.join(recipe.models)}")
-    checkpoints = _checked(recipe.base, directories, recipe.tokenizer)
-    bank = _bank(recipe.base, checkpoints, recipe.tokenizer, **fetching)
-    for alias, fingerprint in bank.family.fingerprints.items():
+    sources = _resolved(recipe.base, directories, recipe.tokenizer)
+    bank = _bank(sources, **fetching)
+    for alias, fingerprint in bank.sources.fingerprints.items():
         if recipe.models[alias] != fingerprint:
             raise InvalidRecipe(
                 f"{directories[alias]} is not the recipe's {alias!r}: its content has fingerprint "
@@ -284,12 +282,12 @@ def _of_configuration(
     }
     base = aliases[configuration.base]
     tokenizer = _tokenizer(configuration, aliases)
-    checkpoints = _checked(base, places, tokenizer)
+    sources = _resolved(base, places, tokenizer)
     unknown_contents = {alias: alias for alias in places}
-    recipe = to_recipe(configuration, aliases, fingerprints=unknown_contents, layout=checkpoints[base].layout)
-    bank = _bank(base, checkpoints, tokenizer, **fetching)
+    recipe = to_recipe(configuration, aliases, fingerprints=unknown_contents, layout=sources.checkpoints[base].layout)
+    bank = _bank(sources, **fetching)
     recipe = replace(recipe, models=bank.family.fingerprints, tokenizer=tokenizer)
-    return _Job(recipe, bank, configuration.dtype or _stored_dtype(bank.family))
+    return _Job(recipe, bank, configuration.dtype or _stored_dtype(sources))
 
 
 def _adapter_or_model(model: str, configuration: MergekitConfig) -> str:
@@ -312,8 +310,6 @@ def _adapter_or_model(model: str, configuration: MergekitConfig) -> str:
 def _place(model: str, files: str, file: Path) -> str | Path:
     """Where the `files` of `model` are: in the directory of that name beside the file or here, else perhaps on the hub.
     Raises InvalidRecipe."""
-    from workers.models.hub import HUB_ID
-
     path = Path(files).expanduser()
     for place in (file.parent / path, path):
         if place.exists():
@@ -352,12 +348,10 @@ def _tokenizer(configuration: MergekitConfig, aliases: Mapping[str, str]) -> str
     return "base" if source == "base" else aliases[source]
 
 
-def _stored_dtype(family: Family) -> str:
+def _stored_dtype(sources: ResolvedFamily) -> str:
     """The dtype of all whole models, float32 where they have several."""
-    from workers.models.checkpoints import open_sources
-
     names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-    whole = [checkpoint for checkpoint in open_sources(family).values() if checkpoint.base is None]
+    whole = [checkpoint for checkpoint in sources.checkpoints.values() if checkpoint.base is None]
     dtypes = {checkpoint.tensors[name].dtype for checkpoint in whole for name in checkpoint.layout.places}
     return names[dtypes.pop()] if len(dtypes) == 1 else "float32"
 
@@ -365,43 +359,21 @@ def _stored_dtype(family: Family) -> str:
 # Both
 
 
-def _checked(base: str, directories: Mapping[str, str | Path], tokenizer: str) -> dict[str, Checkpoint]:
-    """The models, as far as headers tell: contents are hashed and read after that. There may be no other than `base`,
-    which comes first. Raises InvalidModel."""
-    from workers.models.checkpoints import check_family, open_checkpoint
-
+def _resolved(base: str, directories: Mapping[str, str | Path], tokenizer: str) -> ResolvedFamily:
+    """The models with `base` first, which may be the only one, checked as far as headers show. Raises InvalidModel."""
     others = {alias: directory for alias, directory in directories.items() if alias != base}
     if not others:
-        return {base: open_checkpoint(directories[base])}
-    checkpoints = check_family(directories[base], others, tokenizer=tokenizer)
-    return dict(zip((base, *others), checkpoints, strict=True))
+        return resolve_model(directories[base], alias=base)
+    return resolve_family(directories[base], others, tokenizer=tokenizer, base_alias=base)
 
 
-def _bank(
-    base: str,
-    checkpoints: Mapping[str, Checkpoint],
-    tokenizer: str,
-    *,
-    downloads: bool = True,
-    note: Callable[[str], None] = logger.info,
-) -> Bank:
-    """The contents of models that have been checked, downloaded if need be. Raises InvalidModel."""
+def _bank(sources: ResolvedFamily, *, downloads: bool = True, note: Callable[[str], None] = logger.info) -> Bank:
+    """The contents of checked models; with `downloads`, those on the hub are downloaded. Raises InvalidModel."""
     from workers.merging.bank import Bank
-    from workers.models.checkpoints import fingerprint, open_family
-    from workers.models.hub import fetched
 
-    places = [checkpoint.directory for checkpoint in checkpoints.values()]
-    directories = dict(zip(checkpoints, fetched(places, note=note) if downloads else places, strict=True))
-    others = {alias: directory for alias, directory in directories.items() if alias != base}
+    here = sources.fetched(note=note) if downloads else sources
     with _patiently(note, "reading the models: fingerprints, NaN and infinity; a model is read so once"):
-        if others:
-            family = open_family(
-                directories[base], others, tokenizer=tokenizer, base_alias=base, downloads=downloads, note=note
-            )
-        else:
-            place = directories[base].resolve()
-            family = Family(ModelSource(base, str(place), fingerprint(place)), experts=())
-        return Bank(family, "mapped", keeps_statistics=False)
+        return Bank(here, "mapped", keeps_statistics=False)
 
 
 @contextmanager

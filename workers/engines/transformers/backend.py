@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from search_spaces.recipe import Recipe
-from workers.engines.vllm.memory import free_host_bytes
+from workers.engines.host_memory import free_host_bytes
 from workers.errors import InvalidTask
 from workers.evaluation.prompts import LOGPROB_TOLERANCE, Continuation, Generation, Prompts
-from workers.models.merged_files import result_dir
 from workers.types import EngineOptions, SampleResult, Span, VerificationReport
 
 if TYPE_CHECKING:
@@ -124,7 +123,7 @@ def merged_model(recipe: Recipe, bank: Bank, *, dtype: str) -> Any:
 
     from workers.merging.materialize import merged_tensors
 
-    config = transformers.AutoConfig.from_pretrained(result_dir(bank.family), trust_remote_code=False)
+    config = transformers.AutoConfig.from_pretrained(bank.sources.result_dir, trust_remote_code=False)
     kind = getattr(transformers, config.architectures[0])
     model, found = kind.from_pretrained(
         None,

@@ -25,10 +25,10 @@ from typing import Any, Self
 
 from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
+from workers.engines.host_memory import free_host_bytes
 from workers.engines.vllm.memory import (
     EngineMemory,
     divide_memory,
-    free_host_bytes,
     gpus_of_this_machine,
     kv_token_bytes,
     memory_requirements,
@@ -36,7 +36,7 @@ from workers.engines.vllm.memory import (
 from workers.errors import EngineUnavailable, EvidenceMismatch, InvalidModel, TrialFailed
 from workers.evaluation.prompts import LOGPROB_TOLERANCE, Continuation, Generation, Prompts
 from workers.models.config import read_config
-from workers.models.merged_files import result_dir
+from workers.models.family import open_sources
 from workers.types import EngineOptions, Family
 
 __all__ = [
@@ -104,7 +104,8 @@ class Engine:
     def __init__(self, family: Family, options: EngineOptions, *, log_file: str | None = None) -> None:
         self.family = family
         self.options = options
-        self.prompts = Prompts(result_dir(family), options)
+        self._sources = open_sources(family)
+        self.prompts = Prompts(self._sources.result_dir, options)
         self.swap_s: list[float] = []
         self._state: dict[str, Any] = {"digest": None, "swaps": 0, "checksum": "", "bank": {}}
         self._new_tokenizer: tempfile.TemporaryDirectory[str] | None = None
@@ -186,7 +187,7 @@ class Engine:
         """How engine and bank share the GPU, from what is free now, and the bytes left to merge in."""
         ranks = self.options.tensor_parallel_size
         needs = memory_requirements(
-            self.family, config=self.prompts.config, dtype=self.dtype, max_length=self.max_length, ranks=ranks
+            self._sources, config=self.prompts.config, dtype=self.dtype, max_length=self.max_length, ranks=ranks
         )
         free, total = free_gpu_bytes(ranks)
         division = divide_memory(

@@ -7,23 +7,19 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from workers.errors import EngineUnavailable
-from workers.models.checkpoints import aligned, open_sources, stored_bytes
+from workers.models.family import ResolvedFamily
 from workers.models.headers import DTYPE_BYTES
-from workers.types import Family
 
 __all__ = [
     "EngineMemory",
     "MemoryRequirements",
     "divide_memory",
-    "free_host_bytes",
     "gpus_of_this_machine",
     "kv_token_bytes",
     "memory_requirements",
@@ -44,7 +40,6 @@ MANY_TEXTS, FEW_TEXTS = 128, 16
 # The share of the free host memory that all copies of a bank on a machine may take.
 HOST_SHARE = 0.5
 
-CGROUP = Path("/sys/fs/cgroup")
 GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -105,8 +100,8 @@ def divide_memory(
         return EngineMemory(("gpu", *beside), _share(left, gpu_total), reason)
     reason = f"beside {sizes} the GPU's {gpu_total / GB:.1f} GB have too little room for an engine"
     if not in_host:
-        with_revisions = "a copy" if copies == 1 else f"{copies} copies (one for each GPU)"
-        reason += f", and {with_revisions} would be more than half of the {host_free / GB:.1f} GB free on the host"
+        pinned = "a copy" if copies == 1 else f"{copies} copies (one for each GPU)"
+        reason += f", and {pinned} would be more than half of the {host_free / GB:.1f} GB free on the host"
     return EngineMemory(beside, _share(max(room, min(usable, needs.engine(FEW_TEXTS))), gpu_total), reason)
 
 
@@ -115,19 +110,18 @@ def _share(num_bytes: int, total: int) -> float:
 
 
 def memory_requirements(
-    family: Family, *, config: Mapping[str, Any], dtype: str, max_length: int, ranks: int = 1
+    sources: ResolvedFamily, *, config: Mapping[str, Any], dtype: str, max_length: int, ranks: int = 1
 ) -> MemoryRequirements:
-    """What `family` needs with an engine of `dtype` ("float32" | ...); `config` is the merged model's. Reads headers
-    only. Raises InvalidModel."""
-    models, _ = aligned(open_sources(family), family.tokenizer)
+    """What `sources` need with an engine of `dtype` ("float32" | ...); `config` is the merged model's."""
+    models = sources.views
     value_bytes = _value_bytes(dtype)
-    sizes = {name: math.prod(tensor.shape) for name, tensor in models[family.base.alias].tensors.items()}
+    sizes = {name: math.prod(tensor.shape) for name, tensor in sources.base.tensors.items()}
     operands = (
         num_elements * (value_bytes + sum(DTYPE_BYTES[model.tensors[name].dtype] for model in models.values()))
         for name, num_elements in sizes.items()
     )
     return MemoryRequirements(
-        bank=stored_bytes(models.values()),
+        bank=sources.stored_bytes,
         weights=sum(sizes.values()) * value_bytes // ranks,
         kv_token=kv_token_bytes(config, dtype, ranks),
         scratch=max(operands, default=0),
@@ -146,23 +140,6 @@ def kv_token_bytes(config: Mapping[str, Any], dtype: str, ranks: int = 1) -> int
 
 def _value_bytes(dtype: str) -> int:
     return 4 if dtype == "float32" else 2
-
-
-def free_host_bytes(cgroup: Path = CGROUP) -> int:
-    """Host memory that is free now, also by the limit of the container (cgroup v2) that this process is in."""
-    return min([int(psutil.virtual_memory().available), *_left_by_limit(cgroup)])
-
-
-def _left_by_limit(cgroup: Path) -> Iterator[int]:
-    """What the cgroup may still take; pages of files it can give back do not count. None where there is no limit."""
-    try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        used = int((cgroup / "memory.current").read_text())
-        counts = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return
-    if limit != "max":
-        yield max(0, int(limit) - used + int(counts.get("inactive_file", 0)) + int(counts.get("active_file", 0)))
 
 
 def gpus_of_this_machine(folder: Path = GPUS) -> int:

@@ -19,11 +19,12 @@ from search_spaces.study.file import Study, parse_study
 from service.api.preflight_process import examine_here
 from service.studies.dry_run import check
 from service.studies.merge import check_merge, merge_file
-from service.studies.preflight.examine import examine, with_revisions
+from service.studies.preflight.examine import examine
+from service.studies.preflight.models import with_revisions
 from tests.builders import lora_adapter, tiny_llama
 from tests.hub_server import Hub, only_hub
 from workers.engines.vllm.support import CapabilityProbe
-from workers.models.hub import FIRST_BYTES
+from workers.models.hub.metadata import FIRST_BYTES
 
 EXPERTS = ("math", "text")
 
@@ -116,7 +117,7 @@ def test_what_only_weights_tell_is_told_once_they_are_here(hub: Hub, root: Path,
 def test_no_room_for_a_download_is_told_with_all_other_problems(
     hub: Hub, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.models.hub.shutil.disk_usage", lambda _: SimpleNamespace(free=2**20))
+    monkeypatch.setattr("workers.models.hub.downloads.shutil.disk_usage", lambda _: SimpleNamespace(free=2**20))
     study = study_of(root)
     wrong = study.model_copy(update={"fidelity": study.fidelity.model_copy(update={"rungs": (3, 90)})})
     with pytest.raises(InvalidStudy) as caught:
