@@ -1,7 +1,7 @@
 """`mergesearch merge`: one merge that a file describes, without a search.
 
-The file is one of our recipes or a configuration of mergekit's; what it holds says which. Everything is checked before
-anything is written, and what headers tell before anything large is read.
+The file is a recipe or a mergekit configuration, as its keys show. Everything is checked before anything is written,
+and everything in headers before anything large is read.
 """
 
 from __future__ import annotations
@@ -35,25 +35,45 @@ __all__ = ["MergePlan", "check_merge", "merge_file"]
 
 logger = logging.getLogger(__name__)
 
-# In which a merge is written where neither the command nor the file says.
+# The dtype of a merge where neither the command nor the file states one.
 DEFAULT_DTYPE = "bfloat16"
 
-# What takes less time than this is not worth a line.
+# Steps that take longer than this are announced.
 PATIENCE_S = 3.0
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model of a merge; `role` is "base" or "expert", `licence` None where its model card states none."""
+
+    alias: str
+    role: str
+    directory: str
+    licence: str | None
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class DiskBytes:
+    """Of the merged model, free on its disk, and to be downloaded from the hub."""
+
+    export: int
+    available: int
+    download: int
 
 
 @dataclass(frozen=True)
 class MergePlan:
     """What a merge will do. `merges` are rows (layers, component, method, sources, coefficients); `is_done` says that
-    the merged model is there already, whole."""
+    the complete merged model exists already."""
 
-    models: tuple[dict[str, str | None], ...]
+    models: tuple[PlannedModel, ...]
     merges: tuple[tuple[str, ...], ...]
     num_layers: int
     num_parameters: int
     dtype: str
     digest: str
-    disk_bytes: dict[str, int]
+    disk_bytes: DiskBytes
     is_done: bool
 
     def to_json(self) -> dict[str, Any]:
@@ -61,8 +81,7 @@ class MergePlan:
 
     def to_text(self) -> str:
         models = [
-            f"{model['alias']} ({model['role']}): {model['directory']}"
-            + (f", {model['licence']}" if model["licence"] else "")
+            f"{model.alias} ({model.role}): {model.directory}" + (f", {model.licence}" if model.licence else "")
             for model in self.models
         ]
         cells = [("layers", "component", "method", "sources", "coefficients"), *self.merges]
@@ -77,15 +96,15 @@ class MergePlan:
                 "models    " + "\n          ".join(models),
                 "merges    " + "\n          ".join(rows),
                 f"output    {self.num_parameters:,} parameters in {self.num_layers} layers, {self.dtype}, "
-                f"{gib(self.disk_bytes['export'])}" + (", there already" if self.is_done else ""),
-                f"disk      {gib(self.disk_bytes['available'])} free",
+                f"{gib(self.disk_bytes.export)}" + (", there already" if self.is_done else ""),
+                f"disk      {gib(self.disk_bytes.available)} free",
                 *self._download(),
             )
         )
 
     def _download(self) -> tuple[str, ...]:
         """Of models whose weights are on the hub and not here."""
-        num_bytes = self.disk_bytes["download"]
+        num_bytes = self.disk_bytes.download
         if not num_bytes:
             return ()
         return (f"download  {gib(num_bytes)} of weights from the hub; NaN and infinity are looked for then",)
@@ -99,8 +118,9 @@ def check_merge(
     dtype: str | None = None,
     note: Callable[[str], None] = logger.info,
 ) -> MergePlan:
-    """Check all that `merge_file` would, and say what it would do; nothing is written, and of hub models that are not
-    here the weights are not looked at. `note` and what is raised as in `merge_file`."""
+    """Check everything that `merge_file` would, without writing or downloading anything, and return what it would do.
+
+    `note` and errors as in `merge_file`."""
     import torch
 
     from workers.export.checkpoint import is_written, licence, recipe_rows
@@ -113,13 +133,13 @@ def check_merge(
     base, used = sources.family.base, job.recipe.canonical().models
     return MergePlan(
         models=tuple(
-            {
-                "alias": model.alias,
-                "role": "base" if model is base else "expert",
-                "directory": named(model.directory),
-                "licence": licence(Path(model.directory)),
-                "fingerprint": model.fingerprint,
-            }
+            PlannedModel(
+                model.alias,
+                "base" if model is base else "expert",
+                named(model.directory),
+                licence(Path(model.directory)),
+                model.fingerprint,
+            )
             for model in sources.family.models
             if model.alias in used
         ),
@@ -128,7 +148,7 @@ def check_merge(
         num_parameters=num_bytes // DTYPE_BYTES[job.dtype],
         dtype=job.dtype,
         digest=job.recipe.digest,
-        disk_bytes={"export": num_bytes, "available": free_bytes(out), "download": sources.absent_bytes},
+        disk_bytes=DiskBytes(num_bytes, free_bytes(out), sources.absent_bytes),
         is_done=is_written(job.recipe, out, getattr(torch, job.dtype)),
     )
 
@@ -142,11 +162,12 @@ def merge_file(
     note: Callable[[str], None] = logger.info,
     **details: Any,
 ) -> Path:
-    """Write the merge that `file` describes to `out` and return it; `details` are further arguments of `writer.export`,
-    and `note` hears of downloads from the hub, and that models are read where that takes long.
+    """Write the merge that `file` describes to `out` and return it; `details` are further arguments of
+    `checkpoint.export`, and `note` is called with lines about downloads and, where that takes long, reading.
 
-    `directories` says where models are, by their aliases in a recipe, by their names in mergekit's configuration, where
-    those that are not named there are directories beside the file or here, or hub ids. `dtype` None is the file's.
+    `directories` are those of models, by their aliases in a recipe or their names in a mergekit configuration; names
+    that are not given there are directories beside the file or the current directory, or hub ids. `dtype` None is the
+    file's.
     Raises InvalidRecipe, InvalidModel, Conflict.
     """
     job = _prepared(file, directories, dtype, note=note)
@@ -240,7 +261,7 @@ def _yaml_problem(error: Any) -> str:
     return f"{where}not YAML: {problem}"
 
 
-# Our recipe
+# A recipe
 
 
 def _of_recipe(document: Any, directories: Mapping[str, Path], **fetching: Any) -> _Job:
@@ -265,7 +286,7 @@ def _of_recipe(document: Any, directories: Mapping[str, Path], **fetching: Any) 
     return _Job(recipe, bank, document.get("dtype") or DEFAULT_DTYPE)
 
 
-# mergekit's configuration
+# A mergekit configuration
 
 
 def _of_configuration(
@@ -378,7 +399,7 @@ def _bank(sources: ResolvedFamily, *, downloads: bool = True, note: Callable[[st
 
 @contextmanager
 def _patiently(note: Callable[[str], None], text: str) -> Iterator[None]:
-    """Says what takes so long, if it does."""
+    """Call `note` with `text` if the block takes longer than `PATIENCE_S`."""
     timer = Timer(PATIENCE_S, note, (text,))
     timer.daemon = True
     timer.start()

@@ -52,9 +52,9 @@ class Bank:
     for an engine's bank, else the CPU, because an engine leaves no memory of its GPU to others. Without
     `keeps_statistics` no statistics are kept, for a single merge, which needs each of them once.
 
-    `sources` are the models as they were resolved, or their description: then they are opened here, with `cache` as in
-    `workers.cache.cache_dir`, and must have the fingerprints that it states. Weights are searched for NaN and infinity once per
-    content. Raises InvalidModel.
+    `sources` are resolved models, or their description: then they are opened here (`cache` as in
+    `workers.cache.cache_dir`) and must have the fingerprints that it states. Weights are searched for NaN and infinity
+    once per content. Raises InvalidModel.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 # peft wraps the model in two modules of these names.
 PREFIX = "base_model.model."
 
-# What changes the weights in another way than B A does, by the key that says so.
+# Settings that change the weights in another way than B A does, and how.
 UNSUPPORTED = {
     "use_dora": "DoRA scales each row",
     "lora_bias": "its matrices have biases",
@@ -45,7 +45,7 @@ UNSUPPORTED = {
     "monteclora_config": "MonteCLoRA samples its weights",
 }
 
-# Those that leave the base as it is; others subtract from it what the adapter begins with.
+# Initialisations that leave the base unchanged; others subtract the initial adapter from it.
 PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 # Models whose layers hold transformers' Conv1D, which stores [inputs, outputs].
@@ -149,13 +149,13 @@ def read_adapter(path: Path, base: AdaptedBase | None, problems: list[str]) -> A
 
 @lru_cache
 def _warn(message: str) -> None:
-    """Once, though an adapter is opened again and again. Shapes decide whether it fits: places and names differ."""
+    """Log a warning once per process. Only shapes decide whether an adapter fits: directories and names may differ."""
     log.warning("%s", message)
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """What adapter_config.json says of the change."""
+    """The settings in adapter_config.json that merging needs."""
 
     r: int
     alpha: float
@@ -183,7 +183,7 @@ def _pattern(patterns: Mapping[str, Any], module: str) -> str:
 
 
 def _read_settings(path: Path, problems: list[str]) -> _Settings | None:
-    """None if the settings cannot be understood or ask for what is no plain LoRA."""
+    """None if the settings cannot be read or are not those of a plain LoRA adapter."""
     file = path / ADAPTER_CONFIG
     try:
         config = json.loads(file.read_bytes())
@@ -309,7 +309,7 @@ def _matrix_problems(
 
 
 def _tied_problems(parts: _Parts, settings: _Settings) -> Iterator[str]:
-    """Of an adapter of a tied model: what was trained as two tensors is no tied model any more.
+    """Of an adapter to a tied model, embedding and head that were trained as two tensors: the result is not tied.
 
     peft trains the two as one where `ensure_weight_tying` asks for it, and stores the matrices of both. The model is
     then the tied one with their product added once; peft 0.21's own merge adds it twice."""

@@ -44,7 +44,7 @@ class ResolvedFamily:
 
     `checkpoints` are the models as they are stored, `views` the same with embeddings and output heads in the vocabulary
     `tokenizer`, as `alignment` says. `given` is what the caller named them: directories or hub ids. Fingerprints, which
-    need the contents, are computed when first asked for, once; `cache` is that of `cache.cache_dir`.
+    need the contents, are computed when first asked for, once; `cache` is that of `workers.cache.cache_dir`.
     """
 
     given: Mapping[str, str]

@@ -27,7 +27,7 @@ def fingerprint(checkpoint: Checkpoint, *, base: str | None = None, cache: str |
 
     That is of its safetensors files, config.json, generation_config.json and tokenizer files; of an adapter, of its
     safetensors files, adapter_config.json, tokenizer files, and the fingerprint of its base, which is computed unless
-    `base` gives it. `cache` as in `cache.cache_dir`. Raises InvalidModel.
+    `base` gives it. `cache` as in `workers.cache.cache_dir`. Raises InvalidModel.
     """
     hashes: list[tuple[str, str]] = []
     if checkpoint.base is not None:
@@ -43,8 +43,8 @@ def fingerprint(checkpoint: Checkpoint, *, base: str | None = None, cache: str |
 def content_problems(checkpoint: Checkpoint, content: str, *, cache: str | Path | None = None) -> tuple[str, ...]:
     """Problems that only the weights show: NaN or infinity, a stored tied output head that is not the embedding.
 
-    Reads all weights, once for each `content`, the model's fingerprint (`cache` as in `cache.cache_dir`). Empty for
-    models whose weights are not here.
+    Reads all weights, once for each `content`, the model's fingerprint (`cache` as in `workers.cache.cache_dir`). Empty
+    for models whose weights are not here.
     """
     if not checkpoint.is_here:
         return ()

@@ -137,8 +137,8 @@ def test_a_merge_of_hub_models_is_checked_before_their_weights_come(hub: Hub, ro
     }
     file.write_text(json.dumps(document))
     plan = check_merge(file, {}, tmp_path / "out")
-    assert plan.disk_bytes["download"] == size_of(hub, "base") + size_of(hub, "math")
-    assert [model["directory"] for model in plan.models] == [
+    assert plan.disk_bytes.download == size_of(hub, "base") + size_of(hub, "math")
+    assert [model.directory for model in plan.models] == [
         f"owner/{name}@{hub.repositories[f'owner/{name}'].head}" for name in ("base", "math")
     ]
     assert "of weights from the hub; NaN and infinity" in plan.to_text()
