@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from workers.models.checkpoints import open_family
+from workers.models.family import open_family
 from workers.types import Family
 
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))

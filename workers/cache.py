@@ -1,7 +1,4 @@
-"""Small findings about files, remembered between runs: hashes, and whether weights are finite.
-
-What the findings mean is not known here.
-"""
+"""A cache of small results about files, kept between runs: hashes, and whether weights are finite."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ CACHE_VARIABLE = "MERGESEARCH_CACHE"
 
 
 def cache_dir(cache: str | Path | None = None) -> Path:
-    """Where small findings about models are kept: `cache`, else $MERGESEARCH_CACHE, else the user's cache folder."""
+    """The directory of the cache: `cache`, else $MERGESEARCH_CACHE, else the user's cache folder."""
     if cache is not None:
         return Path(cache)
     if chosen := os.environ.get(CACHE_VARIABLE):
@@ -24,10 +21,10 @@ def cache_dir(cache: str | Path | None = None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mergesearch"
 
 
-def cached(key: str, finding: str | None = None, *, cache: str | Path | None = None) -> str | None:
-    """Look up what is known under `key`, or store `finding` there. An unwritable cache is no error."""
+def cached(key: str, value: str | None = None, *, cache: str | Path | None = None) -> str | None:
+    """Look up the value of `key`, None if there is none, or store `value`. An unwritable cache is not an error."""
     file = cache_dir(cache) / "findings" / hashlib.sha256(key.encode()).hexdigest()
-    if finding is None:
+    if value is None:
         try:
             return file.read_text()
         except (OSError, UnicodeDecodeError):
@@ -35,8 +32,8 @@ def cached(key: str, finding: str | None = None, *, cache: str | Path | None = N
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as temporary:
-            temporary.write(finding)
+            temporary.write(value)
         os.replace(temporary.name, file)
     except OSError:
-        return finding
-    return finding
+        return value
+    return value

@@ -158,6 +158,6 @@ def examine_here(content: bytes, *, is_json: bool) -> PreflightOutcome:
 
 
 def _engine_dtype(document: Mapping[str, Any]) -> str:
-    from service.studies.preflight.examine import engine_dtype
+    from service.studies.preflight.dtype import engine_dtype
 
     return engine_dtype(Study.model_validate(document))

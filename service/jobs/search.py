@@ -19,7 +19,8 @@ from service.errors import Conflict, NotFound, StaleAttempt, StudyFailed
 from service.jobs.progress_log import ProgressLog
 from service.store import Store, StudyWriter
 from service.studies.attempt import Heartbeat, execute
-from service.studies.preflight.examine import PreflightResult, check_unchanged, examine, with_revisions
+from service.studies.preflight.examine import PreflightResult, examine
+from service.studies.preflight.models import check_unchanged, with_revisions
 from service.types import StudyState
 from workers.errors import EngineUnavailable
 from workers.types import Scorer

@@ -11,12 +11,14 @@ import numpy as np
 from search_spaces.objectives import Objective
 from service.results.files import EngineFigures, RunRecord
 from service.results.selection import accuracy_objectives, best_trial, held_out
-from service.results.statistics import compare
+from service.results.statistics import compare, estimate
 from service.store import EvidenceRecord, Store
-from service.types import Comparison, TrialRecord
+from service.types import Comparison, Estimate, TrialRecord
 from workers.types import Split, VerificationReport
 
-__all__ = ["run_record"]
+__all__ = ["held_out_estimates", "run_record"]
+
+Samples = np.ndarray[Any, np.dtype[np.float64]]
 
 # While a driver lives, no engine waits this long for work; a restart takes longer.
 PAUSE_S = 30.0
@@ -43,38 +45,65 @@ def run_record(store: Store, study_id: str) -> RunRecord:
     )
 
 
+def held_out_estimates(
+    store: Store, study_id: str, trial: int, *, trials: Sequence[TrialRecord], objectives: Sequence[Objective]
+) -> dict[str, Estimate] | None:
+    """The held-out values of one of `trials`, as in its row of the held-out table; None where it has no row."""
+    _, rows = _held_out_samples(store, study_id, trials, objectives)
+    samples = rows.get(trial)
+    if samples is None:
+        return None
+    bounds = _bounds(objectives)
+    return {name: estimate(values, bounds=bounds.get(name)) for name, values in samples.items()}
+
+
 def _holdout(
     store: Store, study_id: str, trials: Sequence[TrialRecord], objectives: Sequence[Objective]
 ) -> tuple[Comparison, ...]:
-    """Rows of the held-out table; empty until the best trial has been scored on holdout data."""
+    """Rows of the held-out table; none until the best trial has been scored there."""
+    reference, rows = _held_out_samples(store, study_id, trials, objectives)
+    labels = {trial.number: trial.label for trial in trials}
+    return tuple(
+        compare(
+            labels[number],
+            number,
+            samples,
+            reference=reference,
+            mean_over=accuracy_objectives(objectives),
+            bounds=_bounds(objectives),
+        )
+        for number, samples in rows.items()
+    )
+
+
+def _held_out_samples(
+    store: Store, study_id: str, trials: Sequence[TrialRecord], objectives: Sequence[Objective]
+) -> tuple[dict[str, Samples], dict[int, dict[str, Samples]]]:
+    """The values of the best trial's held-out samples by objective, and those of every trial, by its number, that has
+    as many; nothing until the best trial has been scored there."""
     winner = best_trial(trials, objectives)
     values = store.sample_values(study_id, Split.HOLDOUT)
     if winner is None or winner.recipe.digest not in values:
-        return ()
+        return {}, {}
     names = [objective.name for objective in objectives]
     reference = _arrays(values[winner.recipe.digest], names)
-    bounds = {objective.name: objective.range for objective in objectives if objective.range}
-    rows = []
+    rows = {}
     for trial in held_out(trials, objectives):
         samples = _arrays(values.get(trial.recipe.digest, {}), names)
-        if {name: len(v) for name, v in samples.items()} != {name: len(v) for name, v in reference.items()}:
-            continue  # not yet scored, or it failed there
-        rows.append(
-            compare(
-                trial.label,
-                trial.number,
-                samples,
-                reference=reference,
-                mean_over=accuracy_objectives(objectives),
-                bounds=bounds,
-            )
-        )
-    return tuple(rows)
+        if _counts(samples) == _counts(reference):  # else not yet scored, or it failed there
+            rows[trial.number] = samples
+    return reference, rows
 
 
-def _arrays(
-    values: Mapping[str, Mapping[int, float]], names: Sequence[str]
-) -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:
+def _counts(samples: Mapping[str, Samples]) -> dict[str, int]:
+    return {name: len(values) for name, values in samples.items()}
+
+
+def _bounds(objectives: Sequence[Objective]) -> dict[str, tuple[float, float]]:
+    return {objective.name: objective.range for objective in objectives if objective.range}
+
+
+def _arrays(values: Mapping[str, Mapping[int, float]], names: Sequence[str]) -> dict[str, Samples]:
     return {name: np.array([values[name][p] for p in sorted(values[name])]) for name in names if name in values}
 
 

@@ -1,4 +1,4 @@
-"""`run --check`: everything that can be checked and counted before an engine starts."""
+"""`run --check`: what running a study will take, as far as it is known before an engine starts."""
 
 from __future__ import annotations
 
@@ -80,10 +80,9 @@ class CheckedPlan:
 
 
 def check(study: Study, directory: Path, *, exports: bool = False) -> CheckedPlan:
-    """Examine a study that would run in `directory` and count what it will take; `exports`: the best merge too.
+    """Check a study that would run in `directory` and count what it will take; with `exports`, the best merge too.
 
-    Starts nothing, and of hub models that are not here looks at all but the weights. Raises InvalidStudy with every
-    problem."""
+    Starts nothing, and downloads no weights. Raises InvalidStudy with every problem."""
     preflight = examine(study, export_dir=directory / EXPORT if exports else None, downloads=False)
     places = [model.directory for model in preflight.family.models]
     memory = preflight.memory
@@ -111,7 +110,7 @@ def check(study: Study, directory: Path, *, exports: bool = False) -> CheckedPla
             "download": preflight.absent_bytes,
         },
         absent_models=tuple(sorted({named(place) for place in places if is_metadata_only(Path(place))})),
-        engine_remark=preflight.engine_remark,
+        engine_remark=preflight.engine_note,
     )
 
 

@@ -12,11 +12,13 @@ from search_spaces.recipe import Recipe
 from search_spaces.study.file import Study
 from service.disk import lack_of_space
 from service.errors import Conflict, NotFound
-from service.results.load import run_record
+from service.results.load import held_out_estimates
 from service.results.selection import best_trial
 from service.store import Store
-from service.studies.preflight.examine import DTYPE_BYTES, engine_dtype, with_revisions
+from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
+from service.studies.preflight.models import with_revisions
 from service.types import StudyRecord, TrialRecord
+from workers.models.family import resolve_family
 
 if TYPE_CHECKING:
     from workers.merging.bank import Bank
@@ -28,36 +30,36 @@ def export_trial(
     store: Store, record: StudyRecord, trial: str, out: Path, *, dtype: str | None = None, **details: Any
 ) -> Path:
     """Write the merge of a trial ("best" or its number) to `out` and return it; `dtype` None is the engine's, `details`
-    are further arguments of `writer.export`.
+    are further arguments of `checkpoint.export`.
 
     Raises NotFound (no such trial), Conflict (the sources have changed since, `out` is taken, its disk is too small).
     """
     from workers.merging.bank import Bank
-    from workers.models.checkpoints import open_family
 
-    result = run_record(store, record.id)
-    chosen = _chosen(result.trials, trial, best_trial(result.trials, result.objectives))
+    trials, objectives = store.trials(record.id), record.resolved.objectives
+    chosen = _chosen(trials, trial, best_trial(trials, objectives))
     study = with_revisions(Study.model_validate(record.document), record.resolved)
-    family = open_family(study.models.base, study.models.experts, tokenizer=study.models.tokenizer)
+    sources = resolve_family(study.models.base, study.models.experts, tokenizer=study.models.tokenizer).fetched()
     fingerprints = record.resolved.fingerprints
-    if family.fingerprints != fingerprints:
-        changed = sorted(a for a, f in family.fingerprints.items() if fingerprints.get(a) != f)
+    if sources.fingerprints != fingerprints:
+        changed = sorted(a for a, f in sources.fingerprints.items() if fingerprints.get(a) != f)
         raise Conflict(f"models {', '.join(changed)} have changed since the study; what was scored cannot be written")
-    held_out = next((row.values for row in result.holdout if row.trial == chosen.number), None)
     return write_model(
         chosen.recipe,
-        Bank(family, keeps_statistics=False),
+        Bank(sources, keeps_statistics=False),
         out,
         dtype=dtype or engine_dtype(study),
-        scores=held_out,
+        scores=held_out_estimates(store, record.id, chosen.number, trials=trials, objectives=objectives),
         study=study.name,
         **details,
     )
 
 
 def write_model(recipe: Recipe, bank: Bank, out: Path, *, dtype: str, **details: Any) -> Path:
-    """`writer.export` with its further arguments `details`; raises Conflict as `model_bytes` does, and where the disk
-    is full before the model is whole: then nothing stays of it."""
+    """`checkpoint.export` with its further arguments `details`.
+
+    Raises Conflict as `model_bytes` does, and if the disk is full before the model is complete: then all of it is
+    removed."""
     import torch
 
     from workers.export.checkpoint import export
@@ -77,7 +79,7 @@ def write_model(recipe: Recipe, bank: Bank, out: Path, *, dtype: str, **details:
 
 
 def model_bytes(recipe: Recipe, bank: Bank, out: Path, *, dtype: str) -> int:
-    """How large the merged model is. Raises Conflict if something else is at `out`, or the disk has no room for it."""
+    """Bytes of the merged model. Raises Conflict if something else is at `out`, or the disk has no room for it."""
     import torch
 
     from workers.export.checkpoint import is_written, left_behind_bytes

@@ -19,7 +19,8 @@ from service.results.load import run_record
 from service.results.report import render_report
 from service.store import Store
 from service.studies.attempt import Heartbeat, execute
-from service.studies.preflight.examine import EXPORT, PreflightResult, check_unchanged, examine, with_revisions
+from service.studies.preflight.examine import EXPORT, PreflightResult, examine
+from service.studies.preflight.models import check_unchanged, with_revisions
 from service.studies.progress import ProgressReporter
 from service.types import StudyRecord, StudyState
 from workers.serving.deployment import serving

@@ -1,7 +1,7 @@
 """`mergesearch merge`: one merge that a file describes, without a search.
 
-The file is one of our recipes or a configuration of mergekit's; what it holds says which. Everything is checked before
-anything is written, and what headers tell before anything large is read.
+The file is a recipe or a mergekit configuration, as its keys show. Everything is checked before anything is written,
+and everything in headers before anything large is read.
 """
 
 from __future__ import annotations
@@ -22,38 +22,58 @@ from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import Recipe
 from service.disk import free_bytes, gib
 from service.studies.export import model_bytes, write_model
-from service.studies.preflight.examine import DTYPE_BYTES
+from service.studies.preflight.dtype import DTYPE_BYTES
 from workers.errors import InvalidModel
-from workers.types import Family, ModelSource
+from workers.models.family import ResolvedFamily, resolve_family, resolve_model
+from workers.models.hub import HUB_ID, named
 
 if TYPE_CHECKING:
     from workers.mergekit.config import MergekitConfig
     from workers.merging.bank import Bank
-    from workers.models.checkpoints import Checkpoint
 
 __all__ = ["MergePlan", "check_merge", "merge_file"]
 
 logger = logging.getLogger(__name__)
 
-# In which a merge is written where neither the command nor the file says.
+# The dtype of a merge where neither the command nor the file states one.
 DEFAULT_DTYPE = "bfloat16"
 
-# What takes less time than this is not worth a line.
+# Steps that take longer than this are announced.
 PATIENCE_S = 3.0
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model of a merge; `role` is "base" or "expert", `licence` None where its model card states none."""
+
+    alias: str
+    role: str
+    directory: str
+    licence: str | None
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class DiskBytes:
+    """Of the merged model, free on its disk, and to be downloaded from the hub."""
+
+    export: int
+    available: int
+    download: int
 
 
 @dataclass(frozen=True)
 class MergePlan:
     """What a merge will do. `merges` are rows (layers, component, method, sources, coefficients); `is_done` says that
-    the merged model is there already, whole."""
+    the complete merged model exists already."""
 
-    models: tuple[dict[str, str | None], ...]
+    models: tuple[PlannedModel, ...]
     merges: tuple[tuple[str, ...], ...]
     num_layers: int
     num_parameters: int
     dtype: str
     digest: str
-    disk_bytes: dict[str, int]
+    disk_bytes: DiskBytes
     is_done: bool
 
     def to_json(self) -> dict[str, Any]:
@@ -61,8 +81,7 @@ class MergePlan:
 
     def to_text(self) -> str:
         models = [
-            f"{model['alias']} ({model['role']}): {model['directory']}"
-            + (f", {model['licence']}" if model["licence"] else "")
+            f"{model.alias} ({model.role}): {model.directory}" + (f", {model.licence}" if model.licence else "")
             for model in self.models
         ]
         cells = [("layers", "component", "method", "sources", "coefficients"), *self.merges]
@@ -77,15 +96,15 @@ class MergePlan:
                 "models    " + "\n          ".join(models),
                 "merges    " + "\n          ".join(rows),
                 f"output    {self.num_parameters:,} parameters in {self.num_layers} layers, {self.dtype}, "
-                f"{gib(self.disk_bytes['export'])}" + (", there already" if self.is_done else ""),
-                f"disk      {gib(self.disk_bytes['available'])} free",
+                f"{gib(self.disk_bytes.export)}" + (", there already" if self.is_done else ""),
+                f"disk      {gib(self.disk_bytes.available)} free",
                 *self._download(),
             )
         )
 
     def _download(self) -> tuple[str, ...]:
         """Of models whose weights are on the hub and not here."""
-        num_bytes = self.disk_bytes["download"]
+        num_bytes = self.disk_bytes.download
         if not num_bytes:
             return ()
         return (f"download  {gib(num_bytes)} of weights from the hub; NaN and infinity are looked for then",)
@@ -99,30 +118,30 @@ def check_merge(
     dtype: str | None = None,
     note: Callable[[str], None] = logger.info,
 ) -> MergePlan:
-    """Check all that `merge_file` would, and say what it would do; nothing is written, and of hub models that are not
-    here the weights are not looked at. `note` and what is raised as in `merge_file`."""
+    """Check everything that `merge_file` would, without writing or downloading anything, and return what it would do.
+
+    `note` and errors as in `merge_file`."""
     import torch
 
     from workers.export.checkpoint import is_written
     from workers.export.model_card import licence, recipe_rows
-    from workers.models.hub import absent_bytes, lack_of_space, named
 
     job = _prepared(file, directories, dtype, downloads=False, note=note)
-    places = [Path(model.directory) for model in job.bank.family.models]
-    if lack := lack_of_space(places):
+    sources = job.bank.sources
+    if lack := sources.lack_of_space:
         raise InvalidModel((lack,))
     num_bytes = model_bytes(job.recipe, job.bank, out, dtype=job.dtype)
-    base, used = job.bank.family.base, job.recipe.canonical().models
+    base, used = sources.family.base, job.recipe.canonical().models
     return MergePlan(
         models=tuple(
-            {
-                "alias": model.alias,
-                "role": "base" if model is base else "expert",
-                "directory": named(model.directory),
-                "licence": licence(Path(model.directory)),
-                "fingerprint": model.fingerprint,
-            }
-            for model in job.bank.family.models
+            PlannedModel(
+                model.alias,
+                "base" if model is base else "expert",
+                named(model.directory),
+                licence(Path(model.directory)),
+                model.fingerprint,
+            )
+            for model in sources.family.models
             if model.alias in used
         ),
         merges=tuple(recipe_rows(job.recipe)),
@@ -130,7 +149,7 @@ def check_merge(
         num_parameters=num_bytes // DTYPE_BYTES[job.dtype],
         dtype=job.dtype,
         digest=job.recipe.digest,
-        disk_bytes={"export": num_bytes, "available": free_bytes(out), "download": absent_bytes(places)},
+        disk_bytes=DiskBytes(num_bytes, free_bytes(out), sources.absent_bytes),
         is_done=is_written(job.recipe, out, getattr(torch, job.dtype)),
     )
 
@@ -144,11 +163,12 @@ def merge_file(
     note: Callable[[str], None] = logger.info,
     **details: Any,
 ) -> Path:
-    """Write the merge that `file` describes to `out` and return it; `details` are further arguments of `writer.export`,
-    and `note` hears of downloads from the hub, and that models are read where that takes long.
+    """Write the merge that `file` describes to `out` and return it; `details` are further arguments of
+    `checkpoint.export`, and `note` is called with lines about downloads and, where that takes long, reading.
 
-    `directories` says where models are, by their aliases in a recipe, by their names in mergekit's configuration, where
-    those that are not named there are directories beside the file or here, or hub ids. `dtype` None is the file's.
+    `directories` are those of models, by their aliases in a recipe or their names in a mergekit configuration; names
+    that are not given there are directories beside the file or the current directory, or hub ids. `dtype` None is the
+    file's.
     Raises InvalidRecipe, InvalidModel, Conflict.
     """
     job = _prepared(file, directories, dtype, note=note)
@@ -163,12 +183,11 @@ class _Job:
 
 
 def _prepared(file: Path, directories: Mapping[str, Path], dtype: str | None, **fetching: Any) -> _Job:
-    """`fetching`: whether there are downloads from the hub, and who hears of them, as `open_family` takes it."""
+    """`fetching`: the further arguments of `_bank`."""
     import torch
 
     from workers.export.checkpoint import merged_config
     from workers.merging.materialize import check_recipe
-    from workers.models.merged_files import result_dir
 
     document = _read(file)
     try:
@@ -182,7 +201,7 @@ def _prepared(file: Path, directories: Mapping[str, Path], dtype: str | None, **
         merged_config(job.recipe, job.bank, torch.float32)
     except InvalidRecipe as error:
         raise InvalidRecipe("\n".join(f"{file}: {line}" for line in str(error).splitlines())) from error
-    result_dir(job.bank.family)
+    _ = job.bank.sources.result_dir  # the tokenizers of the models can be brought together
     return replace(job, dtype=dtype) if dtype else job
 
 
@@ -243,7 +262,7 @@ def _yaml_problem(error: Any) -> str:
     return f"{where}not YAML: {problem}"
 
 
-# Our recipe
+# A recipe
 
 
 def _of_recipe(document: Any, directories: Mapping[str, Path], **fetching: Any) -> _Job:
@@ -257,9 +276,9 @@ def _of_recipe(document: Any, directories: Mapping[str, Path], **fetching: Any) 
         raise InvalidRecipe(f"where {'are' if missing[1:] else 'is'} {', '.join(missing)}? Add {hint}")
     if unknown := sorted(set(directories) - set(recipe.models)):
         raise InvalidRecipe(f"has no model {', '.join(unknown)}; it names {', '.join(recipe.models)}")
-    checkpoints = _checked(recipe.base, directories, recipe.tokenizer)
-    bank = _bank(recipe.base, checkpoints, recipe.tokenizer, **fetching)
-    for alias, fingerprint in bank.family.fingerprints.items():
+    sources = _resolved(recipe.base, directories, recipe.tokenizer)
+    bank = _bank(sources, **fetching)
+    for alias, fingerprint in bank.sources.fingerprints.items():
         if recipe.models[alias] != fingerprint:
             raise InvalidRecipe(
                 f"{directories[alias]} is not the recipe's {alias!r}: its content has fingerprint "
@@ -268,7 +287,7 @@ def _of_recipe(document: Any, directories: Mapping[str, Path], **fetching: Any) 
     return _Job(recipe, bank, document.get("dtype") or DEFAULT_DTYPE)
 
 
-# mergekit's configuration
+# A mergekit configuration
 
 
 def _of_configuration(
@@ -285,12 +304,12 @@ def _of_configuration(
     }
     base = aliases[configuration.base]
     tokenizer = _tokenizer(configuration, aliases)
-    checkpoints = _checked(base, places, tokenizer)
+    sources = _resolved(base, places, tokenizer)
     unknown_contents = {alias: alias for alias in places}
-    recipe = to_recipe(configuration, aliases, fingerprints=unknown_contents, layout=checkpoints[base].layout)
-    bank = _bank(base, checkpoints, tokenizer, **fetching)
+    recipe = to_recipe(configuration, aliases, fingerprints=unknown_contents, layout=sources.checkpoints[base].layout)
+    bank = _bank(sources, **fetching)
     recipe = replace(recipe, models=bank.family.fingerprints, tokenizer=tokenizer)
-    return _Job(recipe, bank, configuration.dtype or _stored_dtype(bank.family))
+    return _Job(recipe, bank, configuration.dtype or _stored_dtype(sources))
 
 
 def _adapter_or_model(model: str, configuration: MergekitConfig) -> str:
@@ -313,8 +332,6 @@ def _adapter_or_model(model: str, configuration: MergekitConfig) -> str:
 def _place(model: str, files: str, file: Path) -> str | Path:
     """Where the `files` of `model` are: in the directory of that name beside the file or here, else perhaps on the hub.
     Raises InvalidRecipe."""
-    from workers.models.hub import HUB_ID
-
     path = Path(files).expanduser()
     for place in (file.parent / path, path):
         if place.exists():
@@ -353,12 +370,10 @@ def _tokenizer(configuration: MergekitConfig, aliases: Mapping[str, str]) -> str
     return "base" if source == "base" else aliases[source]
 
 
-def _stored_dtype(family: Family) -> str:
+def _stored_dtype(sources: ResolvedFamily) -> str:
     """The dtype of all whole models, float32 where they have several."""
-    from workers.models.checkpoints import open_sources
-
     names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-    whole = [checkpoint for checkpoint in open_sources(family).values() if checkpoint.base is None]
+    whole = [checkpoint for checkpoint in sources.checkpoints.values() if checkpoint.base is None]
     dtypes = {checkpoint.tensors[name].dtype for checkpoint in whole for name in checkpoint.layout.places}
     return names[dtypes.pop()] if len(dtypes) == 1 else "float32"
 
@@ -366,48 +381,26 @@ def _stored_dtype(family: Family) -> str:
 # Both
 
 
-def _checked(base: str, directories: Mapping[str, str | Path], tokenizer: str) -> dict[str, Checkpoint]:
-    """The models, as far as headers tell: contents are hashed and read after that. There may be no other than `base`,
-    which comes first. Raises InvalidModel."""
-    from workers.models.checkpoints import check_family, open_checkpoint
-
+def _resolved(base: str, directories: Mapping[str, str | Path], tokenizer: str) -> ResolvedFamily:
+    """The models with `base` first, which may be the only one, checked as far as headers show. Raises InvalidModel."""
     others = {alias: directory for alias, directory in directories.items() if alias != base}
     if not others:
-        return {base: open_checkpoint(directories[base])}
-    checkpoints = check_family(directories[base], others, tokenizer=tokenizer)
-    return dict(zip((base, *others), checkpoints, strict=True))
+        return resolve_model(directories[base], alias=base)
+    return resolve_family(directories[base], others, tokenizer=tokenizer, base_alias=base)
 
 
-def _bank(
-    base: str,
-    checkpoints: Mapping[str, Checkpoint],
-    tokenizer: str,
-    *,
-    downloads: bool = True,
-    note: Callable[[str], None] = logger.info,
-) -> Bank:
-    """The contents of models that have been checked, downloaded if need be. Raises InvalidModel."""
+def _bank(sources: ResolvedFamily, *, downloads: bool = True, note: Callable[[str], None] = logger.info) -> Bank:
+    """The contents of checked models; with `downloads`, those on the hub are downloaded. Raises InvalidModel."""
     from workers.merging.bank import Bank
-    from workers.models.checkpoints import fingerprint, open_family
-    from workers.models.hub import fetched
 
-    places = [checkpoint.directory for checkpoint in checkpoints.values()]
-    directories = dict(zip(checkpoints, fetched(places, note=note) if downloads else places, strict=True))
-    others = {alias: directory for alias, directory in directories.items() if alias != base}
+    here = sources.fetched(note=note) if downloads else sources
     with _patiently(note, "reading the models: fingerprints, NaN and infinity; a model is read so once"):
-        if others:
-            family = open_family(
-                directories[base], others, tokenizer=tokenizer, base_alias=base, downloads=downloads, note=note
-            )
-        else:
-            place = directories[base].resolve()
-            family = Family(ModelSource(base, str(place), fingerprint(place)), experts=())
-        return Bank(family, keeps_statistics=False)
+        return Bank(here, keeps_statistics=False)
 
 
 @contextmanager
 def _patiently(note: Callable[[str], None], text: str) -> Iterator[None]:
-    """Says what takes so long, if it does."""
+    """Call `note` with `text` if the block takes longer than `PATIENCE_S`."""
     timer = Timer(PATIENCE_S, note, (text,))
     timer.daemon = True
     timer.start()

@@ -44,7 +44,7 @@ def make(directory: Path, **shapes: int) -> Any:
 
 
 def open_made(directory: Path) -> Any:
-    from workers.models.checkpoints import open_family
+    from workers.models.family import open_family
 
     return open_family(directory / "base", {name: directory / name for name in EXPERTS}, cache=directory / "cache")
 

@@ -6,7 +6,6 @@ The engine and the transformers reference share this module, so that both read a
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,19 +13,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from search_spaces.study.sections import EngineOptions
-from workers.errors import InvalidModel
 from workers.models.config import read_config
+from workers.models.tokenizers import load_tokenizer
 
-__all__ = ["LOGPROB_TOLERANCE", "Backend", "Continuation", "Generation", "Prompts", "load_tokenizer"]
-
-log = logging.getLogger(__name__)
+__all__ = ["LOGPROB_TOLERANCE", "Backend", "Continuation", "Generation", "Prompts"]
 
 # Largest difference of a log-probability (natural log) between the engine and transformers that rounding explains.
 # bfloat16 has 8 significant bits: logits near 32 are 0.125 apart, and both sides round.
 LOGPROB_TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
-
-# Tells apart tokenizers that treat space, newline, digits, case or non-ASCII text differently.
-PROBE = "Q: 12+3=\n  Two words, then A-Z;\tend.\n\nnaïve [x]"
 
 
 @dataclass(frozen=True)
@@ -123,32 +117,3 @@ class Prompts:
 
     def _text(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
-def load_tokenizer(directory: str) -> Any:
-    """The tokenizer of a checkpoint, giving the token ids of its tokenizer.json.
-
-    transformers chooses a class by the model's type whatever the folder says, and that class may split text in its
-    own way. Where it disagrees with tokenizer.json, the plain class that only reads the file is used. Raises
-    InvalidModel if there is none, or if that disagrees too. Never runs code from the folder.
-    """
-    from tokenizers import Tokenizer
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise InvalidModel((f"{directory}: no tokenizer can be loaded from it: {error}",)) from error
-    file = Path(directory) / "tokenizer.json"
-    if not file.exists():
-        return tokenizer
-    expected = Tokenizer.from_file(str(file)).encode(PROBE, add_special_tokens=False).ids
-    if tokenizer(PROBE, add_special_tokens=False)["input_ids"] == expected:
-        return tokenizer
-    plain = PreTrainedTokenizerFast.from_pretrained(directory, trust_remote_code=False)
-    if plain(PROBE, add_special_tokens=False)["input_ids"] == expected:
-        log.warning(
-            "%s: %s splits text unlike tokenizer.json; used as written there", directory, type(tokenizer).__name__
-        )
-        return plain
-    raise InvalidModel((f"{directory}: transformers reads its tokenizer.json otherwise than the tokenizers library",))

@@ -32,9 +32,9 @@ from workers.mergekit.exporter import Inexpressible, mergekit_config
 from workers.merging.bank import Bank
 from workers.merging.materialize import merged_names, merged_tensors
 from workers.models.adapters import is_adapter
-from workers.models.checkpoints import TOKENIZER_FILES, open_checkpoint
+from workers.models.checkpoints import open_checkpoint
 from workers.models.config import LAYERS_WITHOUT_EXPERTS, of_each_layer
-from workers.models.merged_files import result_dir
+from workers.models.tokenizers import TOKENIZER_FILES
 from workers.types import digest_of
 
 __all__ = [
@@ -97,7 +97,7 @@ def export(
     with _appearing(out, _job(recipe, bank, dtype, max_shard_bytes)) as directory:
         _write_shards(shards, recipe, bank, dtype, directory, progress)
         _write_json(directory / "config.json", config)
-        source = Path(result_dir(bank.family))
+        source = Path(bank.sources.result_dir)
         for name in (*TOKENIZER_FILES, "generation_config.json"):
             if (source / name).is_file():
                 shutil.copyfile(source / name, directory / name)

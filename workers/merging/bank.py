@@ -24,12 +24,14 @@ from workers.merging.statistics import (
     row_ranks,
     variance_table,
 )
-from workers.models.checkpoints import Checkpoint, aligned, content_problems, fingerprint, open_sources, stored_bytes
+from workers.models.checkpoints import Checkpoint
 from workers.models.components import Layout
 from workers.models.computed_tensors import SourceTensor
+from workers.models.family import ResolvedFamily, open_sources
 from workers.models.headers import TensorInfo
 from workers.models.hub import is_metadata_only
-from workers.types import Family, ModelSource, Placement
+from workers.models.vocabulary import Alignment
+from workers.types import Family, Placement
 
 __all__ = ["Bank", "Key"]
 
@@ -49,13 +51,14 @@ class Bank:
     for an engine's bank, else the CPU, because an engine leaves no memory of its GPU to others. Without
     `keeps_statistics` no statistics are kept, for a single merge, which needs each of them once.
 
-    Opening checks the headers and the fingerprints, and looks for NaN and infinity once per content (`cache` as in
-    `workers.cache.cache_dir`). Raises InvalidModel.
+    `sources` are resolved models, or their description: then they are opened here (`cache` as in
+    `workers.cache.cache_dir`) and must have the fingerprints that it states. Weights are searched for NaN and infinity
+    once per content. Raises InvalidModel.
     """
 
     def __init__(
         self,
-        family: Family,
+        sources: ResolvedFamily | Family,
         placement: Placement | str = Placement.MAPPED,
         *,
         device: torch.device | str = "cpu",
@@ -66,9 +69,12 @@ class Bank:
         accepted = [each for each in Placement if each is not Placement.GPU or self.device.type != "cpu"]
         if placement not in accepted:
             raise ValueError(f"bank: placement {placement!r}; expected one of {', '.join(accepted)}")
-        self.family = family
-        self._checkpoints = open_sources(family)
-        self._aliases = {model.fingerprint: model.alias for model in reversed(family.models)}
+        stated = sources if isinstance(sources, Family) else sources.family
+        self.sources = open_sources(stated, cache=cache) if isinstance(sources, Family) else sources
+        if problems := _content_problems(self.sources, stated):
+            raise InvalidModel(problems)
+        self._checkpoints = self.sources.views
+        self._aliases = {model.fingerprint: model.alias for model in reversed(self.family.models)}
         self._keeps_statistics = keeps_statistics
         self._keeps_ranks = False
         self._magnitudes: dict[tuple[Key, Key], MagnitudeTable] = {}
@@ -77,11 +83,7 @@ class Bank:
         self._importances: dict[tuple[Key, Key], Importance] = {}
         self._ranks: dict[tuple[Key, Key], torch.Tensor] = {}
         self._variances: dict[tuple[tuple[Key, ...], Key], MagnitudeTable] = {}
-        problems = [problem for model in family.models for problem in self._content_problems(model, cache)]
-        if problems:
-            raise InvalidModel(tuple(problems))
-        self._checkpoints, self.alignment = aligned(self._checkpoints, family.tokenizer)
-        self.num_bytes = stored_bytes(self._checkpoints.values())
+        self.num_bytes = self.sources.stored_bytes
         self.placement = Placement(placement)
         place = _placing(self.placement, self.device, self.num_bytes)
         self._stored = {
@@ -92,14 +94,22 @@ class Bank:
         }
 
     @property
+    def family(self) -> Family:
+        """The description of the models whose tensors these are."""
+        return self.sources.family
+
+    @property
+    def alignment(self) -> Alignment:
+        return self.sources.alignment
+
+    @property
     def fingerprint(self) -> str:
         return self.family.fingerprint
 
     @property
     def base(self) -> Checkpoint:
-        """The base model's checkpoint, in the family's vocabulary: every merge has its configuration, tensor headers
-        and layout."""
-        return self._checkpoints[self.family.base.alias]
+        """The base model, in the family's vocabulary: every merge has its configuration, tensor headers and layout."""
+        return self.sources.base
 
     @property
     def layout(self) -> Layout:
@@ -230,15 +240,19 @@ class Bank:
         # An adapter's tensor is computed on `device`, as for merging: a product of matrices has other bits on CPU.
         return (self._stored[source] if isinstance(source, TensorInfo) else self.get(*key)).cpu()
 
-    def _content_problems(self, model: ModelSource, cache: str | Path | None) -> list[str]:
-        actual = fingerprint(model.directory, base=self.family.base.directory, cache=cache)
-        if actual != model.fingerprint:
-            return [
-                f"model {model.alias!r}: {model.directory} has changed: its fingerprint is {actual[:12]}, "
-                f"expected {model.fingerprint[:12]}; restore it or start a new study"
-            ]
-        problems = content_problems(self._checkpoints[model.alias], actual, cache=cache)
-        return [f"model {model.alias!r}: {problem}" for problem in problems]
+
+def _content_problems(sources: ResolvedFamily, stated: Family) -> tuple[str, ...]:
+    """Of each model, that its content is not the one stated, or else what is wrong with it."""
+    changed = {
+        model.alias: (
+            f"{model.directory} has changed: its fingerprint is {sources.fingerprints[model.alias][:12]}, "
+            f"expected {model.fingerprint[:12]}; restore it or start a new study",
+        )
+        for model in stated.models
+        if sources.fingerprints[model.alias] != model.fingerprint
+    }
+    problems = {**sources.content_problems(exclude=changed.keys()), **changed}
+    return tuple(f"model {alias!r}: {problem}" for alias in sources.checkpoints for problem in problems[alias])
 
 
 def _placing(placement: Placement, device: torch.device, num_bytes: int) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -26,7 +26,17 @@ from workers.merging.order_statistics import MagnitudeTable
 from workers.models.components import some_of
 from workers.models.vocabulary import BASE, UNION
 
-__all__ = ["MergedTensor", "Scratch", "check_recipe", "computations", "merge_into", "merged_names", "merged_tensors"]
+__all__ = [
+    "MergedTensor",
+    "Scratch",
+    "TensorPlan",
+    "check_recipe",
+    "computations",
+    "merge_into",
+    "merged_names",
+    "merged_tensors",
+    "plan_tensors",
+]
 
 
 @dataclass(frozen=True)
@@ -42,8 +52,22 @@ class MergedTensor:
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class TensorPlan:
+    """A recipe that was checked against a bank: every tensor to compute, in order. What takes a recipe takes a plan of
+    it for the same bank instead, so that several steps of one swap plan once.
+
+    `aliases` are the bank's, by the recipe's.
+    """
+
+    recipe: Recipe
+    tensors: tuple[MergedTensor, ...]
+    aliases: Mapping[str, str]
+
+
 class Scratch:
-    """Memory for one merged tensor at a time: `tensor` is an `into` of `merged_tensors` for who copies each at once."""
+    """Memory for one merged tensor at a time: `tensor` is an `into` of `merged_tensors`, for callers that copy each
+    tensor before the next."""
 
     def __init__(self, bank: Bank, dtype: torch.dtype) -> None:
         self._memory = torch.empty(0, dtype=dtype, device=bank.device)
@@ -57,7 +81,7 @@ class Scratch:
 
 
 def merged_tensors(
-    recipe: Recipe,
+    recipe: Recipe | TensorPlan,
     bank: Bank,
     dtype: torch.dtype,
     *,
@@ -72,16 +96,15 @@ def merged_tensors(
     on the bank's device: getting new memory takes longer than filling it. Where the results have a place already,
     `merge_into` is faster. Raises InvalidRecipe, InvalidModel before the first tensor.
     """
-    plan, aliases = _plan(recipe, bank)
-    if names is not None:
-        plan = [tensor for tensor in plan if tensor.name in names]
-    return ((tensor.name, _Computation.of(tensor, recipe, aliases, bank).result(bank, dtype, into)) for tensor in plan)
+    plan = plan_tensors(recipe, bank)
+    tensors = plan.tensors if names is None else [tensor for tensor in plan.tensors if tensor.name in names]
+    return ((tensor.name, _Computation.of(tensor, plan, bank).result(bank, dtype, into)) for tensor in tensors)
 
 
-def merge_into(recipe: Recipe, bank: Bank, destinations: Mapping[str, torch.Tensor]) -> None:
+def merge_into(recipe: Recipe | TensorPlan, bank: Bank, destinations: Mapping[str, torch.Tensor]) -> None:
     """Write the merged tensors of these names, as `merged_tensors` gives them, into memory of their shapes: contiguous,
-    of one dtype, on the bank's device. The fastest way: no tensor waits for another. Raises as it does."""
-    plan, aliases = _plan(recipe, bank)
+    of one dtype, on the bank's device. The fastest way: tensors are merged in parallel. Raises as it does."""
+    plan = plan_tensors(recipe, bank)
     together = []
 
     def write(computation: _Computation) -> None:
@@ -90,9 +113,9 @@ def merge_into(recipe: Recipe, bank: Bank, destinations: Mapping[str, torch.Tens
         if merged is not destination:
             destination.copy_(merged)
 
-    for tensor in plan:
+    for tensor in plan.tensors:
         if tensor.name in destinations:
-            computation = _Computation.of(tensor, recipe, aliases, bank)
+            computation = _Computation.of(tensor, plan, bank)
             if tensor.merge.method in FUSED:
                 together.append((math.prod(tensor.shape), computation))
             else:  # in torch, which has threads of its own
@@ -100,25 +123,30 @@ def merge_into(recipe: Recipe, bank: Bank, destinations: Mapping[str, torch.Tens
     for_each(write, together, bank.device)
 
 
-def merged_names(recipe: Recipe, bank: Bank) -> dict[str, tuple[int, ...]]:
+def merged_names(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that `merged_tensors` gives, in its order. Raises as it does."""
-    return {tensor.name: tensor.shape for tensor in _plan(recipe, bank)[0]}
+    return {tensor.name: tensor.shape for tensor in plan_tensors(recipe, bank).tensors}
 
 
-def computations(recipe: Recipe, bank: Bank) -> dict[str, Hashable]:
+def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]:
     """For every tensor that `merged_tensors` gives, what it is computed from and how: equal values, equal bits."""
-    plan, aliases = _plan(recipe, bank)
-    return {tensor.name: _computation(tensor, aliases[recipe.base], aliases) for tensor in plan}
+    plan = plan_tensors(recipe, bank)
+    base = plan.aliases[plan.recipe.base]
+    return {tensor.name: _computation(tensor, base, plan.aliases) for tensor in plan.tensors}
 
 
 def check_recipe(recipe: Recipe, bank: Bank) -> None:
     """Raise InvalidRecipe or InvalidModel unless the bank can materialise the recipe."""
-    _plan(recipe, bank)
+    plan_tensors(recipe, bank)
 
 
-def _plan(recipe: Recipe, bank: Bank) -> tuple[list[MergedTensor], dict[str, str]]:
-    """Every tensor to compute, in order, and the bank's alias for each of the recipe's."""
-    recipe = recipe.canonical()
+def plan_tensors(recipe: Recipe | TensorPlan, bank: Bank) -> TensorPlan:
+    """Check the recipe and plan its tensors; a plan is returned as it is. Raises InvalidRecipe, InvalidModel."""
+    return recipe if isinstance(recipe, TensorPlan) else _plan(recipe, bank)
+
+
+def _plan(given: Recipe, bank: Bank) -> TensorPlan:
+    recipe = given.canonical()
     aliases = _bank_aliases(recipe, bank)
     plan = _part(recipe, recipe.embedding, "embedding", None, bank)
     for index, layer in enumerate(recipe.layers):
@@ -132,7 +160,7 @@ def _plan(recipe: Recipe, bank: Bank) -> tuple[list[MergedTensor], dict[str, str
     plan += _part(recipe, recipe.head, "head", None, bank)
     if unknown := recipe.tensors.keys() - {tensor.name for tensor in plan}:
         raise InvalidRecipe(f"tensors: the merged model has no {some_of(unknown)}")
-    return plan, aliases
+    return TensorPlan(given, tuple(plan), aliases)
 
 
 def _part(recipe: Recipe, merge: Merge, component: str, index: int | None, bank: Bank) -> list[MergedTensor]:
@@ -210,7 +238,7 @@ def _vocabulary(tokenizer: str, fingerprints: Mapping[str, str]) -> str:
     return tokenizer if tokenizer in (BASE, UNION) else fingerprints[tokenizer]
 
 
-def _computation(tensor: MergedTensor, base: str, aliases: dict[str, str]) -> Hashable:
+def _computation(tensor: MergedTensor, base: str, aliases: Mapping[str, str]) -> Hashable:
     merge = tensor.merge
     sources = tuple((aliases[source.model], source.layer) for source in merge.sources)
     return merge.method, tuple(merge.coefficients.items()), merge.seed, tensor.suffix, sources, base
@@ -231,7 +259,8 @@ class _Computation:
     variances: MagnitudeTable | None
 
     @classmethod
-    def of(cls, tensor: MergedTensor, recipe: Recipe, aliases: dict[str, str], bank: Bank) -> Self:
+    def of(cls, tensor: MergedTensor, plan: TensorPlan, bank: Bank) -> Self:
+        recipe, aliases = plan.recipe, plan.aliases
         merge, declared = tensor.merge, METHODS[tensor.merge.method]
         uses = PLAIN[merge.method].uses
 

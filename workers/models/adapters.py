@@ -1,7 +1,7 @@
 """PEFT's LoRA adapters as models: which tensors of its base an adapter changes, and how.
 
 Read from adapter_config.json and the headers of adapter_model.safetensors; what peft would do by the kinds of modules
-is told by the base's tensors. The product of an adapter's matrices is not computed here.
+is read from the base's tensors. The product of an adapter's matrices is not computed here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from workers.models.components import EMBEDDING, Layout, is_output_head, some_of
 from workers.models.computed_tensors import LowRank, SourceTensor
 from workers.models.headers import TensorInfo, read_headers
 
-__all__ = ["ADAPTER_CONFIG", "AdaptedBase", "is_adapter", "read_adapter", "stated_base"]
+__all__ = ["ADAPTER_CONFIG", "AdaptedBase", "Adapter", "is_adapter", "read_adapter", "stated_base"]
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 # peft wraps the model in two modules of these names.
 PREFIX = "base_model.model."
 
-# What changes the weights in another way than B A does, by the key that says so.
+# Settings that change the weights in another way than B A does, and how.
 UNSUPPORTED = {
     "use_dora": "DoRA scales each row",
     "lora_bias": "its matrices have biases",
@@ -45,7 +45,7 @@ UNSUPPORTED = {
     "monteclora_config": "MonteCLoRA samples its weights",
 }
 
-# Those that leave the base as it is; others subtract from it what the adapter begins with.
+# Initialisations that leave the base unchanged; others subtract the initial adapter from it.
 PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 # Models whose layers hold transformers' Conv1D, which stores [inputs, outputs].
@@ -77,6 +77,14 @@ class AdaptedBase:
         return self.config.get("model_type") in CONV1D_MODELS and place is not None and place.layer is not None
 
 
+@dataclass(frozen=True)
+class Adapter:
+    """Every tensor of a base as an adapter leaves it, and the adapter's own safetensors files."""
+
+    tensors: Mapping[str, SourceTensor]
+    files: frozenset[Path]
+
+
 def is_adapter(path: Path) -> bool:
     """The directory holds an adapter and no whole model."""
     models = ("model.safetensors", "model.safetensors.index.json")
@@ -89,21 +97,22 @@ def stated_base(path: Path) -> str:
     return settings.stated_base if settings else ""
 
 
-def read_adapter(path: Path, base: AdaptedBase | None, problems: list[str]) -> dict[str, SourceTensor]:
-    """Every tensor of `base` as the adapter in `path` leaves it; what is wrong is appended to `problems`.
+def read_adapter(path: Path, base: AdaptedBase | None, problems: list[str]) -> Adapter | None:
+    """The adapter in `path` applied to `base`; what is wrong is appended to `problems`.
 
-    Without a base only what the adapter's own files tell is looked at, and nothing is returned.
+    Without a base only the adapter's own files are checked, and None is returned.
     """
     settings = _read_settings(path, problems)
     before = len(problems)
-    parts = _parts(read_headers(path, problems, stem="adapter_model"))
+    stored = read_headers(path, problems, stem="adapter_model")
+    parts = _parts(stored)
     where = path / "adapter_model.safetensors"
     if parts.unknown:
         problems.append(f"{where}: holds {some_of(parts.unknown)}; expected A and B of LoRA layers and whole tensors")
     if len(problems) == before and not parts.matrices and not parts.whole:
         problems.append(f"{where}: holds no tensors; expected A and B of LoRA layers and whole tensors")
     if settings is None or base is None:
-        return {}
+        return None
     if settings.stated_base and Path(settings.stated_base).name not in str(base.directory.resolve()):
         _warn(f"{path}: says that it was trained on {settings.stated_base}; it is merged with {base.directory}")
     tensors = {name: base.tensors[name] for name in base.layout.places}
@@ -135,18 +144,18 @@ def read_adapter(path: Path, base: AdaptedBase | None, problems: list[str]) -> d
         )
     if base.layout.is_tied:
         problems += [f"{path}: {problem}" for problem in _tied_problems(parts, settings)]
-    return tensors
+    return Adapter(tensors, frozenset(info.file for info in stored.values()))
 
 
 @lru_cache
 def _warn(message: str) -> None:
-    """Once, though an adapter is opened again and again. Shapes decide whether it fits: places and names differ."""
+    """Log a warning once per process. Only shapes decide whether an adapter fits: directories and names may differ."""
     log.warning("%s", message)
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """What adapter_config.json says of the change."""
+    """The settings in adapter_config.json that merging needs."""
 
     r: int
     alpha: float
@@ -174,7 +183,7 @@ def _pattern(patterns: Mapping[str, Any], module: str) -> str:
 
 
 def _read_settings(path: Path, problems: list[str]) -> _Settings | None:
-    """None if the settings cannot be understood or ask for what is no plain LoRA."""
+    """None if the settings cannot be read or are not those of a plain LoRA adapter."""
     file = path / ADAPTER_CONFIG
     try:
         config = json.loads(file.read_bytes())
@@ -300,7 +309,7 @@ def _matrix_problems(
 
 
 def _tied_problems(parts: _Parts, settings: _Settings) -> Iterator[str]:
-    """Of an adapter of a tied model: what was trained as two tensors is no tied model any more.
+    """Of an adapter to a tied model, embedding and head that were trained as two tensors: the result is not tied.
 
     peft trains the two as one where `ensure_weight_tying` asks for it, and stores the matrices of both. The model is
     then the tied one with their product added once; peft 0.21's own merge adds it twice."""

@@ -1,6 +1,6 @@
-"""Which tensor of a model is what: its layer and its component, told by the names of the modules that hold it.
+"""The layer and the component of each tensor of a model, by the names of the modules that hold it.
 
-Names only; what the tensors hold, and where they are stored, is not known here.
+Only names are used here, not what the tensors hold or where they are stored.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ MAX_NAMED = 5
 
 LAYER = re.compile(r"^(?P<prefix>(?:\w+\.)*?(?:layers|h|blocks)\.)(?P<layer>\d+)\.(?P<suffix>.+)$")
 NORM = re.compile(r"norm|(?:^|_)ln(?:$|_)")
-# What the name of one module says of it; `post_attention_layernorm` is a norm.
+# The component of a module, by its name; `post_attention_layernorm` is a norm.
 COMPONENT_OF: tuple[tuple[Component, re.Pattern[str]], ...] = (
     ("norm", NORM),
-    # And what mixes positions in attention's place: state-space layers, convolutions, linear recurrences.
+    # And modules that mix positions instead of attention: state-space layers, convolutions, linear recurrences.
     ("attention", re.compile(r"attn|attention|mamba|^conv$|^temporal_block$")),
     ("mlp", re.compile(r"mlp|feed_forward|ffn|moe|^fc[12]$")),
 )
-# Of models that see or hear.
+# Modules of models that read images or sound.
 OTHER_INPUT = re.compile(r"(?:^|[._])(?:vision|visual|image|video|audio|speech)(?:$|[._])")
 EMBEDDING = re.compile(r"embed|(?:^|\.)w[tp]e\.")
 OUTPUT_HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output)\.")
@@ -52,8 +52,7 @@ class Place:
 class Layout:
     """How a model's tensors form layers and components.
 
-    A tied output head is not among `places`: it is the embedding. `tied_head` is its name where a file holds it all
-    the same.
+    A tied output head is not among `places`: it is the embedding. `tied_head` is its name if a file holds it anyway.
     """
 
     places: Mapping[str, Place]
@@ -87,7 +86,7 @@ def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
 
     Norms are norms wherever they sit, biases go with their module, what mixes positions is attention, routers and the
     experts of a mixture are parts of the MLP, each a tensor of its own; positions belong to the embedding, the final
-    norm and the output head form the head. `config` is in common names (`configurations.in_common_names`). Raises
+    norm and the output head form the head. `config` is in common names (`config.in_common_names`). Raises
     InvalidModel naming the tensors that fit nowhere.
     """
     names = [name for name in names if not IGNORED.search(name)]
@@ -120,7 +119,7 @@ def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
                 f"with layers {sorted(layers)}",
             )
         )
-    _mend_final_norm(places)
+    _assign_final_norm(places)
     heads = [name for name, place in places.items() if place.component == "head" and is_output_head(name)]
     tied_head = None
     if config.get("tie_word_embeddings", not heads):
@@ -129,8 +128,8 @@ def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
     return Layout(places, len(layers), prefixes.pop(), tied_head)
 
 
-def _mend_final_norm(places: dict[str, Place]) -> None:
-    """Every decoder ends in a norm: where the only one outside of layers is called the embedding's, it is that norm."""
+def _assign_final_norm(places: dict[str, Place]) -> None:
+    """Every decoder ends in a norm: if the only norm outside of layers is named like the embedding's, it is this."""
     norms = {
         name: place
         for name, place in places.items()
@@ -154,7 +153,7 @@ def some_of(names: Iterable[str]) -> str:
 
 
 def _component(suffix: str) -> Component | None:
-    """What the innermost module that says so is: `norm_attn_norm.attn.Wqkv.weight` is attention."""
+    """The component of the innermost module that has one: `norm_attn_norm.attn.Wqkv.weight` is attention."""
     modules = suffix.split(".")[:-1]
     return next((kind for module in reversed(modules) for kind, name in COMPONENT_OF if name.search(module)), None)
 

@@ -1,8 +1,7 @@
 """Tensors of a model that no file holds, computed from those that files hold whenever they are read.
 
 A low-rank adapter's weights are its base's and a product of two small matrices; the embedding of a model with other
-tokens is its rows in another order. Kept so, they cost no memory but that of what they are made of. What is stored
-where, and why a tensor is derived, is not known here.
+tokens is its rows in another order. They take only the memory of the tensors that they are computed from.
 """
 
 from __future__ import annotations

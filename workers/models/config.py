@@ -1,7 +1,7 @@
-"""What a model's config.json says in the names that all of transformers' models share, defaults filled in.
+"""A model's config.json in the names that all of transformers' models share, with defaults filled in.
 
-GPT-2 calls its number of layers n_layer, and many files leave out what is the default of their kind; transformers'
-configuration classes know both. Nothing is checked here but that transformers knows the kind.
+GPT-2 calls its number of layers n_layer, and many files leave out the defaults of their model type; transformers'
+configuration classes know both. Only that transformers knows the model type is checked here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from workers.errors import InvalidModel
 __all__ = ["LAYERS_WITHOUT_EXPERTS", "in_common_names", "of_each_layer", "read_config"]
 
 
-# The numbers of a mixture's layers without one.
+# The numbers of those layers in a mixture of experts that have none.
 LAYERS_WITHOUT_EXPERTS = "mlp_only_layers"
 
 

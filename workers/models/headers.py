@@ -1,7 +1,7 @@
-"""Read safetensors headers: what a model's files declare, checked against what they are.
+"""safetensors headers: what a model's files declare, checked against their sizes.
 
-Kept apart from the library's reader because a broken file must be reported with every other problem, by name and in
-bytes, and without reading its weights.
+The library's own reader is not used because a broken file must be reported together with all other problems, with its
+name and byte counts, and without reading its weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["DTYPE_BYTES", "MAX_HEADER_BYTES", "TensorInfo", "read_headers"]
 # Bytes per element of what can be merged, by the name that safetensors uses.
 DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
-# A header larger than this is no header (safetensors itself refuses it too).
+# The largest header that is read; safetensors has the same limit.
 MAX_HEADER_BYTES = 100_000_000
 
 # A report lists this many tensors of one file that are described wrongly, then counts the rest.
@@ -34,7 +34,7 @@ MAX_ENTRIES = 5
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
-# What a trainer leaves beside a model; pickles too, but never weights.
+# Files of a trainer beside a model: pickles too, but without weights.
 TRAINERS = ("training_args.bin", "optimizer.pt", "scheduler.pt")
 
 CONVERSIONS = {
@@ -47,7 +47,7 @@ CONVERSIONS = {
 class TensorInfo:
     """One stored tensor: safetensors' name of its dtype, its shape, the file that holds it, and its name there.
 
-    A `derived.SourceTensor`."""
+    A `computed_tensors.SourceTensor`."""
 
     dtype: str
     shape: tuple[int, ...]

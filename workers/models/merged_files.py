@@ -1,5 +1,5 @@
 """The files of a merged model that hold no tensors: configuration and tokenizer, as an engine and transformers read
-them. What the merge is, is not known here: all merges of a family have the same.
+them. All merges of a family have the same.
 """
 
 from __future__ import annotations
@@ -7,58 +7,46 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from workers.errors import InvalidModel
-from workers.evaluation.prompts import load_tokenizer
-from workers.models.checkpoints import TOKENIZER_FILES, Checkpoint, aligned, open_sources
-from workers.models.vocabulary import BASE, UNION, added_tokens, token_ids
-from workers.types import Family
+from workers.models.checkpoints import Checkpoint
+from workers.models.tokenizers import TOKENIZER_FILES, load_tokenizer
+from workers.models.vocabulary import UNION, Alignment, added_tokens, token_ids
 
-__all__ = ["result_dir"]
+__all__ = ["make_result_dir"]
 
 GENERATION_CONFIG = "generation_config.json"
 
-# What tokenizer.json says of an added token.
+# The properties of an added token in tokenizer.json.
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
-def result_dir(family: Family) -> str:
-    """A directory with config.json, the tokenizer and generation_config.json of every merge of `family`.
-
-    It is the base's where merges have the base's vocabulary, else a temporary one that lives as long as this process,
-    without weights. Raises InvalidModel.
-    """
-    if family.tokenizer == BASE:
-        return family.base.directory
-    files = (Path(model.directory) / name for model in family.models for name in ("config.json", *TOKENIZER_FILES))
-    return _made(family, tuple(file.stat().st_mtime_ns for file in files if file.is_file())).name
-
-
-@lru_cache
-def _made(family: Family, changed_ns: tuple[int, ...]) -> TemporaryDirectory[str]:
-    """`changed_ns`, when the files that it is made of were last changed, only tells what is known from what is not."""
-    sources = open_sources(family)
-    views, alignment = aligned(sources, family.tokenizer)
+def make_result_dir(
+    sources: Mapping[str, Checkpoint], config: Mapping[str, Any], alignment: Alignment, tokenizer: str
+) -> TemporaryDirectory[str]:
+    """A temporary directory with the files of every merge of `sources`, by alias, the base first, in the vocabulary
+    `tokenizer`: config.json (`config`), the tokenizer and generation_config.json. Raises InvalidModel."""
     made = TemporaryDirectory(prefix="mergesearch-result-")
-    place, base = Path(made.name), Path(family.base.directory)
-    if family.tokenizer == UNION:
+    place, base = Path(made.name), next(iter(sources.values())).directory
+    if tokenizer == UNION:
         _save_union(place, base, alignment.added, sources)
         owner = base
     else:
-        owner = sources[family.tokenizer].directory
+        owner = sources[tokenizer].directory
         has_tokenizer = any((owner / name).is_file() for name in TOKENIZER_FILES)
         _copy(owner if has_tokenizer else base, place, TOKENIZER_FILES)
     _copy(owner if (owner / GENERATION_CONFIG).is_file() else base, place, (GENERATION_CONFIG,))
-    (place / "config.json").write_text(json.dumps(views[family.base.alias].config, indent=2) + "\n")
+    (place / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return made
 
 
 def _save_union(place: Path, base: Path, added: tuple[str, ...], sources: Mapping[str, Checkpoint]) -> None:
-    """The base's tokenizer with the tokens that others have added; where these describe one differently, whatever their
-    order, the same description is taken."""
+    """The base's tokenizer with the tokens that others have added.
+
+    Where models describe a token differently, the choice does not depend on their order."""
     from tokenizers import AddedToken
 
     described: dict[str, tuple[bool, ...]] = {}
@@ -75,7 +63,7 @@ def _save_union(place: Path, base: Path, added: tuple[str, ...], sources: Mappin
     if (found := token_ids(place)) != expected:
         wrong = sorted(expected.items() ^ (found or {}).items())
         raise InvalidModel(
-            (f"{base}: its tokenizer cannot be given the tokens of the others: {len(wrong)} ids come out otherwise",)
+            (f"{base}: its tokenizer cannot be given the tokens of the others: {len(wrong)} ids would differ",)
         )
 
 

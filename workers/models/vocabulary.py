@@ -1,9 +1,9 @@
-"""Which row of a model's embedding and output head stands for which token, and how models' rows are brought together.
+"""Alignment of vocabularies: which row of a model's embedding and output head is which token's.
 
 The rows of all models follow one vocabulary: the base's, the base's with the tokens that others have added (union), or
-one expert's. Rows are found by the token's string. Where a model has none for a token, the base's is taken, and where
-the base has none either, the mean of those that there are; the base itself then has that row too, so that the task
-vectors of models without the token are zero. Rows that stand for no token are, in all models, those of the model whose
+one expert's. Rows are found by the token's string. Where a model has none for a token, it gets the base's row, and
+where the base has none either, the mean of the others' rows; the base itself then gets that row too, so that the task
+vectors of models without the token are zero. Rows without a token are, in all models, those of the model whose
 vocabulary it is.
 """
 
@@ -35,7 +35,7 @@ TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A model's directory and tensors, and its tokens' ids; None where it has no tokenizer.json that tells them."""
+    """A model's directory and tensors, and its tokens' ids; None if it has no tokenizer.json that can be read."""
 
     directory: Path
     tensors: Mapping[str, SourceTensor]
@@ -53,7 +53,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Alignment:
-    """One vocabulary for all models: `num_rows` rows, and each model's tensors that are other than before.
+    """One vocabulary for all models: `num_rows` rows, and those tensors of each model that change.
 
     `added` are the tokens that a union adds to the base's tokenizer, in the order of their ids; `num_unnamed` rows
     stand for no token."""
@@ -67,8 +67,9 @@ class Alignment:
 def align(models: Mapping[str, Vocabulary], tokenizer: str) -> Alignment:
     """Bring the rows of `models` (by alias, the base first) to the vocabulary `tokenizer`: BASE, UNION or an alias.
 
-    A model without a tokenizer.json and with as many rows as the base is taken to have its tokens. Raises InvalidModel
-    with every problem.
+    A model without a tokenizer.json that has as many rows as the base is assumed to have its tokens.
+
+    Raises InvalidModel with every problem.
     """
     base, *_ = models
     tokens, problems = _tokens_with_rows(models)
@@ -95,7 +96,7 @@ def align(models: Mapping[str, Vocabulary], tokenizer: str) -> Alignment:
 
 
 def token_ids(directory: Path) -> Mapping[str, int] | None:
-    """Ids by token, added ones included; None where there is no tokenizer.json that says."""
+    """Ids by token, added ones included; None without a tokenizer.json that can be read."""
     try:
         document = json.loads((directory / TOKENIZER).read_bytes())
         vocabulary = document["model"]["vocab"]
@@ -109,7 +110,7 @@ def token_ids(directory: Path) -> Mapping[str, int] | None:
 
 
 def added_tokens(directory: Path) -> Mapping[str, Mapping[str, Any]]:
-    """The tokens that were added to a tokenizer's own, by content, as tokenizer.json describes them; none without."""
+    """The tokens added to a tokenizer's own vocabulary, by content, as tokenizer.json describes them."""
     file = directory / TOKENIZER
     document = json.loads(file.read_bytes()) if file.is_file() else {}
     return {str(token["content"]): token for token in document.get("added_tokens", ())}
@@ -137,7 +138,7 @@ def _tokens_with_rows(models: Mapping[str, Vocabulary]) -> tuple[dict[str, Mappi
 
 
 def _added_by_others(models: Mapping[str, Vocabulary], tokens: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """What the union has beyond the base's tokens: in the order of their strings, so that that of models is all one."""
+    """The union's tokens beyond the base's, sorted, so that the order of models does not matter."""
     base, *others = models
     problems = []
     if rowless := (models[base].tokens or {}).keys() - tokens[base].keys():

@@ -13,7 +13,7 @@ from tests.builders import tiny_family
 from tests.service.cli.terminals import ServerTerminal, Workplace
 from tests.service.site import Site
 from workers.cache import CACHE_VARIABLE
-from workers.models.checkpoints import open_family
+from workers.models.family import open_family
 from workers.types import Family
 
 

@@ -57,10 +57,10 @@ def test_a_missing_model_directory(place: Workplace) -> None:
         "tokenizer files and *.safetensors"
     )
     assert name == (
-        "models: expert 'text': owner/name: neither a directory nor a hub model that can be had here: it is not wholly "
-        "in the hub's cache, and the hub cannot be reached: HF_HUB_OFFLINE is set; expected a directory with "
-        "config.json, tokenizer files and *.safetensors, or the id of a hub model that is in the hub's cache or can be "
-        "fetched"
+        "models: expert 'text': owner/name: neither a directory nor a hub model that can be loaded here: it is not "
+        "completely in the hub's cache, and the hub cannot be reached: HF_HUB_OFFLINE is set; expected a directory "
+        "with config.json, tokenizer files and *.safetensors, or the id of a hub model that is in the hub's cache or "
+        "can be downloaded"
     )
 
 

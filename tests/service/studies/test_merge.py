@@ -21,7 +21,7 @@ from tests.builders import lora_adapter, with_tokens
 from tests.workers.recipes import arithmetic
 from workers.merging.bank import Bank
 from workers.merging.materialize import merged_tensors
-from workers.models.checkpoints import open_family
+from workers.models.family import open_family
 from workers.types import Family
 
 CONFIGURATION: dict[str, Any] = {
@@ -104,7 +104,7 @@ def test_a_model_that_is_elsewhere_is_named_as_in_the_file(home: Path, capsys: p
     (home / "text").rename(home / "elsewhere")
     file = written(home / "merge.yml", CONFIGURATION)
     found = refused(capsys, file, "--out", home / "out")
-    assert found.startswith("expert 'text': text: neither a directory nor a hub model that can be had here")
+    assert found.startswith("expert 'text': text: neither a directory nor a hub model that can be loaded here")
     assert main(["merge", str(file), "--out", str(home / "out"), "--model", f"text={home}/elsewhere"]) == 0
     (home / "elsewhere").rename(home / "text")
     for place in ("./gone", "/no/such", "a/b/c", "C:\\models\\x"):
@@ -183,14 +183,14 @@ def test_what_a_merge_refuses_names_the_file(home: Path, capsys: pytest.CaptureF
 def test_reading_for_long_is_told(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from workers.models import checkpoints
+    from workers.models import family
 
     def slow(*arguments: Any, **options: Any) -> str:
         time.sleep(0.05)
         return fingerprint(*arguments, **options)
 
-    fingerprint = checkpoints.fingerprint
-    monkeypatch.setattr(checkpoints, "fingerprint", slow)
+    fingerprint = family.fingerprint
+    monkeypatch.setattr(family, "fingerprint", slow)
     for patience_s, expected in ((0.01, "reading the models: "), (60, "")):
         monkeypatch.setattr("service.studies.merge.PATIENCE_S", patience_s)
         assert main(["merge", str(written(home / "m.yml", CONFIGURATION)), "--out", str(home / "o"), "--check"]) == 0

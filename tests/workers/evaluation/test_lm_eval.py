@@ -11,8 +11,9 @@ from tests.conftest import write_choices
 from workers.engines.transformers.backend import Reference
 from workers.errors import InvalidModel, InvalidTask
 from workers.evaluation.lm_eval import BackendLM, TaskEvaluator, describe
-from workers.evaluation.prompts import Continuation, Generation, Prompts, load_tokenizer
+from workers.evaluation.prompts import Continuation, Generation, Prompts
 from workers.evaluation.tasks import build_task
+from workers.models.tokenizers import load_tokenizer
 from workers.types import Span, TaskSpec
 
 OPTIONS = EngineOptions(max_model_len=128)

@@ -20,7 +20,9 @@ from tests.workers.recipes import arithmetic, slerp
 from workers.export.checkpoint import Progress, export, is_written, left_behind_bytes
 from workers.merging.bank import Bank
 from workers.merging.materialize import merged_tensors
-from workers.models.checkpoints import check_tokenizer, open_checkpoint, open_family
+from workers.models.checkpoints import open_checkpoint
+from workers.models.family import open_family
+from workers.models.tokenizers import check_tokenizer
 from workers.types import Family
 
 
@@ -200,7 +202,7 @@ KILLED_EXPORT = """
 import os, signal, sys
 from tests.workers.recipes import arithmetic
 from workers.merging.bank import Bank
-from workers.models.checkpoints import open_family
+from workers.models.family import open_family
 from workers.export.checkpoint import export
 
 home, out, count, max_shard_bytes = sys.argv[1:]
@@ -315,7 +317,7 @@ from pathlib import Path
 import torch
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from workers.merging.bank import Bank
-from workers.models.checkpoints import open_family
+from workers.models.family import open_family
 from workers.merging.materialize import merged_tensors
 from workers.export.checkpoint import export
 

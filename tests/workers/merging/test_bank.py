@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 from workers.errors import InvalidModel
 from workers.merging.bank import Bank
 from workers.merging.methods.arithmetic import cosine
-from workers.models.checkpoints import fingerprint, open_family
+from workers.models.checkpoints import open_checkpoint
+from workers.models.family import open_family
+from workers.models.fingerprints import fingerprint
 from workers.types import Family
 
 NAME = "model.layers.1.self_attn.q_proj.weight"
@@ -27,7 +29,9 @@ def changed(family: Family, root: Path, changes: dict[str, torch.Tensor], **conf
     save_file({**load_file(copy / "model.safetensors"), **changes}, copy / "model.safetensors", {"format": "pt"})
     settings = json.loads((copy / "config.json").read_text()) | config
     (copy / "config.json").write_text(json.dumps(settings))
-    replaced = replace(expert, directory=str(copy), fingerprint=fingerprint(copy, cache=root / "cache"))
+    replaced = replace(
+        expert, directory=str(copy), fingerprint=fingerprint(open_checkpoint(copy), cache=root / "cache")
+    )
     return replace(family, experts=(*family.experts[:-1], replaced))
 
 

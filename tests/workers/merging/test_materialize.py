@@ -17,7 +17,14 @@ from workers.errors import InvalidModel
 from workers.merging.bank import Bank
 from workers.merging.kernels import FUSED
 from workers.merging.masks import keep, mask_key
-from workers.merging.materialize import check_recipe, merge_into, merged_names, merged_tensors
+from workers.merging.materialize import (
+    check_recipe,
+    computations,
+    merge_into,
+    merged_names,
+    merged_tensors,
+    plan_tensors,
+)
 from workers.merging.methods.averages import linear
 from workers.merging.methods.task_vectors import task_arithmetic, ties
 from workers.types import Family
@@ -350,3 +357,19 @@ def test_merges_written_in_place_are_those_of_the_stream(untied: Bank) -> None:
             merge_into(recipe, untied, found)
             assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
             assert (left_out == 7).all()
+
+
+def test_a_plan_stands_for_its_recipe_and_is_not_made_again(untied: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = arithmetic(untied.family, 0.3, 0.5)
+    expected = dict(merged_tensors(recipe, untied, torch.float32))
+    plan = plan_tensors(recipe, untied)
+    wanted = computations(recipe, untied)
+    monkeypatch.setattr("workers.merging.materialize._plan", lambda *_: pytest.fail("planned again"))
+    assert plan_tensors(plan, untied) is plan
+    assert computations(plan, untied) == wanted
+    assert merged_names(plan, untied) == {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    found = dict(merged_tensors(plan, untied, torch.float32))
+    written = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
+    merge_into(plan, untied, written)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())

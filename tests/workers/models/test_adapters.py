@@ -16,7 +16,7 @@ from tests.workers.recipes import arithmetic
 from workers.errors import InvalidModel
 from workers.merging.bank import Bank
 from workers.merging.materialize import merged_tensors
-from workers.models.checkpoints import check_family, fingerprint, open_family
+from workers.models.family import open_family, resolve_family
 
 MLP = "model.layers.1.mlp.down_proj.weight"
 
@@ -41,7 +41,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def problems_of(base: Path, adapter: Path) -> list[str]:
     with pytest.raises(InvalidModel) as caught:
-        check_family(base, {"tuned": adapter})
+        resolve_family(base, {"tuned": adapter})
     return [problem.removeprefix("expert 'tuned': ") for problem in caught.value.problems]
 
 
@@ -90,7 +90,7 @@ def test_a_checkpoint_saved_without_its_outermost_module_is_the_same_base(gpt2: 
     save_file(
         {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}, bare / "model.safetensors"
     )
-    _, tuned = check_family(bare, {"tuned": tmp_path / "tuned"})
+    _, tuned = resolve_family(bare, {"tuned": tmp_path / "tuned"}).checkpoints.values()
     name = "h.1.mlp.c_fc.weight"
     torch.testing.assert_close(tuned.read(name), expected[f"transformer.{name}"], atol=1e-6, rtol=1e-6)
 
@@ -98,7 +98,7 @@ def test_a_checkpoint_saved_without_its_outermost_module_is_the_same_base(gpt2: 
 def test_small_changes_of_a_bfloat16_base_are_not_rounded_away(tmp_path: Path) -> None:
     base = tiny_llama(tmp_path / "base", dtype=torch.bfloat16)
     lora_adapter(base, tmp_path / "tuned", scale=1e-4, init_lora_weights=False)
-    checkpoint, tuned = check_family(base, {"tuned": tmp_path / "tuned"})
+    checkpoint, tuned = resolve_family(base, {"tuned": tmp_path / "tuned"}).checkpoints.values()
     stored = load_file(tmp_path / "tuned" / "adapter_model.safetensors")
     b, a = (stored[f"base_model.model.{MLP.replace('weight', f'lora_{side}.weight')}"] for side in "BA")
     found = tuned.read(MLP)
@@ -108,7 +108,7 @@ def test_small_changes_of_a_bfloat16_base_are_not_rounded_away(tmp_path: Path) -
 
 def test_the_same_bits_come_with_any_number_of_threads(base: Path, tmp_path: Path) -> None:
     lora_adapter(base, tmp_path / "tuned", target_modules=LINEAR, r=16)
-    _, tuned = check_family(base, {"tuned": tmp_path / "tuned"})
+    _, tuned = resolve_family(base, {"tuned": tmp_path / "tuned"}).checkpoints.values()
     before = torch.get_num_threads()
     try:
         found = []
@@ -137,11 +137,11 @@ def test_the_fingerprint_is_of_the_adapter_and_its_base(base: Path, tmp_path: Pa
     cache = tmp_path / "cache"
     lora_adapter(base, tmp_path / "tuned")
     other = tiny_llama(tmp_path / "other", seed=1, tied=False)
-    before = fingerprint(tmp_path / "tuned", base=base, cache=cache)
+    before = resolve_family(base, {"tuned": tmp_path / "tuned"}, cache=cache).fingerprints["tuned"]
     assert open_family(base, {"tuned": tmp_path / "tuned"}, cache=cache).experts[0].fingerprint == before
-    assert fingerprint(tmp_path / "tuned", base=other, cache=cache) != before
+    assert resolve_family(other, {"tuned": tmp_path / "tuned"}, cache=cache).fingerprints["tuned"] != before
     edit(tmp_path / "tuned", lora_alpha=9)
-    assert fingerprint(tmp_path / "tuned", base=base, cache=cache) != before
+    assert resolve_family(base, {"tuned": tmp_path / "tuned"}, cache=cache).fingerprints["tuned"] != before
 
 
 def test_values_that_are_not_finite_are_found_in_adapters(base: Path, tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_every_problem_of_every_adapter_is_reported_together(base: Path, tmp_pat
         f"{another}it changes {layer.format(2)}.weight, {layer.format(3)}.weight, which the base {base} does not have",
     ]
     with pytest.raises(InvalidModel) as caught:
-        check_family(tmp_path / "nowhere", {"a": tmp_path / "tuned", "b": tmp_path})
+        resolve_family(tmp_path / "nowhere", {"a": tmp_path / "tuned", "b": tmp_path})
     assert [problem.split(":")[0] for problem in caught.value.problems] == ["base model", *2 * ["expert 'b'"]]
 
 
@@ -266,7 +266,7 @@ def test_an_embedding_trained_with_its_head_is_changed_once(tmp_path: Path, modu
     with torch.no_grad():
         expected = adapted(tokens).logits
         model = type(adapted.get_base_model()).from_pretrained(base)
-        found = check_family(base, {"tuned": tmp_path / "tuned"})[1]
+        found = resolve_family(base, {"tuned": tmp_path / "tuned"}).checkpoints["tuned"]
         model.load_state_dict({name: found.read(name) for name in found.tensors}, strict=False)
         assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
         torch.testing.assert_close(model(tokens).logits, expected, rtol=0, atol=1e-4)
@@ -277,29 +277,29 @@ def test_an_adapter_is_no_base(base: Path, tmp_path: Path) -> None:
     with pytest.raises(
         InvalidModel, match=r"base model: .*: a PEFT adapter; expected a whole model: merge the adapter"
     ):
-        check_family(tmp_path, {"tuned": base})
+        resolve_family(tmp_path, {"tuned": base})
 
 
 def test_an_adapter_to_another_expert_is_refused(base: Path, tmp_path: Path) -> None:
     math = tiny_llama(tmp_path / "math", seed=1, tied=False)
     lora_adapter(math, tmp_path / "tuned")
     with pytest.raises(InvalidModel) as caught:
-        check_family(base, {"tuned": tmp_path / "tuned", "math": math})
+        resolve_family(base, {"tuned": tmp_path / "tuned", "math": math})
     (problem,) = caught.value.problems
     assert problem == (
         f"expert 'tuned': {tmp_path / 'tuned'}: an adapter to the expert 'math' (base_model_name_or_path is {math}); "
         "expected adapters to the base model: merge it into 'math' with peft first, and give the whole model"
     )
-    check_family(math, {"tuned": tmp_path / "tuned", "copy": math})
+    resolve_family(math, {"tuned": tmp_path / "tuned", "copy": math})
 
 
 def test_the_name_of_another_base_is_said_once(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     lora_adapter(base, tmp_path / "tuned")
-    check_family(base, {"tuned": tmp_path / "tuned"})
+    resolve_family(base, {"tuned": tmp_path / "tuned"})
     assert not caplog.records
     edit(tmp_path / "tuned", base_model_name_or_path="someone/other-7b")
     for _ in range(2):
-        check_family(base, {"tuned": tmp_path / "tuned"})
+        resolve_family(base, {"tuned": tmp_path / "tuned"})
     assert [record.getMessage() for record in caplog.records if record.name == "workers.models.adapters"] == [
         f"{tmp_path / 'tuned'}: says that it was trained on someone/other-7b; it is merged with {base}"
     ]

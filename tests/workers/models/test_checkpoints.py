@@ -11,16 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.builders import character_tokenizer
 from workers.errors import InvalidModel
-from workers.models.checkpoints import (
-    BY_CONFIG,
-    check_family,
-    check_tokenizer,
-    content_problems,
-    fingerprint,
-    open_checkpoint,
-    open_family,
-)
+from workers.models.checkpoints import BY_CONFIG, open_checkpoint
+from workers.models.family import open_family, resolve_family
+from workers.models.fingerprints import content_problems, fingerprint
 from workers.models.hub import locate
+from workers.models.tokenizers import check_tokenizer
 from workers.types import Family
 
 CONFIG = {
@@ -78,23 +73,23 @@ def test_missing_layers_are_found(tmp_path: Path) -> None:
 
 def test_a_family_of_one_layout_is_accepted(untied_family: Family, tied_family: Family) -> None:
     for family in (untied_family, tied_family):
-        check_family(family.base.directory, {expert.alias: expert.directory for expert in family.experts})
+        resolve_family(family.base.directory, {expert.alias: expert.directory for expert in family.experts})
 
 
 def test_no_experts_are_refused(tmp_path: Path) -> None:
-    assert "models.experts: there are none" in problems_of(lambda: check_family(write(tmp_path), {}))
+    assert "models.experts: there are none" in problems_of(lambda: resolve_family(write(tmp_path), {}))
 
 
 def test_all_problems_of_all_models_come_together(tmp_path: Path) -> None:
     wide = write(tmp_path / "wide", tensors(hidden=6), hidden_size=6)
-    message = problems_of(lambda: check_family(tmp_path / "nowhere", {"a": tmp_path / "neither", "wide": wide}))
+    message = problems_of(lambda: resolve_family(tmp_path / "nowhere", {"a": tmp_path / "neither", "wide": wide}))
     assert message.splitlines() == [
         f"base model: {tmp_path}/nowhere: does not exist; expected a directory with config.json, tokenizer files and "
         "*.safetensors",
         f"expert 'a': {tmp_path}/neither: does not exist; expected a directory with config.json, tokenizer files and "
         "*.safetensors",
     ]
-    message = problems_of(lambda: check_family(write(tmp_path / "base"), {"a": tmp_path / "neither", "wide": wide}))
+    message = problems_of(lambda: resolve_family(write(tmp_path / "base"), {"a": tmp_path / "neither", "wide": wide}))
     assert "expert 'a'" in message
     assert "expert 'wide'" in message
 
@@ -102,7 +97,7 @@ def test_all_problems_of_all_models_come_together(tmp_path: Path) -> None:
 def test_a_shape_mismatch_names_tensor_model_and_both_shapes(tmp_path: Path) -> None:
     odd = tensors() | {"model.layers.0.mlp.up_proj.weight": torch.ones(9, 4)}
     base, expert = write(tmp_path / "base"), write(tmp_path / "odd", odd)
-    assert problems_of(lambda: check_family(base, {"math": expert})) == (
+    assert problems_of(lambda: resolve_family(base, {"math": expert})) == (
         f"expert 'math': {expert}: tensor 'model.layers.0.mlp.up_proj.weight' has shape [9, 4]; the base has [8, 4]"
     )
 
@@ -110,7 +105,7 @@ def test_a_shape_mismatch_names_tensor_model_and_both_shapes(tmp_path: Path) -> 
 def test_another_architecture_and_depth_are_named_by_field(tmp_path: Path) -> None:
     base = write(tmp_path / "base")
     expert = write(tmp_path / "deep", tensors(layers=2), num_hidden_layers=2, architectures=["MistralForCausalLM"])
-    message = problems_of(lambda: check_family(base, {"deep": expert}))
+    message = problems_of(lambda: resolve_family(base, {"deep": expert}))
     assert "architectures is ['MistralForCausalLM']; the base has ['LlamaForCausalLM']" in message
     assert "num_hidden_layers is 2; the base has 1" in message
     assert "has 3 tensors that the base lacks: model.layers.1.input_layernorm.weight, " in message
@@ -119,32 +114,32 @@ def test_another_architecture_and_depth_are_named_by_field(tmp_path: Path) -> No
 def test_another_rotary_embedding_is_named_however_it_is_written(tmp_path: Path) -> None:
     base = write(tmp_path / "base", rope_theta=10000.0)
     expert = write(tmp_path / "long", rope_parameters={"rope_theta": 1000000.0, "rope_type": "default"})
-    message = problems_of(lambda: check_family(base, {"long": expert}))
+    message = problems_of(lambda: resolve_family(base, {"long": expert}))
     assert message.endswith("rope_theta is 1000000.0; the base has 10000.0")
     scaled = write(tmp_path / "scaled", rope_theta=1e6, rope_scaling={"type": "yarn", "factor": 4.0})
-    message = problems_of(lambda: check_family(expert, {"scaled": scaled}))
+    message = problems_of(lambda: resolve_family(expert, {"scaled": scaled}))
     assert message.endswith("rope_type is 'yarn'; the base has 'default'")
 
 
 def test_a_rotary_embedding_that_is_no_mapping_is_none(tmp_path: Path) -> None:
     base, expert = write(tmp_path / "base"), write(tmp_path / "odd", rope_parameters=["default"], rope_scaling="linear")
-    check_family(base, {"odd": expert})
+    resolve_family(base, {"odd": expert})
 
 
 def test_missing_tensors_are_named(tmp_path: Path) -> None:
     found = tensors()
     del found["model.layers.0.input_layernorm.weight"]
     base, expert = write(tmp_path / "base"), write(tmp_path / "thin", found)
-    message = problems_of(lambda: check_family(base, {"thin": expert}))
+    message = problems_of(lambda: resolve_family(base, {"thin": expert}))
     assert message.endswith("lacks 1 tensors of the base: model.layers.0.input_layernorm.weight")
 
 
 def test_tied_and_untied_models_are_not_mixed(tmp_path: Path) -> None:
     untied = tensors() | {"lm_head.weight": torch.ones(8, 4)}
     base, expert = write(tmp_path / "base"), write(tmp_path / "untied", untied, tie_word_embeddings=False)
-    message = problems_of(lambda: check_family(base, {"untied": expert}))
+    message = problems_of(lambda: resolve_family(base, {"untied": expert}))
     assert "its output head is a tensor of its own, the base's is tied to the embedding" in message
-    check_family(base, {"copy": write(tmp_path / "copy", untied)})  # tied, and the head stored all the same
+    resolve_family(base, {"copy": write(tmp_path / "copy", untied)})  # tied, and the head stored all the same
 
 
 def test_an_untied_model_must_store_its_head(tmp_path: Path) -> None:
@@ -274,35 +269,37 @@ def test_fingerprint_is_of_the_content_alone(tmp_path: Path) -> None:
     one = write(tmp_path / "one")
     two = shutil.copytree(one, tmp_path / "two")
     (two / "README.md").write_text("notes")
-    assert fingerprint(one, cache=cache) == fingerprint(two, cache=cache)
+    assert fingerprint(open_checkpoint(one), cache=cache) == fingerprint(open_checkpoint(two), cache=cache)
     changed = tensors()
     changed["model.norm.weight"][0] = 2
     save_file(changed, two / "model.safetensors")
-    assert fingerprint(one, cache=cache) != fingerprint(two, cache=cache)
+    assert fingerprint(open_checkpoint(one), cache=cache) != fingerprint(open_checkpoint(two), cache=cache)
     three = shutil.copytree(one, tmp_path / "three")
     (three / "tokenizer.json").write_text("{}")
-    assert fingerprint(one, cache=cache) != fingerprint(three, cache=cache)
+    assert fingerprint(open_checkpoint(one), cache=cache) != fingerprint(open_checkpoint(three), cache=cache)
 
 
 def test_fingerprint_remembers_by_size_and_modification_time(tmp_path: Path) -> None:
     cache, model = tmp_path / "cache", write(tmp_path / "model")
-    before = fingerprint(model, cache=cache)
+    before = fingerprint(open_checkpoint(model), cache=cache)
     assert {file.name for file in model.iterdir()} == {"config.json", "model.safetensors"}
     for finding in (cache / "findings").iterdir():
         finding.write_text("0" * 64)  # what a hit looks like
-    assert fingerprint(model, cache=cache) != before
+    assert fingerprint(open_checkpoint(model), cache=cache) != before
     for finding in (cache / "findings").iterdir():
         finding.write_text("nonsense")
-    assert fingerprint(model, cache=cache) == before
-    assert fingerprint(model, cache=model / "config.json") == before  # no directory: nothing is kept, nothing fails
+    assert fingerprint(open_checkpoint(model), cache=cache) == before
+    assert (
+        fingerprint(open_checkpoint(model), cache=model / "config.json") == before
+    )  # no directory: nothing is kept, nothing fails
 
 
 def test_open_family_names_places_and_contents(tmp_path: Path) -> None:
     base, expert = write(tmp_path / "base"), write(tmp_path / "math", tensors(dtype=torch.bfloat16))
     family = open_family(base, {"math": expert}, cache=tmp_path / "cache")
     assert family.fingerprints == {
-        "base": fingerprint(base, cache=tmp_path / "cache"),
-        "math": fingerprint(expert, cache=tmp_path / "cache"),
+        "base": fingerprint(open_checkpoint(base), cache=tmp_path / "cache"),
+        "math": fingerprint(open_checkpoint(expert), cache=tmp_path / "cache"),
     }
     assert family.experts[0].directory == str(expert)
 
@@ -323,17 +320,17 @@ def test_a_hub_model_is_found_in_the_hubs_cache(hub_cache: Path, tmp_path: Path)
     assert locate("owner/tiny") == snapshot
     family = open_family("owner/tiny", {"math": write(tmp_path / "math")}, cache=tmp_path / "cache")
     assert family.base.directory == str(snapshot)
-    assert family.base.fingerprint == fingerprint(snapshot, cache=tmp_path / "cache")
+    assert family.base.fingerprint == fingerprint(open_checkpoint(snapshot), cache=tmp_path / "cache")
 
 
 def test_what_is_neither_a_directory_nor_a_hub_model_says_what_would_be(hub_cache: Path, tmp_path: Path) -> None:
     for name in ("owner/nothing", "nothing"):
         message = problems_of(lambda name=name: open_checkpoint(name))
         assert message.startswith(
-            f"{name}: neither a directory nor a hub model that can be had here: it is not wholly in the hub's cache, "
-            "and the hub cannot be reached: HF_HUB_OFFLINE is set; expected a directory with config.json"
+            f"{name}: neither a directory nor a hub model that can be loaded here: it is not completely in the "
+            "hub's cache, and the hub cannot be reached: HF_HUB_OFFLINE is set; expected a directory with config.json"
         )
-        assert "the id of a hub model that is in the hub's cache or can be fetched" in message
+        assert "the id of a hub model that is in the hub's cache or can be downloaded" in message
     for path in (tmp_path / "nothing", Path("a/b/c"), Path("../nothing")):
         assert problems_of(lambda path=path: open_checkpoint(path)).startswith(f"{path}: does not exist; expected a di")
 

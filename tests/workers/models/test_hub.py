@@ -15,8 +15,11 @@ from safetensors.torch import load_file, save_file
 from tests.builders import lora_adapter, tiny_llama
 from tests.hub_server import Hub, only_hub
 from workers.errors import InvalidModel
-from workers.models.checkpoints import check_family, fingerprint, open_checkpoint, open_family, open_sources
-from workers.models.hub import FIRST_BYTES, absent_bytes, commit_of, fetched, id_of, is_metadata_only, locate
+from workers.models.checkpoints import open_checkpoint
+from workers.models.family import open_family, open_sources, resolve_family
+from workers.models.fingerprints import fingerprint
+from workers.models.hub import absent_bytes, commit_of, fetched, id_of, is_metadata_only, locate
+from workers.models.hub.metadata import FIRST_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +94,7 @@ def test_a_good_family_is_downloaded_once_and_found_again_without_the_hub(
 ) -> None:
     experts = {"math": str(models / "math"), "text": "owner/text", "tuned": "owner/tuned"}
     notes: list[str] = []
-    known = open_family("owner/base", experts, downloads=False)
+    known = resolve_family("owner/base", experts).family
     assert [is_metadata_only(Path(model.directory)) for model in known.models] == [True, False, True, True]
     family = open_family("owner/base", experts, note=notes.append)
     assert known.fingerprints == family.fingerprints, "the hub's hashes tell what the files will be"
@@ -101,7 +104,7 @@ def test_a_good_family_is_downloaded_once_and_found_again_without_the_hub(
         f"Downloading owner/{name}" for name in ("base", "text", "tuned")
     ]
     assert "owner/text/consolidated.safetensors" not in hub.sent, "a second copy in another format is not wanted"
-    checkpoint = open_sources(family)["text"]
+    checkpoint = open_sources(family).checkpoints["text"]
     expected = load_file(models / "text" / "consolidated.safetensors")
     assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in expected.items())
     assert (Path(family.base.directory) / "README.md").is_file(), "the licence is known"
@@ -117,7 +120,7 @@ def test_a_good_family_is_downloaded_once_and_found_again_without_the_hub(
 
 def test_what_was_checked_is_what_is_downloaded(hub: Hub, models: Path, tmp_path: Path) -> None:
     first = hub.repositories["owner/math"].head
-    checkpoints = check_family("owner/base", {"math": "owner/math"})
+    checkpoints = tuple(resolve_family("owner/base", {"math": "owner/math"}).checkpoints.values())
     assert absent_bytes(checkpoint.directory for checkpoint in checkpoints) == sum(
         len(data) for name in ("base", "math") for data in weights_of(hub, name).values()
     )
@@ -125,7 +128,7 @@ def test_what_was_checked_is_what_is_downloaded(hub: Hub, models: Path, tmp_path
     base_dir, math_dir = fetched([checkpoint.directory for checkpoint in checkpoints])
     assert math_dir.name == commit_of(math_dir) == first
     assert (id_of(math_dir), id_of(models / "math")) == ("owner/math", None)
-    assert fingerprint(math_dir) == fingerprint(models / "math", cache=tmp_path)
+    assert fingerprint(open_checkpoint(math_dir)) == fingerprint(open_checkpoint(models / "math"), cache=tmp_path)
     assert problems_of("owner/base", math="owner/math")[0].startswith(f"expert 'math': owner/math@{second}: ")
     hub.requests.clear()
     assert locate(f"owner/math@{first}") == math_dir
@@ -140,7 +143,7 @@ def test_a_check_leaves_what_the_cache_has_of_a_model(hub: Hub, models: Path, mo
     assert id_of(locate("owner/math")) == "owner/math"
     go_offline(monkeypatch)
     assert locate("owner/math") == here
-    with pytest.raises(InvalidModel, match="not wholly in the hub's cache, and the hub cannot be reached: HF_HUB_OFFL"):
+    with pytest.raises(InvalidModel, match="not completely in the hub's cache, and the hub cannot be reached: HF_HUB"):
         locate("owner/wide")
 
 
@@ -184,7 +187,7 @@ def test_a_hub_that_sends_no_parts_of_files_is_refused_with_a_way_out(hub: Hub) 
     hub.sends_ranges = False
     (problem,) = problems_of("owner/base", math="owner/base")[:1]
     assert "it does not send parts of files (status 200 for a range of model.safetensors)" in problem
-    assert "fetch them with `hf download owner/base`" in problem
+    assert "download them with `hf download owner/base`" in problem
 
 
 def test_a_hub_that_cannot_be_reached_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +205,7 @@ def test_a_truncated_file_is_seen_from_its_header(hub: Hub) -> None:
 
 
 def test_a_download_that_has_no_room_is_not_begun(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.models.hub.shutil.disk_usage", lambda _: SimpleNamespace(free=2**30))
+    monkeypatch.setattr("workers.models.hub.downloads.shutil.disk_usage", lambda _: SimpleNamespace(free=2**30))
     (problem,) = problems_of("owner/base", math="owner/math")
     assert problem.startswith("owner/base, owner/math: 2")
     assert "whose disk has 1.0 GiB free; make room, or set HF_HUB_CACHE" in problem
@@ -214,7 +217,7 @@ def test_a_download_that_broke_off_goes_on_with_the_files_that_are_missing(hub: 
     place = locate("owner/text")
     repository.refusal, repository.refused = (403, "GatedRepo"), "-00002-of-00002.safetensors"
     with pytest.raises(
-        InvalidModel, match=r"^owner/text: its weights cannot be fetched: it is gated: .* kept, the same"
+        InvalidModel, match=r"^owner/text: its weights cannot be downloaded: it is gated: .* kept, the same"
     ):
         fetched([place])
     repository.refusal = None
@@ -227,7 +230,7 @@ def test_a_download_that_broke_off_goes_on_with_the_files_that_are_missing(hub: 
 
 
 def test_how_far_a_download_is_can_be_heard(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.models.hub.INTERVAL_S", 0.0)
+    monkeypatch.setattr("workers.models.hub.downloads.INTERVAL_S", 0.0)
     notes: list[str] = []
     fetched([locate("owner/base")], note=notes.append)
     assert notes[0].startswith(f"Downloading owner/base@{hub.repositories['owner/base'].head[:12]} from the hub: ")
@@ -241,8 +244,8 @@ def test_weights_that_the_hub_does_not_store_by_hash_are_small_and_come_whole(
     monkeypatch.setattr("tests.hub_server._is_lfs", lambda _: False)
     place = locate("owner/math")
     assert not is_metadata_only(place)
-    assert fingerprint(place) == fingerprint(models / "math", cache=tmp_path)
-    monkeypatch.setattr("workers.models.hub.MAX_PLAIN_BYTES", 2**10)
+    assert fingerprint(open_checkpoint(place)) == fingerprint(open_checkpoint(models / "math"), cache=tmp_path)
+    monkeypatch.setattr("workers.models.hub.locations.MAX_PLAIN_BYTES", 2**10)
     hub.sends_ranges = False
     with pytest.raises(InvalidModel, match="it does not send parts of files"):
         locate("owner/base")

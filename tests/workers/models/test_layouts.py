@@ -21,7 +21,8 @@ from workers.errors import InvalidModel
 from workers.export.checkpoint import export
 from workers.merging.bank import Bank
 from workers.merging.materialize import merged_tensors
-from workers.models.checkpoints import BY_CONFIG, check_family, open_family
+from workers.models.checkpoints import BY_CONFIG
+from workers.models.family import open_family, resolve_family
 from workers.types import Family
 
 
@@ -175,7 +176,7 @@ def test_fields_that_a_layout_names_in_its_own_way_are_compared(tmp_path: Path) 
         file = tmp_path / alias / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {own: value}))
     with pytest.raises(InvalidModel) as caught:
-        check_family(family.base.directory, {model.alias: model.directory for model in family.experts})
+        resolve_family(family.base.directory, {model.alias: model.directory for model in family.experts})
     assert {problem.partition(": ")[2] for problem in caught.value.problems} == {
         f"{tmp_path}/math: num_attention_heads is 8; the base has 4",
         f"{tmp_path}/text: num_hidden_layers is 4 {BY_CONFIG}, its tensors are of 3 layers",
@@ -186,7 +187,7 @@ def test_a_model_that_transformers_does_not_know_is_refused(tmp_path: Path) -> N
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama9"}))
     save_file({"model.norm.weight": torch.ones(4)}, tmp_path / "model.safetensors")
     with pytest.raises(InvalidModel, match=r"config\.json: model_type 'llama9' is not one that transformers .* knows"):
-        check_family(tmp_path, {"same": tmp_path})
+        resolve_family(tmp_path, {"same": tmp_path})
 
 
 @pytest.mark.parametrize(

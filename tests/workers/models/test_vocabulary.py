@@ -19,8 +19,7 @@ from workers.errors import InvalidModel
 from workers.export.checkpoint import export
 from workers.merging.bank import Bank
 from workers.merging.materialize import check_recipe, merged_tensors
-from workers.models.checkpoints import check_family, open_family
-from workers.models.merged_files import result_dir
+from workers.models.family import open_family, resolve_family
 from workers.types import Family
 
 NUM_TOKENS = 100  # of the character tokenizer
@@ -54,7 +53,7 @@ def rows(root: Path, alias: str, name: str = EMBEDDING) -> torch.Tensor:
 
 def problems_of(base: Path, tokenizer: str = "base", **experts: Path) -> str:
     with pytest.raises(InvalidModel) as caught:
-        check_family(base, experts, tokenizer=tokenizer)
+        resolve_family(base, experts, tokenizer=tokenizer)
     return str(caught.value)
 
 
@@ -197,7 +196,7 @@ def test_mergekit_aligns_alike(models: Path, tmp_path: Path, tokenizer: str) -> 
     theirs = load_file(tmp_path / "theirs" / "model.safetensors")
     ids = {
         place: token_ids(directory)
-        for place, directory in (("ours", result_dir(family)), ("theirs", tmp_path / "theirs"))
+        for place, directory in (("ours", Path(bank.sources.result_dir)), ("theirs", tmp_path / "theirs"))
     }
     assert ids["ours"].keys() == ids["theirs"].keys()
     assert len(ids["ours"]) == len(ours[EMBEDDING]) == len(theirs[EMBEDDING])
@@ -277,7 +276,7 @@ def test_rows_without_a_tokenizer_to_align_them_by_are_refused(models: Path, tmp
     # With as many rows as the base, its tokens are taken for the base's.
     plain = shutil.copytree(models / "base", tmp_path / "plain")
     (plain / "tokenizer.json").unlink()
-    check_family(models / "base", {"plain": plain, "wizard": models / "wizard"}, tokenizer="union")
+    resolve_family(models / "base", {"plain": plain, "wizard": models / "wizard"}, tokenizer="union")
 
 
 def test_a_union_has_no_tokens_of_another_segmentation(models: Path, tmp_path: Path) -> None:
@@ -291,4 +290,4 @@ def test_a_union_has_no_tokens_of_another_segmentation(models: Path, tmp_path: P
         "only have added ones: give base or other"
     )
     for tokenizer in ("base", "other"):
-        check_family(models / "base", {"other": other}, tokenizer=tokenizer)
+        resolve_family(models / "base", {"other": other}, tokenizer=tokenizer)

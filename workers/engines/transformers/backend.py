@@ -11,7 +11,6 @@ from search_spaces.recipe import Recipe
 from search_spaces.study.sections import EngineOptions
 from workers.errors import InvalidTask
 from workers.evaluation.prompts import Continuation, Generation, Prompts
-from workers.models.merged_files import result_dir
 
 if TYPE_CHECKING:
     from workers.merging.bank import Bank
@@ -114,7 +113,7 @@ def merged_model(recipe: Recipe, bank: Bank, *, dtype: str) -> Any:
 
     from workers.merging.materialize import merged_tensors
 
-    config = transformers.AutoConfig.from_pretrained(result_dir(bank.family), trust_remote_code=False)
+    config = transformers.AutoConfig.from_pretrained(bank.sources.result_dir, trust_remote_code=False)
     kind = getattr(transformers, config.architectures[0])
     model, found = kind.from_pretrained(
         None,

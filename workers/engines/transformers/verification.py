@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from search_spaces.study.sections import EngineOptions
+from workers.engines.host_memory import free_host_bytes
 from workers.engines.transformers.backend import Reference, logprobs, whole_characters
-from workers.engines.vllm.memory import free_host_bytes
 from workers.errors import InvalidTask
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import LOGPROB_TOLERANCE, Continuation, Prompts

@@ -24,20 +24,20 @@ from typing import Any, Self
 from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from search_spaces.study.sections import EngineOptions
+from workers.engines.host_memory import free_host_bytes
 from workers.engines.vllm.environment import engine_environment
 from workers.engines.vllm.gpus import free_gpu_bytes, gpus_of_this_machine
 from workers.engines.vllm.memory import (
     MAX_NUM_SEQS,
     EngineMemory,
     divide_memory,
-    free_host_bytes,
     kv_cache_bytes,
     memory_requirements,
 )
 from workers.errors import EngineUnavailable, EvidenceMismatch, InvalidModel, TrialFailed
 from workers.evaluation.prompts import Continuation, Generation, Prompts
 from workers.models.config import read_config
-from workers.models.merged_files import result_dir
+from workers.models.family import open_sources
 from workers.types import Family
 
 __all__ = ["Engine", "SwapReport", "base_recipe"]
@@ -93,7 +93,8 @@ class Engine:
     def __init__(self, family: Family, options: EngineOptions, *, log_file: str | None = None) -> None:
         self.family = family
         self.options = options
-        self.prompts = Prompts(result_dir(family), options)
+        self._sources = open_sources(family)
+        self.prompts = Prompts(self._sources.result_dir, options)
         self.swap_s: list[float] = []
         self._state: dict[str, Any] = {"digest": None, "swaps": 0, "checksum": "", "bank": {}}
         self._new_tokenizer: tempfile.TemporaryDirectory[str] | None = None
@@ -175,7 +176,7 @@ class Engine:
         """How engine and bank share the GPU memory that is free now, and the bytes kept free for merging."""
         ranks = self.options.tensor_parallel_size
         requirements = memory_requirements(
-            self.family, config=self.prompts.config, dtype=self.dtype, max_length=self.max_length, ranks=ranks
+            self._sources, config=self.prompts.config, dtype=self.dtype, max_length=self.max_length, ranks=ranks
         )
         free, total = free_gpu_bytes(ranks)
         memory = divide_memory(

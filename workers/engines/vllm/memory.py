@@ -6,24 +6,20 @@ Arithmetic on bytes: the sizes of free memory are arguments, and nothing is allo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import psutil
-
 from workers.errors import EngineUnavailable
-from workers.models.checkpoints import aligned, open_sources, stored_bytes
+from workers.models.family import ResolvedFamily
 from workers.models.headers import DTYPE_BYTES
-from workers.types import Family, Placement
+from workers.types import Placement
 
 __all__ = [
     "MAX_NUM_SEQS",
     "EngineMemory",
     "MemoryRequirements",
     "divide_memory",
-    "free_host_bytes",
     "kv_cache_bytes",
     "kv_token_bytes",
     "memory_requirements",
@@ -45,8 +41,6 @@ TEXT_TOKENS = 512
 MANY_TEXTS, FEW_TEXTS = 128, 16
 # The largest share of the free host memory for all copies of a bank on a machine.
 HOST_SHARE = 0.5
-
-CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -117,19 +111,18 @@ def _share(num_bytes: int, total: int) -> float:
 
 
 def memory_requirements(
-    family: Family, *, config: Mapping[str, Any], dtype: str, max_length: int, ranks: int = 1
+    sources: ResolvedFamily, *, config: Mapping[str, Any], dtype: str, max_length: int, ranks: int = 1
 ) -> MemoryRequirements:
-    """The requirements of `family` with an engine of `dtype` ("float32", ...); `config` is the merged model's. Reads
-    headers only. Raises InvalidModel."""
-    models, _ = aligned(open_sources(family), family.tokenizer)
+    """The requirements of `sources` with an engine of `dtype` ("float32", ...); `config` is the merged model's."""
+    models = sources.views
     value_bytes = _value_bytes(dtype)
-    sizes = {name: math.prod(tensor.shape) for name, tensor in models[family.base.alias].tensors.items()}
+    sizes = {name: math.prod(tensor.shape) for name, tensor in sources.base.tensors.items()}
     operands = (
         num_elements * (value_bytes + sum(DTYPE_BYTES[model.tensors[name].dtype] for model in models.values()))
         for name, num_elements in sizes.items()
     )
     return MemoryRequirements(
-        bank=stored_bytes(models.values()),
+        bank=sources.stored_bytes,
         weights=sum(sizes.values()) * value_bytes // ranks,
         kv_token=kv_token_bytes(config, dtype, ranks),
         scratch=max(operands, default=0),
@@ -157,20 +150,3 @@ def kv_cache_bytes(config: Mapping[str, Any], max_length: int, dtype: str) -> in
 
 def _value_bytes(dtype: str) -> int:
     return 4 if dtype == "float32" else 2
-
-
-def free_host_bytes(cgroup: Path = CGROUP) -> int:
-    """Host memory that is free now, within the limit of this process's container (cgroup v2)."""
-    return min([int(psutil.virtual_memory().available), *_left_by_limit(cgroup)])
-
-
-def _left_by_limit(cgroup: Path) -> Iterator[int]:
-    """Bytes that the cgroup may still allocate, pages of files that it can drop included; nothing without a limit."""
-    try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        used = int((cgroup / "memory.current").read_text())
-        counts = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return
-    if limit != "max":
-        yield max(0, int(limit) - used + int(counts.get("inactive_file", 0)) + int(counts.get("active_file", 0)))

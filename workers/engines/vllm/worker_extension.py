@@ -118,13 +118,14 @@ class MergeExtension:
             return {**self.mergesearch_held(), "refused": str(error)}
 
     def _mergesearch_write(self, recipe: Recipe) -> dict[str, Any]:
-        from workers.merging.materialize import computations, merge_into, merged_tensors
+        from workers.merging.materialize import computations, merge_into, merged_tensors, plan_tensors
 
         model = self.model_runner.get_model()
         started = time.perf_counter()
         bank, held, sums = self._mergesearch_bank, self._mergesearch_computations, self._mergesearch_sums
         self._mergesearch_digest = None
-        wanted = computations(recipe, bank)
+        plan = plan_tensors(recipe, bank)
+        wanted = computations(plan, bank)
         self._mergesearch_forget()
         changed = {name for name, computation in wanted.items() if held.get(name) != computation}
         dtype = self.model_runner.model_config.dtype
@@ -138,13 +139,13 @@ class MergeExtension:
         }
         with torch.inference_mode():
             merging = time.perf_counter()
-            merge_into(recipe, bank, {name: place.memory for name, place in places.items()})
+            merge_into(plan, bank, {name: place.memory for name, place in places.items()})
             materialise_s = time.perf_counter() - merging
             written = {place.parameter for place in places.values()}
             if others := changed - places.keys():
                 # vLLM's loader knows which rows of which fused parameter a tensor fills, which part of it a rank holds,
                 # how the vocabulary is padded and which head is tied.
-                tensors = merged_tensors(recipe, bank, dtype, names=others, into=self._mergesearch_scratch.tensor)
+                tensors = merged_tensors(plan, bank, dtype, names=others, into=self._mergesearch_scratch.tensor)
                 observer = LoadObserver(tensors, parameters)
                 with observer:
                     written |= set(model.load_weights(iter(observer)))

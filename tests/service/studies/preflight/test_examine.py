@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,8 @@ from search_spaces.study.file import Study, parse_study
 from search_spaces.study.sections import EngineOptions
 from service.studies.dry_run import check
 from service.studies.merge import check_merge
-from service.studies.preflight.examine import ENGINE_OVERHEAD_BYTES, PreflightResult, examine
+from service.studies.preflight.examine import PreflightResult, examine
+from service.studies.preflight.resources import ENGINE_OVERHEAD_BYTES
 from service.types import Origin, ResolvedStudy
 from tests.builders import lora_adapter, tiny_family, with_tokens
 from tests.conftest import HIDDEN, write_choices
@@ -119,7 +122,7 @@ def test_every_layout_has_a_space_whose_points_are_merges_of_it(
     found = examined(root, models=models)
     assert found.num_layers == 3
     assert found.family.fingerprints == family.fingerprints
-    assert ("runs transformers' modules" in found.engine_remark) == (model_type == "gpt_neox")
+    assert ("runs transformers' modules" in found.engine_note) == (model_type == "gpt_neox")
     point = found.space.parameters.sample(np.random.default_rng(0))
     check_recipe(found.space.to_recipe(point), Bank(found.family))
 
@@ -456,3 +459,37 @@ def test_the_printed_plan_says_how_vllm_runs_models_that_it_has_no_code_for(
     (line,) = [line for line in lines if line.startswith("engine ")]
     assert line.endswith("has no code of its own for GPTNeoXForCausalLM: it runs transformers' modules")
     assert not any(line.startswith("engine ") for line in check(study_of(root), root).to_text().splitlines())
+
+
+def test_each_model_is_located_opened_and_fingerprinted_once(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(root / "text", tmp_path / "code")
+    counts: Counter[str] = Counter()
+    for module, name in (
+        ("family", "locate"),
+        ("family", "aligned"),
+        ("family", "fingerprint"),
+        ("family", "content_problems"),
+        ("checkpoints", "read_headers"),
+        ("checkpoints", "layout"),
+    ):
+        place = f"workers.models.{module}.{name}"
+        function = pkgutil.resolve_name(place)
+
+        def counted(*arguments: Any, _name: str = name, _function: Any = function, **options: Any) -> Any:
+            counts[_name] += 1
+            return _function(*arguments, **options)
+
+        monkeypatch.setattr(place, counted)
+    experts = {"math": "math", "text": "text", "code": str(tmp_path / "code")}
+    found = examined(root, models={"base": "base", "experts": experts})
+    assert len(found.family.models) == 4
+    assert counts == {
+        "locate": 4,
+        "read_headers": 4,
+        "layout": 4,
+        "aligned": 1,
+        "fingerprint": 4,
+        "content_problems": 4,
+    }

@@ -19,12 +19,13 @@ from search_spaces.study.file import Study, parse_study
 from service.api.preflight_process import examine_here
 from service.studies.dry_run import check
 from service.studies.merge import check_merge, merge_file
-from service.studies.preflight.examine import examine, with_revisions
+from service.studies.preflight.examine import examine
+from service.studies.preflight.models import with_revisions
 from service.types import ResolvedStudy
 from tests.builders import lora_adapter, tiny_llama
 from tests.hub_server import Hub, only_hub
 from workers.engines.vllm.support import CapabilityProbe
-from workers.models.hub import FIRST_BYTES
+from workers.models.hub.metadata import FIRST_BYTES
 
 pytestmark = pytest.mark.slow  # vLLM is asked about the models, in a process of its own
 
@@ -120,7 +121,7 @@ def test_what_only_weights_tell_is_told_once_they_are_here(hub: Hub, root: Path,
 def test_no_room_for_a_download_is_told_with_all_other_problems(
     hub: Hub, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.models.hub.shutil.disk_usage", lambda _: SimpleNamespace(free=2**20))
+    monkeypatch.setattr("workers.models.hub.downloads.shutil.disk_usage", lambda _: SimpleNamespace(free=2**20))
     study = study_of(root)
     wrong = study.model_copy(update={"fidelity": study.fidelity.model_copy(update={"rungs": (3, 90)})})
     with pytest.raises(InvalidStudy) as caught:
@@ -140,8 +141,8 @@ def test_a_merge_of_hub_models_is_checked_before_their_weights_come(hub: Hub, ro
     }
     file.write_text(json.dumps(document))
     plan = check_merge(file, {}, tmp_path / "out")
-    assert plan.disk_bytes["download"] == size_of(hub, "base") + size_of(hub, "math")
-    assert [model["directory"] for model in plan.models] == [
+    assert plan.disk_bytes.download == size_of(hub, "base") + size_of(hub, "math")
+    assert [model.directory for model in plan.models] == [
         f"owner/{name}@{hub.repositories[f'owner/{name}'].head}" for name in ("base", "math")
     ]
     assert "of weights from the hub; NaN and infinity" in plan.to_text()

@@ -15,7 +15,6 @@ from workers.engines.vllm.memory import (
     EngineMemory,
     MemoryRequirements,
     divide_memory,
-    free_host_bytes,
     kv_cache_bytes,
     kv_token_bytes,
     memory_requirements,
@@ -23,6 +22,7 @@ from workers.engines.vllm.memory import (
 from workers.errors import EngineUnavailable
 from workers.merging.bank import Bank
 from workers.models.config import read_config
+from workers.models.family import open_sources
 from workers.types import Family
 
 GB = 10**9
@@ -126,7 +126,7 @@ def test_memory_that_others_use_is_not_given_out() -> None:
 def test_needs_are_those_of_the_files(untied_family: Family, tmp_path: Path) -> None:
     config = read_config(untied_family.base.directory)
     bank = Bank(untied_family, cache=tmp_path)
-    needs = memory_requirements(untied_family, config=config, dtype="bfloat16", max_length=64)
+    needs = memory_requirements(open_sources(untied_family), config=config, dtype="bfloat16", max_length=64)
     models = len(untied_family.models)
     largest = max(tensor.num_bytes for tensor in bank.base.tensors.values())
     assert needs == MemoryRequirements(
@@ -134,20 +134,10 @@ def test_needs_are_those_of_the_files(untied_family: Family, tmp_path: Path) -> 
     )
     assert needs.kv_token == kv_token_bytes(config, "float32") // 2
     assert (
-        memory_requirements(untied_family, config=config, dtype="float32", max_length=64, ranks=2).weights
+        memory_requirements(open_sources(untied_family), config=config, dtype="float32", max_length=64, ranks=2).weights
         == needs.weights
     )
     assert needs.engine(1000) - replace(needs, kv_token=0).engine(1000) == 1000 * 64 * needs.kv_token
-
-
-def test_the_limit_of_a_container_is_respected(tmp_path: Path) -> None:
-    free = free_host_bytes(tmp_path / "none")
-    (tmp_path / "memory.max").write_text("9000000\n")
-    (tmp_path / "memory.current").write_text("5000000\n")
-    (tmp_path / "memory.stat").write_text("anon 3000000\nactive_file 500000\ninactive_file 1500000\n")
-    assert free_host_bytes(tmp_path) == 6_000_000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert free_host_bytes(tmp_path) == pytest.approx(free, rel=0.2)
 
 
 def test_kv_cache_holds_one_whole_text_and_no_more_than_needed() -> None:

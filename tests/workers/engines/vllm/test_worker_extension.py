@@ -197,6 +197,24 @@ def test_sources_go_where_there_is_room_and_the_summary_says_why(
     assert found["reason"] == "there is much room; in GPU memory there was too little left once the engine ran"
 
 
+def test_a_swap_plans_its_recipe_once(
+    extension: Extension, tied_family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import workers.merging.materialize
+
+    plan, planned = workers.merging.materialize._plan, []
+
+    def counted(recipe: Recipe, bank: Bank) -> Any:
+        planned.append(recipe.digest)
+        return plan(recipe, bank)
+
+    monkeypatch.setattr(workers.merging.materialize, "_plan", counted)
+    first, second = arithmetic(tied_family, 0.3, 0.5), arithmetic(tied_family, 0.4, 0.5)
+    extension.apply(first)
+    extension.apply(second)
+    assert planned == [first.digest, second.digest]
+
+
 def test_rows_of_nan_are_counted_once_and_leave_no_caches(extension: Extension) -> None:
     model = extension.model_runner.get_model()
     with torch.inference_mode():

@@ -1,0 +1,18 @@
+"""The dtype that a study's engine computes in, and its size."""
+
+from __future__ import annotations
+
+from search_spaces.study.file import Study
+
+__all__ = ["DTYPE_BYTES", "engine_dtype"]
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def engine_dtype(study: Study) -> str:
+    """The dtype that `engine.dtype` means on this machine."""
+    import torch
+
+    if study.engine.dtype != "auto":
+        return study.engine.dtype
+    return "bfloat16" if torch.cuda.is_available() else "float32"

@@ -1,0 +1,113 @@
+"""Checks of a study's models, and that they are still those it was started with."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+
+from search_spaces.errors import InvalidStudy, Problem
+from search_spaces.study.file import Study
+from service.errors import Conflict
+from service.studies.preflight.dtype import engine_dtype
+from service.types import ResolvedStudy, StudyRecord
+from workers.engines.vllm.support import CapabilityProbe
+from workers.errors import InvalidModel
+from workers.models.family import LocatedFamily, ResolvedFamily
+from workers.models.hub import named
+from workers.models.tokenizers import check_tokenizer
+
+__all__ = ["check_engine", "check_models", "check_unchanged", "check_weights", "start_probe", "with_revisions"]
+
+logger = logging.getLogger(__name__)
+
+
+def with_revisions(study: Study, resolved: ResolvedStudy) -> Study:
+    """The study with its hub models at the commits that it was created with."""
+
+    def name(model: str) -> str:
+        commit = resolved.commits.get(model)
+        return f"{model.partition('@')[0]}@{commit}" if commit else model
+
+    models = study.models
+    experts = {alias: name(model) for alias, model in models.experts.items()}
+    return study.model_copy(
+        update={"models": models.model_copy(update={"base": name(models.base), "experts": experts})}
+    )
+
+
+def check_unchanged(record: StudyRecord, resolved: ResolvedStudy) -> None:
+    """Raises Conflict if models or task data are not what they were when the study was created."""
+    for key in ("fingerprints", "tasks", "holdout_tasks"):
+        before: Mapping[str, str] = getattr(record.resolved, key)
+        now: Mapping[str, str] = getattr(resolved, key)
+        if before != now:
+            changed = sorted(name for name in now if before.get(name) != now[name])
+            raise Conflict(
+                f"study {record.name!r}: {key} of {', '.join(changed)} have changed since it was started; results "
+                "before and after would not be comparable; start another study, or put the files back"
+            )
+
+
+def check_models(located: LocatedFamily, study: Study, problems: list[Problem]) -> ResolvedFamily | None:
+    """The study's models if nothing is wrong with their headers, configurations and tokenizers."""
+    found: list[str] = []
+    sources: ResolvedFamily | None = None
+    try:
+        sources = located.resolve(tokenizer=study.models.tokenizer)
+        if study.models.tokenizer != "base":
+            check_tokenizer(sources.result_dir)
+        found += filter(None, [sources.lack_of_space])
+    except InvalidModel as error:
+        found += error.problems
+    if located.base_dir is not None:
+        try:
+            check_tokenizer(located.base_dir)
+        except InvalidModel as error:
+            found += map(named, error.problems)
+    problems.extend(Problem("models", text) for text in found)
+    return None if found else sources
+
+
+def check_weights(
+    sources: ResolvedFamily,
+    problems: list[Problem],
+    *,
+    downloads: bool,
+    note: Callable[[str], None] = logger.info,
+) -> ResolvedFamily:
+    """The models with their fingerprints, downloaded if need be, once all weights that are here were read.
+
+    Raises InvalidStudy where they cannot be read."""
+    try:
+        sources = sources.fetched(note=note) if downloads else sources
+        contents = sources.content_problems()
+    except InvalidModel as error:
+        raise InvalidStudy(tuple(Problem("models", text) for text in error.problems)) from error
+    for alias, wrong in contents.items():
+        place = "models.base" if alias == sources.base_alias else f"models.experts.{alias}"
+        problems.extend(Problem(place, text) for text in wrong)
+    return sources
+
+
+def start_probe(located: LocatedFamily) -> CapabilityProbe | None:
+    """A probe whether vLLM can run the base, which other checks need not wait for; experts have its architecture.
+
+    None where the base has no configuration that can be read, which `check_models` reports."""
+    if located.base_dir is None:
+        return None
+    try:
+        config = json.loads((located.base_dir / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return CapabilityProbe([config]) if isinstance(config, dict) else None
+
+
+def check_engine(study: Study, probe: CapabilityProbe | None, problems: list[Problem]) -> str:
+    """Whether engines can run the models. Returns a note for the user, "" if there is none."""
+    if probe is None:
+        return ""
+    (capability,) = probe.answers(dtype=engine_dtype(study))
+    if capability.problem:
+        problems.append(Problem("models.base", f"{study.models.base}: {capability.problem}"))
+    return capability.note

@@ -1,0 +1,99 @@
+"""What a study needs of machines: GPUs, and memory of the host."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import psutil
+
+from search_spaces.errors import Problem
+from search_spaces.study.file import Study
+from service.disk import gib
+from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
+from workers.models.checkpoints import stored_bytes
+from workers.models.family import ResolvedFamily
+
+__all__ = ["ENGINE_OVERHEAD_BYTES", "RANK_BYTES", "MemoryPlan", "check_devices", "check_memory", "plan_memory"]
+
+# What an engine's process takes beside weights: interpreter, torch, vLLM and its caches on CPU.
+ENGINE_OVERHEAD_BYTES = 2 * 2**30
+RANK_BYTES = 2  # of each element of an expert, with `engine.rank_cache`
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes one replica needs on this machine, and what there is."""
+
+    bank_bytes: int
+    engine_bytes: int
+    replicas: int
+    available_bytes: int
+
+    @property
+    def needed_bytes(self) -> int:
+        # Replicas on one machine map the same files.
+        return self.bank_bytes + self.replicas * self.engine_bytes
+
+
+def check_devices(study: Study, sources: ResolvedFamily | None, problems: list[Problem]) -> None:
+    """Whether the models can be split between GPUs, and this machine has enough; Ray counts those of a cluster."""
+    import torch
+
+    engine = study.engine
+    num_heads = sources.base.settings.get("num_attention_heads") if sources else None
+    if num_heads and num_heads % engine.tensor_parallel_size:
+        fitting = [str(number) for number in range(1, num_heads + 1) if num_heads % number == 0]
+        problems.append(
+            Problem(
+                "engine.tensor_parallel_size",
+                f"{engine.tensor_parallel_size} does not divide the models' {num_heads} attention heads; "
+                f"use one of {', '.join(fitting)}",
+            )
+        )
+    num_needed = engine.replicas * engine.tensor_parallel_size
+    num_gpus = torch.cuda.device_count()
+    if num_gpus and num_needed > num_gpus and "RAY_ADDRESS" not in os.environ:
+        problems.append(
+            Problem(
+                "engine",
+                f"{engine.replicas} replicas of {engine.tensor_parallel_size} GPUs need {num_needed}; "
+                f"this machine has {num_gpus}",
+            )
+        )
+    if not num_gpus and engine.tensor_parallel_size > 1 and "RAY_ADDRESS" not in os.environ:
+        problems.append(
+            Problem(
+                "engine.tensor_parallel_size",
+                f"{engine.tensor_parallel_size} needs as many GPUs, this machine has none; use 1",
+            )
+        )
+
+
+def plan_memory(study: Study, sources: ResolvedFamily, available_bytes: int | None) -> MemoryPlan:
+    """Bytes of memory for the bank and the engines; `available_bytes` None is this machine's memory."""
+    import torch
+
+    # Of the host's memory: on CPU vLLM computes from a packed copy, beside the plain weights that are written to.
+    copies = 0 if torch.cuda.is_available() else 2
+    ranks = RANK_BYTES * len(study.models.experts) if study.engine.rank_cache else 0
+    weights = sources.num_parameters * (copies * DTYPE_BYTES[engine_dtype(study)] + ranks)
+    return MemoryPlan(
+        bank_bytes=stored_bytes(sources.checkpoints.values()),
+        engine_bytes=weights + ENGINE_OVERHEAD_BYTES,
+        replicas=study.engine.replicas,
+        available_bytes=psutil.virtual_memory().total if available_bytes is None else available_bytes,
+    )
+
+
+def check_memory(memory: MemoryPlan, problems: list[Problem]) -> None:
+    """Whether the planned memory is available."""
+    if memory.needed_bytes > memory.available_bytes:
+        problems.append(
+            Problem(
+                "engine",
+                f"needs {gib(memory.needed_bytes)} of memory, {gib(memory.available_bytes)} are available: "
+                f"source weights {gib(memory.bank_bytes)} + {memory.replicas} engine(s) of "
+                f"{gib(memory.engine_bytes)}; use fewer replicas, a smaller dtype or a larger machine",
+            )
+        )

@@ -1,0 +1,93 @@
+"""Checks of a study's tasks: their data, their objectives, and prompts that leave room for an answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from search_spaces.errors import InvalidStudy, Problem
+from search_spaces.objectives import Objective
+from search_spaces.study.file import InlineTask, ObjectiveSpec, Study
+from workers.errors import InvalidTask
+from workers.evaluation.prompts import Prompts
+from workers.evaluation.tasks import check_task, content_hash
+from workers.types import TaskInfo, TaskSpec
+
+__all__ = ["check_prompts", "check_tasks", "objectives_of"]
+
+
+def check_tasks(
+    specs: tuple[ObjectiveSpec, ...], section: str, study: Study, problems: list[Problem]
+) -> tuple[dict[str, TaskSpec], dict[str, TaskInfo]]:
+    """The tasks of a section ("objectives" or "holdout") as replicas build them, and what their data hold, by name."""
+    tasks: dict[str, TaskSpec] = {}
+    infos: dict[str, TaskInfo] = {}
+    for index, spec in enumerate(specs):
+        try:
+            content = None
+            task: str | dict[str, Any]
+            if isinstance(spec.task, InlineTask):
+                task = spec.task.model_dump(mode="json")
+                content = content_hash(spec.task.file)
+            else:
+                task = spec.task
+                if Path(task).suffix in (".yaml", ".yml"):
+                    content = content_hash(task)
+            tasks[spec.name] = TaskSpec(
+                task=task,
+                metric=spec.metric,
+                filter=spec.filter,
+                split=spec.split,
+                num_fewshot=spec.num_fewshot,
+                content=content,
+                permutation_seed=study.search.seed,
+            )
+            infos[spec.name] = check_task(tasks[spec.name])
+        except InvalidTask as error:
+            problems.append(Problem(f"{section}.{index}.{error.field}", str(error)))
+    return tasks, infos
+
+
+def check_prompts(study: Study, directory: str, problems: list[Problem]) -> None:
+    """Whether the chat template that the study names exists, and prompts leave the model room to answer.
+
+    `directory` holds the tokenizer and the configuration of the merged model."""
+    prompts = Prompts(directory, study.engine.options)
+    asked = study.engine.chat_template
+    found = prompts.tokenizer.chat_template  # one, or several by name
+    names = list(found) if isinstance(found, dict) else ["default"] if found else []
+    if asked and ("default" if asked is True else asked) not in names:
+        problems.append(
+            Problem(
+                "engine.chat_template",
+                f"{json.dumps(asked)}: the tokenizer of {directory} has "
+                + (f"the templates {', '.join(names)}; give one of them" if names else "no template; write false"),
+            )
+        )
+    for section, specs in (("objectives", study.objectives), ("holdout", study.holdout)):
+        for index, spec in enumerate(specs):
+            if isinstance(spec.task, InlineTask) and spec.task.max_tokens >= prompts.max_length:
+                problems.append(
+                    Problem(
+                        f"{section}.{index}.task.max_tokens",
+                        f"{spec.task.max_tokens} leaves no room for a prompt in the {prompts.max_length} tokens that "
+                        f"the model reads; give at most {prompts.max_length - 1}, or raise engine.max_model_len where "
+                        "that is the limit",
+                    )
+                )
+
+
+def objectives_of(study: Study, infos: Mapping[str, TaskInfo], problems: list[Problem]) -> tuple[Objective, ...]:
+    """The objectives whose tasks could be built, each with its direction."""
+    objectives = []
+    for index, spec in enumerate(study.objectives):
+        if spec.name not in infos:
+            continue
+        direction = spec.direction or ("maximize" if infos[spec.name].higher_is_better else "minimize")
+        try:
+            objectives.append(Objective(spec.name, spec.metric, direction, spec.range))
+        except InvalidStudy as error:
+            problems.extend(Problem(f"objectives.{index}", problem.message) for problem in error.problems)
+    return tuple(objectives)

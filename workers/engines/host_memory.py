@@ -1,0 +1,29 @@
+"""Host memory that is free now, for all engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+__all__ = ["free_host_bytes"]
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_host_bytes(cgroup: Path = CGROUP) -> int:
+    """Host memory that is free now, also by the limit of the container (cgroup v2) that this process is in."""
+    return min([int(psutil.virtual_memory().available), *_left_by_limit(cgroup)])
+
+
+def _left_by_limit(cgroup: Path) -> Iterator[int]:
+    """What the cgroup may still take; pages of files it can give back do not count. None where there is no limit."""
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text())
+        counts = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return
+    if limit != "max":
+        yield max(0, int(limit) - used + int(counts.get("inactive_file", 0)) + int(counts.get("active_file", 0)))

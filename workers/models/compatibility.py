@@ -1,0 +1,107 @@
+"""Whether a base and its experts can be merged: why they cannot, as far as configurations and headers say."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from workers.models.adapters import stated_base
+from workers.models.checkpoints import Checkpoint
+from workers.models.components import Layout, is_output_head, some_of
+
+__all__ = ["differences", "foreign_adapters"]
+
+# Configuration fields, in common names, that must agree for layers of two models to be interchangeable.
+STRUCTURE = (
+    "architectures",
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "vocab_size",
+    "layer_types",
+    "num_experts",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "partial_rotary_factor",
+    "use_parallel_residual",
+)
+
+# A report lists this many shapes of one model that differ, then counts the rest.
+MAX_SHAPES = 5
+
+
+def foreign_adapters(opened: Mapping[str, Checkpoint], given: Mapping[str, str]) -> Iterator[str]:
+    """Adapters trained on another model of `opened`, by alias, the base first: their shapes fit the base as well.
+
+    `given` is what the caller named each model, which an adapter may name too."""
+    base_alias = next(iter(opened))
+    for alias, adapter in opened.items():
+        if adapter.base is None:
+            continue
+        stated = stated_base(adapter.directory)
+        bases = [
+            other
+            for other, model in opened.items()
+            if model.base is None
+            and (
+                stated == given[other].partition("@")[0]
+                or (os.path.isdir(stated) and os.path.samefile(stated, model.directory))
+            )
+        ]
+        if bases and base_alias not in bases:
+            yield (
+                f"expert {alias!r}: {adapter.directory}: an adapter to the expert {bases[0]!r} "
+                f"(base_model_name_or_path is {stated}); expected adapters to the base model: merge it into "
+                f"{bases[0]!r} with peft first, and give the whole model"
+            )
+
+
+def differences(base: Checkpoint, expert: Checkpoint) -> Iterator[str]:
+    """Why layers of `expert` cannot be exchanged with those of `base`."""
+    where = str(expert.directory)
+    stated, wanted = _structure(expert.settings), _structure(base.settings)
+    for name in wanted:
+        if name in stated and stated[name] != wanted[name]:
+            yield f"{where}: {name} is {stated[name]!r}; the base has {wanted[name]!r}"
+    if base.layout.is_tied != expert.layout.is_tied:
+        names = {True: "tied to the embedding", False: "a tensor of its own"}
+        yield (
+            f"{where}: its output head is {names[expert.layout.is_tied]}, the base's is {names[base.layout.is_tied]}; "
+            "both must be the same (tie_word_embeddings, lm_head.weight)"
+        )
+    base_names, names_ = _comparable(base.layout), _comparable(expert.layout)
+    if missing := base_names - names_:
+        yield f"{where}: lacks {len(missing)} tensors of the base: {some_of(missing)}"
+    if extra := names_ - base_names:
+        yield f"{where}: has {len(extra)} tensors that the base lacks: {some_of(extra)}"
+    shapes = [
+        f"tensor {name!r} has shape {list(theirs)}; the base has {list(ours)}"
+        for name in sorted(base_names & names_)
+        if (theirs := expert.tensors[name].shape) != (ours := base.tensors[name].shape)
+    ]
+    yield from (f"{where}: {shape}" for shape in shapes[:MAX_SHAPES])
+    if len(shapes) > MAX_SHAPES:
+        yield f"{where}: {len(shapes) - MAX_SHAPES} more tensors differ in shape from the base's"
+
+
+def _structure(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that two models must share, rotary embeddings included: every merge computes with the base's."""
+    rope = settings.get("rope_parameters") or settings.get("rope_scaling")
+    rope = rope if isinstance(rope, Mapping) else {}
+    fields = {name: settings.get(name) for name in (*STRUCTURE, "rope_theta")}
+    fields |= {"rope_type": rope.get("type"), **rope}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _comparable(found: Layout) -> set[str]:
+    """The tensors to compare between models: all but output heads, whose difference has a message of its own."""
+    return {name for name in found.places if not is_output_head(name)}

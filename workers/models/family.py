@@ -1,0 +1,264 @@
+"""A base model and its experts, resolved: located, opened, checked and fingerprinted once, then handed on.
+
+`types.Family` is the small description of the same models that travels between processes; `open_sources` resolves it
+again there. What is merged from the models is not known here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from workers.errors import InvalidModel
+from workers.models.checkpoints import Checkpoint, aligned, read_checkpoint, read_expert, stored_bytes
+from workers.models.compatibility import differences, foreign_adapters
+from workers.models.components import Layout
+from workers.models.fingerprints import content_problems, fingerprint
+from workers.models.hub import absent_bytes, commit_of, fetched, lack_of_space, locate, named
+from workers.models.merged_files import make_result_dir
+from workers.models.vocabulary import BASE, UNION, Alignment
+from workers.types import Family, ModelSource
+
+__all__ = [
+    "LocatedFamily",
+    "ResolvedFamily",
+    "locate_family",
+    "open_family",
+    "open_sources",
+    "resolve_family",
+    "resolve_model",
+]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class ResolvedFamily:
+    """Models that can be merged, by alias, the base first; of a single model, a base alone.
+
+    `checkpoints` are the models as they are stored, `views` the same with embeddings and output heads in the vocabulary
+    `tokenizer`, as `alignment` says. `given` is what the caller named them: directories or hub ids. Fingerprints, which
+    need the contents, are computed when first asked for, once; `cache` is that of `workers.cache.cache_dir`.
+    """
+
+    given: Mapping[str, str]
+    checkpoints: Mapping[str, Checkpoint]
+    views: Mapping[str, Checkpoint]
+    alignment: Alignment
+    tokenizer: str
+    cache: str | Path | None = None
+
+    @property
+    def base_alias(self) -> str:
+        return next(iter(self.checkpoints))
+
+    @property
+    def base(self) -> Checkpoint:
+        """The base in the family's vocabulary; every merge has its configuration, tensor headers and layout."""
+        return self.views[self.base_alias]
+
+    @property
+    def layout(self) -> Layout:
+        return self.base.layout
+
+    @property
+    def directories(self) -> Mapping[str, Path]:
+        return {alias: checkpoint.directory for alias, checkpoint in self.checkpoints.items()}
+
+    @property
+    def num_parameters(self) -> int:
+        """Of a merged model."""
+        return sum(math.prod(tensor.shape) for tensor in self.base.tensors.values())
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all stored tensors that `views` are made of."""
+        return stored_bytes(self.views.values())
+
+    @cached_property
+    def commits(self) -> Mapping[str, str]:
+        """The commits of hub models, by the names in `given`."""
+        commits = {
+            self.given[alias]: commit_of(directory)
+            for alias, directory in self.directories.items()
+            if not os.path.isdir(self.given[alias])
+        }
+        return {name: commit for name, commit in commits.items() if commit}
+
+    @cached_property
+    def fingerprints(self) -> Mapping[str, str]:
+        """By alias, as `fingerprints.fingerprint` computes them. Raises InvalidModel."""
+        base = fingerprint(self.checkpoints[self.base_alias], cache=self.cache)
+        return {
+            alias: base if alias == self.base_alias else fingerprint(checkpoint, base=base, cache=self.cache)
+            for alias, checkpoint in self.checkpoints.items()
+        }
+
+    @cached_property
+    def family(self) -> Family:
+        """The description of these models for other processes. Raises InvalidModel as `fingerprints` does."""
+        base, *experts = (
+            ModelSource(alias, str(checkpoint.directory.resolve()), self.fingerprints[alias])
+            for alias, checkpoint in self.checkpoints.items()
+        )
+        return Family(base, tuple(experts), self.tokenizer)
+
+    def content_problems(self, *, exclude: Collection[str] = ()) -> dict[str, tuple[str, ...]]:
+        """By alias, the problems that only the weights show, as `fingerprints.content_problems` finds them; of all
+        models but those to `exclude`, whose weights are not read."""
+        return {
+            alias: content_problems(checkpoint, self.fingerprints[alias], cache=self.cache)
+            for alias, checkpoint in self.checkpoints.items()
+            if alias not in exclude
+        }
+
+    @property
+    def result_dir(self) -> str:
+        """A directory with config.json, tokenizer and generation_config.json of every merge.
+
+        It is the base's where merges have the base's vocabulary, else a temporary one without weights that exists as
+        long as this object. Raises InvalidModel.
+        """
+        if self.tokenizer == BASE:
+            return str(self.checkpoints[self.base_alias].directory)
+        return self._made_result_dir.name
+
+    @cached_property
+    def _made_result_dir(self) -> TemporaryDirectory[str]:
+        return make_result_dir(self.checkpoints, self.base.config, self.alignment, self.tokenizer)
+
+    @property
+    def absent_bytes(self) -> int:
+        """Bytes of weights that `fetched` would download."""
+        return absent_bytes(self.directories.values())
+
+    @property
+    def lack_of_space(self) -> str | None:
+        """Why the disk has no room for the weights that `fetched` would download; None if it has."""
+        return lack_of_space(self.directories.values())
+
+    def fetched(self, *, note: Callable[[str], None] = log.info) -> ResolvedFamily:
+        """The family with all weights here: itself, or, once hub models are downloaded, opened and checked again.
+
+        `note` is called with lines about downloads. Raises InvalidModel.
+        """
+        before = list(self.directories.values())
+        directories = dict(zip(self.checkpoints, fetched(before, note=note), strict=True))
+        if [*directories.values()] == before:
+            return self
+        located = LocatedFamily(self.given, directories, {})
+        return located.resolve(tokenizer=self.tokenizer, cache=self.cache)
+
+
+@dataclass(frozen=True)
+class LocatedFamily:
+    """Where the models of a family are, by alias, the base first; `problems` of those that were not found."""
+
+    given: Mapping[str, str]
+    directories: Mapping[str, Path]
+    problems: Mapping[str, tuple[str, ...]]
+
+    @property
+    def base_dir(self) -> Path | None:
+        return self.directories.get(next(iter(self.given)))
+
+    def resolve(self, *, tokenizer: str = BASE, cache: str | Path | None = None) -> ResolvedFamily:
+        """Open and check all models. Raises InvalidModel, as `resolve_family` does."""
+        base_alias, *experts = self.given
+        opened: dict[str, Checkpoint] = {}
+        problems: list[str] = []
+        for alias in self.given:
+            where = f"expert {alias!r}" if alias != base_alias else "base model" if experts else ""
+            try:
+                checkpoint = self._open(alias, opened.get(base_alias))
+            except InvalidModel as error:
+                problems += [f"{where}: {problem}" if where else problem for problem in error.problems]
+            else:
+                opened |= {alias: checkpoint} if checkpoint else {}
+        views, alignment = opened, None
+        if base_alias in opened:
+            problems += foreign_adapters(opened, self.given)
+            if tokenizer in (BASE, UNION, *opened):
+                try:
+                    views, alignment = aligned(opened, tokenizer)
+                except InvalidModel as error:
+                    problems += error.problems
+            base = views[base_alias]
+            for alias in [alias for alias in experts if alias in views]:
+                problems += [f"expert {alias!r}: {problem}" for problem in differences(base, views[alias])]
+        if not problems and alignment is None:
+            problems.append(f"tokenizer: {tokenizer!r}; expected {BASE}, {UNION}, or one of {', '.join(experts)}")
+        if problems or alignment is None:
+            raise InvalidModel(tuple(map(named, problems)))
+        return ResolvedFamily(self.given, opened, views, alignment, tokenizer, cache)
+
+    def _open(self, alias: str, base: Checkpoint | None) -> Checkpoint | None:
+        if alias in self.problems:
+            raise InvalidModel(self.problems[alias])
+        is_base = alias == next(iter(self.given))
+        directory = self.directories[alias]
+        return read_checkpoint(directory) if is_base else read_expert(directory, base)
+
+
+def locate_family(base: str | Path, experts: Mapping[str, str | Path], *, base_alias: str = BASE) -> LocatedFamily:
+    """Find the models, directories or hub ids, as `hub.locate` does; those that are nowhere are `problems`."""
+    directories: dict[str, Path] = {}
+    problems: dict[str, tuple[str, ...]] = {}
+    given = {base_alias: base, **experts}
+    for alias, model in given.items():
+        try:
+            directories[alias] = locate(model)
+        except InvalidModel as error:
+            problems[alias] = error.problems
+    return LocatedFamily({alias: str(model) for alias, model in given.items()}, directories, problems)
+
+
+def resolve_family(
+    base: str | Path,
+    experts: Mapping[str, str | Path],
+    *,
+    tokenizer: str = BASE,
+    base_alias: str = BASE,
+    cache: str | Path | None = None,
+) -> ResolvedFamily:
+    """A base and all experts that can be merged with it: whole models or LoRA adapters, directories or hub ids.
+
+    Checks that they have the same structure and that their embeddings can be brought to the vocabulary `tokenizer`.
+    Reads configurations, headers and tokenizers only; of hub models that are not here, as metadata-only snapshots.
+    Raises InvalidModel with every problem of every model.
+    """
+    if not experts:
+        raise InvalidModel(("models.experts: there are none; name at least one model fine-tuned from the base",))
+    return locate_family(base, experts, base_alias=base_alias).resolve(tokenizer=tokenizer, cache=cache)
+
+
+def resolve_model(model: str | Path, *, alias: str = BASE, cache: str | Path | None = None) -> ResolvedFamily:
+    """A family of one model, as a merge of a single model needs it. Raises InvalidModel."""
+    return locate_family(model, {}, base_alias=alias).resolve(cache=cache)
+
+
+def open_sources(family: Family, *, cache: str | Path | None = None) -> ResolvedFamily:
+    """The models of `family`, opened and checked again; that their contents are still the same is not checked.
+
+    Raises InvalidModel as `resolve_family` does."""
+    experts = {model.alias: model.directory for model in family.experts}
+    located = locate_family(family.base.directory, experts, base_alias=family.base.alias)
+    return located.resolve(tokenizer=family.tokenizer, cache=cache)
+
+
+def open_family(
+    base: str | Path,
+    experts: Mapping[str, str | Path],
+    *,
+    tokenizer: str = BASE,
+    cache: str | Path | None = None,
+    note: Callable[[str], None] = log.info,
+) -> Family:
+    """`resolve_family`, then download what is not here, then the description for other processes."""
+    return resolve_family(base, experts, tokenizer=tokenizer, cache=cache).fetched(note=note).family

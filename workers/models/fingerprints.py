@@ -1,0 +1,88 @@
+"""A checkpoint's contents: their fingerprint, and whether its weights are finite; both cached.
+
+Reading all of a large model takes minutes, so results are stored in the cache: the hash of each file by path, size and
+modification time, the state of the weights by the model's fingerprint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from workers.cache import cached
+from workers.models.adapters import ADAPTER_CONFIG
+from workers.models.checkpoints import Checkpoint
+from workers.models.hub import stated_hash
+from workers.models.tokenizers import TOKENIZER_FILES
+from workers.models.vocabulary import EMBEDDING_NAMES
+
+__all__ = ["content_problems", "fingerprint"]
+
+
+def fingerprint(checkpoint: Checkpoint, *, base: str | None = None, cache: str | Path | None = None) -> str:
+    """sha256 (hex) of the names and contents of what makes the model, wherever it is stored.
+
+    That is of its safetensors files, config.json, generation_config.json and tokenizer files; of an adapter, of its
+    safetensors files, adapter_config.json, tokenizer files, and the fingerprint of its base, which is computed unless
+    `base` gives it. `cache` as in `workers.cache.cache_dir`. Raises InvalidModel.
+    """
+    hashes: list[tuple[str, str]] = []
+    if checkpoint.base is not None:
+        others = [ADAPTER_CONFIG, *TOKENIZER_FILES]
+        hashes.append(("base", fingerprint(checkpoint.base, cache=cache) if base is None else base))
+    else:
+        others = ["config.json", "generation_config.json", *TOKENIZER_FILES]
+    files = [*checkpoint.files, *(checkpoint.directory / name for name in others)]
+    hashes += [(file.name, _file_hash(file, cache)) for file in files if file.is_file()]
+    return hashlib.sha256(json.dumps(sorted(hashes)).encode()).hexdigest()
+
+
+def content_problems(checkpoint: Checkpoint, content: str, *, cache: str | Path | None = None) -> tuple[str, ...]:
+    """Problems that only the weights show: NaN or infinity, a stored tied output head that is not the embedding.
+
+    Reads all weights, once for each `content`, the model's fingerprint (`cache` as in `workers.cache.cache_dir`). Empty
+    for models whose weights are not here.
+    """
+    if not checkpoint.is_here:
+        return ()
+    key = f"content/1 {content}"
+    found = cached(key, cache=cache)
+    if found is None:
+        found = "\n".join(_bad_tensors(checkpoint))
+        cached(key, found, cache=cache)
+    return tuple(f"{checkpoint.directory.resolve()}: {line}" for line in found.splitlines())
+
+
+def _bad_tensors(checkpoint: Checkpoint) -> Iterator[str]:
+    import torch
+
+    known = checkpoint.base.tensors if checkpoint.base else {}
+    for name in [name for name, tensor in checkpoint.tensors.items() if tensor is not known.get(name)]:
+        tensor = checkpoint.read(name)
+        if tensor.numel() and not all(torch.isfinite(end) for end in torch.aminmax(tensor)):
+            num_bad = tensor.numel() - int(torch.isfinite(tensor).sum())
+            yield f"tensor {name!r} holds {num_bad} values that are NaN or infinite; expected finite weights"
+    head = checkpoint.layout.tied_head
+    embeddings = [name for name in checkpoint.tensors if name.endswith(EMBEDDING_NAMES)]
+    if head and embeddings and not torch.equal(checkpoint.read(head), checkpoint.read(embeddings[0])):
+        yield (
+            f"tensor {head!r} differs from {embeddings[0]!r}, though config.json ties them; remove it or set "
+            "tie_word_embeddings to false"
+        )
+
+
+def _file_hash(file: Path, cache: str | Path | None) -> str:
+    if stated := stated_hash(file):
+        return stated
+    status = file.stat()
+    key = f"sha256/1 {file.resolve()} {status.st_size} {status.st_mtime_ns}"
+    known = cached(key, cache=cache)
+    if known is not None and re.fullmatch("[0-9a-f]{64}", known):
+        return known
+    with file.open("rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    cached(key, found, cache=cache)
+    return found

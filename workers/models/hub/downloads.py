@@ -1,0 +1,165 @@
+"""Downloads of hub models: how much is missing, whether the disk has room for it, and the download itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from glob import escape
+from pathlib import Path
+from typing import Any
+
+from workers.errors import InvalidModel
+from workers.models.hub.errors import HubUnusable, reason_of
+from workers.models.hub.metadata import SnapshotRecord, is_metadata_only, read_record
+
+__all__ = ["COMMIT", "absent_bytes", "download", "fetched", "has_size", "lack_of_space", "point_to"]
+
+log = logging.getLogger(__name__)
+
+# The id of a commit, which never changes its content.
+COMMIT = re.compile("[0-9a-f]{40}")
+
+# Seconds between two notes on a download.
+INTERVAL_S = 10.0
+
+# Free disk space that a download leaves.
+MARGIN_BYTES = 2**30
+
+
+def absent_bytes(directories: Iterable[Path]) -> int:
+    """Bytes that `fetched` would download; each model counts once."""
+    return sum(
+        sum(_absent_files(read_record(directory)).values())
+        for directory in {*directories}
+        if is_metadata_only(directory)
+    )
+
+
+def fetched(directories: Sequence[Path], *, note: Callable[[str], None] = log.info) -> tuple[Path, ...]:
+    """The directories, each metadata-only snapshot replaced by the model itself, downloaded at the same commit.
+
+    Complete files are kept if a download is interrupted. `note` is called with lines about the progress. Raises
+    InvalidModel, also if the cache's disk is too small: then nothing was downloaded.
+    """
+    if lack := lack_of_space(directories):
+        raise InvalidModel((lack,))
+    records = {directory: read_record(directory) for directory in directories if is_metadata_only(directory)}
+    found = {directory: _fetch(record, note) for directory, record in records.items()}
+    return tuple(found.get(directory, directory) for directory in directories)
+
+
+def _fetch(record: SnapshotRecord, note: Callable[[str], None]) -> Path:
+    absent = _absent_files(record)
+    total = sum(absent.values())
+    if absent:
+        note(f"Downloading {record.name}@{record.commit[:12]} from the hub: {_size_text(total)} ...")
+    try:
+        snapshot = download(record.name, record.commit, (*record.small_files, *record.sizes), _notes(note, total))
+        if missing := _absent_files(record):
+            raise HubUnusable(f"{', '.join(missing)} did not arrive")
+    except Exception as error:
+        reason = reason_of(error, record.name, record.revision)
+        raise InvalidModel(
+            (
+                f"{record.name}: its weights cannot be downloaded: {reason}; complete files are kept, the same command "
+                "downloads the others",
+            )
+        ) from error
+    point_to(snapshot, record.revision)
+    return snapshot
+
+
+def _absent_files(record: SnapshotRecord) -> dict[str, int]:
+    """The sizes of the weights that the cache does not have."""
+    snapshot = _snapshot_dir(record.name, record.commit)
+    return {file: size for file, size in record.sizes.items() if not has_size(snapshot / file, size)}
+
+
+def _snapshot_dir(name: str, commit: str) -> Path:
+    """Where the hub's cache keeps a commit of a model."""
+    return _cache() / f"models--{name.replace('/', '--')}" / "snapshots" / commit
+
+
+def _cache() -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE).expanduser().resolve()
+
+
+def lack_of_space(directories: Iterable[Path]) -> str | None:
+    """Why the disk has no room for the weights that must be downloaded; None if it has."""
+    absent = sorted({directory for directory in directories if is_metadata_only(directory)})
+    num_bytes = absent_bytes(absent)
+    place = _cache()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if num_bytes == 0 or num_bytes + MARGIN_BYTES <= free:
+        return None
+    names = ", ".join(read_record(directory).name for directory in absent)
+    return (
+        f"{names}: {_size_text(num_bytes)} are to be downloaded to "
+        f"{_cache()}, whose disk has {_size_text(free)} free; make room, or set HF_HUB_CACHE to a directory "
+        "on another disk"
+    )
+
+
+def download(name: str, commit: str, files: Sequence[str], progress: type | None = None) -> Path:
+    """The cache's directory of the commit, with these files."""
+    from huggingface_hub import snapshot_download
+
+    if files:
+        snapshot_download(
+            name,
+            revision=commit,
+            allow_patterns=[escape(file) for file in files],
+            tqdm_class=progress or _notes(lambda _: None, 0),
+        )
+    return _snapshot_dir(name, commit)
+
+
+def point_to(snapshot: Path, revision: str) -> None:
+    """Let the cache's branch or tag `revision` be this complete snapshot."""
+    reference = snapshot.parents[1] / "refs" / revision
+    if COMMIT.fullmatch(revision):
+        return
+    with suppress(OSError):  # a cache that cannot be written to
+        if not reference.is_file() or reference.read_text() != snapshot.name:
+            reference.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=reference.parent, delete=False) as temporary:
+                temporary.write(snapshot.name)
+            os.replace(temporary.name, reference)
+
+
+def _notes(note: Callable[[str], None], total: int) -> type:
+    """A progress bar for the hub's client that calls `note` with lines: bars would disturb other output."""
+    from huggingface_hub.utils import tqdm
+
+    class Notes(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, name: str | None = None, **kwargs: Any) -> None:
+            super().__init__(*args, name=name, **{**kwargs, "disable": True})
+            self._counts_written = name == "huggingface_hub.snapshot_download"
+            self._noted_at = time.monotonic()
+
+        def update(self, n: float | None = 1) -> bool | None:
+            self.n += n or 0
+            if self._counts_written and time.monotonic() - self._noted_at >= INTERVAL_S:
+                self._noted_at = time.monotonic()
+                note(f"Downloaded {_size_text(self.n)} of {_size_text(total)}")
+            return None
+
+    return Notes
+
+
+def _size_text(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def has_size(file: Path, size: int | None) -> bool:
+    return file.is_file() and file.stat().st_size == size
