@@ -2,13 +2,14 @@
 
 `tests/fixtures/mid_rung` holds its database as SQL, its data, and the trials that version ended with when nothing
 disturbed it. The models are the shipped family. Paths are placeholders there, and so are the digests of its tasks,
-which cover the paths of their files.
+which cover the paths of their files, and the fake scorer's hashes of prompts, which cover the digests.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import sqlite3
 from pathlib import Path
@@ -50,7 +51,17 @@ def _filled(text: str, data_dir: Path) -> str:
     def with_paths(text: str) -> str:
         return text.replace("{FAMILY}", str(family_dir())).replace("{DATA}", str(data_dir))
 
-    for name, task in json.loads(with_paths((FIXTURE / "tasks.json").read_text())).items():
-        digest = hashlib.sha256(json.dumps(task, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-        text = text.replace(f"{{TASK:{name}}}", digest)
+    tasks = json.loads(with_paths((FIXTURE / "tasks.json").read_text()))
+    digests = {name: _digest(task) for name, task in tasks.items()}
+    text = re.sub(r"\{TASK:(\w+)\}", lambda found: digests[found[1]], text)
+    text = re.sub(
+        r"\{PROMPTS:(\w+):(\d+):(\d+)\}",
+        lambda found: _digest([digests[found[1]], int(found[2]), int(found[3])]),
+        text,
+    )
     return with_paths(text)
+
+
+def _digest(document: Any) -> str:
+    """As that version computed it, whatever `digest_of` does today."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
