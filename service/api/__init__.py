@@ -12,8 +12,7 @@
 - `export_queue`: merged models, written one at a time
 - `preflight_process`: checks of submitted studies, outside the server's process
 - `worker_process`: the process in which these checks and exports run
-- `openapi`: the OpenAPI document
-- `docs`: Swagger UI at /docs
+- `openapi`: the OpenAPI document, and Swagger UI at /docs
 - `metrics`: counts for Prometheus
 """
 

@@ -11,11 +11,10 @@ from fastapi import Depends, FastAPI
 from fastapi.concurrency import run_in_threadpool
 
 from service.api.dependencies import Services
-from service.api.docs import install_docs
 from service.api.event_stream import EventHub
 from service.api.export_queue import Exports
 from service.api.metrics import CountRequests, RequestCounter
-from service.api.openapi import install_openapi
+from service.api.openapi import install_docs, install_openapi
 from service.api.preflight_process import Preflight, PreflightProcess
 from service.api.problems import install_handlers
 from service.api.protocols import Cluster

@@ -15,6 +15,7 @@ import anyio.to_thread
 
 from service.api.worker_process import WorkerProcess
 from service.store import Store
+from service.studies.export import export_trial
 from service.types import ExportRecord, ExportState
 
 __all__ = ["Exports", "Tar", "export_id"]
@@ -117,8 +118,6 @@ class Exports:
 
 
 def _export(url: str, study_id: str, trial: str, directory: Path, *, dtype: str) -> None:
-    from service.studies.export import export_trial
-
     store = Store(url)
     try:
         export_trial(store, store.study(study_id), trial, directory, dtype=dtype)

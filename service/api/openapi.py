@@ -1,17 +1,27 @@
-"""The OpenAPI document: what FastAPI derives from the routes, with the documents that routes refer to by name."""
+"""The OpenAPI document and /docs, where its requests can be tried.
+
+The document is what FastAPI derives from the routes, with the documents that routes refer to by name. The page is
+Swagger UI, whose files the package fastapi-swagger ships and the server serves under /docs/: it needs no network.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
 from pydantic import TypeAdapter
+from starlette.responses import HTMLResponse
+from starlette.staticfiles import StaticFiles
 
 from search_spaces.study.file import Study
 from service.schemas.api import EndDocument, ProblemDocument, ProgressDocument
 
-__all__ = ["EXPORT_REQUEST", "install_openapi"]
+__all__ = ["EXPORT_REQUEST", "install_docs", "install_openapi"]
 
 TEMPLATE = "#/components/schemas/{model}"
 
@@ -30,6 +40,12 @@ EXPORT_REQUEST = {
             "description": "Null: what the engines scored in.",
         },
     },
+}
+
+PARAMETERS = {
+    "tryItOutEnabled": True,
+    # Swagger UI would send the document's address to a validator on the web.
+    "validatorUrl": None,
 }
 
 
@@ -60,3 +76,41 @@ def _document(app: FastAPI) -> dict[str, Any]:
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
     return document
+
+
+def install_docs(app: FastAPI) -> None:
+    """Serve the page at /docs. Its addresses are relative, so that a proxy may serve all of this below a prefix."""
+    page = get_swagger_ui_html(
+        title=app.title,
+        openapi_url="openapi.json",
+        swagger_js_url="docs/swagger-ui-bundle.js",
+        swagger_css_url="docs/swagger-ui.css",
+        swagger_favicon_url="docs/favicon-32x32.png",
+        swagger_ui_parameters=PARAMETERS,
+    )
+    html = bytes(page.body).decode()
+    headers = {"Content-Security-Policy": _policy(html), "X-Content-Type-Options": "nosniff"}
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(html, headers=headers)
+
+    app.mount("/docs", StaticFiles(packages=[("fastapi_swagger", "resources")]))
+
+
+def _policy(html: str) -> str:
+    """Only files of this server are loaded and only this server is asked; the page's own script is known by hash."""
+    scripts = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    return "; ".join(
+        (
+            "default-src 'none'",
+            " ".join(("script-src 'self'", *(f"'sha256-{digest}'" for digest in hashes))),
+            "style-src 'self' 'unsafe-inline'",
+            "img-src 'self' data:",
+            "connect-src 'self'",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        )
+    )

@@ -16,6 +16,8 @@ from search_spaces.study.file import InlineTask, ObjectiveSpec, Study, parse_stu
 from search_spaces.study.yaml import parse_document
 from service.api.problems import Unavailable
 from service.api.worker_process import ProcessDied, WorkerProcess
+from service.studies.preflight.dtype import engine_dtype
+from service.studies.preflight.examine import examine
 from service.types import ResolvedStudy
 
 __all__ = ["Preflight", "PreflightOutcome", "PreflightProcess", "examine_here", "read_request"]
@@ -134,18 +136,11 @@ def _warm_up() -> None:
     import torch
     import transformers
 
-    import service.studies.preflight.examine  # noqa: F401
-    import workers.evaluation.prompts
-    import workers.evaluation.tasks
-    import workers.models.checkpoints  # noqa: F401
-
     del lm_eval, torch, transformers
 
 
 def examine_here(content: bytes, *, is_json: bool) -> PreflightOutcome:
     """The preflight itself, in this process."""
-    from service.studies.preflight.examine import examine
-
     study = read_request(content, is_json=is_json)
     try:
         return PreflightOutcome(study.name, study.canonical(), examine(study, downloads=False).resolved())
@@ -158,6 +153,4 @@ def examine_here(content: bytes, *, is_json: bool) -> PreflightOutcome:
 
 
 def _engine_dtype(document: Mapping[str, Any]) -> str:
-    from service.studies.preflight.dtype import engine_dtype
-
     return engine_dtype(Study.model_validate(document))

@@ -14,7 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from search_spaces.errors import InvalidStudy, SearchSpaceError
 from service.cli import verbs
+from service.errors import Conflict, NotFound, RequestRefused, ServiceError
+from workers.errors import EngineUnavailable, InvalidModel, InvalidTask
 
 __all__ = ["main"]
 
@@ -153,10 +156,6 @@ def _num_bytes(text: str) -> int:
 
 def _exit_code(error: Exception) -> int | None:
     """None for a bug in this program, which is shown with its traceback."""
-    from search_spaces.errors import SearchSpaceError
-    from service.errors import Conflict, NotFound, RequestRefused, ServiceError
-    from workers.errors import EngineUnavailable, InvalidModel, InvalidTask
-
     if isinstance(error, RequestRefused):
         return 2 if error.status < 500 else 1
     if isinstance(error, SearchSpaceError | InvalidModel | InvalidTask | Conflict | NotFound):
@@ -169,10 +168,6 @@ def _exit_code(error: Exception) -> int | None:
 
 
 def _message(error: Exception, *, as_json: bool) -> str:
-    from search_spaces.errors import InvalidStudy
-    from service.errors import RequestRefused
-    from workers.errors import InvalidModel
-
     text = f"{error.filename}: {error.strerror}" if isinstance(error, WRONG_PLACE) else str(error)
     if not as_json:
         return "\n".join(f"mergesearch: {line}" for line in text.splitlines())

@@ -14,7 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from search_spaces.errors import InvalidRecipe
+from service.cli.export_progress import ExportView
 from service.cli.terminal import console, print_json, print_results
+from service.server import serve as serve_studies
+from workers.tiny_family import family_dir
 
 if TYPE_CHECKING:
     from service.cli.remote import ServerVerbs
@@ -49,7 +53,6 @@ def run(options: argparse.Namespace) -> int:
 
 def demo(options: argparse.Namespace) -> int:
     from search_spaces.study.file import load_study
-    from workers.tiny_family import family_dir
 
     study = load_study(family_dir() / "study.yaml")
     return _run_in(study, options.out, export_best=True, as_json=options.json)
@@ -91,8 +94,6 @@ def _check(study: Any, directory: Path, *, exports: bool, as_json: bool) -> int:
 
 
 def serve(options: argparse.Namespace) -> int:
-    from service.server import serve as serve_studies
-
     serve_studies(
         options.data,
         host=options.host,
@@ -143,7 +144,6 @@ def export(options: argparse.Namespace) -> int:
 
 
 def merge(options: argparse.Namespace) -> int:
-    from service.cli.export_progress import ExportView
     from service.studies.merge import check_merge, merge_file
 
     directories = _directories(options.model)
@@ -230,7 +230,6 @@ def _read(directory: Path) -> RunRecord:
 
 
 def _export_from(directory: Path, trial: str, out: Path, *, dtype: str | None = None) -> Path:
-    from service.cli.export_progress import ExportView
     from service.studies.export import export_trial
     from service.studies.local_run import read_run
 
@@ -240,8 +239,6 @@ def _export_from(directory: Path, trial: str, out: Path, *, dtype: str | None = 
 
 def _directories(models: Sequence[str]) -> dict[str, Path]:
     """What the options `--model ALIAS=DIR` say, by alias."""
-    from search_spaces.errors import InvalidRecipe
-
     directories: dict[str, Path] = {}
     for text in models:
         alias, equals, directory = text.partition("=")

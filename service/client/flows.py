@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 from urllib.parse import parse_qsl, quote, urlsplit
 
+from search_spaces.errors import InvalidStudy, Problem
 from service.errors import Conflict, ExportFailed, InvalidAnswer, NotFound, RequestRefused, ServerUnreachable
 
 if TYPE_CHECKING:
@@ -303,7 +304,6 @@ def _respond(call: Call) -> Flow[Response]:
 
 
 def _study_content(study: Path | str | Mapping[str, Any]) -> bytes:
-    from search_spaces.errors import InvalidStudy, Problem
     from search_spaces.study.file import load_study
 
     document = study if isinstance(study, Mapping) else load_study(study).canonical()

@@ -23,6 +23,7 @@ from service.studies.preflight.examine import PreflightResult, examine
 from service.studies.preflight.models import check_unchanged, with_revisions
 from service.types import StudyState
 from workers.errors import EngineUnavailable
+from workers.serving.deployment import deploy_scorer
 from workers.types import Scorer
 
 __all__ = ["DATABASE", "drive"]
@@ -91,8 +92,6 @@ def drive(store: Store, study_id: str, *, work_dir: Path, because: str | None = 
 
 
 def _shared_scorer(preflight: PreflightResult) -> Scorer:
-    from workers.serving.deployment import deploy_scorer
-
     return deploy_scorer(
         preflight.family,
         preflight.engine_options,

@@ -24,6 +24,9 @@ from service.disk import free_bytes, gib
 from service.studies.export import model_bytes, write_model
 from service.studies.preflight.dtype import DTYPE_BYTES
 from workers.errors import InvalidModel
+from workers.export.model_card import licence, recipe_rows
+from workers.mergekit.config import DTYPES, read_configuration, split_adapter
+from workers.mergekit.importer import to_recipe
 from workers.models.family import ResolvedFamily, resolve_family, resolve_model
 from workers.models.hub import HUB_ID, named
 
@@ -124,7 +127,6 @@ def check_merge(
     import torch
 
     from workers.export.checkpoint import is_written
-    from workers.export.model_card import licence, recipe_rows
 
     job = _prepared(file, directories, dtype, downloads=False, note=note)
     sources = job.bank.sources
@@ -192,8 +194,6 @@ def _prepared(file: Path, directories: Mapping[str, Path], dtype: str | None, **
     document = _read(file)
     try:
         if isinstance(document, Mapping) and "merge_method" in document and "format" not in document:
-            from workers.mergekit.config import read_configuration
-
             job = _of_configuration(read_configuration(document), file, directories, **fetching)
         else:
             job = _of_recipe(document, directories, **fetching)
@@ -266,8 +266,6 @@ def _yaml_problem(error: Any) -> str:
 
 
 def _of_recipe(document: Any, directories: Mapping[str, Path], **fetching: Any) -> _Job:
-    from workers.mergekit.config import DTYPES
-
     recipe = Recipe.from_json(document)
     if (stated := document.get("dtype")) not in (*DTYPES, None):
         raise InvalidRecipe(f"dtype: {stated!r} is not written here; give {', '.join(DTYPES)}")
@@ -293,8 +291,6 @@ def _of_recipe(document: Any, directories: Mapping[str, Path], **fetching: Any) 
 def _of_configuration(
     configuration: MergekitConfig, file: Path, directories: Mapping[str, Path], **fetching: Any
 ) -> _Job:
-    from workers.mergekit.importer import to_recipe
-
     if unknown := sorted(set(directories) - set(configuration.models)):
         raise InvalidRecipe(f"has no model {', '.join(unknown)}; it names {', '.join(configuration.models)}")
     aliases = _aliases(configuration.models)
@@ -314,8 +310,6 @@ def _of_configuration(
 
 def _adapter_or_model(model: str, configuration: MergekitConfig) -> str:
     """What an expert's files are: of MODEL+LORA the adapter's, for the model is the base."""
-    from workers.mergekit.config import split_adapter
-
     whole, adapter = split_adapter(model)
     if adapter is not None and model == configuration.base:
         raise InvalidRecipe(
@@ -344,8 +338,6 @@ def _place(model: str, files: str, file: Path) -> str | Path:
 
 def _aliases(models: tuple[str, ...]) -> dict[str, str]:
     """Short names: the last part of each path or hub id, an adapter's its own; numbered where several have the same."""
-    from workers.mergekit.config import split_adapter
-
     aliases: dict[str, str] = {}
     for model in models:
         whole, adapter = split_adapter(model)

@@ -23,7 +23,9 @@ from typing import Any, Protocol, TypeVar
 from search_spaces.errors import SearchSpaceError
 from search_spaces.recipe import Recipe
 from search_spaces.study.sections import EngineOptions
+from workers.engines.vllm.engine import Engine
 from workers.errors import EngineUnavailable, EvidenceMismatch, TrialFailed, WorkerError
+from workers.evaluation.prompts import LOGPROB_TOLERANCE
 from workers.serving.recipe_lock import RecipeLock
 from workers.types import (
     Evidence,
@@ -63,7 +65,6 @@ class EngineWorker:
     """A warm engine, and the tasks prepared for it so far. Raises EngineUnavailable if the engine does not start."""
 
     def __init__(self, family: Family, options: EngineOptions) -> None:
-        from workers.engines.vllm.engine import Engine
         from workers.evaluation.lm_eval import TaskEvaluator
 
         self.name = f"{socket.gethostname()}-{os.getpid()}"
@@ -107,7 +108,6 @@ class EngineWorker:
 
         from workers.engines.transformers.verification import fits_in_memory, verify
         from workers.engines.vllm.worker_extension import family_to_json, open_bank
-        from workers.evaluation.prompts import LOGPROB_TOLERANCE
         from workers.export.checkpoint import export
 
         engine = self.engine

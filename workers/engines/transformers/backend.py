@@ -11,6 +11,7 @@ from search_spaces.recipe import Recipe
 from search_spaces.study.sections import EngineOptions
 from workers.errors import InvalidTask
 from workers.evaluation.prompts import Continuation, Generation, Prompts
+from workers.merging.materialize import merged_tensors
 
 if TYPE_CHECKING:
     from workers.merging.bank import Bank
@@ -110,8 +111,6 @@ def merged_model(recipe: Recipe, bank: Bank, *, dtype: str) -> Any:
     Holds its weights in memory once.
     """
     import transformers
-
-    from workers.merging.materialize import merged_tensors
 
     config = transformers.AutoConfig.from_pretrained(bank.sources.result_dir, trust_remote_code=False)
     kind = getattr(transformers, config.architectures[0])
