@@ -7,7 +7,8 @@ arithmetic on CPU. `elements.value` and `elements.rounded` convert the words.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, get_args, get_type_hints
+from functools import cache
+from typing import Any, get_type_hints
 
 import numpy as np
 import torch
@@ -33,7 +34,8 @@ def as_arrays(tensors: Sequence[torch.Tensor]) -> tuple[np.ndarray, ...]:
 
 def typed(rule: Any) -> Any:
     """The rule with its fields as NumPy numbers and arrays, of the types that the compiled code expects."""
-    return type(rule)(*(convert(field) for convert, field in zip(FIELDS[type(rule)], rule, strict=True)))
+    kind: Any = type(rule)
+    return kind(*(convert(field) for convert, field in zip(_conversions(kind), rule, strict=True)))
 
 
 def _float32(number: float) -> np.float32:
@@ -54,9 +56,8 @@ CONVERSIONS: dict[Any, Callable[[Any], Any]] = {
     rules.Tensors: lambda tensors: tuple(map(_array, tensors)),
     rules.Sparsity: typed,
 }
-# `Important` is not compiled as a rule.
-FIELDS = {
-    rule: tuple(CONVERSIONS[kind] for kind in get_type_hints(rule).values())
-    for rule in (*get_args(rules.Rule), *get_args(rules.Sparsity))
-    if rule is not rules.Important
-}
+
+
+@cache
+def _conversions(rule: Any) -> tuple[Callable[[Any], Any], ...]:
+    return tuple(CONVERSIONS[kind] for kind in get_type_hints(rule).values())

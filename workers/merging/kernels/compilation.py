@@ -32,25 +32,12 @@ for option in ("-unroll-threshold=10000", "-runtime-memory-check-threshold=200")
 IN_PLACE = {"nogil": True, "error_model": "numpy", "forceinline": True}
 
 MERGING = Path(__file__).parents[1]
-# Every module with compiled functions, and every module of this project that one of them imports.
-SOURCES = tuple(
-    MERGING / name
-    for name in (
-        "kernels/arguments.py",
-        "kernels/compilation.py",
-        "kernels/cpu.py",
-        "kernels/elements.py",
-        "kernels/formulas.py",
-        "kernels/reductions.py",
-        "kernels/rules.py",
-        "kernels/sorting.py",
-        "kernels/sparsity.py",
-        "kernels/threads.py",
-        "kernels/thresholds.py",
-        "masks.py",
-        "methods/arithmetic.py",
-        "order_statistics.py",
-    )
+# Every module that may define a compiled function, and the other modules whose code or constants these use.
+SOURCES = (
+    *sorted((MERGING / "kernels").rglob("*.py")),
+    MERGING / "masks.py",
+    MERGING / "order_statistics.py",
+    MERGING / "methods" / "arithmetic.py",
 )
 
 

@@ -1,15 +1,15 @@
 """The formula of each rule: the merged element i, from `value(base[i])` and the sources' `value(xs[s][i])`.
 
-The type of the rule selects its formula from ELEMENTS, which becomes part of the compiled pass.
+The type of the rule selects its formula, which becomes part of the compiled pass. The formulas of the shared rules are
+here; a rule of one method only is defined with its formula in a module of `lowering`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numba
-import numpy as np
 from numba.extending import overload
 
 from workers.merging.kernels import rules
@@ -17,9 +17,24 @@ from workers.merging.kernels.compilation import IN_PLACE
 from workers.merging.kernels.elements import ONE, ZERO, larger, positive, sign, value, variance_of
 from workers.merging.kernels.sparsity import kept
 
-__all__ = ["element"]
+__all__ = ["computes", "element"]
 
-NEAREST = np.float32(1e-6)  # the smallest distance that NearSwap divides by
+Formula = TypeVar("Formula", bound=Callable[..., Any])
+
+FORMULAS: dict[type, Callable[..., Any]] = {}
+
+
+def computes(rule: type) -> Callable[[Formula], Formula]:
+    """The decorated function of (rule, base, xs, i) is the formula of rules of this type, compiled by Numba: it uses
+    what `elements` defines, and no Python objects. Raises ValueError if the type has a formula."""
+    if rule in FORMULAS:
+        raise ValueError(f"rule {rule.__name__} has a formula in {FORMULAS[rule].__module__} already")
+
+    def register(formula: Formula) -> Formula:
+        FORMULAS[rule] = formula
+        return formula
+
+    return register
 
 
 def element(rule: Any, base: Any, xs: Any, i: Any) -> Any:
@@ -29,9 +44,10 @@ def element(rule: Any, base: Any, xs: Any, i: Any) -> Any:
 
 @overload(element, jit_options=IN_PLACE)
 def _element_of(rule: Any, base: Any, xs: Any, i: Any) -> Any:
-    return ELEMENTS[rule.instance_class]
+    return FORMULAS[rule.instance_class]
 
 
+@computes(rules.WeightedSum)
 def _weighted_sum(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     total = value(xs[0][i]) * rule.weights[0]
     for s in range(1, len(xs)):
@@ -39,6 +55,7 @@ def _weighted_sum(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     return total
 
 
+@computes(rules.TaskSum)
 def _task_sum(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     b = value(base[i])
     total = (value(xs[0][i]) - b) * rule.weights[0]
@@ -47,6 +64,7 @@ def _task_sum(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     return total + b
 
 
+@computes(rules.Sum)
 def _sum(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     b = value(base[i])
     total = b
@@ -55,10 +73,12 @@ def _sum(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     return total
 
 
+@computes(rules.Mean)
 def _mean(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     return _mean_of_agreeing(rule.sparse, base, xs, i) * rule.lambda_ + value(base[i])
 
 
+@computes(rules.AgreeingSum)
 def _agreeing_sum(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     b, elected = value(base[i]), _elected(rule.sparse, base, xs, i)
     merged = ZERO
@@ -67,6 +87,7 @@ def _agreeing_sum(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     return merged * elected * rule.lambda_ + b
 
 
+@computes(rules.Weighted)
 def _weighted(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     b = value(base[i])
     total = kept(rule.sparse, value(xs[0][i]) - b, 0, i) * rule.weights[0]
@@ -81,6 +102,7 @@ def _weighted(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     return merged / (divisor if divisor != ZERO else ONE) * rule.lambda_ + b
 
 
+@computes(rules.WeightedMean)
 def _weighted_mean(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     b = value(base[i])
     total = ZERO
@@ -95,6 +117,7 @@ def _weighted_mean(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     return merged / larger(count, ONE) + b
 
 
+@computes(rules.Interpolation)
 def _interpolation(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     b, elected = value(base[i]), _elected(rule.sparse, base, xs, i)
     alone, mixed, count, divisor = ZERO, ZERO, ZERO, ZERO
@@ -108,6 +131,7 @@ def _interpolation(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     return (mixed if count > ONE else alone) * elected * rule.lambda_ + b
 
 
+@computes(rules.Agreed)
 def _agreed(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     b = value(base[i])
     merged = _merged_of(rule.sparse, base, xs, i)
@@ -118,6 +142,7 @@ def _agreed(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     return (merged if votes >= rule.agreement else ZERO) * rule.lambda_ + b
 
 
+@computes(rules.SharedOut)
 def _shared_out(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     b = value(base[i])
     count = ZERO
@@ -131,6 +156,7 @@ def _shared_out(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     return total + b
 
 
+@computes(rules.Variable)
 def _variable(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     b = value(base[i])
     is_kept = variance_of(base, xs, i) >= rule.high
@@ -146,6 +172,7 @@ def _variable(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     return merged * elected / (divisor if divisor != ZERO else ONE) + b
 
 
+@computes(rules.VariableElection)
 def _variable_election(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     b = value(base[i])
     keeps = variance_of(base, xs, i) >= rule.high
@@ -159,30 +186,6 @@ def _variable_election(rule: Any, base: Any, xs: Any, i: Any) -> Any:
         merged += (tau if agrees else ZERO) * rule.weights[s]
         divisor += rule.weights[s] if agrees else ZERO
     return merged / larger(divisor, rule.least) + b
-
-
-def _nearswap(rule: Any, base: Any, xs: Any, i: Any) -> Any:
-    a, b = value(xs[0][i]), value(xs[1][i])
-    share = ONE / larger(abs(a - b), NEAREST) * rule.t
-    share = share if share < ONE else ONE
-    return share * b + (ONE - share) * a
-
-
-ELEMENTS: dict[type, Callable[..., Any]] = {
-    rules.WeightedSum: _weighted_sum,
-    rules.TaskSum: _task_sum,
-    rules.Sum: _sum,
-    rules.Mean: _mean,
-    rules.AgreeingSum: _agreeing_sum,
-    rules.Weighted: _weighted,
-    rules.WeightedMean: _weighted_mean,
-    rules.Interpolation: _interpolation,
-    rules.Agreed: _agreed,
-    rules.SharedOut: _shared_out,
-    rules.Variable: _variable,
-    rules.VariableElection: _variable_election,
-    rules.Nearswap: _nearswap,
-}
 
 
 # Parts of several formulas.

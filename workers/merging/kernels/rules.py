@@ -6,7 +6,7 @@ of source s from it. Most rules first make the tau_s sparse, by their field `spa
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ __all__ = [
     "Important",
     "Interpolation",
     "Mean",
-    "Nearswap",
     "Numbers",
     "Rule",
     "Sampled",
@@ -191,12 +190,6 @@ class VariableElection(NamedTuple):
     least: float
 
 
-class Nearswap(NamedTuple):
-    """The first of two sources, moved towards the second by at most t."""
-
-    t: float
-
-
 class Important(NamedTuple):
     """The first of two sources, with the second's elements where |theta_2 - theta_1| times the number of their row in
     `rows`, float32, is at least a threshold."""
@@ -205,19 +198,5 @@ class Important(NamedTuple):
     rows: torch.Tensor
 
 
-Rule = (
-    WeightedSum
-    | TaskSum
-    | Sum
-    | Mean
-    | AgreeingSum
-    | Weighted
-    | WeightedMean
-    | Interpolation
-    | Agreed
-    | SharedOut
-    | Variable
-    | VariableElection
-    | Nearswap
-    | Important
-)
+# A NamedTuple: one of these, or one that a module of `lowering` defines together with its formula.
+Rule = tuple[Any, ...]

@@ -56,7 +56,7 @@ def compiling() -> list[Path]:
     return [file for file in files if any(name.startswith(COMPILERS) for name in imported_by(file))]
 
 
-def test_sources_are_the_compiling_modules_and_all_that_they_import() -> None:
+def test_sources_have_the_compiling_modules_and_all_that_they_import() -> None:
     """A name that is compiled in must also be defined in the module that it is imported from, or a change of the module
     that defines it would pass unnoticed."""
     expected = set(compiling())
@@ -68,10 +68,12 @@ def test_sources_are_the_compiling_modules_and_all_that_they_import() -> None:
             assert file is not None, f"{source} imports {names} from the package {module}; name the module"
             assert names <= defined_in(file), f"{source} imports {names} from {module}, which does not define them"
             expected.add(file)
-    assert set(SOURCES) == expected
+    kernels = set((MERGING / "kernels").rglob("*.py"))
+    assert expected - kernels == set(SOURCES) - kernels
+    assert kernels <= set(SOURCES)
 
 
-@pytest.mark.parametrize("changed", SOURCES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("changed", SOURCES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_a_change_of_any_source_changes_the_digest(changed: Path, tmp_path: Path) -> None:
     copies = [Path(shutil.copy(source, tmp_path / f"{i}.py")) for i, source in enumerate(SOURCES)]
     assert digest(copies) == digest(SOURCES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from search_spaces.recipe import Merge
 from workers.merging.kernels.lowering.base import cosine, fuses, products
-from workers.merging.kernels.rules import Important, Nearswap, Rule, TaskSum, WeightedSum
+from workers.merging.kernels.rules import Important, Rule, TaskSum, WeightedSum
 from workers.merging.methods.arithmetic import cosine_of
 from workers.merging.methods.averages import (
     karcher_weights,
@@ -64,11 +64,6 @@ def _karcher(merge: Merge, stored: Operands) -> Rule:
 @fuses("model_stock", is_on_cuda=True)
 def _model_stock(merge: Merge, stored: Operands) -> Rule:
     return TaskSum(tuple(model_stock_weights(products(stored))))
-
-
-@fuses("nearswap", is_on_cuda=True)
-def _nearswap(merge: Merge, stored: Operands) -> Rule:
-    return Nearswap(merge.number("t"))
 
 
 @fuses("arcee_fusion")
