@@ -28,7 +28,5 @@ def test_a_second_rule_for_a_method_and_one_for_no_method_are_refused() -> None:
 
 
 def test_a_second_formula_for_a_rule_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"Nearswap has a formula in workers\.merging\.\S+nearswap already"
-    ):
+    with pytest.raises(ValueError, match=r"Nearswap has a formula in workers\.merging\.\S+nearswap already"):
         computes(Nearswap)
