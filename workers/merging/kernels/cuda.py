@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from workers.merging.kernels import rules
-from workers.merging.kernels.lowering.nearswap import Nearswap
+from workers.merging.kernels.lowering.averages import Nearswap
 from workers.merging.masks import MULTIPLIERS, STEP
 from workers.merging.order_statistics import SPACING
 

@@ -5,7 +5,6 @@ most one rule, registered by `@fuses(NAME)`; a method without one runs by its pl
 
 - `base`: the decorator, and the statistics that rules are computed from
 - `averages`: passthrough, averages and interpolations, fusions of a pair
-- `nearswap`: NearSwap, with the formula of its rule
 - `task_vectors`: sums of task vectors, and TIES of the largest magnitudes
 - `sparse`: DARE, DELLA and Model Breadcrumbs
 - `competition`: SCE, RAM and consensus masks
