@@ -17,6 +17,7 @@ __all__ = [
     "Family",
     "ModelSource",
     "Placement",
+    "SampleDifference",
     "SampleResult",
     "ScoreRequest",
     "ScoreResult",
@@ -196,12 +197,23 @@ class ScoreResult:
 
 
 @dataclass(frozen=True)
+class SampleDifference:
+    """A sample whose value by the `engine` is not that by transformers, the `reference`. `top2_gap` is the reference's
+    smallest difference between its two best log-probabilities where the answers part."""
+
+    objective: str
+    position: int
+    engine: float
+    reference: float
+    top2_gap: float
+
+
+@dataclass(frozen=True)
 class VerificationReport:
     """Stored samples of one recipe, compared with plain transformers on the exported weights.
 
-    `differences` lists every sample with another value: {objective, position, engine, reference, top2_gap}, the gap
-    being the reference's smallest difference between its two best log-probabilities where the answers part.
-    `num_beyond` counts those whose gap exceeds `tolerance`, which rounding does not explain.
+    `differences` lists every sample with another value; `num_beyond` counts those whose gap exceeds `tolerance`, which
+    rounding does not explain.
     """
 
     recipe_digest: str
@@ -209,7 +221,7 @@ class VerificationReport:
     num_equal: int
     max_logprob_difference: float
     tolerance: float
-    differences: tuple[Mapping[str, Any], ...]
+    differences: tuple[SampleDifference, ...]
     num_beyond: int
 
 

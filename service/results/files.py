@@ -11,7 +11,7 @@ import statistics
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -286,7 +286,7 @@ def _verification_document(reports: Sequence[VerificationReport]) -> Verificatio
         "beyond_tolerance": beyond,
         "tolerance": max((report.tolerance for report in reports), default=None),
         "max_logprob_difference": max((report.max_logprob_difference for report in reports), default=None),
-        "differences": [dict(difference) for report in reports for difference in report.differences],
+        "differences": [asdict(difference) for report in reports for difference in report.differences],
     }
 
 

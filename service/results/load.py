@@ -14,7 +14,7 @@ from service.results.selection import accuracy_objectives, best_trial, held_out
 from service.results.statistics import compare, estimate
 from service.store import EvidenceRecord, Store
 from service.types import Comparison, Estimate, TrialRecord
-from workers.types import Split, VerificationReport
+from workers.types import SampleDifference, Split, VerificationReport
 
 __all__ = ["held_out_estimates", "run_record"]
 
@@ -108,8 +108,12 @@ def _arrays(values: Mapping[str, Mapping[int, float]], names: Sequence[str]) -> 
 
 
 def _verifications(document: Mapping[str, Any] | None) -> tuple[VerificationReport, ...]:
-    reports = (document or {}).get("reports", ())
-    return tuple(VerificationReport(**{k: v for k, v in report.items() if k != "trial"}) for report in reports)
+    def report(stored: Mapping[str, Any]) -> VerificationReport:
+        differences = tuple(SampleDifference(**difference) for difference in stored["differences"])
+        fields = {name: value for name, value in stored.items() if name not in ("trial", "differences")}
+        return VerificationReport(**fields, differences=differences)
+
+    return tuple(map(report, (document or {}).get("reports", ())))
 
 
 def _engine(

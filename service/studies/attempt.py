@@ -68,7 +68,7 @@ def execute(
             is_out_of_budget=lambda: _exhausted_limit(preflight.study, heartbeat.wall_clock_s),
         )
         expected = preflight.expected_samples()
-        snapshots = _Snapshots(coordinator, preflight, expected["search"] + expected["holdout"])
+        snapshots = _Snapshots(coordinator, preflight, expected.search + expected.holdout)
 
         def tick() -> None:
             if (snapshot := snapshots.due()) is not None:
@@ -219,18 +219,12 @@ def _verify(
         stored = store.samples(writer.study_id, trial.recipe.digest, Split.SEARCH)
         samples = tuple(sample for sample in stored if sample.position < stops[sample.objective])
         report = scorer.verify(trial.recipe, samples, spans)
-        reports.append({"trial": trial.number, **_as_json(report)})
+        reports.append({"trial": trial.number, **asdict(report)})
         if report.num_beyond:
             writer.set_document_named("verification", {"reports": reports})
             raise StudyFailed(
                 f"verification: trial {trial.number}: {report.num_beyond} of {report.num_samples} samples differ "
                 f"between the engine and transformers beyond a tolerance of {report.tolerance:g}; "
-                f"the first: {report.differences[0]}"
+                f"the first: {asdict(report.differences[0])}"
             )
     writer.set_document_named("verification", {"reports": reports})
-
-
-def _as_json(report: Any) -> dict[str, Any]:
-    document = asdict(report)
-    document["differences"] = [dict(difference) for difference in report.differences]
-    return document

@@ -8,7 +8,7 @@ from typing import Any
 
 from search_spaces.study.file import Study
 from service.disk import free_bytes, gib
-from service.studies.preflight.examine import EXPORT, PreflightResult, examine
+from service.studies.preflight.examine import EXPORT, ExpectedSamples, PreflightResult, examine
 from workers.models.hub import is_metadata_only, named
 
 __all__ = ["CheckedPlan", "check"]
@@ -26,7 +26,7 @@ class CheckedPlan:
     scheduler: str
     rungs: tuple[dict[str, int], ...]
     trials: dict[str, int]
-    samples: dict[str, int]
+    samples: ExpectedSamples
     hours: float
     memory_bytes: dict[str, int]
     disk_bytes: dict[str, int]
@@ -38,7 +38,7 @@ class CheckedPlan:
 
     def to_text(self) -> str:
         memory = {name: gib(value) for name, value in self.memory_bytes.items()}
-        search, holdout, full = (self.samples[name] for name in ("search", "holdout", "full_budget"))
+        search, holdout, full = self.samples.search, self.samples.holdout, self.samples.full_budget
         # ASHA promotes at least that many, and more where good candidates come late.
         least, most = ("at least ", "at most ") if self.scheduler == "asha" else ("", "")
         saved = f" ({most}{1 - search / full:.0%} fewer than {full:,} at full budget)" if search < full else ""
@@ -97,7 +97,7 @@ def check(study: Study, directory: Path, *, exports: bool = False) -> CheckedPla
         rungs=tuple(dict(rung) for rung in preflight.rung_samples),
         trials={"extras": len(preflight.baselines()), "search": study.search.max_trials},
         samples=samples,
-        hours=_hours(preflight, samples["search"] + samples["holdout"]),
+        hours=_hours(preflight, samples.search + samples.holdout),
         memory_bytes={
             "bank": memory.bank_bytes,
             "engines": memory.replicas * memory.engine_bytes,

@@ -15,7 +15,7 @@ from service.results.selection import accuracy_objectives, best_trial, finalists
 from service.results.statistics import compare
 from service.types import Origin, RungRecord, StudyRecord, StudyState, TrialRecord, TrialState
 from tests.service.resolved import resolved_study
-from workers.types import VerificationReport
+from workers.types import SampleDifference, VerificationReport
 
 EXPERTS = ("math", "text", "lookup")
 NUM_LAYERS, NUM_GROUPS = 8, 4
@@ -135,7 +135,7 @@ def verifications(run: RunRecord):
             max_logprob_difference=3.1e-5,
             tolerance=1e-3,
             differences=tuple(
-                {"objective": "text", "position": 17 + i, "engine": "abc", "reference": "abd", "top2_gap": 2.4e-5}
+                SampleDifference(objective="text", position=17 + i, engine=0.0, reference=1.0, top2_gap=2.4e-5)
                 for i in range(number)
             ),
             num_beyond=0,

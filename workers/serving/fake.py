@@ -23,6 +23,7 @@ from workers.errors import EngineUnavailable, InvalidTask, TrialFailed
 from workers.evaluation.tasks import read_inline
 from workers.types import (
     Evidence,
+    SampleDifference,
     SampleResult,
     ScoreRequest,
     ScoreResult,
@@ -113,13 +114,13 @@ class FakeScorer:
         if missing := [sample for sample in reference if (sample.objective, sample.position) not in known]:
             raise InvalidTask(f"verify: no stored sample for {missing[0].objective} at {missing[0].position}")
         differences = tuple(
-            {
-                "objective": expected.objective,
-                "position": expected.position,
-                "engine": known[expected.objective, expected.position].value,
-                "reference": expected.value,
-                "top2_gap": 1.0,
-            }
+            SampleDifference(
+                objective=expected.objective,
+                position=expected.position,
+                engine=known[expected.objective, expected.position].value,
+                reference=expected.value,
+                top2_gap=1.0,
+            )
             for expected in reference
             if known[expected.objective, expected.position].value != expected.value
         )

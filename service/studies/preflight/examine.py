@@ -31,7 +31,7 @@ from service.types import Origin, ResolvedStudy
 from workers.models.family import locate_family
 from workers.types import CHUNKS_IN_FLIGHT_PER_REPLICA, Family, TaskInfo, TaskSpec
 
-__all__ = ["EXPORT", "PreflightResult", "examine"]
+__all__ = ["EXPORT", "ExpectedSamples", "PreflightResult", "examine"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,18 @@ PROPOSALS_AHEAD = 2
 
 # Samples per request: as many are lost in a crash, and scored by a replica before it looks at its queue again.
 CHUNK_SAMPLES = 512
+
+
+@dataclass(frozen=True)
+class ExpectedSamples:
+    """Samples of the search and of the held-out stage, and of the search with every trial at full budget.
+
+    Under asha the search scores at least that many: it also promotes trials that were best only when they were
+    promoted."""
+
+    search: int
+    holdout: int
+    full_budget: int
 
 
 @dataclass(frozen=True)
@@ -124,10 +136,8 @@ class PreflightResult:
         )
         return tuple((Origin(origin), label, recipe) for origin, label, recipe in found)
 
-    def expected_samples(self) -> dict[str, int]:
-        """Samples the study will score if no trial fails and no two recipes are equal: {search, holdout, full_budget},
-        the last with every trial at full budget. Under asha the search scores at least that many: it also promotes
-        trials that were best only when they were promoted."""
+    def expected_samples(self) -> ExpectedSamples:
+        """Samples the study will score if no trial fails and no two recipes are equal."""
         totals = [sum(samples.values()) for samples in self.rung_samples]
         search = len(self.baselines()) * totals[-1]
         for bracket in bracket_plan(self.cycle, self.study.search.max_trials):
@@ -138,7 +148,7 @@ class PreflightResult:
         # The front has a handful of members beside sources and published recipes.
         holdout = sum(info.num_samples for info in self.holdout_infos.values()) * (len(self.baselines()) + 4)
         full = (len(self.baselines()) + self.study.search.max_trials) * totals[-1]
-        return {"search": search, "holdout": holdout, "full_budget": full}
+        return ExpectedSamples(search, holdout, full)
 
 
 def examine(

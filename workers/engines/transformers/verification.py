@@ -19,7 +19,7 @@ from workers.engines.transformers.backend import Reference, logprobs, whole_char
 from workers.errors import InvalidTask
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import LOGPROB_TOLERANCE, Continuation, Prompts
-from workers.types import SampleResult, Span, VerificationReport
+from workers.types import SampleDifference, SampleResult, Span, VerificationReport
 
 __all__ = ["fits_in_memory", "verify"]
 
@@ -52,19 +52,19 @@ def verify(
     if missing := [s for s in scored if (s.objective, s.position) not in known]:
         raise InvalidTask(f"verify: no stored sample of {missing[0].objective} at position {missing[0].position}")
     tasks = {span.objective: span.task for span in greedy}
-    differences: list[dict[str, Any]] = []
+    differences: list[SampleDifference] = []
     for expected in scored:
         stored = known[expected.objective, expected.position]
         if stored.value != expected.value:
             requests = evaluator.requests(tasks[expected.objective], expected.position)
             differences.append(
-                {
-                    "objective": expected.objective,
-                    "position": expected.position,
-                    "engine": stored.value,
-                    "reference": expected.value,
-                    "top2_gap": _gap(reference, requests, stored.response, expected.response),
-                }
+                SampleDifference(
+                    objective=expected.objective,
+                    position=expected.position,
+                    engine=stored.value,
+                    reference=expected.value,
+                    top2_gap=_gap(reference, requests, stored.response, expected.response),
+                )
             )
     apart = [
         abs(ours - theirs)
@@ -81,7 +81,7 @@ def verify(
         max_logprob_difference=max(apart, default=0.0),
         tolerance=tolerance,
         differences=tuple(differences),
-        num_beyond=sum(difference["top2_gap"] > tolerance for difference in differences),
+        num_beyond=sum(difference.top2_gap > tolerance for difference in differences),
     )
 
 

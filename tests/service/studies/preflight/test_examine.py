@@ -21,7 +21,7 @@ from search_spaces.study.file import Study, parse_study
 from search_spaces.study.sections import EngineOptions
 from service.studies.dry_run import check
 from service.studies.merge import check_merge
-from service.studies.preflight.examine import PreflightResult, examine
+from service.studies.preflight.examine import ExpectedSamples, PreflightResult, examine
 from service.studies.preflight.resources import ENGINE_OVERHEAD_BYTES
 from service.types import Origin, ResolvedStudy
 from tests.builders import lora_adapter, tiny_family, with_tokens
@@ -184,7 +184,7 @@ def test_expected_samples_are_those_counted_by_hand(root: Path) -> None:
     one goes on for 48 more: 168. Held out: eight recipes and about four finalists on 2 x 20 samples."""
     found = examined(root)
     assert len(found.baselines()) == 8
-    assert found.expected_samples() == {"search": 8 * 72 + 168 + 168, "holdout": 12 * 40, "full_budget": 22 * 72}
+    assert found.expected_samples() == ExpectedSamples(8 * 72 + 168 + 168, 12 * 40, 22 * 72)
 
 
 @pytest.mark.parametrize(
@@ -196,19 +196,19 @@ def test_expected_samples_are_those_counted_by_hand(root: Path) -> None:
     ],
 )
 def test_expected_samples_of_cut_and_repeated_brackets(root: Path, max_trials: int, search: int) -> None:
-    assert examined(root, search={"max_trials": max_trials}).expected_samples()["search"] == search
+    assert examined(root, search={"max_trials": max_trials}).expected_samples().search == search
 
 
 def test_asha_is_expected_to_promote_one_in_eta_of_all_trials(root: Path) -> None:
     """Fourteen start at 8 samples, four go on for 16 more, one for 48 more."""
     fidelity = {"scheduler": "asha", "min_samples": 4, "max_samples": 36}
     expected = examined(root, fidelity=fidelity).expected_samples()
-    assert expected["search"] == 8 * 72 + 14 * 8 + 4 * 16 + 48
+    assert expected.search == 8 * 72 + 14 * 8 + 4 * 16 + 48
 
 
 def test_without_a_scheduler_every_trial_pays_for_all_samples(root: Path) -> None:
     expected = examined(root, fidelity={"scheduler": "none"}, holdout=[]).expected_samples()
-    assert expected == {"search": 22 * 78, "holdout": 0, "full_budget": 22 * 78}
+    assert expected == ExpectedSamples(search=22 * 78, holdout=0, full_budget=22 * 78)
 
 
 def test_sources_and_published_recipes_come_first_and_are_of_this_family(root: Path) -> None:

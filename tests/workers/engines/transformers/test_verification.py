@@ -54,8 +54,8 @@ def test_verification_lists_each_difference_with_how_near_the_choice_was(
     changed = [replace(first, value=1 - first.value, response="\u20ac" + first.response), *samples[1:]]
     report = check(changed, {request.tokens: [value + 0.25 for value in known[request.tokens]]})
     (difference,) = report.differences
-    assert (difference["objective"], difference["position"], difference["reference"]) == ("sums", 0, first.value)
-    assert difference["top2_gap"] == pytest.approx(gap, abs=1e-4)
+    assert (difference.objective, difference.position, difference.reference) == ("sums", 0, first.value)
+    assert difference.top2_gap == pytest.approx(gap, abs=1e-4)
     assert report.num_beyond == (gap > 1e-3)
     assert report.max_logprob_difference == pytest.approx(0.25, abs=1e-4)
 
@@ -68,6 +68,6 @@ def test_verification_lists_each_difference_with_how_near_the_choice_was(
     lengths = [len(asked.tokens) - asked.num_context for asked in evaluator.requests(choices, 11)]
     moved = json.dumps([value + 0.1 for value in json.loads(last.response)])
     (difference,) = check([*samples[:-1], replace(last, value=1 - last.value, response=moved)], {}).differences
-    assert difference["top2_gap"] == pytest.approx(0.1 / min(lengths) ** 0.5, abs=1e-4)
+    assert difference.top2_gap == pytest.approx(0.1 / min(lengths) ** 0.5, abs=1e-4)
     with pytest.raises(InvalidTask, match="no stored sample of choices at position 11"):
         check(samples[:-1], {})
