@@ -186,7 +186,7 @@ def test_the_tokenizer_is_the_bases_an_experts_or_of_all():
         assert parse_study(changed("models.tokenizer", tokenizer)).models.tokenizer == tokenizer
     (problem,) = problems(changed("models.tokenizer", "code"))
     assert problem[0] == "models.tokenizer"
-    assert problem[1].startswith("code is no model here; give base, union, math")
+    assert problem[1].startswith("code is not a model of the study; give base, union, math")
     assert problems(changed("models.experts.union", "x")) == [
         ("models.experts.union", 'an expert cannot be called "union"; that is a tokenizer; rename it')
     ]

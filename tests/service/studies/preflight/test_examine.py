@@ -389,7 +389,7 @@ def test_heads_are_shared_out_evenly_between_devices(root: Path, monkeypatch: py
 
 def test_the_printed_plan_says_what_was_found(root: Path) -> None:
     plan = check(study_of(root), root)
-    assert plan.samples == {"search": 912, "holdout": 480, "full_budget": 1584}
+    assert plan.samples == ExpectedSamples(search=912, holdout=480, full_budget=1584)
     assert plan.memory_bytes["needed"] == plan.memory_bytes["bank"] + plan.memory_bytes["engines"]
     assert 0 < plan.hours < 1
     text = plan.to_text()
@@ -446,7 +446,7 @@ def test_a_study_of_models_with_other_tokens_has_the_vocabulary_that_it_names(ro
             assert recipe.tokenizer == tokenizer
             check_recipe(recipe, bank)
     assert counts == {"base": counts["base"], "union": counts["base"], "tools": counts["base"] + 2 * 32}
-    with pytest.raises(InvalidStudy, match=r"models.tokenizer: code is no model here; give base, union, math, tools"):
+    with pytest.raises(InvalidStudy, match=r"models.tokenizer: code is not a model of the study; give base, union, math, tools"):
         study_of(root, models={**models, "tokenizer": "code"})
 
 
