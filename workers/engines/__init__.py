@@ -2,4 +2,5 @@
 
 - `vllm`: scores merges, one after another, in an engine that never restarts
 - `transformers`: checks what vLLM scored
+- `host_memory`: host memory that is free now
 """

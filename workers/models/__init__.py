@@ -1,16 +1,16 @@
 """Models as merging needs them: checkpoints that are opened, checked, fingerprinted and aligned.
 
-`family`            `ResolvedFamily`: a base and its experts, located, opened and checked once
-`checkpoints`       one checkpoint: its configuration, its tensors by name
-`headers`           safetensors headers, checked against their files
-`adapters`          LoRA adapters as models
-`computed_tensors`  tensors that no file holds: low-rank changes, rows in another order
-`components`        the layer and component of each tensor
-`config`            config.json in the names that all models share
-`vocabulary`        rows of embeddings, brought to one vocabulary
-`compatibility`     why models cannot be merged with each other
-`fingerprints`      hashes of contents; NaN and infinity in weights
-`tokenizers`        tokenizers that agree with their tokenizer.json
-`merged_files`      configuration and tokenizer of a merged model
-`hub`               models on the Hugging Face hub
+- `family`: `ResolvedFamily`: a base and its experts, located, opened and checked once
+- `checkpoints`: one checkpoint: its configuration, its tensors by name
+- `headers`: safetensors headers, checked against their files
+- `adapters`: LoRA adapters as models
+- `computed_tensors`: tensors that no file holds: low-rank changes, rows in another order
+- `components`: the layer and component of each tensor
+- `config`: config.json in the names that all models share
+- `vocabulary`: rows of embeddings, aligned to one vocabulary
+- `compatibility`: why models cannot be merged with each other
+- `fingerprints`: hashes of contents; NaN and infinity in weights
+- `tokenizers`: tokenizers that agree with their tokenizer.json
+- `merged_files`: configuration and tokenizer of a merged model
+- `hub`: models on the Hugging Face hub
 """

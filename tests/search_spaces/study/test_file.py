@@ -141,16 +141,16 @@ def test_a_study_cannot_be_changed():
         ("fidelity", {"rungs": [30, 30]}, "[30, 30] does not increase"),
         ("fidelity", {"rungs": []}, "is empty; give at least 1"),
         ("fidelity", {"rungs": [0, 30]}, "0 is not accepted; give at least 1"),
-        ("fidelity", {"rungs": [30], "max_samples": 30}, "says again what rungs says; leave out one of the two"),
-        ("fidelity", {"scheduler": "none", "min_samples": 3}, "means nothing with scheduler: none, which has one rung"),
+        ("fidelity", {"rungs": [30], "max_samples": 30}, "states the rungs again; leave out one of the two"),
+        ("fidelity", {"scheduler": "none", "min_samples": 3}, "has no effect with scheduler: none, which has one rung"),
         ("fidelity", {"scheduler": "none", "rungs": [1, 2]}, "[1, 2]: scheduler: none has one rung; give [2]"),
-        ("fidelity", {"scheduler": "none", "eta": 3}, "means nothing with scheduler: none, which has one rung; leave"),
+        ("fidelity", {"scheduler": "none", "eta": 3}, "has no effect with scheduler: none, which has one rung; leave"),
         ("fidelity", {"scheduler": "asha"}, "asha needs min_samples and max_samples, or rungs"),
         ("fidelity", {"scheduler": "asha", "rungs": [9]}, "[9]: asha needs two rungs or more; give smaller ones first"),
         ("objectives.0.rungs", [], "is empty; give at least 1"),
         ("objectives.0.rungs", [1, 0, 3], "0 is not accepted; give at least 1"),
         ("objectives.0.rungs", [1, 3, 2], "[1, 3, 2] does not increase; give each rung more samples than the last"),
-        ("objectives.0.rungs", [1, 2], "[1, 2] has another length than [30, 90, 270] of fidelity; all objectives have"),
+        ("objectives.0.rungs", [1, 2], "[1, 2] differs in length from [30, 90, 270] of fidelity; all objectives need"),
         ("holdout.0.rungs", [1, 2, 3], "held-out data are scored whole, not rung by rung; leave it out"),
         (
             "objectives.2",
@@ -162,7 +162,7 @@ def test_a_study_cannot_be_changed():
         ("objectives.1.split", "test", "is for lm-eval tasks; a JSONL task has none; leave it out"),
         ("holdout.0.name", "mth", "mth is not an objective; a holdout entry has the name of the objective"),
         ("holdout.0.metric", "acc", "acc is not the metric of objective math; give exact_match"),
-        ("holdout.0.split", "train", "is the search data of objective math; holdout data must be others"),
+        ("holdout.0.split", "train", "is the search data of objective math; holdout data must be different"),
         ("holdout.1.task.file", "text.jsonl", "is the search data of objective text"),
     ],
 )
@@ -186,7 +186,7 @@ def test_the_tokenizer_is_the_bases_an_experts_or_of_all():
         assert parse_study(changed("models.tokenizer", tokenizer)).models.tokenizer == tokenizer
     (problem,) = problems(changed("models.tokenizer", "code"))
     assert problem[0] == "models.tokenizer"
-    assert problem[1].startswith("code is no model here; give base, union, math")
+    assert problem[1].startswith("code is not a model of the study; give base, union, math")
     assert problems(changed("models.experts.union", "x")) == [
         ("models.experts.union", 'an expert cannot be called "union"; that is a tokenizer; rename it')
     ]
@@ -290,10 +290,10 @@ def with_rungs(fidelity, *own):
         (
             with_rungs({"scheduler": "none", "eta": 2, "min_samples": 3, "rungs": [4, 2], "max_samples": 9}, [1, 2]),
             {
-                "fidelity.eta": "means nothing with scheduler: none",
-                "fidelity.min_samples": "says again what rungs says",
+                "fidelity.eta": "has no effect with scheduler: none",
+                "fidelity.min_samples": "states the rungs again",
                 "fidelity.rungs": "does not increase",
-                "fidelity.max_samples": "says again what rungs says",
+                "fidelity.max_samples": "states the rungs again",
                 "objectives.0.rungs": "[1, 2]: scheduler: none has one rung; give [2]",
             },
         ),
@@ -303,14 +303,14 @@ def with_rungs(fidelity, *own):
         ),
         (
             with_rungs({}, [1, 2], [1, 2, 3]),
-            {"objectives.1.rungs": "[1, 2, 3] has another length than [1, 2] of objectives.0.rungs"},
+            {"objectives.1.rungs": "[1, 2, 3] differs in length from [1, 2] of objectives.0.rungs"},
         ),
         (
             with_rungs({"max_samples": 9}, [2, 1], [1, 2, 3]),
             {
                 "fidelity.max_samples": "9 is given without min_samples",
                 "objectives.0.rungs": "does not increase",
-                "objectives.1.rungs": "has another length than [2, 1] of objectives.0.rungs",
+                "objectives.1.rungs": "differs in length from [2, 1] of objectives.0.rungs",
             },
         ),
         (with_rungs({}, [1, 2]), {"fidelity": "hyperband needs min_samples and max_samples, or rungs"}),

@@ -1,9 +1,9 @@
-"""Models on the Hugging Face hub: found, examined without their weights, downloaded.
+"""Models on the Hugging Face hub: located, checked without their weights, downloaded.
 
-`locations`   `locate`: the directory of a model or hub id; which commit a directory holds
-`metadata`    metadata-only snapshots: small files, and headers in place of weights
-`downloads`   the weights: what is missing, whether there is room, `fetched`
-`errors`      why a hub model cannot be used, for messages
+- `locations`: `locate`: the directory of a model or hub id; which commit a directory holds
+- `metadata`: metadata-only snapshots: small files, and headers in place of weights
+- `downloads`: the weights: what is missing, whether there is room, `fetched`
+- `errors`: why a hub model cannot be used, for messages
 """
 
 from workers.models.hub.downloads import absent_bytes, fetched, lack_of_space
