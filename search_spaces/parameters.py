@@ -131,7 +131,7 @@ class Parameters:
     """
 
     def __init__(self, parameters: Iterable[Parameter], *, roles: Mapping[str, str] | None = None) -> None:
-        """Raises ValueError for a repeated name, or a condition that never holds or whose parent is missing or later."""
+        """Raises ValueError for a repeated name, a condition that never holds, or a parent that is missing or later."""
         self.roles = dict(roles or {})
         self._by_name: dict[str, Parameter] = {}
         for parameter in parameters:

@@ -33,7 +33,7 @@ class InvalidModel(WorkerError, ValueError):
 class InvalidTask(WorkerError, ValueError):
     """A task that cannot be evaluated: unknown, malformed data, too few samples, executes code.
 
-    `field` is the part of the objective that is wrong: "task" or a key in it, "metric", "filter", "split", "num_fewshot"."""
+    `field` is the wrong part of the objective: "task" or a key in it, "metric", "filter", "split", "num_fewshot"."""
 
     def __init__(self, message: str, field: str = "task") -> None:
         super().__init__(message, field)

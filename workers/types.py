@@ -200,7 +200,7 @@ class VerificationReport:
     """Stored samples of one recipe, compared with plain transformers on the exported weights.
 
     `differences` lists every sample with another value: {objective, position, engine, reference, top2_gap}, the gap
-    being the reference's smallest difference between its two best log-probabilities where the answers part.
+    being the reference's smallest difference between its two best log-probabilities where the answers differ.
     `num_beyond` counts those whose gap exceeds `tolerance`, which rounding does not explain.
     """
 

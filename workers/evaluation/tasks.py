@@ -414,7 +414,7 @@ def values_of(subtask: Subtask, instances: Sequence[Any], metric: str) -> float:
     try:
         value = float(results[metric])
     except (TypeError, ValueError) as error:
-        raise InvalidTask(f"task {subtask.name}: {metric!r} of a sample is {results[metric]!r}, not a number") from error
+        raise InvalidTask(f"task {subtask.name}: {metric!r} of a sample is {results[metric]!r}, no number") from error
     if not math.isfinite(value):
         raise InvalidTask(f"task {subtask.name}: {metric!r} of a sample is {value}, not a finite number")
     return value

@@ -223,7 +223,7 @@ class _Reader:
         ranges = {source.layers[1] - source.layers[0] for source in inputs if source.layers}
         if len(ranges) > 1:
             self._problem(
-                place, f"its sources have {' and '.join(map(str, sorted(ranges)))} layers; they must have the same number"
+                place, f"its sources have {' and '.join(map(str, sorted(ranges)))} layers; their numbers must agree"
             )
         base = self._optional_model(found.get("base_model"), f"{place}.base_model")
         return Slice(inputs, base, self._settings(found.get("parameters"), f"{place}.parameters"), place)

@@ -32,8 +32,8 @@ def to_recipe(
 ) -> Recipe:
     """The recipe that `configuration` describes, of models that all have `layout`.
 
-    `aliases` maps the configuration's names of models to the recipe's, and `fingerprints` maps those to the models'
-    contents; `seed` is for methods with random masks. Raises InvalidRecipe, a line for everything that is wrong, with its place.
+    `aliases` maps the configuration's names of models to the recipe's, `fingerprints` the recipe's to the contents;
+    `seed` is for methods with random masks. Raises InvalidRecipe, a line for everything that is wrong, with its place.
     """
     builder = _Builder(configuration, aliases, layout, seed)
     recipe_parts = builder.parts()

@@ -73,7 +73,7 @@ class MergekitMethod:
         flags = {name for _, counterpart in possible for name in counterpart.settings}
         name = next(name for name in flags if all(c.settings.get(name) != values[name] for _, c in possible))
         raise InvalidRecipe(
-            f"{name}: {str(values[name]).lower()} is not merged with{'' if has_base else 'out'} a base_model here; "
+            f"{name}: {str(values[name]).lower()} is not supported with{'' if has_base else 'out'} a base_model; "
             "leave one of them out"
         )
 

@@ -426,7 +426,7 @@ REFUSALS: list[tuple[Mapping[str, Any], str]] = [
     ({"slices": None, "modules": {"default": {}}}, "modules.default: expected exactly one of models and slices"),
     ({"slices": None, "modules": {"default": {"models": 1}}}, "modules.default.models: 1 is not accepted; give a list"),
     ({"chat_template": "auto"}, "chat_template: cannot be set: "),
-    ({"tokenizer": {"source": "base", "tokens": {}}}, "tokenizer.tokens: embeddings of single tokens are not "),
+    ({"tokenizer": {"source": "base", "tokens": {}}}, "tokenizer.tokens: embeddings of single tokens cannot "),
     ({"tokenizer": {"source": "base"}, "tokenizer_source": "union"}, "tokenizer: tokenizer_source is given too; "),
     ({"merge_methods": "ties"}, 'merge_methods: unknown key; did you mean "merge_method"? known keys: merge_method, '),
     ({"merge_method": "tie"}, "merge_method: 'tie' is not supported; did you mean \"ties\"? known: passthrough, "),
@@ -444,15 +444,21 @@ REFUSALS: list[tuple[Mapping[str, Any], str]] = [
     ({"base_model": None}, "base_model: is missing; ties needs it"),
     ({"base_model": "OTHER"}, "base_model: OTHER is not among the sources of slices.0; add it, with its layer_range"),
     ({f"{FIRST}.model": "MATH+"}, f"{FIRST}.model: MATH+ is not a model; give MODEL+LORA, or a name without +"),
-    ({f"{FIRST}.model": {"model": "MATH", "lora": 5}}, f"{FIRST}.model.lora: 5 is not a model; give a directory or the "),
+    (
+        {f"{FIRST}.model": {"model": "MATH", "lora": 5}},
+        f"{FIRST}.model.lora: 5 is not a model; give a directory or the ",
+    ),
     ({f"{FIRST}.model": {"path": "MATH", "revision": 1e3}}, f"{FIRST}.model.revision: 1000.0 is not a branch, tag or "),
     ({f"{FIRST}.model": "BASE"}, f"{FIRST}.model: BASE is listed twice; a model is merged once"),
     (
         {f"slices.0.sources.{i}.layer_range": [0, 9] for i in range(3)},
         f"{FIRST}.layer_range: ends at 9; the models have 3 layers",
     ),
-    ({f"{FIRST}.layer_range": [0, 2]}, "slices.0: its sources have 2 and 3 layers; they must have the same number"),
-    ({f"{FIRST}.layer_range": [2, 1]}, f"{FIRST}.layer_range: [2, 1] is not a range of layers; give [START, END] from 0"),
+    ({f"{FIRST}.layer_range": [0, 2]}, "slices.0: its sources have 2 and 3 layers; their numbers must agree"),
+    (
+        {f"{FIRST}.layer_range": [2, 1]},
+        f"{FIRST}.layer_range: [2, 1] is not a range of layers; give [START, END] from 0",
+    ),
     ({f"{FIRST}.layer_range": None}, f"{FIRST}.layer_range: nothing is not a range of layers; "),
     (
         {f"{FIRST}.parameters.foo": 1},
@@ -548,7 +554,7 @@ METHOD_REFUSALS = [
         "nuslerp",
         {"weight": 1, "nuslerp_flatten": False},
         ["MATH", "TEXT"],
-        "models: nuslerp_flatten: false is not merged",
+        "models: nuslerp_flatten: false is not supported",
     ),
     (
         "breadcrumbs",

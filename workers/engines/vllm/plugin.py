@@ -1,9 +1,9 @@
 """vLLM's entry point into this package (group `vllm.general_plugins`), called in each of its processes.
 
 On CPU vLLM packs the weights of linear layers and of mixtures of experts for its kernels and drops the plain ones, so
-that nothing could be written in place. In this package's engines the plain weights are kept next to the packed copies; a
-layer that has both gets an attribute `PACK`, a function that packs it again. It also keeps vLLM from changing
-transformers' classes, so that plain transformers remains available for comparison.
+that nothing could be written in place. This module makes engines of this package keep the plain weights next to the
+packed copies; a layer that has both gets an attribute `PACK`, a function that packs it again. It also keeps vLLM from
+changing transformers' classes, so that plain transformers remains available for comparison.
 """
 
 from __future__ import annotations

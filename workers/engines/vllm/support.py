@@ -1,6 +1,6 @@
 """Whether vLLM can run a model, from its configuration alone: before weights are downloaded or an engine is started.
 
-The installed vLLM decides, in a separate process (`capabilities`) in parallel with the other checks. Importing vLLM
+The installed vLLM decides, in a separate process (`capabilities`), in parallel with the other checks. Importing vLLM
 takes seconds, so the answers are cached by version and configuration. Without vLLM the answer is a note that support is
 unknown.
 """

@@ -99,8 +99,8 @@ class MergeExtension:
         """Write the merge over the engine's weights, in place: addresses stay, so captured graphs stay valid.
 
         Tensors that the held merge computes in the same way are not written again. Returns {digest, swaps, checksum,
-        tensors_written, materialise_s, repack_s, swap_s (packing included), bank (its summary)}. While weights are
-        written, and after that failed, no digest is held. For a recipe that cannot be merged the result has the reason, {refused}:
+        tensors_written, materialise_s, repack_s, swap_s (packing included), bank (its summary)}. During the writing,
+        and if it fails, no digest is held. For a recipe that cannot be merged the result has the reason, {refused}:
         with several ranks an exception would lose its class on the way.
         """
         try:

@@ -446,7 +446,9 @@ def test_a_study_of_models_with_other_tokens_has_the_vocabulary_that_it_names(ro
             assert recipe.tokenizer == tokenizer
             check_recipe(recipe, bank)
     assert counts == {"base": counts["base"], "union": counts["base"], "tools": counts["base"] + 2 * 32}
-    with pytest.raises(InvalidStudy, match=r"models.tokenizer: code is not a model of the study; give base, union, math, tools"):
+    with pytest.raises(
+        InvalidStudy, match=r"models.tokenizer: code is not a model of the study; give base, union, math, tools"
+    ):
         study_of(root, models={**models, "tokenizer": "code"})
 
 
