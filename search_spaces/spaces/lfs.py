@@ -7,11 +7,11 @@ group has the method's coefficients. The embedding follows the first layer group
 follow the last. With C = 3 both use the group's `norm` coefficients, which Table 11 calls "other".
 
 One bit per expert and layer group selects the experts that are merged. **If no bit is set, all are merged.** So every
-configuration is a merge of at least one expert, none has to be repaired or rejected, a surrogate is fitted to exactly what
-was proposed, and all experts together, the most promising choice, are slightly more likely than each
-smaller set. SLERP merges two models, so it chooses a pair instead: two experts, or one expert and the base. The bits
-would be redundant there and do not exist (with `method_per: component` they exist, for the component groups that use
-another method). The same holds for all other methods of two models or of one.
+configuration is a merge of at least one expert, none has to be repaired or rejected, a surrogate is fitted to exactly
+what was proposed, and all experts together, the most promising choice, are slightly more likely than each smaller set.
+SLERP merges two models, so it chooses a pair instead: two experts, or one expert and the base. The bits would be
+redundant there and do not exist (with `method_per: component` they exist, for the component groups that use another
+method). The same holds for all other methods of two models or of one.
 
 Departures from the published code: parameters exist only under the method that uses them, and `t` is the
 interpolation parameter itself.
