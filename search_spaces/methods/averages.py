@@ -27,7 +27,7 @@ NUSLERP = MergeMethod(
     name="nuslerp",
     source="mergekit",
     variant=(
-        "`slerp` by weights, spherical up to |cosine| 1 - 1e-7; between opposite tensors mergekit's result depends on "
+        "`slerp` by weights, spherical up to a cosine of +-(1 - 1e-7); between opposite tensors mergekit's result depends on "
         "rounding"
     ),
     coefficients=(PAIR_WEIGHT,),
@@ -121,7 +121,7 @@ KARCHER = MergeMethod(
 MODEL_STOCK = MergeMethod(
     name="model_stock",
     source=MODEL_STOCK_PAPER,
-    variant="a ratio per tensor; exact cosines, where mergekit raises products of norms to at least 1e-6",
+    variant="a ratio per tensor; exact cosines, where mergekit clamps products of norms to 1e-6",
     needs_base=True,
     min_sources=2,
     mergekit=Counterpart("model_stock", MODEL_STOCK_PARAMETERS, "recipe", settings={"filter_wise": False}),

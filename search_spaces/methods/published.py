@@ -56,7 +56,7 @@ TIES = MergeMethod(
 SLERP = MergeMethod(
     name="slerp",
     source="Shoemake 1985",
-    variant=("angle per tensor; linear where |cosine| exceeds 0.9995; a tensor of zero norm counts as orthogonal"),
+    variant=("angle per tensor; linear beyond a cosine of +-0.9995; a tensor of zero norm counts as orthogonal"),
     coefficients=(Coefficient("t", 0, 1, searched=Range(0.0, 1.0)),),
     min_sources=2,
     max_sources=2,
