@@ -1,6 +1,6 @@
 """What may be searched and measured. Plain Python, pydantic and NumPy: no torch, no Ray, no vLLM.
 
-- `recipe`: a concrete merge, the form between search spaces and everything downstream
+- `recipe`: a concrete merge, the interface between search spaces and everything downstream
 - `parameters`: searched dimensions, their conditions, and configurations
 - `spaces`: search spaces: from a configuration to a recipe
 - `methods`: the merge methods: sources, coefficients, searched ranges

@@ -1,7 +1,7 @@
 """Rungs and brackets of successive halving, as pure functions of budgets and eta.
 
 A budget is a number of samples of every objective. Li et al., "Hyperband" (2018), algorithm 1; bracket sizes as SMAC
-computes them. Trials, scores and waiting are not known here.
+computes them. This module knows neither trials nor scores.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def rungs(min_samples: int, max_samples: int, eta: int) -> tuple[int, ...]:
     """Sample counts of the rungs from `min_samples` to `max_samples`, growing by about `eta`, strictly increasing.
 
     round(log_eta(max / min)) + 1 rungs, the i-th at round(min * eta^i), the last at exactly `max_samples`.
-    Raises ValueError if that gives a single rung, and for min > max, eta < 2 or samples < 1."""
+    Raises ValueError if that gives a single rung, if min > max, eta < 2 or samples < 1."""
     if min_samples < 1:
         raise ValueError(f"min_samples={min_samples} is below 1")
     if eta < 2:
@@ -90,7 +90,7 @@ def bracket_cycle(scheduler: Scheduler, *, num_rungs: int, eta: int, max_trials:
 def bracket_plan(cycle: Sequence[Bracket], max_trials: int) -> tuple[Bracket, ...]:
     """Brackets in the order they run, repeating `cycle`, until `max_trials` configurations have started.
 
-    The last bracket is cut to the rest of `max_trials`."""
+    The last bracket is truncated to what remains of `max_trials`."""
 
     def cut() -> Iterator[Bracket]:
         left = max_trials

@@ -1,7 +1,7 @@
 """Parameters: the searched dimensions, the conditions under which they exist, and what a configuration may hold.
 
-A configuration is a dict from parameter name to value and contains active parameters only. The meaning of a parameter
-is not known here.
+A configuration is a dict from parameter name to value and contains active parameters only. What a parameter means is
+left to the search space.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Parameters:
     """
 
     def __init__(self, parameters: Iterable[Parameter], *, roles: Mapping[str, str] | None = None) -> None:
-        """Raises ValueError for a repeated name, or a condition whose parent is missing, later or never true."""
+        """Raises ValueError for a repeated name, a condition that never holds, or a parent that is missing or later."""
         self.roles = dict(roles or {})
         self._by_name: dict[str, Parameter] = {}
         for parameter in parameters:

@@ -1,10 +1,10 @@
-"""Recipe: the one form between search spaces and everything downstream.
+"""Recipe: the only interface between search spaces and everything downstream.
 
 A search space decodes a configuration into a Recipe; merging, scoring, exporting, plotting and caching only see
 recipes. A recipe names its models by alias and by content fingerprint; its digest uses fingerprints only, so that the
 same merge has the same digest whatever the aliases and directories of its models.
 
-Which tensor belongs to which component is not known here, but in `workers.models`.
+`workers.models` decides which tensor belongs to which component.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Recipe:
     `models` maps every alias used to its content fingerprint; `base` is the alias of the base model; `layers` are the
     merged model's layers in order; `embedding` is the input embedding (a tied output head follows it); `head` is the
     final norm and, where untied, the output head. `tensors` are single tensors, by their names in the merged model,
-    that have another merge than their component. `tokenizer` is the merged model's vocabulary, by which the rows of
+    whose merge differs from their component's. `tokenizer` is the merged model's vocabulary, by which the rows of
     embeddings are aligned: "base", "union", or the alias of another model. With a vocabulary other than the base's,
     `models` keeps models that no merge uses, because the vocabulary depends on them.
     """
@@ -230,7 +230,7 @@ class Recipe:
                 raise InvalidRecipe(f"{place}: {str(error).removeprefix('merge: ')}") from error
 
     def rewritten(self, rewrite: Callable[[Merge], Merge]) -> Recipe:
-        """The recipe with every merge replaced by `rewrite` of it."""
+        """The recipe with `rewrite` applied to every merge."""
         layers = tuple(
             replace(layer, attention=rewrite(layer.attention), mlp=rewrite(layer.mlp), norm=rewrite(layer.norm))
             for layer in self.layers
@@ -300,7 +300,7 @@ class Recipe:
 
 
 def _whole(value: Any) -> int | None:
-    """Raises TypeError for what is neither a whole number nor None."""
+    """The value itself. Raises TypeError if it is neither a whole number nor None."""
     return None if value is None else operator.index(value)
 
 

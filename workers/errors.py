@@ -1,4 +1,4 @@
-"""Errors of what runs beside the models. Each class says what the caller does next.
+"""Errors of merging, engines and evaluation. Each class says what the caller does next.
 
     WorkerError
     ├── InvalidModel      (ValueError)    reject the study or merge: a checkpoint cannot be used; holds every problem
@@ -33,7 +33,7 @@ class InvalidModel(WorkerError, ValueError):
 class InvalidTask(WorkerError, ValueError):
     """A task that cannot be evaluated: unknown, malformed data, too few samples, executes code.
 
-    `field` is what of an objective is at fault: "task" or a key in it, "metric", "filter", "split", "num_fewshot"."""
+    `field` is the wrong part of the objective: "task" or a key in it, "metric", "filter", "split", "num_fewshot"."""
 
     def __init__(self, message: str, field: str = "task") -> None:
         super().__init__(message, field)
@@ -44,7 +44,7 @@ class InvalidTask(WorkerError, ValueError):
 
 
 class TrialFailed(WorkerError, RuntimeError):
-    """This candidate cannot be scored (NaN logits, for one); its message becomes the trial's reason."""
+    """This candidate cannot be scored (NaN logits, for example); its message becomes the trial's reason."""
 
 
 class EngineUnavailable(WorkerError, RuntimeError):

@@ -199,7 +199,7 @@ class ScoreResult:
 @dataclass(frozen=True)
 class SampleDifference:
     """A sample whose value by the `engine` is not that by transformers, the `reference`. `top2_gap` is the reference's
-    smallest difference between its two best log-probabilities where the answers part."""
+    smallest difference between its two best log-probabilities where the answers differ."""
 
     objective: str
     position: int

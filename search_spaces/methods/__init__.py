@@ -9,9 +9,9 @@ has every `MergeMethod` that a module of this package assigns to a name, familie
 - `mergekit`: the types of mergekit's counterparts, and how its parameters become coefficients
 - `published`: passthrough, and the four methods of LFS as published
 - `averages`: averages and interpolations of whole models, fusions of a pair
-- `ties`: other computations that are called TIES
-- `sparse`: task vectors made sparse at random or by magnitude
-- `competition`: task vectors weighed against each other
+- `ties`: variants of TIES, each named after its origin
+- `sparse`: task vectors sparsified at random or by magnitude
+- `competition`: task vectors that compete for each element: SCE, RAM, PCB-Merging, TALL masks, WUDI
 """
 
 from __future__ import annotations
@@ -33,5 +33,5 @@ def declarations() -> Iterator[MergeMethod]:
         yield from (value for value in vars(family).values() if isinstance(value, MergeMethod))
 
 
-# The order is that of a study's parameters, so it decides which trials a seed gives.
+# A study's parameters have this order, so it determines which trials a seed gives.
 METHODS: Mapping[str, MergeMethod] = {method.name: method for method in declarations()}

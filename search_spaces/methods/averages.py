@@ -27,8 +27,8 @@ NUSLERP = MergeMethod(
     name="nuslerp",
     source="mergekit",
     variant=(
-        "`slerp` by weights, on the circle up to a cosine of 1 - 1e-7 or its opposite; mergekit's result between "
-        "opposite tensors is decided by rounding"
+        "`slerp` by weights, spherical up to a cosine of +-(1 - 1e-7); between opposite tensors mergekit's result depends on "
+        "rounding"
     ),
     coefficients=(PAIR_WEIGHT,),
     min_sources=2,
@@ -89,7 +89,7 @@ MULTISLERP = MergeMethod(
 MULTISLERP_TASK_VECTORS = MergeMethod(
     name="multislerp_task_vectors",
     source=MULTISLERP_PAGE,
-    variant="of task vectors; models equal to the base give the base, where mergekit raises; a single source is itself",
+    variant="of task vectors; models equal to the base give the base, where mergekit raises; one source alone is kept",
     coefficients=(SHARES,),
     needs_base=True,
     drops_zeros="weight",
@@ -121,7 +121,7 @@ KARCHER = MergeMethod(
 MODEL_STOCK = MergeMethod(
     name="model_stock",
     source=MODEL_STOCK_PAPER,
-    variant="a ratio per tensor; exact cosines, where mergekit takes norms whose product is below 1e-6 for larger",
+    variant="a ratio per tensor; exact cosines, where mergekit clamps products of norms to 1e-6",
     needs_base=True,
     min_sources=2,
     mergekit=Counterpart("model_stock", MODEL_STOCK_PARAMETERS, "recipe", settings={"filter_wise": False}),
@@ -142,7 +142,7 @@ NEARSWAP = MergeMethod(
     name="nearswap",
     source="mergekit",
     variant="the first source is what mergekit calls the base",
-    # QuartetAnemoi-70B, which introduced it, has t = 0.0001: from nothing to ten times that.
+    # QuartetAnemoi-70B, which introduced it, uses t = 0.0001; searched from 0 to ten times that.
     coefficients=(Coefficient("t", 0, searched=Range(0.0, 0.001)),),
     min_sources=2,
     max_sources=2,
@@ -157,12 +157,12 @@ ARCEE_FUSION = MergeMethod(
     source="mergekit",
     variant=(
         "the first source is what mergekit calls the base; quartiles of the whole tensor, where mergekit samples "
-        "above a million elements"
+        "tensors of more than a million elements"
     ),
     min_sources=2,
     max_sources=2,
     is_ordered=True,
     is_itself_alone=True,
     mergekit=Counterpart("arcee_fusion", base="first"),
-    mergekit_difference="takes random quartiles in mergekit of tensors above a million elements",
+    mergekit_difference="takes random quartiles in mergekit for tensors of more than a million elements",
 )

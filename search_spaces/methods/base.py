@@ -20,7 +20,7 @@ __all__ = [
     "SourceChoice",
 ]
 
-# The numbers of one coefficient, one per source, by its name.
+# From a coefficient's name to its numbers, one per source.
 Numbers = Callable[[str], tuple[float, ...]]
 
 # What a search chooses a method's sources among: subsets of the experts, pairs of models, pairs in either order, or
@@ -30,9 +30,10 @@ SourceChoice = Literal["experts", "pair", "ordered pair", "model"]
 
 @dataclass(frozen=True)
 class Range:
-    """A coefficient is searched in [low, high]. `per_expert`: one number for each; `on_simplex`: stored with sum one.
+    """The range [low, high] in which a coefficient is searched. `per_expert`: one number for each expert; `on_simplex`:
+    the numbers are stored divided by their sum.
 
-    Numbers per expert do not exist where no experts were selected: all are `default` then."""
+    Where no experts are selected there are no parameters per expert, and all numbers are `default`."""
 
     low: float
     high: float
@@ -51,17 +52,17 @@ class PairShare:
 
 @dataclass(frozen=True)
 class NumSources:
-    """A coefficient that counts sources is not searched: it is `value`, or the number of sources if that is less."""
+    """A coefficient that counts sources. It is not searched: `value`, or the number of sources if that is smaller."""
 
     value: float
 
 
 @dataclass(frozen=True)
 class Coefficient:
-    """A number of a method, in [low, high]. `per_model`: may also be one number per source.
+    """A coefficient of a method, in [low, high]. `per_model`: it may also be one number per source.
 
-    One with a `default` may be left out, and canonical recipes leave it out where it has that value. `searched` says
-    how a search varies it; without, it has its default."""
+    A coefficient with a `default` is optional, and canonical recipes omit it where it has that value. `searched` says
+    how a search varies it; None: it keeps its default."""
 
     name: str
     low: float = -math.inf
@@ -91,7 +92,7 @@ class MergeMethod:
     """The declaration of a merge method: what it takes, how it is searched, its source, and what differs in mergekit.
 
     `source` is a paper, program or page, `variant` says what distinguishes the method from others of a similar name and
-    from other implementations. `is_ordered`: its sources have different parts, their order is kept. `takes_seed`: it
+    from other implementations. `is_ordered`: its sources have different roles, so their order is kept. `takes_seed`: it
     draws random masks. `drops_zeros` names the coefficient whose zero removes a source's influence; `base_at_zero` the
     one whose zero leaves the base; `first_at_zero` the one whose zero leaves the first source; `is_itself_alone` says
     that a single source is returned as it is. `constraint` says what is wrong with numbers that are each within their
@@ -156,4 +157,4 @@ class MergeMethod:
         if self.takes_seed and (seed is None or seed < 0):
             yield f"{self.name} draws random masks and its seed is {seed}; give a whole number from 0"
         if not self.takes_seed and seed is not None:
-            yield f"{self.name} draws nothing, but its seed is {seed}; leave it out"
+            yield f"{self.name} draws no masks, but its seed is {seed}; leave it out"

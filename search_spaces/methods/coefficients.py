@@ -1,4 +1,4 @@
-"""Coefficients and constraints that methods of several families share, with the ranges that most are searched in.
+"""Coefficients and constraints that methods of several families share, with the ranges in which most are searched.
 
 Ranges are those of Su and Geiping, "Fine, I'll Merge It Myself: A Multi-Fidelity Framework for Automated Model Merging"
 (2025), appendix A.6, for its methods and similar ones; a method with another range says where it comes from.
@@ -35,7 +35,7 @@ PAIR_WEIGHT = Coefficient("weight", per_model=True, searched=PairShare())
 
 
 def normalize(default: int) -> Coefficient:
-    """1: the sum is divided by the weights of the task vectors that agree."""
+    """With 1 the sum is divided by the total weight of the task vectors that agree."""
     return Coefficient("normalize", 0, 1, default=default, is_whole=True)
 
 

@@ -1,4 +1,4 @@
-"""Task vectors weighed against each other: selected, shared out, balanced, or made to agree, element by element."""
+"""Methods in which task vectors compete for each element: SCE, RAM, PCB-Merging, consensus (TALL masks), WUDI."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ SCE = MergeMethod(
     name="sce",
     source="arXiv:2408.07990",
     variant=(
-        "weights always by mean square, nothing where signs cancel; mergekit weighs equally below a sum of 1e-6, "
-        "where most fine-tuned tensors are: `sce_mergekit`"
+        "weights always by mean square, zero where signs cancel; mergekit uses equal weights below a sum of 1e-6, "
+        "which most fine-tuned tensors have: `sce_mergekit`"
     ),
     coefficients=(SELECT_TOPK,),
     needs_base=True,
@@ -39,7 +39,7 @@ SCE_MERGEKIT = MergeMethod(
     source="mergekit",
     variant=(
         "`sce`, but equal weights where mean squares sum to less than 1e-6, + where signs cancel; keeps all "
-        "variances that equal the smallest kept"
+        "variances equal to the smallest kept"
     ),
     coefficients=(SELECT_TOPK,),
     needs_base=True,
@@ -50,7 +50,7 @@ SCE_MERGEKIT = MergeMethod(
 RAM = MergeMethod(
     name="ram",
     source=RAM_PAPER,
-    variant="changes above epsilon, 1e-5",
+    variant="only changes above epsilon, 1e-5",
     coefficients=(RAM_EPSILON,),
     needs_base=True,
     mergekit=Counterpart("ram", (Parameter("epsilon", default=1e-5),), "recipe"),
@@ -59,8 +59,8 @@ RAM = MergeMethod(
 RAMPLUS_TL = MergeMethod(
     name="ramplus_tl",
     source=RAM_PAPER,
-    variant="`ram`, own changes raised by counts per tensor",
-    # The paper has r 0.1 and alpha 0.2: from nothing to five times these.
+    variant="`ram`, with elements that one model alone changed scaled up by counts per tensor",
+    # The paper uses r 0.1 and alpha 0.2; searched from 0 to five times these.
     coefficients=(
         Coefficient("r", 0, default=0.1).searched_in(0.0, 0.5),
         Coefficient("alpha", 0, default=0.2).searched_in(0.0, 1.0),
@@ -104,7 +104,7 @@ CONSENSUS_TA = MergeMethod(
 CONSENSUS_TIES = MergeMethod(
     name="consensus_ties",
     source=TALL_PAPER,
-    variant="mask of what `ties` merges; k per tensor",
+    variant="mask of the merged task vector of `ties`; k per tensor",
     coefficients=(LAMBDA, K, MASK_LAMBDAS, AGREEMENT),
     needs_base=True,
     base_at_zero="lambda",
@@ -113,7 +113,7 @@ CONSENSUS_TIES = MergeMethod(
 WUDI = MergeMethod(
     name="wudi",
     source="arXiv:2503.08099",
-    variant="Adam from the sum of task vectors, of matrices; embeddings included, other tensors averaged",
+    variant="Adam on matrices, embeddings included, from the sum of task vectors; other tensors averaged",
     # Steps and learning rate are the paper's.
     coefficients=(
         Coefficient("lambda", default=1).searched_in(0.0, 1.0),

@@ -1,6 +1,6 @@
 """mergekit's counterpart of a merge method: its parameters, and how they become coefficients.
 
-Describes what mergekit's configurations say, not its code.
+Written from mergekit's configuration format, not from its code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 Scalar = float | bool
 CoefficientValue = float | tuple[float, ...]
 
-EQUAL_MAGNITUDES = "keeps all magnitudes that equal the smallest kept; mergekit cuts among them in no defined order"
+EQUAL_MAGNITUDES = "keeps all magnitudes equal to the smallest kept; mergekit drops some of them in no defined order"
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Values:
 class Counterpart:
     """mergekit's `method`, with these values of its flags (`settings`), computes what the declared method does.
 
-    `base`: its base model means nothing ("none"), is the recipe's ("recipe"), or the first source ("first").
-    `coefficients` converts mergekit's parameters; without, coefficients are the parameters of the same names. Methods
+    `base`: its base model has no effect ("none"), is the recipe's ("recipe"), or the first source ("first").
+    `coefficients` converts mergekit's parameters; None: coefficients are the parameters of the same names. Methods
     with the same counterpart have the same `parameters`. `exact_at`: if the two differ, the values of coefficients at
     which they do not.
     """
@@ -110,7 +110,7 @@ def generalized(
 
 
 def normalized_weights(values: Values) -> Mapping[str, CoefficientValue]:
-    """The weights of an average. Raises InvalidRecipe where mergekit does not divide by a sum that is not 1."""
+    """The weights of an average. Raises InvalidRecipe if mergekit does not divide by their sum and it is not 1."""
     weights = values.numbers("weight")
     if not values.by_name["normalize"] and abs(math.fsum(weights) - 1) > 1e-6:
         raise InvalidRecipe(
@@ -145,7 +145,7 @@ def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
 
 
 def _sparsity(values: Values, names: tuple[str, ...]) -> dict[str, CoefficientValue]:
-    """At density 1 or more a task vector is left whole, whatever the other numbers say."""
+    """At density 1 or more nothing is dropped, whatever the other numbers are."""
     if not names:
         return {}
     densities = values.numbers("density")

@@ -46,7 +46,7 @@ TASK_ARITHMETIC = MergeMethod(
 TIES = MergeMethod(
     name="ties",
     source="arXiv:2306.01708",
-    variant="the paper's: signs without weights, nothing where they cancel, mean of those that agree; k per tensor",
+    variant="the paper's: signs without weights, zero where they cancel, mean of those that agree; k per tensor",
     coefficients=(LAMBDA, K),
     needs_base=True,
     base_at_zero="lambda",
@@ -56,10 +56,7 @@ TIES = MergeMethod(
 SLERP = MergeMethod(
     name="slerp",
     source="Shoemake 1985",
-    variant=(
-        "angle per tensor; straight where the cosine is beyond 0.9995 or -0.9995, a tensor without direction is "
-        "orthogonal"
-    ),
+    variant=("angle per tensor; linear beyond a cosine of +-0.9995; a tensor of zero norm counts as orthogonal"),
     coefficients=(Coefficient("t", 0, 1, searched=Range(0.0, 1.0)),),
     min_sources=2,
     max_sources=2,

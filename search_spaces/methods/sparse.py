@@ -1,7 +1,7 @@
-"""Task vectors made sparse before they are added: at random (DARE, DELLA), or at both ends (Model Breadcrumbs).
+"""Task vectors that are sparsified before they are added: at random (DARE, DELLA), or at both ends (Model Breadcrumbs).
 
-Names in `_l1` rescale what is left to the sum of magnitudes, as mergekit does; the others divide by the probability of
-being kept, as the papers do.
+Methods whose names end in `_l1` rescale the elements kept to the sum of magnitudes, as mergekit does; the others divide
+by the probability of being kept, as the papers do.
 """
 
 from __future__ import annotations
@@ -41,17 +41,18 @@ MERGEKIT_EPSILON = Parameter("epsilon", "expert", 0.15)
 MERGEKIT_GAMMA = Parameter("gamma", "expert", 0.01)
 
 
-def _probabilities_exist(numbers: Numbers) -> str | None:
+def _probabilities_are_valid(numbers: Numbers) -> str | None:
     for density, epsilon in zip(numbers("density"), numbers("epsilon"), strict=True):
         if round(density - epsilon, 9) < 0 or round(density + epsilon, 9) > 1:
-            return f"density {density:g} and epsilon {epsilon:g}: density - epsilon and density + epsilon are in [0, 1]"
+            wrong = f"density {density:g} and epsilon {epsilon:g}"
+            return f"{wrong}: density - epsilon and density + epsilon must be in [0, 1]"
     return None
 
 
-def _shares_exist(numbers: Numbers) -> str | None:
+def _shares_are_valid(numbers: Numbers) -> str | None:
     for density, gamma in zip(numbers("density"), numbers("gamma"), strict=True):
         if round(density + gamma, 9) > 1:
-            return f"density {density:g} and gamma {gamma:g}: what is kept and what is cut off are at most 1 in all"
+            return f"density {density:g} and gamma {gamma:g}: density + gamma must be at most 1"
     return None
 
 
@@ -103,7 +104,7 @@ DARE_TIES_L1 = MergeMethod(
 M3_DARE = MergeMethod(
     name="m3_dare",
     source="Mixup Model Merge (M3), section 4.4",
-    variant="`dare_linear`, direction and magnitude apart",
+    variant="`dare_linear`, with direction and magnitude as separate coefficients",
     # Scaling factor 0.5 to 2: M3, section 4.1.
     coefficients=(replace(SHARES, low=0), LAMBDA.searched_in(0.5, 2.0), DARE_DENSITIES),
     needs_base=True,
@@ -116,12 +117,12 @@ M3_DARE = MergeMethod(
 DELLA = MergeMethod(
     name="della",
     source=DELLA_PAPER,
-    variant="the paper's probabilities (epsilon half as wide) and rescaling by each, signs and mean of `ties`",
+    variant="the paper's probabilities (epsilon halved) and rescaling by each, then signs and mean of `ties`",
     coefficients=(LAMBDA, DELLA_DENSITIES, EPSILONS),
     needs_base=True,
     takes_seed=True,
     base_at_zero="lambda",
-    constraint=_probabilities_exist,
+    constraint=_probabilities_are_valid,
 )
 
 DELLA_L1 = MergeMethod(
@@ -136,7 +137,7 @@ DELLA_L1 = MergeMethod(
     takes_seed=True,
     drops_zeros="weight",
     base_at_zero="lambda",
-    constraint=_probabilities_exist,
+    constraint=_probabilities_are_valid,
     mergekit=generalized("della", elected("density", "epsilon"), MERGEKIT_EPSILON, normalize=True, rescale=True),
 )
 
@@ -149,7 +150,7 @@ DELLA_LINEAR = MergeMethod(
     takes_seed=True,
     drops_zeros="lambda",
     base_at_zero="lambda",
-    constraint=_probabilities_exist,
+    constraint=_probabilities_are_valid,
 )
 
 DELLA_LINEAR_L1 = MergeMethod(
@@ -161,7 +162,7 @@ DELLA_LINEAR_L1 = MergeMethod(
     takes_seed=True,
     drops_zeros="lambda",
     base_at_zero="lambda",
-    constraint=_probabilities_exist,
+    constraint=_probabilities_are_valid,
     mergekit=generalized("della_linear", summed("density", "epsilon"), MERGEKIT_EPSILON, normalize=False, rescale=True),
 )
 
@@ -175,7 +176,7 @@ BREADCRUMBS = MergeMethod(
     needs_base=True,
     drops_zeros="lambda",
     base_at_zero="lambda",
-    constraint=_shares_exist,
+    constraint=_shares_are_valid,
     mergekit=generalized("breadcrumbs", summed("density", "gamma"), MERGEKIT_GAMMA, normalize=False, rescale=False),
     mergekit_difference="differs in mergekit where magnitudes are equal",
 )
@@ -188,7 +189,7 @@ BREADCRUMBS_TIES = MergeMethod(
     needs_base=True,
     drops_zeros="weight",
     base_at_zero="lambda",
-    constraint=_shares_exist,
+    constraint=_shares_are_valid,
     mergekit=generalized(
         "breadcrumbs_ties", elected("density", "gamma"), MERGEKIT_GAMMA, normalize=False, rescale=False
     ),

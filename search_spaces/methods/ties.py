@@ -1,4 +1,4 @@
-"""Other computations that are called TIES, each named after where it is used; `ties` itself is the paper's."""
+"""Variants of TIES, each named after its origin; `ties` itself is the paper's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POSITION = 3
 TIES_MAJORITY = MergeMethod(
     name="ties_majority",
     source="MergeLM",
-    variant="`ties`, but the tensor's majority of signs where they cancel",
+    variant="`ties`, but where signs cancel, the tensor's majority sign is elected",
     coefficients=(LAMBDA, K),
     needs_base=True,
     base_at_zero="lambda",
@@ -42,7 +42,7 @@ TIES_WEIGHTED = MergeMethod(
     source="mergekit",
     variant=(
         f"`ties` with weights in election and mean, + where signs cancel; {EQUAL_MAGNITUDES}, and floors "
-        "`density * n` in binary"
+        "the floating-point `density * n`"
     ),
     coefficients=(WEIGHTS, DENSITIES, LAMBDA_OR_1, normalize(1)),
     needs_base=True,
@@ -64,7 +64,7 @@ TIES_PEFT = MergeMethod(
 M3_TIES = MergeMethod(
     name="m3_ties",
     source="Mixup Model Merge (M3), appendix H",
-    variant="`ties`, but what several keep is interpolated by weight, what one keeps is kept",
+    variant="`ties`, but elements that several keep are interpolated by weight, those that one keeps are unchanged",
     # Scaling factor 0.5 to 2: M3, section 4.1; retained share 0.5 to 0.9: its Table 3.
     coefficients=(replace(SHARES, low=0), LAMBDA.searched_in(0.5, 2.0), K.searched_in(0.5, 0.9)),
     needs_base=True,

@@ -1,4 +1,4 @@
-"""The search algorithms that a study file may name: one module for each, found by being in this package.
+"""The search algorithms that a study file may name: one module each, which is found automatically.
 
 A module holds its declaration, SEARCHER, and imports nothing heavy. The algorithm is the module of the same name in
 service.tune.searchers.

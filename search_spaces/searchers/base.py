@@ -1,4 +1,4 @@
-"""What a searcher declares of itself."""
+"""The declaration of a searcher."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["SearcherDeclaration"]
 @dataclass(frozen=True)
 class SearcherDeclaration:
     """`learns`: its proposals depend on results, not only on which configurations were proposed before. `reference` is
-    the publication. `alias_of` is the searcher that it stands for, None for an algorithm of its own."""
+    the publication. `alias_of` names the searcher that an alias stands for; None for an algorithm."""
 
     learns: bool
     reference: str

@@ -1,4 +1,4 @@
-"""SearchSpace: what every search space offers. A configuration goes in, a Recipe comes out; nothing else is shared."""
+"""SearchSpace: the interface of every search space, from a configuration to a Recipe."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SearchSpace(Protocol):
 
     @property
     def kind(self) -> str:
-        """The word that names the space in a study file."""
+        """The space's name in a study file."""
         ...
 
     @property

@@ -2,16 +2,16 @@
 Merging" (2025), sections 3.2.1 and A.6, Table 11.
 
 The layers fall into G consecutive groups, as even as possible; each layer's tensors into C component groups (1: the
-whole layer; 3: mlp, attention, norm). A layer group chooses its method and the experts that take part; a component
-group has the method's numbers. The embedding follows the first layer group; the final norm and the output head follow
-the last. With C = 3 both use the group's `norm` numbers, which Table 11 calls "other".
+whole layer; 3: mlp, attention, norm). A layer group chooses its method and the experts that are merged; a component
+group has the method's coefficients. The embedding follows the first layer group; the final norm and the output head
+follow the last. With C = 3 both use the group's `norm` coefficients, which Table 11 calls "other".
 
-Which experts take part is one bit per expert and layer group. **No bit set means no selection was made: all take
-part.** So every configuration is a merge of at least one expert, nothing is repaired or thrown away, a surrogate sees
-exactly what it proposed, and all experts together, the likeliest good choice, are a little likelier than each smaller
-set. SLERP merges two models, so there the experts that take part are its pair: every pair of experts, or one expert
-with the base. Its bits would say the same twice and do not exist (with `method_per: component` they do, for the
-component groups that use another method). The same holds for other methods of two models, and of one.
+One bit per expert and layer group selects the experts that are merged. **If no bit is set, all are merged.** So every
+configuration is a merge of at least one expert, none has to be repaired or rejected, a surrogate is fitted to exactly
+what was proposed, and all experts together, the most promising choice, are slightly more likely than each smaller set.
+SLERP merges two models, so it chooses a pair instead: two experts, or one expert and the base. The bits would be
+redundant there and do not exist (with `method_per: component` they exist, for the component groups that use another
+method). The same holds for all other methods of two models or of one.
 
 Departures from the published code: parameters exist only under the method that uses them, and `t` is the
 interpolation parameter itself.
@@ -118,7 +118,7 @@ class LfsSpace:
         ).canonical()
 
     def from_recipe(self, recipe: Recipe) -> dict[str, Any] | None:
-        renamed = self._in_my_names(recipe.canonical())
+        renamed = self._with_own_aliases(recipe.canonical())
         if renamed is None or renamed.tensors or len(renamed.layers) != self._layer_groups[-1].stop:
             return None
         configuration: dict[str, Any] = {}
@@ -133,7 +133,7 @@ class LfsSpace:
         except InvalidConfiguration:  # a number outside its range
             return None
 
-    # Names. A choice that a space leaves no room for is no parameter.
+    # Names. A choice with a single option is not a parameter.
 
     def _method_key(self, group: str, components: str) -> str:
         return f"{group}.{components}.method" if self._is_per_component else f"{group}.method"
@@ -195,13 +195,13 @@ class LfsSpace:
             operands = (
                 self._chosen(group, components, method, configuration)
                 if method in self._choices
-                else self._participants(group, configuration)
+                else self._selected(group, configuration)
             )
             merge = SEARCHED_METHODS[method].decode(self._cell(group, components, method), operands, configuration)
             merges |= dict.fromkeys(members, merge)
         return merges
 
-    def _participants(self, group: str, configuration: Configuration) -> tuple[str, ...]:
+    def _selected(self, group: str, configuration: Configuration) -> tuple[str, ...]:
         chosen = tuple(expert for expert in self._experts if configuration.get(self._bit_key(group, expert)))
         return chosen or self._experts
 
@@ -211,7 +211,7 @@ class LfsSpace:
         return choices[configuration[key]] if len(choices) > 1 else next(iter(choices.values()))
 
     def _operand_choices(self, method: str) -> dict[str, tuple[str, ...]]:
-        """What a method of a certain number of models can merge, by the name of the choice."""
+        """The operands that a method of one or two models can merge, by the name of the choice."""
         with_base = tuple((self._base, expert) for expert in self._experts)
         choices: dict[str, tuple[tuple[str, ...], ...]] = {
             "pair": (*itertools.combinations(self._experts, 2), *with_base),
@@ -222,7 +222,7 @@ class LfsSpace:
 
     # From merges back to a configuration.
 
-    def _in_my_names(self, recipe: Recipe) -> Recipe | None:
+    def _with_own_aliases(self, recipe: Recipe) -> Recipe | None:
         """`recipe` with this space's aliases for the same fingerprints; None if it uses other models."""
         mine = {fingerprint: alias for alias, fingerprint in reversed(self._fingerprints.items())}
         names = {alias: mine.get(fingerprint) for alias, fingerprint in recipe.models.items()}
@@ -247,17 +247,17 @@ class LfsSpace:
         )
         for methods in choices:
             with_bits = [by_components[c] for c in methods if methods[c] not in self._choices]
-            for experts in self._candidate_participants(with_bits):
+            for experts in self._possible_selections(with_bits):
                 if (found := self._encode_with(group, by_components, methods, experts)) is not None:
                     return found
         return None
 
     def _methods_of(self, merge: Merge) -> tuple[str, ...]:
-        """The methods that can give `merge`: its own, or any for one of the models as it is."""
+        """The methods that can give `merge`: its own, or any method if it is one of the models unchanged."""
         is_model = merge.method == "passthrough" and not merge.coefficients
         return tuple(name for name in self._methods if is_model or merge.method == name)
 
-    def _candidate_participants(self, merges: Sequence[Merge]) -> list[tuple[str, ...]]:
+    def _possible_selections(self, merges: Sequence[Merge]) -> list[tuple[str, ...]]:
         named = {source.model for merge in merges for source in merge.sources} - {self._base}
         if named:
             return [tuple(expert for expert in self._experts if expert in named)]
@@ -317,7 +317,7 @@ def _at_layer(merge: Merge, layer: int | None) -> Merge:
 
 
 def _shared_merges(layers: Sequence[LayerRecipe], *, start: int) -> dict[Component, Merge] | None:
-    """The merges that all `layers` have in common but for the layer's number; None if they differ."""
+    """The merges that all `layers` share, apart from the layer's number; None if they differ."""
     stripped: list[dict[Component, Merge]] = []
     for layer, recipe in enumerate(layers, start):
         merges = {component: recipe.component(component) for component in COMPONENTS}
@@ -347,7 +347,7 @@ def _problems(given: Mapping[str, Any], *, num_layers: int, num_experts: int, pr
 
 
 def paper_contradictions(given: Mapping[str, Any]) -> Iterator[Problem]:
-    """A Problem for each field of `given` that is not as in the published space."""
+    """A Problem for each field of `given` that contradicts the published space."""
     for name, published in PAPER.items():
         same = set(given[name]) == set(published) if name == "methods" else given[name] == published
         if not same:

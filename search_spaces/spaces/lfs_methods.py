@@ -16,13 +16,13 @@ from search_spaces.recipe import COEFFICIENT_DECIMALS, Merge, Source
 
 __all__ = ["PUBLISHED", "ComponentGroup", "SearchedMethod", "on_simplex"]
 
-# TIES keeps this share of a task vector where a recipe leaves it open (lambda = 0): the paper's default.
+# TIES keeps this share of a task vector where a recipe does not determine it (lambda = 0): the paper's default.
 DEFAULT_DENSITY = 0.2
 
 
 @dataclass(frozen=True)
 class ComponentGroup:
-    """One layer group's component group: the smallest thing that has coefficients of its own.
+    """One layer group's component group: the smallest unit with coefficients of its own.
 
     `conditions` say when a method is used here (none if there is no choice); `is_selected` maps an expert to the
     conditions under which it is an operand."""
@@ -95,9 +95,9 @@ class Ties:
 class Linear:
     """The weighted mean of the selected experts, weights on the simplex.
 
-    Searched as one weight per expert, stored divided by their sum; all zero means equal weights, and so do weights
-    that do not exist (see `lfs` on no bit being set). A single expert is averaged with the base, whose weight is the
-    rest to 1."""
+    Searched as one weight per expert, stored divided by their sum; all zero means equal weights, as do weights that
+    do not exist (no bit set, see `lfs`). A single expert is averaged with the base, whose weight is 1 minus the
+    expert's."""
 
     name = "linear"
 
@@ -156,7 +156,7 @@ class Slerp:
         return {key: t if _models(merge) == operands else round(1 - t, COEFFICIENT_DECIMALS)}
 
 
-# In the order in which they are searched and tried when a recipe is read back.
+# In the order in which they are searched, and tried when a recipe is encoded.
 PUBLISHED: dict[str, SearchedMethod] = {method.name: method for method in (TaskArithmetic(), Ties(), Slerp(), Linear())}
 
 
@@ -182,7 +182,7 @@ def _passed_through(merge: Merge) -> str | None:
 def on_simplex(weights: tuple[float, ...]) -> tuple[float, ...]:
     """Weights divided by their sum; equal ones if all are zero."""
     if _is_on_simplex(weights):
-        return weights  # already stored once: dividing again would move the last decimal
+        return weights  # already divided: dividing again would change the last decimal
     total = sum(weights)
     return tuple(weight / total if total > 0 else 1 / len(weights) for weight in weights)
 

@@ -1,7 +1,7 @@
 """How LFS searches the methods that it was not published with: each coefficient in the range that its method declares.
 
-Weights are searched as one number per selected expert, and where a method divides by their sum they are stored so
-divided. Random masks have one seed: two candidates differ by their numbers, not by luck.
+Weights are searched as one number per selected expert; for methods that divide by their sum they are stored divided by
+it. All random masks have the same seed, so that candidates differ in their coefficients only.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class RangedMethod:
         return values
 
     def _encode_model(self, cell: ComponentGroup, operands: tuple[str, ...], model: str) -> dict[str, Any] | None:
-        """Values that decode to one of the models: the base by the coefficient that leaves it, an expert alone, the
-        first of an ordered pair by the coefficient that leaves that."""
+        """Values that decode to one of the models: to the base by the coefficient whose zero leaves it, to an expert
+        alone, or to the first of an ordered pair by the coefficient whose zero leaves that."""
         method = self.method
         leaves_base = (method.base_at_zero, None if method.is_itself_alone else method.drops_zeros)
         zero = next(
@@ -109,7 +109,7 @@ class RangedMethod:
         return {c.name: c.searched for c in self.method.coefficients if isinstance(c.searched, Range)}
 
     def _counts(self, num_operands: int) -> dict[str, float]:
-        """The coefficients that count sources: at most as many as there are."""
+        """The coefficients that count sources: at most the number of operands."""
         return {
             c.name: min(c.searched.value, num_operands)
             for c in self.method.coefficients
@@ -156,7 +156,7 @@ def _searched(method: MergeMethod) -> SearchedMethod:
     return RangedMethod(method) if share is None else PairInterpolation(method, share)
 
 
-# In the order in which they are searched and tried when a recipe is read back.
+# In the order in which they are searched, and tried when a recipe is encoded.
 SEARCHED_METHODS: dict[str, SearchedMethod] = {
     **PUBLISHED,
     **{name: _searched(method) for name, method in METHODS.items() if name not in PUBLISHED},

@@ -3,6 +3,6 @@
 - `file`: load and parse a study; its JSON Schema
 - `sections`: the sections as validated models: types, ranges, defaults
 - `checks`: contradictions between fields
-- `validation`: validation errors in words
+- `validation`: pydantic's errors as messages for users
 - `yaml`: strict reading of YAML and JSON
 """

@@ -100,14 +100,14 @@ def _fidelity_contradictions(fidelity: Fidelity, objectives: Mapping[int, Object
     low, high, steps = fidelity.min_samples, fidelity.max_samples, fidelity.rungs
     for name in ("min_samples", "max_samples") if steps is not None else ():
         if getattr(fidelity, name) is not None:
-            yield Problem(f"fidelity.{name}", "says again what rungs says; leave out one of the two")
+            yield Problem(f"fidelity.{name}", "states the rungs again; leave out one of the two")
     if steps is not None and not _is_increasing(steps):
         yield Problem("fidelity.rungs", _increase(steps))
     if fidelity.scheduler == "none":
         for name in ("min_samples", "eta"):
             if getattr(fidelity, name) is not None:
                 yield Problem(
-                    f"fidelity.{name}", "means nothing with scheduler: none, which has one rung; leave it out"
+                    f"fidelity.{name}", "has no effect with scheduler: none, which has one rung; leave it out"
                 )
     elif steps is None and low is None and high is not None:
         yield Problem("fidelity.max_samples", f"{high} is given without min_samples; give both, or rungs")
@@ -143,8 +143,8 @@ def _length_contradictions(fidelity: Fidelity, objectives: Mapping[int, Objectiv
         elif reference is not None and len(counts) != len(reference):
             yield Problem(
                 place,
-                f"{list(counts)} has another length than {list(reference)} of {name}; "
-                "all objectives have the same number of rungs",
+                f"{list(counts)} differs in length from {list(reference)} of {name}; "
+                "all objectives need the same number of rungs",
             )
 
 
@@ -198,7 +198,8 @@ def _holdout_contradictions(
             if _data(other) == _data(spec):
                 yield Problem(
                     f"holdout.{index}.task",
-                    f"is the search data of objective {other.name}; holdout data must be others: another file or split",
+                    f"is the search data of objective {other.name}; holdout data must be different: use another file "
+                    "or split",
                 )
 
 

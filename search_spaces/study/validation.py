@@ -1,4 +1,4 @@
-"""Validation errors in words: the value seen, what is accepted, the nearest known name.
+"""Validation errors as messages: the value seen, what is accepted, the nearest known name.
 
 Turns pydantic's errors into Problems with the help of the model's JSON Schema. Nothing here is specific to studies;
 names that are reserved for later versions are arguments.

@@ -1,4 +1,4 @@
-"""Strict reading of one YAML or JSON document: what is ambiguous is refused, with its line.
+"""Strict reading of one YAML or JSON document: ambiguous content is refused, with its line.
 
 YAML is read by the core schema of YAML 1.2 (`no` and `12:30` are text, `1e-3` is a number). Refused are repeated keys,
 keys that are not text, aliases (which can make a small file huge) and more than one document. Nothing here is specific
@@ -110,7 +110,7 @@ class _Loader(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             event: Any = self.get_event()  # type: ignore[no-untyped-call]
             raise yaml.MarkedYAMLError(
-                problem="aliases (*name) are not read; write it out", problem_mark=event.start_mark
+                problem="aliases (*name) are not accepted; write the value out", problem_mark=event.start_mark
             )
         return super().compose_node(parent, index)
 

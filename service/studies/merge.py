@@ -230,7 +230,7 @@ def _read(file: Path) -> Any:
         raise InvalidRecipe(f"{file}: {error}") from error
     if isinstance(document, Mapping) and "experts" in document and "merge_method" not in document:
         raise InvalidRecipe(
-            f"{file}: experts: mixtures of experts are not made of whole models here, as mergekit-moe does"
+            f"{file}: experts: mixtures of experts cannot be built from whole models, as mergekit-moe does"
         )
     if not is_json and not (isinstance(document, Mapping) and document.keys() & {"merge_method", "format"}):
         raise InvalidRecipe(
@@ -268,7 +268,7 @@ def _yaml_problem(error: Any) -> str:
 def _of_recipe(document: Any, directories: Mapping[str, Path], **fetching: Any) -> _Job:
     recipe = Recipe.from_json(document)
     if (stated := document.get("dtype")) not in (*DTYPES, None):
-        raise InvalidRecipe(f"dtype: {stated!r} is not written here; give {', '.join(DTYPES)}")
+        raise InvalidRecipe(f"dtype: {stated!r} is not supported; give {', '.join(DTYPES)}")
     if missing := sorted(set(recipe.models) - set(directories)):
         hint = " ".join(f"--model {alias}=DIR" for alias in missing)
         raise InvalidRecipe(f"where {'are' if missing[1:] else 'is'} {', '.join(missing)}? Add {hint}")

@@ -2,5 +2,5 @@
 
 - `vllm`: scores merges, one after another, in an engine that never restarts
 - `transformers`: checks what vLLM scored
-- `host_memory`: the host memory that is free for either
+- `host_memory`: host memory that is free now
 """

@@ -13,12 +13,12 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_host_bytes(cgroup: Path = CGROUP) -> int:
-    """Host memory that is free now, also by the limit of the container (cgroup v2) that this process is in."""
+    """Host memory that is free now, within the limit of this process's container (cgroup v2)."""
     return min([int(psutil.virtual_memory().available), *_left_by_limit(cgroup)])
 
 
 def _left_by_limit(cgroup: Path) -> Iterator[int]:
-    """What the cgroup may still take; pages of files it can give back do not count. None where there is no limit."""
+    """What the cgroup may still allocate; cached file pages, which can be reclaimed, count as free. Empty: no limit."""
     try:
         limit = (cgroup / "memory.max").read_text().strip()
         used = int((cgroup / "memory.current").read_text())

@@ -1,4 +1,4 @@
-"""Scoring with lm-eval's tasks, filters and metrics, whatever computes the answers.
+"""Scoring with lm-eval's tasks, filters and metrics, independent of the backend that answers.
 
 - `tasks`: what a task specification names, and the order of its samples
 - `prompts`: tokenization, and the requests that a backend answers

@@ -1,7 +1,7 @@
 """Tasks: building and checking what a TaskSpec names, and the order of its samples.
 
 A task is a name registered with lm-eval, an lm-eval YAML file, or an inline JSONL file. Metrics, filters and prompts
-are lm-eval's. Models and tokenizers are not known here: `check_task` needs no engine, and for inline tasks not even
+are lm-eval's. Models and tokenizers are not needed: `check_task` runs without an engine, for inline tasks even without
 lm-eval.
 """
 
@@ -395,7 +395,7 @@ def _use_split(task: Any, split: str, where: str) -> None:
 
 
 def _executes_code(name: str) -> str:
-    return f"task {name!r}: executes code that the model writes; such tasks are refused, there is no sandbox for them"
+    return f"task {name!r}: executes code that the model writes; such tasks are refused, because there is no sandbox"
 
 
 def _label(spec: TaskSpec) -> str:

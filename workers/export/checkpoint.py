@@ -1,7 +1,7 @@
 """Writing a recipe as an ordinary Hugging Face checkpoint with exactly the tensors that the engine scored.
 
 Tensors are streamed into the files one by one. The directory appears under its name only once it is complete: files
-are first written to a hidden directory beside it, together with the checksums of the finished ones, so that an export
+are first written to a hidden directory next to it, together with the checksums of the finished ones, so that an export
 that was killed continues from them.
 """
 
@@ -181,8 +181,8 @@ def _write_shards(
     directory: Path,
     progress: Callable[[Progress], None],
 ) -> None:
-    """Write the shards that do not exist yet, and the index. A shard exists once it is on disk and its checksum is in
-    the state file, and only as long as the file has that checksum."""
+    """Write the shards that do not exist yet, and the index. A shard is complete once it is on disk and its checksum
+    is in the state file, as long as the file has that checksum."""
     state = directory.parent / STATE
     checksums = _complete_shards(shards, directory, state)
     kept = sum(shard.num_bytes for shard in shards if shard.file in checksums)
@@ -249,7 +249,7 @@ def _write_shard(
     with file.open("wb") as output:
         output.write(beginning)
         for expected, (name, tensor) in zip(shapes, stream, strict=False):
-            assert (name, tuple(tensor.shape)) == (expected, shapes[expected]), f"{name} came, not {expected}"
+            assert (name, tuple(tensor.shape)) == (expected, shapes[expected]), f"got {name}, expected {expected}"
             content = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data
             output.write(content)
             checksum.update(content)
@@ -312,7 +312,7 @@ def _job(recipe: Recipe, bank: Bank, dtype: torch.dtype, max_shard_bytes: int) -
 def _appearing(out: Path, job: str) -> Iterator[Path]:
     """A directory to write to, renamed to `out` once it is complete and on disk.
 
-    Until then it is in a hidden directory beside `out`. If this process is killed or interrupted, the next export of
+    Until then it is in a hidden directory next to `out`. If this process is killed or interrupted, the next export of
     the same `job` finds it there; if the export fails, it is removed."""
     out.parent.mkdir(parents=True, exist_ok=True)
     place = out.parent / f".{out.name}.{job}{PARTIAL}"

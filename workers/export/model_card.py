@@ -68,7 +68,7 @@ def model_card(
             ],
         ),
         "## Recipe",
-        f"Digest `{recipe.digest}`; the whole of it is in `recipe.json`."
+        f"Digest `{recipe.digest}`; the complete recipe is in `recipe.json`."
         + (f" Its tokens are those of {recipe.tokenizer}." if recipe.tokenizer != "base" else ""),
         _table(("layers", "component", "method", "sources", "coefficients"), recipe_rows(recipe)),
     ]
@@ -79,7 +79,7 @@ def model_card(
         ]
         lines += ["## Held-out scores", _table(("objective", "value", "95 % interval", "samples"), rows)]
     models = " ".join(f"--model {alias}=DIR" for alias in recipe.models)
-    lines += ["## Make it again", f"    mergesearch merge recipe.json {models} --out DIR"]
+    lines += ["## Reproduce", f"    mergesearch merge recipe.json {models} --out DIR"]
     if isinstance(mergekit, str):
         lines.append(f"There is no mergekit configuration: {mergekit}.")
     else:

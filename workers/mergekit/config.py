@@ -1,7 +1,7 @@
-"""mergekit's configurations as documents: every key and value understood, or refused with its place.
+"""mergekit's configurations as documents: every key and value is read, or refused with its place.
 
-What mergekit passes over is refused here, for it is a mistake or no longer true, but for `int8_mask`, which has been
-without effect for long and is in many files. Where models are and what tensors they have is not known here.
+What mergekit ignores is refused here, because it is a mistake or obsolete. The exception is `int8_mask`, which has long
+had no effect and is in many files. Models are neither located nor opened here.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class MergekitConfig:
-    """A configuration that was understood. Models are named as it names them: directories or hub ids, MODEL+LORA for
+    """A validated configuration. Models are named as it names them: directories or hub ids, MODEL+LORA for
     an adapter to a model.
 
     `tokenizer_source` is "base", "union", a model, or None, which is the base.
@@ -90,8 +90,8 @@ class MergekitConfig:
 
     @property
     def base(self) -> str:
-        """The model that the merged one has its configuration and tokenizer from, and task vectors their origin. Where
-        none is named, it is the first, or the model that adapters are to."""
+        """The model whose configuration and tokenizer the merge has, and from which task vectors are computed. Without
+        a base_model it is the model of the first adapter, else the first model."""
         named = self.base_model or self.slices[0].base
         if named is not None:
             return named if MERGEKIT_METHODS[self.method].base != "unused" else split_adapter(named)[0]
@@ -116,8 +116,8 @@ class MergekitConfig:
 
 
 def read_configuration(document: Any) -> MergekitConfig:
-    """Understand what a mergekit file holds. Raises InvalidRecipe, a line for everything that is wrong or not merged
-    here, with its place."""
+    """Read the document in a mergekit file. Raises InvalidRecipe with a line for everything that is wrong or not
+    supported, with its place."""
     reader = _Reader()
     configuration = reader.configuration(document)
     if reader.problems:
@@ -137,14 +137,14 @@ TOP = ("merge_method", "base_model", "models", "slices", "parameters", "dtype", 
 MODULE = "default"
 
 NOT_MERGED = {
-    "chat_template": "is not set by a merge here: it comes with the tokenizer; leave it out, and write another into "
+    "chat_template": "cannot be set: it comes with the tokenizer; leave it out, and write another into "
     "the merged model's chat_template.jinja",
-    "tokens": "embeddings of single tokens are not chosen here; give source alone",
+    "tokens": "embeddings of single tokens cannot be chosen; give only source",
     "pad_to_multiple_of": "the vocabulary is not padded here; leave it out",
     "residual_weight": "has no effect; leave it out",
     "override_architecture": "the architecture is what the model's config.json says; leave it out",
-    "out_path": "is said by --out; leave it out",
-    "experts": "mixtures of experts are not made of whole models here, as mergekit-moe does",
+    "out_path": "is given by --out; leave it out",
+    "experts": "mixtures of experts cannot be built from whole models, as mergekit-moe does",
 }
 
 
@@ -166,13 +166,13 @@ class _Reader:
             slices = self._slices(top, "")
         else:
             if top.get("models") is not None or top.get("slices") is not None:
-                self._problem("", "expected models, slices or modules, one of them")
+                self._problem("", "expected exactly one of models, slices and modules")
             slices, inner = self._module(top["modules"])
             settings |= {name: (*conditions, *settings.get(name, ())) for name, conditions in inner.items()}
         source = top.get("tokenizer_source")
         if top.get("tokenizer") is not None:
             if source is not None:
-                self._problem("tokenizer", "tokenizer_source says it already; give one of them")
+                self._problem("tokenizer", "tokenizer_source is given too; give one of them")
             # What mergekit's tokenizer is where it says no more.
             source = self._mapping(top["tokenizer"], "tokenizer", ("source",)).get("source", "union")
         dtypes = [self._dtype(top.get(name), name) for name in ("out_dtype", "dtype")]
@@ -188,19 +188,19 @@ class _Reader:
     def _module(self, node: Any) -> tuple[tuple[Slice, ...], Settings]:
         """The slices and settings of a language model's one module: another way to write `models` or `slices`."""
         if not isinstance(node, Mapping) or set(node) != {MODULE}:
-            self._problem("modules", f"models of several modules are not merged here; give {MODULE}, models or slices")
+            self._problem("modules", f"models of several modules are not supported; give {MODULE}, models or slices")
             return (), {}
         place = f"modules.{MODULE}"
         found = self._mapping(node[MODULE], place, ("models", "slices", "parameters"))
         return self._slices(found, place), self._settings(found.get("parameters"), f"{place}.parameters")
 
     def _slices(self, node: Mapping[str, Any], place: str) -> tuple[Slice, ...]:
-        """Of a node that has `models` or `slices`."""
+        """The slices of a node that has `models` or `slices`."""
         given = [name for name in ("models", "slices") if name in node]
         if len(given) > 1:
             given = [name for name in given if node[name] is not None]
         if len(given) != 1:
-            self._problem(place, "expected either models or slices, one of them")
+            self._problem(place, "expected exactly one of models and slices")
             return ()
         here = f"{place}.{given[0]}" if place else given[0]
         if given == ["models"]:
@@ -213,7 +213,7 @@ class _Reader:
             return name
         accepted = ", ".join(MERGEKIT_METHODS)
         self._problem(
-            "merge_method", f"{_shown(name)} is not merged here; {_nearest(name, MERGEKIT_METHODS)}known: {accepted}"
+            "merge_method", f"{_shown(name)} is not supported; {_nearest(name, MERGEKIT_METHODS)}known: {accepted}"
         )
         return None
 
@@ -223,7 +223,7 @@ class _Reader:
         ranges = {source.layers[1] - source.layers[0] for source in inputs if source.layers}
         if len(ranges) > 1:
             self._problem(
-                place, f"its sources have {' and '.join(map(str, sorted(ranges)))} layers; they must have as many"
+                place, f"its sources have {' and '.join(map(str, sorted(ranges)))} layers; their numbers must agree"
             )
         base = self._optional_model(found.get("base_model"), f"{place}.base_model")
         return Slice(inputs, base, self._settings(found.get("parameters"), f"{place}.parameters"), place)
@@ -238,7 +238,7 @@ class _Reader:
                 continue
             model = self._model(found.get("model"), f"{here}.model")
             if model and model in [source.model for source in inputs]:
-                self._problem(f"{here}.model", f"{model} is among these already; a model is merged once")
+                self._problem(f"{here}.model", f"{model} is listed twice; a model is merged once")
             layers = self._layer_range(found.get("layer_range"), f"{here}.layer_range") if has_layers else None
             settings = self._settings(found.get("parameters"), f"{here}.parameters", is_of_model=True)
             inputs.append(ModelInput(model, layers, settings, here))
@@ -249,7 +249,7 @@ class _Reader:
             start, stop = node
             if 0 <= start < stop:
                 return start, stop
-        self._problem(place, f"{_shown(node)} is no range of layers; give [START, END] from 0, END not included")
+        self._problem(place, f"{_shown(node)} is not a range of layers; give [START, END] from 0, END not included")
         return 0, 1
 
     def _settings(self, node: Any, place: str, *, is_of_model: bool = False) -> Settings:
@@ -269,7 +269,7 @@ class _Reader:
                 takes = ", ".join(parameters) or "none"
                 self._problem(
                     here,
-                    f"{self._method} takes no such parameter (mergekit passes it over): leave it out; "
+                    f"{self._method} takes no such parameter (mergekit ignores it): leave it out; "
                     f"{_nearest(name, parameters)}it takes {takes}",
                 )
             elif is_of_model and parameter.scope == "shared":
@@ -315,7 +315,7 @@ class _Reader:
             return None
         if parameter.is_fixed and value != parameter.default:
             fixed = str(parameter.default).lower() if parameter.is_flag else f"{parameter.default:g}"
-            self._problem(place, f"{_shown(node)} is not merged here; {self._method} has {parameter.name}: {fixed}")
+            self._problem(place, f"{_shown(node)} is not supported; {self._method} has {parameter.name}: {fixed}")
         return value
 
     def _optional_model(self, node: Any, place: str) -> str | None:
@@ -327,7 +327,7 @@ class _Reader:
             path, revision = self._model(found["path"], f"{place}.path"), found.get("revision")
             if not isinstance(revision, str | None):
                 self._problem(
-                    f"{place}.revision", f"{_shown(revision)} is no branch, tag or commit; write it in quotes"
+                    f"{place}.revision", f"{_shown(revision)} is not a branch, tag or commit; write it in quotes"
                 )
                 return path
             return path if revision is None else f"{path}@{revision}"
@@ -337,17 +337,17 @@ class _Reader:
             adapter = None if found.get("lora") is None else self._model(found["lora"], f"{place}.lora")
             return self._model(f"{model}+{adapter}", place) if model and adapter else model
         if not isinstance(node, str) or not node:
-            self._problem(place, f"{_shown(node)} is no model; give a directory or the id of a hub model")
+            self._problem(place, f"{_shown(node)} is not a model; give a directory or the id of a hub model")
             return ""
         if not all(part is None or part for part in split_adapter(node)):
-            self._problem(place, f"{node} is no model; give MODEL+LORA, or a name without +")
+            self._problem(place, f"{node} is not a model; give MODEL+LORA, or a name without +")
         return node
 
     def _dtype(self, node: Any, place: str) -> str | None:
         name = node.removeprefix("torch.") if isinstance(node, str) else node
         if name is None or name in DTYPES:
             return name
-        self._problem(place, f"{_shown(node)} is not written here; give {', '.join(DTYPES)}")
+        self._problem(place, f"{_shown(node)} is not supported; give {', '.join(DTYPES)}")
         return None
 
     def _list(self, node: Any, place: str) -> list[Any]:
@@ -365,7 +365,7 @@ class _Reader:
                 here = f"{place}.{key}" if place else str(key)
                 message = f"unknown key; {_nearest(key, known)}known keys: {', '.join(known)}"
                 if "parameters" in known and key in PARAMETER_NAMES:
-                    message = "is a parameter, which mergekit passes over here; give it under parameters"
+                    message = "is a parameter, which mergekit ignores here; give it under parameters"
                 self._problem(here, NOT_MERGED.get(key, message))
         return node
 

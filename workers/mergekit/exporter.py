@@ -2,8 +2,8 @@
 
 A configuration has one merge method, so the recipe's merges must share one: weighted sums of models (passthrough,
 linear, task_arithmetic, in any mixture), SLERP (with passthrough), or one method with a counterpart everywhere. What
-mergekit computes differently is never written: what it cuts among equal magnitudes in no defined order, draws at
-random, or computes differently in corner cases. The functions here know mergekit's configuration format, not its code.
+mergekit computes differently is never written: masks among equal magnitudes, random masks, differing corner cases. The
+functions here know mergekit's configuration format, not its code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SUMS = ("passthrough", "linear", "task_arithmetic")
 
 
 class Inexpressible(ValueError):
-    """mergekit cannot compute this recipe equally; the message says why."""
+    """mergekit would not compute the same tensors; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def mergekit_config(
     elif different := sorted(name for name in methods if _always_differs(METHODS[name])):
         raise Inexpressible(f"{different[0]} {METHODS[different[0]].mergekit_difference}")
     elif random := sorted(name for name in methods if METHODS[name].takes_seed):
-        raise Inexpressible(f"{random[0]} has random masks, which mergekit draws otherwise")
+        raise Inexpressible(f"{random[0]} has random masks, which mergekit draws differently")
     elif absent := sorted(name for name in methods if METHODS[name].mergekit is None):
         raise Inexpressible(f"mergekit has no {absent[0]}")
     elif len(methods) == 1:
@@ -123,7 +123,7 @@ def _counterpart_slice(recipe: Recipe, index: int, method: MergeMethod, counterp
     merges = _components(recipe, index)
     orders = {tuple(source.model for source in merge.sources) for merge in merges.values()}
     if len(orders) > 1:
-        raise Inexpressible(f"layer {index} and what goes with it merge different models: {sorted(orders)}")
+        raise Inexpressible(f"the slice of layer {index} merges different models: {sorted(orders)}")
     sources = orders.pop()
     if len(set(sources)) < len(sources):
         raise Inexpressible("a merge takes several layers of one model")
@@ -162,7 +162,7 @@ def _models(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _layers(recipe: Recipe, index: int, models: tuple[str, ...]) -> dict[str, int]:
-    """Which layer of each model stands in merged layer `index`; a model without influence lends any."""
+    """The layer of each model that merged layer `index` uses; of a model without influence, any layer."""
     used: dict[str, int] = {}
     for name in COMPONENTS:
         for source in recipe.layers[index].component(name).sources:
@@ -215,13 +215,13 @@ def _slerp_slice(recipe: Recipe, index: int) -> _Slice:
     if len(used) == 1:
         used.append(next(model for model in _models(recipe) if model != used[0]))
     if len(used) > 2:
-        raise Inexpressible(f"mergekit's slerp takes two models; layer {index} and what goes with it take {used}")
+        raise Inexpressible(f"mergekit's slerp takes two models; the slice of layer {index} takes {used}")
     first, second = used
     settings = {}
     for component, merge in merges.items():
         if merge.method == "passthrough":
             if merge.number("scale") != 1:
-                raise Inexpressible("mergekit's slerp scales nothing")
+                raise Inexpressible("mergekit's slerp does not scale")
             settings[component] = float(merge.sources[0].model == second)
         else:
             t = merge.number("t")
@@ -232,7 +232,7 @@ def _slerp_slice(recipe: Recipe, index: int) -> _Slice:
 
 
 def _joined(slices: list[_Slice]) -> list[_Slice]:
-    """Neighbours with equal settings and consecutive layers as one slice."""
+    """Adjacent slices with equal settings and consecutive layers, joined."""
     joined = slices[:1]
     for slice_ in slices[1:]:
         last = joined[-1]
@@ -248,7 +248,7 @@ def _joined(slices: list[_Slice]) -> list[_Slice]:
 def _compatible(
     first: Mapping[tuple[str, str], Mapping[str, float]], second: Mapping[tuple[str, str], Mapping[str, float]]
 ) -> dict[tuple[str, str], dict[str, float]] | None:
-    """Both settings in one, unless a component that both have differs."""
+    """Both settings combined; None if they differ in a component that both have."""
     if first.keys() != second.keys():
         return None
     for owner in first:
@@ -259,13 +259,13 @@ def _compatible(
 
 
 def _filters(layout: Layout) -> tuple[tuple[str, str], ...]:
-    """(component, filter) in order of precedence, proven on the model's own tensor names. Raises Inexpressible."""
+    """(component, filter) in order of precedence, checked against the model's tensor names. Raises Inexpressible."""
     outside = [(place.component, name) for name, place in layout.places.items() if place.layer is None]
     filters = (*outside, *COMPONENT_FILTERS)
     for name, place in layout.places.items():
         found = next((component for component, part in filters if part in name), None)
         if found != place.component:
-            raise Inexpressible(f"mergekit's filters take {name!r} for {found}; it is {place.component}")
+            raise Inexpressible(f"mergekit's filters match {name!r} as {found}; it is {place.component}")
     return filters
 
 

@@ -1,9 +1,9 @@
-"""mergekit's configurations as recipes: what users bring from there, where it is computed equally here.
+"""mergekit's configurations as recipes that give the same tensors.
 
-Slices of layers, gradients over them and filters on tensor names mean what they mean there. What differs: arithmetic is
-in float32 whatever `dtype` says, and rounded once, to `out_dtype` or `dtype`; random masks are drawn by tensor name
-from one seed; embeddings are aligned by token without `tokenizer_source` too, and rows that stand for no token stay.
-Where models are is not known here.
+Slices of layers, gradients over them and filters on tensor names have mergekit's meaning. Differences: arithmetic is in
+float32 whatever `dtype` says, and rounded once, to `out_dtype` or `dtype`; random masks are drawn by tensor name from
+one seed; embeddings are aligned by token even without `tokenizer_source`, and rows that stand for no token are kept.
+Models are not located here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def to_recipe(
 ) -> Recipe:
     """The recipe that `configuration` describes, of models that all have `layout`.
 
-    `aliases` maps the configuration's names of models to the recipe's, `fingerprints` these to the models' contents;
+    `aliases` maps the configuration's names of models to the recipe's, `fingerprints` the recipe's to the contents;
     `seed` is for methods with random masks. Raises InvalidRecipe, a line for everything that is wrong, with its place.
     """
     builder = _Builder(configuration, aliases, layout, seed)
@@ -46,9 +46,9 @@ Parts = tuple[tuple[LayerRecipe, ...], Merge, Merge, Mapping[str, Merge]]
 
 
 class _Builder:
-    """Works out the merge of every tensor, then what the tensors of a component have in common.
+    """Computes the merge of every tensor, then what the tensors of a component have in common.
 
-    `problems` has one for each cause: that the same is wrong in every layer is said once."""
+    `problems` has one entry per cause: what is wrong in every layer is reported once."""
 
     def __init__(self, configuration: MergekitConfig, aliases: Mapping[str, str], layout: Layout, seed: int) -> None:
         self.problems: dict[object, str] = {}
@@ -58,14 +58,14 @@ class _Builder:
         self._layout = layout
         self._seed = seed
         self._tensors: dict[str, Merge] = {}
-        # A tied head is no tensor, but a filter may speak of it.
+        # A tied head is not a tensor, but a filter may name it.
         self._names = {"lm_head.weight"} if layout.is_tied else set[str]()
 
     def parts(self) -> Parts:
         """Layers, embedding, head, and single tensors that differ from their component."""
         slices = [self._with_all_inputs(slice_) for slice_ in self._configuration.slices]
         if self.problems:
-            return (), _nothing(), _nothing(), {}
+            return (), _placeholder(), _placeholder(), {}
         embedding = self._component("embedding", slices[0], offset=None, index=None, t=0)
         layers: list[LayerRecipe] = []
         for slice_ in slices:
@@ -81,7 +81,7 @@ class _Builder:
         return tuple(layers), embedding, head, self._tensors
 
     def _with_all_inputs(self, slice_: Slice) -> Slice:
-        """The slice with its base made out and among its inputs."""
+        """The slice with its base determined and among its inputs."""
         where = f"{slice_.place}.base_model" if slice_.base else "base_model"
         base = slice_.base or self._configuration.base_model
         inputs = slice_.inputs
@@ -144,13 +144,13 @@ class _Builder:
             merge = self._method.to_merge(Inputs(experts, base, Values(values), self._seed))
         except InvalidRecipe as error:
             self._problem(where, str(error))
-            return _nothing()
+            return _placeholder()
         try:
             merge.check()
         except InvalidRecipe as error:
             text = str(error).removeprefix("merge: ")
             self._problem(where, text.replace(merge.method, self._configuration.method, 1))
-            return _nothing()
+            return _placeholder()
         if METHODS[merge.method].needs_base:
             self._check_base(merge, base, slice_)
         return merge
@@ -199,8 +199,8 @@ class _Builder:
         self.problems.setdefault(place, f"{place}: {message}" if place else message)
 
 
-def _nothing() -> Merge:
-    """Stands where a problem was found."""
+def _placeholder() -> Merge:
+    """The result where a problem was found."""
     return Merge("passthrough", (Source(""),))
 
 

@@ -20,7 +20,7 @@ __all__ = ["MERGEKIT_METHODS", "WITHOUT_EFFECT", "Inputs", "MergekitMethod"]
 
 @dataclass(frozen=True)
 class Inputs:
-    """What one tensor is merged from: every source except the base (all, for methods to which a base means nothing),
+    """What one tensor is merged from: every source except the base (all, for methods that ignore a base),
     and the values of the parameters, those that are per source in the order of `sources`."""
 
     sources: tuple[Source, ...]
@@ -31,7 +31,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class MergekitMethod:
-    """One of mergekit's methods: its parameters, what a base model means to it, and the declared methods that compute
+    """One of mergekit's methods: its parameters, its use of a base model, and the declared methods that compute
     the same."""
 
     variants: tuple[tuple[MergeMethod, Counterpart], ...]
@@ -48,7 +48,7 @@ class MergekitMethod:
         return "unused" if bases == {"none"} else "optional"
 
     def to_merge(self, inputs: Inputs) -> Merge:
-        """The merge of `inputs`; of no source it is the base, where task vectors are added to that. Raises
+        """The merge of `inputs`; without sources it is the base, for methods that add task vectors to it. Raises
         InvalidRecipe where no declared method computes the same."""
         method, counterpart = self._variant(inputs)
         sources = inputs.sources
@@ -73,7 +73,7 @@ class MergekitMethod:
         flags = {name for _, counterpart in possible for name in counterpart.settings}
         name = next(name for name in flags if all(c.settings.get(name) != values[name] for _, c in possible))
         raise InvalidRecipe(
-            f"{name}: {str(values[name]).lower()} is not merged with{'' if has_base else 'out'} a base_model here; "
+            f"{name}: {str(values[name]).lower()} is not supported with{'' if has_base else 'out'} a base_model; "
             "leave one of them out"
         )
 
@@ -106,5 +106,5 @@ def _methods() -> dict[str, MergekitMethod]:
 
 MERGEKIT_METHODS: Mapping[str, MergekitMethod] = _methods()
 
-# Taken by some methods, and without effect on any result.
+# Accepted by some methods, without effect on any result.
 WITHOUT_EFFECT = ("int8_mask",)

@@ -48,7 +48,7 @@ class Bank:
 
     `placement` is "mapped" (the files, whose pages all processes on the machine share), "host" (a copy in this
     process's memory, pinned for a GPU) or "gpu" (the memory of `device`). Merges are computed on `device`: the engine's
-    for an engine's bank, else the CPU, because an engine leaves no memory of its GPU to others. Without
+    for an engine's bank, else the CPU, because an engine leaves no GPU memory to other processes. Without
     `keeps_statistics` no statistics are kept, for a single merge, which needs each of them once.
 
     `sources` are resolved models, or their description: then they are opened here (`cache` as in
@@ -181,8 +181,8 @@ class Bank:
         return tuple(tables[source] for source in sources)
 
     def merge_on(self, device: torch.device | str) -> None:
-        """Compute on this device from now on, wherever the sources are. Statistics that have other bits on another
-        device, or hold memory of one, are dropped."""
+        """Compute on this device from now on, wherever the sources are. Statistics whose bits depend on the
+        device, or that are stored on one, are dropped."""
         if self.device != torch.device(device):
             self.device = torch.device(device)
             for known in (self._magnitudes, self._variances, self._importances, self._ranks):
@@ -242,7 +242,7 @@ class Bank:
 
 
 def _content_problems(sources: ResolvedFamily, stated: Family) -> tuple[str, ...]:
-    """Of each model, that its content is not the one stated, or else what is wrong with it."""
+    """For each model, that its content is not the stated one, or else what is wrong with it."""
     changed = {
         model.alias: (
             f"{model.directory} has changed: its fingerprint is {sources.fingerprints[model.alias][:12]}, "
@@ -265,7 +265,7 @@ def _placing(placement: Placement, device: torch.device, num_bytes: int) -> Call
 
 
 class _HostMemory:
-    """Copies of tensors, of `num_bytes` together, one behind another."""
+    """Copies of tensors, of `num_bytes` in total, one after another."""
 
     def __init__(self, num_bytes: int, *, is_pinned: bool) -> None:
         self._missing = num_bytes

@@ -1,6 +1,6 @@
-"""From a recipe to the merged model's tensors, as one stream that feeds the live engine and the writer alike.
+"""From a recipe to the merged model's tensors, as one stream for the live engine and for exports.
 
-Names are those of the merged model in Hugging Face form. Where the tensors go is not known here.
+Names are those of the merged model in Hugging Face form.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class MergedTensor:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """A recipe that was checked against a bank: every tensor to compute, in order. What takes a recipe takes a plan of
-    it for the same bank instead, so that several steps of one swap plan once.
+    """A recipe that was checked against a bank: every tensor to compute, in order. Functions that take a recipe
+    also take its plan for the same bank, so that a swap of several steps plans once.
 
     `aliases` are the bank's, by the recipe's.
     """
@@ -73,7 +73,7 @@ class Scratch:
         self._memory = torch.empty(0, dtype=dtype, device=bank.device)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """It overwrites the tensor given before."""
+        """Memory for a tensor of this shape; the next call reuses it."""
         size = math.prod(shape)
         if size > self._memory.numel():
             self._memory = self._memory.new_empty(size)
@@ -89,11 +89,11 @@ def merged_tensors(
     into: Callable[[str, tuple[int, ...]], torch.Tensor] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The merged model, tensor by tensor: embedding, layers in order, head; a tied output head is not emitted. With
-    `names` only these of them.
+    `names` only these tensors.
 
     Each is computed in float32 and rounded once, to `dtype`. Equal digests give equal bits. A tensor may share memory
     with the bank: never write to it. `into` may give memory for a tensor of a name and shape, contiguous, of `dtype`,
-    on the bank's device: getting new memory takes longer than filling it. Where the results have a place already,
+    on the bank's device: allocating memory takes longer than filling it. Where the destinations exist already,
     `merge_into` is faster. Raises InvalidRecipe, InvalidModel before the first tensor.
     """
     plan = plan_tensors(recipe, bank)
@@ -102,8 +102,8 @@ def merged_tensors(
 
 
 def merge_into(recipe: Recipe | TensorPlan, bank: Bank, destinations: Mapping[str, torch.Tensor]) -> None:
-    """Write the merged tensors of these names, as `merged_tensors` gives them, into memory of their shapes: contiguous,
-    of one dtype, on the bank's device. The fastest way: tensors are merged in parallel. Raises as it does."""
+    """Write the merged tensors named in `destinations`, as `merged_tensors` gives them, into this memory: contiguous,
+    of one dtype, on the bank's device. The fastest way: tensors are merged in parallel. Raises the same errors."""
     plan = plan_tensors(recipe, bank)
     together = []
 
@@ -227,7 +227,7 @@ def _bank_aliases(recipe: Recipe, bank: Bank) -> dict[str, str]:
         spare = {model.alias for model in family.models if model.fingerprint not in recipe.models.values()}
         if spare:
             problems.append(
-                f"recipe: with tokenizer {recipe.tokenizer!r} every model counts; {some_of(spare)} is not the recipe's"
+                f"recipe: with tokenizer {recipe.tokenizer!r} it must name every model; {some_of(spare)} is missing"
             )
     if problems:
         raise InvalidModel(tuple(problems))

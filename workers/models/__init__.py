@@ -7,7 +7,7 @@
 - `computed_tensors`: tensors that no file holds: low-rank changes, rows in another order
 - `components`: the layer and component of each tensor
 - `config`: config.json in the names that all models share
-- `vocabulary`: rows of embeddings, brought to one vocabulary
+- `vocabulary`: rows of embeddings, aligned to one vocabulary
 - `compatibility`: why models cannot be merged with each other
 - `fingerprints`: hashes of contents; NaN and infinity in weights
 - `tokenizers`: tokenizers that agree with their tokenizer.json

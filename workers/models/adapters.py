@@ -1,7 +1,7 @@
 """PEFT's LoRA adapters as models: which tensors of its base an adapter changes, and how.
 
-Read from adapter_config.json and the headers of adapter_model.safetensors; what peft would do by the kinds of modules
-is read from the base's tensors. The product of an adapter's matrices is not computed here.
+Read from adapter_config.json and the headers of adapter_model.safetensors; what peft decides by the types of modules
+is derived from the base's tensors. The product of an adapter's matrices is not computed here.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CONV1D_MODELS = ("gpt2",)
 
 @dataclass(frozen=True)
 class AdaptedBase:
-    """What an adapter is read against: the base's directory, configuration, tensors and layout."""
+    """The base that an adapter changes: its directory, configuration, tensors and layout."""
 
     directory: Path
     config: Mapping[str, Any]
@@ -92,7 +92,7 @@ def is_adapter(path: Path) -> bool:
 
 
 def stated_base(path: Path) -> str:
-    """The model that the adapter in `path` says it was trained on: a path or a hub id of its trainer's; "" if none."""
+    """The model that the adapter in `path` says it was trained on: its trainer's path or hub id; "" if none."""
     settings = _read_settings(path, [])
     return settings.stated_base if settings else ""
 
@@ -126,7 +126,7 @@ def read_adapter(path: Path, base: AdaptedBase | None, problems: list[str]) -> A
     for module, matrices in parts.matrices.items():
         name = base.name(f"{module}.weight")
         if is_output_head(f"{module}.weight") and base.layout.is_tied:
-            continue  # the embedding's matrices again, or `_tied_problems` tells
+            continue  # the embedding's matrices again, or a problem that `_tied_problems` reports
         if name is None:
             unknown.append(f"{module}.weight")
             continue
@@ -249,7 +249,7 @@ def _are_patterns(value: Any, is_right: Callable[[Any], bool]) -> bool:
 
 @dataclass
 class _Matrices:
-    """A and B of one module, as far as they are stored; an embedding's change the transposed weight."""
+    """A and B of one module, as far as they are stored; those of an embedding change the transposed weight."""
 
     is_embedding: bool
     sides: dict[str, TensorInfo] = field(default_factory=dict)
@@ -309,7 +309,7 @@ def _matrix_problems(
 
 
 def _tied_problems(parts: _Parts, settings: _Settings) -> Iterator[str]:
-    """Of an adapter to a tied model, embedding and head that were trained as two tensors: the result is not tied.
+    """Embedding and head of a tied model that an adapter trained as two tensors, so that the result is not tied.
 
     peft trains the two as one where `ensure_weight_tying` asks for it, and stores the matrices of both. The model is
     then the tied one with their product added once; peft 0.21's own merge adds it twice."""

@@ -1,4 +1,4 @@
-"""Whether a base and its experts can be merged: why they cannot, as far as configurations and headers say."""
+"""Why a base and its experts cannot be merged, as far as configurations and headers show."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MAX_SHAPES = 5
 def foreign_adapters(opened: Mapping[str, Checkpoint], given: Mapping[str, str]) -> Iterator[str]:
     """Adapters trained on another model of `opened`, by alias, the base first: their shapes fit the base as well.
 
-    `given` is what the caller named each model, which an adapter may name too."""
+    `given` is the caller's name of each model, which an adapter may state as well."""
     base_alias = next(iter(opened))
     for alias, adapter in opened.items():
         if adapter.base is None:

@@ -32,7 +32,7 @@ COMPONENT_OF: tuple[tuple[Component, re.Pattern[str]], ...] = (
 OTHER_INPUT = re.compile(r"(?:^|[._])(?:vision|visual|image|video|audio|speech)(?:$|[._])")
 EMBEDDING = re.compile(r"embed|(?:^|\.)w[tp]e\.")
 OUTPUT_HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output)\.")
-# Buffers that old checkpoints carry (rotary frequencies, causal masks); models compute them anew.
+# Buffers stored in old checkpoints (rotary frequencies, causal masks); models compute them again.
 IGNORED = re.compile(r"rotary_emb\.inv_freq$|(?:^|\.)(?:self_|cross)?(?:attn|attention)\.(?:masked_)?bias$")
 
 
@@ -129,7 +129,7 @@ def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
 
 
 def _assign_final_norm(places: dict[str, Place]) -> None:
-    """Every decoder ends in a norm: if the only norm outside of layers is named like the embedding's, it is this."""
+    """Every decoder ends in a norm: if the only norm outside layers is named like the embedding's, it is that."""
     norms = {
         name: place
         for name, place in places.items()

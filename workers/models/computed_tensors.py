@@ -28,7 +28,7 @@ class SourceTensor(Protocol):
 
     @property
     def dtype(self) -> str:
-        """safetensors' name of it."""
+        """Its name in safetensors."""
         ...
 
     @property
@@ -90,7 +90,7 @@ class RowsOfOthers:
 class Rows:
     """Rows of `own` in another order: row i is row `index[i]` of it, or, where that is negative, one of `others`.
 
-    The dtype is that of all tensors involved; float32 if they have several, for then another would round."""
+    The dtype is that of all tensors involved; float32 if they have several, because any other would round."""
 
     own: SourceTensor
     index: NDArray[np.int64]

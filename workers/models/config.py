@@ -41,8 +41,8 @@ def in_common_names(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_each_layer(config: Mapping[str, Any], num_layers: int) -> dict[str, list[Any]]:
-    """The fields of `config` (as in config.json) that hold an entry for each layer, such as `layer_types`, also those
-    that a file leaves to transformers to work out from a layer's number; not lists of such numbers."""
+    """The fields of `config` (as in config.json) that hold an entry for each layer, such as `layer_types`, including
+    those that transformers derives from a layer's number; not lists of layer numbers."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     known = CONFIG_MAPPING[config["model_type"]].from_dict(_with_all_numbers(config)).to_dict()

@@ -1,7 +1,7 @@
-"""A base model and its experts, resolved: located, opened, checked and fingerprinted once, then handed on.
+"""A base model and its experts, resolved: located, opened, checked and fingerprinted once.
 
-`types.Family` is the small description of the same models that travels between processes; `open_sources` resolves it
-again there. What is merged from the models is not known here.
+`types.Family` is the small description of the same models that is sent between processes; `open_sources` resolves it
+again there.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class ResolvedFamily:
-    """Models that can be merged, by alias, the base first; of a single model, a base alone.
+    """Models that can be merged, by alias, the base first; a single model is a base without experts.
 
     `checkpoints` are the models as they are stored, `views` the same with embeddings and output heads in the vocabulary
     `tokenizer`, as `alignment` says. `given` is what the caller named them: directories or hub ids. Fingerprints, which
@@ -73,7 +73,7 @@ class ResolvedFamily:
 
     @property
     def num_parameters(self) -> int:
-        """Of a merged model."""
+        """The parameters of a merged model."""
         return sum(math.prod(tensor.shape) for tensor in self.base.tensors.values())
 
     @property
@@ -110,8 +110,8 @@ class ResolvedFamily:
         return Family(base, tuple(experts), self.tokenizer)
 
     def content_problems(self, *, exclude: Collection[str] = ()) -> dict[str, tuple[str, ...]]:
-        """By alias, the problems that only the weights show, as `fingerprints.content_problems` finds them; of all
-        models but those to `exclude`, whose weights are not read."""
+        """By alias, the problems that only the weights show, as `fingerprints.content_problems` finds them. The
+        weights of models in `exclude` are not read."""
         return {
             alias: content_problems(checkpoint, self.fingerprints[alias], cache=self.cache)
             for alias, checkpoint in self.checkpoints.items()
@@ -144,7 +144,7 @@ class ResolvedFamily:
         return lack_of_space(self.directories.values())
 
     def fetched(self, *, note: Callable[[str], None] = log.info) -> ResolvedFamily:
-        """The family with all weights here: itself, or, once hub models are downloaded, opened and checked again.
+        """The family with all weights here: itself, or opened and checked again after a download.
 
         `note` is called with lines about downloads. Raises InvalidModel.
         """
@@ -207,7 +207,7 @@ class LocatedFamily:
 
 
 def locate_family(base: str | Path, experts: Mapping[str, str | Path], *, base_alias: str = BASE) -> LocatedFamily:
-    """Find the models, directories or hub ids, as `hub.locate` does; those that are nowhere are `problems`."""
+    """Find the models, directories or hub ids, as `hub.locate` does; those that are not found are in `problems`."""
     directories: dict[str, Path] = {}
     problems: dict[str, tuple[str, ...]] = {}
     given = {base_alias: base, **experts}
@@ -229,7 +229,7 @@ def resolve_family(
 ) -> ResolvedFamily:
     """A base and all experts that can be merged with it: whole models or LoRA adapters, directories or hub ids.
 
-    Checks that they have the same structure and that their embeddings can be brought to the vocabulary `tokenizer`.
+    Checks that they have the same structure and that their embeddings can be aligned to the vocabulary `tokenizer`.
     Reads configurations, headers and tokenizers only; of hub models that are not here, as metadata-only snapshots.
     Raises InvalidModel with every problem of every model.
     """

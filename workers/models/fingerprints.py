@@ -23,11 +23,11 @@ __all__ = ["content_problems", "fingerprint"]
 
 
 def fingerprint(checkpoint: Checkpoint, *, base: str | None = None, cache: str | Path | None = None) -> str:
-    """sha256 (hex) of the names and contents of what makes the model, wherever it is stored.
+    """sha256 (hex) of the names and contents of the files that define the model, in any directory.
 
-    That is of its safetensors files, config.json, generation_config.json and tokenizer files; of an adapter, of its
-    safetensors files, adapter_config.json, tokenizer files, and the fingerprint of its base, which is computed unless
-    `base` gives it. `cache` as in `workers.cache.cache_dir`. Raises InvalidModel.
+    Of a whole model these are its safetensors files, config.json, generation_config.json and tokenizer files; of an
+    adapter, its safetensors files, adapter_config.json, tokenizer files and the fingerprint of its base, which is
+    computed unless `base` gives it. `cache` as in `workers.cache.cache_dir`. Raises InvalidModel.
     """
     hashes: list[tuple[str, str]] = []
     if checkpoint.base is not None:

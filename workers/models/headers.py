@@ -34,7 +34,7 @@ MAX_ENTRIES = 5
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
-# Files of a trainer beside a model: pickles too, but without weights.
+# Files that a trainer saves with a model: pickles too, but without weights.
 TRAINERS = ("training_args.bin", "optimizer.pt", "scheduler.pt")
 
 CONVERSIONS = {
@@ -109,7 +109,7 @@ def _shards(path: Path, stem: str, problems: list[str]) -> tuple[list[Path], Map
         problems.append(f"{path}: a PEFT adapter; expected a whole model: merge the adapter into its base first")
     elif pickles:
         problems.append(
-            f"{path}: only pickles ({some_of(pickles)}), which are never loaded, for they can run any program; convert "
+            f"{path}: only pickles ({some_of(pickles)}), which are never loaded, because they can run code; convert "
             f"a model that you trust to safetensors: {CONVERSIONS[stem]} does so"
         )
     else:
@@ -139,7 +139,7 @@ def _indexed_shards(path: Path, index: Path, problems: list[str]) -> tuple[list[
 
 def _file_name(value: object) -> str:
     if not isinstance(value, str) or not value.isprintable() or value in ("", "..") or Path(value).name != value:
-        raise ValueError(f"shards must lie beside the index, found {value!r:.80}")
+        raise ValueError(f"shards must be in the folder of the index, found {value!r:.80}")
     return value
 
 
@@ -193,7 +193,7 @@ def _read_header(file: Path, problems: list[str]) -> dict[str, TensorInfo]:
 
 
 def _entry(name: str, entry: object, file: Path) -> tuple[TensorInfo, tuple[int, int]]:
-    """What the header says of one tensor. Raises ValueError with the end of a sentence about it."""
+    """The header's entry for one tensor. Raises ValueError with the rest of a message that begins with the tensor."""
     if not name or not name.isprintable():  # it will be printed, and named in an index
         raise ValueError(": its name is not printable text")
     if not isinstance(entry, dict):

@@ -26,7 +26,7 @@ TOKENIZER_FILES = (
 # Tells apart tokenizers that treat space, newline, digits, case or non-ASCII text differently.
 PROBE = "Q: 12+3=\n  Two words, then A-Z;\tend.\n\nnaïve [x]"
 
-# What tokenizers are likely to differ in.
+# Texts that tokenizers often treat differently.
 PROBES = (
     "Hello world",
     " two  spaces and a tab\t.",
@@ -62,7 +62,7 @@ def load_tokenizer(directory: str) -> Any:
             "%s: %s splits text unlike tokenizer.json; used as written there", directory, type(tokenizer).__name__
         )
         return plain
-    raise InvalidModel((f"{directory}: transformers reads its tokenizer.json otherwise than the tokenizers library",))
+    raise InvalidModel((f"{directory}: transformers and the tokenizers library read its tokenizer.json differently",))
 
 
 def check_tokenizer(directory: str | Path) -> None:
@@ -93,12 +93,12 @@ def check_tokenizer(directory: str | Path) -> None:
             raise InvalidModel(
                 (f"{path}: {who} encodes {probe!r} as {got}, tokenizer.json as {ids}; expected the same ids: {advice}",)
             )
-        told = loaded.decode(ids, clean_up_tokenization_spaces=False)
+        decoded = loaded.decode(ids, clean_up_tokenization_spaces=False)
         text = stated.decode(ids, skip_special_tokens=False)
-        if told != text:
+        if decoded != text:
             raise InvalidModel(
                 (
-                    f"{path}: {who} decodes {ids} as {told!r}, tokenizer.json as {text!r}; expected the same text: "
+                    f"{path}: {who} decodes {ids} as {decoded!r}, tokenizer.json as {text!r}; expected the same text: "
                     f"{advice}",
                 )
             )

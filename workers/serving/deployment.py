@@ -164,7 +164,7 @@ def deploy_scorer(
 
     A running application of that name is used as it is. With `keep_idle_s` studies share the application: it has as
     many replicas as their requests keep busy and the GPUs allow; replicas idle for `keep_idle_s` seconds are stopped,
-    all of them if need be, and the next request starts them again. `make_worker` replaces the engine (tests). Raises
+    down to none, and the next request starts them again. `make_worker` replaces the engine (tests). Raises
     EngineUnavailable, with the reason and the replica's log file, as soon as a replica fails to start.
     """
     from ray import serve
@@ -249,7 +249,7 @@ def _scaling(replicas: int, options: EngineOptions, keep_idle_s: float | None) -
 
 @contextmanager
 def _deploying(deadline: float) -> Iterator[None]:
-    """A lock over the cluster. Of two processes that start Serve at once one fails, and deploying an application a
+    """A lock across the cluster. If two processes start Serve at once, one fails, and deploying an application a
     second time restarts its replicas.
 
     The lock is the name of an actor; Ray frees it when the process that holds it ends, however it ends."""
@@ -296,7 +296,7 @@ def _state(name: str) -> str:
 
 
 def _failure_reason(name: str) -> str:
-    """Why the application failed: the text of one of our errors in Serve's message, else the message's last line."""
+    """Why the application failed: an error of `workers.errors` in Serve's message, else the message's last line."""
     from ray import serve
 
     application = serve.status().applications[name]

@@ -315,7 +315,7 @@ def train_family(out: pathlib.Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder to write the family into")
-    parser.add_argument("--threads", type=int, default=1, help="one is fastest where other work shares the cores")
+    parser.add_argument("--threads", type=int, default=1, help="one is fastest if other programs use the cores")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(arguments.threads)

@@ -121,7 +121,7 @@ def test_a_new_module_of_the_package_is_found_without_a_list(tmp_path, monkeypat
         (merge("dare_linear", "a", lambda_=1.0, density=0.0, seed=1), r"density is 0; give a number in \[1e-06, 1\]"),
         (merge("dare_linear", "a", lambda_=1.0, density=0.5), "draws random masks and its seed is None; give a whole"),
         (merge("dare_linear", "a", lambda_=1.0, density=0.5, seed=-1), "its seed is -1; give a whole number from 0"),
-        (merge("linear", "a", weight=1.0, seed=3), "linear draws nothing, but its seed is 3; leave it out"),
+        (merge("linear", "a", weight=1.0, seed=3), "linear draws no masks, but its seed is 3; leave it out"),
         (merge("nearswap", "a", "b", t=-0.1), "nearswap.t is -0.1; give a number from 0"),
         (
             merge("consensus_ta", "a", "b", lambda_=1.0, mask_lambda=0.5, agreement=1.5),
@@ -129,11 +129,11 @@ def test_a_new_module_of_the_package_is_found_without_a_list(tmp_path, monkeypat
         ),
         (
             merge("della", "a", lambda_=1.0, density=0.9, epsilon=0.2, seed=0),
-            r"della: density 0.9 and epsilon 0.2: density - epsilon and density \+ epsilon are in \[0, 1\]",
+            r"della: density 0.9 and epsilon 0.2: density - epsilon and density \+ epsilon must be in \[0, 1\]",
         ),
         (
             merge("breadcrumbs", "a", "b", lambda_=1.0, density=(0.5, 0.9), gamma=0.2),
-            "breadcrumbs: density 0.9 and gamma 0.2: what is kept and what is cut off are at most 1 in all",
+            r"breadcrumbs: density 0.9 and gamma 0.2: density \+ gamma must be at most 1",
         ),
         (merge("multislerp", "a", "b", weight=(0.5, -0.5)), r"weights \(0.5, -0.5\) sum to zero; they must not"),
     ],

@@ -94,7 +94,7 @@ def test_a_recipe_says_what_it_lacks(home: Path, tied_family: Family, capsys: py
     recipe = {**arithmetic(tied_family, 0.3, 0.4).to_json(), "dtype": "int8"}
     file = written(home / "recipe.json", json.dumps(recipe))
     found = refused(capsys, file, "--out", home / "out")
-    assert found == f"{file}: dtype: 'int8' is not written here; give float32, bfloat16, float16"
+    assert found == f"{file}: dtype: 'int8' is not supported; give float32, bfloat16, float16"
     file.write_text(json.dumps({**recipe, "dtype": "float16"}))
     here = [f"--model={alias}={home / alias}" for alias in ("base", "math")]
     assert refused(capsys, file, "--out", home / "out", *here) == f"{file}: where is text? Add --model text=DIR"
@@ -161,7 +161,7 @@ def test_check_refuses_what_the_merge_would(
         found = refused(capsys, file, "--out", home / "taken", *options)
         assert "taken: exists and is not an export of recipe" in found
         assert "out: the disk has 0.0 GiB free" in refused(capsys, file, "--out", home / "out", *options)
-        assert "merge_method: 'x' is not merged here" in refused(
+        assert "merge_method: 'x' is not supported" in refused(
             capsys, written(home / "x.yml", CONFIGURATION, merge_method="x"), "--out", home / "out", *options
         )
 
@@ -239,9 +239,9 @@ def test_what_a_killed_merge_has_left_counts_as_room(home: Path, monkeypatch: py
         ),
         ("a: &x {b: 1}\nc: {<<: *x, b: 2}\n", "is neither a configuration"),
         ("sources: []\n", "is neither a configuration of mergekit's (it has no merge_method) nor a recipe (it has no "),
-        ("experts: []\n", "experts: mixtures of experts are not made of whole models here, as mergekit-moe does"),
+        ("experts: []\n", "experts: mixtures of experts cannot be built from whole models, as mergekit-moe does"),
         ("just text", "is neither a configuration"),
-        ("merge_method: ties", "expected either models or slices, one of them"),
+        ("merge_method: ties", "expected exactly one of models and slices"),
         ("format: mergesearch-recipe/0", "recipe: format is 'mergesearch-recipe/0'; this version reads "),
         ("- " * 3000 + "x", "is nested too deeply"),
         ("!!python/object/apply:os.system ['true']", "line 1: not YAML: could not determine a constructor"),

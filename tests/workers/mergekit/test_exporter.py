@@ -187,7 +187,7 @@ def test_mergekit_gives_the_same_scaled_models(bank: Bank, tmp_path: Path) -> No
         ),
         (
             lambda layer: Merge("dare_linear_l1", (Source("math", layer),), {"lambda": 1.0, "density": 0.5}, 0),
-            "dare_linear_l1 has random masks, which mergekit draws otherwise",
+            "dare_linear_l1 has random masks, which mergekit draws differently",
         ),
     ],
 )
@@ -200,7 +200,7 @@ def test_methods_that_mergekit_computes_otherwise_are_not_written(bank: Bank, ma
 def test_models_that_differ_within_a_layer_are_inexpressible(bank: Bank) -> None:
     one, other = by("ram", "math", "text"), by("ram", "math")
     recipe = recipe_of(bank.family, [(one, other, one)] * 3, one, one)
-    with pytest.raises(Inexpressible, match="layer 0 and what goes with it merge different models"):
+    with pytest.raises(Inexpressible, match="the slice of layer 0 merges different models"):
         config_of(recipe, bank)
     recipe = recipe_of(bank.family, [(one,) * 3, (other,) * 3, (one,) * 3], one, one)
     with pytest.raises(Inexpressible, match="mergekit merges the same number of models in all layers"):
@@ -272,7 +272,7 @@ def compare(recipe: Recipe, bank: Bank, document: dict[str, object], directory: 
         (
             [(slerp("math", "text", 0.5), slerp("math", "base", 0.5), passthrough("base"))] * 3,
             passthrough("base"),
-            "mergekit's slerp takes two models; layer 0 and what goes with it take",
+            "mergekit's slerp takes two models; the slice of layer 0 takes",
         ),
     ],
 )

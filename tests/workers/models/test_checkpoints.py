@@ -169,7 +169,7 @@ def test_pickles_are_never_loaded(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     message = problems_of(lambda: open_checkpoint(tmp_path))
     assert message == (
-        f"{tmp_path}: only pickles (pytorch_model.bin), which are never loaded, for they can run any program; convert "
+        f"{tmp_path}: only pickles (pytorch_model.bin), which are never loaded, because they can run code; convert "
         "a model that you trust to safetensors: `AutoModelForCausalLM.from_pretrained(DIR, "
         "dtype='auto').save_pretrained(NEW_DIR)` of transformers does so"
     )
@@ -247,7 +247,7 @@ def test_an_index_may_not_point_outside(tmp_path: Path) -> None:
     shard(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "../other/model.safetensors"}}))
-    assert "shards must lie beside the index" in problems_of(lambda: open_checkpoint(tmp_path))
+    assert "shards must be in the folder of the index" in problems_of(lambda: open_checkpoint(tmp_path))
     index.write_text("{}")
     assert "not a safetensors index" in problems_of(lambda: open_checkpoint(tmp_path))
 

@@ -123,12 +123,15 @@ def test_many_problems_of_a_kind_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ({"weight_map": {"x": "../a/model.safetensors"}}, "shards must lie beside the index, found '../a/model.safe"),
-        ({"weight_map": {"x": ".."}}, "shards must lie beside the index, found '..'"),
-        ({"weight_map": {"x": "/etc/passwd"}}, "shards must lie beside the index, found '/etc/passwd'"),
-        ({"weight_map": {"x": 3}}, "shards must lie beside the index, found 3"),
-        ({"weight_map": {"x": ""}}, "shards must lie beside the index, found ''"),
-        ({"weight_map": {"x": "a\0b"}}, "shards must lie beside the index, found 'a\\x00b'"),
+        (
+            {"weight_map": {"x": "../a/model.safetensors"}},
+            "shards must be in the folder of the index, found '../a/model.safe",
+        ),
+        ({"weight_map": {"x": ".."}}, "shards must be in the folder of the index, found '..'"),
+        ({"weight_map": {"x": "/etc/passwd"}}, "shards must be in the folder of the index, found '/etc/passwd'"),
+        ({"weight_map": {"x": 3}}, "shards must be in the folder of the index, found 3"),
+        ({"weight_map": {"x": ""}}, "shards must be in the folder of the index, found ''"),
+        ({"weight_map": {"x": "a\0b"}}, "shards must be in the folder of the index, found 'a\\x00b'"),
         ({"weight_map": ["a"]}, "a list where an object was expected"),
         ({}, "it has no weight_map"),
         ([], "a list where an object was expected"),

@@ -171,7 +171,7 @@ def test_every_model_that_cannot_be_had_is_reported_with_the_reason(hub: Hub, mo
         revision="owner/wide@v2",
     )
     reasons = {
-        "absent": "the hub has none of this name, or not for you; if it is private, log in with `hf auth login`",
+        "absent": "it does not exist on the hub, or you have no access; if it is private, log in with `hf auth login`",
         "gated": f"it is gated: ask for access at {hub.url}/owner/math, and log in with `hf auth login`, or set HF_TOK",
         "forbidden": f"the hub ({hub.url}) answers 403: ",
         "revision": "it has no branch, tag or commit 'v2'",

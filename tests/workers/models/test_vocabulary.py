@@ -260,7 +260,7 @@ def test_the_vocabulary_is_part_of_a_recipe(models: Path) -> None:
         embedding=plain.canonical().embedding,
         head=plain.canonical().head,
     )
-    with pytest.raises(InvalidModel, match="with tokenizer 'wizard' every model counts; tools is not the recipe's"):
+    with pytest.raises(InvalidModel, match="with tokenizer 'wizard' it must name every model; tools is missing"):
         check_recipe(fewer, bank)
 
 

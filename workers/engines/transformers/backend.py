@@ -20,7 +20,7 @@ __all__ = ["ATTENTION", "Reference", "logprobs", "merged_model", "whole_characte
 
 BATCH = 64  # texts at once: bounds memory, not speed
 
-# The attention implemented in transformers itself: its default silently ignores Gemma-2's cap on attention scores.
+# Eager attention: transformers' default silently ignores Gemma-2's cap on attention scores.
 ATTENTION = "eager"
 
 
@@ -134,7 +134,7 @@ def logprobs(model: Any, tokens: Sequence[int]) -> list[float]:
 
 
 def whole_characters(text: str) -> str:
-    """`text` without a character that was cut off at its end: the engine holds back such bytes until it is complete."""
+    """`text` without an incomplete character at its end: the engine holds back its bytes until it is complete."""
     return text.rstrip("\ufffd")
 
 

@@ -8,7 +8,7 @@
 - `worker_extension`: inside vLLM's worker: merge and write the weights
 - `loading`: where vLLM's loader puts each tensor
 - `checksum`: a checksum of all parameters
-- `plugin`: vLLM's entry point, which keeps plain weights beside packed ones
+- `plugin`: vLLM's entry point, which keeps plain weights next to packed ones
 - `support`: whether vLLM can run a model, by its configuration
 - `capabilities`: the process that asks vLLM for `support`
 """

@@ -117,7 +117,7 @@ class Engine:
     def _start(self) -> None:
         from workers.engines.vllm.worker_extension import family_to_json
 
-        self.max_length = self.prompts.max_length  # without a model this fails, before the long import
+        self.max_length = self.prompts.max_length  # fails here, before the long import, if there is no model
         os.environ.update(engine_environment(self.options, os.environ))
         from vllm import LLM
         from vllm.platforms import current_platform
@@ -158,7 +158,7 @@ class Engine:
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=max(MAX_NUM_BATCHED_TOKENS, self.max_length),
             tensor_parallel_size=self.options.tensor_parallel_size,
-            # By default vLLM may choose Ray inside of Ray, and wait for GPUs that this process already holds.
+            # By default vLLM may choose Ray inside Ray, and wait for GPUs that this process already holds.
             distributed_executor_backend="mp" if self.options.tensor_parallel_size > 1 else None,
             # The first swap overwrites what is loaded. With another vocabulary than the base's, nothing can be loaded.
             load_format="safetensors" if self.prompts.directory == self.family.base.directory else "dummy",

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KEEP_WEIGHTS", "engine_environment"]
 
-# Tells `plugin` that the process runs one of our engines; other programs of the same environment keep vLLM as it is.
+# Tells `plugin` that the process runs this package's engine; other programs in the environment use vLLM unmodified.
 KEEP_WEIGHTS = "MERGESEARCH_KEEP_WEIGHTS"
 
 

@@ -43,7 +43,7 @@ def free_gpu_bytes(num_gpus: int, *, wait_s: float = 20.0, poll_s: float = 1.0) 
 
 def _gpu_bytes(num_gpus: int) -> tuple[int, int]:
     """Several GPUs are read by a subprocess: reading them here would leave a CUDA context of this process on each,
-    beside the rank that computes there."""
+    next to the rank that computes there."""
     if num_gpus == 1:
         import torch
 

@@ -99,7 +99,7 @@ def divide_memory(
         spare = (left - needs.weights - ACTIVATION_BYTES) / GB
         reason = f"{sizes} leave {spare:.1f} GB of the GPU's {gpu_total / GB:.1f} GB for keys and values"
         return EngineMemory((Placement.GPU, *off_gpu), _share(left, gpu_total), reason)
-    reason = f"beside {sizes} the GPU's {gpu_total / GB:.1f} GB have too little room for an engine"
+    reason = f"next to {sizes} the GPU's {gpu_total / GB:.1f} GB have too little room for an engine"
     if not in_host:
         number = "a copy" if copies == 1 else f"{copies} copies (one for each GPU)"
         reason += f", and {number} would be more than half of the {host_free / GB:.1f} GB free on the host"

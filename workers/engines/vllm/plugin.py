@@ -1,9 +1,9 @@
 """vLLM's entry point into this package (group `vllm.general_plugins`), called in each of its processes.
 
 On CPU vLLM packs the weights of linear layers and of mixtures of experts for its kernels and drops the plain ones, so
-that nothing could be written in place. For our engines this module keeps the plain weights beside the packed copies; a
-layer that has both gets an attribute `PACK`, a function that packs it again. It also keeps vLLM from changing
-transformers' classes, so that plain transformers remains available for comparison.
+that nothing could be written in place. This module makes engines of this package keep the plain weights next to the
+packed copies; a layer that has both gets an attribute `PACK`, a function that packs it again. It also keeps vLLM from
+changing transformers' classes, so that plain transformers remains available for comparison.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _keep_expert_weights() -> None:
 
 def _keep_transformers_classes() -> None:
     """vLLM runs models without code of its own through transformers' modules. To compile them it changes their classes,
-    after which no other code can use those. Our engines do not compile such models."""
+    after which no other code can use those. `engine` does not compile such models."""
     from vllm.model_executor.models.transformers.base import Base
 
     Base._decorate_for_torch_compile = lambda self: None

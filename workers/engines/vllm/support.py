@@ -1,8 +1,8 @@
 """Whether vLLM can run a model, from its configuration alone: before weights are downloaded or an engine is started.
 
-The installed vLLM decides, in a separate process (`capabilities`) that runs beside the other checks. Importing vLLM
-takes seconds, so the answers are cached by version and configuration. Without vLLM the answer is a note that it is not
-known.
+The installed vLLM decides, in a separate process (`capabilities`), in parallel with the other checks. Importing vLLM
+takes seconds, so the answers are cached by version and configuration. Without vLLM the answer is a note that support is
+unknown.
 """
 
 from __future__ import annotations

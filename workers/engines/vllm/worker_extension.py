@@ -100,7 +100,7 @@ class MergeExtension:
 
         Tensors that the held merge computes in the same way are not written again. Returns {digest, swaps, checksum,
         tensors_written, materialise_s, repack_s, swap_s (packing included), bank (its summary)}. During the writing,
-        and after it failed, no digest is held. For a recipe that cannot be merged the result has the reason, {refused}:
+        and if it fails, no digest is held. For a recipe that cannot be merged the result has the reason, {refused}:
         with several ranks an exception would lose its class on the way.
         """
         try:
@@ -152,7 +152,7 @@ class MergeExtension:
                 self._mergesearch_places |= observer.places
                 materialise_s += observer.seconds
             if missing := sorted(set(parameters) - written - sums.keys()):
-                raise RuntimeError(f"the merge left {len(missing)} parameters unwritten, {missing[0]} for one")
+                raise RuntimeError(f"the merge left {len(missing)} parameters unwritten, for example {missing[0]}")
             rewritten = {name: parameter for name, parameter in parameters.items() if name in written}
             repack_s = _repack(model, rewritten.values())
             _derive(model, dtype)

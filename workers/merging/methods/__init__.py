@@ -8,10 +8,10 @@ function here, registered by `@merges(NAME)`. Import names from their modules.
 - `registry`: the decorator that registers a function
 - `plain`: `PLAIN`, the methods with their functions, and the `Operands` they are called with
 - `averages`: averages and interpolations of whole models, fusions of a pair
-- `task_vectors`: sums of task vectors, made sparse or brought to agree
-- `competition`: task vectors weighed against each other
+- `task_vectors`: sums of task vectors, sparsified or with elected signs
+- `competition`: task vectors that compete for each element
 - `arithmetic`: weighted sums, inner products, angles and ranks
-- `sparsify`: what removes elements of a task vector
-- `consensus`: what makes task vectors agree in sign
+- `sparsify`: functions that drop elements of a task vector
+- `consensus`: functions that elect signs, as TIES does
 - `table`: the declarations as the table in README.md
 """

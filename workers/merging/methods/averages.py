@@ -54,7 +54,7 @@ __all__ = [
 COLLINEAR = 0.9995
 # NuSLERP is linear only beyond this, where line and circle are equal in float32, see `nuslerp`.
 NUSLERP_COLLINEAR = 1 - 1e-7
-# Weights that sum to less say nothing about the share of each.
+# For weights that sum to less, the share of each is undefined.
 NO_WEIGHT = 10.0**-COEFFICIENT_DECIMALS
 # Multi-SLERP's epsilon, added to norms it divides by.
 MULTISLERP_EPSILON = 1e-8
@@ -299,7 +299,7 @@ def nearswap(tensors: Sequence[torch.Tensor], *, t: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Importance:
-    """Which elements Arcee Fusion takes over: those whose |difference| times their row's number in `rows`, float32
+    """Which elements Arcee Fusion takes over: those whose |difference| times their row's value in `rows`, float32
     [..., 1], is at least `threshold`, a float32 value."""
 
     rows: torch.Tensor

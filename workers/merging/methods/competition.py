@@ -32,9 +32,9 @@ __all__ = [
 
 # PCB-Merging's code clips magnitudes to their quantiles at this share from both ends.
 PCB_CLIPPED = 0.0001
-# Below this sum of mean squares mergekit's SCE weighs equally.
+# Below this sum of mean squares mergekit's SCE uses equal weights.
 NO_SQUARES = 1e-6
-# Adam's constants, as in the paper that named it.
+# Adam's constants, as in its paper.
 ADAM_BETAS, ADAM_EPSILON = (0.9, 0.999), 1e-8
 
 

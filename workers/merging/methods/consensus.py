@@ -1,4 +1,4 @@
-"""Merging task vectors by elected signs: the several computations that are called TIES.
+"""Merging task vectors by elected signs: the variants of TIES.
 
 The functions take task vectors, one per source, and return the merged task vector; they may modify their arguments.
 """

@@ -1,4 +1,4 @@
-"""The decorator by which the plain function of a merge method is found."""
+"""The decorator that registers the plain function of a merge method."""
 
 from __future__ import annotations
 

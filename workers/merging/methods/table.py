@@ -1,4 +1,4 @@
-"""The declared methods as a table for people; README.md beside this file has it. Run the module to print it."""
+"""The declared methods as the Markdown table in this folder's README.md. Run the module to print it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Task arithmetic and related methods: task vectors are made sparse, merged by sign or weight, and added to the base.
+"""Task arithmetic and related methods: task vectors are sparsified, merged by sign or weight, and added to the base.
 
 Equation numbers are those of "Automated Model Merging", section A.2, unless another source is named. `magnitudes` are
 for each source the table of |source - base|, and `ranks` the ranks of these magnitudes in their rows, if known.
@@ -63,7 +63,7 @@ def ties(
     """TIES-Merging, eq. 6 to 9 (arXiv:2306.01708): trim, elect signs, average those that agree, scale.
 
     Trimming is per tensor and keeps the `num_kept(k, n)` largest magnitudes, and all that equal the smallest of them,
-    so the result depends on no order. Signs are elected unweighted; where the trimmed task vectors cancel there is no
+    so no order affects the result. Signs are elected unweighted; where the trimmed task vectors cancel there is no
     elected sign and the result is the base.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes)
@@ -134,7 +134,7 @@ def m3_ties(
     """Mixup Model Merge inside TIES (M3, appendix H): trim and elect as `ties`; a parameter that several task vectors
     keep is interpolated with their weights, one that a single task vector keeps is kept as it is; times lambda.
 
-    The paper has two models with weights w and 1 - w; of more, the weights of those that keep the parameter are
+    The paper has two models with weights w and 1 - w; with more, the weights of those that keep the parameter are
     divided by their sum. Where that is zero the base stays.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes)

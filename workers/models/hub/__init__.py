@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub: found, examined without their weights, downloaded.
+"""Models on the Hugging Face hub: located, checked without their weights, downloaded.
 
 - `locations`: `locate`: the directory of a model or hub id; which commit a directory holds
 - `metadata`: metadata-only snapshots: small files, and headers in place of weights

@@ -125,7 +125,7 @@ def download(name: str, commit: str, files: Sequence[str], progress: type | None
 
 
 def point_to(snapshot: Path, revision: str) -> None:
-    """Let the cache's branch or tag `revision` be this complete snapshot."""
+    """Make the cache's branch or tag `revision` refer to this complete snapshot."""
     reference = snapshot.parents[1] / "refs" / revision
     if COMMIT.fullmatch(revision):
         return

@@ -27,7 +27,7 @@ def reason_of(error: Exception, name: str, revision: str) -> str:
             case GatedRepoError():
                 return f"it is gated: ask for access at {constants.ENDPOINT}/{name}, and {login}"
             case RepositoryNotFoundError():
-                return f"the hub has none of this name, or not for you; if it is private, {login}"
+                return f"it does not exist on the hub, or you have no access; if it is private, {login}"
             case RevisionNotFoundError():
                 return f"it has no branch, tag or commit {revision!r}"
             case HfHubHTTPError():

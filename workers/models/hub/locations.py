@@ -1,6 +1,6 @@
 """Where a model is: a directory, a hub model in the hub's cache, or a metadata-only snapshot of one on the hub.
 
-A model whose weights are not all in the cache is examined as a metadata-only snapshot, so that whether a family can be
+A model whose weights are not all in the cache is checked as a metadata-only snapshot, so that whether a family can be
 merged is known before its weights are downloaded. A snapshot is of one commit, and so is the download that replaces it.
 """
 
@@ -26,7 +26,7 @@ STEMS = ("model", "adapter_model")
 
 INDEX = "{}.safetensors.index.json"
 
-# What is downloaded of a model beside its weights: no pickles and no code.
+# What is downloaded of a model besides its weights: no pickles and no code.
 NEEDED_FILES = (
     "config.json",
     "generation_config.json",
@@ -146,5 +146,5 @@ def _weights(directory: Path, names: Collection[str]) -> list[str]:
                 files = json.loads((directory / index).read_bytes())["weight_map"].values()
                 return sorted({file for file in files if Path(file).name == file and file.endswith(".safetensors")})
             except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                return []  # the reader of headers says why
+                return []  # `headers` reports why
     return []

@@ -1,8 +1,8 @@
 """Metadata-only snapshots: what a hub model's files say, without its weights.
 
 A snapshot is a directory with the model's small files and, for each file of weights, one that begins with the real
-file's header, has its size, and is a hole behind that. Code that reads configurations and headers works on it as on the
-model. A snapshot is of one commit and never changes. What the files mean is not known here.
+file's header, has its size, and is sparse after the header. Code that reads configurations and headers works on it as
+on the model. A snapshot is of one commit and never changes. The files are not interpreted here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
     "stated_hash",
 ]
 
-# The file in a snapshot that records what it is of.
+# The file in a snapshot that holds its SnapshotRecord.
 RECORD = "hub.json"
 
 # Most headers fit into this; a longer one takes a second request.
@@ -45,7 +45,7 @@ CONNECTIONS = 8
 
 @dataclass(frozen=True)
 class SnapshotRecord:
-    """What a snapshot is of: a model's files, and the sizes and sha256 (hex) that the hub states for its weights."""
+    """What a snapshot contains: a model's files, and the sizes and sha256 (hex) that the hub states for its weights."""
 
     name: str
     revision: str
@@ -106,7 +106,7 @@ def make_snapshot(record: SnapshotRecord, snapshot: Path, pickles: Iterable[str]
             (made / file).write_bytes(header)
             os.truncate(made / file, size)
         (made / RECORD).write_text(json.dumps(asdict(record)))
-        with suppress(OSError):  # another process has created it meanwhile
+        with suppress(OSError):  # another process has created it
             made.rename(place)
     if not is_metadata_only(place):
         raise OSError(f"{place}: cannot be written")

@@ -156,7 +156,7 @@ def test_objectives_may_have_rungs_of_their_own(root: Path) -> None:
     found = examined(root, objectives=specs)
     assert found.rung_samples == ({"sums": 5, "words": 4}, {"sums": 10, "words": 12}, {"sums": 40, "words": 36})
     specs[1]["rungs"] = [6]
-    with pytest.raises(InvalidStudy, match=r"objectives\.1\.rungs: \[6\] has another length"):
+    with pytest.raises(InvalidStudy, match=r"objectives\.1\.rungs: \[6\] differs in length"):
         examined(root, objectives=specs)
     del specs[0]["rungs"]
     found = examined(root, objectives=specs, fidelity={"scheduler": "none"})
@@ -446,7 +446,9 @@ def test_a_study_of_models_with_other_tokens_has_the_vocabulary_that_it_names(ro
             assert recipe.tokenizer == tokenizer
             check_recipe(recipe, bank)
     assert counts == {"base": counts["base"], "union": counts["base"], "tools": counts["base"] + 2 * 32}
-    with pytest.raises(InvalidStudy, match=r"code is not a model of the study; give base, union, math, tools"):
+    with pytest.raises(
+        InvalidStudy, match=r"models.tokenizer: code is not a model of the study; give base, union, math, tools"
+    ):
         study_of(root, models={**models, "tokenizer": "code"})
 
 

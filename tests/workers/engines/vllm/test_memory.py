@@ -68,7 +68,7 @@ def test_what_is_given_out_fits_into_the_gpu() -> None:
 def test_four_models_of_7b_are_in_host_memory_beside_an_engine_of_80_gb_and_on_a_gpu_of_141_gb() -> None:
     found = divided(four(LLAMA_2_7B), A100)
     assert found == EngineMemory(
-        ("host", "mapped"), 0.9052, "beside 56.0 GB of sources the GPU's 85.0 GB have too little room for an engine"
+        ("host", "mapped"), 0.9052, "next to 56.0 GB of sources the GPU's 85.0 GB have too little room for an engine"
     )
     found = divided(four(MISTRAL_7B), H200)
     assert found.placements == ("gpu", "host", "mapped")

@@ -140,7 +140,7 @@ def test_a_recipe_that_cannot_be_merged_writes_nothing(extension: Extension, tie
 
 def test_parameters_that_a_merge_does_not_reach_are_an_error(extension: Extension, tied_family: Family) -> None:
     extension.model_runner.get_model().register_parameter("extra", torch.nn.Parameter(torch.zeros(3)))
-    with pytest.raises(RuntimeError, match="left 1 parameters unwritten, extra for one"):
+    with pytest.raises(RuntimeError, match="left 1 parameters unwritten, for example extra"):
         extension.apply(arithmetic(tied_family, 0.3, 0.5))
     assert extension.mergesearch_held()["digest"] is None
 
