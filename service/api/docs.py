@@ -1,6 +1,6 @@
-"""/docs: the HTTP interface as a page, where requests can be tried. It works without a network.
+"""The page /docs: Swagger UI for the HTTP API, usable without internet access.
 
-The page is Swagger UI; the package fastapi-swagger ships its files, which the server serves under /docs/.
+The package fastapi-swagger ships the files of Swagger UI, which the server serves under /docs/.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PARAMETERS = {
 
 
 def install_docs(app: FastAPI) -> None:
-    """Serve the page at /docs. Its addresses are relative, so that a proxy may serve all of this below a prefix."""
+    """Serve the page at /docs. Its URLs are relative, so that a proxy may serve the API under a path prefix."""
     page = get_swagger_ui_html(
         title=app.title,
         openapi_url="openapi.json",
@@ -44,7 +44,7 @@ def install_docs(app: FastAPI) -> None:
 
 
 def _policy(html: str) -> str:
-    """Only files of this server are loaded and only this server is asked; the page's own script is known by hash."""
+    """A policy that allows only files of and requests to this server, and the page's inline script, by its hash."""
     scripts = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     return "; ".join(
