@@ -22,7 +22,7 @@ LOCK_FILE = ".lock"
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Lock `directory` for this process, at the longest until it exits. Raises Conflict if another one holds the lock."""
+    """Lock `directory` for this process, until it exits at the latest. Raises Conflict if another process has it."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK_FILE).open("a+") as file:
         try:

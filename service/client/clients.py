@@ -69,8 +69,8 @@ class Client:
             study = client.submit("study.yaml")
 
     `timeout_s` is how long one response may take, `patience_s` how long `events` tries to reconnect to a lost server.
-    Raises NotFound if `url` is not an address. Every call may raise RequestRefused (with the server's problem document),
-    ServerUnreachable and InvalidAnswer.
+    Raises NotFound if `url` is not an address. Every call may raise RequestRefused (with the server's problem
+    document), ServerUnreachable and InvalidAnswer.
     """
 
     def __init__(self, url: str, *, timeout_s: float = TIMEOUT_S, patience_s: float = PATIENCE_S) -> None:

@@ -64,9 +64,7 @@ class TrialDocument(TypedDict):
 class SamplesDocument(TypedDict):
     scored: Number
     reused: Number
-    full_budget: Annotated[
-        int, Field(description="Samples that scoring every distinct recipe in full would have taken.")
-    ]
+    full_budget: Annotated[int, Field(description="Samples needed to score every distinct recipe in full.")]
     per_second: float | None
 
 

@@ -1,8 +1,8 @@
 """Everything that can be checked before an engine starts.
 
-`examine`    the checks in order, and `PreflightResult`, the plan that follows from them
-`models`     models, weights and engine support; that a study's models are unchanged
-`tasks`      tasks, objectives and prompts
-`resources`  GPUs and memory
-`dtype`      the dtype of a study's engine
+- `examine`: the checks in order, and `PreflightResult`, the plan that follows from them
+- `models`: models, weights and engine support; that a study's models are unchanged
+- `tasks`: tasks, objectives and prompts
+- `resources`: GPUs and memory
+- `dtype`: the dtype of a study's engine
 """

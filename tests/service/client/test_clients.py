@@ -78,9 +78,7 @@ def test_what_is_wrong_with_a_study_is_told_all_at_once(site: Site, ask: Asker, 
 
 
 def test_a_relative_path_in_a_mapping_is_refused_by_name(site: Site, ask: Asker) -> None:
-    with pytest.raises(
-        RequestRefused, match=r"models\.base: \./base: is relative; give an absolute path on the server"
-    ):
+    with pytest.raises(RequestRefused, match=r"models\.base: \./base: is relative; give an absolute path"):
         ask("submit", {**site.document, "models": {**site.document["models"], "base": "./base"}})
 
 
