@@ -63,7 +63,7 @@ def prepare_environment() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_raylet_start_wait_time_s", str(START_WAIT_S))
     os.environ.setdefault("RAY_agent_register_timeout_ms", "300000")
-    # Replicas choose their devices themselves; Ray must not empty CUDA_VISIBLE_DEVICES for actors without a GPU.
+    # The deployment requests GPUs for replicas; Ray must not empty CUDA_VISIBLE_DEVICES for actors without a GPU.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
