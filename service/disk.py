@@ -1,4 +1,4 @@
-"""Directories that the service writes to: the lock of the process that uses one, and the room on its disk."""
+"""Directories that the service writes to: a lock for the process that uses one, and checks of its disk's free space."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service.errors import Conflict
 
 __all__ = ["LOCK_FILE", "free_bytes", "gib", "lack_of_space", "locked"]
 
-# For configuration, tokenizer, model card, and other programs that write meanwhile.
+# For configuration, tokenizer, model card, and what other programs write meanwhile.
 MARGIN_BYTES = 64 * 2**20
 
 # Holds the id of the process that last locked the directory.
@@ -22,7 +22,7 @@ LOCK_FILE = ".lock"
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Lock `directory` for this process; the lock ends with the process at the latest. Raises Conflict."""
+    """Lock `directory` for this process, until it exits at the latest. Raises Conflict if another process has it."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK_FILE).open("a+") as file:
         try:

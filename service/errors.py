@@ -1,14 +1,14 @@
 """Errors of running studies. Each class says what the caller does next.
 
 ServiceError
-├── NotFound       (KeyError)      there is no such study, trial or file
-├── Conflict       (RuntimeError)  the state forbids it: another run or study has the directory
+├── NotFound       (KeyError)      the study, trial or file does not exist
+├── Conflict       (RuntimeError)  not possible in the current state, e.g. another run uses the directory
 ├── StaleAttempt   (RuntimeError)  stop: a newer driver owns the study
-├── StudyFailed    (RuntimeError)  the study cannot go on; finished work is kept
-└── what a client of the server meets:
+├── StudyFailed    (RuntimeError)  the study cannot continue; finished work is kept
+└── raised by the client of the server:
     ├── RequestRefused    (ValueError)       fix the request; holds every problem the server found
-    ├── ServerUnreachable (ConnectionError)  check that the server is up and the address right, then ask again
-    ├── InvalidAnswer     (RuntimeError)     what responds there is no mergesearch server, or was cut off
+    ├── ServerUnreachable (ConnectionError)  check that the server runs and the address is right, then retry
+    ├── InvalidAnswer     (RuntimeError)     the response is not from a mergesearch server, or is incomplete
     └── ExportFailed      (RuntimeError)     the server could not write the merged model
 """
 
@@ -37,14 +37,14 @@ class ServiceError(Exception):
 
 
 class NotFound(ServiceError, KeyError):
-    """There is no such study, trial or file; the message names it and what there is."""
+    """The study, trial or file does not exist; the message names it."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class Conflict(ServiceError, RuntimeError):
-    """The request is well formed, but not possible in the present state."""
+    """The request is well formed, but not possible in the current state."""
 
 
 class StaleAttempt(ServiceError, RuntimeError):
@@ -52,11 +52,11 @@ class StaleAttempt(ServiceError, RuntimeError):
 
 
 class StudyFailed(ServiceError, RuntimeError):
-    """The study stopped for good; the message is its reason."""
+    """The study failed and cannot continue; the message is the reason."""
 
 
 class RequestRefused(ServiceError, ValueError):
-    """The server refused: `problem` is its response (RFC 9457), `retry_after_s` how long to wait, if it says."""
+    """The server refused the request: `problem` is its response (RFC 9457), `retry_after_s` its Retry-After, if any."""
 
     def __init__(self, problem: ProblemDocument, retry_after_s: float | None = None) -> None:
         super().__init__(problem, retry_after_s)
@@ -69,7 +69,7 @@ class RequestRefused(ServiceError, ValueError):
 
     @property
     def problems(self) -> list[FieldProblem]:
-        """What is wrong, by field; one without a field if the server names none."""
+        """Every problem with its field; a single one with an empty field if the server lists none."""
         return self.problem.get("problems") or [{"field": "", "message": self.problem["detail"]}]
 
     def __str__(self) -> str:
@@ -85,4 +85,4 @@ class InvalidAnswer(ServiceError, RuntimeError):
 
 
 class ExportFailed(ServiceError, RuntimeError):
-    """The server could not write a merged model; the message is its reason."""
+    """The server could not write a merged model; the message is the reason."""

@@ -1,7 +1,7 @@
 """`mergesearch serve`: the HTTP server in one process, and Ray in others.
 
-It answers requests while Ray still starts. All its state is in the data directory: a server that was killed continues
-when it is started again.
+It answers requests while Ray is still starting. All its state is in the data directory: a server that was killed
+continues when it is restarted.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def serve(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 is any free one. Raises Conflict with what is wrong with the address."""
+    """A listening socket; port 0 is any free port. Raises Conflict if the address cannot be used."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (socket.gaierror, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""Records and enums that all of `service` shares: plain data, no SQL, no Ray."""
+"""Records and enums shared by all of `service`: plain data, no SQL, no Ray."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
     "TrialState",
 ]
 
-# A driver stores a heartbeat this often; one whose last is several times older is considered dead.
+# The interval of a driver's heartbeats; a driver without one for several intervals is considered dead.
 HEARTBEAT_S = 5.0
 
 
@@ -79,7 +79,7 @@ class ExportState(StrEnum):
 
 
 class EventKind(StrEnum):
-    """What happened in a study's life, as stored and as clients read it. Events of other programs may be of others."""
+    """The kinds of a study's events, as stored and as clients read them. Later versions may store further kinds."""
 
     CREATED = "created"
     ATTEMPT = "attempt"
@@ -118,7 +118,7 @@ class RungRecord:
 @dataclass(frozen=True)
 class TrialRecord:
     """One trial. `number` is unique in its study and never reused; `bracket` is None outside brackets (sources,
-    published). `rungs` holds finished rungs in order, `values` those of the last one at full budget, else empty."""
+    published). `rungs` holds finished rungs in order, `values` those at full budget, empty if it was not reached."""
 
     number: int
     origin: Origin
@@ -138,7 +138,7 @@ class TrialRecord:
 
 @dataclass(frozen=True)
 class ResolvedStudy:
-    """What the names in a study file stood for when the study was created. A resumed study must resolve to the same.
+    """What the names in a study file resolved to when the study was created. A resumed study must resolve to the same.
 
     `fingerprints` are of the models by alias, `commits` those of hub models by the name in the study file, `tasks` and
     `holdout_tasks` the digests of the tasks by objective. `rung_samples[r]` are the samples of each objective at rung
@@ -156,7 +156,7 @@ class ResolvedStudy:
     commits: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """As stored. `max_staleness` is called `lag` there."""
+        """The stored document. Its key for `max_staleness` is `lag`."""
         return {
             "fingerprints": dict(self.fingerprints),
             "commits": dict(self.commits),
@@ -192,7 +192,7 @@ class ResolvedStudy:
 class StudyRecord:
     """A study as stored.
 
-    `document` is the canonical study file, `resolved` what its names stood for when it was created. `attempt` counts
+    `document` is the canonical study file, `resolved` what its names resolved to at creation. `attempt` counts
     the drivers that took it over, `submissions` the drivers sent to a cluster; `submitted_after` is the number of
     attempts at the last submission. Times are seconds since the epoch; 0 or None: never."""
 
@@ -215,7 +215,7 @@ class StudyRecord:
 
 @dataclass(frozen=True)
 class ExportRecord:
-    """A merged model that was asked for; `reason` says why it FAILed."""
+    """A merged model that was requested for download; `reason` says why writing it failed."""
 
     id: str
     study: str

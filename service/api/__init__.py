@@ -1,14 +1,14 @@
-"""The HTTP side: FastAPI over the store, with the cluster behind it.
+"""The HTTP API: FastAPI on top of the store and the cluster.
 
-- `app`: the application, put together
-- `protocols`: what it needs of the cluster, and who sends a request
-- `dependencies`: what routes work with
+- `app`: creates the application
+- `protocols`: the interface to the cluster, and the sender of a request
+- `dependencies`: services and path parameters that routes depend on
 - `routes`: the routes, by topic
 - `requests`: reading a request: its body within limits, its sender
 - `problems`: errors as problem details (RFC 9457) with HTTP status codes
 - `presenters`: stored records as documents
-- `record_cache`: run records and reports of the studies that were asked for last
-- `event_stream`: events to any number of watchers
+- `record_cache`: run records and reports of recently requested studies
+- `event_stream`: streams events to any number of watchers
 - `export_queue`: merged models, written one at a time
 - `preflight_process`: checks of submitted studies, outside the server's process
 - `worker_process`: the process in which these checks and exports run

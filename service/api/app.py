@@ -1,4 +1,4 @@
-"""The HTTP application: what it consists of, and what starts and stops with it."""
+"""Creates the HTTP application from its parts, and starts and stops its services."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DESCRIPTION = "Searches for the best merges of language models. Errors are probl
 def create_app(store: Store, *, cluster: Cluster, data_dir: Path, preflight: Preflight | None = None) -> FastAPI:
     """The server's application. It starts and stops `cluster`; the caller closes `store`.
 
-    Exported models are kept in `data_dir`; `preflight` None runs in a process of its own."""
+    Exported models are kept in `data_dir`; `preflight` None is a PreflightProcess."""
     requests = RequestCounter()
     services = Services(
         store=store,

@@ -1,4 +1,4 @@
-"""What routes work with: made in `create_app`, passed to them with each request."""
+"""What routes depend on: the services, created in `create_app`, and parsed path parameters."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from service.types import StudyRecord
 
 __all__ = ["MAX_ID", "MAX_NUMBER", "PAGE_HEADERS", "Context", "Services", "Study", "TrialNumber"]
 
-# For pages of text and drawings: nothing in them may run or load anything.
+# For pages of text and SVG: they may neither run scripts nor load anything.
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; sandbox",
     "X-Content-Type-Options": "nosniff",
 }
-# What the database's columns hold.
+# The largest values of the database's integer columns.
 MAX_NUMBER = 2**31 - 1
 MAX_ID = 2**63 - 1
 
@@ -42,7 +42,7 @@ class Services:
     hub: EventHub
     records: RunRecords
     requests: RequestCounter
-    # One request with a given name at a time: later ones find its study.
+    # Requests with the same idempotency key run one at a time, so later ones find the study of the first.
     key_locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
 
@@ -52,7 +52,7 @@ async def _services(request: Request) -> Services:
 
 
 class _Segment(StringConvertor):
-    """A part of a path without a colon: a verb follows a colon."""
+    """A path segment without a colon, which separates a verb (`STUDY:cancel`)."""
 
     regex = "[^/:]+"
 

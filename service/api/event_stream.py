@@ -1,9 +1,9 @@
-"""Events as they happen, to any number of watchers: one reader of the database per watched study, not per watcher.
+"""Streams events to any number of watchers, with one reader of the database per watched study, not per watcher.
 
-Every watcher has a cursor of its own, the id of the last event it was given. Ids of one study's events are stored in
-order (they are written under the study's row lock), so that nothing can appear behind a cursor. A watcher that keeps
-up is served from a window of recent frames that all share; one that does not falls back to the database, in batches,
-and so holds no memory beyond what is on its way to it.
+Every watcher has its own cursor, the id of the last event it was sent. The events of a study are stored in the order of
+their ids (they are written under the study's row lock), so no event can appear behind a cursor. A watcher that keeps up
+is served from a shared window of recent frames; a slower one reads from the database in batches, so that no backlog is
+held in memory.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ POLL_S = 0.2
 # Comments that keep proxies from closing a quiet stream.
 KEEP_ALIVE_S = 15.0
 KEEP_ALIVE = b": \n\n"
-# How soon a client comes back after its connection broke.
+# Milliseconds until a client reconnects after a lost connection.
 RETRY = b"retry: 1000\n\n"
 MAX_THREADS = 8
-# Events per read, and frames kept for all watchers of a study.
+# Events per read, and frames in the window that all watchers of a study share.
 BATCH = 500
 WINDOW = 1000
 
@@ -48,17 +48,17 @@ def frame(data: Mapping[str, Any], *, event: str, id: int | None = None) -> byte
 
 
 class EventHub:
-    """Streams of events for watchers; belongs to one event loop."""
+    """Event streams for watchers. Bound to one event loop."""
 
     def __init__(self, store: Store, *, poll_s: float = POLL_S) -> None:
         self._store = store
         self._poll_s = poll_s
         self._feeds: dict[str, _Feed] = {}
-        # Of its own: events go on while all of the application's threads wait for something.
+        # A separate limiter: events continue while all of the application's threads are blocked.
         self._threads = anyio.CapacityLimiter(MAX_THREADS)
 
     async def watch(self, study_id: str, *, after: int) -> AsyncGenerator[bytes, None]:
-        """Frames from the event after `after` on, until the study has ended and all were given."""
+        """Frames of the events with ids above `after`, until the study has ended and all of them were sent."""
         feed = self._feeds.get(study_id)
         if feed is None:
             feed = self._feeds[study_id] = _Feed(self._store, study_id, self._poll_s, self._threads)
@@ -75,7 +75,7 @@ class EventHub:
 
 
 class _Feed:
-    """What is new of one study."""
+    """Reads the events of one study for all its watchers."""
 
     def __init__(self, store: Store, study_id: str, poll_s: float, threads: anyio.CapacityLimiter) -> None:
         self.watchers = 0
@@ -100,7 +100,7 @@ class _Feed:
         progress = b""
         yield RETRY
         while True:
-            changed = self._changed  # taken before looking: what comes later sets it
+            changed = self._changed  # taken before reading: anything stored later sets it
             chunk = b""
             if self._floor is not None and cursor < self._floor:
                 floor = self._floor
@@ -146,7 +146,7 @@ class _Feed:
                 study, events = await self._in_thread(self._look)
                 is_behind = len(events) == BATCH
                 self._publish(study, events, is_last=study.state.is_finished and not is_behind)
-            except Exception:  # the next round asks again
+            except Exception:  # the next round retries
                 logger.exception("events of study %s could not be read", self._study_id)
             if not is_behind:
                 await asyncio.sleep(self._poll_s)
@@ -155,7 +155,7 @@ class _Feed:
         return await anyio.to_thread.run_sync(function, *arguments, limiter=self._threads)
 
     def _look(self) -> tuple[StudyRecord, tuple[EventRecord, ...]]:
-        # The state first: when it says that the study has ended, every event is there to be read.
+        # The state is read first: if the study has ended by then, all of its events are stored.
         study = self._store.study(self._study_id)
         return study, self._read(self._position)
 

@@ -1,4 +1,4 @@
-"""Merged models for download: written one at a time in a process of their own, kept in the data directory."""
+"""Merged models for download: written one at a time in a separate process, kept in the data directory."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ __all__ = ["Exports", "Tar", "export_id"]
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 2**20
-# A tar ends with two empty blocks, and in whole records.
+# A tar file ends with two empty blocks and is padded to whole records.
 BLOCK, RECORD = tarfile.BLOCKSIZE, tarfile.RECORDSIZE
 
 
 def export_id(study_id: str, trial: int, dtype: str) -> str:
-    """The name of an export: the same model in the same dtype is one export."""
+    """The id of an export: the same trial in the same dtype is one export."""
     return hashlib.sha256(f"{study_id}/{trial}/{dtype}".encode()).hexdigest()[:32]
 
 
 class Exports:
-    """Writes the exports that SQL asks for; those that were interrupted go on at the next start."""
+    """Writes the exports that the store lists as unfinished; an interrupted one continues at the next start."""
 
     def __init__(self, store: Store, data_dir: Path) -> None:
         self._store = store
@@ -50,7 +50,7 @@ class Exports:
         self._task = asyncio.create_task(self._run(), name="exports")
 
     async def stop(self) -> None:
-        """End the export that is being written; it goes on at the next start."""
+        """Interrupt the export that is being written; it continues at the next start."""
         self._is_stopping = True
         if self._process is not None:
             await anyio.to_thread.run_sync(self._process.stop)
@@ -59,12 +59,12 @@ class Exports:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def directory(self, record: ExportRecord) -> Path:
-        """Where the model is once the export is COMPLETE; its name is the folder's in the archive."""
+        """Where the model is once the export is COMPLETE; the folder in the archive has the same name."""
         name = self._store.study(record.study).name
         return self._data_dir / "exports" / record.id / f"{name}-trial-{record.trial}"
 
     async def request(self, study_id: str, *, trial: int, dtype: str) -> ExportRecord:
-        """The export, which is written soon if it was not before; one that failed is tried again."""
+        """The export, queued if it is new; one that failed is queued again."""
         wanted = ExportRecord(
             id=export_id(study_id, trial, dtype),
             study=study_id,
@@ -95,7 +95,7 @@ class Exports:
             if record.state not in (ExportState.WAITING, ExportState.RUNNING):
                 return
             directory = await anyio.to_thread.run_sync(self._prepare, record)
-            if not directory.exists():  # a model appears whole: what is there was written before the server ended
+            if not directory.exists():  # models appear complete or not at all: an earlier server wrote this one
                 self._process = WorkerProcess("export")
                 await self._process.call(
                     _export, self._store.url, record.study, str(record.trial), directory, dtype=record.dtype
@@ -113,7 +113,7 @@ class Exports:
     def _prepare(self, record: ExportRecord) -> Path:
         self._store.set_export_state(record.id, ExportState.RUNNING)
         directory = self.directory(record)
-        directory.parent.mkdir(parents=True, exist_ok=True)  # an interrupted export left there what it goes on from
+        directory.parent.mkdir(parents=True, exist_ok=True)  # holds what an interrupted export continues from
         return directory
 
 
@@ -127,15 +127,15 @@ def _export(url: str, study_id: str, trial: str, directory: Path, *, dtype: str)
 
 @dataclass(frozen=True)
 class Tar:
-    """The files of `directory` in one folder of its name, as an uncompressed archive; of them only a chunk at a time is
-    in memory. The same files give the same bytes."""
+    """An uncompressed archive of the files of `directory`, in one folder of that name. Only one chunk at a time is in
+    memory. The same files give the same bytes."""
 
     directory: Path
     modified_at: float
 
     @property
     def size(self) -> int:
-        """Bytes that `chunks` yields in all."""
+        """Total bytes that `chunks` yields."""
         total = sum(len(header) + _padded(file.stat().st_size, BLOCK) for file, header in self._members())
         return _padded(total + 2 * BLOCK, RECORD)
 

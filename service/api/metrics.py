@@ -16,7 +16,7 @@ METHODS = frozenset(("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
 
 
 class RequestCounter:
-    """Requests by method, route (not path: there are few) and status. Thread-safe."""
+    """Requests by method, route template (unlike paths, there are few) and status. Thread-safe."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str, int]] = Counter()

@@ -1,6 +1,6 @@
 """The OpenAPI document and /docs, where its requests can be tried.
 
-The document is what FastAPI derives from the routes, with the documents that routes refer to by name. The page is
+The document is what FastAPI derives from the routes, and the schemas that routes refer to by name. The page is
 Swagger UI, whose files the package fastapi-swagger ships and the server serves under /docs/: it needs no network.
 """
 
@@ -32,12 +32,12 @@ EXPORT_REQUEST = {
         "trial": {
             "anyOf": [{"const": "best"}, {"type": "integer", "minimum": 0}],
             "default": "best",
-            "description": "The trial's number, or the best one.",
+            "description": "The trial's number, or the best trial.",
         },
         "dtype": {
             "enum": [None, "float32", "bfloat16", "float16"],
             "default": None,
-            "description": "Null: what the engines scored in.",
+            "description": "Null: the dtype that the engines scored in.",
         },
     },
 }
@@ -50,7 +50,7 @@ PARAMETERS = {
 
 
 def install_openapi(app: FastAPI) -> None:
-    """Have `app` describe itself; the document is made when it is first asked for."""
+    """Make `app` serve this module's document, which is generated at the first request for it."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -68,7 +68,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
         schemas |= schema.pop("$defs", {})
         schemas[model.__name__] = schema
     schemas["ExportRequest"] = EXPORT_REQUEST
-    # Every route says itself what it refuses; FastAPI adds its own form where it finds parameters.
+    # Routes declare their error responses; FastAPI adds a 422 of its own format to every route with parameters.
     for operations in document["paths"].values():
         for operation in operations.values():
             if "HTTPValidationError" in str(operation["responses"].get("422", "")):

@@ -1,6 +1,6 @@
-"""From a request's body to a study that can run, by the same checks as the command line's.
+"""Parses and checks the study in a request's body, with the same checks as the command line.
 
-They import torch and lm-eval and read models, so they run beside the server. Whatever a body holds, the server goes on.
+The checks import torch and lm-eval and read models, so they run in a separate process: no body can stop the server.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Preflight", "PreflightOutcome", "PreflightProcess", "examine_here", 
 
 logger = logging.getLogger(__name__)
 
-# Reading the weights of large models for the first time takes minutes; what takes longer hangs.
+# Reading the weights of large models for the first time takes minutes; a preflight that takes longer than this hangs.
 TIMEOUT_S = 1800.0
 
 BODY = "the request's body"
@@ -32,7 +32,7 @@ BODY = "the request's body"
 
 @dataclass(frozen=True)
 class PreflightOutcome:
-    """A study that can run: its canonical document, and what its names stand for."""
+    """A study that passed preflight: its canonical document, and what its names resolve to."""
 
     name: str
     document: Mapping[str, Any]
@@ -47,14 +47,14 @@ class Preflight(Protocol):
     def stop(self) -> None: ...
 
     async def examine(self, content: bytes, *, is_json: bool) -> PreflightOutcome:
-        """Raises InvalidStudy with every problem, and Unavailable if no check is possible at present."""
+        """Raises InvalidStudy with every problem, and Unavailable if no check is possible at the moment."""
 
     async def engine_dtype(self, document: Mapping[str, Any]) -> str:
         """The dtype that a study's engines score in."""
 
 
 class PreflightProcess:
-    """Runs the preflight in a process of its own."""
+    """Runs the preflight in a separate process."""
 
     def __init__(self) -> None:
         self._process = WorkerProcess("preflight", warm_up=_warm_up)
@@ -73,12 +73,12 @@ class PreflightProcess:
         try:
             try:
                 return await self._process.call(examine_here, content, is_json=is_json, timeout_s=TIMEOUT_S)
-            except ProcessDied:  # perhaps because of another request
+            except ProcessDied:  # perhaps because of an earlier request
                 return await self._process.call(examine_here, content, is_json=is_json, timeout_s=TIMEOUT_S)
         except ProcessDied as error:
-            raise Unavailable(f"the study could not be examined ({error}); ask again") from error
+            raise Unavailable(f"the study could not be checked ({error}); try again") from error
         except TimeoutError as error:
-            message = f"its preflight did not end within {TIMEOUT_S:.0f} s"
+            message = f"the preflight did not finish within {TIMEOUT_S:.0f} s"
             raise InvalidStudy((Problem("", message),)) from error
 
     async def engine_dtype(self, document: Mapping[str, Any]) -> str:
@@ -89,7 +89,7 @@ class PreflightProcess:
 
 
 def read_request(content: bytes, *, is_json: bool) -> Study:
-    """The study in a body. Raises InvalidStudy with every problem; relative paths are some."""
+    """The study in a body. Raises InvalidStudy with every problem, relative paths included."""
     try:
         study = parse_study(parse_document(content, BODY, is_json=is_json))
     except RecursionError as error:
@@ -102,7 +102,7 @@ def read_request(content: bytes, *, is_json: bool) -> Study:
 def _path_problems(study: Study) -> Iterator[Problem]:
     models = {"base": study.models.base} | {f"experts.{alias}": v for alias, v in study.models.experts.items()}
     for place, value in models.items():
-        # As for a study file: `name` and `owner/name` are hub ids, but for directories that are called so.
+        # As in a study file: `name` and `owner/name` are hub ids unless a directory has that name.
         is_path = value.startswith((".", "~")) or value.endswith("/") or value.count("/") > 1 or os.path.exists(value)
         if is_path and not os.path.isabs(value):
             yield Problem(f"models.{place}", _relative(value))
@@ -125,10 +125,10 @@ def _file_problems(spec: ObjectiveSpec, place: str) -> Iterator[Problem]:
 
 
 def _relative(value: str) -> str:
-    return f"{value}: is relative; a path in a request is absolute, for it is read on the server"
+    return f"{value}: is relative; give an absolute path on the server"
 
 
-# In the process beside the server.
+# Run in the separate process.
 
 
 def _warm_up() -> None:
@@ -140,15 +140,15 @@ def _warm_up() -> None:
 
 
 def examine_here(content: bytes, *, is_json: bool) -> PreflightOutcome:
-    """The preflight itself, in this process."""
+    """Run the preflight in this process."""
     study = read_request(content, is_json=is_json)
     try:
         return PreflightOutcome(study.name, study.canonical(), examine(study, downloads=False).resolved())
     except InvalidStudy:
         raise
-    except Exception as error:  # its driver would meet the same: a study that cannot be examined cannot run
-        logger.exception("study %s could not be examined", study.name)
-        message = f"the study could not be examined: {type(error).__name__}: {error}"
+    except Exception as error:  # the study's driver runs the same checks and would fail too
+        logger.exception("study %s could not be checked", study.name)
+        message = f"the study could not be checked: {type(error).__name__}: {error}"
         raise InvalidStudy((Problem("", message),)) from error
 
 

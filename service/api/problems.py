@@ -1,4 +1,4 @@
-"""Every refusal as problem details (RFC 9457), and the one place where errors become HTTP status codes."""
+"""Error responses as problem details (RFC 9457). The only place where errors become HTTP status codes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 PROBLEM_JSON = "application/problem+json"
 
-# Seconds after which it is worth asking again.
+# Seconds that a client should wait before it retries.
 RETRY_AFTER_S = 5
 MAX_SHOWN = 60
 
@@ -49,7 +49,7 @@ class Refusal(Exception):
 
 
 class InvalidRequest(Exception):
-    """Something in the request is not accepted; `problems` lists everything."""
+    """The request is invalid; `problems` lists every problem."""
 
     def __init__(self, problems: tuple[Problem, ...]) -> None:
         super().__init__(problems)
@@ -57,11 +57,11 @@ class InvalidRequest(Exception):
 
 
 class Unavailable(Exception):
-    """What the request needs is not there at present; the message says what."""
+    """Something that the request needs is temporarily unavailable; the message says what."""
 
 
 class Json(JSONResponse):
-    """JSON in ASCII: text that is no valid Unicode (lone surrogates of a request shown back) passes too."""
+    """JSON in ASCII, which can also hold invalid Unicode (lone surrogates quoted from a request)."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
@@ -87,13 +87,13 @@ def problem_response(
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """How a route's refusals are described in the OpenAPI document."""
+    """The OpenAPI description of a route's error responses."""
     content = {PROBLEM_JSON: {"schema": {"$ref": "#/components/schemas/ProblemDocument"}}}
     described: dict[int | str, dict[str, Any]] = {}
     for status in statuses:
         described[status] = {"description": HTTPStatus(status).phrase, "content": content}
         if status == HTTPStatus.SERVICE_UNAVAILABLE:
-            header = {"description": "Seconds after which to ask again.", "schema": {"type": "integer"}}
+            header = {"description": "Seconds to wait before a retry.", "schema": {"type": "integer"}}
             described[status]["headers"] = {"Retry-After": header}
     return described
 
@@ -116,14 +116,14 @@ def install_handlers(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
             allowed = _allowed_methods(app, request)
-            detail = f"{request.method} is not possible here; use {', '.join(allowed)}"
+            detail = f"{request.method} is not allowed here; use {', '.join(allowed)}"
             return problem_response(405, detail, headers={"Allow": ", ".join(allowed)})
         detail = str(error.detail)
         if error.status_code == HTTPStatus.NOT_FOUND and detail == HTTPStatus.NOT_FOUND.phrase:
-            detail = f"{request.url.path!r:.200}: there is nothing here; /docs lists what there is"
+            detail = f"{request.url.path!r:.200}: no such route; /docs lists the routes"
         return problem_response(error.status_code, detail, headers=error.headers)
 
-    def answer(status: int) -> Any:
+    def respond_with(status: int) -> Any:
         async def handler(_: Request, error: Exception) -> Response:
             return problem_response(status, str(error))
 
@@ -133,16 +133,16 @@ def install_handlers(app: FastAPI) -> None:
         assert isinstance(error, Refusal)
         return problem_response(error.status, error.detail)
 
-    async def away(_: Request, error: Exception) -> Response:
+    async def unavailable(_: Request, error: Exception) -> Response:
         return problem_response(503, str(error), headers={"Retry-After": str(RETRY_AFTER_S)})
 
-    async def database(_: Request, error: Exception) -> Response:
-        logger.error("the database does not answer", exc_info=error)
-        detail = "the server's database does not answer; its log says why"
+    async def database_error(_: Request, error: Exception) -> Response:
+        logger.error("the database does not respond", exc_info=error)
+        detail = "the server's database does not respond; the server's log says why"
         return problem_response(503, detail, headers={"Retry-After": str(RETRY_AFTER_S)})
 
-    async def bug(_: Request, error: Exception) -> Response:
-        return problem_response(500, "the server failed at this request; its log says why")
+    async def internal_error(_: Request, error: Exception) -> Response:
+        return problem_response(500, "internal error; the server's log says why")
 
     handlers: dict[type[Exception], Any] = {
         InvalidStudy: invalid_request,
@@ -150,20 +150,20 @@ def install_handlers(app: FastAPI) -> None:
         RequestValidationError: invalid_parameters,
         HTTPException: refused,
         Refusal: refusal,
-        NotFound: answer(404),
-        Conflict: answer(409),
-        StaleAttempt: answer(409),
-        Unavailable: away,
-        ConnectionError: away,
-        SQLAlchemyError: database,
-        Exception: bug,
+        NotFound: respond_with(404),
+        Conflict: respond_with(409),
+        StaleAttempt: respond_with(409),
+        Unavailable: unavailable,
+        ConnectionError: unavailable,
+        SQLAlchemyError: database_error,
+        Exception: internal_error,
     }
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)
 
 
 def _invalid(problems: tuple[Problem, ...]) -> Response:
-    detail = str(problems[0]) if len(problems) == 1 else f"{len(problems)} things are wrong with the request"
+    detail = str(problems[0]) if len(problems) == 1 else f"the request has {len(problems)} problems"
     return problem_response(422, detail, problems=problems)
 
 

@@ -1,4 +1,4 @@
-"""What the HTTP side needs of the rest, and what its requests carry."""
+"""The API's interface to the cluster, and the sender of a request."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ __all__ = ["Cluster", "Principal"]
 
 
 class Cluster(Protocol):
-    """Where studies are worked on. The server responds whether or not it is reachable."""
+    """The cluster on which drivers work on studies. The server responds whether or not the cluster is reachable."""
 
     def start(self) -> None:
-        """Begin to look after studies; returns at once."""
+        """Start to keep drivers running; returns immediately."""
 
     def stop(self) -> None:
-        """Look after them no more; may take some seconds."""
+        """Stop keeping drivers running; may take some seconds."""
 
     def not_ready(self) -> str | None:
-        """Why studies do not go on; None: they do."""
+        """Why no study can make progress; None if studies can."""
 
     def waiting_for(self, study: StudyRecord) -> str | None:
-        """What must come before a driver works on the study; None: one does, or the study has ended."""
+        """What must happen before a driver works on the study; None if one does, or if the study has ended."""
 
     def job(self, study: StudyRecord) -> JobDocument | None:
         """The job of the study's last driver; None before the first."""
 
     def log(self, study: StudyRecord) -> str:
-        """What the study's drivers have printed. Raises ConnectionError while the cluster is away."""
+        """The output of the study's drivers. Raises ConnectionError while the cluster is unreachable."""
 
     def wake(self) -> None:
-        """A study was created or cancelled: look now."""
+        """Check all studies now, because one was created or cancelled."""
 
 
 @dataclass(frozen=True)
 class Principal:
-    """Who sent a request."""
+    """The sender of a request."""
 
     name: str

@@ -1,4 +1,4 @@
-"""Run records and reports, kept for as long as their study does not change."""
+"""A cache of run records and reports, each valid until its study changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service.store import Store
 
 __all__ = ["RunRecords"]
 
-# Studies remembered; the record of a large one takes some ten MB.
+# Studies in the cache; the record of a large study takes about ten MB.
 MAX_STUDIES = 4
 
 
@@ -26,7 +26,7 @@ class _Entry:
 
 
 class RunRecords:
-    """Run records and reports of recently asked studies. Thread-safe; concurrent requests wait for one computation."""
+    """Run records and reports of recently requested studies. Thread-safe; concurrent requests share one computation."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -47,7 +47,7 @@ class RunRecords:
 
     def _entry(self, study_id: str) -> _Entry:
         with self._lock:
-            # The version first: what is stored between the two reads makes the entry outdated, never wrong.
+            # The version is read first: a result stored between the two reads makes the entry outdated, never wrong.
             version = (self._store.study(study_id).attempt, self._store.last_event_id(study_id))
             entry = self._entries.get(study_id)
             if entry is None or entry.version != version:

@@ -1,4 +1,4 @@
-"""Reading what a request carries: its body within limits, and who sent it."""
+"""Reads a request: its body within limits, and its sender."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ __all__ = ["JSON_TYPES", "MAX_BODY_BYTES", "YAML_TYPES", "principal", "read_body
 MAX_BODY_BYTES = 2**20
 
 JSON_TYPES = ("application/json",)
-# The first is the registered name, the others are what it was called before.
+# The first is the registered name, the others are older names.
 YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml")
 
 
 async def principal() -> Principal:
-    """Who sent the request. Everyone is the same so far; every route depends on it."""
+    """The sender of the request; every route depends on it. There are no accounts: every sender is anonymous."""
     return Principal("anonymous")
 
 
 def sent_as_json(headers: Headers, *, accepted: tuple[str, ...]) -> bool:
-    """Whether the body is JSON (else YAML). Raises Refusal for what is not in `accepted` or not UTF-8."""
+    """Whether the body is JSON (else YAML). Raises Refusal for a type not in `accepted`, another charset than UTF-8, or
+    a compressed body."""
     content_type, *parameters = (part.strip().lower() for part in headers.get("content-type", "").split(";"))
     if content_type not in accepted:
         shown = f"Content-Type {content_type[:100]!r}" if content_type else "without a Content-Type"
@@ -33,12 +34,12 @@ def sent_as_json(headers: Headers, *, accepted: tuple[str, ...]) -> bool:
         if name.strip() == "charset" and value.strip().strip('"') not in ("utf-8", "utf8", "us-ascii"):
             raise Refusal(415, f"the body's charset is {value[:40]}; send UTF-8")
     if (encoding := headers.get("content-encoding", "identity")) != "identity":
-        raise Refusal(415, f"the body's encoding is {encoding[:40]!r}; send it as it is")
+        raise Refusal(415, f"the body's encoding is {encoding[:40]!r}; send it without one")
     return content_type in JSON_TYPES
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body. Raises Refusal as soon as it is known to be too large, without reading the rest."""
+    """The whole body. Raises Refusal as soon as the body is known to be too large, without reading the rest."""
     announced = request.headers.get("content-length", "")
     size = int(announced) if announced.isdecimal() and len(announced) < 20 else 0
     content = bytearray()

@@ -1,6 +1,6 @@
-"""A process beside the server for what must not run in it: heavy imports, long computations, what may crash.
+"""A separate process for work that must not run in the server: heavy imports, long computations, code that may crash.
 
-Calls are plain functions of importable modules with picklable arguments; they run one at a time.
+Calls are module-level functions with picklable arguments; they run one at a time.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Result = TypeVar("Result")
 
 
 class ProcessDied(RuntimeError):
-    """The process ended before the call did; the next call starts another one."""
+    """The process ended before the call did; the next call starts a new process."""
 
 
 class WorkerProcess:
-    """Runs calls in a process of its own, started when first needed and again after it has died."""
+    """Runs calls in a separate process, which is started on demand and restarted after it has died."""
 
     def __init__(self, name: str, *, warm_up: Callable[[], None] | None = None) -> None:
-        """`warm_up` is run in the process before its first call."""
+        """`warm_up` runs in the process before the first call."""
         self._name = name
         self._warm_up = warm_up
         self._turn = asyncio.Lock()
@@ -54,11 +54,11 @@ class WorkerProcess:
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
-        """Start the process, so that the first call finds it warm; returns at once."""
+        """Start the process ahead of the first call; returns without waiting for `warm_up`."""
         self._running()
 
     def stop(self) -> None:
-        """End the process and whatever it is doing; its call raises ProcessDied, as do all later ones."""
+        """Kill the process; the running call and all later ones raise ProcessDied."""
         with self._starting:
             self._is_stopped = True
             if self._process is not None:
@@ -68,8 +68,8 @@ class WorkerProcess:
     async def call(
         self, function: Callable[..., Result], *args: Any, timeout_s: float | None = None, **kwargs: Any
     ) -> Result:
-        """What `function` returns or raises there. Raises ProcessDied; TimeoutError after `timeout_s`, when the process
-        is ended."""
+        """Run `function` in the process and return or raise what it does. Raises ProcessDied, and TimeoutError after
+        `timeout_s`, when the process is killed."""
         async with self._turn:
             result: Result = await anyio.to_thread.run_sync(
                 self._call, function, args, kwargs, timeout_s, limiter=self._thread
@@ -88,7 +88,7 @@ class WorkerProcess:
             if isinstance(error, TimeoutError):
                 raise
             self._end()
-            raise ProcessDied(f"{self._name}: the process ended before it was done") from error
+            raise ProcessDied(f"{self._name}: the process ended before the call did") from error
         if is_result:
             return value
         raise value
@@ -97,18 +97,18 @@ class WorkerProcess:
         with self._starting:
             if self._is_stopped:
                 raise ProcessDied(f"{self._name}: was stopped")
-            # Between two calls there is nothing to read but the end of the pipe.
+            # Between calls the process sends nothing: a readable pipe has been closed by its end.
             if (
                 self._connection is None
                 or self._process is None
                 or self._connection.poll()
                 or not self._process.is_alive()
             ):
-                self._connection, theirs = CONTEXT.Pipe()
-                arguments = (theirs, self._warm_up)
+                self._connection, child_end = CONTEXT.Pipe()
+                arguments = (child_end, self._warm_up)
                 self._process = CONTEXT.Process(target=_work, args=arguments, name=self._name, daemon=True)
                 self._process.start()
-                theirs.close()  # so that its death is the end of the pipe
+                child_end.close()  # so that the pipe closes when the process dies
             return self._connection
 
     def _end(self) -> None:
@@ -121,7 +121,7 @@ class WorkerProcess:
 
 
 def _work(connection: Connection[Any, Any], warm_up: Callable[[], None] | None) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C and ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if warm_up is not None:
         warm_up()

@@ -1,4 +1,4 @@
-"""How far an export is, in the terminal: one line that rewrites itself, or a line now and then where there is none."""
+"""Progress of an export in the terminal: one line that is rewritten, or a line every few seconds without a terminal."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 __all__ = ["ExportView"]
 
-# What takes less time than this is not worth a line.
+# Exports that take less time than this show no progress.
 PATIENCE_S = 2.0
 
 
 class ExportView:
-    """Shows the progress of an export on `stream` (standard error unless given), once it has taken a while. Use as a
-    context manager and give `update` to `writer.export`: it is cheap enough for every tensor."""
+    """Shows the progress of an export on `stream` (default: standard error) once it has taken PATIENCE_S. Use as a
+    context manager and pass `update` to `checkpoint.export`: it is cheap enough to be called for every tensor."""
 
     def __init__(self, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream or sys.stderr
@@ -51,18 +51,18 @@ class ExportView:
         self._shown_at = now
         line = _line(progress, elapsed_s)
         self._is_line_open = self._is_terminal
-        # A line that wraps could not be rewritten.
-        whole = line[: shutil.get_terminal_size().columns - 1]
-        self._stream.write(f"\r\x1b[K{whole}" if self._is_terminal else f"{line}\n")
+        # A line that wraps cannot be rewritten.
+        shortened = line[: shutil.get_terminal_size().columns - 1]
+        self._stream.write(f"\r\x1b[K{shortened}" if self._is_terminal else f"{line}\n")
         self._stream.flush()
 
 
 def _line(progress: Progress, elapsed_s: float) -> str:
-    """`[42s] writing: 1.4 of 13.5 GiB (0.9 GiB were there), 250 MiB/s, 49s left`."""
+    """`[42s] writing: 1.4 of 13.5 GiB (0.9 GiB already there), 250 MiB/s, 49s left`."""
     from service.results.format import duration
 
     size, unit = (2**30, "GiB") if progress.total >= 2**30 else (2**20, "MiB")
-    there = f" ({progress.kept / size:.1f} {unit} were there)" if progress.kept else ""
+    there = f" ({progress.kept / size:.1f} {unit} already there)" if progress.kept else ""
     rate = (progress.written - progress.kept) / elapsed_s
     speed = f"{rate / 2**20:.0f} MiB/s" if rate >= 2**20 else f"{rate / 2**10:.0f} KiB/s"
     left = f", {duration((progress.total - progress.written) / rate)} left" if rate else ""

@@ -21,13 +21,13 @@ from workers.errors import EngineUnavailable, InvalidModel, InvalidTask
 
 __all__ = ["main"]
 
-RUN_OR_STUDY = "directory of a run, or a study on a server: its id, the beginning of that, or its name"
+RUN_OR_STUDY = "directory of a run, or a study on a server: its id, a prefix of its id, or its name"
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 SCHEMAS = ("study", "trial", "summary", "pareto", "recipe")
 
-# A path that was given is not what it should be.
+# A given path cannot be used as what it was given for.
 WRONG_PLACE = (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output has left, as `head` does
+    except BrokenPipeError:  # the reader of standard output has exited, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
@@ -80,36 +80,36 @@ def _parser() -> argparse.ArgumentParser:
     command = verb("demo", verbs.demo, "Search the shipped tiny model family and export its best merge.")
     command.add_argument("--out", type=Path, default=Path("mergesearch-demo"), metavar="DIR")
 
-    command = verb("serve", verbs.serve, "Serve studies over HTTP, on a Ray of this machine or of RAY_ADDRESS.")
+    command = verb("serve", verbs.serve, "Serve studies over HTTP, on the Ray of this machine or of RAY_ADDRESS.")
     command.add_argument("--data", type=Path, required=True, metavar="DIR", help="where studies and exports are kept")
     command.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
-    command.add_argument("--port", type=int, default=8080, help="default %(default)s; 0: any free one")
-    command.add_argument("--dashboard-host", default="127.0.0.1", help="address of the Ray dashboard it starts")
+    command.add_argument("--port", type=int, default=8080, help="default %(default)s; 0: any free port")
+    command.add_argument("--dashboard-host", default="127.0.0.1", help="address the Ray dashboard listens on")
     command.add_argument("--dashboard-port", type=int, help="default: 8265, or the next free one")
 
     command = server_verb("submit", verbs.submit, "Submit a study file to a server.")
     command.add_argument("study", type=Path, metavar="STUDY", help="study file (YAML or JSON)")
-    command.add_argument("--watch", action="store_true", help="then watch it until it has ended")
+    command.add_argument("--watch", action="store_true", help="then watch the study until it ends")
     command.add_argument(
-        "--name-key", metavar="KEY", help="name this request: the same again gives the study that it made before"
+        "--name-key", metavar="KEY", help="idempotency key: submitting again with it returns the study it created"
     )
 
     server_verb("studies", verbs.studies, "List a server's studies.")
 
     for name, call, text in (
-        ("show", verbs.show, "Show where a study on a server stands."),
-        ("watch", verbs.watch, "Watch a study on a server until it has ended."),
-        ("log", verbs.log, "Print what the drivers of a study on a server have printed."),
-        ("cancel", verbs.cancel, "End a study on a server for good; what it has found is kept."),
+        ("show", verbs.show, "Show the state and progress of a study on a server."),
+        ("watch", verbs.watch, "Watch a study on a server until it ends."),
+        ("log", verbs.log, "Print the driver logs of a study on a server."),
+        ("cancel", verbs.cancel, "Cancel a study on a server permanently; its results are kept."),
     ):
         command = server_verb(name, call, text)
-        command.add_argument("study", metavar="STUDY", help="id of the study, its beginning, or its name")
+        command.add_argument("study", metavar="STUDY", help="id of the study, a prefix of its id, or its name")
 
     command = server_verb("export", verbs.export, "Write a trial's merged model as safetensors.")
     command.add_argument("run", metavar="DIR|STUDY", help=RUN_OR_STUDY)
     command.add_argument("trial", metavar="TRIAL", help='trial number, or "best"')
     command.add_argument("--out", type=Path, required=True, metavar="DIR")
-    command.add_argument("--dtype", choices=DTYPES, help="default: the engine's")
+    command.add_argument("--dtype", choices=DTYPES, help="default: the dtype of the study's engine")
 
     command = verb("merge", verbs.merge, "Merge models by a recipe or a mergekit configuration, without a search.")
     command.add_argument("file", type=Path, metavar="FILE", help="recipe.json of an export, or mergekit's YAML")
@@ -119,12 +119,12 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="ALIAS=DIR",
-        help="where a model of the recipe is, or one that mergekit's file names; repeat",
+        help="directory of a model that the recipe or the mergekit configuration names; repeatable",
     )
     command.add_argument("--check", action="store_true", help="check everything, print the plan, write nothing")
-    command.add_argument("--dtype", choices=DTYPES, help="default: the file's, else the models' (a recipe: bfloat16)")
+    command.add_argument("--dtype", choices=DTYPES, help="default: the file's, else the models' (recipes: bfloat16)")
     command.add_argument(
-        "--max-shard-size", type=_num_bytes, metavar="SIZE", help="of the largest file of weights; default: 5GB"
+        "--max-shard-size", type=_num_bytes, metavar="SIZE", help="largest size of one weight file; default: 5GB"
     )
 
     command = server_verb("trials", verbs.trials, "List a run's trials.")
@@ -133,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     command = server_verb("pareto", verbs.pareto, "Show a run's Pareto front.")
     command.add_argument("run", metavar="DIR|STUDY", help=RUN_OR_STUDY)
 
-    command = verb("schema", verbs.schema, "Print the JSON Schema of a file that people write or read.")
+    command = verb("schema", verbs.schema, "Print the JSON Schema of a study file or a result file.")
     command.add_argument("name", choices=SCHEMAS)
     return parser
 
@@ -147,10 +147,10 @@ class _Version(argparse.Action):
 
 
 def _num_bytes(text: str) -> int:
-    """The bytes in "500MB" or "5GB". Raises argparse's error."""
+    """The bytes that "500MB" or "5GB" stands for. Raises ArgumentTypeError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(KB|MB|GB)", text.upper())
     if match is None or float(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write it as 500MB or 5GB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it as 500MB or 5GB")
     return int(float(match[1]) * {"KB": 10**3, "MB": 10**6, "GB": 10**9}[match[2]])
 
 

@@ -1,7 +1,7 @@
 """Live progress of a run in the terminal: a panel that redraws itself, plain lines where there is no terminal, or JSON
 lines for programs.
 
-The driver reports what is so, as often as it likes; how and how often that is shown is decided here.
+The driver may report its state at any rate; this module decides what is shown and how often.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class ProgressStyle(StrEnum):
 
 
 class ProgressView:
-    """Shows snapshots on `stream` (standard error unless given) until it is closed. Use as a context manager.
+    """Shows snapshots on `stream` (default: standard error) until it is closed. Use as a context manager.
 
-    Thread-safe. `update` only keeps the snapshot unless a line is due: it may be called for every sample. Lines appear
-    every `interval_s` seconds, at a new stage, and once more when the view closes. `worked_s` is how long the study had
-    been worked on before.
+    Thread-safe. `update` only stores the snapshot unless a line is due: it may be called for every sample. Lines appear
+    every `interval_s` seconds, at a new stage, and once more when the view closes. `worked_s` are the seconds that
+    earlier attempts at the study have worked.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class ProgressView:
                 self._show_line()
 
     def note(self, text: str) -> None:
-        """Print a message that stays: a failure, a resumed run, where the report is."""
+        """Print a message that is not overwritten: a failure, a resumed run, where the report is."""
         if (live := self._live) is not None:
-            # Without our lock: the thread that redraws holds rich's lock while it asks for ours.
+            # Without `self._lock`: the thread that redraws holds rich's lock while it acquires this one.
             live.console.print(Text(text))
             return
         if self.style is ProgressStyle.JSON:
@@ -104,12 +104,12 @@ class ProgressView:
             self._write(text)
 
     def close(self) -> None:
-        """Show the last snapshot once more and give the terminal back. May be called twice."""
+        """Show the last snapshot once more and release the terminal. May be called twice."""
         with self._lock:
             if self._live is None and self._snapshot is not self._shown:
                 self._show_line()
             live, self._live = self._live, None
-        # Outside the lock: stopping waits for the thread that redraws, which asks for the lock.
+        # Outside the lock: stopping waits for the thread that redraws, which acquires it.
         if live is not None:
             live.stop()
 

@@ -1,6 +1,6 @@
-"""The verbs that talk to a server: each asks, prints, and returns the command's exit code.
+"""The verbs that talk to a server: each sends requests, prints the result, and returns the command's exit code.
 
-A study is meant by its id, the beginning of its id, or its name where only one study has it.
+A study is referred to by its id, a unique prefix of its id, or its name if only one study has that name.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ INTERRUPTED = 130
 
 @contextmanager
 def server_verbs(server: str | None, *, as_json: bool, no_directory: str | None = None) -> Iterator[ServerVerbs]:
-    """The verbs on the server of that address, else of MERGESEARCH_SERVER, else of the default address.
+    """The verbs on the server at `server`, else at $MERGESEARCH_SERVER, else at the default address.
 
-    `no_directory`: what was given might have been a run's directory, but there is none. Raises NotFound (no address)
-    and ServerUnreachable."""
+    `no_directory` is an argument that could name a run's directory but does not, for the error message. Raises NotFound
+    (invalid address) and ServerUnreachable."""
     url = server or os.environ.get(SERVER_VARIABLE)
     with Client(url or DEFAULT_SERVER) as client:
         try:
@@ -53,7 +53,7 @@ def server_verbs(server: str | None, *, as_json: bool, no_directory: str | None 
 
 
 class ServerVerbs:
-    """One method a verb. Results go to standard output, what happens meanwhile to standard error."""
+    """One method per verb. Results go to standard output, progress and messages to standard error."""
 
     def __init__(self, client: Client, *, as_json: bool) -> None:
         self._client = client
@@ -69,7 +69,7 @@ class ServerVerbs:
             print_json(study)
         else:
             print(f"study {study['name']}: {study['id']}, {study['state']}")
-            print(f"`mergesearch watch {_short(study)}` shows how it goes on")
+            print(f"follow it with `mergesearch watch {_short(study)}`")
         return 0
 
     def studies(self) -> int:
@@ -124,7 +124,7 @@ class ServerVerbs:
         return 0
 
     def watch(self, reference: str) -> int:
-        """Until the study has ended: 0 if it is COMPLETE, 1 otherwise."""
+        """Watch until the study ends. Returns 0 if it is COMPLETE, else 1."""
         return self._watch(self._client.find(reference))
 
     def _watch(self, study: StudyDocument) -> int:
@@ -132,8 +132,8 @@ class ServerVerbs:
             self._follow_as_json(study) if self._as_json else self._follow(study)
         except KeyboardInterrupt:
             print(
-                f"study {study['name']} goes on without being watched; `mergesearch watch {_short(study)}` shows it "
-                f"again, `mergesearch cancel {_short(study)}` ends it",
+                f"study {study['name']} continues on the server; `mergesearch watch {_short(study)}` shows it again, "
+                f"`mergesearch cancel {_short(study)}` ends it",
                 file=sys.stderr,
             )
             return INTERRUPTED
@@ -168,7 +168,7 @@ class ServerVerbs:
 
 
 def _short(study: StudyDocument) -> str:
-    """What people type for it; enough of the id to be told from a few million others."""
+    """A prefix of the id for people to type; long enough to be unlikely to collide."""
     return study["id"][:8]
 
 
@@ -177,23 +177,23 @@ def _clock_time(time: str | None) -> str:
 
 
 def _note(event: Event) -> str | None:
-    """What people are told of an event; None: it shows in the progress, or is of no use to them."""
-    told = event.payload
+    """The message shown for an event, or None if the progress already shows it or users do not need it."""
+    payload = event.payload
     match event.kind:
         case "attempt":
-            return f"attempt {told['attempt']}" + _because(told["because"])
+            return f"attempt {payload['attempt']}" + _because(payload["because"])
         case "replica":
-            return f"engine {told['replica']} ({told['engine']}) scores for the study"
-        case "state" if told["state"] != StudyState.RUNNING:
-            return f"the study is {told['state']}" + _because(told["reason"])
-        case "trial_state" if told["state"] == TrialState.FAIL:
-            return f"trial {told['trial']} failed" + _because(told["reason"])
+            return f"engine {payload['replica']} ({payload['engine']}) scores for the study"
+        case "state" if payload["state"] != StudyState.RUNNING:
+            return f"the study is {payload['state']}" + _because(payload["reason"])
+        case "trial_state" if payload["state"] == TrialState.FAIL:
+            return f"trial {payload['trial']} failed" + _because(payload["reason"])
         case "search_ended":
-            return "the search has ended" + _because(told["reason"])
+            return "the search has ended" + _because(payload["reason"])
         case "holdout_started":
-            return f"held-out data: {len(told['trials'])} trials"
+            return f"held-out data: {len(payload['trials'])} trials"
         case "holdout_failed":
-            return f"trial {told['trial']} failed on held-out data" + _because(told["reason"])
+            return f"trial {payload['trial']} failed on held-out data" + _because(payload["reason"])
         case _:
             return None
 
@@ -204,13 +204,13 @@ def _because(reason: Any) -> str:
 
 @contextmanager
 def _download_bar() -> Iterator[Callable[[int, int | None], None]]:
-    """A bar on standard error if that is a terminal; yields what is told of the bytes received."""
+    """A progress bar on standard error if that is a terminal; yields the callback for bytes received."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("the server writes the model", total=None)
+        task = bar.add_task("the server is writing the model", total=None)
 
         def received(count: int, total: int | None) -> None:
             # The archive is somewhat larger than the files in it.

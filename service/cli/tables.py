@@ -32,7 +32,7 @@ __all__ = [
 
 STUDY_STYLES: Mapping[str, str] = {StudyState.RUNNING: "cyan", StudyState.COMPLETE: "green", StudyState.FAILED: "red"}
 
-# Digits of an id that are shown; more where ids would look the same.
+# Digits of an id that are shown; more where shown prefixes would collide.
 ID_DIGITS = 8
 
 
@@ -72,7 +72,7 @@ def holdout_table(document: SummaryDocument) -> Table:
     best = document["best"]["trial"] if document["best"] else None
     for row in rows:
         values = [row["values"].get(name) for name in names]
-        if has_mean:  # one interval a row is enough to look at; the report has all
+        if has_mean:  # one interval per row; the report has all
             cells = ["" if value is None else f"{value['value']:.3f}" for value in values]
             cells.append(_interval_text(row["mean"]))
         else:
@@ -99,7 +99,7 @@ def trials_table(documents: Iterable[TrialDocument], objectives: Sequence[str]) 
     for trial in documents:
         rung = trial["rungs"][-1] if trial["rungs"] else None
         cells = [f"{rung['values'][name]:.4g}" if rung else "" for name in objectives]
-        # As Text, for a reason may hold what rich takes for markup.
+        # As Text: a reason may contain characters that rich would parse as markup.
         state = Text(trial["state"].lower() + (f": {trial['reason']}" if trial["reason"] else ""))
         samples = sample_count(rung["samples"]) if rung else "0"
         table.add_row(str(trial["number"]), _label(trial["label"], trial["origin"]), state, samples, *cells)
@@ -108,7 +108,7 @@ def trials_table(documents: Iterable[TrialDocument], objectives: Sequence[str]) 
 
 
 def studies_table(studies: Sequence[StudyDocument]) -> Table:
-    """Studies in the order given, with as much of each id as tells them apart."""
+    """Studies in the order given, each with a unique prefix of its id."""
     table = _table("Studies")
     for name in ("study", "name", "state"):
         table.add_column(name, overflow="fold")
@@ -131,12 +131,12 @@ def studies_table(studies: Sequence[StudyDocument]) -> Table:
             _local_time(study["created_at"]),
             _values_text(progress["best"]) if progress else "",
         )
-    table.caption = "trials that have ended, of all there will be; best: of those at the full budget"
+    table.caption = "trials: finished / total; best: among trials at the full budget"
     return table
 
 
 def study_table(study: StudyDocument, *, server: str) -> Table:
-    """All there is to know of one study; `server` is the address that its links belong to."""
+    """Everything about one study; `server` is the address that its links are relative to."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["console", "print_json", "print_json_line", "print_results"]
 
-# Columns, if the output is no terminal.
+# Columns where the output is not a terminal.
 WIDTH = 110
 
 
@@ -28,12 +28,12 @@ def print_json(document: Any) -> None:
 
 
 def print_json_line(document: Any) -> None:
-    """One line, flushed: a program may be reading along."""
+    """Print one line and flush it: a program may read the output as it is written."""
     print(json.dumps(document), flush=True)
 
 
 def print_results(pareto: ParetoDocument, summary: SummaryDocument, **places: str) -> None:
-    """The tables of a finished study, and where its files are: `places` by what they are ("report")."""
+    """Print the tables of a finished study and where its files are: `places` by kind ("report")."""
     from service.cli.tables import holdout_table, pareto_table
 
     out = console()

@@ -1,6 +1,6 @@
-"""What each verb of the `mergesearch` command does: it calls, prints, and returns the exit code.
+"""The verbs of the `mergesearch` command: each does its work, prints the result, and returns the exit code.
 
-Modules that load torch, Ray, vLLM or pydantic are imported by the verb that needs them, so that help is instant.
+Modules that load torch, Ray, vLLM or pydantic are imported by the verb that needs them, so that `--help` is instant.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def merge(options: argparse.Namespace) -> int:
                 **shards,
             )
     except KeyboardInterrupt:
-        print("interrupted; the same command keeps the files that are whole", file=sys.stderr)
+        print("interrupted; the same command continues and keeps the complete files", file=sys.stderr)
         return 130
     print_json({"directory": str(out)}) if options.json else print(f"merged model: {out}")
     return 0
@@ -238,7 +238,7 @@ def _export_from(directory: Path, trial: str, out: Path, *, dtype: str | None = 
 
 
 def _directories(models: Sequence[str]) -> dict[str, Path]:
-    """What the options `--model ALIAS=DIR` say, by alias."""
+    """The directories given with `--model ALIAS=DIR`, by alias."""
     directories: dict[str, Path] = {}
     for text in models:
         alias, equals, directory = text.partition("=")

@@ -12,9 +12,9 @@
 Importing this package loads neither httpx nor anything heavy.
 
 - `clients`: the two clients, which send requests over HTTP
-- `flows`: what each call asks of the server, without input or output
-- `events`: a stream of server-sent events, cut into events
-- `download`: a merged model, unpacked from the tar stream it comes as
+- `flows`: the requests of each call, without input or output
+- `events`: parses the stream of a study's events
+- `download`: unpacks a merged model from its tar stream
 """
 
 from __future__ import annotations

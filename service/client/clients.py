@@ -29,7 +29,7 @@ CONNECT_S = 10.0
 # How long one response may take: a server that checks a study reads the headers of all its models.
 TIMEOUT_S = 300.0
 
-# How long a reader of events tries to reach a server that has responded before.
+# How long `events` tries to reconnect to a server that has responded before.
 PATIENCE_S = 600.0
 
 Received = Callable[[int, int | None], None]
@@ -63,14 +63,14 @@ def _awaited(flow: Callable[P, Flow[T]]) -> Callable[Concatenate[AsyncClient, P]
 
 
 class Client:
-    """A server, asked by blocking calls. Thread-safe. Use as a context manager, or close it.
+    """A blocking client of one server. Thread-safe. Use as a context manager, or close it.
 
         with Client("http://gpu-box:8080") as client:
             study = client.submit("study.yaml")
 
-    `timeout_s` is how long one response may take, `patience_s` how long `events` tries to reach a server that is gone.
-    Raises NotFound if `url` is no address. Every call may raise RequestRefused (with the server's problem document),
-    ServerUnreachable and InvalidAnswer.
+    `timeout_s` is how long one response may take, `patience_s` how long `events` tries to reconnect to a lost server.
+    Raises NotFound if `url` is not an address. Every call may raise RequestRefused (with the server's problem
+    document), ServerUnreachable and InvalidAnswer.
     """
 
     def __init__(self, url: str, *, timeout_s: float = TIMEOUT_S, patience_s: float = PATIENCE_S) -> None:
@@ -104,12 +104,12 @@ class Client:
     _finished_export = _blocking(flows.finished_export)
 
     def events(self, study: str, *, after: int = 0) -> Iterator[Event]:
-        """What happens to a study, from its beginning or after the event of an id, until it has ended.
+        """The events of a study, from the first or from the one after id `after`, until the study has ended.
 
             for event in client.events("5f0c..."):
                 print(event.kind, event.payload)
 
-        A lost connection is opened again, also to a restarted server; no event is missed or repeated.
+        A lost connection is reopened, also to a restarted server; no event is missed or repeated.
         """
         import httpx
 
@@ -139,13 +139,13 @@ class Client:
         dtype: str | None = None,
         received: Received | None = None,
     ) -> Path:
-        """Have a trial ("best" or its number) written as a merged model, fetch it to the new directory `out`, return
-        that.
+        """Export the merged model of a trial ("best" or its number), download it to the new directory `out` and return
+        `out`.
 
             client.export("5f0c...", "best", "merged", dtype="bfloat16")
 
-        `dtype` None is what the study's engine scored in. The directory appears whole or not at all. Raises Conflict
-        (`out` exists, its disk is too small), ExportFailed, InvalidAnswer (the download was cut off).
+        `dtype` None is the dtype that the study's engine scored in. The directory appears complete or not at all.
+        Raises Conflict (`out` exists, its disk is too small), ExportFailed, InvalidAnswer (the download is incomplete).
         """
         check_free(Path(out))
         document = self._finished_export(study, trial, dtype=dtype)
@@ -190,7 +190,7 @@ class Client:
 
 
 class AsyncClient:
-    """A server, asked by awaited calls: the methods of `Client`, each awaited, and `events` with `async for`.
+    """An asynchronous client of one server: the methods of `Client`, each awaited, and `events` with `async for`.
 
     async with AsyncClient("http://gpu-box:8080") as client:
         study = await client.submit("study.yaml")
@@ -303,7 +303,7 @@ class AsyncClient:
 
 
 def _address(url: str) -> str:
-    """The address without a slash at its end; http unless it says otherwise. Raises NotFound if it is none."""
+    """The address without a trailing slash, http by default. Raises NotFound if it is not an address."""
     import httpx
 
     try:
@@ -312,7 +312,7 @@ def _address(url: str) -> str:
         parsed = httpx.URL()
     is_whole = parsed.scheme in ("http", "https") and parsed.host and (parsed.port or 1) < 2**16
     if not is_whole or parsed.query or parsed.fragment:
-        raise NotFound(f"server {url!r}: is no address; write http://HOST:PORT")
+        raise NotFound(f"server {url!r}: is not an address; write http://HOST:PORT")
     return str(parsed).rstrip("/")
 
 

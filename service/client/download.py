@@ -1,6 +1,6 @@
-"""A merged model that comes as a tar stream becomes a directory: whole or not at all, and nothing beside it.
+"""Unpacks a merged model from a tar stream. Its directory appears complete or not at all; nothing else is written.
 
-The archive is not trusted: it may hold folders and ordinary files below one folder, nothing else.
+The archive is not trusted: only folders and ordinary files below a single folder are accepted.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def check_free(out: Path, num_bytes: int | None = None) -> None:
 
 
 def unpack(chunks: Iterable[bytes], out: Path, *, num_bytes: int | None = None) -> Path:
-    """Write the one folder of a tar stream as `out`, and return that; `num_bytes` is what its files must add up to.
+    """Write the single folder of a tar stream as `out` and return `out`; its files must have `num_bytes` in total.
 
-    It is unpacked beside `out` and renamed at the end. Raises Conflict (`out` exists, the disk is too small) and
-    InvalidAnswer (cut off, or not what a model's archive may hold); nothing is left behind then.
+    It is unpacked next to `out` and renamed at the end. Raises Conflict (`out` exists, the disk is too small) and
+    InvalidAnswer (the archive is incomplete, or holds anything else); nothing is left behind then.
     """
     out = out.absolute()
     check_free(out, num_bytes)
@@ -46,11 +46,11 @@ def unpack(chunks: Iterable[bytes], out: Path, *, num_bytes: int | None = None) 
 
 
 def _unpack_into(directory: Path, chunks: Iterable[bytes], num_bytes: int | None) -> Path:
-    """The folder, in `directory`."""
+    """Unpack into `directory` and return the archive's folder there."""
     names: list[str] = []
     written = 0
     try:
-        # As a stream: forwards only, so that nothing but a block is in memory.
+        # As a stream: read forwards only, with one block in memory.
         with tarfile.open(fileobj=_Chunks(chunks), mode="r|", bufsize=BLOCK_BYTES) as archive:
             for member in archive:
                 name, *parts = _parts(member)
@@ -73,7 +73,7 @@ def _unpack_into(directory: Path, chunks: Iterable[bytes], num_bytes: int | None
         raise InvalidAnswer(f"archive: holds {Path(error.filename).relative_to(directory)} twice") from error
     except tarfile.TarError as error:
         raise InvalidAnswer(f"archive: cannot be read: {error}") from error
-    except OSError as error:  # the disk is full, a name is too long for it
+    except OSError as error:  # the disk is full, or a name is too long
         raise Conflict(f"{directory.parent}: cannot be written: {error.strerror}, after {gib(written)}") from error
     if not names:
         raise InvalidAnswer("archive: is empty")
@@ -85,19 +85,19 @@ def _unpack_into(directory: Path, chunks: Iterable[bytes], num_bytes: int | None
 
 
 def _parts(member: tarfile.TarInfo) -> tuple[str, ...]:
-    """Where the member belongs, below the directory. Raises InvalidAnswer for whatever could lead elsewhere."""
+    """The parts of the member's path. Raises InvalidAnswer for anything that could be written outside the folder."""
     parts = PurePosixPath(member.name).parts
     if not parts or member.name.startswith("/") or ".." in parts or not {"\\", "\0"}.isdisjoint(member.name):
         raise InvalidAnswer(f"archive: {member.name!r} leads out of its folder; nothing was unpacked")
     if member.issparse() or not (member.isdir() or member.isreg()):
         raise InvalidAnswer(f"archive: {member.name!r} is neither a folder nor an ordinary file; nothing was unpacked")
     if member.isreg() and len(parts) == 1:
-        raise InvalidAnswer(f"archive: {member.name!r} is in no folder; nothing was unpacked")
+        raise InvalidAnswer(f"archive: {member.name!r} is not in a folder; nothing was unpacked")
     return parts
 
 
 class _Chunks(io.RawIOBase):
-    """Bytes that come in pieces, as a file that `tarfile` can read."""
+    """Chunks of bytes as a file that `tarfile` can read."""
 
     def __init__(self, chunks: Iterable[bytes]) -> None:
         self._chunks = iter(chunks)

@@ -1,5 +1,5 @@
-"""A study's events as server-sent events (WHATWG HTML, section 9.2): what came is cut into frames, and where the
-connection is lost the reader goes on after the last event it saw. No input or output here."""
+"""Parses a study's stream of server-sent events (WHATWG HTML, section 9.2) and resumes it after a lost connection, from
+the last event received. No input or output here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from service.errors import InvalidAnswer, RequestRefused, ServerUnreachable
 
 __all__ = ["SILENCE_S", "Event", "EventReader"]
 
-# The server says something every 15 s; a connection that was silent for so long is gone.
+# The server sends something at least every 15 s; a connection that is silent for this long is lost.
 SILENCE_S = 45.0
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 10.0
@@ -23,10 +23,10 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 10.0
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to a study: `kind`, when (RFC 3339), and what about it.
+    """An event of a study: its kind, its time (RFC 3339) and its payload.
 
-    Without an id and a time it tells how things stand and is no part of the history: "progress" (its payload is a
-    ProgressDocument) and "end", the last one."""
+    Events without an id and a time describe the current state and are not part of the history: "progress" (its payload
+    is a ProgressDocument) and "end", the last one."""
 
     kind: str
     id: int | None
@@ -35,11 +35,11 @@ class Event:
 
 
 class EventReader:
-    """Where the reader of one study's events stands.
+    """The state of reading one study's events.
 
-    `call` is the next request to make, `feed` takes what comes of it. Once the connection has ended, whyever,
-    `pause_s` says how long to wait before the next, or raises what ends the reading: ServerUnreachable if the first
-    connection failed, or none was made for `patience_s`.
+    `call` is the next request to send, `feed` takes the bytes received. Once the connection has ended, for any reason,
+    `pause_s` returns how long to wait before the next request, or raises the error that ends the reading:
+    ServerUnreachable if the first connection failed, or if no connection was made for `patience_s`.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class EventReader:
     def feed(self, data: bytes) -> Iterator[Event]:
         """The events that `data` completes, each once."""
         self._heard_at, self._failures = self._clock(), 0
-        # Cut at line feeds only: str.splitlines knows more ends of lines, and JSON text may hold those.
+        # Split at line feeds only: str.splitlines also splits at characters that JSON text may contain.
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             event = self._line(line.removesuffix(b"\r").decode("utf-8", errors="replace"))
@@ -73,7 +73,7 @@ class EventReader:
                 yield event
 
     def pause_s(self, outcome: Response | TransportError) -> float:
-        """Raises RequestRefused and InvalidAnswer if asking again would not change the response."""
+        """Raises RequestRefused and InvalidAnswer if a retry would get the same response."""
         wait_s: float = min(FIRST_PAUSE_S * 2**self._failures, MAX_PAUSE_S) * random.uniform(0.5, 1.0)
         self._failures = min(self._failures + 1, 10)
         if isinstance(outcome, TransportError):
@@ -109,4 +109,4 @@ def _event(fields: Mapping[str, str]) -> Event:
             return Event(kind, None, None, data)
         return Event(kind, int(fields["id"]), data["time"], data["payload"])
     except (ValueError, KeyError, TypeError) as error:
-        raise InvalidAnswer(f"no event of a mergesearch server: {dict(fields)!r:.200}") from error
+        raise InvalidAnswer(f"not an event of a mergesearch server: {dict(fields)!r:.200}") from error

@@ -1,7 +1,7 @@
 """Flows: each client call as a generator that yields requests and pauses, is sent the responses, and returns a typed
 document. A flow does no input or output: the code that runs it may block or await.
 
-A request is sent again if its connection was cut: all of them may be repeated (submissions carry a key).
+A request is retried if its connection was lost: every request may be repeated (submissions carry an idempotency key).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ __all__ = ["Call", "Flow", "Response", "TransportError", "path_of", "refusal"]
 
 T = TypeVar("T")
 
-# Pauses before a request that was cut off is sent again: long enough for a server to be started anew.
+# Pauses before the retries of a request whose connection was lost: in total long enough for a server to restart.
 RETRY_PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)
 
-# How often the server is asked whether an export is written: soon at first, then at this interval.
+# The longest interval at which an export's state is polled; the first polls follow faster.
 MAX_POLL_S = 3.0
 
 PAGE = 500
@@ -37,7 +37,7 @@ PAGE = 500
 
 @dataclass(frozen=True)
 class Call:
-    """One request; `path` starts with a slash and is quoted."""
+    """One request; `path` starts with a slash and is percent-encoded."""
 
     method: str
     path: str
@@ -58,7 +58,7 @@ class Response:
 
 @dataclass(frozen=True)
 class TransportError:
-    """No response, and why. `was_cut`: there was a connection, and it ended before the response was complete."""
+    """No response, and why. `was_cut`: the connection was lost before the response was complete."""
 
     url: str
     reason: str
@@ -73,20 +73,20 @@ Flow: TypeAlias = Generator[Call | float, Response | TransportError | None, T]
 
 
 def submit(study: Path | str | Mapping[str, Any], *, idempotency_key: str | None = None) -> Flow[StudyDocument]:
-    """Submit a study and return it as the server knows it.
+    """Submit a study and return the server's document of it.
 
     `study` is a study file, whose relative paths are taken from its directory, or its content; models and data are
-    read by the server, so their paths must mean something there. The same `idempotency_key` with the same study gives
-    the study that it made before; without one, each call makes another study.
+    read by the server, so their paths must exist there. The same `idempotency_key` with the same study again returns
+    the study that it created; without a key, each call creates a new study.
 
         client.submit("study.yaml")
         client.submit({"name": "math-text", "models": {...}, ...}, idempotency_key="nightly-2031-05-04")
 
-    Raises InvalidStudy (the file), RequestRefused (what the server found wrong, all of it).
+    Raises InvalidStudy (the file is invalid) and RequestRefused (with every problem that the server found).
     """
     content = _study_content(study)
     key = uuid.uuid4().hex if idempotency_key is None else idempotency_key
-    if not re.fullmatch("[!-~]{1,255}", key):  # no header may hold it: it could not even be sent
+    if not re.fullmatch("[!-~]{1,255}", key):  # it cannot be sent as a header
         raise RequestRefused(
             {
                 "type": "about:blank",
@@ -100,7 +100,7 @@ def submit(study: Path | str | Mapping[str, Any], *, idempotency_key: str | None
 
 
 def studies(*, state: str | None = None, name: str | None = None) -> Flow[list[StudyDocument]]:
-    """Every study, oldest first; or those in a state ("RUNNING"), or of a name.
+    """Every study, oldest first, or only those in a state ("RUNNING") or with a name.
 
     client.studies(state="RUNNING")
     """
@@ -118,37 +118,37 @@ def study(study: str) -> Flow[StudyDocument]:
 
 
 def find(reference: str) -> Flow[StudyDocument]:
-    """The study that people mean by its id, the beginning of its id, or its name.
+    """The study with this id, id prefix, or name.
 
         client.find("5f0c")
         client.find("math-text-lookup")
 
-    Raises NotFound, and Conflict where several studies are meant, with their ids.
+    Raises NotFound, and Conflict if several studies match, with their ids.
     """
     known = yield from studies()
-    meant = [found for found in known if found["id"] == reference]
-    meant = meant or [found for found in known if found["name"] == reference]
-    meant = meant or [found for found in known if reference and found["id"].startswith(reference)]
-    if len(meant) > 1:
-        ids = ", ".join(f"{found['id']} ({found['name']}, {found['state']})" for found in meant)
-        raise Conflict(f"study {reference!r}: {len(meant)} studies are meant, give more of an id: {ids}")
-    if not meant:
+    matches = [found for found in known if found["id"] == reference]
+    matches = matches or [found for found in known if found["name"] == reference]
+    matches = matches or [found for found in known if reference and found["id"].startswith(reference)]
+    if len(matches) > 1:
+        ids = ", ".join(f"{found['id']} ({found['name']}, {found['state']})" for found in matches)
+        raise Conflict(f"study {reference!r}: {len(matches)} studies match, give a longer id: {ids}")
+    if not matches:
         raise NotFound(f"study {reference!r}: the server has no study of that id or name; it has {len(known)}")
-    return meant[0]
+    return matches[0]
 
 
 def cancel(study: str) -> Flow[StudyDocument]:
-    """End a study for good; what it has found is kept. Nothing happens to one that is cancelled already.
+    """Cancel a study permanently; its results are kept. A study that is already cancelled is returned unchanged.
 
         client.cancel("5f0c...")
 
-    Raises RequestRefused if it has already ended.
+    Raises RequestRefused if it has already ended in another state.
     """
     return cast("StudyDocument", (yield from _json(Call("POST", f"{path_of(study)}:cancel"))))
 
 
 def summary(study: str) -> Flow[SummaryDocument]:
-    """The study's summary, as `summary.json` of a run.
+    """The study's summary, as in `summary.json` of a run.
 
     client.summary("5f0c...")["best"]
     """
@@ -156,7 +156,7 @@ def summary(study: str) -> Flow[SummaryDocument]:
 
 
 def pareto(study: str) -> Flow[ParetoDocument]:
-    """The trials that no other one beats in every objective, as `pareto.json` of a run.
+    """The Pareto front of the study, as in `pareto.json` of a run.
 
     [row["trial"] for row in client.pareto("5f0c...")["front"]]
     """
@@ -164,7 +164,7 @@ def pareto(study: str) -> Flow[ParetoDocument]:
 
 
 def report(study: str) -> Flow[str]:
-    """The study's report, one HTML page that needs nothing else.
+    """The study's report, one self-contained HTML page.
 
     Path("report.html").write_text(client.report("5f0c..."))
     """
@@ -172,11 +172,11 @@ def report(study: str) -> Flow[str]:
 
 
 def log(study: str) -> Flow[str]:
-    """What the study's drivers have printed.
+    """The output of the study's drivers.
 
         print(client.log("5f0c..."))
 
-    Raises RequestRefused (status 503) while Ray is away, which keeps the logs.
+    Raises RequestRefused (status 503) while Ray, which keeps the logs, is unreachable.
     """
     return (yield from _text(Call("GET", path_of(study, "log"))))
 
@@ -185,7 +185,7 @@ def log(study: str) -> Flow[str]:
 
 
 def trials(study: str, *, state: str | None = None) -> Flow[list[TrialDocument]]:
-    """Every trial by number, or those in a state ("COMPLETE").
+    """Every trial by number, or only those in a state ("COMPLETE").
 
     [trial["values"] for trial in client.trials("5f0c...", state="COMPLETE")]
     """
@@ -208,7 +208,7 @@ def trial(study: str, number: int) -> Flow[TrialDocument]:
 
 
 def recipe(study: str, number: int) -> Flow[RecipeDocument]:
-    """What a trial merges, as `recipe.json` of an export.
+    """The recipe of a trial's merge, as in `recipe.json` of an export.
 
     client.recipe("5f0c...", 17)["layers"][0]
     """
@@ -242,7 +242,7 @@ def download(study: str, export: ExportDocument) -> Call:
 
 
 def path_of(study: str, *rest: str | int) -> str:
-    """The path of a study, or of something in it."""
+    """The path of a study, or of a resource below it."""
     if not study:
         raise NotFound("study '': give the id of a study")
     return "/".join(["/v1/studies", *(quote(str(part), safe="", errors="replace") for part in (study, *rest))])
@@ -278,9 +278,9 @@ def _text(call: Call) -> Flow[str]:
 
 
 def _respond(call: Call) -> Flow[Response]:
-    """The response to a request, which is sent again if the connection was cut or a proxy found no server behind it.
+    """The response to a request, which is retried if the connection was lost or a proxy could not reach the server.
 
-    A server that cannot be reached at the first try is reported at once."""
+    A server that is unreachable at the first attempt is reported immediately."""
     pauses_s = iter(RETRY_PAUSES_S)
     is_first = True
     while True:

@@ -80,7 +80,7 @@ def _let_agents_choose_ports() -> None:
     """Let the node's agent, which receives jobs, use any free port.
 
     An agent whose port is taken receives no jobs and reports no error. The default is 52365, which another Ray on the
-    machine may have, or one that is still ending. `ray.init` has no argument for it (Ray 2.60)."""
+    machine may use, or one that is still shutting down. `ray.init` has no argument for it (Ray 2.60)."""
     from ray._private.parameter import RayParams
 
     original = RayParams.__init__

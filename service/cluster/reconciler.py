@@ -1,9 +1,8 @@
-"""Keeps a driver at work on every study: one Ray Job per study, submitted and watched from the server.
+"""Keeps a driver running for every unfinished study: one Ray Job per study, submitted and watched from the server.
 
-A thread of the server starts Ray again if the server runs its own, submits a driver for every study that needs one, and
-replaces drivers that were lost. It relies only on SQL (results and heartbeats) and on the states that the cluster gives
-its jobs, so it may be killed at any moment. Jobs are submitted over HTTP: the server is no Ray driver and survives the
-cluster.
+A thread of the server restarts Ray if the server runs its own, submits a driver for every study that needs one, and
+replaces lost drivers. It relies only on SQL (results and heartbeats) and on the job states that the cluster reports, so
+it may be killed at any moment. Jobs are submitted over HTTP: the server is not a Ray driver and survives the cluster.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Step:
-    """What to do for a study, and why. `again`: submit the same driver once more, because the cluster never got it."""
+    """What to do for a study, and why. `again`: submit the same driver again, because the cluster never received it."""
 
     action: Action
     because: str | None = None
@@ -89,7 +88,7 @@ def next_step(
     has_begun = study.attempt > study.submitted_after
     if job in ("PENDING", "RUNNING"):
         if has_begun and now - heard_at > LOST_AFTER_S:
-            return Step(Action.STOP, f"its driver was not heard of for {now - heard_at:.0f} s")
+            return Step(Action.STOP, f"its driver sent no heartbeat for {now - heard_at:.0f} s")
         if not has_begun and now - study.submitted_at > START_GRACE_S:
             return Step(Action.STOP, f"its driver did not start within {START_GRACE_S:.0f} s")
         return Step(Action.WAIT)
@@ -98,9 +97,9 @@ def next_step(
         return Step(Action.WAIT) if is_under_way else Step(Action.SUBMIT, again=True)
     reason = (has_begun and study.reason) or message or "no reason given"
     because = (
-        "the cluster does not know its driver's job: Ray was started anew"
+        "the cluster does not know its driver's job: Ray was restarted"
         if job is None
-        else f"its driver ended (Ray's word: {job}): {' '.join(reason.split())}"
+        else f"its driver ended (Ray job {job}): {' '.join(reason.split())}"
     )
     if consecutive_failures >= MAX_CONSECUTIVE_FAILURES:
         return Step(
@@ -183,7 +182,7 @@ class RayCluster:
             except (RuntimeError, OSError) as error:
                 if not _is_unknown(error):
                     raise ConnectionError(f"Ray's dashboard does not answer: {error}") from error
-                parts.append(f"==> {name} <==\n(its log went with the Ray that it ran on)\n")
+                parts.append(f"==> {name} <==\n(its log was lost with the Ray cluster that it ran on)\n")
         return "\n".join(parts)
 
     # -- the thread ------------------------------------------------------------------------------------------------
@@ -217,7 +216,7 @@ class RayCluster:
         try:
             url = url or get_address_for_submission_client(None)
             self._client = JobSubmissionClient(url)
-        except Exception as error:  # Ray raises bare RuntimeError, ConnectionError, ValueError by what is wrong
+        except Exception as error:  # Ray raises RuntimeError, ConnectionError or ValueError, depending on the cause
             return f"Ray's dashboard does not answer: {error}"
         self._dashboard_url = url
         logger.info("Ray's dashboard: %s", url)
@@ -287,7 +286,7 @@ class RayCluster:
                 metadata={"job_name": study.name, "study_id": study.id},  # the dashboard lists jobs by "job_name"
             )
         except RuntimeError as error:  # a starting cluster answers before its agents accept jobs
-            raise ConnectionError(f"Ray takes no jobs yet: {error}") from error
+            raise ConnectionError(f"Ray accepts no jobs yet: {error}") from error
 
     def _stop_cancelled(self, study: StudyRecord) -> None:
         if study.id in self._quiet:

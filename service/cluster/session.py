@@ -17,7 +17,7 @@ NAMESPACE = "mergesearch"
 # Recipes and sample results pass through Ray's object store, weights never do.
 OBJECT_STORE_BYTES = 256 * 2**20
 
-# A loaded machine may miss Ray's own deadlines: a raylet whose agent takes more than 15 s to start ends itself, and
+# A busy machine may miss Ray's own deadlines: a raylet whose agent takes more than 15 s to start ends itself, and
 # `ray.init` keeps waiting for it.
 START_ATTEMPTS = 3
 START_WAIT_S = 60
@@ -63,7 +63,7 @@ def prepare_environment() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_raylet_start_wait_time_s", str(START_WAIT_S))
     os.environ.setdefault("RAY_agent_register_timeout_ms", "300000")
-    # Replicas get their devices from us; Ray must not empty CUDA_VISIBLE_DEVICES for actors without a GPU.
+    # The deployment requests GPUs for replicas; Ray must not empty CUDA_VISIBLE_DEVICES for actors without a GPU.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
@@ -86,7 +86,7 @@ def check_reachable(*, timeout_s: float = ANSWER_WAIT_S) -> None:
     except (OSError, OverflowError) as error:
         raise ConnectionError(f"RAY_ADDRESS={address}: no Ray answers there ({error}); {advice}") from error
     if len(frame) < 4 or frame[3] != SETTINGS_FRAME:
-        raise ConnectionError(f"RAY_ADDRESS={address}: what answers there is no Ray; {advice}")
+        raise ConnectionError(f"RAY_ADDRESS={address}: the program that answers there is not Ray; {advice}")
 
 
 def _joined(address: str) -> Any:

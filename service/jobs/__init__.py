@@ -1,4 +1,4 @@
-"""Work that the server gives to the cluster; each module is run by one Ray Job.
+"""Work that the server submits to the cluster as Ray Jobs.
 
 - `search`: the driver of one study
 - `progress_log`: its progress in the job's log

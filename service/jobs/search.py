@@ -40,9 +40,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m service.jobs.search", description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--study", required=True)
-    # With several Rays on a machine, a job may get the address of another one (Ray 2.60).
-    parser.add_argument("--ray-address", help="the cluster to join (default: what Ray says)")
-    parser.add_argument("--because", help="why another driver was needed")
+    # With several Ray clusters on a machine, a job may get the address of another one (Ray 2.60).
+    parser.add_argument("--ray-address", help="the cluster to join (default: Ray's choice)")
+    parser.add_argument("--because", help="why the previous driver was replaced")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if options.ray_address:

@@ -1,10 +1,10 @@
-"""What a study has found, computed from stored records alone.
+"""The results of a study, computed from stored records alone.
 
 - `load`: reads everything about a run from the store
 - `files`: the record of a run, and the result files made from it
 - `selection`: which trials are best, on the front, or finalists
 - `statistics`: means, differences and their 95 % intervals
-- `format`: durations and counts as people read them, and the order of held-out rows
-- `series`: what charts show, as numbers
+- `format`: durations and counts as text, and the order of held-out rows
+- `series`: the data series of charts
 - `report`: report.html
 """

@@ -1,4 +1,4 @@
-"""The files a run leaves: trials.jsonl, summary.json and pareto.json.
+"""The result files of a run: trials.jsonl, summary.json and pareto.json.
 
 Everything is computed from stored records: writing the files again gives the same files.
 """
@@ -110,7 +110,7 @@ def trial_document(trial: TrialRecord) -> TrialDocument:
 
 
 def trials_jsonl(trials: Iterable[TrialRecord]) -> str:
-    """One JSON object a line, by trial number."""
+    """One JSON object per line, by trial number."""
     return "".join(
         _json(trial_document(trial), indent=None) + "\n" for trial in sorted(trials, key=lambda trial: trial.number)
     )
@@ -190,8 +190,8 @@ def holdout_documents(run: RunRecord) -> list[HoldoutDocument]:
 def write_results(directory: Path, run: RunRecord, *, report: str | None = None) -> tuple[Path, ...]:
     """Write trials.jsonl, summary.json, pareto.json and, if given, report.html into `directory`.
 
-    Each file appears whole or not at all (written beside it, then renamed). Raises ValueError on numbers that JSON
-    does not know (NaN, inf): nothing is written then.
+    Each file appears complete or not at all (a temporary file, then renamed). Raises ValueError on numbers that JSON
+    does not allow (NaN, inf); nothing is written then.
     """
     texts = {
         "trials.jsonl": trials_jsonl(run.trials),
@@ -301,7 +301,7 @@ def _write_whole(file: Path, text: str) -> None:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        # mkstemp's files are for their owner alone; results are ordinary files.
+        # Only the owner can read mkstemp's files; results get ordinary permissions.
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(temporary, 0o666 & ~mask)

@@ -32,7 +32,7 @@ def accuracy_objectives(objectives: Sequence[Objective]) -> tuple[str, ...]:
 
 
 def full_budget_trials(trials: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
-    """Trials with values at full budget, sources and published included: what may be best, front or finalist."""
+    """Trials with values at full budget, sources and published included: candidates for best, front and finalists."""
     return tuple(trial for trial in trials if trial.state is TrialState.COMPLETE and trial.values)
 
 
@@ -43,7 +43,7 @@ def best_trial(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) -
 
 
 def finalists(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) -> tuple[TrialRecord, ...]:
-    """What goes to the held-out stage: the front, the best trial first, at most MAX_FINALISTS."""
+    """The finalists of the held-out stage: the front, the best trial first, at most MAX_FINALISTS."""
     ranked = sorted(pareto_front(trials, objectives), key=lambda trial: _merit(trial, objectives))
     return tuple(ranked[:MAX_FINALISTS])
 
@@ -71,7 +71,7 @@ def costs_of(trial: TrialRecord, objectives: Sequence[Objective]) -> Costs:
 
 
 def held_out(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) -> tuple[TrialRecord, ...]:
-    """What is scored on the holdout data, by number: the finalists, every source and every published recipe."""
+    """The trials scored on the holdout data, by number: the finalists, every source and every published recipe."""
     complete = full_budget_trials(trials)
     final = {trial.number for trial in finalists(complete, objectives)}
     return tuple(

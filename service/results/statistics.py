@@ -39,7 +39,7 @@ def estimate(values: ArrayLike, *, bounds: Bounds | None = None) -> Estimate:
 
     `bounds` is the range the metric cannot leave; (0, 1) is assumed where every value is 0 or 1. Values that all lie
     on a bound (exact match, say) get Wilson's interval; others Student's t, cut to the bounds. The standard error is
-    the sample standard deviation over sqrt(n), so 0 where all values are equal: only the interval is honest there.
+    the sample standard deviation over sqrt(n), so 0 where all values are equal: only the interval is meaningful there.
     A single sample has no spread: it gets the largest that the bounds allow, half of their distance.
 
     Raises ValueError without samples, on values that are not finite or outside `bounds`, and on one sample of a metric

@@ -1,5 +1,5 @@
-"""The shapes of JSON documents, as typed dictionaries that server, client and commands share.
+"""JSON documents as typed dictionaries, shared by server, client and commands.
 
-- `files`: the files that a run leaves, with their JSON Schemas
+- `files`: the result files of a run, with their JSON Schemas
 - `api`: the server's other responses: studies, events, exports, problems
 """

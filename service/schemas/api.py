@@ -35,16 +35,16 @@ Time = Annotated[str, Field(description="RFC 3339, in UTC.")]
 
 
 class ProgressDocument(TypedDict):
-    """How far a study's driver is; overwritten as it goes on."""
+    """The progress of a study's driver; each report replaces the one before."""
 
     study: str
     stage: Literal["searching", "held-out"]
     trials: Annotated[dict[str, int], Field(description="Trials by state.")]
-    max_trials: Annotated[int, Field(description="Trials there will be, sources and published recipes included.")]
+    max_trials: Annotated[int, Field(description="Planned number of trials, sources and published recipes included.")]
     bracket: int | None
     num_brackets: int | None
     rung: int | None
-    rungs: Annotated[list[int], Field(description="Samples of an objective at each rung; of the one that has most.")]
+    rungs: Annotated[list[int], Field(description="Samples at each rung, of the objective that has most.")]
     best_trial: int | None
     best: Values
     samples_scored: Number
@@ -59,13 +59,13 @@ class JobDocument(TypedDict):
 
 
 class StudyDocument(TypedDict):
-    """A study as the server knows it."""
+    """A study on the server."""
 
     id: str
     name: str
     state: State
     reason: str | None
-    waiting_for: Annotated[str | None, Field(description="What must come before a driver works on it.")]
+    waiting_for: Annotated[str | None, Field(description="What must happen before a driver works on it.")]
     created_at: Time
     wall_clock_s: Annotated[float, Field(description="Seconds that drivers have worked on it.")]
     attempt: Annotated[int, Field(description="Drivers that have worked on it so far.")]
@@ -81,11 +81,11 @@ class StudiesDocument(TypedDict):
 
 class TrialsDocument(TypedDict):
     trials: list[TrialDocument]
-    next: Annotated[str | None, Field(description="Where the list goes on; null at its end.")]
+    next: Annotated[str | None, Field(description="Link to the next page; null on the last one.")]
 
 
 class EventDocument(TypedDict):
-    """Something that happened. As a server-sent event its id and kind are the frame's `id` and `event`."""
+    """An event of a study. As a server-sent event its id and kind are the frame's `id` and `event`."""
 
     id: int
     time: Time
@@ -114,7 +114,7 @@ class ExportDocument(TypedDict):
     state: Literal["WAITING", "RUNNING", "COMPLETE", "FAIL"]
     reason: str | None
     created_at: Time
-    bytes: Annotated[int | None, Field(description="Of all its files, once it is COMPLETE.")]
+    bytes: Annotated[int | None, Field(description="Total size of its files, once it is COMPLETE.")]
     links: Annotated[dict[str, str], Field(description="self, and download once it is COMPLETE.")]
 
 
@@ -133,7 +133,7 @@ class PlotsDocument(TypedDict):
 
 
 class FieldProblem(TypedDict):
-    field: Annotated[str, Field(description="Dotted place in the request; empty: the request as a whole.")]
+    field: Annotated[str, Field(description="Dotted path in the request; empty: the request as a whole.")]
     message: str
 
 

@@ -1,4 +1,4 @@
-"""The shapes of the files a run leaves, and their JSON Schemas.
+"""The result files of a run, and their JSON Schemas.
 
 Each document has one typed definition here; the schema is derived from it. Keys may be added in later versions, never
 renamed or removed. The server sends the same documents, and those of `service.schemas.api`.
@@ -64,7 +64,7 @@ class TrialDocument(TypedDict):
 class SamplesDocument(TypedDict):
     scored: Number
     reused: Number
-    full_budget: Annotated[int, Field(description="Samples that scoring every distinct recipe in full had taken.")]
+    full_budget: Annotated[int, Field(description="Samples needed to score every distinct recipe in full.")]
     per_second: float | None
 
 
@@ -102,7 +102,7 @@ class HoldoutDocument(TypedDict):
     trial: Number
     origin: str
     values: dict[str, EstimateDocument]
-    mean: Annotated[EstimateDocument | None, Field(description="Over the accuracy objectives, each counting once.")]
+    mean: Annotated[EstimateDocument | None, Field(description="Unweighted mean over the accuracy objectives.")]
     differences: Annotated[
         dict[str, EstimateDocument],
         Field(description='This row minus the best trial on the same samples, by objective and as "mean".'),
@@ -164,7 +164,7 @@ class FrontDocument(TypedDict):
 
 
 class ParetoDocument(TypedDict):
-    """pareto.json: the trials at full budget that no other one beats in every objective."""
+    """pareto.json: the trials at full budget that no other one dominates."""
 
     objectives: list[ObjectiveDocument]
     reference_point: Annotated[
@@ -204,12 +204,12 @@ class RecipeDocument(TypedDict):
     tensors: NotRequired[
         Annotated[
             dict[str, MergeDocument],
-            Field(description="Single tensors, by name, that have another merge than their component."),
+            Field(description="Single tensors, by name, that are merged differently from their component."),
         ]
     ]
     tokenizer: NotRequired[
         Annotated[
-            str, Field(description="The merged model's: \"union\", or the alias of a model; left out, the base's.")
+            str, Field(description='Of the merged model: "union", or the alias of a model; if absent, the base\'s.')
         ]
     ]
 

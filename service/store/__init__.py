@@ -4,7 +4,7 @@
 - `attempt_writer`: the writes of one driver, refused once another has taken the study over
 - `records`: rows as dataclasses
 - `schema`: the tables
-- `upgrade`: creates and migrates databases, by the Alembic migrations in the folder beside it
+- `upgrade`: creates and migrates databases, by the Alembic migrations in `migrations`
 """
 
 from service.store.attempt_writer import StudyWriter

@@ -1,4 +1,4 @@
-"""Writes to one study, by its driver alone: every transaction checks that."""
+"""Writes to one study. Every transaction checks that the writer's driver still owns the study."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ class StudyWriter:
                 )
 
     def set_document_named(self, name: str, document: Any) -> None:
-        """Store the result of a closing stage, in place of an earlier one."""
+        """Store the result of a closing stage; it replaces an earlier one."""
         table = schema.documents
         with self._transaction() as connection:
             connection.execute(sa.delete(table).where((table.c.study == self.study_id) & (table.c.name == name)))

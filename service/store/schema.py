@@ -33,8 +33,8 @@ __all__ = [
     "trials",
 ]
 
-# The newest migration in `migrations/versions`, which makes the tables below. A change of the tables comes with a
-# migration of its own.
+# The newest migration in `migrations/versions`, which makes the tables below. Every change of the tables needs
+# a migration.
 REVISION = "0001"
 
 # A database from before the migrations is at this one, if its `schema_version` is this.
@@ -69,7 +69,7 @@ studies = Table(
     Column("submitted_at", Float, nullable=False, default=0.0),
     # The attempt at that time: the submitted driver has begun once there is a newer one.
     Column("submitted_after", Integer, nullable=False, default=0),
-    # A client's name for its request, and the request's digest: sent twice, it creates one study.
+    # A client's key for its request, and the request's digest: a request that is sent twice creates one study.
     Column("idempotency_key", String(255), unique=True),
     Column("request_digest", String(64)),
     # Seconds that drivers have worked on the study, over all attempts.

@@ -45,7 +45,7 @@ BUSY_TIMEOUT_S = 60
 class Store:
     """All studies of one database. Thread-safe; close it when done.
 
-    Creates or migrates the database. Raises Conflict if it is no database, or one of a newer version.
+    Creates or migrates the database. Raises Conflict if it is not a database, or one of a newer version.
     """
 
     def __init__(self, url: str) -> None:

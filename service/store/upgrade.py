@@ -24,16 +24,16 @@ ADVISORY_LOCK = 0x6D657267
 
 @dataclass(frozen=True)
 class _Marks:
-    """What a database says of its schema; None: nothing. `version` is the mark of programs from before Alembic."""
+    """The schema versions stored in a database, None if absent. `version` is from programs before Alembic."""
 
     revision: str | None
     version: int | None
 
 
 def upgrade(engine: sa.Engine) -> None:
-    """Create or migrate what the database lacks. On SQLite the engine's transactions must begin with the write lock.
+    """Create or migrate the database's tables. On SQLite the engine's transactions must begin with the write lock.
 
-    Raises Conflict if another version of the program made it, and SQLAlchemy's DatabaseError if it is no database."""
+    Raises Conflict if another version of the program created it, SQLAlchemy's DatabaseError if it is not a database."""
     with engine.execution_options(read_only=True).connect() as connection:
         marks = _marks(connection)
     if marks.revision == schema.REVISION and marks.version == schema.SCHEMA_VERSION:

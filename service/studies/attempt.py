@@ -107,8 +107,8 @@ def execute(
 
 
 class Heartbeat:
-    """Stores, from a thread, every `interval_s` seconds that the driver is alive, its `progress` (as JSON), and the
-    seconds that all attempts at the study have worked."""
+    """Stores a heartbeat every `interval_s` seconds, from a thread: the driver's `progress` (as JSON), and the seconds
+    that all attempts at the study have worked."""
 
     def __init__(self, writer: StudyWriter, worked_s: float, *, interval_s: float = HEARTBEAT_S) -> None:
         self.progress: Mapping[str, Any] | None = None
@@ -139,9 +139,9 @@ class Heartbeat:
         while not self._stop.wait(self._interval_s):
             try:
                 self.send()
-            except StaleAttempt:  # the driver's next write raises it where it is handled
+            except StaleAttempt:  # the driver's next write raises it too, where it is handled
                 return
-            except Exception:  # one may be missed; without any the driver is replaced
+            except Exception:  # a single one may be missed; without any the driver is replaced
                 logger.exception("a heartbeat was not stored")
 
 

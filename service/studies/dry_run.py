@@ -1,4 +1,4 @@
-"""`run --check`: what running a study will take, as far as it is known before an engine starts."""
+"""`run --check`: what running a study will take, as far as can be computed before an engine starts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class CheckedPlan:
             return ()
         return (
             f"download  {gib(self.disk_bytes['download'])} of weights from the hub before it starts: "
-            f"{', '.join(self.absent_models)}; NaN and infinity are looked for then",
+            f"{', '.join(self.absent_models)}; they are checked for NaN and infinity then",
         )
 
     def _ladders(self) -> str:
@@ -80,7 +80,8 @@ class CheckedPlan:
 
 
 def check(study: Study, directory: Path, *, exports: bool = False) -> CheckedPlan:
-    """Check a study that would run in `directory` and count what it will take; with `exports`, the best merge too.
+    """Check a study that would run in `directory` and compute what it will take; with `exports`, also for the export of
+    the best merge.
 
     Starts nothing, and downloads no weights. Raises InvalidStudy with every problem."""
     preflight = examine(study, export_dir=directory / EXPORT if exports else None, downloads=False)
@@ -114,10 +115,10 @@ def check(study: Study, directory: Path, *, exports: bool = False) -> CheckedPla
     )
 
 
-# Tokens of an average sample where nothing better is known: a short prompt and a short answer.
+# Assumed tokens of an average sample: a short prompt and a short answer.
 TOKENS_PER_SAMPLE = 256
 
-# What share of its matrix-product speed a device reaches while it decodes.
+# The share of its matrix-product speed that a device reaches while it decodes.
 DECODING_EFFICIENCY = 0.15
 
 

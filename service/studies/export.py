@@ -29,8 +29,8 @@ __all__ = ["export_trial", "model_bytes", "write_model"]
 def export_trial(
     store: Store, record: StudyRecord, trial: str, out: Path, *, dtype: str | None = None, **details: Any
 ) -> Path:
-    """Write the merge of a trial ("best" or its number) to `out` and return it; `dtype` None is the engine's, `details`
-    are further arguments of `checkpoint.export`.
+    """Write the merged model of a trial ("best" or its number) to `out` and return `out`; `dtype` None is the engine's,
+    `details` are further arguments of `checkpoint.export`.
 
     Raises NotFound (no such trial), Conflict (the sources have changed since, `out` is taken, its disk is too small).
     """
@@ -43,7 +43,7 @@ def export_trial(
     fingerprints = record.resolved.fingerprints
     if sources.fingerprints != fingerprints:
         changed = sorted(a for a, f in sources.fingerprints.items() if fingerprints.get(a) != f)
-        raise Conflict(f"models {', '.join(changed)} have changed since the study; what was scored cannot be written")
+        raise Conflict(f"models {', '.join(changed)} have changed since the study; the scored merge cannot be written")
     return write_model(
         chosen.recipe,
         Bank(sources, keeps_statistics=False),
@@ -58,7 +58,7 @@ def export_trial(
 def write_model(recipe: Recipe, bank: Bank, out: Path, *, dtype: str, **details: Any) -> Path:
     """`checkpoint.export` with its further arguments `details`.
 
-    Raises Conflict as `model_bytes` does, and if the disk is full before the model is complete: then all of it is
+    Raises Conflict as `model_bytes` does, and if the disk is full before the model is complete; the incomplete model is
     removed."""
     import torch
 
@@ -79,7 +79,7 @@ def write_model(recipe: Recipe, bank: Bank, out: Path, *, dtype: str, **details:
 
 
 def model_bytes(recipe: Recipe, bank: Bank, out: Path, *, dtype: str) -> int:
-    """Bytes of the merged model. Raises Conflict if something else is at `out`, or the disk has no room for it."""
+    """Bytes of the merged model. Raises Conflict if something else is at `out`, or if the disk has too little space."""
     import torch
 
     from workers.export.checkpoint import is_written, left_behind_bytes

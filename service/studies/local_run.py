@@ -54,10 +54,10 @@ def run_study(
     """Run the study in `directory` to its end, or resume it there, and write its result files; `exports` only
     checks that the best merge fits into `directory`/export.
 
-    Raises InvalidStudy (nothing was started), Conflict (the directory has another run or study), ConnectionError (no
-    Ray), StudyFailed and EngineUnavailable (the result files have what was reached).
+    Raises InvalidStudy (nothing was started), Conflict (the directory is used by another run or study), ConnectionError
+    (no Ray), StudyFailed and EngineUnavailable (the result files hold the results so far).
     """
-    if not (directory / DATABASE).exists():  # else it may be finished, and need no Ray
+    if not (directory / DATABASE).exists():  # an existing study may be finished and need no Ray
         check_reachable()
     export_dir = directory / EXPORT if exports else None
     preflight = examine(_as_started(study, directory), export_dir=export_dir, note=view.note)
@@ -92,7 +92,7 @@ def run_study(
 
 @contextmanager
 def read_run(directory: Path) -> Iterator[tuple[Store, StudyRecord]]:
-    """The store and the study of a run's directory, where a run may be at work. Raises NotFound."""
+    """The store and the study of a run's directory, also while a run uses it. Raises NotFound."""
     if not (directory / DATABASE).is_file():
         raise NotFound(f"{directory}: no run here (no {DATABASE}); give the directory that `mergesearch run` was given")
     store = Store(f"sqlite:///{directory / DATABASE}")

@@ -1,7 +1,7 @@
 """`mergesearch merge`: one merge that a file describes, without a search.
 
-The file is a recipe or a mergekit configuration, as its keys show. Everything is checked before anything is written,
-and everything in headers before anything large is read.
+The keys of the file tell a recipe from a mergekit configuration. Everything is checked before anything is written, and
+headers are checked before weights are read.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PlannedModel:
 
 @dataclass(frozen=True)
 class DiskBytes:
-    """Of the merged model, free on its disk, and to be downloaded from the hub."""
+    """Bytes of the merged model, free on its disk, and to be downloaded from the hub."""
 
     export: int
     available: int
@@ -106,11 +106,11 @@ class MergePlan:
         )
 
     def _download(self) -> tuple[str, ...]:
-        """Of models whose weights are on the hub and not here."""
+        """The line about models whose weights are only on the hub."""
         num_bytes = self.disk_bytes.download
         if not num_bytes:
             return ()
-        return (f"download  {gib(num_bytes)} of weights from the hub; NaN and infinity are looked for then",)
+        return (f"download  {gib(num_bytes)} of weights from the hub; they are checked for NaN and infinity then",)
 
 
 def check_merge(
@@ -165,12 +165,12 @@ def merge_file(
     note: Callable[[str], None] = logger.info,
     **details: Any,
 ) -> Path:
-    """Write the merge that `file` describes to `out` and return it; `details` are further arguments of
-    `checkpoint.export`, and `note` is called with lines about downloads and, where that takes long, reading.
+    """Write the merge that `file` describes to `out` and return `out`; `details` are further arguments of
+    `checkpoint.export`, and `note` is called with messages about downloads and slow reads.
 
-    `directories` are those of models, by their aliases in a recipe or their names in a mergekit configuration; names
-    that are not given there are directories beside the file or the current directory, or hub ids. `dtype` None is the
-    file's.
+    `directories` maps models to directories, by alias in a recipe or by name in a mergekit configuration. Other names
+    in a mergekit configuration are directories, relative to the file or to the current directory, or hub ids. `dtype`
+    None is the file's.
     Raises InvalidRecipe, InvalidModel, Conflict.
     """
     job = _prepared(file, directories, dtype, note=note)
@@ -201,7 +201,7 @@ def _prepared(file: Path, directories: Mapping[str, Path], dtype: str | None, **
         merged_config(job.recipe, job.bank, torch.float32)
     except InvalidRecipe as error:
         raise InvalidRecipe("\n".join(f"{file}: {line}" for line in str(error).splitlines())) from error
-    _ = job.bank.sources.result_dir  # the tokenizers of the models can be brought together
+    _ = job.bank.sources.result_dir  # raises InvalidModel if the models' tokenizers cannot be combined
     return replace(job, dtype=dtype) if dtype else job
 
 
@@ -218,7 +218,7 @@ def _read(file: Path) -> Any:
         raise InvalidRecipe(f"{file}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InvalidRecipe(
-            f"{file}: is not UTF-8 text (byte {error.start}); give a recipe.json or a configuration of mergekit's"
+            f"{file}: is not UTF-8 text (byte {error.start}); give a recipe.json or a mergekit configuration"
         ) from error
     except json.JSONDecodeError as error:
         raise InvalidRecipe(f"{file}: line {error.lineno}: not JSON: {error.msg}") from error
@@ -234,13 +234,13 @@ def _read(file: Path) -> Any:
         )
     if not is_json and not (isinstance(document, Mapping) and document.keys() & {"merge_method", "format"}):
         raise InvalidRecipe(
-            f"{file}: is neither a configuration of mergekit's (it has no merge_method) nor a recipe (it has no format)"
+            f"{file}: is neither a mergekit configuration (it has no merge_method) nor a recipe (it has no format)"
         )
     return document
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader, which is mergekit's, without repeated keys: of two it would take the last."""
+    """SafeLoader, as in mergekit, but a repeated key is an error; SafeLoader would take the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         marks: dict[Any, yaml.Mark] = {}
@@ -271,7 +271,7 @@ def _of_recipe(document: Any, directories: Mapping[str, Path], **fetching: Any) 
         raise InvalidRecipe(f"dtype: {stated!r} is not supported; give {', '.join(DTYPES)}")
     if missing := sorted(set(recipe.models) - set(directories)):
         hint = " ".join(f"--model {alias}=DIR" for alias in missing)
-        raise InvalidRecipe(f"where {'are' if missing[1:] else 'is'} {', '.join(missing)}? Add {hint}")
+        raise InvalidRecipe(f"no directory is given for {', '.join(missing)}; add {hint}")
     if unknown := sorted(set(directories) - set(recipe.models)):
         raise InvalidRecipe(f"has no model {', '.join(unknown)}; it names {', '.join(recipe.models)}")
     sources = _resolved(recipe.base, directories, recipe.tokenizer)
@@ -309,35 +309,35 @@ def _of_configuration(
 
 
 def _adapter_or_model(model: str, configuration: MergekitConfig) -> str:
-    """What an expert's files are: of MODEL+LORA the adapter's, for the model is the base."""
+    """Where a model's files are: for MODEL+LORA those of the adapter, because MODEL is the base."""
     whole, adapter = split_adapter(model)
     if adapter is not None and model == configuration.base:
         raise InvalidRecipe(
-            f"base_model: {model}: task vectors start from a whole model here; write that one first, by a file with "
+            f"base_model: {model}: the base must be a whole model; write it first, with a file that has "
             f"merge_method: passthrough and models: [model: {model}]"
         )
     if adapter is not None and whole != configuration.base:
         raise InvalidRecipe(
-            f"{model}: an adapter is merged here as an expert of the model that it changes; give base_model: {whole}"
+            f"{model}: an adapter can only be an expert of the model that it adapts; give base_model: {whole}"
         )
     return model if adapter is None else adapter
 
 
 def _place(model: str, files: str, file: Path) -> str | Path:
-    """Where the `files` of `model` are: in the directory of that name beside the file or here, else perhaps on the hub.
-    Raises InvalidRecipe."""
+    """Where the `files` of `model` are: the directory of that name, relative to the file or to the current directory,
+    else a hub id. Raises InvalidRecipe."""
     path = Path(files).expanduser()
     for place in (file.parent / path, path):
         if place.exists():
             return place
     if HUB_ID.fullmatch(files):
         return files
-    where = "" if path.is_absolute() else f", neither beside {file.name} nor in the current directory"
-    raise InvalidRecipe(f"{files}: there is no such directory{where}; --model {model}=DIR says where it is")
+    where = "" if path.is_absolute() else f", neither next to {file.name} nor in the current directory"
+    raise InvalidRecipe(f"{files}: there is no such directory{where}; give it with --model {model}=DIR")
 
 
 def _aliases(models: tuple[str, ...]) -> dict[str, str]:
-    """Short names: the last part of each path or hub id, an adapter's its own; numbered where several have the same."""
+    """Short names: the last part of each path or hub id (of MODEL+LORA the adapter's), numbered where equal."""
     aliases: dict[str, str] = {}
     for model in models:
         whole, adapter = split_adapter(model)
@@ -357,7 +357,7 @@ def _tokenizer(configuration: MergekitConfig, aliases: Mapping[str, str]) -> str
         return source if source == "union" else "base"
     if source != "base" and source not in aliases:
         raise InvalidRecipe(
-            f"tokenizer_source: {source} is none of the models; give base, union, or {', '.join(aliases)}"
+            f"tokenizer_source: {source} is not one of the models; give base, union, or {', '.join(aliases)}"
         )
     return "base" if source == "base" else aliases[source]
 
@@ -374,7 +374,7 @@ def _stored_dtype(sources: ResolvedFamily) -> str:
 
 
 def _resolved(base: str, directories: Mapping[str, str | Path], tokenizer: str) -> ResolvedFamily:
-    """The models with `base` first, which may be the only one, checked as far as headers show. Raises InvalidModel."""
+    """The models, `base` first (it may be the only one), with their headers checked. Raises InvalidModel."""
     others = {alias: directory for alias, directory in directories.items() if alias != base}
     if not others:
         return resolve_model(directories[base], alias=base)
@@ -386,7 +386,7 @@ def _bank(sources: ResolvedFamily, *, downloads: bool = True, note: Callable[[st
     from workers.merging.bank import Bank
 
     here = sources.fetched(note=note) if downloads else sources
-    with _patiently(note, "reading the models: fingerprints, NaN and infinity; a model is read so once"):
+    with _patiently(note, "reading the models: fingerprints, NaN and infinity; needed once per model"):
         return Bank(here, keeps_statistics=False)
 
 

@@ -1,6 +1,6 @@
-"""How far a run is: the snapshot that a driver reports, the protocol it reports to, its pace and its line of text.
+"""Progress of a run: the snapshot that a driver reports, the protocol it reports to, its pace and its line of text.
 
-Knows no terminal; `service.cli.progress` and `service.jobs.progress_log` display it.
+Independent of terminals; `service.cli.progress` and `service.jobs.progress_log` display it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ProgressReporter(Protocol):
 
 @dataclass(frozen=True)
 class ProgressSnapshot:
-    """How far a run is. Counts are of the whole study, work of earlier attempts included.
+    """The progress of a run. Counts are of the whole study, work of earlier attempts included.
 
     `stage` is the current stage ("searching", "held-out"); `max_trials` counts every trial of the study, sources and
     published recipes included. `bracket` and `rung` are 0-based, None if the search is at no single one; `rungs` are
@@ -95,7 +95,7 @@ class PaceMeter:
         return round(self._clock() - self._started_at, 1)
 
     def add(self, snapshot: ProgressSnapshot) -> bool:
-        """Count a snapshot in. Returns True if it begins a stage.
+        """Add a snapshot to the measurement. Returns True if it begins a stage.
 
         Each stage is measured separately: stages differ in speed, and samples of an earlier attempt took no time."""
         is_new_stage = self._snapshot is None or snapshot.stage != self._snapshot.stage
@@ -103,7 +103,7 @@ class PaceMeter:
             self._points.clear()
         self._snapshot = snapshot
         now = self._clock()
-        # Two points within a second say little more than one and would fill the window.
+        # Two points within a second are hardly more accurate than one and would fill the window.
         if len(self._points) > 1 and now - self._points[-2][0] < 1.0:
             self._points.pop()
         self._points.append((now, snapshot.samples_scored))

@@ -2,7 +2,7 @@
 
 - `schedulers`: which trial is evaluated at which rung, and which are promoted
 - `searchers`: propose configurations
-- `coordinator`: turns stored results into the next evaluation, and results into stored ones
+- `coordinator`: decides from stored results what to evaluate next, and stores new results
 - `plan`: what a study evaluates, fixed for all its attempts
 - `evaluation`: the unit of work
 - `sample_cache`: which samples are scored

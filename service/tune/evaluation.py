@@ -24,7 +24,7 @@ class Evaluation:
     recipe: Recipe
     chunks: tuple[tuple[Span, ...], ...]
 
-    def __repr__(self) -> str:  # Tune makes tags and folder names of it
+    def __repr__(self) -> str:  # Tune uses it in tags and folder names
         return f"trial-{self.trial}-{self.split}-{self.rung}"
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> Self:  # immutable, and Tune copies every configuration
@@ -32,8 +32,8 @@ class Evaluation:
 
 
 class FailureKind(StrEnum):
-    """Why a chunk was not scored: the candidate cannot be scored, no engine is available, or an engine held something
-    else than it was asked to score."""
+    """Why a chunk was not scored: the candidate cannot be scored, no engine is available, or an engine held another
+    merge than the requested one."""
 
     TRIAL = "trial"
     ENGINE = "engine"

@@ -45,15 +45,15 @@ TUNE_ENVIRONMENT = {
 
 
 class _NotPickled:
-    """Tune pickles what it is given, for a restore that never happens here."""
+    """Pickled without state: Tune pickles its arguments for a restore, which is not used here."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
 
 
 class _Interrupt:
-    """Ctrl-C, raised where it is not lost: Python raises it wherever the main thread is, and one of Ray's callbacks
-    would only print it. `check` raises the first one; a second one is raised at once."""
+    """Defers Ctrl-C to `check`: Python raises KeyboardInterrupt wherever the main thread is, and if that is one of
+    Ray's callbacks, it is only printed. A second Ctrl-C is raised immediately."""
 
     def __init__(self) -> None:
         self._is_requested = False

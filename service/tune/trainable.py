@@ -21,7 +21,7 @@ CPUS = 0.05
 class EvaluationTrainable(tune.Trainable):
     """Scores one evaluation, a chunk per step. Reports {"outcome": ScoreResult | ChunkFailed}.
 
-    An actor's first step only says that it is up: {"outcome": None}."""
+    An actor's first step only reports that the actor runs: {"outcome": None}."""
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
@@ -56,7 +56,7 @@ class EvaluationTrainable(tune.Trainable):
         return {"outcome": outcome}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Nothing: what was scored is in SQL."""
+        """Does nothing: scored samples are in SQL."""
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        """Nothing: an evaluation starts from what SQL says is missing."""
+        """Does nothing: an evaluation starts from the samples that SQL lacks."""

@@ -56,7 +56,7 @@ def test_two_studies_survive_the_death_of_replica_driver_ray_and_server_and_the_
         assert psutil.wait_procs(of_ray, timeout=30)[1] == []
     assert reasons[0] is None
     assert "its driver ended" in reasons[1]
-    assert "Ray was started anew" in reasons[2]
+    assert "Ray was restarted" in reasons[2]
     store = Store(f"sqlite:///{server.data_dir / DATABASE}")
     with read_run(shipped) as (undisturbed, run):
         assert trial_list(store, first) == trial_list(undisturbed, run.id)

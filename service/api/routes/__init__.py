@@ -1,4 +1,4 @@
-"""Routes, by topic. They translate between HTTP and the rest, and decide nothing.
+"""Routes, by topic. They only translate between HTTP and the packages that do the work.
 
 - `studies`: create, list, show and cancel studies
 - `results`: trials, recipes, front, summary, report and plots of a study

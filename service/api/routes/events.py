@@ -1,4 +1,4 @@
-"""What happens in a study, as it happens or as a list."""
+"""The events of a study, as a stream or as a list."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ router = APIRouter(tags=["events"])
 
 MAX_EVENTS = 10_000
 EVENT_STREAM = "text/event-stream"
-# One frame of a stream, as OpenAPI describes them from 3.2 on.
+# The schema of one frame of a stream, in the form of OpenAPI 3.2.
 FRAME = {
     "type": "object",
     "properties": {
@@ -48,9 +48,9 @@ FRAME = {
         200: {
             "model": EventsDocument,
             "description": (
-                "A stream of server-sent events, whose `id` and `event` are an EventDocument's id and kind and whose "
-                "`data` is that document; between them `progress` frames (a ProgressDocument) and at the end of the "
-                "study one `end` frame, both without an id. With `Accept: application/json` the events so far."
+                "A stream of server-sent events: `id` and `event` are the id and kind of an EventDocument, `data` is "
+                "that document. In between there are `progress` frames (a ProgressDocument), and one `end` frame when "
+                "the study has ended, both without an id. With `Accept: application/json`, a list of the events so far."
             ),
             "content": {EVENT_STREAM: {"itemSchema": FRAME}},
         },
@@ -62,18 +62,18 @@ async def watch_events(
     study: Study,
     services: Context,
     after: Annotated[int, Query(description="Only events with a larger id.", ge=0, le=MAX_ID)] = 0,
-    limit: Annotated[int, Query(description="At most so many, of a list.", ge=1, le=MAX_EVENTS)] = MAX_EVENTS,
+    limit: Annotated[int, Query(description="Maximum number of events in a list.", ge=1, le=MAX_EVENTS)] = MAX_EVENTS,
     last_event_id: Annotated[
         int | None,
-        Header(alias="Last-Event-ID", description="As `after`, and goes before it.", ge=0, le=MAX_ID),
+        Header(alias="Last-Event-ID", description="As `after`, and takes precedence over it.", ge=0, le=MAX_ID),
     ] = None,
 ) -> Response:
-    """Everything that happened in the study and, in a stream, what happens until it has ended."""
+    """The study's past events and, in a stream, new ones until the study has ended."""
     cursor = after if last_event_id is None else last_event_id
     accepted = request.headers.get("accept", "")
     if "application/json" in accepted and EVENT_STREAM not in accepted:
         events = await run_in_threadpool(services.store.events, study.id, after=cursor, limit=limit)
         return Json(EventsDocument(events=[event_document(event) for event in events]))
-    # No proxy may wait for more before it passes on what there is.
+    # Proxies must pass frames on without buffering.
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return StreamingResponse(services.hub.watch(study.id, after=cursor), media_type=EVENT_STREAM, headers=headers)

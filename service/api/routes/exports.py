@@ -1,4 +1,4 @@
-"""Merged models: ask for one, see how far it is, download it."""
+"""Merged models: request an export, show its state, download it."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ Export = Annotated[ExportRecord, Depends(_export)]
     status_code=202,
     response_model=None,
     responses={
-        202: {"model": ExportDocument, "description": "It is written, or was before.", "headers": LOCATION},
+        202: {"model": ExportDocument, "description": "The export is queued, or exists already.", "headers": LOCATION},
         **refusals(404, 409, 413, 415, 422, 503),
     },
     openapi_extra=EXPORT_BODY,
 )
 async def create_export(request: Request, study: Study, services: Context) -> Response:
-    """Have the merge of a trial written for download. The same trial in the same dtype is one export."""
+    """Write the merged model of a trial for download. The same trial in the same dtype is one export."""
     sent_as_json(request.headers, accepted=JSON_TYPES)
     trial, dtype = _asked(await read_body(request))
     if study.state is not StudyState.COMPLETE:
@@ -92,7 +92,7 @@ def list_exports(study: Study, services: Context) -> Response:
     responses={200: {"model": ExportDocument}, **refusals(404)},
 )
 def get_export(export: Export, services: Context) -> Response:
-    """An export, and where to download it once it is COMPLETE."""
+    """An export, with a download link once it is COMPLETE."""
     return Json(_document(services, export))
 
 
@@ -101,7 +101,7 @@ def get_export(export: Export, services: Context) -> Response:
     response_model=None,
     responses={
         200: {
-            "description": "The model's files in one folder, not compressed.",
+            "description": "An uncompressed tar archive of the model's files in one folder.",
             "content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}},
         },
         **refusals(404, 409),

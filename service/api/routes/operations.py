@@ -1,4 +1,4 @@
-"""For operators of the server: is it alive, is it ready, what does it do."""
+"""Routes for operators of the server: liveness, readiness, metrics."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def healthz() -> Response:
 
 @router.get("/readyz", response_model=None, responses={200: {"model": ReadinessDocument}, **refusals(503)})
 def readyz(services: Context) -> Response:
-    """The database responds, and studies are being worked on. Studies are accepted before that, too."""
+    """The database responds and studies can make progress. Studies are accepted before that, too."""
     services.store.last_event_id("")
     if reason := services.cluster.not_ready():
         raise Unavailable(reason)

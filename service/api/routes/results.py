@@ -1,4 +1,4 @@
-"""What a study has found so far: trials, recipes, front, summary, report, plots."""
+"""The results of a study so far: trials, recipes, front, summary, report, plots."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["router"]
 router = APIRouter(tags=["results"])
 
 MAX_PAGE = 1000
-# Both follow from the charts that are declared.
+# Both are derived from the declared charts.
 PlotName: Any = Literal[*CHARTS]
 PlotDocument: Any = Union[*(chart.series_type for chart in CHARTS.values())]
 TrialState = Literal["WAITING", "RUNNING", "COMPLETE", "PRUNED", "FAIL"]
@@ -38,7 +38,7 @@ def list_trials(
     study: Study,
     services: Context,
     after: Annotated[int | None, Query(description="Only trials with a larger number.", ge=0, le=MAX_NUMBER)] = None,
-    limit: Annotated[int, Query(description="At most so many.", ge=1, le=MAX_PAGE)] = 100,
+    limit: Annotated[int, Query(description="Maximum number of trials.", ge=1, le=MAX_PAGE)] = 100,
     state: Annotated[TrialState | None, Query(description="Only trials in this state.")] = None,
 ) -> Response:
     """Trials by number, a page at a time."""
@@ -62,7 +62,7 @@ def list_trials(
     responses={200: {"model": TrialDocument}, **refusals(404)},
 )
 def get_trial(study: Study, number: TrialNumber, services: Context) -> Response:
-    """A trial."""
+    """One trial."""
     return Json(trial_document(_trial(services, study, number)))
 
 
@@ -72,7 +72,7 @@ def get_trial(study: Study, number: TrialNumber, services: Context) -> Response:
     responses={200: {"model": RecipeDocument}, **refusals(404)},
 )
 def get_recipe(study: Study, number: TrialNumber, services: Context) -> Response:
-    """The merge that a trial stands for, as `mergesearch merge` reads it."""
+    """The recipe of a trial's merge, as `mergesearch merge` reads it."""
     return Json(_trial(services, study, number).recipe.to_json())
 
 
@@ -82,7 +82,7 @@ def get_recipe(study: Study, number: TrialNumber, services: Context) -> Response
     responses={200: {"model": ParetoDocument}, **refusals(404)},
 )
 def get_pareto(study: Study, services: Context) -> Response:
-    """The trials at full budget that no other one beats in every objective."""
+    """The Pareto front: the trials at full budget that no other one dominates."""
     return Json(pareto(services.records.record(study.id)))
 
 
@@ -92,7 +92,7 @@ def get_pareto(study: Study, services: Context) -> Response:
     responses={200: {"model": SummaryDocument}, **refusals(404)},
 )
 def get_summary(study: Study, services: Context) -> Response:
-    """What the study has found and what it has cost, as in summary.json."""
+    """The study's results and cost, as in summary.json."""
     return Json(summary(services.records.record(study.id)))
 
 
@@ -102,7 +102,7 @@ def get_summary(study: Study, services: Context) -> Response:
     responses={200: {"description": "The report.", "content": {"text/html": {}}}, **refusals(404)},
 )
 def get_report(study: Study, services: Context) -> Response:
-    """The report of the study as it stands, one page that works offline."""
+    """The report on the study's current state, one page that works offline."""
     return HTMLResponse(services.records.report(study.id), headers=PAGE_HEADERS)
 
 
@@ -112,7 +112,7 @@ def get_report(study: Study, services: Context) -> Response:
     responses={200: {"model": PlotsDocument}, **refusals(404)},
 )
 def list_plots(study: Study) -> Response:
-    """The plots there are."""
+    """The available plots."""
     path = f"{study_path(study.id)}/plots"
     document: PlotsDocument = {
         "plots": [{"name": name, "title": chart.title, "link": f"{path}/{name}"} for name, chart in CHARTS.items()]

@@ -1,4 +1,4 @@
-"""Studies: create, list, look at, cancel."""
+"""Studies: create, list, show, cancel."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ router = APIRouter(tags=["studies"])
 STUDY_BODY = {
     "requestBody": {
         "required": True,
-        "description": "A study file; its paths are absolute, for they are read on the server.",
+        "description": "A study file. Its paths must be absolute: the server reads them.",
         "content": {media: {"schema": {"$ref": "#/components/schemas/Study"}} for media in (*JSON_TYPES, *YAML_TYPES)},
     }
 }
@@ -35,7 +35,7 @@ IdempotencyKey = Annotated[
     str | None,
     Header(
         alias="Idempotency-Key",
-        description="A name for this request: sent again with the same body it makes no second study.",
+        description="The same key with the same body again returns the study that it created.",
         pattern="^[!-~]{1,255}$",
     ),
 ]
@@ -47,14 +47,14 @@ StateFilter = Literal["CREATED", "RUNNING", "STOPPED", "COMPLETE", "FAILED", "CA
     status_code=201,
     response_model=None,
     responses={
-        200: {"model": StudyDocument, "description": "The study that the same request made before."},
+        200: {"model": StudyDocument, "description": "The study that an earlier request with the same key created."},
         201: {"model": StudyDocument, "description": "The study was created.", "headers": LOCATION},
         **refusals(409, 413, 415, 422, 503),
     },
     openapi_extra=STUDY_BODY,
 )
 async def create_study(request: Request, services: Context, idempotency_key: IdempotencyKey = None) -> Response:
-    """Create a study once every check that needs no search has passed; work on it starts as soon as possible."""
+    """Create a study if it passes every check that needs no engine; its search starts as soon as possible."""
     is_json = sent_as_json(request.headers, accepted=(*JSON_TYPES, *YAML_TYPES))
     content = await read_body(request)
     if idempotency_key is None:
@@ -87,8 +87,8 @@ async def _created(services: Services, content: bytes, is_json: bool, *, key: st
         record = found
     if record.request_digest != digest:
         raise Conflict(
-            f"Idempotency-Key {key!r} was sent before with another body, which made study {record.id}; "
-            "send another key for another study"
+            f"Idempotency-Key {key!r} was sent before with another body, which created study {record.id}; "
+            "use another key for another study"
         )
     return record, found is None
 
@@ -97,7 +97,7 @@ async def _created(services: Services, content: bytes, is_json: bool, *, key: st
 def list_studies(
     services: Context,
     state: Annotated[StateFilter | None, Query(description="Only studies in this state.")] = None,
-    name: Annotated[str | None, Query(description="Only studies of this name.")] = None,
+    name: Annotated[str | None, Query(description="Only studies with this name.")] = None,
 ) -> Response:
     """Every study, oldest first."""
     counts = services.store.trial_counts()
@@ -113,7 +113,7 @@ def list_studies(
     "/studies/{study_id:segment}", response_model=None, responses={200: {"model": StudyDocument}, **refusals(404)}
 )
 def get_study(study: Study, services: Context) -> Response:
-    """A study: its state, how far it is, and where to look further."""
+    """A study: its state, its progress, and links to its results."""
     return Json(_document(services, study))
 
 
@@ -129,7 +129,7 @@ def get_study(study: Study, services: Context) -> Response:
     },
 )
 def get_study_file(study: Study) -> Response:
-    """The study file with every default written out; submitted again it makes an equal study."""
+    """The study file with every default filled in; submitting it again creates an equal study."""
     return Json(study.document)
 
 
@@ -139,7 +139,7 @@ def get_study_file(study: Study) -> Response:
     responses={200: {"description": "The log.", "content": {"text/plain": {}}}, **refusals(404, 503)},
 )
 def get_log(study: Study, services: Context) -> Response:
-    """What the study's drivers have printed."""
+    """The output of the study's drivers."""
     return PlainTextResponse(services.cluster.log(study).encode("utf-8", "replace"))
 
 
@@ -147,17 +147,17 @@ def get_log(study: Study, services: Context) -> Response:
 
 
 def cancel(services: Services, study_id: str) -> StudyRecord:
-    """End the study where it stands; what it has found stays. Raises Conflict if it has ended otherwise."""
+    """Cancel the study permanently; its results are kept. Raises Conflict if it has ended in another state."""
     while True:
         record = services.store.study(study_id)
         if record.state is StudyState.CANCELLED:
             return record
         if record.state.is_finished:
             raise Conflict(
-                f"study {study_id} is {record.state.value} already; only what has not ended can be cancelled"
+                f"study {study_id} is already {record.state.value}; only a study that has not ended can be cancelled"
             )
         try:
-            # From here on its driver cannot write; what it wrote up to here counts.
+            # From here on the study's driver cannot write; what it wrote before is kept.
             writer = services.store.open_attempt(study_id, because="it was cancelled")
             if not services.store.study(study_id).state.is_finished:
                 writer.set_state(StudyState.CANCELLED, "cancelled by request")
@@ -179,7 +179,7 @@ def _route(verb: str) -> Callable[..., Response]:
 
 def _add_verbs() -> None:
     described: dict[int | str, dict[str, Any]] = {
-        202: {"model": StudyDocument, "description": "Done, or was done before."},
+        202: {"model": StudyDocument, "description": "Done, now or by an earlier request."},
         **refusals(404, 409),
     }
     for verb, action in VERBS.items():

@@ -1,6 +1,6 @@
 """report.html: one self-contained page about a run, made from stored records alone.
 
-Works offline and without scripts, in light and dark, on a phone and on paper; beside every chart is its table.
+Works offline and without scripts, in light and dark mode, on phones and in print; every chart comes with its table.
 
 The series of its charts come from `service.results.series`; its template is report.html.j2.
 

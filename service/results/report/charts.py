@@ -1,8 +1,8 @@
 """Charts as plain HTML and SVG strings: no scripts, nothing loaded from elsewhere.
 
 Horizontal positions are percentages and vertical ones pixels, so a chart fills whatever width it gets while its text
-keeps its size. Colours are CSS classes and variables, so that light and dark are the style sheet's business. Marks
-carry a title, which browsers show when pointed at.
+keeps its size. Colours are CSS classes and variables, so that the style sheet handles light and dark mode. Marks have
+a title, which browsers show as a tooltip.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def nice_scale(values: Iterable[float], *, count: int = 5, bounds: tuple[float, 
 
 
 class Plot:
-    """An x-y chart under construction: add marks in the order they are to be painted, then `render`."""
+    """Builds an x-y chart: add marks in painting order, then `render`."""
 
     def __init__(
         self, x: Scale, y: Scale, *, label: str, x_title: str = "", y_title: str = "", height: int = 280
     ) -> None:
-        """`label` says in a sentence what the chart shows, for those who cannot see it."""
+        """`label` describes the chart in a sentence, for screen readers."""
         self.x, self.y, self.height = x, y, height
         self._label, self._x_title, self._y_title = label, x_title, y_title
         self._parts: list[str] = []

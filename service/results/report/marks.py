@@ -1,4 +1,4 @@
-"""What the charts of many trials share: the shape of a trial's mark, and how many of them are drawn.
+"""What charts of many trials share: the shape of a trial's mark, and how many marks are drawn.
 
 Large studies are drawn from a sample of their points; the table says where the rest is.
 """

@@ -1,4 +1,4 @@
-"""The report as a whole: what its template is given, section by section."""
+"""The report as a whole: the data of its template, section by section."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEMPLATES = Path(__file__).parent
 
 
 def render_report(run: RunRecord) -> str:
-    """The page as one HTML document. Safe for any stage of a run: what is not there yet is said, not drawn."""
+    """The page as one HTML document. Works at any stage of a run: a sentence replaces what is not there yet."""
     document = summary(run)
     best = best_trial(run.trials, run.objectives)
     return _template().render(

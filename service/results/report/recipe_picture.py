@@ -1,6 +1,6 @@
 """A recipe as a picture: layers by components, coloured by method, with every model's share.
 
-Prepares what report.html.j2 draws; knows nothing of trials and scores.
+Prepares what report.html.j2 draws; independent of trials and scores.
 """
 
 from __future__ import annotations
@@ -108,6 +108,6 @@ def _contributions(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, float]]]:
 
 
 def _distinct_components(recipe: Recipe) -> tuple[Component, ...]:
-    """Components, unless every layer is merged as a whole: then they say nothing that "all layers" does not."""
+    """The components; none if every layer is merged as a whole, where they would repeat "all layers"."""
     is_whole = all(layer.attention == layer.mlp == layer.norm for layer in recipe.layers)
     return () if is_whole else COMPONENTS

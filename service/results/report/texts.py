@@ -39,7 +39,7 @@ def row_name(row: HoldoutDocument) -> str:
 
 
 def _score(row: HoldoutDocument) -> EstimateDocument | None:
-    """What rows are ranked by: the mean, or the only objective's value."""
+    """The estimate that rows are ranked by: the mean, or the only objective's value."""
     return row["mean"] or (next(iter(row["values"].values())) if len(row["values"]) == 1 else None)
 
 

@@ -1,8 +1,8 @@
-"""What charts show, as series of numbers: computed once a chart, drawn by the report and served as JSON by the API.
+"""The data series of charts: computed once per chart, drawn by the report and served as JSON by the API.
 
-Every module here declares one chart with `@chart`, and is found by that.
+Every module here that declares a chart with `@chart` is found automatically.
 
-- `base`: what a chart is
+- `base`: the `Chart` class and the `@chart` decorator
 - `history`: every finished rung, and the best trial so far
 - `front`: trials at full budget, and the Pareto front
 - `holdout`: held-out estimates

@@ -1,4 +1,4 @@
-"""What a chart is: a function that computes its series from a run, under a name and a title."""
+"""A chart: a function that computes data series from a run, with a name and a title."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class BudgetRung:
 
 @dataclass(frozen=True)
 class BudgetPlot:
-    """What the search cost beside scoring every recipe in full."""
+    """The cost of the search, compared with scoring every recipe in full."""
 
     plot: Literal["budget"]
     scored: Number
@@ -34,7 +34,7 @@ class BudgetPlot:
 
 @chart(place=5)
 def budget(run: RunRecord) -> BudgetPlot:
-    """How far the searched trials went, and what they cost beside scoring everything in full."""
+    """How far the searched trials went, and what they cost compared with scoring everything in full."""
     sizes: dict[int, list[int]] = {}
     for trial in run.trials:
         if trial.origin is Origin.SEARCH:

@@ -37,7 +37,7 @@ class FrontPlot:
 
 @chart(place=2)
 def front(run: RunRecord) -> FrontPlot:
-    """Trials at full budget, and which of them no other one beats."""
+    """Trials at full budget, and which of them no other one dominates."""
     document = pareto(run)
     numbers = {row["trial"] for row in document["front"]}
     best = best_trial(run.trials, run.objectives)

@@ -10,7 +10,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def engine_dtype(study: Study) -> str:
-    """The dtype that `engine.dtype` means on this machine."""
+    """The dtype that `engine.dtype` stands for on this machine."""
     import torch
 
     if study.engine.dtype != "auto":

@@ -38,10 +38,10 @@ logger = logging.getLogger(__name__)
 # The directory of a run's exported best merge, within that of the run.
 EXPORT = "export"
 
-# Proposals may run this far ahead of what is in flight.
+# Proposals may run this many trials ahead of the evaluations in flight.
 PROPOSALS_AHEAD = 2
 
-# Samples per request: as many are lost in a crash, and scored by a replica before it looks at its queue again.
+# Samples per request: the most that a crash loses, and that a replica scores before it looks at its queue again.
 CHUNK_SAMPLES = 512
 
 
@@ -77,11 +77,11 @@ class PreflightResult:
     export_bytes: int
     """Weights of one merged model, as exported."""
     commits: Mapping[str, str]
-    """Of hub models, by the names that the study gives them."""
+    """Commits of hub models, by the names in the study file."""
     absent_bytes: int
     """Weights that are still on the hub, and were not checked."""
     engine_note: str
-    """For the user, about how vLLM runs the models; "" if there is nothing to say."""
+    """A message for the user about how vLLM runs the models; "" if there is none."""
 
     @property
     def concurrency(self) -> int:
@@ -145,7 +145,7 @@ class PreflightResult:
             for rung, size in enumerate(bracket.sizes, start=bracket.first_rung):
                 search += size * (totals[rung] - paid)
                 paid = totals[rung]
-        # The front has a handful of members beside sources and published recipes.
+        # Assumes four trials on the front besides sources and published recipes.
         holdout = sum(info.num_samples for info in self.holdout_infos.values()) * (len(self.baselines()) + 4)
         full = (len(self.baselines()) + self.study.search.max_trials) * totals[-1]
         return ExpectedSamples(search, holdout, full)
@@ -162,8 +162,8 @@ def examine(
     """Check everything that can be checked without an engine.
 
     `available_bytes` is the memory of one machine; None: this machine's. With an `export_dir`, the best merge must fit
-    on its disk. Weights that are only on the hub are downloaded once nothing else is wrong, and `note` is called with
-    lines about it; without `downloads` they are not checked. Raises InvalidStudy with every problem.
+    on its disk. Weights that are only on the hub are downloaded once all other checks have passed, and `note` is called
+    with messages about it; without `downloads` they are not checked. Raises InvalidStudy with every problem.
     """
     problems: list[Problem] = []
     located = locate_family(study.models.base, study.models.experts)
@@ -222,7 +222,7 @@ def _examine_fidelity(
             problems.append(
                 Problem(
                     f"objectives.{index}.rungs" if spec.rungs else place,
-                    f"{full} samples asked for, objective {spec.name!r} has {info.num_samples}; "
+                    f"{full} samples requested, objective {spec.name!r} has {info.num_samples}; "
                     f"use at most {info.num_samples}",
                 )
             )
@@ -245,7 +245,7 @@ def _examine_space(
     spec = study.search_space
     max_layers = study.limits.max_layers
     if max_layers is not None and num_layers > max_layers:
-        message = f"{max_layers} is below the {num_layers} layers that every merge here has"
+        message = f"{max_layers} is below the {num_layers} layers that every merge of this study has"
         problems.append(Problem("limits.max_layers", message))
     try:
         return LfsSpace(

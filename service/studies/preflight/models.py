@@ -1,4 +1,4 @@
-"""Checks of a study's models, and that they are still those it was started with."""
+"""Checks of a study's models, and that they have not changed since the study was created."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_unchanged(record: StudyRecord, resolved: ResolvedStudy) -> None:
             changed = sorted(name for name in now if before.get(name) != now[name])
             raise Conflict(
                 f"study {record.name!r}: {key} of {', '.join(changed)} have changed since it was started; results "
-                "before and after would not be comparable; start another study, or put the files back"
+                "before and after would not be comparable; start another study, or restore the files"
             )
 
 
@@ -76,9 +76,9 @@ def check_weights(
     downloads: bool,
     note: Callable[[str], None] = logger.info,
 ) -> ResolvedFamily:
-    """The models with their fingerprints, downloaded if need be, once all weights that are here were read.
+    """The models with their fingerprints, downloaded if necessary, after all local weights were read.
 
-    Raises InvalidStudy where they cannot be read."""
+    Raises InvalidStudy if weights cannot be read."""
     try:
         sources = sources.fetched(note=note) if downloads else sources
         contents = sources.content_problems()
@@ -91,9 +91,9 @@ def check_weights(
 
 
 def start_probe(located: LocatedFamily) -> CapabilityProbe | None:
-    """A probe whether vLLM can run the base, which other checks need not wait for; experts have its architecture.
+    """Start to probe in the background whether vLLM can run the base; experts have its architecture.
 
-    None where the base has no configuration that can be read, which `check_models` reports."""
+    None if the base's configuration cannot be read, which `check_models` reports."""
     if located.base_dir is None:
         return None
     try:
@@ -104,7 +104,7 @@ def start_probe(located: LocatedFamily) -> CapabilityProbe | None:
 
 
 def check_engine(study: Study, probe: CapabilityProbe | None, problems: list[Problem]) -> str:
-    """Whether engines can run the models. Returns a note for the user, "" if there is none."""
+    """Check that engines can run the models. Returns a message for the user, "" if there is none."""
     if probe is None:
         return ""
     (capability,) = probe.answers(dtype=engine_dtype(study))

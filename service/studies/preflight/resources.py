@@ -1,4 +1,4 @@
-"""What a study needs of machines: GPUs, and memory of the host."""
+"""The resources that a study needs: GPUs and host memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from workers.models.family import ResolvedFamily
 
 __all__ = ["ENGINE_OVERHEAD_BYTES", "RANK_BYTES", "MemoryPlan", "check_devices", "check_memory", "plan_memory"]
 
-# What an engine's process takes beside weights: interpreter, torch, vLLM and its caches on CPU.
+# Memory of an engine's process besides weights: interpreter, torch, vLLM and its caches on CPU.
 ENGINE_OVERHEAD_BYTES = 2 * 2**30
 RANK_BYTES = 2  # of each element of an expert, with `engine.rank_cache`
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes one replica needs on this machine, and what there is."""
+    """Bytes of memory that a study needs on this machine, and that are available."""
 
     bank_bytes: int
     engine_bytes: int
@@ -37,7 +37,7 @@ class MemoryPlan:
 
 
 def check_devices(study: Study, sources: ResolvedFamily | None, problems: list[Problem]) -> None:
-    """Whether the models can be split between GPUs, and this machine has enough; Ray counts those of a cluster."""
+    """Check that the models can be split between GPUs, and that this machine has enough (Ray counts a cluster's)."""
     import torch
 
     engine = study.engine
@@ -74,7 +74,7 @@ def plan_memory(study: Study, sources: ResolvedFamily, available_bytes: int | No
     """Bytes of memory for the bank and the engines; `available_bytes` None is this machine's memory."""
     import torch
 
-    # Of the host's memory: on CPU vLLM computes from a packed copy, beside the plain weights that are written to.
+    # In host memory: on CPU vLLM computes from a packed copy, in addition to the plain weights that are written to.
     copies = 0 if torch.cuda.is_available() else 2
     ranks = RANK_BYTES * len(study.models.experts) if study.engine.rank_cache else 0
     weights = sources.num_parameters * (copies * DTYPE_BYTES[engine_dtype(study)] + ranks)
@@ -87,7 +87,7 @@ def plan_memory(study: Study, sources: ResolvedFamily, available_bytes: int | No
 
 
 def check_memory(memory: MemoryPlan, problems: list[Problem]) -> None:
-    """Whether the planned memory is available."""
+    """Check that the planned memory is available."""
     if memory.needed_bytes > memory.available_bytes:
         problems.append(
             Problem(

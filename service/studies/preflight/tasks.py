@@ -51,7 +51,7 @@ def check_tasks(
 
 
 def check_prompts(study: Study, directory: str, problems: list[Problem]) -> None:
-    """Whether the chat template that the study names exists, and prompts leave the model room to answer.
+    """Check that the chat template that the study names exists, and that prompts leave the model room to answer.
 
     `directory` holds the tokenizer and the configuration of the merged model."""
     prompts = Prompts(directory, study.engine.options)

@@ -152,7 +152,7 @@ class RungTable(ABC):
         return self._decide_for(entry)
 
     def end_search(self) -> tuple[int, ...]:
-        """No more proposals: a limit is reached, or the searcher repeats itself. Open rungs are still finished.
+        """No more proposals: a limit is reached, or the searcher repeats known configurations. Open rungs still finish.
 
         Returns the brackets that were not full; their size is now the number of their members."""
         self._is_search_over = True
@@ -266,7 +266,7 @@ class RungTable(ABC):
         """Promote the rest once the rung has all its members."""
         if not rung.members:
             return ()
-        # Failed trials are members of the rung: they are not promoted, but count for how many are.
+        # Failed trials are members of the rung: they are not promoted, but count towards how many trials are.
         num_best = self._brackets[bracket].num_promoted(len(rung.members))
         return tuple(self._promote(rung, above, num_best, cause=self._members[bracket][-1]))
 

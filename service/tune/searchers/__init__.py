@@ -1,4 +1,4 @@
-"""Search algorithms: one module for each that search_spaces.searchers declares, with its SEARCHER.
+"""Search algorithms: one module for each algorithm in `search_spaces.searchers`, which defines SEARCHER.
 
 Importing this package imports neither SMAC nor scikit-learn.
 
@@ -27,7 +27,7 @@ SEARCHERS: Mapping[str, Searcher] = {
 
 
 def get_searcher(name: str) -> Searcher:
-    """Raises NotFound, naming the searchers there are."""
+    """The searcher of this name. Raises NotFound, naming the available searchers."""
     try:
         return SEARCHERS[name]
     except KeyError:

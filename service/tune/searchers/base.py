@@ -1,7 +1,7 @@
 """The interface of a searcher: a pure function from results to the next configuration.
 
 Searchers keep no state between proposals. Proposal n depends only on the seed, n and the observations, so a resumed
-search proposes what an undisturbed one would have proposed.
+search proposes what an uninterrupted one would have proposed.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Encoding:
         return self.normalise(np.where(is_active, moved, fresh))
 
     def keys(self, rows: Rows) -> list[bytes]:
-        """One key a row: equal where the configurations agree to 1e-6 of each range."""
+        """One key per row: equal where the configurations agree to 1e-6 of each range."""
         return [row.tobytes() for row in np.round(rows * 1e6).astype(np.int64)]
 
     def normalise(self, rows: Rows) -> Rows:
@@ -86,7 +86,7 @@ class Encoding:
         cells = np.where(self._is_discrete, self._num_cells, 1.0)
         middles = (np.minimum(np.floor(rows * cells), cells - 1) + 0.5) / cells
         rows = np.where(self._is_discrete, middles, rows)
-        for column, parent, values in self._conditions:  # parents stand first, so an inactive one is marked by now
+        for column, parent, values in self._conditions:  # parents come first, so inactive ones are already marked
             rows[~np.isin(rows[:, parent], values), column] = INACTIVE
         return rows
 

@@ -13,7 +13,7 @@ from service.tune.searchers.base import Observation
 
 __all__ = ["SEARCHER", "RandomSearcher", "proposal_generator", "sample_unseen"]
 
-# In a space of few configurations most draws are known already; after this many, a known one is proposed.
+# In a small space most draws are known configurations; after this many draws, a known one is proposed.
 _MAX_DRAWS = 64
 
 
@@ -45,7 +45,7 @@ def proposal_generator(*, seed: int, number: int) -> np.random.Generator:
 def sample_unseen(
     parameters: Parameters, rng: np.random.Generator, known: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """A configuration drawn uniformly, unlike the known ones if a few draws find one."""
+    """A configuration drawn uniformly, and not among the known ones if a few draws find such a one."""
     for _ in range(_MAX_DRAWS):
         configuration = parameters.sample(rng)
         if configuration not in known:

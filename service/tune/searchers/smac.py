@@ -29,7 +29,7 @@ __all__ = ["SEARCHER", "SmacSearcher"]
 class SmacSearcher:
     """Learns from the results of all rungs; handles conditions, choices and several objectives.
 
-    The numbers were chosen with tests/benchmarks/bench_searchers.py."""
+    The defaults were chosen with tests/benchmarks/bench_searchers.py."""
 
     num_initial: int = 8  # configurations with results before the forest is used, sources and published ones included
     # Proposals drawn uniformly, so that no region is excluded for ever. SMAC draws 0.2 of them; shares from 0 to 0.2
@@ -37,13 +37,13 @@ class SmacSearcher:
     random_share: float = 0.1
     num_trees: int = 10
     rho: float = 0.05  # weight of the sum in ParEGO's scalarisation, as in the paper
-    # Candidates for the largest expected improvement. Climbing further from the best of them made the search worse: the
-    # forest is trusted near what was scored, not where its optimism leads.
+    # Candidates for the largest expected improvement. Further local search from the best of them made results worse:
+    # the forest is accurate near scored configurations only.
     num_uniform: int = 1000
-    # Merges that treat all places alike are a small part of a space of many groups, but most published recipes are
-    # among them, and what is learned from few results is learned there.
+    # Tied merges use the same values in all layer and component groups. They are a small part of a space of many
+    # groups, but most published recipes are tied, and few results suffice to learn which tied merges are good.
     num_tied: int = 500
-    tied_share: float = 0.25  # of the proposals: the best of such merges alone, whatever else looks promising
+    tied_share: float = 0.25  # share of proposals that take the best tied merge only
     num_parents: int = 10
     num_mutants: int = 50  # of each parent
     mutation_rate: float = 0.1
@@ -88,12 +88,12 @@ class SmacSearcher:
             columns,
             seed=seed,
             n_trees=self.num_trees,
-            # As in SMAC's multi-fidelity facade. A tree that may not look at every column at every split can miss the
-            # fidelity, and takes the optimism of a low rung for the full budget's.
+            # As in SMAC's multi-fidelity facade. A tree that does not consider every column at every split can ignore
+            # the fidelity, and then predicts a low rung's optimistic results for the full budget.
             ratio_features=1.0,
             min_samples_leaf=1,
             min_samples_split=2,
-            max_leaf_nodes=None,  # SMAC's 2^20 makes every tree reserve 0.1 s worth of nodes, whatever its data
+            max_leaf_nodes=None,  # with SMAC's 2^20 every tree spends 0.1 s on reserving nodes, whatever its data
             n_jobs=1,
         )
         forest.train(np.column_stack([rows, fidelities]), costs[:, np.newaxis])
@@ -104,7 +104,7 @@ class SmacSearcher:
     def _maximise(
         self, encoding: Encoding, acquisition: _Acquisition, observed: Rows, rng: np.random.Generator
     ) -> Rows:
-        """Candidates by expected improvement, best first: draws and mutants of what is predicted best."""
+        """Candidates by expected improvement, best first: random draws, and mutants of the rows predicted best."""
         by_cost = np.argsort(acquisition.predicted_costs(observed), kind="stable")
         parents = np.repeat(observed[by_cost[: self.num_parents]], self.num_mutants, axis=0)
         mutants = encoding.mutate(parents, rng, rate=self.mutation_rate, step=self.mutation_step)

@@ -108,7 +108,7 @@ def test_an_export_that_failed_may_be_tried_again_and_says_why_it_failed(http: h
     assert (asked["id"], asked["reason"]) == (name, None)
     export = wait(http, asked["links"]["self"])
     assert export["state"] == "FAIL"
-    assert export["reason"].endswith("have changed since the study; what was scored cannot be written")
+    assert export["reason"].endswith("have changed since the study; the scored merge cannot be written")
     answer = http.get(f"{path}/{name}/download")
     assert answer.status_code == 409
     assert answer.json()["detail"] == f"export {name} is FAIL; it can be downloaded once it is COMPLETE"

@@ -61,7 +61,7 @@ def test_metrics_count_studies_by_state_and_requests_by_route(http: httpx.Client
 def test_other_methods_are_refused_with_those_there_are(http: httpx.Client, method: str) -> None:
     answer = http.request(method, "/v1/studies")
     assert (answer.status_code, answer.headers["allow"]) == (405, "GET, POST")
-    assert answer.json()["detail"] == f"{method} is not possible here; use GET, POST"
+    assert answer.json()["detail"] == f"{method} is not allowed here; use GET, POST"
 
 
 def test_a_database_that_does_not_answer_is_unavailable(http: httpx.Client, server: ApiServer) -> None:
@@ -74,7 +74,7 @@ def test_a_database_that_does_not_answer_is_unavailable(http: httpx.Client, serv
     for path in ("/readyz", "/v1/studies"):
         answer = http.get(path)
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
-        assert answer.json()["detail"] == "the server's database does not answer; its log says why"
+        assert answer.json()["detail"] == "the server's database does not respond; the server's log says why"
     server.store.close()
     database.write_bytes(content)
 

@@ -95,7 +95,7 @@ def test_a_killed_preflight_is_begun_again_once() -> None:
         return await call
 
     preflight = PreflightProcess()
-    with pytest.raises(Unavailable, match=r"could not be examined .* ask again"):
+    with pytest.raises(Unavailable, match=r"could not be checked .* try again"):
         asyncio.run(killed(2))
     assert asyncio.run(killed(1)).name == "math-text-lookup"
     preflight.stop()
@@ -127,7 +127,7 @@ def test_relative_paths_are_refused_by_name(path: tuple[Any, ...], field: str, v
         read_request(json.dumps(body).encode(), is_json=True)
     (problem,) = caught.value.problems
     assert problem.field == field
-    assert problem.message == f"{value}: is relative; a path in a request is absolute, for it is read on the server"
+    assert problem.message == f"{value}: is relative; give an absolute path on the server"
 
 
 def test_hub_ids_pass_and_directories_of_the_server_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,5 +161,5 @@ def test_a_study_that_breaks_the_preflight_is_refused_with_what_happened(monkeyp
         raise ZeroDivisionError("by nothing")
 
     monkeypatch.setattr(service.studies.preflight.examine, "examine", broken)
-    with pytest.raises(InvalidStudy, match=r"^the study could not be examined: ZeroDivisionError: by nothing$"):
+    with pytest.raises(InvalidStudy, match=r"^the study could not be checked: ZeroDivisionError: by nothing$"):
         examine_here(json.dumps(document()).encode(), is_json=True)

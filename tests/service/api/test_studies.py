@@ -59,7 +59,7 @@ def test_a_key_names_one_body(http: httpx.Client, server: ApiServer) -> None:
     answer = http.post("/v1/studies", json=document("another"), headers=headers)
     assert answer.status_code == 409
     assert answer.json()["detail"] == (
-        f"Idempotency-Key 'one' was sent before with another body, which made study {created['id']}; "
+        f"Idempotency-Key 'one' was sent before with another body, which created study {created['id']}; "
         "send another key for another study"
     )
     assert http.post("/v1/studies", json=document("another"), headers={"Idempotency-Key": "two"}).status_code == 201
@@ -206,7 +206,7 @@ def test_problems_name_every_field(http: httpx.Client) -> None:
     assert answer.status_code == 422
     told = answer.json()
     assert (told["type"], told["title"], told["status"]) == ("about:blank", "Unprocessable Entity", 422)
-    assert told["detail"] == "3 things are wrong with the request"
+    assert told["detail"] == "the request has 3 problems"
     assert {problem["field"]: problem["message"] for problem in told["problems"]} == {
         "search.max_trials": "0 is not accepted; give at least 1",
         "fidelity.eta": '"3" is not accepted; give a whole number',

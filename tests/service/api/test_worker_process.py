@@ -83,7 +83,7 @@ def test_a_killed_process_is_told_of_once_and_replaced() -> None:
             call = asyncio.create_task(process.call(nap, TIMEOUT_S))
             await asyncio.sleep(0.1)
             os.kill(pid, signal.SIGKILL)
-            with pytest.raises(ProcessDied, match="test: the process ended before it was done"):
+            with pytest.raises(ProcessDied, match="test: the process ended before the call did"):
                 await call
             assert await process.call(os.getpid) != pid
 

@@ -48,15 +48,15 @@ def test_a_long_one_says_now_and_then_how_far_it_is() -> None:
 
 def test_what_was_there_is_not_counted_as_speed() -> None:
     assert shown(io.StringIO(), (0, 6), (10, 8), kept=6).splitlines() == [
-        "[10s] writing: 8.0 of 10.0 GiB (6.0 GiB were there), 205 MiB/s, 10s left"
+        "[10s] writing: 8.0 of 10.0 GiB (6.0 GiB already there), 205 MiB/s, 10s left"
     ]
 
 
 def test_small_models_are_measured_in_mib() -> None:
     lines = shown(io.StringIO(), (0, 2), (10, 4), (20, 10), kept=2, unit=2**20).splitlines()
     assert lines == [
-        "[10s] writing: 4.0 of 10.0 MiB (2.0 MiB were there), 205 KiB/s, 30s left",
-        "[20s] writing: 10.0 of 10.0 MiB (2.0 MiB were there), 410 KiB/s, 0s left",
+        "[10s] writing: 4.0 of 10.0 MiB (2.0 MiB already there), 205 KiB/s, 30s left",
+        "[20s] writing: 10.0 of 10.0 MiB (2.0 MiB already there), 410 KiB/s, 0s left",
     ]
 
 

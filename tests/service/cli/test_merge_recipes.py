@@ -17,7 +17,7 @@ from workers.types import Family
 def test_merge_needs_to_know_where_every_model_is(place: Workplace, family: Family) -> None:
     file, out = place.recipe_file(arithmetic(family, 0.5, 0.5).to_json()), place.directory / "merged"
     assert place.refused("merge", file, "--out", out, *model_options(family, "base")) == (
-        f"{file}: where are math, text? Add --model math=DIR --model text=DIR"
+        f"{file}: no directory is given for math, text; add --model math=DIR --model text=DIR"
     )
     everything = model_options(family, "base", "math", "text")
     assert place.refused("merge", file, "--out", out, *everything, "--model", "code=x") == (

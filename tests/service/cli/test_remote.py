@@ -31,7 +31,7 @@ def test_submit_says_what_it_made_and_how_to_watch_it(site: Site, terminal: Serv
     name = site.new_name()
     out = terminal.shown("submit", site.study_file(name))
     (study,) = [study for study in site.store.studies() if study.name == name]
-    assert out == (f"study {name}: {study.id}, CREATED\n`mergesearch watch {study.id[:8]}` shows how it goes on\n")
+    assert out == (f"study {name}: {study.id}, CREATED\nfollow it with `mergesearch watch {study.id[:8]}`\n")
     assert terminal.document("submit", site.study_file(name))["name"] == name
 
 
@@ -123,7 +123,7 @@ def test_a_study_is_meant_by_the_beginning_of_its_id_or_its_name(site: Site, ter
     assert terminal.document("show", first[:10])["id"] == first
     second = site.create(name)
     message = terminal.refused("show", name)
-    assert message.startswith(f"study {name!r}: 2 studies are meant, give more of an id: ")
+    assert message.startswith(f"study {name!r}: 2 studies match, give a longer id: ")
     assert first in message
     assert second in message
     for verb in (["watch"], ["cancel"], ["log"], ["trials"], ["pareto"]):
@@ -210,7 +210,7 @@ def test_cancel_ends_a_study(site: Site, finished: str, terminal: ServerTerminal
     assert terminal.shown("cancel", name) == f"study {name}: {study}, CANCELLED\n"
     assert terminal.document("cancel", study)["state"] == "CANCELLED"
     assert site.store.study(study).state is StudyState.CANCELLED
-    assert "COMPLETE already" in terminal.refused("cancel", finished)
+    assert "is already COMPLETE" in terminal.refused("cancel", finished)
 
 
 # Which server, which directory.
@@ -229,7 +229,7 @@ def test_the_server_is_that_of_the_option_then_of_the_environment(
     assert "default" not in err
     assert terminal.run("studies", "--server", "ftp://x")[::2] == (
         2,
-        "mergesearch: server 'ftp://x': is no address; write http://HOST:PORT\n",
+        "mergesearch: server 'ftp://x': is not an address; write http://HOST:PORT\n",
     )
 
 

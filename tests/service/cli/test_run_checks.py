@@ -167,7 +167,7 @@ def test_problems_of_headers_tokenizer_and_tasks_come_together(place: Workplace)
         ("fidelity.eta", 1, "fidelity.eta: 1 is not accepted; give at least 2"),
         ("fidelity.min_samples", 37, "fidelity.min_samples: min_samples=37 is above max_samples=36"),
         ("search_space.layer_groups", 3, "search_space.layer_groups: 3 for a model of 2 layers; use 1 to 2"),
-        ("limits.max_layers", 1, "limits.max_layers: 1 is below the 2 layers that every merge here has"),
+        ("limits.max_layers", 1, "limits.max_layers: 1 is below the 2 layers that every merge of this study has"),
     ],
 )
 def test_names_and_numbers_in_the_study_file(place: Workplace, where: str, value: Any, message: str) -> None:
@@ -234,10 +234,10 @@ def test_an_empty_file_and_a_missing_one(place: Workplace) -> None:
 
 def test_more_samples_than_there_are(place: Workplace) -> None:
     assert place.refused_study(fidelity__max_samples=100) == (
-        "fidelity.max_samples: 100 samples asked for, objective 'sums' has 40; use at most 40"
+        "fidelity.max_samples: 100 samples requested, objective 'sums' has 40; use at most 40"
     )
     assert place.refused_study(fidelity={"rungs": [10, 41]}) == (
-        "fidelity.rungs: 41 samples asked for, objective 'sums' has 40; use at most 40"
+        "fidelity.rungs: 41 samples requested, objective 'sums' has 40; use at most 40"
     )
 
 

@@ -127,4 +127,4 @@ def test_export_refuses_sources_that_have_changed(place: Workplace) -> None:
     store.close()
     (expert / "generation_config.json").write_text('{"eos_token_id": 5}')
     message = place.refused("export", place.run_dir, "best", "--out", place.directory / "merged")
-    assert message == "models math have changed since the study; what was scored cannot be written"
+    assert message == "models math have changed since the study; the scored merge cannot be written"

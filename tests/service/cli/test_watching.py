@@ -162,9 +162,7 @@ def test_ctrl_c_leaves_the_study_running_and_says_so(site: Site, monkeypatch: py
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out) == (130, "")
-    assert (
-        f"study {name} goes on without being watched; `mergesearch watch {writer.study_id[:8]}` shows it again" in err
-    )
+    assert f"study {name} continues on the server; `mergesearch watch {writer.study_id[:8]}` shows it again" in err
     assert "waits for Ray: Ray is being started" in told
     assert "Traceback" not in err
     assert site.store.study(writer.study_id).state is StudyState.RUNNING

@@ -78,7 +78,7 @@ def test_what_is_wrong_with_a_study_is_told_all_at_once(site: Site, ask: Asker, 
 
 
 def test_a_relative_path_in_a_mapping_is_refused_by_name(site: Site, ask: Asker) -> None:
-    with pytest.raises(RequestRefused, match=r"models\.base: \./base: is relative; a path in a request is absolute"):
+    with pytest.raises(RequestRefused, match=r"models\.base: \./base: is relative; give an absolute path"):
         ask("submit", {**site.document, "models": {**site.document["models"], "base": "./base"}})
 
 
@@ -136,7 +136,7 @@ def test_a_study_is_found_by_id_beginning_and_name(site: Site, ask: Asker) -> No
     for reference in (study, study[:12], name):
         assert ask("find", reference)["id"] == study
     other = site.create(name)
-    with pytest.raises(Conflict, match=rf"study '{name}': 2 studies are meant, .*{study} .*{other} "):
+    with pytest.raises(Conflict, match=rf"study '{name}': 2 studies match, .*{study} .*{other} "):
         ask("find", name)
     assert ask("find", other)["id"] == other
     for reference in ("nobody", "", "F"):
@@ -149,7 +149,7 @@ def test_a_study_is_cancelled_once_and_for_good(site: Site, finished: str, ask: 
     assert ask("cancel", study)["state"] == "CANCELLED"
     assert ask("cancel", study)["state"] == "CANCELLED"
     assert site.store.study(study).state is StudyState.CANCELLED
-    with pytest.raises(RequestRefused, match="COMPLETE already") as refused:
+    with pytest.raises(RequestRefused, match="is already COMPLETE") as refused:
         ask("cancel", finished)
     assert refused.value.status == 409
 

@@ -99,7 +99,7 @@ def test_what_is_no_event_of_ours_is_refused() -> None:
         b"event: a\nid: x\ndata: {}\n\n",
         b"event: a\nid: 1\ndata: {}\n\n",
     ):
-        with pytest.raises(InvalidAnswer, match="no event of a mergesearch server: "):
+        with pytest.raises(InvalidAnswer, match="not an event of a mergesearch server: "):
             read(reader(), stream)
 
 

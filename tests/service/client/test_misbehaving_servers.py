@@ -90,7 +90,7 @@ def test_an_address_where_nobody_listens_is_named(ask: Asker, tmp_path: Path) ->
 )
 def test_what_is_no_address_is_refused(address: str) -> None:
     for kind in (Client, AsyncClient):
-        with pytest.raises(NotFound, match="is no address; write http://HOST:PORT"):
+        with pytest.raises(NotFound, match="is not an address; write http://HOST:PORT"):
             kind(address)
 
 

@@ -54,7 +54,7 @@ def test_a_driver_that_starts_slowly_is_left_alone() -> None:
 def test_a_driver_that_hangs_is_stopped_and_replaced() -> None:
     record = study(submitted_s_ago=900, heard_s_ago=LOST_AFTER_S + 1)
     step = next_step(record, "RUNNING", consecutive_failures=0, now=NOW)
-    assert (step.action, step.because) == ("stop", f"its driver was not heard of for {LOST_AFTER_S + 1:.0f} s")
+    assert (step.action, step.because) == ("stop", f"its driver sent no heartbeat for {LOST_AFTER_S + 1:.0f} s")
     assert action(record, "STOPPED") == "submit"
 
 
@@ -66,21 +66,21 @@ def test_a_driver_that_never_begins_is_stopped() -> None:
 def test_a_driver_that_ended_before_its_study_is_replaced(job: str) -> None:
     said = "exit code 9"
     step = next_step(study(submitted_s_ago=100, heard_s_ago=1), job, consecutive_failures=0, now=NOW, message=said)
-    assert (step.action, step.because) == ("submit", f"its driver ended (Ray's word: {job}): exit code 9")
+    assert (step.action, step.because) == ("submit", f"its driver ended (Ray job {job}): exit code 9")
 
 
 def test_what_a_driver_said_itself_counts_unless_another_said_it() -> None:
     record = replace(study(submitted_s_ago=100, heard_s_ago=1), reason="no engine")
     step = next_step(record, "FAILED", consecutive_failures=0, now=NOW, message="exit code 1")
-    assert step.because == "its driver ended (Ray's word: FAILED): no engine"
+    assert step.because == "its driver ended (Ray job FAILED): no engine"
     step = next_step(replace(record, attempt=0), "FAILED", consecutive_failures=0, now=NOW, message="no agent")
-    assert step.because == "its driver ended (Ray's word: FAILED): no agent"
+    assert step.because == "its driver ended (Ray job FAILED): no agent"
 
 
 def test_a_cluster_that_forgot_the_job_gets_it_again() -> None:
     step = next_step(study(submitted_s_ago=100, heard_s_ago=1), None, consecutive_failures=0, now=NOW)
     assert step.action == "submit"
-    assert step.because == "the cluster does not know its driver's job: Ray was started anew"
+    assert step.because == "the cluster does not know its driver's job: Ray was restarted"
 
 
 def test_a_submission_that_reached_no_cluster_is_made_again_under_its_name() -> None:
@@ -98,7 +98,7 @@ def test_drivers_that_achieve_nothing_come_ever_later_and_then_no_more() -> None
     assert step.action == "give up"
     assert step.because == (
         f"{MAX_CONSECUTIVE_FAILURES} drivers in a row ended without a result; the last one: "
-        "its driver ended (Ray's word: FAILED): no engine"
+        "its driver ended (Ray job FAILED): no engine"
     )
 
 

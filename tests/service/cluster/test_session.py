@@ -54,8 +54,8 @@ def test_addresses_that_cannot_be(monkeypatch: pytest.MonkeyPatch, address: str)
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", f"what answers there is no Ray; {ADVICE}"),
-        (b"", "what answers there is no Ray"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", f"the program that answers there is not Ray; {ADVICE}"),
+        (b"", "the program that answers there is not Ray"),
         (None, r"no Ray answers there \(timed out\)"),
     ],
 )

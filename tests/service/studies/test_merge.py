@@ -97,7 +97,10 @@ def test_a_recipe_says_what_it_lacks(home: Path, tied_family: Family, capsys: py
     assert found == f"{file}: dtype: 'int8' is not supported; give float32, bfloat16, float16"
     file.write_text(json.dumps({**recipe, "dtype": "float16"}))
     here = [f"--model={alias}={home / alias}" for alias in ("base", "math")]
-    assert refused(capsys, file, "--out", home / "out", *here) == f"{file}: where is text? Add --model text=DIR"
+    assert (
+        refused(capsys, file, "--out", home / "out", *here)
+        == f"{file}: no directory is given for text; add --model text=DIR"
+    )
 
 
 def test_a_model_that_is_elsewhere_is_named_as_in_the_file(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +114,7 @@ def test_a_model_that_is_elsewhere_is_named_as_in_the_file(home: Path, capsys: p
         other = written(home / "other.yml", CONFIGURATION, base_model=place)
         found = refused(capsys, other, "--out", home / "new")
         assert found.startswith(f"{other}: {place}: there is no such directory")
-        assert f"--model {place}=DIR says where it is" in found
+        assert f"give it with --model {place}=DIR" in found
     found = refused(capsys, file, "--out", home / "other", "--model", "code=x")
     assert found == f"{file}: has no model code; it names base, math, text"
 
@@ -238,7 +241,7 @@ def test_what_a_killed_merge_has_left_counts_as_room(home: Path, monkeypatch: py
             "line 3: not YAML: key 'parameters' is given twice",
         ),
         ("a: &x {b: 1}\nc: {<<: *x, b: 2}\n", "is neither a configuration"),
-        ("sources: []\n", "is neither a configuration of mergekit's (it has no merge_method) nor a recipe (it has no "),
+        ("sources: []\n", "is neither a mergekit configuration (it has no merge_method) nor a recipe (it has no "),
         ("experts: []\n", "experts: mixtures of experts cannot be built from whole models, as mergekit-moe does"),
         ("just text", "is neither a configuration"),
         ("merge_method: ties", "expected exactly one of models and slices"),
@@ -305,7 +308,7 @@ def test_models_with_other_tokens_are_brought_to_one_vocabulary(home: Path, caps
         )
     file = written(home / "merge.yml", CONFIGURATION, tokenizer_source="code")
     assert refused(capsys, file, "--out", home / "out") == (
-        f"{file}: tokenizer_source: code is none of the models; give base, union, or base, math, text"
+        f"{file}: tokenizer_source: code is not one of the models; give base, union, or base, math, text"
     )
     (copy / "tokenizer.json").unlink()
     file = written(home / "merge.yml", CONFIGURATION)
@@ -318,7 +321,7 @@ def test_shards_are_as_large_as_asked(home: Path, capsys: pytest.CaptureFixture[
     assert len(list((home / "out").glob("model-*.safetensors"))) > 1
     with pytest.raises(SystemExit):
         main(["merge", str(file), "--out", str(home / "out"), "--max-shard-size", "large"])
-    assert "'large' is no size; write it as 500MB or 5GB" in capsys.readouterr().err
+    assert "'large' is not a size; write it as 500MB or 5GB" in capsys.readouterr().err
 
 
 def test_a_model_of_another_shape_is_refused_by_its_header(
@@ -375,11 +378,11 @@ def test_an_adapter_is_merged_like_the_model_that_it_makes(
     for changes, message in (
         (
             {"models": [{"model": "math+tuned"}]},
-            "math+tuned: an adapter is merged here as an expert of the model that ",
+            "math+tuned: an adapter can only be an expert of the model that ",
         ),
         (
             {"base_model": "base+tuned"},
-            "base_model: base+tuned: task vectors start from a whole model here; write that ",
+            "base_model: base+tuned: the base must be a whole model; write it ",
         ),
     ):
         assert message in refused(capsys, written(home / "x.yml", CONFIGURATION, **changes), "--out", home / "new")

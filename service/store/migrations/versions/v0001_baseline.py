@@ -1,4 +1,4 @@
-"""The tables of the last version that knew no migrations.
+"""The tables of the last version without migrations.
 
 Tables that exist are left as they are: a program of that version may have been stopped while it created them.
 """

@@ -167,14 +167,14 @@ def test_data_smaller_than_an_objectives_own_rungs_are_told_at_that_objective(ro
     specs = [{**objective(name, name), "rungs": [10, 39]} for name in SIZES]
     with pytest.raises(InvalidStudy) as caught:
         examined(root, objectives=specs, fidelity={})
-    assert str(caught.value) == "objectives.1.rungs: 39 samples asked for, objective 'words' has 38; use at most 38"
+    assert str(caught.value) == "objectives.1.rungs: 39 samples requested, objective 'words' has 38; use at most 38"
 
 
 def test_the_last_rung_may_be_as_large_as_the_smallest_data_and_no_larger(root: Path) -> None:
     assert examined(root, fidelity={"rungs": [38]}).rung_samples == (dict.fromkeys(SIZES, 38),)
     with pytest.raises(InvalidStudy) as caught:
         examined(root, fidelity={"rungs": [39]})
-    assert str(caught.value) == "fidelity.rungs: 39 samples asked for, objective 'words' has 38; use at most 38"
+    assert str(caught.value) == "fidelity.rungs: 39 samples requested, objective 'words' has 38; use at most 38"
 
 
 def test_expected_samples_are_those_counted_by_hand(root: Path) -> None:
