@@ -27,8 +27,8 @@ NUSLERP = MergeMethod(
     name="nuslerp",
     source="mergekit",
     variant=(
-        "`slerp` by weights, spherical up to a cosine of +-(1 - 1e-7); between opposite tensors mergekit's result depends "
-        "on rounding"
+        "`slerp` by weights, spherical up to a cosine of +-(1 - 1e-7); between opposite tensors mergekit's result "
+        "depends on rounding"
     ),
     coefficients=(PAIR_WEIGHT,),
     min_sources=2,
