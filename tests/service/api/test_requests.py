@@ -75,7 +75,7 @@ def test_malformed_json_is_refused_with_its_place(http: httpx.Client, content: b
     [
         (b"", "is empty, not a mapping"),
         (b"name: a\nname: b\n", "line 2, column 1: key 'name' is given twice"),
-        (b"a: &a [x]\nb: *a\n", "line 2, column 4: aliases (*name) are not read"),
+        (b"a: &a [x]\nb: *a\n", "line 2, column 4: aliases (*name) are not accepted"),
         (b"[" * 200_000, "the request's body: is nested too deeply"),
         (b"- a\n" * 1000, "is a list, not a mapping"),
         (b"name: !!python/object/apply:os.system [id]\n", "could not determine a constructor"),

@@ -60,7 +60,7 @@ def test_a_key_names_one_body(http: httpx.Client, server: ApiServer) -> None:
     assert answer.status_code == 409
     assert answer.json()["detail"] == (
         f"Idempotency-Key 'one' was sent before with another body, which created study {created['id']}; "
-        "send another key for another study"
+        "use another key for another study"
     )
     assert http.post("/v1/studies", json=document("another"), headers={"Idempotency-Key": "two"}).status_code == 201
 
@@ -160,7 +160,7 @@ def test_what_has_ended_cannot_be_cancelled(http: httpx.Client, server: ApiServe
     server.store.open_attempt(record.id).set_state(state)
     answer = http.post(f"/v1/studies/{record.id}:cancel")
     assert answer.status_code == 409
-    assert answer.json()["detail"].startswith(f"study {record.id} is {state.value} already")
+    assert answer.json()["detail"].startswith(f"study {record.id} is already {state.value}")
     assert server.store.study(record.id).attempt == 1
 
 

@@ -162,10 +162,13 @@ def test_merge_that_cannot_be_computed_fails_the_trial_and_nothing_is_held(
 
 @pytest.mark.slow
 def test_start_that_fails_says_why_and_where_the_log_is(tmp_path: Path, untied_family: Family) -> None:
-    shutil.copytree(untied_family.base.directory, tmp_path / "base")
-    config = json.loads((tmp_path / "base" / "config.json").read_text())
-    (tmp_path / "base" / "config.json").write_text(json.dumps(config | {"num_attention_heads": 5}))
-    family = replace(untied_family, base=replace(untied_family.base, directory=str(tmp_path / "base")))
+    models = []
+    for model in untied_family.models:  # five heads do not divide the hidden size, which nothing but vLLM checks
+        directory = shutil.copytree(model.directory, tmp_path / model.alias)
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps(config | {"num_attention_heads": 5}))
+        models.append(replace(model, directory=str(directory)))
+    family = replace(untied_family, base=models[0], experts=tuple(models[1:]))
     with pytest.raises(EngineUnavailable, match=r"vLLM did not start for .*base: .*; its log is /logs/out") as caught:
         Engine(family, OPTIONS, log_file="/logs/out")
     assert caught.value.__cause__ is not None
