@@ -208,8 +208,8 @@ def test_an_unknown_task_names_the_nearest(place: Workplace) -> None:
 def test_tasks_that_execute_code(place: Workplace, task: str) -> None:
     objective = {"name": "sums", "task": task, "metric": "pass@1"}
     assert place.refused_study(objectives=[objective], holdout=[]) == (
-        f"objectives.0.task: task '{task}': executes code that the model writes; such tasks are refused, there is no "
-        "sandbox for them"
+        f"objectives.0.task: task '{task}': executes code that the model writes; such tasks are refused, because "
+        "there is no sandbox"
     )
 
 
