@@ -15,7 +15,6 @@ import httpx
 import psutil
 import pytest
 
-import service.studies.preflight.examine
 from search_spaces.errors import InvalidStudy
 from search_spaces.study.file import Study, load_study
 from service.api.preflight_process import PreflightOutcome, PreflightProcess, examine_here, read_request
@@ -160,6 +159,6 @@ def test_a_study_that_breaks_the_preflight_is_refused_with_what_happened(monkeyp
     def broken(study: Study, **_: Any) -> None:
         raise ZeroDivisionError("by nothing")
 
-    monkeypatch.setattr(service.studies.preflight.examine, "examine", broken)
+    monkeypatch.setattr("service.api.preflight_process.examine", broken)
     with pytest.raises(InvalidStudy, match=r"^the study could not be checked: ZeroDivisionError: by nothing$"):
         examine_here(json.dumps(document()).encode(), is_json=True)

@@ -85,20 +85,23 @@ def _let_llvmlite_be_inspected() -> None:
 class Engine:
     """One vLLM engine and the bank of a family. Implements workers.evaluation.prompts.Backend for the recipe it holds.
 
-    Starts with the weights of the base model. Raises InvalidModel for sources that cannot be used, EngineUnavailable,
-    with the reason, if vLLM cannot start or compute, and EvidenceMismatch if its log-probabilities differ from those of
-    transformers.
+    Starts with the weights of the base model. Raises EngineUnavailable, with the reason, if the models cannot be opened
+    or vLLM cannot start or compute, InvalidModel for sources whose contents have changed or cannot be used, and
+    EvidenceMismatch if its log-probabilities differ from those of transformers.
     """
 
     def __init__(self, family: Family, options: EngineOptions, *, log_file: str | None = None) -> None:
         self.family = family
         self.options = options
-        self._sources = open_sources(family)
-        self.prompts = Prompts(self._sources.result_dir, options)
         self.swap_s: list[float] = []
         self._state: dict[str, Any] = {"digest": None, "swaps": 0, "checksum": "", "bank": {}}
         self._new_tokenizer: tempfile.TemporaryDirectory[str] | None = None
         started = time.perf_counter()
+        try:
+            self._sources = open_sources(family)
+        except InvalidModel as error:
+            raise _not_started(family, error, log_file) from error
+        self.prompts = Prompts(self._sources.result_dir, options)
         try:
             self._start()
             self.start_s = time.perf_counter() - started
@@ -108,10 +111,7 @@ class Engine:
             raise
         except Exception as error:  # vLLM raises any class; the caller needs one class and the reason
             self.close()
-            raise EngineUnavailable(
-                f"vLLM did not start for {family.base.directory}: {type(error).__name__}: {_reason(error)}"
-                + (f"; its log is {log_file}" if log_file else "")
-            ) from error
+            raise _not_started(family, error, log_file) from error
         log.info("engine for %s started in %.1f s", family.base.directory, self.start_s)
 
     def _start(self) -> None:
@@ -368,6 +368,13 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _not_started(family: Family, error: Exception, log_file: str | None) -> EngineUnavailable:
+    return EngineUnavailable(
+        f"vLLM did not start for {family.base.directory}: {type(error).__name__}: {_reason(error)}"
+        + (f"; its log is {log_file}" if log_file else "")
+    )
 
 
 def _reason(error: Exception) -> str:

@@ -78,7 +78,10 @@ def test_a_check_says_what_will_be_downloaded_and_downloads_none_of_it(hub: Hub,
     assert plan.disk_bytes["download"] == size_of(hub, "math") + size_of(hub, "text")
     absent = [f"owner/{name}@{hub.repositories[f'owner/{name}'].head}" for name in EXPERTS]
     assert list(plan.absent_models) == absent
-    assert f"of weights from the hub before it starts: {', '.join(absent)}; NaN and infinity" in plan.to_text()
+    assert (
+        f"of weights from the hub before it starts: {', '.join(absent)}; they are checked for NaN and infinity"
+        in plan.to_text()
+    )
     assert hub.sent == {f"owner/{name}/model.safetensors": FIRST_BYTES for name in EXPERTS}
     examine(study_of(root))
     plan = check(study_of(root), root)
@@ -145,7 +148,7 @@ def test_a_merge_of_hub_models_is_checked_before_their_weights_come(hub: Hub, ro
     assert [model.directory for model in plan.models] == [
         f"owner/{name}@{hub.repositories[f'owner/{name}'].head}" for name in ("base", "math")
     ]
-    assert "of weights from the hub; NaN and infinity" in plan.to_text()
+    assert "of weights from the hub; they are checked for NaN and infinity" in plan.to_text()
     assert all(count <= FIRST_BYTES for count in hub.sent.values())
     notes: list[str] = []
     merge_file(file, {}, tmp_path / "out", note=notes.append)
