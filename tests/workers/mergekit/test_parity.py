@@ -295,9 +295,7 @@ def test_deviation_breadcrumbs_without_outliers_to_cut_keeps_its_share() -> None
 
 def test_deviation_breadcrumbs_refuses_to_keep_and_cut_more_than_there_is() -> None:
     base, experts = random(10)
-    with pytest.raises(
-        InvalidRecipe, match=r"density 0\.9 and gamma 0\.2: density \+ gamma must be at most 1"
-    ):
+    with pytest.raises(InvalidRecipe, match=r"density 0\.9 and gamma 0\.2: density \+ gamma must be at most 1"):
         ours("breadcrumbs", base, experts[:1], {"lambda": 1.0, "density": 0.9, "gamma": 0.2})
     lowered = theirs("breadcrumbs", base, experts[:1], {"weight": (1.0,), "density": 0.9, "gamma": 0.2})
     assert int((lowered != base).sum()) == 9
