@@ -102,7 +102,9 @@ def kill_all(server: Server, study: str) -> list[psutil.Process]:
     server.wait_for_events(study, 2, "replica", timeout_s=START_S)
     record_engine_start("replacement of the killed replica", time.monotonic() - started_at)
 
-    for driver in drivers(study):
+    killed = drivers(study)
+    assert killed, "no driver of the study is running"
+    for driver in killed:
         driver.kill()
     server.wait_for_events(study, 2, "attempt", timeout_s=START_S)
     num_rungs = Counter(event["kind"] for event in server.events(study))["rung"]
