@@ -55,7 +55,7 @@ class AshaTable(RungTable):
           form another bracket.
 
     Proposal n sees the i-th evaluation (1-based) of a trial, and waits for it, if results of trials up to
-    n - i * max_staleness caused it. Later evaluations of a trial take longer than its first, hence the factor i.
+    n - i * max_staleness caused it. Later evaluations of a trial take longer than its first, so the factor is i.
     """
 
     def _num_promoted_early(self, num_decided: int) -> int:
