@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -153,10 +153,17 @@ def drivers(study: str) -> list[psutil.Process]:
     ]
 
 
+def processes_of_ray(server: Server, name: str = "") -> list[psutil.Process]:
+    """The processes of this server's Ray, those whose command begins with `name`. Others may end meanwhile."""
+    found = []
+    for child in psutil.Process(server.host.process).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            command = child.cmdline()
+            if not name or (command and Path(command[0]).name.startswith(name)):
+                found.append(child)
+    return found
+
+
 def replicas(server: Server) -> list[psutil.Process]:
     """The scoring replicas of this server's Ray."""
-    return [
-        child
-        for child in psutil.Process(server.host.process).children(recursive=True)
-        if child.cmdline() and child.cmdline()[0].startswith("ray::ServeReplica")
-    ]
+    return processes_of_ray(server, "ray::ServeReplica")

@@ -20,7 +20,7 @@ from service.studies.local_run import read_run
 from service.studies.preflight.examine import examine
 from tests.conftest import record_engine_start
 from tests.end_to_end.processes import mergesearch
-from tests.end_to_end.server import Server, drivers, replicas, serving
+from tests.end_to_end.server import Server, drivers, processes_of_ray, replicas, serving
 from tests.end_to_end.studies import SHIPPED_SAMPLES, shipped_study
 from tests.service.tune.harness import trial_list
 from workers.engines.transformers.verification import verify
@@ -110,7 +110,7 @@ def kill_all(server: Server, study: str) -> list[psutil.Process]:
     num_rungs = Counter(event["kind"] for event in server.events(study))["rung"]
     server.wait_for_events(study, num_rungs + 1, "rung", timeout_s=START_S)
 
-    (gcs,) = (p for p in psutil.Process(server.host.process).children(recursive=True) if p.name() == "gcs_server")
+    (gcs,) = processes_of_ray(server, "gcs_server")
     started_at = time.monotonic()
     gcs.kill()
     server.wait_for_events(study, 3, "attempt", timeout_s=START_S)
@@ -118,7 +118,7 @@ def kill_all(server: Server, study: str) -> list[psutil.Process]:
     server.start()
     server.wait_for_events(study, 3, "replica", timeout_s=START_S)
     record_engine_start("on the Ray that was started anew", time.monotonic() - started_at)
-    return psutil.Process(server.host.process).children(recursive=True)
+    return processes_of_ray(server)
 
 
 def chunks_scored_twice(store: Store, study: str) -> list[Any]:

@@ -77,12 +77,14 @@ class _Importance(NamedTuple):
 
 def _ascending(numbers: Any) -> Iterator[np.ndarray]:
     counts = _bucket_counts(numbers)
-    part = min(PART, max(SMALL, numbers.like.size // PARTS))
-    for first, stop in _groups(counts, part):
+    parts = _groups(counts, min(PART, max(SMALL, numbers.like.size // PARTS)))
+    # One buffer for all parts: a piece that was handed out still refers to it while the next part is made.
+    buffer = np.empty(max(counts[first:stop].sum() for first, stop in parts), np.uint32)
+    for first, stop in parts:
         ranges = _groups(counts[first:stop], RANGE)
         range_of = np.repeat(np.arange(len(ranges)), [end - begin for begin, end in ranges])
         ends = np.cumsum([counts[first + begin : first + end].sum() for begin, end in ranges])
-        bits = _partition(numbers, first, range_of, np.append(0, ends))
+        bits = _partition(numbers, first, range_of, np.append(0, ends), buffer)
         other = np.empty(max(np.diff(ends, prepend=0)), np.uint32)
         for start, end in zip([0, *ends], ends, strict=False):
             yield _radix_sorted(bits[start:end], other[: end - start]).view(np.float32)
@@ -129,9 +131,8 @@ def _bucket_counts(numbers: Any) -> Any:
 
 
 @compiled
-def _partition(numbers: Any, first: int, range_of: Any, starts: Any) -> Any:
-    """The bits of the numbers in those buckets from `first` on that have a range, range by range."""
-    bits = np.empty(starts[-1], np.uint32)
+def _partition(numbers: Any, first: int, range_of: Any, starts: Any, bits: Any) -> Any:
+    """`bits`, with the bits of the numbers in those buckets from `first` on that have a range, range by range."""
     places = starts.astype(np.uint64)
     for i in range(U64(0), U64(numbers.like.size)):
         word = _bits(numbers, i)
