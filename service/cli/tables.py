@@ -19,6 +19,7 @@ from service.schemas.files import (
     ParetoDocument,
     SummaryDocument,
     TrialDocument,
+    VerificationDocument,
 )
 from service.types import Origin, StudyState, TrialState
 
@@ -28,9 +29,12 @@ __all__ = [
     "studies_table",
     "study_table",
     "trials_table",
+    "verification_line",
 ]
 
 STUDY_STYLES: Mapping[str, str] = {StudyState.RUNNING: "cyan", StudyState.COMPLETE: "green", StudyState.FAILED: "red"}
+
+VERIFICATION_STYLES: Mapping[str, str] = {"not verified": "yellow", "disagreement": "red"}
 
 # Digits of an id that are shown; more where shown prefixes would collide.
 ID_DIGITS = 8
@@ -87,6 +91,22 @@ def holdout_table(document: SummaryDocument) -> Table:
         )
     table.caption = "95 % intervals; differences are paired, sample by sample"
     return table
+
+
+def verification_line(document: VerificationDocument) -> Text:
+    """Whether plain transformers gave the stored samples, and why not where it was not tried."""
+    status = document["status"]
+    parts = []
+    if status != "not verified":
+        trials, left_out = document["trials"], document["trials_not_verified"]
+        parts.append(f"{document['equal']} of {document['samples']} samples of {trials} of {trials + left_out} trials")
+        parts.append(f"{document['tokens']:,} tokens and {document['logprobs']:,} log-probabilities compared")
+    if document["samples_without_tokens"]:
+        parts.append(f"tokens of {document['samples_without_tokens']} samples not stored, texts compared")
+    if document["reason"]:
+        parts.append(document["reason"])
+    line = Text("verification:  ").append(status, style=VERIFICATION_STYLES.get(status, "green"))
+    return line.append(f": {'; '.join(parts)}")
 
 
 def trials_table(documents: Iterable[TrialDocument], objectives: Sequence[str]) -> Table:

@@ -64,7 +64,8 @@ class RunRecord:
     """Everything that result files and report are made of.
 
     `full_budget` is the sample count per objective at the last rung; `holdout` the held-out stage's comparisons, with
-    differences "this row minus the best trial"; `samples_per_second` is of the search, None if nothing was scored.
+    differences "this row minus the best trial"; `verification_reason` says why no trial was to be verified;
+    `samples_per_second` is of the search, None if nothing was scored.
     """
 
     study: StudyRecord
@@ -73,6 +74,7 @@ class RunRecord:
     full_budget: Mapping[str, int]
     holdout: tuple[Comparison, ...] = ()
     verifications: tuple[VerificationReport, ...] = ()
+    verification_reason: str | None = None
     engine: EngineFigures = field(default_factory=EngineFigures)
     wall_clock_s: float = 0.0
     samples_per_second: float | None = None
@@ -163,7 +165,7 @@ def summary(run: RunRecord) -> SummaryDocument:
         "holdout": holdout_documents(run),
         "selection_bias": statistics.fmean(averaged) if averaged else None,
         "selection_bias_by_objective": {name: _estimate_document(estimate) for name, estimate in bias.items()},
-        "verification": _verification_document(run.verifications),
+        "verification": _verification_document(run.verifications, run.verification_reason),
         "failures": [
             {"trial": trial.number, "reason": trial.reason or "no reason was stored"}
             for trial in run.trials
@@ -268,25 +270,34 @@ def _selection_bias(run: RunRecord, best: TrialRecord | None) -> dict[str, Estim
     return bias
 
 
-def _verification_document(reports: Sequence[VerificationReport]) -> VerificationDocument:
-    beyond = sum(report.num_beyond for report in reports)
-    samples, equal = sum(r.num_samples for r in reports), sum(r.num_equal for r in reports)
+def _verification_document(reports: Sequence[VerificationReport], reason: str | None) -> VerificationDocument:
+    """Reports of nothing count as not verified; the reason is that of the first trial with samples left out."""
+    compared = [report for report in reports if report.num_samples]
+    beyond = sum(report.num_beyond for report in compared)
+    samples, equal = sum(r.num_samples for r in compared), sum(r.num_equal for r in compared)
     status: Literal["equal", "within tolerance", "disagreement", "not verified"]
-    if not reports:
+    if not compared:
         status = "not verified"
     elif beyond:
         status = "disagreement"
     else:
         status = "equal" if equal == samples else "within tolerance"
+    if not compared or len(compared) < len(reports):
+        reason = reason or "nothing was scored again by plain transformers"
     return {
         "status": status,
-        "trials": len(reports),
+        "reason": next((report.reason for report in reports if report.reason), reason),
+        "trials": len(compared),
+        "trials_not_verified": len(reports) - len(compared),
         "samples": samples,
         "equal": equal,
         "beyond_tolerance": beyond,
-        "tolerance": max((report.tolerance for report in reports), default=None),
-        "max_logprob_difference": max((report.max_logprob_difference for report in reports), default=None),
-        "differences": [asdict(difference) for report in reports for difference in report.differences],
+        "tokens": sum(report.num_tokens for report in compared),
+        "samples_without_tokens": sum(report.num_without_tokens for report in compared),
+        "logprobs": sum(report.num_logprobs for report in compared),
+        "tolerance": max((report.tolerance for report in compared), default=None),
+        "max_logprob_difference": max((report.max_logprob_difference for report in compared), default=None),
+        "differences": [asdict(difference) for report in compared for difference in report.differences],
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from importlib.metadata import version
 from typing import Any
 
@@ -30,6 +31,7 @@ def run_record(store: Store, study_id: str) -> RunRecord:
     objectives = study.resolved.objectives
     trials = store.trials(study_id)
     evidence = store.evidence(study_id)
+    verification = store.document(study_id, "verification") or {}
     searched = [row for row in evidence if row.is_of(Split.SEARCH)]
     return RunRecord(
         study=study,
@@ -37,7 +39,8 @@ def run_record(store: Store, study_id: str) -> RunRecord:
         trials=trials,
         full_budget=study.resolved.rung_samples[-1],
         holdout=_holdout(store, study_id, trials, objectives),
-        verifications=_verifications(store.document(study_id, "verification")),
+        verifications=tuple(map(_verification, verification.get("reports", ()))),
+        verification_reason=verification.get("reason"),
         engine=_engine(evidence, searched, num_replicas=study.document["engine"]["replicas"]),
         wall_clock_s=study.wall_clock_s,
         samples_per_second=_rate(searched),
@@ -107,13 +110,15 @@ def _arrays(values: Mapping[str, Mapping[int, float]], names: Sequence[str]) -> 
     return {name: np.array([values[name][p] for p in sorted(values[name])]) for name in names if name in values}
 
 
-def _verifications(document: Mapping[str, Any] | None) -> tuple[VerificationReport, ...]:
-    def report(stored: Mapping[str, Any]) -> VerificationReport:
-        differences = tuple(SampleDifference(**difference) for difference in stored["differences"])
-        fields = {name: value for name, value in stored.items() if name not in ("trial", "differences")}
-        return VerificationReport(**fields, differences=differences)
-
-    return tuple(map(report, (document or {}).get("reports", ())))
+def _verification(stored: Mapping[str, Any]) -> VerificationReport:
+    """A stored report. Those of earlier versions compared values only."""
+    tolerance = stored["tolerance"]
+    differences = tuple(
+        SampleDifference(**{"what": "value", "is_beyond": found["top2_gap"] > tolerance, **found})
+        for found in stored["differences"]
+    )
+    known = {field.name: stored[field.name] for field in fields(VerificationReport) if field.name in stored}
+    return VerificationReport(**{**known, "differences": differences})
 
 
 def _engine(

@@ -111,10 +111,17 @@ class HoldoutDocument(TypedDict):
 
 class VerificationDocument(TypedDict):
     status: Literal["equal", "within tolerance", "disagreement", "not verified"]
-    trials: Number
+    reason: Annotated[str | None, Field(description="Why trials or samples were not compared.")]
+    trials: Annotated[int, Field(ge=0, description="Trials of which samples were compared.")]
+    trials_not_verified: Annotated[int, Field(ge=0, description="Trials of which nothing could be compared.")]
     samples: Number
-    equal: Number
+    equal: Annotated[int, Field(ge=0, description="Samples with equal value and completion.")]
     beyond_tolerance: Number
+    tokens: Annotated[int, Field(ge=0, description="Tokens of completions that were compared.")]
+    samples_without_tokens: Annotated[
+        int, Field(ge=0, description="Samples stored without tokens, of which the text was compared.")
+    ]
+    logprobs: Annotated[int, Field(ge=0, description="Log-probabilities that were compared.")]
     tolerance: float | None
     max_logprob_difference: float | None
     differences: list[dict[str, Any]]

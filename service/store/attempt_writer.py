@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from service.errors import StaleAttempt
 from service.store import schema
-from service.store.records import BracketRecord
+from service.store.records import BracketRecord, tokens_text
 from service.types import EventKind, RungRecord, StudyState, TrialRecord, TrialState
 from workers.types import ScoreResult, Split
 
@@ -135,6 +135,7 @@ class StudyWriter:
                         "response": sample.response,
                         "is_truncated": sample.is_truncated,
                         "evidence": evidence_id,
+                        "tokens": tokens_text(sample.tokens),
                     }
                     for sample in result.samples
                 ],

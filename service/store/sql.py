@@ -19,7 +19,14 @@ from sqlalchemy import event
 from service.errors import Conflict, NotFound, StaleAttempt
 from service.store import schema
 from service.store.attempt_writer import StudyWriter, insert, insert_event
-from service.store.records import BracketRecord, EventRecord, EvidenceRecord, study_record, trial_record
+from service.store.records import (
+    BracketRecord,
+    EventRecord,
+    EvidenceRecord,
+    sample_result,
+    study_record,
+    trial_record,
+)
 from service.store.upgrade import upgrade
 from service.types import (
     EventKind,
@@ -257,10 +264,7 @@ class Store:
         where = (table.c.study == study_id) & (table.c.recipe_digest == recipe_digest) & (table.c.split == split)
         with self._reads.connect() as connection:
             rows = connection.execute(sa.select(table).where(where).order_by(table.c.objective, table.c.position))
-            return tuple(
-                SampleResult(row.objective, row.position, row.document, row.value, row.response, row.is_truncated)
-                for row in rows
-            )
+            return tuple(map(sample_result, rows))
 
     def evidence(self, study_id: str) -> tuple[EvidenceRecord, ...]:
         """What the engines held, one record per scored chunk, in order."""

@@ -135,10 +135,14 @@ def verifications(run: RunRecord):
             max_logprob_difference=3.1e-5,
             tolerance=1e-3,
             differences=tuple(
-                SampleDifference(objective="text", position=17 + i, engine=0.0, reference=1.0, top2_gap=2.4e-5)
+                SampleDifference(
+                    "text", 17 + i, engine=0.0, reference=1.0, top2_gap=2.4e-5, what="tokens", is_beyond=False
+                )
                 for i in range(number)
             ),
             num_beyond=0,
+            num_tokens=310,
+            num_logprobs=700,
         )
         for number, trial in enumerate(finalists(run.trials, run.objectives)[:3])
     )

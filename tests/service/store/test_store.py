@@ -192,6 +192,15 @@ def test_a_chunk_stores_its_samples_its_evidence_and_its_cost(store: Store, writ
     assert all(getattr(evidence[0], name) == getattr(first.evidence, name) for name in stated)
 
 
+def test_a_sample_keeps_the_tokens_of_its_completions(store: Store, writer: StudyWriter) -> None:
+    writer.add_trial(TRIAL)
+    tokens = (((5, 128_000, 2),), ((), (7,)), None)
+    scored = chunk(range(3))
+    samples = tuple(replace(sample, tokens=each) for sample, each in zip(scored.samples, tokens, strict=True))
+    writer.record_chunk(3, Split.SEARCH, replace(scored, samples=samples))
+    assert store.samples(writer.study_id, RECIPE.digest, Split.SEARCH) == samples
+
+
 def test_holdout_samples_are_kept_apart_and_cost_the_search_nothing(store: Store, writer: StudyWriter) -> None:
     writer.add_trial(replace(TRIAL, state=TrialState.COMPLETE))
     writer.record_chunk(3, Split.SEARCH, chunk(range(2), value=1.0))

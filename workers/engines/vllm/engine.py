@@ -35,7 +35,7 @@ from workers.engines.vllm.memory import (
     memory_requirements,
 )
 from workers.errors import EngineUnavailable, EvidenceMismatch, InvalidModel, TrialFailed
-from workers.evaluation.prompts import Continuation, Generation, Prompts
+from workers.evaluation.prompts import Completion, Continuation, Generation, Prompts
 from workers.models.config import read_config
 from workers.models.family import open_sources
 from workers.types import Family
@@ -276,7 +276,7 @@ class Engine:
             return None
         return canary.compare_with_transformers(logprobs, recipe, self.family, prompt=prompt, dtype=self.dtype)
 
-    def generate(self, requests: Sequence[Generation]) -> list[str]:
+    def generate(self, requests: Sequence[Generation]) -> list[Completion]:
         """One batch. Raises TrialFailed if the model's logits were NaN at any step."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -301,7 +301,7 @@ class Engine:
             return known[key]
 
         outputs = self._run([request.tokens for request in requests], [parameters(request) for request in requests])
-        return [str(output.outputs[0].text) for output in outputs]
+        return [Completion(str(output.outputs[0].text), tuple(output.outputs[0].token_ids)) for output in outputs]
 
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
         """One batch. Raises TrialFailed if the model's logits were NaN at any step."""
