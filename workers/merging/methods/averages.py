@@ -180,10 +180,11 @@ def multislerp_weights(weights: Sequence[float], products: Products) -> list[flo
     units = [share / (size + MULTISLERP_EPSILON) for share, size in zip(shares, norms, strict=True)]
     size = _length(units, products)
     if size < NO_MEAN:
-        if len(products) == 2 or max(norms) == 0:
+        counting = [norm for norm, share in zip(norms, shares, strict=True) if share != 0]
+        if len(counting) <= 2 or max(counting) == 0:
             return shares
         raise InvalidRecipe(
-            f"multislerp: the directions of {len(products)} tensors cancel with weights {tuple(weights)}: there is no "
+            f"multislerp: the directions of {len(counting)} tensors cancel with weights {tuple(weights)}: there is no "
             "mean direction; use other weights or another method"
         )
     length = math.fsum(share * size for share, size in zip(shares, norms, strict=True))
