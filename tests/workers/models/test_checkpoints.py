@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -279,13 +280,13 @@ def test_fingerprint_is_of_the_content_alone(tmp_path: Path) -> None:
     assert fingerprint(open_checkpoint(one), cache=cache) != fingerprint(open_checkpoint(three), cache=cache)
 
 
-def test_fingerprint_remembers_by_size_and_modification_time(tmp_path: Path) -> None:
+def test_fingerprint_remembers_by_size_and_modification_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, model = tmp_path / "cache", write(tmp_path / "model")
     before = fingerprint(open_checkpoint(model), cache=cache)
     assert {file.name for file in model.iterdir()} == {"config.json", "model.safetensors"}
-    for finding in (cache / "findings").iterdir():
-        finding.write_text("0" * 64)  # what a hit looks like
-    assert fingerprint(open_checkpoint(model), cache=cache) != before
+    with monkeypatch.context() as patch:
+        patch.setattr("hashlib.file_digest", lambda *_: pytest.fail("read again"))
+        assert fingerprint(open_checkpoint(model), cache=cache) == before
     for finding in (cache / "findings").iterdir():
         finding.write_text("nonsense")
     assert fingerprint(open_checkpoint(model), cache=cache) == before
@@ -348,6 +349,38 @@ def test_the_contents_are_told_by_tensor_and_only_once(tmp_path: Path) -> None:
     good = open_checkpoint(write(tmp_path / "good"))
     assert content_problems(good, "2", cache=cache) == ()
     assert content_problems(checkpoint, "2", cache=cache) == (), "what is known of a content is not looked for again"
+
+
+def test_what_a_damaged_record_says_of_the_contents_is_found_again(tmp_path: Path) -> None:
+    found = tensors()
+    found["model.norm.weight"][1] = float("nan")
+    checkpoint, cache = open_checkpoint(write(tmp_path / "bad", found)), tmp_path / "cache"
+    expected = content_problems(checkpoint, "1", cache=cache)
+    assert expected
+    (record,) = (cache / "findings").iterdir()
+    for size in (0, 10, record.stat().st_size - 1):
+        os.truncate(record, size)
+        assert content_problems(checkpoint, "1", cache=cache) == expected
+
+
+def test_what_a_damaged_record_says_of_a_file_is_found_again(tmp_path: Path) -> None:
+    checkpoint, cache = open_checkpoint(write(tmp_path / "model")), tmp_path / "cache"
+    expected = fingerprint(checkpoint, cache=cache)
+    for record in (cache / "findings").iterdir():
+        record.write_text("0" * 64)  # a hash, of nothing that is there
+    assert fingerprint(checkpoint, cache=cache) == expected
+
+
+def test_a_file_that_replaces_another_is_read_whatever_its_time(tmp_path: Path) -> None:
+    directory, cache = write(tmp_path / "model"), tmp_path / "cache"
+    before = fingerprint(open_checkpoint(directory), cache=cache)
+    file = directory / "model.safetensors"
+    changed, status = bytearray(file.read_bytes()), file.stat()
+    changed[-1] ^= 1
+    (directory / "new").write_bytes(changed)
+    os.utime(directory / "new", ns=(status.st_atime_ns, status.st_mtime_ns))
+    (directory / "new").replace(file)
+    assert fingerprint(open_checkpoint(directory), cache=cache) != before
 
 
 def test_tokenizers_agree_with_their_own_file(untied_family: Family, tied_family: Family) -> None:
