@@ -38,6 +38,7 @@ from workers.errors import EngineUnavailable, EvidenceMismatch, InvalidModel, Tr
 from workers.evaluation.prompts import Continuation, Generation, Prompts
 from workers.models.config import read_config
 from workers.models.family import open_sources
+from workers.models.tokenizers import stated_directory
 from workers.types import Family
 
 __all__ = ["Engine", "SwapReport", "base_recipe"]
@@ -191,14 +192,8 @@ class Engine:
 
     def _tokenizer_directory(self) -> str:
         """The directory of the tokenizer for vLLM: the model's, or a copy that names the class which `prompts` uses."""
-        from transformers import AutoTokenizer
-
-        tokenizer = self.prompts.tokenizer
-        if type(AutoTokenizer.from_pretrained(self.prompts.directory)) is type(tokenizer):
-            return self.prompts.directory
-        self._new_tokenizer = tempfile.TemporaryDirectory(prefix="mergesearch-tokenizer-")
-        tokenizer.save_pretrained(self._new_tokenizer.name)
-        return self._new_tokenizer.name
+        self._new_tokenizer = stated_directory(self.prompts.directory, self.prompts.tokenizer)
+        return self._new_tokenizer.name if self._new_tokenizer else self.prompts.directory
 
     @property
     def held_digest(self) -> str | None:
