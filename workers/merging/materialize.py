@@ -313,6 +313,7 @@ class _Computation:
             ranks=bank.ranks(self.sources, self.base) if has_ranks and self.base is not None else None,
         )
         if is_fused(merge, operands, dtype):
+            name=self.tensor.name,
             merged = into(self.tensor.name, shape) if into else torch.empty(shape, dtype=dtype, device=bank.device)
             merge_stored(merge, operands, merged)
             return merged
