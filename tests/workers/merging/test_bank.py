@@ -11,9 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.builders import tiny_family
+from tests.conftest import HIDDEN
 from workers.errors import InvalidModel
 from workers.merging.bank import Bank
-from workers.merging.methods.arithmetic import cosine
+from workers.merging.methods.arithmetic import cosine, inner_products
 from workers.models.checkpoints import open_checkpoint
 from workers.models.family import open_family
 from workers.models.fingerprints import fingerprint
@@ -192,6 +194,58 @@ def test_tables_of_magnitudes_are_made_once_and_counted(untied_family: Family, t
         ordered = tau.abs().flatten().sort().values
         assert table is not None
         assert all(table.of_rank(rank, tau) == ordered[-rank] for rank in (1, 77, 4000, tau.numel()))
+
+
+def subsets(family: Family) -> list[list[tuple[str, str]]]:
+    aliases = [expert.alias for expert in family.experts]
+    return [
+        [(alias, NAME) for alias in chosen]
+        for n in range(1, len(aliases) + 1)
+        for chosen in itertools.combinations(aliases, n)
+    ]
+
+
+@pytest.mark.slow  # each number of sources is compiled
+def test_tables_of_many_sets_of_sources_take_no_more_than_their_share_and_are_made_again(tmp_path: Path) -> None:
+    family = tiny_family(tmp_path, hidden=HIDDEN, layers=1, dtype=torch.bfloat16)
+    bank, forgetful = (Bank(family, cache=tmp_path / "cache", keeps_statistics=keeps) for keeps in (True, False))
+    limit, largest = bank.num_bytes // 8, 0
+    aliases = [model.alias for model in family.models]
+    for chosen in [each for count in (1, 2) for each in itertools.permutations(aliases, count)]:
+        for name in [name for name, tensor in bank.base.tensors.items() if len(tensor.shape) == 2]:
+            sources = [(alias, name) for alias in chosen]
+            table, again = (each.variances(sources, ("base", name)) for each in (bank, forgetful))
+            assert table is not None
+            assert again is not None
+            assert table.trim(77) == again.trim(77)
+        largest = max(largest, bank.summary()["statistics_bytes"])
+    assert 0.9 * limit < largest <= limit
+    assert forgetful.summary()["statistics_bytes"] == 0
+
+
+def test_a_table_is_kept_while_it_is_used(untied_family: Family, tmp_path: Path) -> None:
+    bank = Bank(untied_family, cache=tmp_path)
+    one, other = [("math", NAME)], [("text", NAME)]
+    first = bank.variances(one, ("base", NAME))
+    assert first is not None
+    bank._recent.max_bytes = 2 * first.num_bytes
+    bank.variances(other, ("base", NAME))
+    assert bank.variances(one, ("base", NAME)) is first
+    bank.variances([*one, *other], ("base", NAME))
+    assert bank.variances(one, ("base", NAME)) is first, "the other was used less recently"
+    assert bank.summary()["statistics_bytes"] == 2 * first.num_bytes
+
+
+def test_products_of_all_subsets_of_experts_are_those_of_pairs(tmp_path: Path) -> None:
+    family = tiny_family(tmp_path, experts=tuple("abcde"), hidden=HIDDEN, layers=2, dtype=torch.bfloat16)
+    bank = Bank(family, cache=tmp_path / "cache")
+    for base in (None, ("base", NAME)):
+        for chosen in subsets(family):
+            tensors = [bank.get(*source) for source in chosen]
+            expected = inner_products(tensors, None if base is None else bank.get(*base))
+            assert bank.products(chosen, base) == expected
+            assert bank.products(chosen[::-1], base) == [row[::-1] for row in expected][::-1]
+    assert len(bank._products) == 2 * (5 + 10)
 
 
 def test_what_was_computed_on_another_device_is_computed_again(untied_family: Family, tmp_path: Path) -> None:

@@ -323,6 +323,15 @@ def test_a_cache_of_ranks_takes_two_bytes_for_each_parameter_of_each_expert(root
     assert ranks.memory.engine_bytes - plain.memory.engine_bytes == 2 * 2 * plain.num_parameters
 
 
+@pytest.mark.parametrize("method", ["sce", "sce_mergekit", "arcee_fusion"])
+def test_tables_of_several_experts_take_an_eighth_of_the_sources(root: Path, method: str) -> None:
+    plain, tables = (
+        examine(study_of(root, search_space={"kind": "lfs", "layer_groups": 2, "methods": methods}))
+        for methods in (["linear"], ["linear", method])
+    )
+    assert tables.memory.engine_bytes - plain.memory.engine_bytes == bank_bytes(root) // 8
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="several replicas need as many GPUs")
 def test_replicas_share_the_bank(root: Path) -> None:
     memory = examine(study_of(root, engine={"replicas": 3, "max_model_len": 64}), available_bytes=2**40).memory
@@ -456,15 +465,6 @@ def test_a_study_of_models_with_other_tokens_has_the_vocabulary_that_it_names(ro
         study_of(root, models={**models, "tokenizer": "code"})
 
 
-def test_the_printed_plan_says_how_vllm_runs_models_that_it_has_no_code_for(
-    root: Path, layouts: dict[str, Family]
-) -> None:
-    family = layouts["gpt_neox"]
-    models = {"base": family.base.directory, "experts": {model.alias: model.directory for model in family.experts}}
-    lines = check(study_of(root, models=models), root).to_text().splitlines()
-    (line,) = [line for line in lines if line.startswith("engine ")]
-    assert line.endswith("has no code of its own for GPTNeoXForCausalLM: it runs transformers' modules")
-    assert not any(line.startswith("engine ") for line in check(study_of(root), root).to_text().splitlines())
 def test_a_tokenizer_is_refused_only_where_an_engine_would_refuse_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -487,6 +487,15 @@ def test_a_tokenizer_is_refused_only_where_an_engine_would_refuse_it(
         _ = Prompts(sources.result_dir, study.engine.options).tokenizer
 
 
+def test_the_printed_plan_says_how_vllm_runs_models_that_it_has_no_code_for(
+    root: Path, layouts: dict[str, Family]
+) -> None:
+    family = layouts["gpt_neox"]
+    models = {"base": family.base.directory, "experts": {model.alias: model.directory for model in family.experts}}
+    lines = check(study_of(root, models=models), root).to_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("engine ")]
+    assert line.endswith("has no code of its own for GPTNeoXForCausalLM: it runs transformers' modules")
+    assert not any(line.startswith("engine ") for line in check(study_of(root), root).to_text().splitlines())
 
 
 def test_each_model_is_located_opened_and_fingerprinted_once(
