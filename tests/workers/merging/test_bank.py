@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,8 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.builders import tiny_family
 from tests.conftest import HIDDEN
-from workers.errors import InvalidModel
+from tests.workers.recipes import arithmetic
+from workers.errors import EvidenceMismatch, InvalidModel
 from workers.merging.bank import Bank
+from workers.merging.materialize import merge_into, merged_tensors
 from workers.merging.methods.arithmetic import cosine, inner_products
 from workers.models.checkpoints import open_checkpoint
 from workers.models.family import open_family
@@ -35,6 +38,16 @@ def changed(family: Family, root: Path, changes: dict[str, torch.Tensor], **conf
         expert, directory=str(copy), fingerprint=fingerprint(open_checkpoint(copy), cache=root / "cache")
     )
     return replace(family, experts=(*family.experts[:-1], replaced))
+
+
+def overwrite(file: Path, *, in_place: bool = True) -> None:
+    """Other weights in a file of the same size: written into it, or as another file of its name."""
+    contents = bytearray(file.read_bytes())
+    contents[-100:] = bytes(100)
+    with file.open("r+b") if in_place else (file.parent / "new").open("wb") as stream:
+        stream.write(contents)
+    if not in_place:
+        (file.parent / "new").replace(file)
 
 
 def test_the_bank_gives_the_stored_tensors_in_their_stored_dtype(untied_family: Family, tmp_path: Path) -> None:
@@ -149,6 +162,50 @@ def test_a_model_that_changed_after_it_was_named_is_refused(untied_family: Famil
     save_file(tensors, tmp_path / "changed" / "model.safetensors", {"format": "pt"})
     with pytest.raises(InvalidModel, match=r"model 'text': .* has changed: its fingerprint is [0-9a-f]{12}, expected"):
         Bank(family, cache=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("placement", ["mapped", "host"])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_model_that_changes_while_the_bank_holds_it_is_refused(
+    untied_family: Family, tmp_path: Path, placement: str, in_place: bool
+) -> None:
+    family = changed(untied_family, tmp_path, {})
+    bank, recipe = Bank(family, placement, cache=tmp_path / "cache"), arithmetic(family, 0.3, 0.5)
+    before = dict(merged_tensors(recipe, bank, torch.float32))
+    file = tmp_path / "changed" / "model.safetensors"
+    overwrite(file, in_place=in_place)
+    places = {name: torch.empty_like(tensor) for name, tensor in before.items()}
+    for merge in (lambda: merged_tensors(recipe, bank, torch.float32), lambda: merge_into(recipe, bank, places)):
+        with pytest.raises(EvidenceMismatch) as caught:
+            merge()
+        assert f"model 'text' has changed since it was opened: {file}: it was modified at " in str(caught.value)
+        assert "restore them, or start a new study" in str(caught.value)
+
+
+def test_a_file_that_was_touched_or_replaced_by_a_copy_has_not_changed(untied_family: Family, tmp_path: Path) -> None:
+    family = changed(untied_family, tmp_path, {})
+    bank, recipe = Bank(family, cache=tmp_path / "cache"), arithmetic(family, 0.3, 0.5)
+    before = dict(merged_tensors(recipe, bank, torch.float32))
+    file = tmp_path / "changed" / "model.safetensors"
+    os.utime(file, ns=(0, 0))
+    bank.sources.check_unchanged()
+    shutil.copy(file, tmp_path / "copy").replace(file)
+    after = dict(merged_tensors(recipe, bank, torch.float32))
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    (tmp_path / "changed" / "config.json").write_text("{}")
+    with pytest.raises(
+        EvidenceMismatch, match=r"changed/config.json: it had \d+ bytes and has 2; expected the contents"
+    ):
+        bank.sources.check_unchanged()
+
+
+def test_a_model_that_is_gone_is_still_held(untied_family: Family, tmp_path: Path) -> None:
+    family = changed(untied_family, tmp_path, {})
+    bank, recipe = Bank(family, cache=tmp_path / "cache"), arithmetic(family, 0.3, 0.5)
+    before = dict(merged_tensors(recipe, bank, torch.float32))
+    (tmp_path / "changed").rename(tmp_path / "elsewhere")
+    after = dict(merged_tensors(recipe, bank, torch.float32))
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 def test_a_family_that_does_not_fit_together_is_refused(

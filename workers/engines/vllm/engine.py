@@ -222,7 +222,8 @@ class Engine:
     def swap(self, recipe: Recipe, *, check: bool = False) -> SwapReport:
         """Hold `recipe`; does nothing if the engine already holds it. `check` compares with transformers afterwards.
 
-        Raises TrialFailed if the merge cannot be computed, EvidenceMismatch if the engine does not hold it afterwards.
+        Raises TrialFailed if the merge cannot be computed, EvidenceMismatch if files of the sources have changed or the
+        engine does not hold it afterwards.
         """
         try:
             is_new = self.held_digest != recipe.digest
@@ -237,6 +238,8 @@ class Engine:
             state = self._call("mergesearch_apply", json.dumps(recipe.to_json()))
             if "refused" in state:
                 raise TrialFailed(f"the merge cannot be computed: {state['refused']}")
+            if "changed" in state:
+                raise EvidenceMismatch(state["changed"])
             self._state = state
             started = time.perf_counter()
             # vLLM never resets it, and blocks of earlier weights give wrong scores.
