@@ -28,7 +28,7 @@ def cache_dir(cache: str | Path | None = None) -> Path:
 def cached(key: str, value: str | None = None, *, cache: str | Path | None = None) -> str | None:
     """Look up the value of `key`, None if there is no whole record of it, or store `value`. An unwritable cache is not
     an error."""
-    file = cache_dir(cache) / "findings" / hashlib.sha256(key.encode()).hexdigest()
+    file = cache_dir(cache) / "records" / hashlib.sha256(key.encode()).hexdigest()
     if value is None:
         try:
             stated, end, found = file.read_bytes().decode().partition("\n")
