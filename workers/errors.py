@@ -44,7 +44,7 @@ class InvalidTask(WorkerError, ValueError):
 
 
 class TrialFailed(WorkerError, RuntimeError):
-    """This candidate cannot be scored (NaN logits, for example); its message becomes the trial's reason."""
+    """This candidate cannot be scored (NaN or infinite logits, for example); its message becomes the trial's reason."""
 
 
 class EngineUnavailable(WorkerError, RuntimeError):
