@@ -1,7 +1,7 @@
 """Scoring: a backend answers a task's samples, and lm-eval's filters and metrics turn the answers into values.
 
 Requests are built and tokenized once per task; after that, scoring is one batch for the backend and the metric of each
-sample. The backend is the warm engine or plain transformers (workers.evaluation.prompts.Backend).
+sample (`metrics`). The backend is the warm engine or plain transformers (workers.evaluation.prompts.Backend).
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from lm_eval.api.model import TemplateLM  # noqa: TID253  (a base class; this mo
 
 from search_spaces.study.sections import EngineOptions
 from workers.errors import InvalidTask
+from workers.evaluation.metrics import Answers, Documents, LocalMetrics, Metrics
 from workers.evaluation.prompts import Backend, Continuation, Generation, Prompts
-from workers.evaluation.tasks import BuiltTask, build_task, documents_of, values_of
+from workers.evaluation.tasks import BuiltTask, build_task, documents_of
 from workers.types import SampleResult, Span, TaskInfo, TaskSpec
 
 __all__ = ["BackendLM", "Scored", "TaskEvaluator", "describe"]
@@ -60,6 +61,13 @@ class _Prepared:
     @property
     def num_truncated(self) -> int:
         return sum(any(r.is_truncated for r in requests) for subtask in self.requests for requests in subtask)
+
+    @property
+    def documents(self) -> Documents:
+        return tuple(
+            {request.instance.doc_id: request.instance.doc for requests in subtask for request in requests}
+            for subtask in self.requests
+        )
 
 
 class BackendLM(TemplateLM):  # type: ignore[misc]
@@ -195,16 +203,20 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
 
 
 class TaskEvaluator:
-    """Scores spans of tasks with one backend. `backend` may be None if nothing is scored."""
+    """Scores spans of tasks with one backend. `backend` may be None if nothing is scored.
 
-    def __init__(self, backend: Backend | None, prompts: Prompts) -> None:
+    `metrics` computes the values, by default in this process, whose main thread must call `score` then.
+    """
+
+    def __init__(self, backend: Backend | None, prompts: Prompts, *, metrics: Metrics | None = None) -> None:
         self.backend = backend
         self.lm = BackendLM(backend, prompts)
+        self._metrics = metrics or LocalMetrics()
         self._prepared: dict[str, _Prepared] = {}
 
     def with_backend(self, backend: Backend) -> TaskEvaluator:
         """An evaluator with the same tasks and tokenized requests, and another backend."""
-        other = TaskEvaluator(backend, self.lm.prompts)
+        other = TaskEvaluator(backend, self.lm.prompts, metrics=self._metrics)
         other._prepared = self._prepared
         return other
 
@@ -224,7 +236,7 @@ class TaskEvaluator:
     def score(self, spans: Sequence[Span]) -> Scored:
         """Score every sample of `spans`, in one batch of completions and one of options for all spans.
 
-        Raises InvalidTask if a span goes beyond its task's data, and the errors of the backend.
+        Raises InvalidTask if a span goes beyond its task's data, MetricFailed, and the errors of the backend.
         """
         prepared = [self._requests_of(span) for span in spans]
         every = [request for samples in prepared for _, requests in samples for request in requests]
@@ -266,32 +278,29 @@ class TaskEvaluator:
 
     def _judge(self, span: Span, samples: Sequence[tuple[int, Sequence[tuple[_Request, Any]]]]) -> list[SampleResult]:
         task = self._prepare(span.task).task
-        results = []
-        for position, answered in samples:
-            by_instance: dict[int, Any] = {}
-            for request, answer in answered:
-                key = id(request.instance)
-                if key not in by_instance:
-                    by_instance[key] = replace(request.instance, resps=[], filtered_resps={})
-                by_instance[key].resps.append(answer)
-            subtask = task.subtasks[task.order[position][0]]
-            results.append(
-                SampleResult(
-                    objective=span.objective,
-                    position=position,
-                    document=task.document(position),
-                    value=values_of(subtask, list(by_instance.values()), span.task.metric),
-                    response=_response([answer for _, answer in answered]),
-                    is_truncated=any(request.is_truncated for request, _ in answered),
-                )
+        values = self._metrics.values(
+            span.task.digest, [_answers(task.order[position][0], answered) for position, answered in samples]
+        )
+        return [
+            SampleResult(
+                objective=span.objective,
+                position=position,
+                document=task.document(position),
+                value=value,
+                response=_response([answer for _, answer in answered]),
+                is_truncated=any(request.is_truncated for request, _ in answered),
             )
-        return results
+            for (position, answered), value in zip(samples, values, strict=True)
+        ]
 
     def _prepare(self, spec: TaskSpec) -> _Prepared:
-        if spec.digest not in self._prepared:
+        prepared = self._prepared.pop(spec.digest, None)
+        if prepared is None:
             task = build_task(spec)
-            self._prepared[spec.digest] = _Prepared(task, tuple(self._tokenized(s.task) for s in task.subtasks))
-        return self._prepared[spec.digest]
+            prepared = _Prepared(task, tuple(self._tokenized(s.task) for s in task.subtasks))
+            self._metrics.open(task, prepared.documents)
+        self._prepared[spec.digest] = prepared
+        return prepared
 
     def _tokenized(self, task: Any) -> tuple[tuple[_Request, ...], ...]:
         options = self.lm.prompts.options
@@ -330,6 +339,14 @@ def _temperature(arguments: Mapping[str, Any]) -> float:
         return 0.0
     given = arguments.get("temperature")
     return float(given) if given is not None else float(bool(arguments.get("do_sample")))
+
+
+def _answers(subtask: int, answered: Sequence[tuple[_Request, Any]]) -> Answers:
+    """The answers by lm-eval's instances: an instance that is repeated has several requests."""
+    by_instance: dict[int, list[Any]] = {}
+    for request, answer in answered:
+        by_instance.setdefault(id(request.instance), []).append(answer)
+    return Answers(subtask, answered[0][0].instance.doc_id, tuple(map(tuple, by_instance.values())))
 
 
 def _response(answers: Sequence[Any]) -> str:

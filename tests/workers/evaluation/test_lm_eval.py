@@ -1,5 +1,6 @@
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -124,6 +125,12 @@ def test_spans_are_asked_in_one_batch_and_their_prompts_hashed_in_order(
     assert len(set(scored.prompts.values())) == 3
     with pytest.raises(InvalidTask, match="objective a: samples 390-401 asked of a task with 400 samples"):
         evaluation.score([Span("a", sums, 390, 401)])
+
+
+def test_metrics_in_this_process_need_its_main_thread(llama: str, sums: TaskSpec) -> None:
+    evaluation = TaskEvaluator(Recorder(), Prompts(llama, OPTIONS))
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="which only a main thread can"):
+        pool.submit(evaluation.score, [Span("x", sums, 0, 1)]).result()
 
 
 def test_generation_arguments_of_a_task_are_honoured_and_unknown_ones_refused(llama: str, tmp_path: Path) -> None:
