@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from workers.types import SampleResult, Span, TaskInfo, TaskSpec
 __all__ = ["BackendLM", "Scored", "TaskEvaluator", "describe"]
 
 DEFAULT_MAX_TOKENS = 256  # lm-eval's default
+MAX_KEPT_TOKENS = 50_000_000  # of prompts; about 2 GB, at 36 bytes for a token in a tuple
 KNOWN_ARGUMENTS = frozenset(
     {"until", "max_gen_toks", "max_new_tokens", "max_tokens", "do_sample", "temperature", "top_p", "top_k", "num_beams"}
 )
@@ -61,6 +63,10 @@ class _Prepared:
     @property
     def num_truncated(self) -> int:
         return sum(any(r.is_truncated for r in requests) for subtask in self.requests for requests in subtask)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return sum(len(r.tokenized.tokens) for subtask in self.requests for requests in subtask for r in requests)
 
     @property
     def documents(self) -> Documents:
@@ -205,14 +211,16 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
 class TaskEvaluator:
     """Scores spans of tasks with one backend. `backend` may be None if nothing is scored.
 
-    `metrics` computes the values, by default in this process, whose main thread must call `score` then.
+    `metrics` computes the values, by default in this process, whose main thread must call `score` then. Tasks stay
+    prepared, those used last first, as long as their prompts have at most MAX_KEPT_TOKENS tokens together; the tasks
+    of one call of `score` always do.
     """
 
     def __init__(self, backend: Backend | None, prompts: Prompts, *, metrics: Metrics | None = None) -> None:
         self.backend = backend
         self.lm = BackendLM(backend, prompts)
         self._metrics = metrics or LocalMetrics()
-        self._prepared: dict[str, _Prepared] = {}
+        self._prepared: dict[str, _Prepared] = {}  # by the task's digest; the one used last is last
 
     def with_backend(self, backend: Backend) -> TaskEvaluator:
         """An evaluator with the same tasks and tokenized requests, and another backend."""
@@ -223,6 +231,7 @@ class TaskEvaluator:
     def describe(self, spec: TaskSpec) -> TaskInfo:
         """The task's size and kind, and how many prompts were cut to `max_model_len`. Raises InvalidTask."""
         prepared = self._prepare(spec)
+        self._forget_all_but({spec.digest})
         return replace(prepared.task.info, num_truncated=prepared.num_truncated)
 
     def is_greedy(self, spec: TaskSpec) -> bool:
@@ -239,6 +248,7 @@ class TaskEvaluator:
         Raises InvalidTask if a span goes beyond its task's data, MetricFailed, and the errors of the backend.
         """
         prepared = [self._requests_of(span) for span in spans]
+        self._forget_all_but({span.task.digest for span in spans})
         every = [request for samples in prepared for _, requests in samples for request in requests]
         answers = iter(self._ask(every))
         answered = [[(position, [(r, next(answers)) for r in rs]) for position, rs in samples] for samples in prepared]
@@ -301,6 +311,15 @@ class TaskEvaluator:
             self._metrics.open(task, prepared.documents)
         self._prepared[spec.digest] = prepared
         return prepared
+
+    def _forget_all_but(self, in_use: Collection[str]) -> None:
+        """Forget other tasks, those not used for longest first, while there are more than MAX_KEPT_TOKENS."""
+        kept = sum(prepared.num_tokens for prepared in self._prepared.values())
+        for digest in [digest for digest in self._prepared if digest not in in_use]:
+            if kept <= MAX_KEPT_TOKENS:
+                return
+            kept -= self._prepared.pop(digest).num_tokens
+            self._metrics.close(digest)
 
     def _tokenized(self, task: Any) -> tuple[tuple[_Request, ...], ...]:
         options = self.lm.prompts.options
