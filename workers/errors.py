@@ -4,6 +4,7 @@
     ├── InvalidModel      (ValueError)    reject the study or merge: a checkpoint cannot be used; holds every problem
     ├── InvalidTask       (ValueError)    reject the study: a task or its data cannot be used
     ├── TrialFailed       (RuntimeError)  fail this trial with this reason; the study goes on
+    │   └── MetricFailed                  the same; on the base model's answers fail the study: its task is unusable
     ├── EngineUnavailable (RuntimeError)  the engine did not start or died; try again on another replica, then stop
     └── EvidenceMismatch  (RuntimeError)  stop the study: what was scored is not what was asked for
 
@@ -12,7 +13,15 @@ All of them cross process boundaries: constructor arguments are exactly what `su
 
 from __future__ import annotations
 
-__all__ = ["EngineUnavailable", "EvidenceMismatch", "InvalidModel", "InvalidTask", "TrialFailed", "WorkerError"]
+__all__ = [
+    "EngineUnavailable",
+    "EvidenceMismatch",
+    "InvalidModel",
+    "InvalidTask",
+    "MetricFailed",
+    "TrialFailed",
+    "WorkerError",
+]
 
 
 class WorkerError(Exception):
@@ -44,7 +53,13 @@ class InvalidTask(WorkerError, ValueError):
 
 
 class TrialFailed(WorkerError, RuntimeError):
-    """This candidate cannot be scored (NaN logits, for example); its message becomes the trial's reason."""
+    """This candidate cannot be scored (NaN or infinite logits, for example); its message becomes the trial's reason."""
+
+
+class MetricFailed(TrialFailed):
+    """A task's metric or filter raised on this candidate's answers, gave no number, or did not end in time.
+
+    The message names task, metric and document."""
 
 
 class EngineUnavailable(WorkerError, RuntimeError):

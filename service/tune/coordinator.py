@@ -155,13 +155,15 @@ class Coordinator:
         """Store what a trial actor reported. Returns True if that finishes the evaluation.
 
         Raises EvidenceMismatch if the result is not of the requested recipe, sources or prompts, and StudyFailed if
-        there is no engine; both stop the study.
+        there is no engine or a metric fails on the base model; both stop the study.
         """
         if isinstance(outcome, ChunkFailed):
             if outcome.kind is FailureKind.EVIDENCE:
                 raise EvidenceMismatch(outcome.reason)
             if outcome.kind is FailureKind.ENGINE:
                 raise StudyFailed(f"no engine to score with: {outcome.reason}")
+            if outcome.kind is FailureKind.METRIC and self._is_base(evaluation):
+                raise StudyFailed(f"the answers of the base model itself cannot be scored: {outcome.reason}")
             self._fail(evaluation, outcome.reason)
             return True
         self._observer("chunk")
@@ -192,6 +194,11 @@ class Coordinator:
             return False
         self._finish(evaluation)
         return True
+
+    def _is_base(self, evaluation: Evaluation) -> bool:
+        """Whether it is the search's evaluation of the base model."""
+        trial = self._trials[evaluation.trial]
+        return evaluation.split is Split.SEARCH and (trial.origin, trial.label) == (Origin.SOURCE, "base")
 
     def on_lost(self, evaluation: Evaluation, reason: str) -> None:
         """The trial actor died. Its evaluation starts again after the last stored chunk."""

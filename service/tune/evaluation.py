@@ -32,10 +32,11 @@ class Evaluation:
 
 
 class FailureKind(StrEnum):
-    """Why a chunk was not scored: the candidate cannot be scored, no engine is available, or an engine held another
-    merge than the requested one."""
+    """Why a chunk was not scored: the candidate cannot be scored, a task's metric failed on its answers, no engine is
+    available, or an engine held another merge than the requested one."""
 
     TRIAL = "trial"
+    METRIC = "metric"
     ENGINE = "engine"
     EVIDENCE = "evidence"
 

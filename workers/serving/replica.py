@@ -25,6 +25,7 @@ from search_spaces.recipe import Recipe
 from search_spaces.study.sections import EngineOptions
 from workers.engines.vllm.engine import Engine
 from workers.errors import EngineUnavailable, EvidenceMismatch, TrialFailed, WorkerError
+from workers.evaluation.metric_process import MetricProcess
 from workers.evaluation.prompts import LOGPROB_TOLERANCE
 from workers.serving.recipe_lock import RecipeLock
 from workers.types import (
@@ -66,12 +67,13 @@ class EngineWorker:
         from workers.evaluation.lm_eval import TaskEvaluator
 
         self.name = f"{socket.gethostname()}-{os.getpid()}"
+        metrics = MetricProcess()  # it starts while the engine does
         self.engine = Engine(family, options, log_file=log_file())
-        self.evaluator = TaskEvaluator(self.engine, self.engine.prompts)
+        self.evaluator = TaskEvaluator(self.engine, self.engine.prompts, metrics=metrics)
         self.busy_s = 0.0
 
     def score(self, request: ScoreRequest) -> ScoreResult:
-        """Raises TrialFailed, InvalidTask, or EvidenceMismatch if the engine holds another recipe."""
+        """Raises TrialFailed (MetricFailed), InvalidTask, or EvidenceMismatch if the engine holds another recipe."""
         swap = self.engine.swap(request.recipe)
         started = time.perf_counter()
         held = self.engine.held_digest
