@@ -244,6 +244,10 @@ class Scorer(Protocol):
         """Score `spans` with plain transformers on the exported checkpoint and compare with `samples`."""
         ...
 
+    def is_starting(self) -> bool:
+        """Whether no engine can score yet, but one is being started."""
+        ...
+
     def statistics(self) -> Mapping[str, Any]:
         """Engine statistics over all replicas: starts, swaps, swap_s (list), busy_s, bank placement and bytes."""
         ...

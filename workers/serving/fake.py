@@ -134,6 +134,9 @@ class FakeScorer:
             num_beyond=len(differences),
         )
 
+    def is_starting(self) -> bool:
+        return False
+
     def statistics(self) -> Mapping[str, Any]:
         """Statistics of this process only; `calls` covers all processes that share `log_file`."""
         return {
