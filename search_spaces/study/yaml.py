@@ -34,8 +34,9 @@ def parse_document(content: bytes, name: object, *, is_json: bool) -> dict[str, 
     try:
         document = json.loads(text, object_pairs_hook=_mapping) if is_json else yaml.load(text, _Loader)
     except _RepeatedKey as error:
-        found = error if error.place else _first_repeated(text)
-        raise _refused(name, "line {}, column {}: key {!r} is given twice".format(*found.place, found.key)) from error
+        twice = error if error.place else _first_repeated(text)
+        line, column = twice.place
+        raise _refused(name, f"line {line}, column {column}: key {twice.key!r} is given twice") from error
     except json.JSONDecodeError as error:
         raise _refused(name, f"line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from error
     except yaml.reader.ReaderError as error:

@@ -94,6 +94,7 @@ class Client:
     study = _blocking(flows.study)
     find = _blocking(flows.find)
     cancel = _blocking(flows.cancel)
+    delete = _blocking(flows.delete)
     summary = _blocking(flows.summary)
     pareto = _blocking(flows.pareto)
     report = _blocking(flows.report)
@@ -101,6 +102,8 @@ class Client:
     trials = _blocking(flows.trials)
     trial = _blocking(flows.trial)
     recipe = _blocking(flows.recipe)
+    exports = _blocking(flows.exports)
+    delete_export = _blocking(flows.delete_export)
     _finished_export = _blocking(flows.finished_export)
 
     def events(self, study: str, *, after: int = 0) -> Iterator[Event]:
@@ -220,6 +223,7 @@ class AsyncClient:
     study = _awaited(flows.study)
     find = _awaited(flows.find)
     cancel = _awaited(flows.cancel)
+    delete = _awaited(flows.delete)
     summary = _awaited(flows.summary)
     pareto = _awaited(flows.pareto)
     report = _awaited(flows.report)
@@ -227,6 +231,8 @@ class AsyncClient:
     trials = _awaited(flows.trials)
     trial = _awaited(flows.trial)
     recipe = _awaited(flows.recipe)
+    exports = _awaited(flows.exports)
+    delete_export = _awaited(flows.delete_export)
     _finished_export = _awaited(flows.finished_export)
 
     async def events(self, study: str, *, after: int = 0) -> AsyncIterator[Event]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from search_spaces.errors import InvalidStudy
 from search_spaces.study.file import Study
 from service.cluster.session import ray_session
+from service.disk import study_dir
 from service.errors import Conflict, NotFound, StaleAttempt, StudyFailed
 from service.jobs.progress_log import ProgressLog
 from service.store import Store, StudyWriter
@@ -49,7 +50,7 @@ def main() -> int:
         os.environ["RAY_ADDRESS"] = options.ray_address
     store = Store(f"sqlite:///{options.data / DATABASE}")
     try:
-        return drive(store, options.study, work_dir=options.data / "studies" / options.study, because=options.because)
+        return drive(store, options.study, work_dir=study_dir(options.data, options.study), because=options.because)
     finally:
         store.close()
 
@@ -67,7 +68,8 @@ def drive(store: Store, study_id: str, *, work_dir: Path, because: str | None = 
             Heartbeat(writer, record.wall_clock_s) as heartbeat,
             ProgressLog() as view,
         ):
-            preflight = examine(with_revisions(Study.model_validate(record.document), record.resolved), note=view.note)
+            study = with_revisions(Study.model_validate(record.document), record.resolved)
+            preflight = examine(study, access=record.resolved.access, note=view.note)
             check_unchanged(record, preflight.resolved())
             with ray_session():
                 scorer = _shared_scorer(preflight)
