@@ -11,13 +11,18 @@ from pathlib import Path
 
 from service.errors import Conflict
 
-__all__ = ["LOCK_FILE", "free_bytes", "gib", "lack_of_space", "locked"]
+__all__ = ["LOCK_FILE", "free_bytes", "gib", "lack_of_space", "locked", "study_dir"]
 
 # For configuration, tokenizer, model card, and what other programs write meanwhile.
 MARGIN_BYTES = 64 * 2**20
 
 # Holds the id of the process that last locked the directory.
 LOCK_FILE = ".lock"
+
+
+def study_dir(data_dir: Path, study_id: str) -> Path:
+    """Where the drivers of a study keep their files, in a server's data directory."""
+    return data_dir / "studies" / study_id
 
 
 @contextmanager

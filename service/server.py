@@ -10,10 +10,12 @@ import errno
 import logging
 import signal
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from service.disk import locked
 from service.errors import Conflict
+from workers.file_access import FileAccess
 
 __all__ = ["bind", "serve"]
 
@@ -28,22 +30,43 @@ def serve(
     port: int = 8080,
     dashboard_host: str = "127.0.0.1",
     dashboard_port: int | None = None,
+    allow_dirs: Sequence[Path] = (),
+    trust_dirs: Sequence[Path] = (),
+    allow_hosts: Sequence[str] = (),
+    export_days: float = 7.0,
+    export_quota_bytes: int | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. Raises Conflict if the port or the data directory is taken."""
+    """Serve until SIGTERM or SIGINT. Raises Conflict if the port or the data directory is taken.
+
+    Studies may read files in `allow_dirs` (none: the data directory, the working directory and the hub's cache) and in
+    `trust_dirs`, where task files may also name Python functions. `allow_hosts` are the server's names besides the
+    loopback names, `host` and the address that it listens on. Exports are removed after `export_days`, and earlier if
+    they take more than `export_quota_bytes` (None: a tenth of the disk)."""
     import uvicorn
 
     from service.api import create_app
+    from service.api.limits.exports import DAY_S, ExportLimits
+    from service.api.preflight_process import PreflightProcess, default_access
     from service.cluster.reconciler import RayCluster
     from service.jobs.search import DATABASE
     from service.store import Store
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     data_dir = data_dir.resolve()
+    readable, trusted = _directories("--allow-dir", allow_dirs), _directories("--trust-dir", trust_dirs)
+    access = FileAccess(readable or default_access(data_dir).readable, trusted)
     with locked(data_dir), bind(host, port) as listener:
         store = Store(f"sqlite:///{data_dir / DATABASE}")
         try:
             cluster = RayCluster(store, data_dir, dashboard_host=dashboard_host, dashboard_port=dashboard_port)
-            app = create_app(store, cluster=cluster, data_dir=data_dir)
+            app = create_app(
+                store,
+                cluster=cluster,
+                data_dir=data_dir,
+                preflight=PreflightProcess(access),
+                hosts=(host, *allow_hosts),
+                keep=ExportLimits(export_days * DAY_S, export_quota_bytes),
+            )
             url = "http://{}:{}".format(*listener.getsockname()[:2])
             print(f"mergesearch: {url}, documentation under /docs, data in {data_dir}", flush=True)
             config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=SHUTDOWN_S)
@@ -53,6 +76,14 @@ def serve(
             server.run(sockets=[listener])
         finally:
             store.close()
+
+
+def _directories(option: str, directories: Sequence[Path]) -> tuple[str, ...]:
+    """Absolute paths. Raises Conflict if one is not a directory."""
+    for directory in directories:
+        if not directory.is_dir():
+            raise Conflict(f"{option} {directory}: is not a directory; give one that exists")
+    return tuple(str(directory.resolve()) for directory in directories)
 
 
 def bind(host: str, port: int) -> socket.socket:

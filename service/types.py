@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from search_spaces.objectives import Objective
 from search_spaces.recipe import Recipe
+from workers.file_access import FileAccess
 
 __all__ = [
     "HEARTBEAT_S",
@@ -151,7 +152,8 @@ class ResolvedStudy:
 
     `fingerprints` are of the models by alias, `commits` those of hub models by the name in the study file, `tasks` and
     `holdout_tasks` the digests of the tasks by objective. `rung_samples[r]` are the samples of each objective at rung
-    r; proposals may run `max_staleness` trials ahead of evaluations; `version` is the program's.
+    r; proposals may run `max_staleness` trials ahead of evaluations; `version` is the program's. `access` says which
+    files the study may read, as the server allowed when it accepted the study; None: all.
     """
 
     fingerprints: Mapping[str, str]
@@ -163,6 +165,7 @@ class ResolvedStudy:
     objectives: tuple[Objective, ...]
     version: str
     commits: Mapping[str, str] = field(default_factory=dict)
+    access: FileAccess | None = field(default=None, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """The stored document. Its key for `max_staleness` is `lag`."""
@@ -176,11 +179,13 @@ class ResolvedStudy:
             "lag": self.max_staleness,
             "objectives": [asdict(objective) for objective in self.objectives],
             "version": self.version,
+            **({} if self.access is None else {"access": asdict(self.access)}),
         }
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """From `to_json`'s document; early ones have no `commits`."""
+        """From `to_json`'s document; early ones have no `commits` and no `access`."""
+        access = document.get("access")
         return cls(
             fingerprints=document["fingerprints"],
             commits=document.get("commits", {}),
@@ -194,6 +199,7 @@ class ResolvedStudy:
                 for o in document["objectives"]
             ),
             version=document["version"],
+            access=access and FileAccess(tuple(access["readable"]), tuple(access["trusted"])),
         )
 
 

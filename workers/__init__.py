@@ -3,6 +3,7 @@
 - `types`: plain data between the service and scoring replicas; imports nothing heavy
 - `errors`: error classes, each for one reaction of the caller
 - `cache`: small results about files, kept between runs
+- `file_access`: which files a study may name when it is sent over HTTP
 - `models`: checkpoints on disk and on the hub: opened, checked, fingerprinted
 - `merging`: from a recipe to merged tensors
 - `evaluation`: tasks, prompts and scores, with lm-eval

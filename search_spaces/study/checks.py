@@ -17,6 +17,9 @@ from search_spaces.study.validation import Vocabulary
 
 __all__ = ["WORDS", "ValidParts", "contradictions", "without_consequences"]
 
+# Names that a message lists.
+MAX_NAMES = 20
+
 WORDS = Vocabulary(
     later_values={
         "search_space.kind": ("dis", "sfs", "m3", "hm3"),
@@ -89,9 +92,11 @@ def _models_contradictions(models: Models) -> Iterator[Problem]:
 
 
 def _space_contradictions(space: SearchSpaceSpec) -> Iterator[Problem]:
+    known: set[str] = set()
     for index, method in enumerate(space.methods):
-        if method in space.methods[:index]:
+        if method in known:
             yield Problem(f"search_space.methods.{index}", f"{method} is given twice")
+        known.add(method)
     if space.preset == "paper":
         yield from paper_contradictions(space.model_dump())
 
@@ -181,26 +186,28 @@ def _holdout_contradictions(
     objectives: Mapping[int, ObjectiveSpec], holdout: Mapping[int, ObjectiveSpec], names: tuple[str, ...]
 ) -> Iterator[Problem]:
     by_name = {spec.name: spec for spec in reversed(list(objectives.values()))}
+    by_data = {_data(spec): spec for spec in reversed(list(objectives.values()))}
+    known = frozenset(names)
     for index, spec in holdout.items():
         paired = by_name.get(spec.name)
-        if names and spec.name not in names:
+        if names and spec.name not in known:
+            shown = ", ".join(names[:MAX_NAMES]) + ", ..." * (len(names) > MAX_NAMES)
             yield Problem(
                 f"holdout.{index}.name",
                 f"{spec.name} is not an objective; a holdout entry has the name of the objective it belongs to: "
-                f"{', '.join(names)}",
+                f"{shown}",
             )
         elif paired is not None and paired.metric != spec.metric:
             yield Problem(
                 f"holdout.{index}.metric",
                 f"{spec.metric} is not the metric of objective {spec.name}; give {paired.metric}",
             )
-        for other in objectives.values():
-            if _data(other) == _data(spec):
-                yield Problem(
-                    f"holdout.{index}.task",
-                    f"is the search data of objective {other.name}; holdout data must be different: use another file "
-                    "or split",
-                )
+        if (other := by_data.get(_data(spec))) is not None:
+            yield Problem(
+                f"holdout.{index}.task",
+                f"is the search data of objective {other.name}; holdout data must be different: use another file or "
+                "split",
+            )
 
 
 def _data(spec: ObjectiveSpec) -> tuple[str, str | None]:

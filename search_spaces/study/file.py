@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.study.checks import WORDS, ValidParts, contradictions, without_consequences
@@ -29,7 +30,7 @@ from search_spaces.study.sections import (
     Section,
     Verify,
 )
-from search_spaces.study.validation import in_file_order, problems_of
+from search_spaces.study.validation import at_most, in_file_order, problems_of
 from search_spaces.study.yaml import read_document
 
 __all__ = [
@@ -95,14 +96,16 @@ def parse_study(document: Mapping[str, Any], directory: Path | None = None) -> S
         text = json.dumps(document)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidStudy((Problem("", f"the study is not plain data: {error}"),)) from error
-    study, errors = None, []
+    study: Study | None = None
+    errors: list[ErrorDetails] = []
     try:
         # As JSON, so that strict types mean what a study file can contain: 3 is not text, "3" not a number, true not 1.
         study = Study.model_validate_json(text, strict=True)
     except ValidationError as error:
         errors = error.errors(include_url=False)
     problems = without_consequences(problems_of(errors, study_json_schema() if errors else {}, WORDS), document)
-    problems += [problem for problem in contradictions(_valid_parts(document)) if problem not in problems]
+    found = at_most(contradictions(_valid_parts(document)))
+    problems += [problem for problem in found if problem not in problems]
     if problems or study is None:
         raise InvalidStudy(in_file_order(problems, document))
     return study if directory is None else _resolved(study, directory)

@@ -7,8 +7,9 @@ names that are reserved for later versions are arguments.
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from search_spaces.errors import Problem
 
-__all__ = ["Vocabulary", "in_file_order", "is_tag", "problems_of"]
+__all__ = ["MAX_PROBLEMS", "Vocabulary", "at_most", "in_file_order", "is_tag", "problems_of"]
 
 ACCEPTED = {
     "string_type": "text",
@@ -34,6 +35,9 @@ ACCEPTED = {
 BOUNDS = {"greater_than_equal": ("ge", "at least"), "greater_than": ("gt", "more than")}
 BOUNDS |= {"less_than_equal": ("le", "at most"), "less_than": ("lt", "less than")}
 MAX_SHOWN = 60
+
+# Problems that are listed: more help nobody, and each takes time to describe.
+MAX_PROBLEMS = 100
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,12 @@ def is_tag(part: str | int) -> bool:
     return isinstance(part, str) and part.startswith("<") and part.endswith(">")
 
 
-def problems_of(errors: Iterable[ErrorDetails], schema: Mapping[str, Any], words: Vocabulary) -> list[Problem]:
-    """One Problem per error of validating against `schema`, in the errors' order."""
+def problems_of(errors: Sequence[ErrorDetails], schema: Mapping[str, Any], words: Vocabulary) -> list[Problem]:
+    """One Problem per error of validating against `schema`, in the errors' order, of the first MAX_PROBLEMS errors.
+
+    A last one says how many others there are."""
     problems: list[Problem] = []
-    for error in errors:
+    for error in errors[:MAX_PROBLEMS]:
         if error["type"] == "too_short" and len(error["input"]) >= error["ctx"]["min_length"]:
             continue  # pydantic counts valid entries only, and has already reported the others
         place = tuple(part for part in error["loc"] if not is_tag(part) and part != "[key]")
@@ -75,18 +81,38 @@ def problems_of(errors: Iterable[ErrorDetails], schema: Mapping[str, Any], words
         problem = Problem(field, message)
         if problem not in problems:
             problems.append(problem)
+    if (num_others := len(errors) - MAX_PROBLEMS) > 0:
+        problems.append(_others(num_others))
     return problems
+
+
+def at_most(problems: Iterable[Problem]) -> Iterator[Problem]:
+    """The first MAX_PROBLEMS of `problems`, and one that says that there are more; no others are looked for."""
+    found = iter(problems)
+    yield from itertools.islice(found, MAX_PROBLEMS)
+    if next(found, None) is not None:
+        yield _others(None)
+
+
+def _others(number: int | None) -> Problem:
+    return Problem("", f"{'' if number is None else f'{number} '}other problems are not listed; mend these first")
 
 
 def in_file_order(problems: Iterable[Problem], document: Mapping[str, Any]) -> tuple[Problem, ...]:
     """`problems` in the order of their fields in `document`."""
+    orders: dict[int, dict[str, int]] = {}  # of each mapping, by its id: its keys' positions
+
+    def index(place: Mapping[str, Any], key: str) -> int:
+        if id(place) not in orders:
+            orders[id(place)] = {name: number for number, name in enumerate(place)}
+        return orders[id(place)].get(key, len(place))
 
     def position(problem: Problem) -> tuple[int, ...]:
         place: Any = document
         positions: list[int] = []
         for part in problem.field.split("."):
             if isinstance(place, Mapping):
-                positions.append(list(place).index(part) if part in place else len(place))
+                positions.append(index(place, part))
                 place = place.get(part)
             elif isinstance(place, list) and part.isdigit():
                 positions.append(int(part))

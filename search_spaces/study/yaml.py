@@ -32,7 +32,11 @@ def parse_document(content: bytes, name: object, *, is_json: bool) -> dict[str, 
     """The mapping in `content`, as for `read_document`; messages begin with `name`."""
     text = _text(content, name)
     try:
-        document = _json(text) if is_json else yaml.load(text, _Loader)
+        document = json.loads(text, object_pairs_hook=_mapping) if is_json else yaml.load(text, _Loader)
+    except _RepeatedKey as error:
+        twice = error if error.place else _first_repeated(text)
+        line, column = twice.place
+        raise _refused(name, f"line {line}, column {column}: key {twice.key!r} is given twice") from error
     except json.JSONDecodeError as error:
         raise _refused(name, f"line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from error
     except yaml.reader.ReaderError as error:
@@ -75,30 +79,45 @@ def _refused(name: object, message: str) -> InvalidStudy:
     return InvalidStudy((Problem("", f"{name}: {message}"),))
 
 
-class _RepeatedKey(yaml.MarkedYAMLError):
-    def __init__(self, key: str, mark: yaml.Mark | None = None) -> None:
-        super().__init__(problem=f"key {key!r} is given twice", problem_mark=mark)
+class _RepeatedKey(Exception):
+    """`place`: line and column of its second appearance, counted from 1; empty: not known."""
 
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=_mapping)
-    except _RepeatedKey as error:
-        try:
-            yaml.load(text.replace("\t", " "), _Loader)  # JSON is YAML, and the YAML reader reports the key's line
-        except _RepeatedKey:
-            raise
-        except yaml.YAMLError:  # a key too long for YAML
-            raise error from None
-        raise
+    def __init__(self, key: str, place: tuple[int, ...] = ()) -> None:
+        super().__init__(key, place)
+        self.key = key
+        self.place = place
 
 
 def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    mapping = dict(pairs)
-    if len(mapping) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise _RepeatedKey(next(name for name in names if names.count(name) > 1))
+    mapping: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in mapping:
+            raise _RepeatedKey(name)
+        mapping[name] = value
     return mapping
+
+
+# What a JSON text consists of, as far as it says which texts are keys.
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}:,]')
+
+
+def _first_repeated(text: str) -> _RepeatedKey:
+    """The first key in a JSON text that its object has before."""
+    known: list[set[str] | None] = []  # the keys so far of each open object; None for an open list
+    before = ""
+    for token in _TOKEN.finditer(text):
+        if token[0] in "{[":
+            known.append(set() if token[0] == "{" else None)
+        elif token[0] in "}]":
+            known.pop()
+        elif token[0][0] == '"' and before in ("{", ",") and (keys := known[-1]) is not None:
+            key = json.loads(token[0])
+            if key in keys:
+                start = token.start()
+                return _RepeatedKey(key, (text.count("\n", 0, start) + 1, start - text.rfind("\n", 0, start)))
+            keys.add(key)
+        before = token[0][:1]
+    raise AssertionError("no key is given twice")
 
 
 class _Loader(yaml.SafeLoader):
@@ -122,7 +141,7 @@ class _Loader(yaml.SafeLoader):
                 problem = f"key {key_node.value!r} is not text; put it in quotes"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
             if key in mapping:
-                raise _RepeatedKey(key, key_node.start_mark)
+                raise _RepeatedKey(key, (key_node.start_mark.line + 1, key_node.start_mark.column + 1))
             mapping[key] = self.construct_object(value_node, deep=True)
         return mapping
 

@@ -4,6 +4,7 @@
 - `protocols`: the interface to the cluster, and the sender of a request
 - `dependencies`: services and path parameters that routes depend on
 - `routes`: the routes, by topic
+- `limits`: what requests may do
 - `requests`: reading a request: its body within limits, its sender
 - `problems`: errors as problem details (RFC 9457) with HTTP status codes
 - `presenters`: stored records as documents

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -13,9 +13,11 @@ from fastapi.concurrency import run_in_threadpool
 from service.api.dependencies import Services
 from service.api.event_stream import EventHub
 from service.api.export_queue import Exports
+from service.api.limits.exports import ExportLimits
+from service.api.limits.origin import CheckOrigin
 from service.api.metrics import CountRequests, RequestCounter
 from service.api.openapi import install_docs, install_openapi
-from service.api.preflight_process import Preflight, PreflightProcess
+from service.api.preflight_process import Preflight, PreflightProcess, default_access
 from service.api.problems import install_handlers
 from service.api.protocols import Cluster
 from service.api.record_cache import RunRecords
@@ -28,16 +30,27 @@ __all__ = ["create_app"]
 DESCRIPTION = "Searches for the best merges of language models. Errors are problem details (RFC 9457)."
 
 
-def create_app(store: Store, *, cluster: Cluster, data_dir: Path, preflight: Preflight | None = None) -> FastAPI:
+def create_app(
+    store: Store,
+    *,
+    cluster: Cluster,
+    data_dir: Path,
+    preflight: Preflight | None = None,
+    hosts: Iterable[str] = (),
+    keep: ExportLimits | None = None,
+) -> FastAPI:
     """The server's application. It starts and stops `cluster`; the caller closes `store`.
 
-    Exported models are kept in `data_dir`; `preflight` None is a PreflightProcess."""
+    Exported models are kept in `data_dir` as long as `keep` says (None: the defaults). `preflight` None is a
+    PreflightProcess, for studies that read what `default_access` says. `hosts` are names of the server besides the
+    loopback names and its address."""
     requests = RequestCounter()
     services = Services(
         store=store,
+        data_dir=data_dir,
         cluster=cluster,
-        preflight=preflight or PreflightProcess(),
-        exports=Exports(store, data_dir),
+        preflight=preflight or PreflightProcess(default_access(data_dir)),
+        exports=Exports(store, data_dir, keep=keep),
         hub=EventHub(store),
         records=RunRecords(store),
         requests=requests,
@@ -66,7 +79,8 @@ def create_app(store: Store, *, cluster: Cluster, data_dir: Path, preflight: Pre
         dependencies=[Depends(principal)],
     )
     app.state.services = services
-    app.add_middleware(CountRequests, counter=requests)
+    app.add_middleware(CheckOrigin, hosts=tuple(hosts))
+    app.add_middleware(CountRequests, counter=requests)  # the last one added gets requests first
     install_handlers(app)
     install_openapi(app)
     for part in (studies, results, events, exports):

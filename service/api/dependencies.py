@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 from weakref import WeakValueDictionary
 
-from fastapi import Depends, Path, Request
+from fastapi import Depends, Request
+from fastapi import Path as PathParameter
 from starlette.convertors import StringConvertor, register_url_convertor
 
 from service.api.event_stream import EventHub
@@ -15,13 +17,14 @@ from service.api.export_queue import Exports
 from service.api.metrics import RequestCounter
 from service.api.preflight_process import Preflight
 from service.api.problems import Refusal
-from service.api.protocols import Cluster
+from service.api.protocols import Cluster, Principal
 from service.api.record_cache import RunRecords
+from service.api.requests import principal
 from service.errors import NotFound
 from service.store import Store
 from service.types import StudyRecord
 
-__all__ = ["MAX_ID", "MAX_NUMBER", "PAGE_HEADERS", "Context", "Services", "Study", "TrialNumber"]
+__all__ = ["MAX_ID", "MAX_NUMBER", "PAGE_HEADERS", "Context", "Sender", "Services", "Study", "TrialNumber"]
 
 # For pages of text and SVG: they may neither run scripts nor load anything.
 PAGE_HEADERS = {
@@ -36,6 +39,7 @@ MAX_ID = 2**63 - 1
 @dataclass(frozen=True)
 class Services:
     store: Store
+    data_dir: Path
     cluster: Cluster
     preflight: Preflight
     exports: Exports
@@ -60,11 +64,13 @@ class _Segment(StringConvertor):
 register_url_convertor("segment", _Segment())
 
 Context = Annotated[Services, Depends(_services)]
-TrialNumber = Annotated[int, Path(description="The trial's `number`.", ge=0, le=MAX_NUMBER)]
+Sender = Annotated[Principal, Depends(principal)]
+TrialNumber = Annotated[int, PathParameter(description="The trial's `number`.", ge=0, le=MAX_NUMBER)]
 
 
 def _study(
-    study_id: Annotated[str, Path(description="As in the study's `id`.", pattern="^[0-9a-f]{32}$")], services: Context
+    study_id: Annotated[str, PathParameter(description="As in the study's `id`.", pattern="^[0-9a-f]{32}$")],
+    services: Context,
 ) -> StudyRecord:
     try:
         return services.store.study(study_id)

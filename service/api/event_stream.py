@@ -19,6 +19,7 @@ import anyio
 import anyio.to_thread
 
 from service.api.presenters import event_document
+from service.errors import NotFound
 from service.schemas.api import EndDocument
 from service.store import EventRecord, Store
 from service.types import StudyRecord
@@ -146,6 +147,9 @@ class _Feed:
                 study, events = await self._in_thread(self._look)
                 is_behind = len(events) == BATCH
                 self._publish(study, events, is_last=study.state.is_finished and not is_behind)
+            except NotFound:  # deleted: a watcher that connects again is told so
+                self._end = KEEP_ALIVE
+                self._wake()
             except Exception:  # the next round retries
                 logger.exception("events of study %s could not be read", self._study_id)
             if not is_behind:

@@ -1,19 +1,25 @@
-"""Merged models for download: written one at a time in a separate process, kept in the data directory."""
+"""Merged models for download: written one at a time in a separate process, kept in the data directory for a time."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import logging
+import shutil
 import tarfile
+import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import anyio.to_thread
 
+from service.api.limits.exports import ExportLimits, KeptExport, to_remove
 from service.api.worker_process import WorkerProcess
+from service.errors import Conflict, NotFound
 from service.store import Store
 from service.studies.export import export_trial
 from service.types import ExportRecord, ExportState
@@ -23,6 +29,8 @@ __all__ = ["Exports", "Tar", "export_id"]
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 2**20
+# How often exports are looked for that have expired.
+SWEEP_S = 3600.0
 # A tar file ends with two empty blocks and is padded to whole records.
 BLOCK, RECORD = tarfile.BLOCKSIZE, tarfile.RECORDSIZE
 
@@ -33,11 +41,17 @@ def export_id(study_id: str, trial: int, dtype: str) -> str:
 
 
 class Exports:
-    """Writes the exports that the store lists as unfinished; an interrupted one continues at the next start."""
+    """Writes the exports that the store lists as unfinished, and removes them as `keep` says; an interrupted one
+    continues at the next start."""
 
-    def __init__(self, store: Store, data_dir: Path) -> None:
+    def __init__(self, store: Store, data_dir: Path, *, keep: ExportLimits | None = None) -> None:
         self._store = store
         self._data_dir = data_dir
+        self._root = data_dir / "exports"
+        self._keep = keep or ExportLimits()
+        # Held while a record and its files change together.
+        self._lock = threading.Lock()
+        self._downloads: Counter[str] = Counter()
         self._waiting: asyncio.Queue[str] = asyncio.Queue()
         self._process: WorkerProcess | None = None
         self._task: asyncio.Task[None] | None = None
@@ -61,7 +75,28 @@ class Exports:
     def directory(self, record: ExportRecord) -> Path:
         """Where the model is once the export is COMPLETE; the folder in the archive has the same name."""
         name = self._store.study(record.study).name
-        return self._data_dir / "exports" / record.id / f"{name}-trial-{record.trial}"
+        return self._root / record.id / f"{name}-trial-{record.trial}"
+
+    def reading(self, record: ExportRecord, chunks: Iterable[bytes]) -> Iterator[bytes]:
+        """`chunks` of the export's files, which are not removed meanwhile."""
+        self._downloads[record.id] += 1
+        try:
+            yield from chunks
+        finally:
+            self._downloads[record.id] -= 1
+
+    async def delete(self, record: ExportRecord) -> None:
+        """Delete an export and its files. Raises NotFound, and Conflict if it is being written or downloaded."""
+        await anyio.to_thread.run_sync(self._delete, (record,))
+
+    async def delete_study(self, study_id: str) -> None:
+        """Delete a study that has ended, with its exports. Raises NotFound, and Conflict, when nothing is deleted, if
+        it has not ended or one of its exports is being written or downloaded."""
+
+        def delete() -> None:
+            self._delete(self._store.exports(study_id), study_id=study_id)
+
+        await anyio.to_thread.run_sync(delete)
 
     async def request(self, study_id: str, *, trial: int, dtype: str) -> ExportRecord:
         """The export, queued if it is new; one that failed, or whose files were removed, is queued again."""
@@ -79,16 +114,77 @@ class Exports:
         return record
 
     def _stored(self, wanted: ExportRecord) -> tuple[ExportRecord, bool]:
-        record = self._store.add_export(wanted)
-        is_gone = record.state is ExportState.COMPLETE and not self.directory(record).is_dir()
-        if record.state is ExportState.FAIL or is_gone:
-            self._store.set_export_state(record.id, ExportState.WAITING)
-            return self._store.export(record.id), True
-        return record, record == wanted
+        with self._lock:
+            record = self._store.add_export(wanted)
+            is_gone = record.state is ExportState.COMPLETE and not self.directory(record).is_dir()
+            if record.state is ExportState.FAIL or is_gone:
+                self._store.set_export_state(record.id, ExportState.WAITING)
+                return self._store.export(record.id), True
+            return record, record == wanted
+
+    def _delete(self, records: Iterable[ExportRecord], *, study_id: str | None = None) -> None:
+        with self._lock:
+            records = [self._store.export(record.id) for record in records]
+            for record in records:
+                if record.state in (ExportState.WAITING, ExportState.RUNNING):
+                    raise Conflict(f"export {record.id} is {record.state}; it can be deleted once it has ended")
+                if self._downloads[record.id]:
+                    raise Conflict(f"export {record.id} is being downloaded; it can be deleted afterwards")
+            if study_id is not None:
+                self._store.delete_study(study_id)
+            for record in records:
+                self._store.delete_export(record.id)
+            # Not at its place any more: the same export may be requested again at once.
+            removed = [self._set_aside(record.id) for record in records]
+        for directory in removed:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _set_aside(self, name: str) -> Path:
+        directory = self._root / f"removed-{time.time_ns()}-{name}"
+        with suppress(FileNotFoundError):
+            (self._root / name).rename(directory)
+        return directory
+
+    def sweep(self) -> None:
+        """Remove exports that have expired or are beyond the quota, and files without an export."""
+        with self._lock:
+            places = list(self._root.iterdir()) if self._root.is_dir() else []
+            records = self._store.exports()
+        known = {record.id for record in records}
+        for place in places:
+            if place.name not in known:
+                shutil.rmtree(place, ignore_errors=True)
+        quota = self._keep.quota_bytes
+        removed = to_remove(
+            [self._kept(record) for record in records],
+            now=time.time(),
+            lifetime_s=self._keep.lifetime_s,
+            quota_bytes=shutil.disk_usage(self._data_dir).total // 10 if quota is None else quota,
+        )
+        for record in removed:
+            with suppress(Conflict, NotFound):  # requested again, downloaded or deleted at this moment
+                self._delete((record,))
+                logger.info("export %s of study %s was removed: it expired, or made room", record.id, record.study)
+
+    def _kept(self, record: ExportRecord) -> KeptExport:
+        place = self._root / record.id
+        try:
+            num_bytes = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
+            return KeptExport(record, place.stat().st_mtime, num_bytes)
+        except OSError:  # not written yet, or being removed
+            return KeptExport(record, record.created_at, 0)
 
     async def _run(self) -> None:
         while True:
-            await self._write(await self._waiting.get())
+            try:
+                await anyio.to_thread.run_sync(self.sweep)
+            except Exception:  # the next round tries again
+                logger.exception("expired exports could not be removed")
+            try:
+                name = await asyncio.wait_for(self._waiting.get(), SWEEP_S)
+            except TimeoutError:
+                continue
+            await self._write(name)
 
     async def _write(self, name: str) -> None:
         try:

@@ -1,33 +1,74 @@
 """Parses and checks the study in a request's body, with the same checks as the command line.
 
-The checks import torch and lm-eval and read models, so they run in a separate process: no body can stop the server.
+The checks import torch and lm-eval and read models, so they run in separate processes, the validators, within limits of
+time, processor time and memory: no body can stop the server, and no client can stop another one's requests.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import psutil
 
 from search_spaces.errors import InvalidStudy, Problem
-from search_spaces.study.file import InlineTask, ObjectiveSpec, Study, parse_study
+from search_spaces.study.file import InlineTask, Study, parse_study
 from search_spaces.study.yaml import parse_document
+from service.api.limits.fair_queue import FairQueue
 from service.api.problems import Unavailable
-from service.api.worker_process import ProcessDied, WorkerProcess
+from service.api.worker_process import CallLimits, LimitExceeded, ProcessDied, WorkerProcess, lift_limits
 from service.studies.preflight.dtype import engine_dtype
 from service.studies.preflight.examine import examine
+from service.studies.preflight.files import check_files
 from service.types import ResolvedStudy
+from workers.file_access import FileAccess
+from workers.models.hub import hub_cache
 
-__all__ = ["Preflight", "PreflightOutcome", "PreflightProcess", "examine_here", "read_request"]
+__all__ = [
+    "Limits",
+    "Preflight",
+    "PreflightOutcome",
+    "PreflightProcess",
+    "default_access",
+    "examine_here",
+    "read_request",
+]
 
 logger = logging.getLogger(__name__)
 
-# Reading the weights of large models for the first time takes minutes; a preflight that takes longer than this hangs.
-TIMEOUT_S = 1800.0
+Result = TypeVar("Result")
+
+# Validators are started when they are needed; each takes about 0.7 GB of memory.
+NUM_VALIDATORS = 3
+
+# Waiting requests of one client, and clients with waiting requests.
+MAX_WAITING = 32
+MAX_CLIENTS = 64
 
 BODY = "the request's body"
+
+
+def _memory_share() -> int:
+    """A quarter of this machine's memory, from 2 to 8 GiB."""
+    total: int = psutil.virtual_memory().total
+    return max(2 * 2**30, min(total // 4, 8 * 2**30))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may take: seconds and, until the weights are read, seconds of processor time and bytes of
+    memory.
+
+    Reading the weights of large models for the first time takes minutes, and maps all of their files."""
+
+    time_s: float = 900.0
+    cpu_s: int = 300
+    memory_bytes: int = field(default_factory=_memory_share)
 
 
 @dataclass(frozen=True)
@@ -46,82 +87,133 @@ class Preflight(Protocol):
 
     def stop(self) -> None: ...
 
-    async def examine(self, content: bytes, *, is_json: bool) -> PreflightOutcome:
-        """Raises InvalidStudy with every problem, and Unavailable if no check is possible at the moment."""
+    async def examine(self, content: bytes, *, is_json: bool, client: str = "") -> PreflightOutcome:
+        """Raises InvalidStudy with every problem, and Unavailable if no check is possible at the moment. `client` is
+        the sender, whose requests wait for each other before others wait for them."""
 
-    async def engine_dtype(self, document: Mapping[str, Any]) -> str:
+    async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
         """The dtype that a study's engines score in."""
 
 
 class PreflightProcess:
-    """Runs the preflight in a separate process."""
+    """Runs preflights in separate processes, each within `limits` (None: the defaults).
 
-    def __init__(self) -> None:
-        self._process = WorkerProcess("preflight", warm_up=_warm_up)
+    Studies may read the files in `access`; None: all. All but one of the processes may be at work for one client."""
+
+    def __init__(
+        self,
+        access: FileAccess | None = None,
+        *,
+        limits: Limits | None = None,
+        num_validators: int = NUM_VALIDATORS,
+    ) -> None:
+        self._access = access
+        self._limits = limits or Limits()
+        self._queue = FairQueue(num_validators, max_waiting=MAX_WAITING, max_clients=MAX_CLIENTS)
+        self._validators = [WorkerProcess(f"validator {number}", warm_up=_warm_up) for number in range(num_validators)]
+        self._idle = list(reversed(self._validators))
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid
+        """The process that is used first."""
+        return self._validators[0].pid
 
     def start(self) -> None:
-        self._process.start()
+        self._validators[0].start()
 
     def stop(self) -> None:
-        self._process.stop()
+        for validator in self._validators:
+            validator.stop()
 
-    async def examine(self, content: bytes, *, is_json: bool) -> PreflightOutcome:
-        try:
+    async def examine(self, content: bytes, *, is_json: bool, client: str = "") -> PreflightOutcome:
+        return await self._call(client, examine_here, content, is_json=is_json, access=self._access)
+
+    async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
+        return await self._call(client, _engine_dtype, document)
+
+    async def _call(self, client: str, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+        async with self._queue.turn(client), self._validator() as validator:
+            limits = CallLimits(self._limits.cpu_s, self._limits.memory_bytes)
+
+            async def call() -> Result:
+                return await validator.call(function, *args, timeout_s=self._limits.time_s, limits=limits, **kwargs)
+
             try:
-                return await self._process.call(examine_here, content, is_json=is_json, timeout_s=TIMEOUT_S)
-            except ProcessDied:  # perhaps because of an earlier request
-                return await self._process.call(examine_here, content, is_json=is_json, timeout_s=TIMEOUT_S)
-        except ProcessDied as error:
-            raise Unavailable(f"the study could not be checked ({error}); try again") from error
-        except TimeoutError as error:
-            message = f"the preflight did not finish within {TIMEOUT_S:.0f} s"
-            raise InvalidStudy((Problem("", message),)) from error
+                try:
+                    return await call()
+                except ProcessDied:  # perhaps because of an earlier request
+                    return await call()
+            except ProcessDied as error:
+                raise Unavailable(f"the study could not be checked ({error}); try again") from error
+            except TimeoutError as error:
+                raise _too_much(f"{self._limits.time_s:g} s") from error
+            except LimitExceeded as error:
+                raise _too_much(str(error)) from error
 
-    async def engine_dtype(self, document: Mapping[str, Any]) -> str:
+    @asynccontextmanager
+    async def _validator(self) -> AsyncIterator[WorkerProcess]:
+        validator = self._idle.pop()
         try:
-            return await self._process.call(_engine_dtype, document)
-        except ProcessDied as error:
-            raise Unavailable(str(error)) from error
+            yield validator
+        finally:
+            self._idle.append(validator)
+            self._idle.sort(key=self._validators.index, reverse=True)
 
 
-def read_request(content: bytes, *, is_json: bool) -> Study:
-    """The study in a body. Raises InvalidStudy with every problem, relative paths included."""
+def default_access(data_dir: Path) -> FileAccess:
+    """Studies may read what is in `data_dir`, in the working directory, and in the hub's cache."""
+    return FileAccess(tuple(map(str, (data_dir.resolve(), Path.cwd(), hub_cache()))))
+
+
+def _too_much(limit: str) -> InvalidStudy:
+    message = (
+        f"checking the study takes more than {limit}, the limit for one request; name smaller models or task data. "
+        "Weights that were read are remembered: for large models, send the study again, or run "
+        "`mergesearch run STUDY --check` on the server's machine first, which has no limit"
+    )
+    return InvalidStudy((Problem("", message),))
+
+
+def read_request(content: bytes, *, is_json: bool, access: FileAccess | None = None) -> Study:
+    """The study in a body. Raises InvalidStudy with every problem, also of paths: relative or outside `access`."""
     try:
         study = parse_study(parse_document(content, BODY, is_json=is_json))
     except RecursionError as error:
         raise InvalidStudy((Problem("", f"{BODY}: is nested too deeply"),)) from error
-    if problems := tuple(_path_problems(study)):
+    if problems := tuple(_relative_paths(study)):
+        raise InvalidStudy(problems)
+    check_files(study, access)
+    if problems := tuple(_no_files(study)):
         raise InvalidStudy(problems)
     return study
 
 
-def _path_problems(study: Study) -> Iterator[Problem]:
+def _relative_paths(study: Study) -> Iterator[Problem]:
     models = {"base": study.models.base} | {f"experts.{alias}": v for alias, v in study.models.experts.items()}
     for place, value in models.items():
         # As in a study file: `name` and `owner/name` are hub ids unless a directory has that name.
         is_path = value.startswith((".", "~")) or value.endswith("/") or value.count("/") > 1 or os.path.exists(value)
         if is_path and not os.path.isabs(value):
             yield Problem(f"models.{place}", _relative(value))
+    for place, file in _task_files(study):
+        if not os.path.isabs(file):
+            yield Problem(place, _relative(file))
+
+
+def _no_files(study: Study) -> Iterator[Problem]:
+    for place, file in _task_files(study):
+        if os.path.exists(file) and not os.path.isfile(file):  # a device or a pipe might never end
+            yield Problem(place, f"{file}: is not a file")
+
+
+def _task_files(study: Study) -> Iterator[tuple[str, str]]:
+    """The files that a study names as tasks, each with its place."""
     for section, specs in (("objectives", study.objectives), ("holdout", study.holdout)):
         for index, spec in enumerate(specs):
-            yield from _file_problems(spec, f"{section}.{index}.task")
-
-
-def _file_problems(spec: ObjectiveSpec, place: str) -> Iterator[Problem]:
-    if isinstance(spec.task, InlineTask):
-        place, file = f"{place}.file", spec.task.file
-    elif spec.task.endswith((".yaml", ".yml")):
-        file = spec.task
-    else:
-        return
-    if not os.path.isabs(file):
-        yield Problem(place, _relative(file))
-    elif os.path.exists(file) and not os.path.isfile(file):  # a device or a pipe might never end
-        yield Problem(place, f"{file}: is not a file")
+            if isinstance(spec.task, InlineTask):
+                yield f"{section}.{index}.task.file", spec.task.file
+            elif spec.task.endswith((".yaml", ".yml")):
+                yield f"{section}.{index}.task", spec.task
 
 
 def _relative(value: str) -> str:
@@ -139,12 +231,14 @@ def _warm_up() -> None:
     del lm_eval, torch, transformers
 
 
-def examine_here(content: bytes, *, is_json: bool) -> PreflightOutcome:
-    """Run the preflight in this process."""
-    study = read_request(content, is_json=is_json)
+def examine_here(content: bytes, *, is_json: bool, access: FileAccess | None = None) -> PreflightOutcome:
+    """Run the preflight in this process. Weights are read without limits of memory and processor time: their amount is
+    not the sender's choice, and reading large ones maps all of their files."""
+    study = read_request(content, is_json=is_json, access=access)
     try:
-        return PreflightOutcome(study.name, study.canonical(), examine(study, downloads=False).resolved())
-    except InvalidStudy:
+        preflight = examine(study, downloads=False, access=access, before_weights=lift_limits)
+        return PreflightOutcome(study.name, study.canonical(), preflight.resolved())
+    except (InvalidStudy, MemoryError):
         raise
     except Exception as error:  # the study's driver runs the same checks and would fail too
         logger.exception("study %s could not be checked", study.name)

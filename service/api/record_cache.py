@@ -1,14 +1,18 @@
-"""A cache of run records and reports, each valid until its study changes."""
+"""A cache of run records and what is computed from them, each valid until its study changes."""
 
 from __future__ import annotations
 
-import threading
+import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import anyio
+import anyio.to_thread
 
 from service.results.files import RunRecord
 from service.results.load import run_record
-from service.results.report import render_report
 from service.store import Store
 
 __all__ = ["RunRecords"]
@@ -16,44 +20,51 @@ __all__ = ["RunRecords"]
 # Studies in the cache; the record of a large study takes about ten MB.
 MAX_STUDIES = 4
 
+# Studies whose results are computed at the same time; the others wait, without a thread.
+MAX_THREADS = 4
+
+Result = TypeVar("Result")
+
 
 @dataclass
 class _Entry:
-    version: tuple[int, int]
-    record: RunRecord
-    report: str | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Of one study. `results` are by the function that computed them from `record`."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    version: tuple[int, int] | None = None
+    record: RunRecord | None = None
+    results: dict[Callable[[RunRecord], Any], Any] = field(default_factory=dict)
 
 
 class RunRecords:
-    """Run records and reports of recently requested studies. Thread-safe; concurrent requests share one computation."""
+    """Run records of recently requested studies, and results computed from them, in threads of their own.
+
+    Concurrent requests for a study share one computation, and wait for no other study's. Bound to one event loop."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
-        self._lock = threading.Lock()
+        self._threads = anyio.CapacityLimiter(MAX_THREADS)
 
-    def record(self, study_id: str) -> RunRecord:
-        """Raises NotFound."""
-        return self._entry(study_id).record
+    async def result(self, study_id: str, function: Callable[[RunRecord], Result]) -> Result:
+        """What `function`, which is also the result's key, computes from the study's record. Raises NotFound."""
+        entry = self._entries.setdefault(study_id, _Entry())
+        self._entries.move_to_end(study_id)
+        while len(self._entries) > MAX_STUDIES:
+            self._entries.popitem(last=False)
+        async with entry.lock:
+            result: Result = await anyio.to_thread.run_sync(
+                self._computed, entry, study_id, function, limiter=self._threads
+            )
+            return result
 
-    def report(self, study_id: str) -> str:
-        """The study's report.html. Raises NotFound."""
-        entry = self._entry(study_id)
-        with entry.lock:
-            if entry.report is None:
-                entry.report = render_report(entry.record)
-            return entry.report
-
-    def _entry(self, study_id: str) -> _Entry:
-        with self._lock:
-            # The version is read first: a result stored between the two reads makes the entry outdated, never wrong.
-            version = (self._store.study(study_id).attempt, self._store.last_event_id(study_id))
-            entry = self._entries.get(study_id)
-            if entry is None or entry.version != version:
-                entry = _Entry(version, run_record(self._store, study_id))
-                self._entries[study_id] = entry
-            self._entries.move_to_end(study_id)
-            while len(self._entries) > MAX_STUDIES:
-                self._entries.popitem(last=False)
-            return entry
+    def _computed(self, entry: _Entry, study_id: str, function: Callable[[RunRecord], Result]) -> Result:
+        # The version is read first: a result stored between the two reads makes the entry outdated, never wrong.
+        version = (self._store.study(study_id).attempt, self._store.last_event_id(study_id))
+        if entry.record is None or entry.version != version:
+            entry.record, entry.results = run_record(self._store, study_id), {}
+            entry.version = version
+        if function not in entry.results:
+            entry.results[function] = function(entry.record)
+        result: Result = entry.results[function]
+        return result

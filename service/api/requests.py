@@ -17,9 +17,10 @@ JSON_TYPES = ("application/json",)
 YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml")
 
 
-async def principal() -> Principal:
-    """The sender of the request; every route depends on it. There are no accounts: every sender is anonymous."""
-    return Principal("anonymous")
+async def principal(request: Request) -> Principal:
+    """The sender of the request; every route depends on it. There are no accounts: senders are told apart by their
+    address."""
+    return Principal(request.client.host if request.client is not None else "unknown")
 
 
 def sent_as_json(headers: Headers, *, accepted: tuple[str, ...]) -> bool:

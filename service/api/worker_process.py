@@ -6,33 +6,60 @@ Calls are module-level functions with picklable arguments; they run one at a tim
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import resource
 import signal
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
+import psutil
 
-__all__ = ["ProcessDied", "WorkerProcess"]
+from service.disk import gib
+
+__all__ = ["CallLimits", "LimitExceeded", "ProcessDied", "WorkerProcess", "lift_limits"]
 
 logger = logging.getLogger(__name__)
 
 # Not forked: the server has threads. A fresh interpreter also shares none of its sockets.
 CONTEXT = multiprocessing.get_context("spawn")
 
+# How long a process whose pipe is closed may take to exit.
+EXIT_S = 1.0
+
 Result = TypeVar("Result")
 
 
 class ProcessDied(RuntimeError):
     """The process ended before the call did; the next call starts a new process."""
+
+
+class LimitExceeded(RuntimeError):
+    """The call needed more than its limit of processor time or memory, which the message names; its process was ended,
+    and the next call starts a new one."""
+
+
+@dataclass(frozen=True)
+class CallLimits:
+    """Seconds of processor time of all threads together, and bytes of memory that the process may allocate, with files
+    that are mapped to be written to; None: no limit."""
+
+    cpu_s: int | None = None
+    memory_bytes: int | None = None
+
+
+NO_LIMITS = CallLimits()
 
 
 class WorkerProcess:
@@ -66,20 +93,28 @@ class WorkerProcess:
                 self._process.join()
 
     async def call(
-        self, function: Callable[..., Result], *args: Any, timeout_s: float | None = None, **kwargs: Any
+        self,
+        function: Callable[..., Result],
+        *args: Any,
+        timeout_s: float | None = None,
+        limits: CallLimits = NO_LIMITS,
+        **kwargs: Any,
     ) -> Result:
-        """Run `function` in the process and return or raise what it does. Raises ProcessDied, and TimeoutError after
-        `timeout_s`, when the process is killed."""
+        """Run `function` in the process and return or raise what it does.
+
+        Raises ProcessDied, TimeoutError after `timeout_s`, when the process is killed, and LimitExceeded."""
         async with self._turn:
             result: Result = await anyio.to_thread.run_sync(
-                self._call, function, args, kwargs, timeout_s, limiter=self._thread
+                self._call, function, args, kwargs, timeout_s, limits, limiter=self._thread
             )
             return result
 
-    def _call(self, function: Callable[..., Any], args: Any, kwargs: Any, timeout_s: float | None) -> Any:
+    def _call(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, timeout_s: float | None, limits: CallLimits
+    ) -> Any:
         try:
             connection = self._running()
-            connection.send((function, args, kwargs))
+            connection.send((function, args, kwargs, limits))
             if not connection.poll(timeout_s):
                 self._end()
                 raise TimeoutError(f"{self._name}: no answer within {timeout_s} s")
@@ -87,10 +122,15 @@ class WorkerProcess:
         except (EOFError, OSError) as error:
             if isinstance(error, TimeoutError):
                 raise
-            self._end()
+            if self._end(grace_s=EXIT_S) == -signal.SIGXCPU:
+                raise LimitExceeded(f"{limits.cpu_s} s of processor time") from error
             raise ProcessDied(f"{self._name}: the process ended before the call did") from error
         if is_result:
             return value
+        if isinstance(value, MemoryError):
+            self._end()
+            size = None if limits.memory_bytes is None else gib(limits.memory_bytes)
+            raise LimitExceeded(f"{size} of memory" if size else "the memory that there is") from value
         raise value
 
     def _running(self) -> Connection[Any, Any]:
@@ -111,13 +151,35 @@ class WorkerProcess:
                 child_end.close()  # so that the pipe closes when the process dies
             return self._connection
 
-    def _end(self) -> None:
+    def _end(self, *, grace_s: float = 0.0) -> int | None:
+        """Kill the process and those that it has started. Returns its exit code if it ends by itself in `grace_s`."""
         with self._starting:
-            if self._process is not None:
-                self._process.kill()
-                self._process.join()
-                logger.warning("%s: process %s has ended", self._name, self._process.pid)
-            self._process = None
+            process, self._process = self._process, None
+            if process is None:
+                return None
+            for child in _children(process):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+            process.join(grace_s)
+            exit_code = process.exitcode
+            process.kill()
+            process.join()
+            logger.warning("%s: process %s has ended", self._name, process.pid)
+            return exit_code
+
+
+def _children(process: BaseProcess) -> list[psutil.Process]:
+    try:
+        children: list[psutil.Process] = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return children
+
+
+def lift_limits() -> None:
+    """For the rest of the call that this process runs, lift the limits of processor time and memory."""
+    _limit(resource.RLIMIT_CPU, None)
+    _limit(resource.RLIMIT_DATA, None)
 
 
 def _work(connection: Connection[Any, Any], warm_up: Callable[[], None] | None) -> None:
@@ -127,14 +189,25 @@ def _work(connection: Connection[Any, Any], warm_up: Callable[[], None] | None) 
         warm_up()
     while True:
         try:
-            function, args, kwargs = connection.recv()
+            function, args, kwargs, limits = connection.recv()
         except EOFError:
             return
+        used_s = int(time.process_time()) + 1
+        _limit(resource.RLIMIT_CPU, None if limits.cpu_s is None else used_s + limits.cpu_s)
+        _limit(resource.RLIMIT_DATA, limits.memory_bytes)
         try:
             reply = True, function(*args, **kwargs)
         except Exception as error:
             reply = False, _portable(error)
+        lift_limits()  # the reply is sent, and the next call received, without any
         connection.send(reply)
+
+
+def _limit(kind: int, value: int | None) -> None:
+    """Set a soft limit of this process; None: the hard limit."""
+    _, hard = resource.getrlimit(kind)
+    is_free = hard == resource.RLIM_INFINITY
+    resource.setrlimit(kind, (hard if value is None else value if is_free else min(value, hard), hard))
 
 
 def _end_with_parent() -> None:

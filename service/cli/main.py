@@ -86,6 +86,35 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--port", type=int, default=8080, help="default %(default)s; 0: any free port")
     command.add_argument("--dashboard-host", default="127.0.0.1", help="address the Ray dashboard listens on")
     command.add_argument("--dashboard-port", type=int, help="default: 8265, or the next free one")
+    command.add_argument(
+        "--allow-dir",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="DIR",
+        help="studies may read files below DIR; repeatable (default: --data, the working directory, the hub's cache)",
+    )
+    command.add_argument(
+        "--trust-dir",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="DIR",
+        help="as --allow-dir, and lm-eval task files below DIR may run Python functions; repeatable",
+    )
+    command.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="a name of this server in requests; repeatable (always: loopback names, --host, its address)",
+    )
+    command.add_argument(
+        "--export-days", type=_days, default=7.0, metavar="DAYS", help="how long exports are kept (default %(default)s)"
+    )
+    command.add_argument(
+        "--export-quota", type=_num_bytes, metavar="SIZE", help="bytes for all exports; default: a tenth of the disk"
+    )
 
     command = server_verb("submit", verbs.submit, "Submit a study file to a server.")
     command.add_argument("study", type=Path, metavar="STUDY", help="study file (YAML or JSON)")
@@ -102,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
         ("log", verbs.log, "Print the driver logs of a study on a server."),
         ("cancel", verbs.cancel, "Cancel a study on a server permanently; its results are kept."),
         ("resume", verbs.resume, "Let a study on a server that has failed go on from its results."),
+        ("delete", verbs.delete, "Delete a study that has ended from a server, with its results and exports."),
     ):
         command = server_verb(name, call, text)
         command.add_argument("study", metavar="STUDY", help="id of the study, a prefix of its id, or its name")
@@ -153,6 +183,17 @@ def _num_bytes(text: str) -> int:
     if match is None or float(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it as 500MB or 5GB")
     return int(float(match[1]) * {"KB": 10**3, "MB": 10**6, "GB": 10**9}[match[2]])
+
+
+def _days(text: str) -> float:
+    """A number of days above 0. Raises ArgumentTypeError."""
+    try:
+        days = float(text)
+    except ValueError:
+        days = 0.0
+    if not 0 < days < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of days; give one above 0, such as 7 or 0.5")
+    return days
 
 
 def _exit_code(error: Exception) -> int | None:

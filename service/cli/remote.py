@@ -123,6 +123,12 @@ class ServerVerbs:
         print_json(study) if self._as_json else print(f"study {study['name']}: {study['id']}, {study['state']}")
         return 0
 
+    def delete(self, reference: str) -> int:
+        study = self._client.find(reference)
+        self._client.delete(study["id"])
+        print_json({"deleted": study["id"]}) if self._as_json else print(f"deleted: {study['name']}: {study['id']}")
+        return 0
+
     def log(self, reference: str) -> int:
         text = self._client.log(self._client.find(reference)["id"])
         print_json({"log": text}) if self._as_json else print(text, end="" if text.endswith("\n") else "\n")

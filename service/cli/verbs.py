@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "cancel",
+    "delete",
     "demo",
     "export",
     "log",
@@ -101,6 +102,11 @@ def serve(options: argparse.Namespace) -> int:
         port=options.port,
         dashboard_host=options.dashboard_host,
         dashboard_port=options.dashboard_port,
+        allow_dirs=options.allow_dir,
+        trust_dirs=options.trust_dir,
+        allow_hosts=options.allow_host,
+        export_days=options.export_days,
+        export_quota_bytes=options.export_quota,
     )
     return 0
 
@@ -138,6 +144,11 @@ def cancel(options: argparse.Namespace) -> int:
 def resume(options: argparse.Namespace) -> int:
     with _on_server(options) as server:
         return server.resume(options.study)
+
+
+def delete(options: argparse.Namespace) -> int:
+    with _on_server(options) as server:
+        return server.delete(options.study)
 
 
 def export(options: argparse.Namespace) -> int:

@@ -95,6 +95,7 @@ class Client:
     find = _blocking(flows.find)
     cancel = _blocking(flows.cancel)
     resume = _blocking(flows.resume)
+    delete = _blocking(flows.delete)
     summary = _blocking(flows.summary)
     pareto = _blocking(flows.pareto)
     report = _blocking(flows.report)
@@ -102,6 +103,8 @@ class Client:
     trials = _blocking(flows.trials)
     trial = _blocking(flows.trial)
     recipe = _blocking(flows.recipe)
+    exports = _blocking(flows.exports)
+    delete_export = _blocking(flows.delete_export)
     _finished_export = _blocking(flows.finished_export)
 
     def events(self, study: str, *, after: int = 0) -> Iterator[Event]:
@@ -222,6 +225,7 @@ class AsyncClient:
     find = _awaited(flows.find)
     cancel = _awaited(flows.cancel)
     resume = _awaited(flows.resume)
+    delete = _awaited(flows.delete)
     summary = _awaited(flows.summary)
     pareto = _awaited(flows.pareto)
     report = _awaited(flows.report)
@@ -229,6 +233,8 @@ class AsyncClient:
     trials = _awaited(flows.trials)
     trial = _awaited(flows.trial)
     recipe = _awaited(flows.recipe)
+    exports = _awaited(flows.exports)
+    delete_export = _awaited(flows.delete_export)
     _finished_export = _awaited(flows.finished_export)
 
     async def events(self, study: str, *, after: int = 0) -> AsyncIterator[Event]:

@@ -19,7 +19,14 @@ from search_spaces.errors import InvalidStudy, Problem
 from service.errors import Conflict, ExportFailed, InvalidAnswer, NotFound, RequestRefused, ServerUnreachable
 
 if TYPE_CHECKING:
-    from service.schemas.api import ExportDocument, ProblemDocument, StudiesDocument, StudyDocument, TrialsDocument
+    from service.schemas.api import (
+        ExportDocument,
+        ExportsDocument,
+        ProblemDocument,
+        StudiesDocument,
+        StudyDocument,
+        TrialsDocument,
+    )
     from service.schemas.files import ParetoDocument, RecipeDocument, SummaryDocument, TrialDocument
 
 __all__ = ["Call", "Flow", "Response", "TransportError", "path_of", "refusal"]
@@ -157,6 +164,16 @@ def resume(study: str) -> Flow[StudyDocument]:
     return cast("StudyDocument", (yield from _json(Call("POST", f"{path_of(study)}:resume"))))
 
 
+def delete(study: str) -> Flow[None]:
+    """Delete a study that has ended, with its results and exports.
+
+        client.delete("5f0c...")
+
+    Raises RequestRefused if it has not ended, or if one of its exports is being written or downloaded.
+    """
+    yield from _respond(Call("DELETE", path_of(study)))
+
+
 def summary(study: str) -> Flow[SummaryDocument]:
     """The study's summary, as in `summary.json` of a run.
 
@@ -241,6 +258,25 @@ def finished_export(study: str, trial: str | int, *, dtype: str | None) -> Flow[
     if export["state"] == "FAIL":
         raise ExportFailed(f"trial {export['trial']} of study {study}: {export['reason'] or 'no reason was given'}")
     return export
+
+
+def exports(study: str) -> Flow[list[ExportDocument]]:
+    """The exports of a study that the server keeps, oldest first.
+
+    [export["id"] for export in client.exports("5f0c...")]
+    """
+    document = cast("ExportsDocument", (yield from _json(Call("GET", path_of(study, "exports")))))
+    return document["exports"]
+
+
+def delete_export(study: str, export: str) -> Flow[None]:
+    """Delete an export and its files from the server.
+
+        client.delete_export("5f0c...", "e91b...")
+
+    Raises RequestRefused while it is being written or downloaded.
+    """
+    yield from _respond(Call("DELETE", path_of(study, "exports", export)))
 
 
 def download(study: str, export: ExportDocument) -> Call:

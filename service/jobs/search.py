@@ -15,6 +15,7 @@ from pathlib import Path
 from search_spaces.errors import InvalidStudy
 from search_spaces.study.file import Study
 from service.cluster.session import ray_session
+from service.disk import study_dir
 from service.errors import Conflict, NotFound, StaleAttempt, StudyFailed
 from service.jobs.progress_log import ProgressLog
 from service.store import Store, StudyWriter
@@ -50,7 +51,7 @@ def main() -> int:
         os.environ["RAY_ADDRESS"] = options.ray_address
     store = Store(f"sqlite:///{options.data / DATABASE}")
     try:
-        return drive(store, options.study, work_dir=options.data / "studies" / options.study, because=options.because)
+        return drive(store, options.study, work_dir=study_dir(options.data, options.study), because=options.because)
     finally:
         store.close()
 
@@ -95,7 +96,7 @@ def _work(store: Store, writer: StudyWriter, *, work_dir: Path, heartbeat: Heart
 
     record = store.study(writer.study_id)
     study = with_revisions(Study.model_validate(record.document), record.resolved)
-    preflight = examine(study, note=note)
+    preflight = examine(study, access=record.resolved.access, note=note)
     check_unchanged(record, preflight.resolved())
     note("The models are as they were. Connecting to Ray ...")
     with ray_session():

@@ -157,6 +157,25 @@ class Store:
             insert_event(connection, study_id, EventKind.ATTEMPT, {"attempt": found.attempt, "because": because})
         return StudyWriter(self._engine, study_id, found.attempt)
 
+    def delete_study(self, study_id: str) -> None:
+        """Delete a study that has ended, with everything that is stored of it. Raises NotFound, and Conflict if it has
+        not ended."""
+        table = schema.studies
+        with self._engine.begin() as connection:
+            state = connection.execute(
+                sa.select(table.c.state).where(table.c.id == study_id).with_for_update()
+            ).scalar_one_or_none()
+            if state is None:
+                raise NotFound(f"study {study_id!r}: no such study in {self._engine.url.render_as_string()}")
+            if not StudyState(state).is_finished:
+                raise Conflict(
+                    f"study {study_id} is {state}; only a study that has ended can be deleted: cancel it first"
+                )
+            for part in reversed(schema.metadata.sorted_tables):
+                if "study" in part.c:
+                    connection.execute(sa.delete(part).where(part.c.study == study_id))
+            connection.execute(sa.delete(table).where(table.c.id == study_id))
+
     def record_submission(self, study_id: str, number: int) -> None:
         """Note that driver `number` (1 for the first) is about to be submitted."""
         table = schema.studies
@@ -248,6 +267,11 @@ class Store:
         table = schema.exports
         with self._engine.begin() as connection:
             connection.execute(sa.update(table).where(table.c.id == export_id).values(state=state.value, reason=reason))
+
+    def delete_export(self, export_id: str) -> None:
+        """Delete the record of an export; nothing happens if there is none."""
+        with self._engine.begin() as connection:
+            connection.execute(sa.delete(schema.exports).where(schema.exports.c.id == export_id))
 
     def export(self, export_id: str) -> ExportRecord:
         """Raises NotFound."""

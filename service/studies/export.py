@@ -16,6 +16,7 @@ from service.results.load import held_out_estimates
 from service.results.selection import best_trial
 from service.store import Store
 from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
+from service.studies.preflight.files import check_files
 from service.studies.preflight.models import with_revisions
 from service.types import StudyRecord, TrialRecord
 from workers.models.family import resolve_family
@@ -32,13 +33,15 @@ def export_trial(
     """Write the merged model of a trial ("best" or its number) to `out` and return `out`; `dtype` None is the engine's,
     `details` are further arguments of `checkpoint.export`.
 
-    Raises NotFound (no such trial), Conflict (the sources have changed since, `out` is taken, its disk is too small).
+    Raises NotFound (no such trial), Conflict (the sources have changed since, `out` is taken, its disk is too small),
+    InvalidStudy (the study may not read its models any more).
     """
     from workers.merging.bank import Bank
 
+    study = with_revisions(Study.model_validate(record.document), record.resolved)
+    check_files(study, record.resolved.access)
     trials, objectives = store.trials(record.id), record.resolved.objectives
     chosen = _chosen(trials, trial, best_trial(trials, objectives))
-    study = with_revisions(Study.model_validate(record.document), record.resolved)
     sources = resolve_family(study.models.base, study.models.experts, tokenizer=study.models.tokenizer).fetched()
     fingerprints = record.resolved.fingerprints
     if sources.fingerprints != fingerprints:

@@ -31,7 +31,9 @@ class Server:
         self.log_file = data_dir.with_suffix(".log")
         self.url = ""
         self.seconds_to_healthz = 0.0
-        self._command = [*command, "--data", str(data_dir)]
+        # Studies of tests are of the shipped family, with data beside the data directory.
+        allowed = [word for directory in (ROOT, data_dir.parent) for word in ("--allow-dir", str(directory))]
+        self._command = [*command, "--data", str(data_dir), *allowed]
         outer = {name: os.environ[name] for name in os.environ if name not in ("RAY_ADDRESS", "RAY_AUTH_MODE")}
         self._environment = {**outer, "PYTHONPATH": str(ROOT), **(environment or {})}
 

@@ -68,11 +68,11 @@ class Preflight:
     def stop(self) -> None:
         pass
 
-    async def examine(self, content: bytes, *, is_json: bool) -> PreflightOutcome:
+    async def examine(self, content: bytes, *, is_json: bool, client: str = "") -> PreflightOutcome:
         study = read_request(content, is_json=is_json)
         return PreflightOutcome(study.name, study.canonical(), examine(study).resolved())
 
-    async def engine_dtype(self, document: Mapping[str, Any]) -> str:
+    async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
         return "float32"
 
 

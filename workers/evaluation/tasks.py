@@ -7,10 +7,8 @@ lm-eval.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import hashlib
-import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,37 +17,26 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2.sandbox import SandboxedEnvironment
-
 from workers.errors import InvalidTask
+from workers.evaluation.inline_files import InlineRow, read_inline
+from workers.evaluation.task_loading import guarded_loading
+from workers.file_access import FileAccess
 from workers.types import TaskInfo, TaskSpec
 
 __all__ = [
     "BuiltTask",
-    "InlineRow",
     "Subtask",
     "build_task",
     "check_task",
     "content_hash",
     "permutation",
-    "read_inline",
 ]
 
 FEWSHOT_SEED = 1234  # lm-eval's default, so that few-shot prompts are those of its command line
-INLINE_KEYS = frozenset({"file", "prompt", "answer", "until", "max_tokens"})
 INLINE_METRICS = ("exact_match",)
 MEANS = ("mean", "nanmean")
 EXECUTES_CODE = re.compile(r"human_?eval|mbpp", re.IGNORECASE)
 OUTPUT_TYPES = ("generate_until", "loglikelihood", "multiple_choice")
-
-
-@dataclass(frozen=True)
-class InlineRow:
-    """One sample of an inline task: the prompt, and the answer that the whole completion must equal."""
-
-    prompt: str
-    answer: str
 
 
 @dataclass(frozen=True)
@@ -83,26 +70,27 @@ class BuiltTask:
         return TaskInfo(len(self.order), self.higher_is_better, self.output_type, groups=groups)
 
 
-def check_task(spec: TaskSpec) -> TaskInfo:
+def check_task(spec: TaskSpec, *, access: FileAccess | None = None) -> TaskInfo:
     """The size and kind of the task, without an engine. Cut prompts are not counted: that needs a tokenizer.
 
-    Raises InvalidTask: unknown task, metric, filter or split, malformed or missing data, a metric that is not a mean
-    over samples, a task that executes generated code.
+    `access` limits the files that an lm-eval YAML file may lead to; None: no limit. Raises InvalidTask: unknown task,
+    metric, filter or split, malformed or missing data, a metric that is not a mean over samples, a task that executes
+    generated code, a file outside `access`.
     """
     if isinstance(spec.task, Mapping):
         return TaskInfo(len(_inline_rows(spec)), higher_is_better=True, output_type="generate_until")
-    return build_task(spec).info
+    return build_task(spec, access=access).info
 
 
-def build_task(spec: TaskSpec) -> BuiltTask:
-    """The lm-eval task or tasks that `spec` names, and the order of their samples. Raises InvalidTask."""
+def build_task(spec: TaskSpec, *, access: FileAccess | None = None) -> BuiltTask:
+    """The lm-eval task or tasks that `spec` names, and the order of their samples. Raises as `check_task`."""
     _quieten()
     if isinstance(spec.task, Mapping):
         name = Path(str(spec.task.get("file"))).stem
         rows = _inline_rows(spec)
         tasks = {name: _inline_task(name, rows, spec.task, num_fewshot=spec.num_fewshot or 0)}
     elif Path(spec.task).suffix in (".yaml", ".yml"):
-        tasks = _from_yaml(Path(spec.task), spec)
+        tasks = _from_yaml(Path(spec.task).absolute(), spec, access)
     else:
         tasks = _from_name(spec.task)
     subtasks = tuple(_subtask(name, task, spec) for name, task in tasks.items())
@@ -149,62 +137,6 @@ def _quieten() -> None:
 
 
 # Inline tasks
-
-
-def read_inline(task: Mapping[str, Any]) -> list[InlineRow]:
-    """The samples of an inline JSONL task, in file order. Raises InvalidTask with file, line and reason."""
-    if unknown := sorted(set(task) - INLINE_KEYS):
-        raise InvalidTask(f"inline task: unknown key {unknown[0]!r}; known are {', '.join(sorted(INLINE_KEYS))}")
-    file = str(task["file"])
-    templates = {
-        "prompt": str(task.get("prompt", "{{prompt}}")),
-        "answer": str(task.get("answer", "{{answer}}")),
-    }
-    environment = SandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
-    try:
-        lines = Path(file).read_bytes().splitlines()
-    except OSError as error:
-        raise InvalidTask(f"{file}: cannot be read ({error.strerror})") from error
-    compiled = {}
-    for key, text in templates.items():
-        try:
-            compiled[key] = environment.from_string(text)
-        except jinja2.TemplateSyntaxError as error:
-            raise InvalidTask(f"{file}: {key} template {text!r} is not valid: {error.message}") from error
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        fields = _parse_line(line, where=f"{file}, line {number}")
-        rendered = {}
-        for key, template in compiled.items():
-            try:
-                rendered[key] = template.render(fields)
-            except jinja2.UndefinedError as error:
-                raise InvalidTask(
-                    f"{file}, line {number}: {key} template {templates[key]!r}: {error.message}; "
-                    f"fields here are {', '.join(sorted(map(str, fields))) or 'none'}"
-                ) from error
-            except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
-                raise InvalidTask(f"{file}, line {number}: {key} template {templates[key]!r}: {error}") from error
-        if not rendered["prompt"]:
-            raise InvalidTask(f"{file}, line {number}: the prompt is empty")
-        rows.append(InlineRow(**rendered))
-    if not rows:
-        raise InvalidTask(f"{file}: holds no samples; expected one JSON object per line")
-    return rows
-
-
-def _parse_line(line: bytes, *, where: str) -> dict[str, Any]:
-    try:
-        fields = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise InvalidTask(f"{where}: not UTF-8 ({error.reason} at byte {error.start})") from error
-    except json.JSONDecodeError as error:
-        raise InvalidTask(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
-    if not isinstance(fields, dict):
-        raise InvalidTask(f"{where}: expected a JSON object, found {type(fields).__name__} {line[:40].decode()!r}")
-    return fields
 
 
 def _inline_rows(spec: TaskSpec) -> list[InlineRow]:
@@ -282,18 +214,27 @@ def _from_name(name: str) -> dict[str, Any]:
             f"task {name!r}: lm-eval knows no such task"
             + (f"; nearest are {', '.join(nearest)}" if nearest else "; `lm-eval ls tasks` lists them")
         )
-    return _load(manager, name, label=name)
+    with guarded_loading(None, None):
+        return _load(manager, name, label=name)
 
 
-def _from_yaml(file: Path, spec: TaskSpec) -> dict[str, Any]:
-    from lm_eval.tasks import TaskManager
-    from lm_eval.tasks._yaml_loader import load_yaml
-
+def _from_yaml(file: Path, spec: TaskSpec, access: FileAccess | None) -> dict[str, Any]:
     if not file.is_file():
         raise InvalidTask(f"task {str(file)!r}: no such file")
     _check_content(spec, file)
+    # Data files are relative to the task file, not to the directory of the process.
+    with guarded_loading(file.parent, access):
+        return _load_yaml(file)
+
+
+def _load_yaml(file: Path) -> dict[str, Any]:
+    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks._yaml_loader import load_yaml
+
     try:
         config = load_yaml(file, resolve_func=False)
+    except InvalidTask as error:
+        raise InvalidTask(f"{file}: {error}") from error
     except Exception as error:  # YAML of any origin, and its includes
         raise InvalidTask(f"{file}: not an lm-eval task: {error}") from error
     if not isinstance(config, dict) or not ({"task", "group"} & set(config)):
@@ -304,15 +245,15 @@ def _from_yaml(file: Path, spec: TaskSpec) -> dict[str, Any]:
     members = config["task"] if isinstance(config.get("task"), list) else []
     if any(isinstance(member, str) and member not in manager.task_index for member in members):
         manager = TaskManager(include_path=str(file.parent))  # with lm-eval's own tasks, which takes 5-10 s to index
-    # Data files are relative to the task file, not to the directory of the process.
-    with contextlib.chdir(file.parent):
-        # A group is loaded by name: loaded by path, its list of tasks is taken for the name.
-        return _load(manager, str(config["group"]) if "group" in config else str(file), label=str(file))
+    # A group is loaded by name: loaded by path, its list of tasks is taken for the name.
+    return _load(manager, str(config["group"]) if "group" in config else str(file), label=str(file))
 
 
 def _load(manager: Any, name: str, *, label: str) -> dict[str, Any]:
     try:
         tasks: dict[str, Any] = manager.load([name])["tasks"]
+    except InvalidTask as error:
+        raise InvalidTask(f"task {label!r}: {error}") from error
     except Exception as error:  # a task is code and data of any origin: it may raise anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         if isinstance(error, ConnectionError) or "offline" in str(error).lower():

@@ -20,7 +20,7 @@ from typing import Any
 
 from search_spaces.recipe import Merge, Recipe
 from workers.errors import EngineUnavailable, InvalidTask, TrialFailed
-from workers.evaluation.tasks import read_inline
+from workers.evaluation.inline_files import read_inline
 from workers.types import (
     Evidence,
     SampleDifference,

@@ -10,12 +10,13 @@ from starlette.responses import Response, StreamingResponse
 
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.study.yaml import parse_document
-from service.api.dependencies import Context, Services, Study
+from service.api.dependencies import Context, Sender, Services, Study
 from service.api.export_queue import Tar
 from service.api.presenters import export_document, export_path
 from service.api.problems import InvalidRequest, Json, Refusal, refusals
 from service.api.requests import JSON_TYPES, read_body, sent_as_json
 from service.errors import Conflict, NotFound
+from service.results.files import RunRecord
 from service.results.selection import best_trial
 from service.schemas.api import ExportDocument, ExportsDocument
 from service.types import ExportRecord, ExportState, StudyRecord, StudyState
@@ -61,15 +62,16 @@ Export = Annotated[ExportRecord, Depends(_export)]
     },
     openapi_extra=EXPORT_BODY,
 )
-async def create_export(request: Request, study: Study, services: Context) -> Response:
+async def create_export(request: Request, study: Study, services: Context, sender: Sender) -> Response:
     """Write the merged model of a trial for download. The same trial in the same dtype is one export."""
     sent_as_json(request.headers, accepted=JSON_TYPES)
     trial, dtype = _asked(await read_body(request))
     if study.state is not StudyState.COMPLETE:
         raise Conflict(f"study {study.name!r} is {study.state.value}; models are exported once it is COMPLETE")
-    number = await run_in_threadpool(_chosen, services, study, trial)
+    best, num_trials = await services.records.result(study.id, _choices)
+    number = _chosen(study, trial, best=best, num_trials=num_trials)
     if dtype is None:
-        dtype = await services.preflight.engine_dtype(study.document)
+        dtype = await services.preflight.engine_dtype(study.document, client=sender.name)
     record = await services.exports.request(study.id, trial=number, dtype=dtype)
     document = await run_in_threadpool(_document, services, record)
     return Json(document, status_code=202, headers={"Location": export_path(record)})
@@ -94,6 +96,18 @@ def list_exports(study: Study, services: Context) -> Response:
 def get_export(export: Export, services: Context) -> Response:
     """An export, with a download link once it is COMPLETE."""
     return Json(_document(services, export))
+
+
+@router.delete(
+    "/studies/{study_id:segment}/exports/{export_id:segment}",
+    status_code=204,
+    response_model=None,
+    responses={204: {"description": "Deleted, with its files."}, **refusals(404, 409)},
+)
+async def delete_export(export: Export, services: Context) -> Response:
+    """Delete an export and its files. One that is being written or downloaded is refused (409)."""
+    await services.exports.delete(export)
+    return Response(status_code=204)
 
 
 @router.get(
@@ -123,7 +137,8 @@ def download_export(export: Export, services: Context) -> Response:
         "Content-Length": str(tar.size),
         "Content-Disposition": f'attachment; filename="{directory.name}.tar"',
     }
-    return StreamingResponse(tar.chunks(), media_type="application/x-tar", headers=headers)
+    chunks = services.exports.reading(export, tar.chunks())
+    return StreamingResponse(chunks, media_type="application/x-tar", headers=headers)
 
 
 def _document(services: Services, export: ExportRecord) -> ExportDocument:
@@ -149,14 +164,18 @@ def _asked(content: bytes) -> tuple[Any, str | None]:
     return trial, dtype
 
 
-def _chosen(services: Services, study: StudyRecord, trial: Any) -> int:
-    record = services.records.record(study.id)
+def _choices(record: RunRecord) -> tuple[int | None, int]:
+    """The number of the best trial, None if there is none, and how many trials there are."""
+    best = best_trial(record.trials, record.objectives)
+    return (None if best is None else best.number), len(record.trials)
+
+
+def _chosen(study: StudyRecord, trial: Any, *, best: int | None, num_trials: int) -> int:
     if trial == "best":
-        best = best_trial(record.trials, record.objectives)
         if best is None:
             raise Conflict(f"study {study.name!r}: no trial has reached the full budget, so there is no best one")
-        return best.number
-    if trial >= len(record.trials):
-        message = f'{trial} is not accepted; give "best" or a number from 0 to {len(record.trials) - 1}'
+        return best
+    if trial >= num_trials:
+        message = f'{trial} is not accepted; give "best" or a number from 0 to {num_trials - 1}'
         raise InvalidRequest((Problem("trial", message),))
     return int(trial)

@@ -13,6 +13,7 @@ from service.api.presenters import study_path
 from service.api.problems import Json, Refusal, refusals
 from service.errors import NotFound
 from service.results.files import pareto, summary, trial_document
+from service.results.report import render_report
 from service.results.series import CHARTS
 from service.schemas.api import PlotsDocument, TrialsDocument
 from service.schemas.files import ParetoDocument, RecipeDocument, SummaryDocument, TrialDocument
@@ -81,9 +82,9 @@ def get_recipe(study: Study, number: TrialNumber, services: Context) -> Response
     response_model=None,
     responses={200: {"model": ParetoDocument}, **refusals(404)},
 )
-def get_pareto(study: Study, services: Context) -> Response:
+async def get_pareto(study: Study, services: Context) -> Response:
     """The Pareto front: the trials at full budget that no other one dominates."""
-    return Json(pareto(services.records.record(study.id)))
+    return Json(await services.records.result(study.id, pareto))
 
 
 @router.get(
@@ -91,9 +92,9 @@ def get_pareto(study: Study, services: Context) -> Response:
     response_model=None,
     responses={200: {"model": SummaryDocument}, **refusals(404)},
 )
-def get_summary(study: Study, services: Context) -> Response:
+async def get_summary(study: Study, services: Context) -> Response:
     """The study's results and cost, as in summary.json."""
-    return Json(summary(services.records.record(study.id)))
+    return Json(await services.records.result(study.id, summary))
 
 
 @router.get(
@@ -101,9 +102,9 @@ def get_summary(study: Study, services: Context) -> Response:
     response_model=None,
     responses={200: {"description": "The report.", "content": {"text/html": {}}}, **refusals(404)},
 )
-def get_report(study: Study, services: Context) -> Response:
+async def get_report(study: Study, services: Context) -> Response:
     """The report on the study's current state, one page that works offline."""
-    return HTMLResponse(services.records.report(study.id), headers=PAGE_HEADERS)
+    return HTMLResponse(await services.records.result(study.id, render_report), headers=PAGE_HEADERS)
 
 
 @router.get(
@@ -125,13 +126,13 @@ def list_plots(study: Study) -> Response:
     response_model=None,
     responses={200: {"model": PlotDocument}, **refusals(404)},
 )
-def get_plot(
+async def get_plot(
     study: Study,
     name: Annotated[PlotName, Path(description="Which plot.")],
     services: Context,
 ) -> Response:
     """A plot's series as numbers."""
-    return Json(CHARTS[name].document(services.records.record(study.id)))
+    return Json(await services.records.result(study.id, CHARTS[name].document))
 
 
 def _trial(services: Services, study: StudyRecord, number: int) -> TrialRecord:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import shutil
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -11,10 +12,11 @@ from fastapi import APIRouter, Header, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from starlette.responses import PlainTextResponse, Response
 
-from service.api.dependencies import Context, Services, Study
+from service.api.dependencies import Context, Sender, Services, Study
 from service.api.presenters import study_document, study_path
 from service.api.problems import Json, refusals
 from service.api.requests import JSON_TYPES, YAML_TYPES, read_body, sent_as_json
+from service.disk import study_dir
 from service.errors import Conflict, StaleAttempt
 from service.schemas.api import StudiesDocument, StudyDocument
 from service.types import RESUMED_BY_REQUEST, StudyRecord, StudyState
@@ -53,16 +55,18 @@ StateFilter = Literal["CREATED", "RUNNING", "STOPPED", "COMPLETE", "FAILED", "CA
     },
     openapi_extra=STUDY_BODY,
 )
-async def create_study(request: Request, services: Context, idempotency_key: IdempotencyKey = None) -> Response:
+async def create_study(
+    request: Request, services: Context, sender: Sender, idempotency_key: IdempotencyKey = None
+) -> Response:
     """Create a study if it passes every check that needs no engine; its search starts as soon as possible."""
     is_json = sent_as_json(request.headers, accepted=(*JSON_TYPES, *YAML_TYPES))
     content = await read_body(request)
     if idempotency_key is None:
-        record, is_new = await _created(services, content, is_json, key=None)
+        record, is_new = await _created(services, content, is_json, key=None, client=sender.name)
     else:
         lock = services.key_locks.setdefault(idempotency_key, asyncio.Lock())
         async with lock:
-            record, is_new = await _created(services, content, is_json, key=idempotency_key)
+            record, is_new = await _created(services, content, is_json, key=idempotency_key, client=sender.name)
     document = await run_in_threadpool(_document, services, record)
     if not is_new:
         return Json(document)
@@ -70,11 +74,13 @@ async def create_study(request: Request, services: Context, idempotency_key: Ide
     return Json(document, status_code=201, headers={"Location": study_path(record.id)})
 
 
-async def _created(services: Services, content: bytes, is_json: bool, *, key: str | None) -> tuple[StudyRecord, bool]:
+async def _created(
+    services: Services, content: bytes, is_json: bool, *, key: str | None, client: str
+) -> tuple[StudyRecord, bool]:
     digest = hashlib.sha256(content).hexdigest()
     found = await run_in_threadpool(services.store.study_of_key, key) if key is not None else None
     if found is None:
-        checked = await services.preflight.examine(content, is_json=is_json)
+        checked = await services.preflight.examine(content, is_json=is_json, client=client)
         record = await run_in_threadpool(
             services.store.create_study,
             name=checked.name,
@@ -141,6 +147,19 @@ def get_study_file(study: Study) -> Response:
 def get_log(study: Study, services: Context) -> Response:
     """The output of the study's drivers."""
     return PlainTextResponse(services.cluster.log(study).encode("utf-8", "replace"))
+
+
+@router.delete(
+    "/studies/{study_id:segment}",
+    status_code=204,
+    response_model=None,
+    responses={204: {"description": "Deleted, with its results and exports."}, **refusals(404, 409)},
+)
+async def delete_study(study: Study, services: Context) -> Response:
+    """Delete a study that has ended, with its results, exports and files. Others must be cancelled first (409)."""
+    await services.exports.delete_study(study.id)
+    await run_in_threadpool(shutil.rmtree, study_dir(services.data_dir, study.id), ignore_errors=True)
+    return Response(status_code=204)
 
 
 # -- verbs -------------------------------------------------------------------------------------------------------------

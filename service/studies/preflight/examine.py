@@ -23,11 +23,13 @@ from search_spaces.study.file import Study
 from search_spaces.study.sections import EngineOptions
 from service.disk import lack_of_space
 from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
+from service.studies.preflight.files import check_files
 from service.studies.preflight.models import check_engine, check_models, check_weights, start_probe
 from service.studies.preflight.resources import MemoryPlan, check_devices, check_memory, plan_memory
 from service.studies.preflight.tasks import check_prompts, check_tasks, objectives_of
 from service.tune.plan import Plan
 from service.types import Origin, ResolvedStudy
+from workers.file_access import FileAccess
 from workers.models.family import locate_family
 from workers.types import CHUNKS_IN_FLIGHT_PER_REPLICA, Family, TaskInfo, TaskSpec
 
@@ -82,6 +84,8 @@ class PreflightResult:
     """Weights that are still on the hub, and were not checked."""
     engine_note: str
     """A message for the user about how vLLM runs the models; "" if there is none."""
+    access: FileAccess | None = None
+    """Which files the study may read; None: all."""
 
     @property
     def concurrency(self) -> int:
@@ -102,6 +106,7 @@ class PreflightResult:
             max_staleness=self.concurrency + PROPOSALS_AHEAD,
             objectives=self.objectives,
             version=version("mergesearch"),
+            access=self.access,
         )
 
     def plan(self, study_id: str, resolved: ResolvedStudy) -> Plan:
@@ -157,20 +162,25 @@ def examine(
     available_bytes: int | None = None,
     export_dir: Path | None = None,
     downloads: bool = True,
+    access: FileAccess | None = None,
+    before_weights: Callable[[], None] = lambda: None,
     note: Callable[[str], None] = logger.info,
 ) -> PreflightResult:
     """Check everything that can be checked without an engine.
 
     `available_bytes` is the memory of one machine; None: this machine's. With an `export_dir`, the best merge must fit
     on its disk. Weights that are only on the hub are downloaded once all other checks have passed, and `note` is called
-    with messages about it; without `downloads` they are not checked. Raises InvalidStudy with every problem.
+    with messages about it; without `downloads` they are not checked. `access` limits the files that are read (None: no
+    limit): if the study names others, nothing is opened. `before_weights` is called once only the weights are left to
+    check. Raises InvalidStudy with every problem.
     """
+    check_files(study, access)
     problems: list[Problem] = []
     located = locate_family(study.models.base, study.models.experts)
     probe = start_probe(located)
     sources = check_models(located, study, problems)
-    tasks, infos = check_tasks(study.objectives, "objectives", study, problems)
-    holdout_tasks, holdout_infos = check_tasks(study.holdout, "holdout", study, problems)
+    tasks, infos = check_tasks(study.objectives, "objectives", study, problems, access=access)
+    holdout_tasks, holdout_infos = check_tasks(study.holdout, "holdout", study, problems, access=access)
     objectives = objectives_of(study, infos, problems)
     rung_samples, cycle = _examine_fidelity(study, infos, problems)
     check_devices(study, sources, problems)
@@ -185,6 +195,7 @@ def examine(
     engine_note = check_engine(study, probe, problems)
     if problems or sources is None:
         raise InvalidStudy(tuple(problems))
+    before_weights()
     sources = check_weights(sources, problems, downloads=downloads, note=note)
     space = _examine_space(study, sources.layout.num_layers, sources.fingerprints, problems)
     if problems or space is None:
@@ -207,6 +218,7 @@ def examine(
         commits=sources.commits,
         absent_bytes=sources.absent_bytes,
         engine_note=engine_note,
+        access=access,
     )
 
 

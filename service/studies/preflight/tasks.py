@@ -13,15 +13,23 @@ from search_spaces.study.file import InlineTask, ObjectiveSpec, Study
 from workers.errors import InvalidTask
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.tasks import check_task, content_hash
+from workers.file_access import FileAccess
 from workers.types import TaskInfo, TaskSpec
 
 __all__ = ["check_prompts", "check_tasks", "objectives_of"]
 
 
 def check_tasks(
-    specs: tuple[ObjectiveSpec, ...], section: str, study: Study, problems: list[Problem]
+    specs: tuple[ObjectiveSpec, ...],
+    section: str,
+    study: Study,
+    problems: list[Problem],
+    *,
+    access: FileAccess | None = None,
 ) -> tuple[dict[str, TaskSpec], dict[str, TaskInfo]]:
-    """The tasks of a section ("objectives" or "holdout") as replicas build them, and what their data hold, by name."""
+    """The tasks of a section ("objectives" or "holdout") as replicas build them, and what their data hold, by name.
+
+    `access` limits the files that task files may lead to; None: no limit."""
     tasks: dict[str, TaskSpec] = {}
     infos: dict[str, TaskInfo] = {}
     for index, spec in enumerate(specs):
@@ -44,7 +52,7 @@ def check_tasks(
                 content=content,
                 permutation_seed=study.search.seed,
             )
-            infos[spec.name] = check_task(tasks[spec.name])
+            infos[spec.name] = check_task(tasks[spec.name], access=access)
         except InvalidTask as error:
             problems.append(Problem(f"{section}.{index}.{error.field}", str(error)))
     return tasks, infos

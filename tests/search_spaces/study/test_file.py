@@ -1,5 +1,6 @@
 import copy
 import json
+import time
 
 import pytest
 import yaml
@@ -262,6 +263,37 @@ def test_whatever_is_written_is_a_study_or_a_list_of_problems(changes):
         assert parse_study(study.canonical()) == study
     else:
         assert [problem.message for problem in found if problem.message]
+
+
+SECONDS = 4.0  # of processor time; quadratic work on these documents takes 10 to 60 s
+
+
+def test_of_very_many_problems_the_first_hundred_are_listed():
+    started = time.process_time()
+    found = problems(SMALL | {f"k{i}": 0 for i in range(16_000)})
+    assert time.process_time() - started < SECONDS
+    assert len(found) == 101
+    assert found[-1] == ("", "15900 other problems are not listed; mend these first")
+    assert [field for field, _ in found[:100]] == [f"k{i}" for i in range(100)]
+
+
+@pytest.mark.parametrize("data", ["{}.jsonl", "same.jsonl"])
+def test_very_many_objectives_are_compared_in_a_moment(data):
+    def entries(section, number):
+        return [
+            {"name": f"{section}{i}", "task": {"file": section + data.format(i)}, "metric": "exact_match"}
+            for i in range(number)
+        ]
+
+    document = SMALL | {"objectives": entries("o", 6000), "holdout": entries("h", 6000)}
+    started = time.process_time()
+    found = problems(document)
+    assert time.process_time() - started < SECONDS
+    assert found[-1] == ("", "other problems are not listed; mend these first")
+    assert found[0][1].startswith(
+        "h0 is not an objective; a holdout entry has the name of the objective it belongs to: o0"
+    )
+    assert found[0][1].endswith("o19, ...")
 
 
 def test_data_that_is_not_json_is_refused():

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 
 from search_spaces.errors import InvalidStudy
@@ -46,7 +48,7 @@ BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("a
         ("a: 1\nb: 2\na: 3\n", "s.yaml", "line 3, column 1: key 'a' is given twice"),
         ("x: {a: 1, a: 3}\n", "s.yaml", "line 1, column 11: key 'a' is given twice"),
         ('{\n"x": {"a": 1,\t"a": 3}}', "s.json", "line 2, column 15: key 'a' is given twice"),
-        ('{"x": {"a": 1, "' + 2000 * "k" + '": 0, "a": 3}}', "s.json", "s.json: key 'a' is given twice"),
+        ('{"x": {"a": 1, "' + 2000 * "k" + '": 0, "a": 3}}', "s.json", "line 1, column 2023: key 'a' is given twice"),
         ("1: x\n", "s.yaml", "key '1' is not text; put it in quotes"),
         (BOMB, "s.yaml", r"line 2, column 8: aliases \(\*name\) are not accepted; write the value out"),
         ("a: &a [*a]", "s.yaml", r"aliases \(\*name\) are not accepted"),
@@ -69,6 +71,28 @@ def test_what_is_not_one_clear_mapping_is_refused_with_its_place(tmp_path, conte
     with pytest.raises(InvalidStudy, match=message) as caught:
         read(tmp_path, content, name)
     assert str(tmp_path / name) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["s.json", "s.yaml"])
+def test_a_repeated_key_is_found_among_very_many(tmp_path, name):
+    lines = [f'"k{i:06d}": 0' for i in range(3_000 if name == "s.yaml" else 30_000)]
+    started = time.process_time()
+    with pytest.raises(InvalidStudy, match=rf"line {len(lines) + 2}, column 1: key 'k000007' is given twice"):
+        read(tmp_path, "{\n" + ",\n".join([*lines, lines[7]]) + "}", name)
+    assert time.process_time() - started < 4.0  # quadratic work takes 10 s and more
+
+
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [
+        (r'{"a": "x\"{,", "b": [1, "a", {"a": {}}], "\u0061": 1}', "line 1, column 42: key 'a'"),
+        ('{"b": {"c": 1, "c": 2}, "b": 1}', "line 1, column 16: key 'c'"),
+        ('{"b": [{"c": 1}, {"c": 1}],\n "d": 1, "d": {"e": 1, "e": 2}}', "line 2, column 10: key 'd'"),
+    ],
+)
+def test_the_place_of_a_repeated_key_is_that_of_its_second_appearance(tmp_path, content, place):
+    with pytest.raises(InvalidStudy, match=f"{place} is given twice"):
+        read(tmp_path, content, "s.json")
 
 
 def test_what_cannot_be_read_is_refused(tmp_path):

@@ -18,6 +18,7 @@ from tests.service.api.harness import ApiServer, document, finished_study
 
 JSON = "application/json"
 YAML = "application/yaml"
+HTTP = "HTTP/1.1\r\nHost: localhost\r\n"
 TEXT = json.dumps(document())
 
 
@@ -147,7 +148,7 @@ def test_other_encodings_are_refused(http: httpx.Client, headers: dict[str, str]
 
 def test_a_body_of_50_mb_is_refused_before_it_was_read(server: ApiServer) -> None:
     with socket.create_connection(server.url.removeprefix("http://").split(":")) as connection:  # type: ignore[arg-type]
-        head = f"POST /v1/studies HTTP/1.1\r\nHost: x\r\nContent-Type: {JSON}\r\nContent-Length: {50 * 2**20}\r\n\r\n"
+        head = f"POST /v1/studies {HTTP}Content-Type: {JSON}\r\nContent-Length: {50 * 2**20}\r\n\r\n"
         connection.sendall(head.encode() + b"[" * 1000)
         connection.settimeout(30)
         answer = connection.recv(65536)
@@ -174,7 +175,7 @@ def test_a_body_of_unknown_length_is_refused_once_it_is_too_large(server: ApiSer
 def test_a_client_that_goes_away_in_its_body_leaves_nothing_behind(server: ApiServer, http: httpx.Client) -> None:
     for _ in range(5):
         with socket.create_connection(server.url.removeprefix("http://").split(":")) as connection:  # type: ignore[arg-type]
-            head = f"POST /v1/studies HTTP/1.1\r\nHost: x\r\nContent-Type: {JSON}\r\nContent-Length: 500\r\n\r\n"
+            head = f"POST /v1/studies {HTTP}Content-Type: {JSON}\r\nContent-Length: 500\r\n\r\n"
             connection.sendall(head.encode() + b'{"name"')
     time.sleep(0.2)
     assert http.get("/healthz").status_code == 200
@@ -200,7 +201,7 @@ def test_a_client_that_goes_away_in_its_body_leaves_nothing_behind(server: ApiSe
 def test_path_tricks_lead_nowhere(server: ApiServer, path: str) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(f"GET {path.replace(' ', '%20')} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        connection.sendall(f"GET {path.replace(' ', '%20')} {HTTP}Connection: close\r\n\r\n".encode())
         connection.settimeout(30)
         answer = b""
         while chunk := connection.recv(65536):

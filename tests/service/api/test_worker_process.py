@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import psutil
 import pytest
 
 from search_spaces.errors import InvalidStudy, Problem
-from service.api.worker_process import ProcessDied, WorkerProcess
+from service.api.worker_process import CallLimits, LimitExceeded, ProcessDied, WorkerProcess, lift_limits
 
 TIMEOUT_S = 60.0
 
@@ -111,6 +115,80 @@ def test_a_call_that_takes_too_long_is_ended() -> None:
             assert await process.call(abs, -1) == 1
 
     asyncio.run(scenario())
+
+
+def burn() -> None:
+    while True:
+        pass
+
+
+def allocate(num_bytes: int) -> int:
+    return len(bytearray(num_bytes))
+
+
+def test_a_call_that_exceeds_its_limits_is_ended_and_the_next_one_is_not() -> None:
+    limits = CallLimits(cpu_s=1, memory_bytes=2**30)
+
+    async def scenario() -> None:
+        async with side_process() as process:
+            pid = await process.call(os.getpid, limits=limits)
+            with pytest.raises(LimitExceeded, match=r"^1 s of processor time$"):
+                await process.call(burn, limits=limits, timeout_s=TIMEOUT_S)
+            assert not psutil.pid_exists(pid)
+            with pytest.raises(LimitExceeded, match=r"^1\.0 GiB of memory$"):
+                await process.call(allocate, 2**31, limits=limits)
+            assert await process.call(allocate, 2**20, limits=limits) == 2**20
+            pid = await process.call(os.getpid)
+            for _ in range(3):  # of each call by itself
+                await process.call(nap_busily, 0.5, limits=limits)
+            assert await process.call(allocate, 2**31) == 2**31
+            assert await process.call(os.getpid) == pid
+
+    asyncio.run(scenario())
+
+
+def nap_busily(seconds: float) -> None:
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
+def lift_and_allocate(num_bytes: int) -> int:
+    lift_limits()
+    return allocate(num_bytes)
+
+
+def test_a_call_may_lift_its_limits() -> None:
+    async def scenario() -> None:
+        async with side_process() as process:
+            limits = CallLimits(memory_bytes=2**30)
+            assert await process.call(lift_and_allocate, 2**31, limits=limits) == 2**31
+            with pytest.raises(LimitExceeded):
+                await process.call(allocate, 2**31, limits=limits)
+
+    asyncio.run(scenario())
+
+
+def child() -> int:
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
+
+
+def start_child_and_nap(file: str) -> None:
+    Path(file).write_text(str(child()))
+    time.sleep(TIMEOUT_S)
+
+
+def test_what_a_call_has_started_ends_with_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with side_process() as process:
+            with pytest.raises(TimeoutError):
+                await process.call(start_child_and_nap, str(tmp_path / "pid"), timeout_s=5.0)
+            started = psutil.Process(int((tmp_path / "pid").read_text()))
+            gone, _ = psutil.wait_procs([started], timeout=TIMEOUT_S)
+            assert gone
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        asyncio.run(scenario())
 
 
 def test_stopping_ends_the_call_that_is_running_and_refuses_later_ones() -> None:

@@ -126,7 +126,7 @@ def test_a_study_is_meant_by_the_beginning_of_its_id_or_its_name(site: Site, ter
     assert message.startswith(f"study {name!r}: 2 studies match, give a longer id: ")
     assert first in message
     assert second in message
-    for verb in (["watch"], ["cancel"], ["log"], ["trials"], ["pareto"]):
+    for verb in (["watch"], ["cancel"], ["delete"], ["log"], ["trials"], ["pareto"]):
         assert terminal.refused(*verb, name) == message
         assert terminal.refused(*verb, "nobody").startswith(
             "study 'nobody': the server has no study of that id or name"
@@ -237,6 +237,18 @@ def test_show_and_watch_say_what_a_study_waits_for(
     assert "the study waits; the server tries again by itself" in err
 
 
+def test_delete_removes_a_study_that_has_ended(site: Site, terminal: ServerTerminal) -> None:
+    name = site.new_name()
+    study = site.create(name)
+    assert "only a study that has ended can be deleted: cancel it first" in terminal.refused("delete", name)
+    terminal.shown("cancel", name)
+    assert terminal.shown("delete", name) == f"deleted: {name}: {study}\n"
+    assert "the server has no study of that id or name" in terminal.refused("show", study)
+    second = site.create(name)
+    terminal.shown("cancel", name)
+    assert terminal.document("delete", name) == {"deleted": second}
+
+
 # Which server, which directory.
 
 
@@ -294,7 +306,7 @@ def test_a_directory_is_meant_where_there_is_one_unless_a_server_is_named(
 
 
 @pytest.mark.parametrize(
-    "verb", ["submit", "studies", "show", "watch", "trials", "pareto", "export", "cancel", "resume", "log"]
+    "verb", ["submit", "studies", "show", "watch", "trials", "pareto", "export", "cancel", "resume", "delete", "log"]
 )
 def test_every_verb_has_its_help(terminal: ServerTerminal, verb: str) -> None:
     code, out, _ = terminal.run(verb, "--help")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from service.errors import Conflict, NotFound
 from service.results.files import pareto, summary, trial_document
 from service.results.load import run_record
 from service.results.report import render_report
-from service.types import Origin, StudyState
+from service.types import ExportRecord, ExportState, Origin, StudyState
 from tests.service.client.asker import Asker
 from tests.service.http_server import HttpServer
 from tests.service.site import PROGRESS, Site
@@ -118,14 +119,14 @@ def test_a_study_is_told_whole(finished: str, ask: Asker) -> None:
 
 @pytest.mark.parametrize("odd", ["..", "../../healthz", "a/b", "a?b", "ü", "\udcff", "x" * 3000, " "])
 def test_an_odd_id_is_no_study_and_no_other_page(ask: Asker, odd: str) -> None:
-    for method in ("study", "summary", "cancel"):
+    for method in ("study", "summary", "cancel", "delete"):
         with pytest.raises(RequestRefused) as refused:
             ask(method, odd)
         assert refused.value.status in (404, 405)
 
 
 def test_an_empty_id_is_not_the_list_of_studies(ask: Asker) -> None:
-    for method in ("study", "trials", "cancel", "pareto"):
+    for method in ("study", "trials", "cancel", "delete", "pareto"):
         with pytest.raises(NotFound, match="give the id of a study"):
             ask(method, "")
 
@@ -162,6 +163,29 @@ def test_a_study_that_failed_is_resumed(site: Site, finished: str, ask: Asker) -
     with pytest.raises(RequestRefused, match="is COMPLETE") as refused:
         ask("resume", finished)
     assert refused.value.status == 409
+
+
+def test_a_study_that_has_ended_is_deleted(site: Site, ask: Asker) -> None:
+    study = site.create(site.new_name())
+    with pytest.raises(RequestRefused, match="only a study that has ended can be deleted") as refused:
+        ask("delete", study)
+    assert refused.value.status == 409
+    ask("cancel", study)
+    assert ask("delete", study) is None
+    with pytest.raises(RequestRefused, match="there is no such study"):
+        ask("study", study)
+
+
+def test_an_export_is_listed_and_deleted(site: Site, ask: Asker) -> None:
+    study = site.create(site.new_name())
+    name = uuid.uuid4().hex
+    site.store.add_export(ExportRecord(name, study, 0, "float32", ExportState.FAIL, time.time(), reason="disk full"))
+    (export,) = ask("exports", study)
+    assert (export["id"], export["state"]) == (name, "FAIL")
+    assert ask("delete_export", study, name) is None
+    assert ask("exports", study) == []
+    with pytest.raises(RequestRefused, match="has no such export"):
+        ask("delete_export", study, name)
 
 
 # Results.

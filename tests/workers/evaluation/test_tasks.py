@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from tests.conftest import write_choices
 from workers.errors import InvalidTask
-from workers.evaluation.tasks import build_task, check_task, permutation, read_inline
+from workers.evaluation.inline_files import read_inline
+from workers.evaluation.tasks import build_task, check_task, permutation
 from workers.types import TaskSpec
 
 GOOD = '{"prompt": "1+1=", "answer": "2"}\n'
@@ -50,6 +51,29 @@ def test_templates_are_rendered_and_broken_ones_refused(tmp_path: Path) -> None:
     assert [(row.prompt, row.answer) for row in read_inline(task)] == [("Q: why\n", "so")]
     with pytest.raises(InvalidTask, match=r"prompt template '\{\{q' is not valid"):
         read_inline({**task, "prompt": "{{q"})
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ {}[key] }}",
+        "{{ key.nothing }}",
+        "{{ [].index(key) }}",
+        "{{ {}.pop(key) }}",
+        "{{ 1 / key }}",
+        "{{ key | int(x) }}",
+    ],
+)
+def test_messages_about_templates_do_not_quote_the_data(tmp_path: Path, template: str) -> None:
+    task = inline(tmp_path / "kaggle.json", '{"user": "someone", "key": "SECRET-0123"}\n', prompt=template, answer="x")
+    with pytest.raises(InvalidTask, match=r"line 1: prompt template .*: ") as caught:
+        check_task(TaskSpec(task, "exact_match"))
+    assert "SECRET" not in str(caught.value)
+
+
+def test_lines_that_are_no_objects_are_not_quoted(tmp_path: Path) -> None:
+    with pytest.raises(InvalidTask, match=r"line 1: expected a JSON object, found str$"):
+        check_task(TaskSpec(inline(tmp_path / "token.json", '"SECRET-0123"\n'), "exact_match"))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from workers.errors import InvalidModel
 from workers.models.hub.errors import HubUnusable, reason_of
 from workers.models.hub.metadata import SnapshotRecord, is_metadata_only, read_record
 
-__all__ = ["COMMIT", "absent_bytes", "download", "fetched", "has_size", "lack_of_space", "point_to"]
+__all__ = ["COMMIT", "absent_bytes", "download", "fetched", "has_size", "hub_cache", "lack_of_space", "point_to"]
 
 log = logging.getLogger(__name__)
 
@@ -83,10 +83,11 @@ def _absent_files(record: SnapshotRecord) -> dict[str, int]:
 
 def _snapshot_dir(name: str, commit: str) -> Path:
     """Where the hub's cache keeps a commit of a model."""
-    return _cache() / f"models--{name.replace('/', '--')}" / "snapshots" / commit
+    return hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots" / commit
 
 
-def _cache() -> Path:
+def hub_cache() -> Path:
+    """Where the hub's client keeps what it downloads."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE).expanduser().resolve()
@@ -96,7 +97,7 @@ def lack_of_space(directories: Iterable[Path]) -> str | None:
     """Why the disk has no room for the weights that must be downloaded; None if it has."""
     absent = sorted({directory for directory in directories if is_metadata_only(directory)})
     num_bytes = absent_bytes(absent)
-    place = _cache()
+    place = hub_cache()
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
@@ -105,7 +106,7 @@ def lack_of_space(directories: Iterable[Path]) -> str | None:
     names = ", ".join(read_record(directory).name for directory in absent)
     return (
         f"{names}: {_size_text(num_bytes)} are to be downloaded to "
-        f"{_cache()}, whose disk has {_size_text(free)} free; make room, or set HF_HUB_CACHE to a directory "
+        f"{hub_cache()}, whose disk has {_size_text(free)} free; make room, or set HF_HUB_CACHE to a directory "
         "on another disk"
     )
 

@@ -1,0 +1,6 @@
+"""What requests may do: where they come from, how many run at once, how long their exports are kept.
+
+- `origin`: refuses requests that are meant for, or come from, other servers
+- `fair_queue`: a few places to work, shared between clients
+- `exports`: which exports have expired or must make room
+"""

@@ -1,0 +1,70 @@
+"""Refuses requests that were meant for another server, and those that a page of another server makes a browser send.
+
+A browser sends requests to this machine for any page that it shows. Of a page whose name was made to point here (DNS
+rebinding) they have that name as Host; of other pages they have the page's Origin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from service.api.problems import problem_response
+
+__all__ = ["LOOPBACK", "CheckOrigin"]
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class CheckOrigin:
+    """ASGI middleware: Host must be one of `hosts` or the address that the request came to (421), and Origin, if there
+    is one, must be this server as the request names it, or have one of `hosts` other than the loopback names (403).
+
+    Names are compared without ports: a proxy may have another one."""
+
+    def __init__(self, app: ASGIApp, hosts: Iterable[str] = ()) -> None:
+        self._app = app
+        self._given = frozenset(map(_host_of, hosts)) - frozenset(LOOPBACK)
+        self._hosts = self._given | frozenset(LOOPBACK)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
+            await problem_response(*refusal)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        headers = Headers(scope=scope)
+        authority = headers.get("host", "")
+        host = _host_of(authority)
+        address = (scope.get("server") or ("",))[0]
+        if host not in self._hosts and host != address:
+            return 421, (
+                f"Host {authority!r:.100}: is not a name of this server, which are {', '.join(sorted(self._hosts))} "
+                "and the address that it listens on; the server's operator can add one with --allow-host"
+            )
+        origin = headers.get("origin")
+        if origin is not None and not self._is_own(origin, authority):
+            return 403, (
+                f"Origin {origin!r:.100}: pages of other servers may not send requests; the server's operator can "
+                "allow a page's host with --allow-host"
+            )
+        return None
+
+    def _is_own(self, origin: str, authority: str) -> bool:
+        try:
+            netloc = urlsplit(origin).netloc.lower()
+        except ValueError:
+            return False
+        return bool(netloc) and (netloc == authority.lower() or _host_of(netloc) in self._given)
+
+
+def _host_of(authority: str) -> str:
+    """The host of HOST[:PORT], in lower case, without the brackets of IPv6; "" if it is none."""
+    try:
+        return (urlsplit(f"//{authority}").hostname or "").rstrip(".")
+    except ValueError:
+        return ""

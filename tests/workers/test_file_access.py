@@ -1,0 +1,57 @@
+"""Files below the given directories, wherever symbolic links lead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from workers.file_access import FileAccess
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    for name in ("a/inner", "ab"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "a" / "out").symlink_to(tmp_path / "ab")
+    (tmp_path / "ab" / "in").symlink_to(tmp_path / "a")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("path", "may_be_read"),
+    [
+        ("a", True),
+        ("a/inner/../x", True),
+        ("a/none/x", True),
+        ("ab/in/x", True),
+        ("ab", False),
+        ("ab/x", False),
+        ("a/../ab", False),
+        ("a/out/x", False),
+        ("", False),
+    ],
+)
+@pytest.mark.parametrize("root", ["a", "link"])
+def test_what_is_below_may_be_read(place: Path, path: str, may_be_read: bool, root: str) -> None:
+    access = FileAccess((str(place / root),))
+    refusal = access.refusal(place / path)
+    assert (refusal is None) == may_be_read
+    if refusal is not None:
+        assert refusal.startswith(f"{place / path}: is not below a directory that studies may read ({place / root};")
+        assert refusal.endswith("can add its directory with --allow-dir")
+
+
+def test_files_of_a_directory_may_be_links_to_other_places(place: Path) -> None:
+    access = FileAccess((str(place / "a"),))
+    assert access.refusal(place / "a") is None
+    assert access.refusal_of_all(place / "a/inner") is None
+    assert str(place / "a" / "out") in (access.refusal_of_all(place / "a") or "")
+
+
+def test_trusted_directories_may_be_read_and_others_run_no_code(place: Path) -> None:
+    access = FileAccess((str(place / "a"),), (str(place / "ab"),))
+    assert access.refusal(place / "ab" / "x") is None
+    assert access.distrust(place / "ab") is None
+    assert "--trust-dir" in (access.distrust(place / "a") or "")

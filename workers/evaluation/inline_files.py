@@ -1,0 +1,97 @@
+"""Inline tasks: samples in a JSONL file, with templates for the prompt and the answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import meta
+from jinja2.sandbox import SandboxedEnvironment
+
+from workers.errors import InvalidTask
+
+__all__ = ["InlineRow", "read_inline"]
+
+INLINE_KEYS = frozenset({"file", "prompt", "answer", "until", "max_tokens"})
+
+
+@dataclass(frozen=True)
+class InlineRow:
+    """One sample of an inline task: the prompt, and the answer that the whole completion must equal."""
+
+    prompt: str
+    answer: str
+
+
+def read_inline(task: Mapping[str, Any]) -> list[InlineRow]:
+    """The samples of an inline JSONL task, in file order. Raises InvalidTask with file, line and reason."""
+    if unknown := sorted(set(task) - INLINE_KEYS):
+        raise InvalidTask(f"inline task: unknown key {unknown[0]!r}; known are {', '.join(sorted(INLINE_KEYS))}")
+    file = str(task["file"])
+    templates = {
+        "prompt": str(task.get("prompt", "{{prompt}}")),
+        "answer": str(task.get("answer", "{{answer}}")),
+    }
+    environment = _environment()
+    try:
+        lines = Path(file).read_bytes().splitlines()
+    except OSError as error:
+        raise InvalidTask(f"{file}: cannot be read ({error.strerror})") from error
+    compiled = {}
+    for key, text in templates.items():
+        try:
+            compiled[key] = environment.from_string(text)
+        except jinja2.TemplateSyntaxError as error:
+            raise InvalidTask(f"{file}: {key} template {text!r} is not valid: {error.message}") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        fields = _parse_line(line, where=f"{file}, line {number}")
+        rendered = {}
+        for key, template in compiled.items():
+            try:
+                rendered[key] = template.render(fields)
+            except jinja2.UndefinedError as error:
+                raise InvalidTask(
+                    f"{file}, line {number}: {key} template {templates[key]!r}: {_undefined(templates[key], fields)}; "
+                    f"fields here are {', '.join(sorted(map(str, fields))) or 'none'}"
+                ) from error
+            except MemoryError:
+                raise
+            except Exception as error:  # a template is code; only the class is told: the message may quote the file
+                reason = type(error).__name__
+                raise InvalidTask(f"{file}, line {number}: {key} template {templates[key]!r}: {reason}") from error
+        if not rendered["prompt"]:
+            raise InvalidTask(f"{file}, line {number}: the prompt is empty")
+        rows.append(InlineRow(**rendered))
+    if not rows:
+        raise InvalidTask(f"{file}: holds no samples; expected one JSON object per line")
+    return rows
+
+
+def _environment() -> SandboxedEnvironment:
+    return SandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+
+
+def _undefined(template: str, fields: Mapping[str, Any]) -> str:
+    """What a template uses that a line does not have. Values of the line are not quoted: a template could show any."""
+    environment = _environment()
+    names = meta.find_undeclared_variables(environment.parse(template)) - environment.globals.keys() - fields.keys()
+    return f"{min(names)!r} is undefined" if names else "it uses an attribute or item that a value does not have"
+
+
+def _parse_line(line: bytes, *, where: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise InvalidTask(f"{where}: not UTF-8 ({error.reason} at byte {error.start})") from error
+    except json.JSONDecodeError as error:
+        raise InvalidTask(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+    if not isinstance(fields, dict):
+        raise InvalidTask(f"{where}: expected a JSON object, found {type(fields).__name__}")
+    return fields

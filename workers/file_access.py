@@ -1,0 +1,58 @@
+"""Which files a study may name when it is sent over HTTP: those below configured directories.
+
+Nothing is opened here. Whoever opens a file that a study names asks first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["FileAccess"]
+
+
+@dataclass(frozen=True)
+class FileAccess:
+    """Files below `readable` and `trusted` may be read; task files below `trusted` may also name Python functions.
+
+    Both are absolute directories. Symbolic links are followed before a path is compared with them."""
+
+    readable: tuple[str, ...]
+    trusted: tuple[str, ...] = ()
+
+    def refusal(self, path: str | Path) -> str | None:
+        """Why the file or directory `path` must not be read; None if it may be."""
+        if _is_below(path, (*self.readable, *self.trusted)):
+            return None
+        return (
+            f"{path}: is not below a directory that studies may read ({', '.join((*self.readable, *self.trusted))}; "
+            "symbolic links are followed); the server's operator can add its directory with --allow-dir"
+        )
+
+    def refusal_of_all(self, path: str | Path) -> str | None:
+        """As `refusal`, also of the files in the directory `path`, which may be links to other places."""
+        return next(filter(None, map(self.refusal, _with_entries(path))), None)
+
+    def distrust(self, directory: str | Path) -> str | None:
+        """Why Python functions named by task files in `directory` must not be run; None if they may be."""
+        if _is_below(directory, self.trusted):
+            return None
+        return (
+            f"{directory}: its task files name Python functions (!function), which are run only from directories that "
+            f"the server's operator trusts with --trust-dir ({', '.join(self.trusted) or 'none so far'})"
+        )
+
+
+def _is_below(path: str | Path, roots: Iterable[str]) -> bool:
+    place = Path(os.path.realpath(path))
+    return any(place.is_relative_to(os.path.realpath(root)) for root in roots)
+
+
+def _with_entries(path: str | Path) -> Iterator[Path]:
+    path = Path(path)
+    yield path
+    with suppress(OSError):  # no directory: its opening reports that
+        yield from sorted(path.iterdir())

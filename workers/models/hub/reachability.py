@@ -1,0 +1,46 @@
+"""Whether the hub answers: where it does not, its client retries every request for a minute and more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["without_waiting"]
+
+TIMEOUT_S = 5.0
+
+# A hub that did not answer is not asked again for this long.
+REMEMBERED_S = 30.0
+
+# When each endpoint last did not answer (time.monotonic()).
+_silent_at: dict[str, float] = {}
+
+
+@contextmanager
+def without_waiting() -> Iterator[None]:
+    """Where the hub does not answer, let its client use its cache alone, and fail at once where that is not enough."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or not _answers()
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _answers() -> bool:
+    """Whether the hub sends any response at all."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    silent_at = _silent_at.get(constants.ENDPOINT)
+    if silent_at is not None and time.monotonic() - silent_at < REMEMBERED_S:
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=TIMEOUT_S)
+    except Exception:  # of its HTTP library, of TLS and of the system
+        _silent_at[constants.ENDPOINT] = time.monotonic()
+        return False
+    return True
