@@ -18,6 +18,7 @@ from search_spaces.spaces.base import SearchSpace
 from service.errors import StudyFailed
 from service.results.selection import held_out
 from service.store import BracketRecord, Store, StudyWriter
+from service.tune.crashes import Crashes
 from service.tune.evaluation import ChunkFailed, Evaluation, FailureKind
 from service.tune.plan import Plan
 from service.tune.provenance import ProvenanceCheck
@@ -80,6 +81,7 @@ class Coordinator:
         self._is_out_of_budget = is_out_of_budget
         self._in_flight: dict[int, Evaluation] = {}
         self._lost_actors: dict[int, int] = {}
+        self._crashes = Crashes(store.events(plan.study_id))
         self._asked: Proposal | None = None
         self._asked_at = 0.0
         self._holdout: deque[int] | None = None
@@ -159,6 +161,8 @@ class Coordinator:
         if isinstance(outcome, ChunkFailed):
             if outcome.kind is FailureKind.EVIDENCE:
                 raise EvidenceMismatch(outcome.reason)
+            if outcome.kind is FailureKind.CRASH:
+                return self._on_crash(evaluation, outcome)
             if outcome.kind is FailureKind.ENGINE:
                 raise StudyFailed(f"no engine to score with: {outcome.reason}")
             self._fail(evaluation, outcome.reason)
@@ -186,6 +190,27 @@ class Coordinator:
             return False
         self._finish(evaluation)
         return True
+
+    def _on_crash(self, evaluation: Evaluation, failed: ChunkFailed) -> bool:
+        """An engine crashed with a chunk. Returns True if that fails the candidate, False to score the chunk again."""
+        assert failed.crash is not None
+        event = self._crashes.add(evaluation, failed)
+        self._writer.add_event(EventKind.CRASH, event)
+        logger.warning("trial %d: crash %d of its engine: %s", evaluation.trial, event["crashes"], failed.reason)
+        if self._crashes.is_caused_by_candidate(evaluation, failed.crash.chunk):
+            self._fail(
+                evaluation,
+                f"its engine crashed {event['crashes']} times with the same samples, the last one after it had scored "
+                f"another recipe: {failed.reason}",
+            )
+            return True
+        if self._crashes.is_caused_by_engines(evaluation, failed.crash.chunk):
+            return self.on_outcome(evaluation, ChunkFailed(FailureKind.ENGINE, failed.reason))
+        return False
+
+    def on_missing_actors(self, text: str, *, running: int, wanted: int) -> None:
+        """The driver works with fewer trial actors than it wants."""
+        self._writer.add_event(EventKind.ACTORS, {"running": running, "wanted": wanted, "reason": text})
 
     def on_lost(self, evaluation: Evaluation, reason: str) -> None:
         """The trial actor died. Its evaluation starts again after the last stored chunk."""
@@ -343,7 +368,8 @@ class Coordinator:
         if split is Split.HOLDOUT and self._holdout is not None:
             self._holdout.remove(trial.number)
         chunks = self._samples.missing_chunks(trial.recipe.digest, rung, split)
-        return Evaluation(self.plan.study_id, trial.number, rung, split, trial.recipe, chunks)
+        evaluation = Evaluation(self.plan.study_id, trial.number, rung, split, trial.recipe, chunks)
+        return replace(evaluation, crashes=self._crashes.count(evaluation))
 
     def _finish(self, evaluation: Evaluation) -> None:
         """All samples of the evaluation are stored: finish its rung, and promote if that completes one."""
