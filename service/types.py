@@ -94,6 +94,7 @@ class EventKind(StrEnum):
     HOLDOUT_STARTED = "holdout_started"
     HOLDOUT_SCORED = "holdout_scored"
     HOLDOUT_FAILED = "holdout_failed"
+    OUT_OF_RANGE = "out_of_range"
     VERIFICATION = "verification"
 
 
@@ -109,12 +110,13 @@ class Estimate:
 
 @dataclass(frozen=True)
 class RungRecord:
-    """One finished rung of a trial: per objective, the mean over the rung's samples and its standard error."""
+    """One finished rung of a trial: per objective, the mean over the rung's samples and its standard error, which is
+    None where a single sample shows no spread."""
 
     rung: int
     num_samples: Mapping[str, int]
     values: Mapping[str, float]
-    standard_errors: Mapping[str, float]
+    standard_errors: Mapping[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class TrialRecord:
     samples_reused: int = 0
     timings_s: Mapping[str, float] = field(default_factory=dict)
     values: Mapping[str, float] = field(default_factory=dict)
-    standard_errors: Mapping[str, float] = field(default_factory=dict)
+    standard_errors: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -230,10 +232,11 @@ class ExportRecord:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A finalist, source or published recipe on the holdout data. `differences` are paired, this row minus the
-    best finalist, per objective and as the mean of the accuracy objectives under the key "mean"."""
+    """A finalist, source or published recipe on the holdout data. `mean` is over the accuracy objectives. `differences`
+    are paired, this row minus the best finalist, per objective and of the mean under the key "mean"."""
 
     label: str
     trial: int
     values: Mapping[str, Estimate]
     differences: Mapping[str, Estimate] = field(default_factory=dict)
+    mean: Estimate | None = None

@@ -17,7 +17,7 @@ from typing import Any
 from search_spaces.errors import InvalidStudy, SearchSpaceError
 from service.cli import verbs
 from service.errors import Conflict, NotFound, RequestRefused, ServiceError
-from workers.errors import EngineUnavailable, InvalidModel, InvalidTask
+from workers.errors import EngineUnavailable, EvidenceMismatch, InvalidModel, InvalidTask
 
 __all__ = ["main"]
 
@@ -162,7 +162,7 @@ def _exit_code(error: Exception) -> int | None:
         return 2
     if isinstance(error, WRONG_PLACE) and error.filename is not None:
         return 2
-    if isinstance(error, ServiceError | EngineUnavailable | ConnectionError):
+    if isinstance(error, ServiceError | EngineUnavailable | EvidenceMismatch | ConnectionError):
         return 1
     return None
 

@@ -198,6 +198,8 @@ def _note(event: Event) -> str | None:
             return f"held-out data: {len(payload['trials'])} trials"
         case "holdout_failed":
             return f"trial {payload['trial']} failed on held-out data" + _because(payload["reason"])
+        case "out_of_range":
+            return f"trial {payload['trial']}: {payload['message']}"
         case _:
             return None
 

@@ -11,9 +11,9 @@ import sqlalchemy as sa
 
 from service.errors import StaleAttempt
 from service.store import schema
-from service.store.records import BracketRecord
+from service.store.records import BracketRecord, tokens_text
 from service.types import EventKind, RungRecord, StudyState, TrialRecord, TrialState
-from workers.types import ScoreResult, Split
+from workers.types import SampleResult, ScoreResult, Split
 
 __all__ = ["StudyWriter", "insert", "insert_event"]
 
@@ -99,10 +99,14 @@ class StudyWriter:
     def record_chunk(self, trial: int, split: Split, result: ScoreResult) -> None:
         """Store a chunk's samples and evidence, and add its cost to the trial.
 
-        `samples_scored` is the cost of the search; holdout samples are not counted."""
+        Only samples that are not stored yet count; a chunk without any leaves no trace. `samples_scored` is the cost of
+        the search; holdout samples are not counted."""
         evidence = result.evidence
         table = schema.trials
         with self._transaction() as connection:
+            samples = self._not_stored(connection, split, result)
+            if not samples:
+                return
             evidence_id = connection.execute(
                 sa.insert(schema.evidence)
                 .values(
@@ -116,7 +120,7 @@ class StudyWriter:
                     swap_count=evidence.swap_count,
                     engine=evidence.engine,
                     timings_s=dict(result.timings_s),
-                    num_samples=len(result.samples),
+                    num_samples=len(samples),
                     finished_at=time.time(),
                 )
                 .returning(schema.evidence.c.id)
@@ -135,8 +139,9 @@ class StudyWriter:
                         "response": sample.response,
                         "is_truncated": sample.is_truncated,
                         "evidence": evidence_id,
+                        "tokens": tokens_text(sample.tokens),
                     }
-                    for sample in result.samples
+                    for sample in samples
                 ],
             )
             where = (table.c.study == self.study_id) & (table.c.number == trial)
@@ -145,7 +150,7 @@ class StudyWriter:
                 sa.update(table)
                 .where(where)
                 .values(
-                    samples_scored=table.c.samples_scored + (len(result.samples) if split == Split.SEARCH else 0),
+                    samples_scored=table.c.samples_scored + (len(samples) if split == Split.SEARCH else 0),
                     timings_s=_added(timings, result.timings_s),
                     state=sa.case(
                         (table.c.state == TrialState.WAITING.value, TrialState.RUNNING.value), else_=table.c.state
@@ -217,6 +222,22 @@ class StudyWriter:
 
     def _update_study(self, connection: sa.Connection, **changes: Any) -> None:
         connection.execute(sa.update(schema.studies).where(schema.studies.c.id == self.study_id).values(**changes))
+
+    def _not_stored(self, connection: sa.Connection, split: Split, result: ScoreResult) -> list[SampleResult]:
+        """The samples of `result` that the store does not have."""
+        table = schema.samples
+        positions = [sample.position for sample in result.samples]
+        stored = connection.execute(
+            sa.select(table.c.objective, table.c.position).where(
+                (table.c.study == self.study_id)
+                & (table.c.recipe_digest == result.evidence.recipe_digest)
+                & (table.c.split == Split(split).value)
+                & table.c.objective.in_({sample.objective for sample in result.samples})
+                & table.c.position.between(min(positions, default=0), max(positions, default=0))
+            )
+        )
+        known = {(objective, position) for objective, position in stored}
+        return [sample for sample in result.samples if (sample.objective, sample.position) not in known]
 
     def _insert_once(self, connection: sa.Connection, table: sa.Table, rows: Sequence[Mapping[str, Any]]) -> None:
         """Insert rows; those whose key exists stay as they are."""

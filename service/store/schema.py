@@ -35,7 +35,7 @@ __all__ = [
 
 # The newest migration in `migrations/versions`, which makes the tables below. Every change of the tables needs
 # a migration.
-REVISION = "0001"
+REVISION = "0002"
 
 # A database from before the migrations is at this one, if its `schema_version` is this.
 BASELINE = "0001"
@@ -137,6 +137,8 @@ samples = Table(
     Column("response", Text, nullable=False),
     Column("is_truncated", Boolean, nullable=False),
     Column("evidence", Integer, nullable=False),
+    # The ids of each completion's tokens, as JSON; of options, and in rows of earlier versions, there are none.
+    Column("tokens", Text),
     _in_study(),
 )
 

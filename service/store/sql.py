@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -19,7 +19,14 @@ from sqlalchemy import event
 from service.errors import Conflict, NotFound, StaleAttempt
 from service.store import schema
 from service.store.attempt_writer import StudyWriter, insert, insert_event
-from service.store.records import BracketRecord, EventRecord, EvidenceRecord, study_record, trial_record
+from service.store.records import (
+    BracketRecord,
+    EventRecord,
+    EvidenceRecord,
+    sample_result,
+    study_record,
+    trial_record,
+)
 from service.store.upgrade import upgrade
 from service.types import (
     EventKind,
@@ -240,13 +247,17 @@ class Store:
             rows = connection.execute(sa.select(table).where(table.c.study == study_id).order_by(table.c.bracket))
             return tuple(BracketRecord(row.bracket, row.first_rung, row.size) for row in rows)
 
-    def sample_values(self, study_id: str, split: Split) -> dict[str, dict[str, dict[int, float]]]:
-        """Every scored sample's value: recipe digest -> objective -> position -> value."""
+    def sample_values(
+        self, study_id: str, split: Split, *, recipes: Collection[str] | None = None
+    ) -> dict[str, dict[str, dict[int, float]]]:
+        """Every scored sample's value, or those of `recipes`: recipe digest -> objective -> position -> value."""
         table = schema.samples
         found: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
         query = sa.select(table.c.recipe_digest, table.c.objective, table.c.position, table.c.value)
         with self._reads.connect() as connection:
             where = (table.c.study == study_id) & (table.c.split == split)
+            if recipes is not None:
+                where &= table.c.recipe_digest.in_(list(recipes))
             for digest, objective, position, value in connection.execute(query.where(where)):
                 found[digest][objective][position] = value
         return {digest: dict(by_objective) for digest, by_objective in found.items()}
@@ -257,10 +268,7 @@ class Store:
         where = (table.c.study == study_id) & (table.c.recipe_digest == recipe_digest) & (table.c.split == split)
         with self._reads.connect() as connection:
             rows = connection.execute(sa.select(table).where(where).order_by(table.c.objective, table.c.position))
-            return tuple(
-                SampleResult(row.objective, row.position, row.document, row.value, row.response, row.is_truncated)
-                for row in rows
-            )
+            return tuple(map(sample_result, rows))
 
     def evidence(self, study_id: str) -> tuple[EvidenceRecord, ...]:
         """What the engines held, one record per scored chunk, in order."""
@@ -269,16 +277,16 @@ class Store:
             rows = connection.execute(sa.select(table).where(table.c.study == study_id).order_by(table.c.id))
             return tuple(EvidenceRecord(**row) for row in rows.mappings())
 
-    def events(self, study_id: str, *, after: int = 0, limit: int | None = None) -> tuple[EventRecord, ...]:
-        """Events with an id greater than `after`, in order, at most `limit`."""
+    def events(
+        self, study_id: str, *, after: int = 0, limit: int | None = None, kinds: Collection[EventKind] | None = None
+    ) -> tuple[EventRecord, ...]:
+        """Events with an id greater than `after`, all or those of `kinds`, in order, at most `limit`."""
         table = schema.events
+        where = (table.c.study == study_id) & (table.c.id > after)
+        if kinds is not None:
+            where &= table.c.kind.in_([kind.value for kind in kinds])
         with self._reads.connect() as connection:
-            rows = connection.execute(
-                sa.select(table)
-                .where((table.c.study == study_id) & (table.c.id > after))
-                .order_by(table.c.id)
-                .limit(limit)
-            )
+            rows = connection.execute(sa.select(table).where(where).order_by(table.c.id).limit(limit))
             return tuple(EventRecord(row.id, row.time, row.kind, row.payload) for row in rows)
 
     def last_event_id(self, study_id: str) -> int:

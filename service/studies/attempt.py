@@ -9,22 +9,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-
 from search_spaces.study.file import Study
 from service.errors import StaleAttempt, StudyFailed
-from service.results.selection import best_trial, full_budget_trials
+from service.results.selection import best_trial
 from service.store import Store, StudyWriter
 from service.studies.preflight.examine import PreflightResult
 from service.studies.progress import ProgressReporter, ProgressSnapshot
+from service.studies.verification import verify_trials
 from service.tune.coordinator import Coordinator
 from service.types import HEARTBEAT_S, Origin, StudyState, TrialRecord, TrialState
 from workers.errors import EngineUnavailable, EvidenceMismatch
-from workers.types import Scorer, Span, Split
+from workers.types import Scorer
 
 __all__ = ["Heartbeat", "execute"]
 
@@ -88,11 +86,10 @@ def execute(
         view.update(snapshots.now())
         if best_trial(coordinator.trials, preflight.objectives) is None:
             raise StudyFailed(_no_result(coordinator.trials))
-        if store.document(study_id, "verification") is None:
-            view.note("Verifying some of the trials with transformers ...")
-            _verify(store, writer, preflight, scorer, coordinator.trials)
+        not_verified = verify_trials(store, writer, preflight, scorer, coordinator.trials, note=view.note)
         heartbeat.send()
-        writer.set_state(StudyState.COMPLETE, coordinator.end_of_search)
+        reasons = [reason for reason in (coordinator.end_of_search, not_verified) if reason]
+        writer.set_state(StudyState.COMPLETE, "; ".join(reasons) or None)
         observer("complete")
     except (StudyFailed, EvidenceMismatch) as error:
         writer.set_state(StudyState.FAILED, str(error))
@@ -194,38 +191,3 @@ def _no_result(trials: tuple[TrialRecord, ...]) -> str:
     failed = [trial for trial in trials if trial.state is TrialState.FAIL]
     text = f"no trial was scored at the full budget; {len(failed)} of {len(trials)} trials failed"
     return text + (f", the first with: {failed[0].reason}" if failed else "")
-
-
-def _verify(
-    store: Store, writer: StudyWriter, preflight: PreflightResult, scorer: Scorer, trials: tuple[TrialRecord, ...]
-) -> None:
-    """Score some trials with transformers too: the best one, then others drawn by the study's seed.
-
-    Raises StudyFailed if stored samples differ by more than rounding explains."""
-    verify = preflight.study.engine.verify
-    if not verify or verify.trials == 0 or verify.samples == 0:
-        writer.set_document_named("verification", {"reports": [], "reason": "switched off in the study"})
-        return
-    candidates = full_budget_trials(trials)
-    winner = best_trial(trials, preflight.objectives)
-    others = [trial for trial in candidates if trial is not winner]
-    drawn = np.random.default_rng(preflight.study.search.seed).permutation(len(others))
-    chosen = [winner, *(others[i] for i in drawn)][: verify.trials]
-    full = preflight.rung_samples[-1]
-    spans = tuple(Span(name, task, 0, min(verify.samples, full[name])) for name, task in preflight.tasks.items())
-    stops = {span.objective: span.stop for span in spans}
-    reports = []
-    for trial in chosen:
-        assert trial is not None
-        stored = store.samples(writer.study_id, trial.recipe.digest, Split.SEARCH)
-        samples = tuple(sample for sample in stored if sample.position < stops[sample.objective])
-        report = scorer.verify(trial.recipe, samples, spans)
-        reports.append({"trial": trial.number, **asdict(report)})
-        if report.num_beyond:
-            writer.set_document_named("verification", {"reports": reports})
-            raise StudyFailed(
-                f"verification: trial {trial.number}: {report.num_beyond} of {report.num_samples} samples differ "
-                f"between the engine and transformers beyond a tolerance of {report.tolerance:g}; "
-                f"the first: {asdict(report.differences[0])}"
-            )
-    writer.set_document_named("verification", {"reports": reports})

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from search_spaces.errors import SearchSpaceError
+from search_spaces.errors import InvalidStudy, SearchSpaceError
 from search_spaces.spaces.base import SearchSpace
 from service.errors import StudyFailed
+from service.results.ranges import out_of_range
 from service.results.selection import held_out
 from service.store import BracketRecord, Store, StudyWriter
 from service.tune.crashes import Crashes
@@ -172,6 +173,11 @@ class Coordinator:
         result = replace(
             outcome, evidence=replace(outcome.evidence, prompts=self._provenance.check(evaluation, outcome))
         )
+        values: dict[str, list[tuple[int, float]]] = {}
+        for sample in result.samples:
+            values.setdefault(sample.objective, []).append((sample.position, sample.value))
+        for warning in out_of_range(trial, self.plan.objectives, evaluation.split, values):
+            self._writer.add_event(EventKind.OUT_OF_RANGE, warning.to_json())
         self._writer.record_chunk(trial, evaluation.split, result)
         self._observer("commit")
         if result.evidence.replica not in self._replicas:
@@ -244,6 +250,7 @@ class Coordinator:
                 elif trial.state is TrialState.FAIL and rung == self._rung_of_failure(trial):
                     decisions += self.table.fail(trial.number)
         self._apply(decisions)
+        self._check_exhausted()
 
     def _rung_of_failure(self, trial: TrialRecord) -> int:
         if trial.rungs:
@@ -316,6 +323,9 @@ class Coordinator:
                 timings_s={"ask": ask_s},
             )
         )
+        self._check_exhausted()
+
+    def _check_exhausted(self) -> None:
         if self._num_duplicates_in_a_row() >= MAX_DUPLICATES_IN_A_ROW:
             self._end_search(
                 f"the last {MAX_DUPLICATES_IN_A_ROW} proposals were recipes scored already: the space is exhausted"
@@ -381,6 +391,11 @@ class Coordinator:
             return
         trial = self._trials[number]
         rung = self._samples.rung_record(trial.recipe.digest, evaluation.rung)
+        try:
+            costs = self._costs(rung.values)
+        except InvalidStudy as error:
+            self._fail(evaluation, str(error))
+            return
         is_last = evaluation.rung == self.table.last_rung
         rungs = (*trial.rungs, rung)
         # Every rung counts with all its samples; those not scored for this trial were reused from lower rungs or from
@@ -397,7 +412,7 @@ class Coordinator:
         self._writer.finish_rung(number, rung, samples_reused=reused, state=finished.state if is_last else None)
         self._trials[number] = finished
         self._observer("rung")
-        self._apply(self.table.record(number, evaluation.rung, self._costs(rung.values)))
+        self._apply(self.table.record(number, evaluation.rung, costs))
 
     def _apply(self, decisions: Iterable[Decision]) -> None:
         for decision in decisions:

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from service.errors import Conflict, NotFound, StaleAttempt
 from service.store import BracketRecord, Store, StudyWriter, schema
-from service.types import ExportRecord, ExportState, Origin, RungRecord, StudyState, TrialRecord, TrialState
+from service.types import EventKind, ExportRecord, ExportState, Origin, RungRecord, StudyState, TrialRecord, TrialState
 from tests.service.resolved import resolved_study
 from workers.types import Evidence, SampleResult, ScoreResult, Split
 
@@ -192,6 +192,15 @@ def test_a_chunk_stores_its_samples_its_evidence_and_its_cost(store: Store, writ
     assert all(getattr(evidence[0], name) == getattr(first.evidence, name) for name in stated)
 
 
+def test_a_sample_keeps_the_tokens_of_its_completions(store: Store, writer: StudyWriter) -> None:
+    writer.add_trial(TRIAL)
+    tokens = (((5, 128_000, 2),), ((), (7,)), None)
+    scored = chunk(range(3))
+    samples = tuple(replace(sample, tokens=each) for sample, each in zip(scored.samples, tokens, strict=True))
+    writer.record_chunk(3, Split.SEARCH, replace(scored, samples=samples))
+    assert store.samples(writer.study_id, RECIPE.digest, Split.SEARCH) == samples
+
+
 def test_holdout_samples_are_kept_apart_and_cost_the_search_nothing(store: Store, writer: StudyWriter) -> None:
     writer.add_trial(replace(TRIAL, state=TrialState.COMPLETE))
     writer.record_chunk(3, Split.SEARCH, chunk(range(2), value=1.0))
@@ -209,6 +218,28 @@ def test_a_sample_stored_once_keeps_its_first_value(store: Store, writer: StudyW
     writer.record_chunk(3, Split.SEARCH, chunk(range(1, 5), value=0.0))
     values = store.sample_values(writer.study_id, Split.SEARCH)[RECIPE.digest]["math"]
     assert values == {0: 1.0, 1: 1.0, 2: 1.0, 3: 0.0, 4: 0.0}
+
+
+def test_a_chunk_written_again_counts_once(store: Store, writer: StudyWriter) -> None:
+    writer.add_trial(TRIAL)
+    writer.record_chunk(3, Split.SEARCH, chunk(range(3)))
+    before = everything(store, writer.study_id)
+    writer.record_chunk(3, Split.SEARCH, chunk(range(3)))
+    assert everything(store, writer.study_id) == before
+    writer.record_chunk(3, Split.SEARCH, chunk(range(1, 5)))  # two of its samples are new
+    (trial,) = store.trials(writer.study_id)
+    assert trial.samples_scored == 5
+    assert [row.num_samples for row in store.evidence(writer.study_id)] == [3, 2]
+
+
+def test_events_and_values_of_some_kinds_and_recipes_are_those(store: Store, writer: StudyWriter) -> None:
+    writer.add_trial(TRIAL)
+    writer.record_chunk(3, Split.SEARCH, chunk(range(2)))
+    writer.add_event(EventKind.HOLDOUT_FAILED, {"trial": 3, "reason": "x"})
+    (event,) = store.events(writer.study_id, kinds=(EventKind.HOLDOUT_FAILED,))
+    assert event.payload == {"trial": 3, "reason": "x"}
+    assert store.sample_values(writer.study_id, Split.SEARCH, recipes=()) == {}
+    assert set(store.sample_values(writer.study_id, Split.SEARCH, recipes=("other", RECIPE.digest))) == {RECIPE.digest}
 
 
 def test_trials_of_the_same_recipe_share_its_samples(store: Store, writer: StudyWriter) -> None:
