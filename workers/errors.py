@@ -4,6 +4,7 @@
     ├── InvalidModel      (ValueError)    reject the study or merge: a checkpoint cannot be used; holds every problem
     ├── InvalidTask       (ValueError)    reject the study: a task or its data cannot be used
     ├── TrialFailed       (RuntimeError)  fail this trial with this reason; the study goes on
+    │   └── MetricFailed                  the same; on the base model's answers fail the study: its task is unusable
     ├── EngineUnavailable (RuntimeError)  the engine did not start or died; try again on another replica, then stop
     │   ├── EngineCrashed                 the engine died with this chunk; count that, and try again
     │   └── RequestFailed                 the engine works, the request failed beside it; try again, then stop
@@ -20,6 +21,7 @@ __all__ = [
     "EvidenceMismatch",
     "InvalidModel",
     "InvalidTask",
+    "MetricFailed",
     "RequestFailed",
     "TrialFailed",
     "WorkerError",
@@ -55,7 +57,13 @@ class InvalidTask(WorkerError, ValueError):
 
 
 class TrialFailed(WorkerError, RuntimeError):
-    """This candidate cannot be scored (NaN logits, for example); its message becomes the trial's reason."""
+    """This candidate cannot be scored (NaN or infinite logits, for example); its message becomes the trial's reason."""
+
+
+class MetricFailed(TrialFailed):
+    """A task's metric or filter raised on this candidate's answers, gave no number, or did not end in time.
+
+    The message names task, metric and document."""
 
 
 class EngineUnavailable(WorkerError, RuntimeError):

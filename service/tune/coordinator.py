@@ -157,7 +157,7 @@ class Coordinator:
         """Store what a trial actor reported. Returns True if that finishes the evaluation.
 
         Raises EvidenceMismatch if the result is not of the requested recipe, sources or prompts, and StudyFailed if
-        there is no engine; both stop the study.
+        there is no engine or a metric fails on the base model; both stop the study.
         """
         if isinstance(outcome, ChunkFailed):
             if outcome.kind is FailureKind.EVIDENCE:
@@ -166,6 +166,8 @@ class Coordinator:
                 return self._on_crash(evaluation, outcome)
             if outcome.kind is FailureKind.ENGINE:
                 raise StudyFailed(f"no engine to score with: {outcome.reason}")
+            if outcome.kind is FailureKind.METRIC and self._is_base(evaluation):
+                raise StudyFailed(f"the answers of the base model itself cannot be scored: {outcome.reason}")
             self._fail(evaluation, outcome.reason)
             return True
         self._observer("chunk")
@@ -198,25 +200,18 @@ class Coordinator:
         return True
 
     def _on_crash(self, evaluation: Evaluation, failed: ChunkFailed) -> bool:
-        """An engine crashed with a chunk. Returns True if that fails the candidate, False to score the chunk again."""
-        assert failed.crash is not None
-        event = self._crashes.add(evaluation, failed)
+        event, failure = self._crashes.add(evaluation, failed)
         self._writer.add_event(EventKind.CRASH, event)
-        logger.warning("trial %d: crash %d of its engine: %s", evaluation.trial, event["crashes"], failed.reason)
-        if self._crashes.is_caused_by_candidate(evaluation, failed.crash.chunk):
-            self._fail(
-                evaluation,
-                f"its engine crashed {event['crashes']} times with the same samples, the last one after it had scored "
-                f"another recipe: {failed.reason}",
-            )
-            return True
-        if self._crashes.is_caused_by_engines(evaluation, failed.crash.chunk):
-            return self.on_outcome(evaluation, ChunkFailed(FailureKind.ENGINE, failed.reason))
-        return False
+        return failure is not None and self.on_outcome(evaluation, failure)
 
     def on_missing_actors(self, text: str, *, running: int, wanted: int) -> None:
         """The driver works with fewer trial actors than it wants."""
         self._writer.add_event(EventKind.ACTORS, {"running": running, "wanted": wanted, "reason": text})
+
+    def _is_base(self, evaluation: Evaluation) -> bool:
+        """Whether it is the search's evaluation of the base model."""
+        trial = self._trials[evaluation.trial]
+        return evaluation.split is Split.SEARCH and (trial.origin, trial.label) == (Origin.SOURCE, "base")
 
     def on_lost(self, evaluation: Evaluation, reason: str) -> None:
         """The trial actor died. Its evaluation starts again after the last stored chunk."""

@@ -8,16 +8,19 @@ seconds in which it is scored again.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from service.store import EventRecord
-from service.tune.evaluation import ChunkFailed, Evaluation
+from service.tune.evaluation import ChunkFailed, Evaluation, FailureKind
 from service.types import EventKind
 from workers.types import Span
 
 __all__ = ["Crashes"]
+
+log = logging.getLogger(__name__)
 
 MAX_ERRORS = 2
 MAX_CRASHES = 3
@@ -37,11 +40,12 @@ class Crashes:
             if event.kind == EventKind.CRASH:
                 self._add(event.payload)
 
-    def add(self, evaluation: Evaluation, failed: ChunkFailed) -> dict[str, Any]:
-        """Count a crash. Returns the event to store."""
+    def add(self, evaluation: Evaluation, failed: ChunkFailed) -> tuple[dict[str, Any], ChunkFailed | None]:
+        """Count a crash. Returns the event to store, and what follows from it: that the candidate fails, or that there
+        is no engine; None: the chunk is to be scored again."""
         crash = failed.crash
         assert crash is not None
-        payload = {
+        event = {
             "trial": evaluation.trial,
             "recipe": evaluation.recipe.digest,
             "split": evaluation.split.value,
@@ -51,19 +55,13 @@ class Crashes:
             "has_error": crash.has_error,
             "reason": failed.reason,
         }
-        return {**payload, "crashes": self._add(payload)}
+        count = self._add(event)
+        log.warning("trial %d: crash %d of its engine: %s", evaluation.trial, count, failed.reason)
+        return {**event, "crashes": count}, _consequence(self._of(evaluation, crash.chunk), failed.reason)
 
     def count(self, evaluation: Evaluation) -> int:
         """The most crashes with one of the evaluation's chunks."""
         return max((len(self._of(evaluation, chunk)) for chunk in evaluation.chunks), default=0)
-
-    def is_caused_by_candidate(self, evaluation: Evaluation, chunk: Sequence[Span]) -> bool:
-        crashes = self._of(evaluation, chunk)
-        enough = len(crashes) >= MAX_CRASHES or sum(each["has_error"] for each in crashes) >= MAX_ERRORS
-        return enough and bool(crashes[-1]["scored_others"])
-
-    def is_caused_by_engines(self, evaluation: Evaluation, chunk: Sequence[Span]) -> bool:
-        return sum(not each["scored_others"] for each in self._of(evaluation, chunk)) >= MAX_UNPROVEN
 
     def _add(self, payload: Mapping[str, Any]) -> int:
         crashes = self._crashes[payload["recipe"], payload["split"], str(payload["chunk"])]
@@ -72,6 +70,18 @@ class Crashes:
 
     def _of(self, evaluation: Evaluation, chunk: Sequence[Span]) -> Sequence[Mapping[str, Any]]:
         return self._crashes.get((evaluation.recipe.digest, evaluation.split.value, str(_chunk(chunk))), ())
+
+
+def _consequence(crashes: Sequence[Mapping[str, Any]], reason: str) -> ChunkFailed | None:
+    enough = len(crashes) >= MAX_CRASHES or sum(crash["has_error"] for crash in crashes) >= MAX_ERRORS
+    if enough and crashes[-1]["scored_others"]:
+        text = (
+            f"its engine crashed {len(crashes)} times with the same samples, the last one after it had scored another "
+        )
+        return ChunkFailed(FailureKind.TRIAL, f"{text}recipe: {reason}")
+    if sum(not crash["scored_others"] for crash in crashes) >= MAX_UNPROVEN:
+        return ChunkFailed(FailureKind.ENGINE, reason)
+    return None
 
 
 def _chunk(spans: Sequence[Span]) -> list[list[str | int]]:

@@ -34,10 +34,11 @@ class Evaluation:
 
 
 class FailureKind(StrEnum):
-    """Why a chunk was not scored: the candidate cannot be scored, the engine crashed with it, no engine is available,
-    or an engine held another merge than the requested one."""
+    """Why a chunk was not scored: the candidate cannot be scored, a task's metric failed on its answers, the engine
+    crashed with it, no engine is available, or an engine held another merge than the requested one."""
 
     TRIAL = "trial"
+    METRIC = "metric"
     CRASH = "crash"
     ENGINE = "engine"
     EVIDENCE = "evidence"

@@ -9,7 +9,7 @@ from typing import Any
 from ray import tune
 
 from service.tune.evaluation import ChunkFailed, Crash, Evaluation, FailureKind
-from workers.errors import EngineCrashed, EngineUnavailable, EvidenceMismatch, TrialFailed
+from workers.errors import EngineCrashed, EngineUnavailable, EvidenceMismatch, MetricFailed, TrialFailed
 from workers.types import Scorer, ScoreRequest, ScoreResult
 
 __all__ = ["CPUS", "EvaluationTrainable"]
@@ -49,6 +49,8 @@ class EvaluationTrainable(tune.Trainable):
         outcome: ScoreResult | ChunkFailed
         try:
             outcome = self._scorer.score(request)
+        except MetricFailed as error:
+            outcome = ChunkFailed(FailureKind.METRIC, str(error))
         except TrialFailed as error:
             outcome = ChunkFailed(FailureKind.TRIAL, str(error))
         except EvidenceMismatch as error:

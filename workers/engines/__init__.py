@@ -3,4 +3,5 @@
 - `vllm`: scores merges, one after another, in an engine that never restarts
 - `transformers`: checks what vLLM scored
 - `host_memory`: host memory that is free now
+- `logits`: logits that no score can come from
 """

@@ -2,5 +2,7 @@
 
 - `tasks`: what a task specification names, and the order of its samples
 - `prompts`: tokenization, and the requests that a backend answers
-- `lm_eval`: ask a backend for a task's samples and compute the metric
+- `metrics`: lm-eval's filters and metrics, applied to answers
+- `metric_process`: the same in a separate process, as metrics that set timers need a main thread
+- `lm_eval`: score a task's samples: ask a backend, compute the values
 """

@@ -1,15 +1,16 @@
 """Scoring: a backend answers a task's samples, and lm-eval's filters and metrics turn the answers into values.
 
 Requests are built and tokenized once per task; after that, scoring is one batch for the backend and the metric of each
-sample. The backend is the warm engine or plain transformers (workers.evaluation.prompts.Backend).
+sample (`metrics`). The backend is the warm engine or plain transformers (workers.evaluation.prompts.Backend).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,15 @@ from lm_eval.api.model import TemplateLM  # noqa: TID253  (a base class; this mo
 
 from search_spaces.study.sections import EngineOptions
 from workers.errors import InvalidTask
+from workers.evaluation.metrics import Answers, Documents, LocalMetrics, Metrics
 from workers.evaluation.prompts import Backend, Completion, Continuation, Generation, Prompts
-from workers.evaluation.tasks import BuiltTask, build_task, documents_of, values_of
+from workers.evaluation.tasks import BuiltTask, build_task, documents_of
 from workers.types import SampleResult, Span, TaskInfo, TaskSpec
 
 __all__ = ["BackendLM", "Scored", "TaskEvaluator", "describe"]
 
 DEFAULT_MAX_TOKENS = 256  # lm-eval's default
+MAX_KEPT_TOKENS = 50_000_000  # of prompts; about 2 GB, at 36 bytes for a token in a tuple
 KNOWN_ARGUMENTS = frozenset(
     {"until", "max_gen_toks", "max_new_tokens", "max_tokens", "do_sample", "temperature", "top_p", "top_k", "num_beams"}
 )
@@ -60,6 +63,17 @@ class _Prepared:
     @property
     def num_truncated(self) -> int:
         return sum(any(r.is_truncated for r in requests) for subtask in self.requests for requests in subtask)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return sum(len(r.tokenized.tokens) for subtask in self.requests for requests in subtask for r in requests)
+
+    @property
+    def documents(self) -> Documents:
+        return tuple(
+            {request.instance.doc_id: request.instance.doc for requests in subtask for request in requests}
+            for subtask in self.requests
+        )
 
 
 class BackendLM(TemplateLM):  # type: ignore[misc]
@@ -196,22 +210,29 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
 
 
 class TaskEvaluator:
-    """Scores spans of tasks with one backend. `backend` may be None if nothing is scored."""
+    """Scores spans of tasks with one backend. `backend` may be None if nothing is scored.
 
-    def __init__(self, backend: Backend | None, prompts: Prompts) -> None:
+    `metrics` computes the values, by default in this process, whose main thread must call `score` then. Tasks stay
+    prepared, those used last first, as long as their prompts have at most MAX_KEPT_TOKENS tokens together; the tasks
+    of one call of `score` always do.
+    """
+
+    def __init__(self, backend: Backend | None, prompts: Prompts, *, metrics: Metrics | None = None) -> None:
         self.backend = backend
         self.lm = BackendLM(backend, prompts)
-        self._prepared: dict[str, _Prepared] = {}
+        self._metrics = metrics or LocalMetrics()
+        self._prepared: dict[str, _Prepared] = {}  # by the task's digest; the one used last is last
 
     def with_backend(self, backend: Backend) -> TaskEvaluator:
         """An evaluator with the same tasks and tokenized requests, and another backend."""
-        other = TaskEvaluator(backend, self.lm.prompts)
+        other = TaskEvaluator(backend, self.lm.prompts, metrics=self._metrics)
         other._prepared = self._prepared
         return other
 
     def describe(self, spec: TaskSpec) -> TaskInfo:
         """The task's size and kind, and how many prompts were cut to `max_model_len`. Raises InvalidTask."""
         prepared = self._prepare(spec)
+        self._forget_all_but({spec.digest})
         return replace(prepared.task.info, num_truncated=prepared.num_truncated)
 
     def is_greedy(self, spec: TaskSpec) -> bool:
@@ -225,9 +246,10 @@ class TaskEvaluator:
     def score(self, spans: Sequence[Span]) -> Scored:
         """Score every sample of `spans`, in one batch of completions and one of options for all spans.
 
-        Raises InvalidTask if a span goes beyond its task's data, and the errors of the backend.
+        Raises InvalidTask if a span goes beyond its task's data, MetricFailed, and the errors of the backend.
         """
         prepared = [self._requests_of(span) for span in spans]
+        self._forget_all_but({span.task.digest for span in spans})
         every = [request for samples in prepared for _, requests in samples for request in requests]
         answers = iter(self._ask(every))
         answered = [[(position, [(r, next(answers)) for r in rs]) for position, rs in samples] for samples in prepared]
@@ -267,33 +289,39 @@ class TaskEvaluator:
 
     def _judge(self, span: Span, samples: Sequence[tuple[int, Sequence[tuple[_Request, Any]]]]) -> list[SampleResult]:
         task = self._prepare(span.task).task
-        results = []
-        for position, answered in samples:
-            by_instance: dict[int, Any] = {}
-            for request, answer in answered:
-                key = id(request.instance)
-                if key not in by_instance:
-                    by_instance[key] = replace(request.instance, resps=[], filtered_resps={})
-                by_instance[key].resps.append(answer.text if isinstance(answer, Completion) else answer)
-            subtask = task.subtasks[task.order[position][0]]
-            results.append(
-                SampleResult(
-                    objective=span.objective,
-                    position=position,
-                    document=task.document(position),
-                    value=values_of(subtask, list(by_instance.values()), span.task.metric),
-                    response=_response([answer for _, answer in answered]),
-                    is_truncated=any(request.is_truncated for request, _ in answered),
-                    tokens=_tokens([answer for _, answer in answered]),
-                )
+        values = self._metrics.values(
+            span.task.digest, [_answers(task.order[position][0], answered) for position, answered in samples]
+        )
+        return [
+            SampleResult(
+                objective=span.objective,
+                position=position,
+                document=task.document(position),
+                value=value,
+                response=_response([answer for _, answer in answered]),
+                is_truncated=any(request.is_truncated for request, _ in answered),
+                tokens=_tokens([answer for _, answer in answered]),
             )
-        return results
+            for (position, answered), value in zip(samples, values, strict=True)
+        ]
 
     def _prepare(self, spec: TaskSpec) -> _Prepared:
-        if spec.digest not in self._prepared:
+        prepared = self._prepared.pop(spec.digest, None)
+        if prepared is None:
             task = build_task(spec)
-            self._prepared[spec.digest] = _Prepared(task, tuple(self._tokenized(s.task) for s in task.subtasks))
-        return self._prepared[spec.digest]
+            prepared = _Prepared(task, tuple(self._tokenized(s.task) for s in task.subtasks))
+            self._metrics.open(task, prepared.documents)
+        self._prepared[spec.digest] = prepared
+        return prepared
+
+    def _forget_all_but(self, in_use: Collection[str]) -> None:
+        """Forget other tasks, those not used for longest first, while there are more than MAX_KEPT_TOKENS."""
+        kept = sum(prepared.num_tokens for prepared in self._prepared.values())
+        for digest in [digest for digest in self._prepared if digest not in in_use]:
+            if kept <= MAX_KEPT_TOKENS:
+                return
+            kept -= self._prepared.pop(digest).num_tokens
+            self._metrics.close(digest)
 
     def _tokenized(self, task: Any) -> tuple[tuple[_Request, ...], ...]:
         options = self.lm.prompts.options
@@ -332,6 +360,16 @@ def _temperature(arguments: Mapping[str, Any]) -> float:
         return 0.0
     given = arguments.get("temperature")
     return float(given) if given is not None else float(bool(arguments.get("do_sample")))
+
+
+def _answers(subtask: int, answered: Sequence[tuple[_Request, Any]]) -> Answers:
+    """The answers by lm-eval's instances: an instance that is repeated has several requests."""
+    by_instance: dict[int, list[Any]] = {}
+    for request, answer in answered:
+        by_instance.setdefault(id(request.instance), []).append(
+            answer.text if isinstance(answer, Completion) else answer
+        )
+    return Answers(subtask, answered[0][0].instance.doc_id, tuple(map(tuple, by_instance.values())))
 
 
 def _response(answers: Sequence[Any]) -> str:

@@ -12,7 +12,6 @@ import difflib
 import hashlib
 import json
 import logging
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -400,24 +399,6 @@ def _executes_code(name: str) -> str:
 
 def _label(spec: TaskSpec) -> str:
     return str(spec.task.get("file")) if isinstance(spec.task, Mapping) else spec.task
-
-
-def values_of(subtask: Subtask, instances: Sequence[Any], metric: str) -> float:
-    """The metric on one document, computed by lm-eval from its answered requests. Raises InvalidTask."""
-    ensemble = next(ensemble for ensemble in subtask.task._filters if ensemble.name == subtask.filter)
-    ensemble.apply(list(instances))
-    results = subtask.task.process_results(
-        instances[0].doc, [instance.filtered_resps[subtask.filter] for instance in instances]
-    )
-    if metric not in results:
-        raise InvalidTask(f"task {subtask.name}: gave no {metric!r} for a sample, only {', '.join(sorted(results))}")
-    try:
-        value = float(results[metric])
-    except (TypeError, ValueError) as error:
-        raise InvalidTask(f"task {subtask.name}: {metric!r} of a sample is {results[metric]!r}, no number") from error
-    if not math.isfinite(value):
-        raise InvalidTask(f"task {subtask.name}: {metric!r} of a sample is {value}, not a finite number")
-    return value
 
 
 def documents_of(task: Any) -> Iterator[list[Any]]:

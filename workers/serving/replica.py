@@ -36,6 +36,7 @@ from workers.errors import (
     TrialFailed,
     WorkerError,
 )
+from workers.evaluation.metric_process import MetricProcess
 from workers.evaluation.prompts import LOGPROB_TOLERANCE
 from workers.serving.current_chunk import CurrentChunk, chunk_id, note_chunk
 from workers.serving.recipe_lock import RecipeLock
@@ -86,12 +87,13 @@ class EngineWorker:
         from workers.evaluation.lm_eval import TaskEvaluator
 
         self.name = f"{socket.gethostname()}-{os.getpid()}"
+        metrics = MetricProcess()  # it starts while the engine does
         self.engine = Engine(family, options, log_file=log_file())
-        self.evaluator = TaskEvaluator(self.engine, self.engine.prompts)
+        self.evaluator = TaskEvaluator(self.engine, self.engine.prompts, metrics=metrics)
         self.busy_s = 0.0
 
     def score(self, request: ScoreRequest) -> ScoreResult:
-        """Raises TrialFailed, InvalidTask, or EvidenceMismatch if the engine holds another recipe."""
+        """Raises TrialFailed (MetricFailed), InvalidTask, or EvidenceMismatch if the engine holds another recipe."""
         swap = self.engine.swap(request.recipe)
         started = time.perf_counter()
         held = self.engine.held_digest

@@ -60,7 +60,8 @@ def nice_scale(values: Iterable[float], *, count: int = 5, bounds: tuple[float, 
     finite = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(finite), max(finite)
     if high - low < MIN_RANGE:
-        low, high = low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1)
+        around = 0.5 * max(abs(low), abs(high)) if max(abs(low), abs(high)) >= MIN_RANGE else 0.5
+        low, high = low - around, high + around
         if bounds is not None:
             low, high = max(low, min(bounds[0], finite[0])), min(high, max(bounds[1], finite[0]))
     raw = (high - low) / count

@@ -20,7 +20,7 @@ from service.tune.plan import Plan
 from service.tune.searchers import get_searcher
 from service.types import Origin
 from tests.service.resolved import resolved_study
-from workers.errors import EngineCrashed, EngineUnavailable, TrialFailed
+from workers.errors import EngineCrashed, EngineUnavailable, MetricFailed, TrialFailed
 from workers.serving.fake import FakeScorer
 from workers.types import Scorer, ScoreRequest, TaskSpec
 
@@ -128,6 +128,8 @@ def drive(coordinator: Coordinator, scorer: Scorer, *, concurrency: int = 3, ord
 def score(scorer: Scorer, evaluation: Evaluation, chunk: int) -> Any:
     try:
         return scorer.score(ScoreRequest(evaluation.study, evaluation.recipe, evaluation.chunks[chunk]))
+    except MetricFailed as error:
+        return ChunkFailed(FailureKind.METRIC, str(error))
     except TrialFailed as error:
         return ChunkFailed(FailureKind.TRIAL, str(error))
     except EngineCrashed as error:

@@ -15,7 +15,7 @@ from search_spaces.fidelity import Scheduler
 from service.errors import StaleAttempt, StudyFailed
 from service.store import Store
 from service.tune.evaluation import Evaluation
-from service.types import Origin, TrialState
+from service.types import EventKind, Origin, TrialState
 from tests.service.tune.harness import (
     InlineProposer,
     Killed,
@@ -28,7 +28,7 @@ from tests.service.tune.harness import (
     score,
     trial_list,
 )
-from workers.errors import EvidenceMismatch
+from workers.errors import EvidenceMismatch, MetricFailed
 from workers.serving.fake import FakeScorer
 from workers.types import ScoreRequest
 
@@ -250,6 +250,49 @@ def test_a_failed_candidate_has_a_reason_and_the_study_goes_on(tmp_path: Path) -
     assert failed[0].reason
     assert failed[0].rungs == ()
     assert any(t.state is TrialState.COMPLETE and t.bracket == victim.bracket for t in trials)
+
+
+class Unjudged:
+    """A scorer of tasks whose metric raises on one recipe's answers to the data of one split."""
+
+    def __init__(self, digest: str, *, split: str | None = None) -> None:
+        self._scorer, self._digest, self._split = FakeScorer(), digest, split
+
+    def score(self, request: ScoreRequest) -> Any:
+        if (request.recipe.digest, request.spans[0].task.split) == (self._digest, self._split):
+            raise MetricFailed("task math, document 3: metric 'exact_match' raised ValueError: no number")
+        return self._scorer.score(request)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scorer, name)
+
+
+def test_a_metric_that_fails_on_a_candidate_fails_its_trial_alone(tmp_path: Path) -> None:
+    store, study, _ = finished_study(tmp_path / "reference")
+    victim = next(t for t in store.trials(study) if t.origin is Origin.SEARCH and t.state is TrialState.COMPLETE)
+    (tmp_path / "failing").mkdir()
+    store, study = new_study(tmp_path / "failing")
+    drive(coordinator_of(store, study), Unjudged(victim.recipe.digest))
+    (failed,) = [trial for trial in store.trials(study) if trial.state is TrialState.FAIL]
+    assert failed.number == victim.number
+    assert failed.reason == "task math, document 3: metric 'exact_match' raised ValueError: no number"
+
+
+def test_a_metric_that_fails_on_the_base_model_fails_the_study(tmp_path: Path) -> None:
+    store, study = new_study(tmp_path)
+    coordinator = coordinator_of(store, study)
+    base = store.trials(study)[0]
+    reason = "the answers of the base model itself cannot be scored: task math, document 3: metric 'exact_match' raised"
+    with pytest.raises(StudyFailed, match=reason):
+        drive(coordinator, Unjudged(base.recipe.digest))
+
+
+def test_a_metric_that_fails_on_the_base_model_s_holdout_data_costs_no_search(tmp_path: Path) -> None:
+    store, study = new_study(tmp_path)
+    coordinator = coordinator_of(store, study)
+    drive(coordinator, Unjudged(store.trials(study)[0].recipe.digest, split="test"))
+    assert all(trial.state is not TrialState.FAIL for trial in store.trials(study))
+    assert [event.payload["trial"] for event in store.events(study) if event.kind == EventKind.HOLDOUT_FAILED] == [0]
 
 
 def test_a_lost_trial_actor_costs_at_most_its_chunk(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 import json
+import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from workers.engines.transformers.backend import Reference
 from workers.errors import InvalidModel, InvalidTask
 from workers.evaluation.lm_eval import BackendLM, TaskEvaluator, describe
 from workers.evaluation.prompts import Completion, Continuation, Generation, Prompts
-from workers.evaluation.tasks import build_task
+from workers.evaluation.tasks import BuiltTask, build_task
 from workers.models.tokenizers import load_tokenizer
 from workers.types import Span, TaskSpec
 
@@ -127,6 +129,41 @@ def test_spans_are_asked_in_one_batch_and_their_prompts_hashed_in_order(
     assert len(set(scored.prompts.values())) == 3
     with pytest.raises(InvalidTask, match="objective a: samples 390-401 asked of a task with 400 samples"):
         evaluation.score([Span("a", sums, 390, 401)])
+
+
+def test_tasks_stay_prepared_up_to_a_limit_and_those_used_last_do(
+    llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[weakref.ref[BuiltTask]] = []
+    names: list[int] = []
+    specs = [one(tmp_path / f"{number}.jsonl", "x" * 39, max_tokens=8) for number in range(5)]  # 40 tokens each
+
+    def counted(spec: TaskSpec) -> BuiltTask:
+        task = build_task(spec)
+        names.append(specs.index(spec))
+        built.append(weakref.ref(task))
+        return task
+
+    monkeypatch.setattr("workers.evaluation.lm_eval.build_task", counted)
+    monkeypatch.setattr("workers.evaluation.lm_eval.MAX_KEPT_TOKENS", 100, raising=False)
+    evaluation = TaskEvaluator(Recorder(), Prompts(llama, OPTIONS))
+
+    def kept_after(*tasks: int) -> int:
+        evaluation.score([Span(str(number), specs[number], 0, 1) for number in tasks])
+        return sum(reference() is not None for reference in built)
+
+    assert [kept_after(0), kept_after(1), kept_after(0), kept_after(2)] == [1, 2, 2, 2]
+    assert kept_after(0) == 2
+    assert names == [0, 1, 2], "task 1 was used longest ago"
+    assert kept_after(1, 3, 4) == 3, "all tasks of one request stay"
+    assert kept_after(4) == 2
+    assert names == [0, 1, 2, 1, 3, 4]
+
+
+def test_metrics_in_this_process_need_its_main_thread(llama: str, sums: TaskSpec) -> None:
+    evaluation = TaskEvaluator(Recorder(), Prompts(llama, OPTIONS))
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="which only a main thread can"):
+        pool.submit(evaluation.score, [Span("x", sums, 0, 1)]).result()
 
 
 def test_generation_arguments_of_a_task_are_honoured_and_unknown_ones_refused(llama: str, tmp_path: Path) -> None:

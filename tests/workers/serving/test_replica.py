@@ -1,8 +1,10 @@
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from tests.workers.judged_tasks import write_task
 from tests.workers.recipes import arithmetic, slerp
 from workers.engines.vllm.engine import base_recipe
 from workers.errors import TrialFailed
@@ -28,6 +30,33 @@ def test_five_recipes_fired_at_one_real_replica_give_no_foreign_result(
         assert result.evidence.prompts == quiet.evidence.prompts
     assert len({result.evidence.weights_checksum for result in results}) == 5
     assert len({tuple(sample.response for sample in result.samples) for result in results}) == 5
+
+
+TIMER = """
+import signal, time
+from lm_eval.tasks.minerva_math.utils import is_equiv
+
+def process_docs(dataset):
+    return dataset
+
+def ring(*_):
+    raise TimeoutError
+
+def process_results(doc, results):
+    signal.signal(signal.SIGALRM, ring)
+    signal.alarm(1)
+    try:
+        time.sleep(5)
+    except TimeoutError:
+        return {"exact_match": int(is_equiv(doc["problem"], doc["solution"]))}
+"""
+
+
+def test_metrics_have_timers_in_a_real_replica(scorer: ServeScorer, tied_family: Family, tmp_path: Path) -> None:
+    equations = [{"problem": r"\frac{1}{2}", "solution": "0.5"}, {"problem": "x+x", "solution": "3x"}]
+    spec = write_task(tmp_path, "timer", TIMER, equations)
+    samples = scorer.score(request(tied_family, 0.1, 2, spec)).samples
+    assert {sample.document: sample.value for sample in samples} == {"0": 1.0, "1": 0.0}
 
 
 def test_real_replica_of_a_tied_model_is_verified_against_transformers(

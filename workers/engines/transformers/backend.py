@@ -10,7 +10,8 @@ import torch
 
 from search_spaces.recipe import Recipe
 from search_spaces.study.sections import EngineOptions
-from workers.errors import InvalidTask
+from workers.engines.logits import bad_rows, in_words
+from workers.errors import EvidenceMismatch, InvalidTask
 from workers.evaluation.prompts import Completion, Continuation, Generation, Prompts
 from workers.merging.materialize import merged_tensors
 
@@ -85,7 +86,7 @@ class Reference:
                 input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
             )
             cache = output.past_key_values
-            best = output.logits[:, -1].float().log_softmax(-1).topk(2)
+            best = _checked(output.logits[:, -1], len(requests)).float().log_softmax(-1).topk(2)
             gaps = (best.values[:, 0] - best.values[:, 1]).tolist()
             tokens = best.indices[:, 0].tolist()
             for i, request in enumerate(requests):
@@ -167,5 +168,14 @@ def whole_characters(text: str) -> str:
 @torch.inference_mode()
 def _log_softmax(model: Any, tokens: Sequence[int]) -> torch.Tensor:
     """Log-probabilities of what follows each token, [num_tokens, vocabulary]."""
-    scores: torch.Tensor = model(input_ids=torch.tensor([list(tokens)])).logits[0].float().log_softmax(-1)
-    return scores
+    logits = _checked(model(input_ids=torch.tensor([list(tokens)])).logits[0], 1)
+    return logits.float().log_softmax(-1)
+
+
+def _checked(logits: torch.Tensor, num_prompts: int) -> torch.Tensor:
+    """`logits`. Raises EvidenceMismatch if they are NaN or infinite: the engine that scored the merge found none."""
+    if any(rows := bad_rows(logits).tolist()):
+        raise EvidenceMismatch(
+            f"the merged model's logits by transformers are {in_words(rows, num_prompts=num_prompts)}"
+        )
+    return logits

@@ -25,6 +25,7 @@ from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from search_spaces.study.sections import EngineOptions
 from workers.engines.host_memory import free_host_bytes
+from workers.engines.logits import in_words
 from workers.engines.vllm.engine_errors import engine_errors
 from workers.engines.vllm.environment import engine_environment
 from workers.engines.vllm.gpus import free_gpu_bytes, gpus_of_this_machine
@@ -279,7 +280,7 @@ class Engine:
         return canary.compare_with_transformers(logprobs, recipe, self.family, prompt=prompt, dtype=self.dtype)
 
     def generate(self, requests: Sequence[Generation]) -> list[Completion]:
-        """One batch. Raises TrialFailed if the model's logits were NaN at any step."""
+        """One batch. Raises TrialFailed if the model's logits were NaN or infinite at any step."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -306,7 +307,7 @@ class Engine:
         return [Completion(str(output.outputs[0].text), tuple(output.outputs[0].token_ids)) for output in outputs]
 
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
-        """One batch. Raises TrialFailed if the model's logits were NaN at any step."""
+        """One batch. Raises TrialFailed if the model's logits were NaN or infinite at any step."""
         results = []
         for request, scored in zip(requests, self._read([request.tokens for request in requests]), strict=True):
             tail = scored[request.num_context - 1 :]
@@ -334,22 +335,22 @@ class Engine:
     def _run(self, prompts: Sequence[Sequence[int]], parameters: list[Any]) -> list[Any]:
         from vllm import TokensPrompt
 
-        self._call("mergesearch_nan_rows")
+        self._call("mergesearch_bad_rows")
         with engine_errors():
             outputs: list[Any] = self._llm.generate(
                 [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts], parameters, use_tqdm=False
             )
-        if rows := int(self._call("mergesearch_nan_rows")):
+        if any(rows := self._call("mergesearch_bad_rows")):
             self._llm.reset_prefix_cache()
-            raise TrialFailed(f"the merged model's logits are NaN ({rows} rows in {len(prompts)} prompts)")
+            raise TrialFailed(f"the merged model's logits are {in_words(rows, num_prompts=len(prompts))}")
         return outputs
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call the worker extension. With tensor parallelism all ranks must agree on digest and number of swaps."""
         with engine_errors():
             results = self._llm.collective_rpc(method, args=args, kwargs=kwargs)
-        if method == "mergesearch_nan_rows":
-            return max(results)
+        if method == "mergesearch_bad_rows":
+            return [max(counts) for counts in zip(*results, strict=True)]
         if isinstance(results[0], dict):
             if len({(result["digest"], result["swaps"]) for result in results}) > 1:
                 raise EvidenceMismatch(f"the engine's ranks hold different weights: {results}")

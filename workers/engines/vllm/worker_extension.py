@@ -15,6 +15,7 @@ import torch
 
 from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import Recipe
+from workers.engines.logits import bad_rows
 from workers.engines.vllm.checksum import checksum, combined, word_sum
 from workers.engines.vllm.loading import LoadObserver, Place
 from workers.engines.vllm.plugin import PACK
@@ -54,7 +55,7 @@ class MergeExtension:
         reason: str = "",
         keeps_ranks: bool = False,
     ) -> str:
-        """Open the bank of source weights, and start to count NaN logits.
+        """Open the bank of source weights, and start to count rows of logits that are NaN or infinite.
 
         The bank goes to the first of `placements` that has room for it and, on the GPU, for `scratch_bytes` to merge
         in. `reason` says why that placement comes first. With `keeps_ranks` the bank keeps DELLA's ranks
@@ -72,14 +73,13 @@ class MergeExtension:
         self._mergesearch_places = {}
         self._mergesearch_forget()
         model = self.model_runner.get_model()
-        self._mergesearch_nan = torch.zeros((), dtype=torch.int64, device=device)
-        compute_logits, nan_rows = model.compute_logits, self._mergesearch_nan
+        self._mergesearch_bad_rows = torch.zeros(2, dtype=torch.int64, device=device)
+        compute_logits, total = model.compute_logits, self._mergesearch_bad_rows
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             logits = compute_logits(*args, **kwargs)
             if logits is not None:
-                # The sum of a row is NaN if any of its values is. The count stays on the device: nothing waits for it.
-                nan_rows.add_(logits.sum(dim=-1, dtype=torch.float32).isnan().sum())
+                total.add_(bad_rows(logits))  # it stays on the device: nothing waits for it
             return logits
 
         model.compute_logits = watched
@@ -193,21 +193,21 @@ class MergeExtension:
         with torch.inference_mode():
             return checksum(dict(self.model_runner.get_model().named_parameters()))
 
-    def mergesearch_nan_rows(self) -> int:
-        """How many rows of logits contained NaN since the last call.
+    def mergesearch_bad_rows(self) -> list[int]:
+        """How many rows of logits were NaN, and how many infinite, since the last call (`workers.engines.logits`).
 
         If there were any, all cached keys and values are zeroed: NaN in a block spreads to the texts that reuse the
         block, even where it is masked.
         """
-        count = int(self._mergesearch_nan.item())
-        self._mergesearch_nan.zero_()
-        if count:
+        counts: list[int] = self._mergesearch_bad_rows.tolist()
+        self._mergesearch_bad_rows.zero_()
+        if any(counts):
             with torch.inference_mode():
                 for cache in self.model_runner.kv_caches:
                     # A layer with a state has several tensors.
                     for part in cache if isinstance(cache, list | tuple) else (cache,):
                         part.zero_()
-        return count
+        return counts
 
 
 def _repack(model: torch.nn.Module, changed: Iterable[torch.nn.Parameter]) -> float:

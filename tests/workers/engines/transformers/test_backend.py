@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ import torch
 from search_spaces.study.sections import EngineOptions
 from tests.builders import tiny_llama
 from workers.engines.transformers.backend import Reference, choice_gaps, logprobs
-from workers.errors import InvalidTask
+from workers.errors import EvidenceMismatch, InvalidTask
 from workers.evaluation.prompts import Completion, Continuation, Generation
 
 OPTIONS = EngineOptions(max_model_len=128)
@@ -72,3 +73,26 @@ def test_loglikelihood_is_the_sum_over_the_scored_tokens(reference: Reference) -
 def test_requests_that_sample_are_refused(reference: Reference) -> None:
     with pytest.raises(InvalidTask, match="only greedy completions can be verified"):
         reference.generate([Generation((1, 5), 3, temperature=0.7)])
+
+
+def test_infinite_logits_are_no_reference_and_masked_ones_are(reference: Reference) -> None:
+    tokens = tuple(reference.prompts.encode("1+1=2 and"))
+    value = -float("inf")
+
+    def change(model: Any, arguments: Any, output: Any) -> None:
+        output.logits[..., 0] = value  # the padding, which the text does not hold
+
+    hook = reference.model.register_forward_hook(change)
+    try:
+        assert reference.generate([Generation(tokens, 3)])
+        ((total, _),) = reference.loglikelihoods([Continuation(tokens, 4)])
+        assert total > -float("inf")
+        value = float("inf")
+        for ask in (
+            lambda: reference.generate([Generation(tokens, 3)]),
+            lambda: reference.loglikelihoods([Continuation(tokens, 4)]),
+        ):
+            with pytest.raises(EvidenceMismatch, match=r"transformers are infinite \(\d+ rows in 1 prompts\)"):
+                ask()
+    finally:
+        hook.remove()

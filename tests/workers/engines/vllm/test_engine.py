@@ -1,6 +1,8 @@
 import itertools
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -140,6 +142,34 @@ def test_candidate_with_nan_logits_fails_and_leaves_no_trace(
             evaluation.score(spans)
     engine.swap(good)
     assert evaluation.score(spans) == before
+
+
+def test_infinite_logits_fail_a_candidate_and_masked_ones_do_not(
+    engine: Engine, untied_family: Family, sums: TaskSpec, choices: TaskSpec
+) -> None:
+    evaluation = TaskEvaluator(engine, engine.prompts)
+    engine.swap(base_recipe(untied_family))
+    spans = ((Span("x", sums, 0, 20),), (Span("x", choices, 0, 4),))
+    before = [evaluation.score(each) for each in spans]
+
+    @contextmanager
+    def first_token(value: float) -> Iterator[None]:
+        """The logit of token 0, the padding, which no prompt holds."""
+
+        def change(module: Any, arguments: Any, logits: torch.Tensor) -> None:
+            logits[..., 0] = value
+
+        (hook,) = engine._llm.apply_model(lambda model: model.logits_processor.register_forward_hook(change))
+        yield
+        hook.remove()
+
+    with first_token(-float("inf")):
+        assert [len(evaluation.score(each).samples) for each in spans] == [20, 4]
+    with first_token(float("inf")):
+        for each in spans:
+            with pytest.raises(TrialFailed, match=r"logits are infinite \(\d+ rows in \d+ prompts\)"):
+                evaluation.score(each)
+    assert [evaluation.score(each) for each in spans] == before
 
 
 def test_engine_that_does_not_hold_what_it_says_is_caught(engine: Engine, untied_family: Family) -> None:

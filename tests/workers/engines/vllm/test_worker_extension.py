@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -296,15 +298,58 @@ def test_a_swap_plans_its_recipe_once(
     assert planned == [first.digest, second.digest]
 
 
-def test_rows_of_nan_are_counted_once_and_leave_no_caches(extension: Extension) -> None:
+def test_rows_of_nan_or_infinity_are_counted_once_and_leave_no_caches(extension: Extension) -> None:
     model = extension.model_runner.get_model()
     with torch.inference_mode():
         caches = [torch.ones(3), [torch.ones(2), torch.ones(1)]]
         extension.model_runner.kv_caches = caches
         model.compute_logits(torch.tensor([[1.0, 2.0], [float("nan"), 0.0], [float("inf"), 1.0]]))
-    assert extension.mergesearch_nan_rows() == 1
+    assert extension.mergesearch_bad_rows() == [1, 1]
     assert [torch.count_nonzero(cache) for cache in (caches[0], *caches[1])] == [0, 0, 0]
-    assert extension.mergesearch_nan_rows() == 0
+    assert extension.mergesearch_bad_rows() == [0, 0]
+
+
+def engine_over(extension: Extension, logits: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """An engine whose model answers every batch with `logits`; vLLM is left out."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(TokensPrompt=dict))
+    compute_logits = extension.model_runner.get_model().compute_logits
+    engine = Engine.__new__(Engine)
+    engine._llm = SimpleNamespace(
+        collective_rpc=lambda method, args, kwargs: [getattr(extension, method)(*args, **kwargs)],
+        generate=lambda prompts, parameters, use_tqdm: [compute_logits(logits)],
+        reset_prefix_cache=lambda: True,
+    )
+    return engine
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "seen"),
+    [
+        ([[1.0, INF, 2.0], [1.0, 2.0, 3.0]], "infinite (1 rows in 1 prompts)"),
+        ([[1.0, INF, -INF]], "infinite (1 rows in 1 prompts)"),
+        ([[-INF, -INF, -INF]], "infinite (1 rows in 1 prompts)"),
+        ([[1.0, NAN, INF], [NAN, -INF, 1.0]], "NaN (2 rows in 1 prompts)"),
+        ([[1.0, NAN, 1.0], [1.0, INF, 1.0]], "NaN (1 rows in 1 prompts) and infinite (1 rows in 1 prompts)"),
+    ],
+)
+def test_infinite_logits_fail_the_candidate(
+    extension: Extension, monkeypatch: pytest.MonkeyPatch, rows: list[list[float]], seen: str, dtype: torch.dtype
+) -> None:
+    engine = engine_over(extension, torch.tensor(rows, dtype=dtype), monkeypatch)
+    with pytest.raises(TrialFailed, match=f"^the merged model's logits are {re.escape(seen)}$"):
+        engine._run([[1, 2]], [None])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masked_logits_do_not_fail_the_candidate(
+    extension: Extension, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    logits = torch.tensor([[-INF, -3.0, -INF], [2.0, -INF, 3e38]], dtype=dtype)
+    assert len(engine_over(extension, logits, monkeypatch)._run([[1, 2]], [None])) == 1
 
 
 def test_what_attention_keeps_of_weights_is_made_again(extension: Extension, tied_family: Family) -> None:

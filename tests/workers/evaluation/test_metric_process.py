@@ -1,0 +1,162 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from search_spaces.study.sections import EngineOptions
+from tests.builders import tiny_llama
+from tests.workers.judged_tasks import KnownAnswers, write_task
+from workers.errors import InvalidTask
+from workers.evaluation.lm_eval import TaskEvaluator
+from workers.evaluation.metric_process import MetricProcess
+from workers.evaluation.metrics import Answers, LocalMetrics, Metrics
+from workers.evaluation.prompts import Prompts
+from workers.evaluation.tasks import build_task
+from workers.types import Span, TaskSpec
+
+pytestmark = pytest.mark.slow  # the process takes 5 s to import lm-eval
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[MetricProcess]:
+    process = MetricProcess()
+    yield process
+    process.stop()
+
+
+def opened(metrics: Metrics, spec: TaskSpec) -> None:
+    task = build_task(spec)
+    metrics.open(task, (dict(enumerate(task.subtasks[0].task.eval_docs)),))
+
+
+def said(*texts: str) -> list[Answers]:
+    """A completion for each of the first documents."""
+    return [Answers(0, document, ((text,),)) for document, text in enumerate(texts)]
+
+
+def test_values_are_those_of_this_process(process: MetricProcess, sums: TaskSpec, choices: TaskSpec) -> None:
+    texts = said(*(str(2 * index + (3 if index % 3 else 4)) for index in range(400)))
+    options = [
+        Answers(0, index, tuple(((-float(index * k % 5) / 3, False),) for k in (1, 2, 3))) for index in range(12)
+    ]
+    local = LocalMetrics()
+    for spec, answers in ((sums, texts), (choices, options)):
+        opened(local, spec)
+        opened(process, spec)
+        expected = local.values(spec.digest, answers)
+        assert process.values(spec.digest, answers) == expected
+        assert set(expected) == {0.0, 1.0}
+
+
+def test_process_that_was_killed_is_replaced(process: MetricProcess, sums: TaskSpec) -> None:
+    opened(process, sums)
+    before = process.pid
+    os.kill(before, signal.SIGKILL)
+    assert process.values(sums.digest, said("3", "5", "6", "9")) == [1.0, 1.0, 0.0, 1.0]
+    assert process.pid != before
+
+
+def test_process_that_a_metric_ends_once_begins_again_with_the_same_sample(
+    process: MetricProcess, tmp_path: Path
+) -> None:
+    code = f"""
+import os, pathlib
+
+def process_docs(dataset):
+    return dataset
+
+def process_results(doc, results):
+    here = pathlib.Path({str(tmp_path)!r}) / results[0]
+    here.write_text((here.read_text() if here.exists() else "") + "asked ")
+    if results[0] == "2" and here.read_text() == "asked ":
+        os._exit(3)
+    return {{"exact_match": float(results[0])}}
+"""
+    texts = ["0", "1", "2", "3"]
+    spec = write_task(tmp_path, "once", code, [{"problem": text, "solution": ""} for text in texts])
+    opened(process, spec)
+    assert process.values(spec.digest, said(*texts)) == [0, 1, 2, 3]
+    assert [(tmp_path / text).read_text() for text in texts] == ["asked ", "asked ", "asked asked ", "asked "]
+
+
+def test_task_that_the_process_cannot_build_says_why(process: MetricProcess, sums: TaskSpec) -> None:
+    task = build_task(sums)
+    changed = replace(sums, content="0" * 64)
+    process.open(replace(task, spec=changed), ({0: {}},))
+    with pytest.raises(InvalidTask, match=r"sums\.jsonl: has changed since the study was planned"):
+        process.values(changed.digest, said("3"))
+    process.close(changed.digest)
+
+
+# A regular expression that takes years keeps the interpreter lock: no thread of the process runs meanwhile.
+ENDLESS = """
+import re
+
+def process_docs(dataset):
+    return dataset
+
+def process_results(doc, results):
+    open({file!r}, "w").close()
+    return {{"exact_match": re.match("(a*)*b", "a" * 60) is not None}}
+"""
+
+PARENT = """
+import sys
+from tests.workers.evaluation.test_metric_process import *
+
+process = MetricProcess()
+print(process.pid, flush=True)
+spec = TaskSpec(sys.argv[1], "exact_match")
+opened(process, spec)
+process.values(spec.digest, said("a"))
+"""
+
+
+def test_process_ends_with_its_parent_whatever_a_metric_does(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    spec = write_task(tmp_path, "endless", ENDLESS.format(file=str(started)), [{"problem": "", "solution": ""}])
+    with subprocess.Popen([sys.executable, "-c", PARENT, spec.task], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        try:
+            wait_until(started.exists, 90)
+            assert psutil.pid_exists(pid)
+        finally:
+            parent.kill()
+    wait_until(lambda: not is_running(pid), 10)
+
+
+def wait_until(is_true: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+WHERE = """
+import os
+
+def process_docs(dataset):
+    return dataset
+
+def process_results(doc, results):
+    return {"exact_match": os.getpid()}
+"""
+
+
+def test_scoring_goes_through_the_process(process: MetricProcess, tmp_path: Path) -> None:
+    spec = write_task(tmp_path, "where", WHERE, [{"problem": "who", "solution": ""}])
+    prompts = Prompts(str(tiny_llama(tmp_path / "llama")), EngineOptions(max_model_len=512))
+    evaluator = TaskEvaluator(KnownAnswers(prompts, {"who": "me"}), prompts, metrics=process)
+    assert [sample.value for sample in evaluator.score([Span("x", spec, 0, 1)]).samples] == [process.pid]

@@ -1,0 +1,196 @@
+"""Metrics in a process of their own, where they have the main thread: timers work, and none can harm the engine.
+
+The process builds each task itself from its TaskSpec. The documents are sent once per task, as lm-eval left them when
+it built the requests; after that only answers and values pass between the processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+from workers.errors import EngineUnavailable, InvalidTask, WorkerError
+from workers.evaluation.metrics import Answers, Documents, LocalMetrics, failure
+from workers.evaluation.tasks import BuiltTask, build_task
+from workers.types import TaskSpec
+
+__all__ = ["MetricProcess", "serve"]
+
+log = logging.getLogger(__name__)
+
+# lm-eval's MATH tasks have limits of their own: 5 s, up to four times a sample.
+SAMPLE_LIMIT_S = 60.0
+# To start the process and to build a task, which may index lm-eval's tasks and read a large dataset.
+TASK_LIMIT_S = 1800.0
+
+PROGRAM = f"from {__name__} import serve; serve()"
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class MetricProcess:
+    """`metrics.Metrics` in another process, which is started at once, and again after it has ended.
+
+    A sample whose metric takes longer than `sample_limit_s`, or ends the process twice, raises MetricFailed. Used by
+    one thread at a time; Linux kills the process when the thread that started it ends.
+    """
+
+    def __init__(self, *, sample_limit_s: float = SAMPLE_LIMIT_S, task_limit_s: float = TASK_LIMIT_S) -> None:
+        self._sample_limit_s = sample_limit_s
+        self._task_limit_s = task_limit_s
+        self._tasks: dict[str, tuple[BuiltTask, Documents]] = {}
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def open(self, task: BuiltTask, documents: Documents) -> None:
+        """Returns before the process has built the task. Raises InvalidTask if the documents cannot be sent."""
+        self._tasks[task.spec.digest] = task, documents
+        self._send_task(task, documents)
+
+    def close(self, digest: str) -> None:
+        if self._tasks.pop(digest, None) is not None:
+            self._send(pickle.dumps(("close", digest)))
+
+    def values(self, digest: str, answers: Sequence[Answers]) -> list[float]:
+        """Raises MetricFailed; InvalidTask if the process cannot build the task, and EngineUnavailable if it ends twice
+        while building."""
+        task = self._tasks[digest][0]
+        values: list[float] = []
+        ended: set[int] = set()
+        while len(values) < len(answers):
+            place = -1
+            self._send(pickle.dumps(("values", digest, answers[len(values) :])))
+            try:
+                if not self._connection.poll(self._task_limit_s):
+                    self._restart()
+                    raise InvalidTask(f"task {task.spec.task!r}: not built for its metric in {self._task_limit_s:g} s")
+                self._receive()
+                for place in range(len(values), len(answers)):
+                    if not self._connection.poll(self._sample_limit_s):
+                        self._restart()
+                        raise failure(task, answers[place], f"did not end within {self._sample_limit_s:g} s")
+                    values.append(self._receive())
+            except (EOFError, ConnectionError):
+                how = self._restart()
+                if place in ended and place < 0:
+                    raise EngineUnavailable(
+                        f"the process that computes metrics ended twice while building task {task.spec.task!r}: {how}"
+                    ) from None
+                if place in ended:
+                    raise failure(task, answers[place], f"ended its process twice: {how}") from None
+                ended.add(place)
+        return values
+
+    def stop(self) -> str:
+        """Kill the process, and say how it ended. May be called twice."""
+        self._connection.close()
+        self._process.kill()
+        code = self._process.wait()
+        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+    def _start(self) -> None:
+        self._connection, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+            )
+
+    def _restart(self) -> str:
+        """Replace the process, which has ended or hangs. Returns how it ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):  # its end of the pipe closes just before it ends
+            self._process.wait(timeout=0.5)
+        how = self.stop()
+        log.warning("the process that computes metrics (%d) is replaced: %s", self.pid, how)
+        self._start()
+        for task, documents in self._tasks.values():
+            self._send_task(task, documents)
+        return how
+
+    def _send_task(self, task: BuiltTask, documents: Documents) -> None:
+        try:
+            message = pickle.dumps(("open", task.spec.digest, task.spec, documents))
+        except Exception as error:  # documents may be objects of any class
+            raise InvalidTask(
+                f"task {task.spec.task!r}: its documents cannot be sent to the process that computes metrics: {error}"
+            ) from error
+        self._send(message)
+
+    def _send(self, message: bytes) -> None:
+        with contextlib.suppress(ConnectionError):  # it has ended: reading its reply says so
+            self._connection.send_bytes(message)
+
+    def _receive(self) -> Any:
+        reply = self._connection.recv()
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+
+def serve() -> None:
+    """What the process runs. The command's argument is the descriptor of its end of the pipe; it ends with the other.
+
+    The reply to "values" is None once the task is built, then a number per sample. An error ends it."""
+    _prepare_signals()
+    connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    importlib.import_module("lm_eval.tasks")  # takes seconds, while the engine starts
+    local = LocalMetrics()
+    refused: dict[str, InvalidTask] = {}
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            kind, digest, *rest = connection.recv()
+            if kind == "open":
+                _open(local, refused, digest, *rest)
+            elif kind == "close":
+                local.close(digest)
+            elif digest in refused:
+                connection.send(refused[digest])
+            else:
+                _answer(connection, local, digest, *rest)
+
+
+def _prepare_signals() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when this process ends
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the parent's thread may block signals that metrics wait for
+    if sys.platform == "linux":  # also when the parent is killed while a metric hangs
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _open(
+    local: LocalMetrics, refused: dict[str, InvalidTask], digest: str, spec: TaskSpec, documents: Documents
+) -> None:
+    refused.pop(digest, None)
+    try:
+        local.open(build_task(spec), documents)
+    except InvalidTask as error:
+        refused[digest] = error
+    except Exception as error:  # a task is code and data of any origin
+        refused[digest] = InvalidTask(f"task {spec.task!r}: cannot be built: {type(error).__name__}: {error}")
+
+
+def _answer(connection: Connection[Any, Any], local: LocalMetrics, digest: str, answers: Sequence[Answers]) -> None:
+    connection.send(None)
+    for each in answers:
+        try:
+            reply: float | WorkerError = local.value(digest, each)
+        except WorkerError as error:
+            reply = error
+        signal.alarm(0)  # one that a metric has left behind
+        connection.send(reply)
+        if isinstance(reply, WorkerError):
+            return

@@ -1,0 +1,102 @@
+"""From answers to values: lm-eval's filters and metrics, applied to the answers to one sample.
+
+Metrics may set timers (SIGALRM), which Python allows in the main thread of a process only; elsewhere they raise, or
+score 0 without saying so. A replica, whose engine has a thread of its own, asks a `metric_process.MetricProcess`.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from workers.errors import MetricFailed
+from workers.evaluation.tasks import BuiltTask, Subtask
+
+__all__ = ["Answers", "Documents", "LocalMetrics", "Metrics", "failure"]
+
+# Of each subtask the documents by lm-eval's `doc_id`.
+Documents = tuple[Mapping[int, Any], ...]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """A backend's answers to one sample: `responses[i]` has those to its i-th request, as many as lm-eval repeats it.
+
+    `subtask` is an index in BuiltTask.subtasks, `document` lm-eval's `doc_id` in that subtask."""
+
+    subtask: int
+    document: int
+    responses: tuple[tuple[Any, ...], ...]
+
+
+class Metrics(Protocol):
+    """Computes the values of tasks that were opened before, which are named by the digest of their TaskSpec."""
+
+    def open(self, task: BuiltTask, documents: Documents) -> None: ...
+
+    def close(self, digest: str) -> None: ...
+
+    def values(self, digest: str, answers: Sequence[Answers]) -> list[float]:
+        """The metric of each sample, all of them finite. Raises MetricFailed."""
+        ...
+
+
+class LocalMetrics:
+    """Computes values in this process, whose main thread must ask for them."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, tuple[BuiltTask, Documents]] = {}
+
+    def open(self, task: BuiltTask, documents: Documents) -> None:
+        self._tasks[task.spec.digest] = task, documents
+
+    def close(self, digest: str) -> None:
+        self._tasks.pop(digest, None)
+
+    def values(self, digest: str, answers: Sequence[Answers]) -> list[float]:
+        return [self.value(digest, each) for each in answers]
+
+    def value(self, digest: str, answers: Answers) -> float:
+        """The metric of one sample. Raises MetricFailed if there is none: an error of the metric or of a filter, or a
+        result that is not a finite number."""
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("metrics may set timers, which only a main thread can: use MetricProcess")
+        task, documents = self._tasks[digest]
+        subtask, metric = task.subtasks[answers.subtask], task.spec.metric
+        try:
+            found = _results(subtask, documents[answers.subtask][answers.document], answers)
+            value = float(found[metric]) if metric in found else None
+        except (Exception, SystemExit) as error:  # a metric is code of any origin: it may raise anything
+            what = f"raised {type(error).__name__}: {error}; the answer was {reprlib.repr(answers.responses)}"
+            raise failure(task, answers, what) from error
+        if value is None:
+            raise failure(task, answers, f"is not among what the task gave: {', '.join(sorted(found)) or 'nothing'}")
+        if not math.isfinite(value):
+            raise failure(task, answers, f"gave {value}, not a finite number")
+        return value
+
+
+def failure(task: BuiltTask, answers: Answers, what: str) -> MetricFailed:
+    """The error that names the task, the metric and the document."""
+    name = task.subtasks[answers.subtask].name
+    return MetricFailed(f"task {name}, document {answers.document}: metric {task.spec.metric!r} {what}")
+
+
+def _results(subtask: Subtask, document: Any, answers: Answers) -> Mapping[str, Any]:
+    """What lm-eval computes from the answers to one document, by metric."""
+    from lm_eval.api.instance import Instance
+
+    instances = [
+        Instance(subtask.task.OUTPUT_TYPE, document, (), index, resps=list(responses))
+        for index, responses in enumerate(answers.responses)
+    ]
+    ensemble = next(ensemble for ensemble in subtask.task._filters if ensemble.name == subtask.filter)
+    ensemble.apply(instances)
+    results: Mapping[str, Any] = subtask.task.process_results(
+        document, [instance.filtered_resps[subtask.filter] for instance in instances]
+    )
+    return results
