@@ -275,6 +275,10 @@ class Scorer(Protocol):
         A report of 0 samples, with the reason, where nothing can be compared."""
         ...
 
+    def is_starting(self) -> bool:
+        """Whether no engine can score yet, but one is being started."""
+        ...
+
     def statistics(self) -> Mapping[str, Any]:
         """Engine statistics over all replicas: starts, swaps, swap_s (list), busy_s, bank placement and bytes."""
         ...

@@ -101,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         ("watch", verbs.watch, "Watch a study on a server until it ends."),
         ("log", verbs.log, "Print the driver logs of a study on a server."),
         ("cancel", verbs.cancel, "Cancel a study on a server permanently; its results are kept."),
+        ("resume", verbs.resume, "Let a study on a server that has failed go on from its results."),
     ):
         command = server_verb(name, call, text)
         command.add_argument("study", metavar="STUDY", help="id of the study, a prefix of its id, or its name")

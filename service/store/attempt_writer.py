@@ -22,15 +22,21 @@ class StudyWriter:
     """The only writer of a study. Every method is one transaction and raises StaleAttempt once another has taken over.
 
     Writing the same chunk, rung or bracket again changes nothing, so a driver may repeat a write after a crash.
+
+    `stored_at` and `scored_at` are when this writer last stored anything but a heartbeat, and a chunk
+    (time.monotonic(); 0: never); `longest_chunk_s` is the longest that a replica took for a chunk, its wait included.
     """
 
     def __init__(self, engine: sa.Engine, study_id: str, attempt: int) -> None:
         self._engine = engine
         self.study_id = study_id
         self.attempt = attempt
+        self.stored_at = 0.0
+        self.scored_at = 0.0
+        self.longest_chunk_s = 0.0
 
     @contextmanager
-    def _transaction(self) -> Iterator[sa.Connection]:
+    def _transaction(self, *, is_heartbeat: bool = False) -> Iterator[sa.Connection]:
         table = schema.studies
         with self._engine.begin() as connection:
             current = connection.execute(
@@ -41,19 +47,45 @@ class StudyWriter:
                     f"study {self.study_id}: attempt {self.attempt} may not write, attempt {current} has taken over"
                 )
             yield connection
+        if not is_heartbeat:
+            self.stored_at = time.monotonic()
 
-    def heartbeat(self, *, wall_clock_s: float, progress: Mapping[str, Any] | None = None) -> None:
-        """Store that the driver is alive, the seconds all attempts have worked, and its progress (None: unchanged)."""
-        changes: dict[str, Any] = {"heartbeat_at": time.time(), "wall_clock_s": wall_clock_s}
+    def heartbeat(
+        self,
+        *,
+        wall_clock_s: float,
+        progress: Mapping[str, Any] | None = None,
+        idle_s: float | None = None,
+        patience_s: float | None = None,
+    ) -> None:
+        """Store that the driver is alive, the seconds all attempts have worked, and its progress (None: unchanged).
+
+        `idle_s` is how long the driver has not got on with the study, `patience_s` how long that may last (None: not
+        known)."""
+        now = time.time()
+        changes: dict[str, Any] = {
+            "heartbeat_at": now,
+            "wall_clock_s": wall_clock_s,
+            "progressed_at": None if idle_s is None else now - idle_s,
+            "patience_s": patience_s,
+        }
         if progress is not None:
             changes["progress"] = dict(progress)
-        with self._transaction() as connection:
+        with self._transaction(is_heartbeat=True) as connection:
             self._update_study(connection, **changes)
 
     def set_state(self, state: StudyState, reason: str | None = None) -> None:
         with self._transaction() as connection:
             self._update_study(connection, state=state.value, reason=reason)
             self._add_event(connection, EventKind.STATE, {"state": state.value, "reason": reason})
+
+    def set_waiting(self, reason: str) -> None:
+        """Stop until another driver tries again: something that the study needs is not there now."""
+        stopped = StudyState.STOPPED.value
+        with self._transaction() as connection:
+            self._update_study(connection, state=stopped, reason=reason)
+            self._add_event(connection, EventKind.STATE, {"state": stopped, "reason": reason})
+            self._add_event(connection, EventKind.WAITING, {"reason": reason})
 
     def set_document(self, document: Mapping[str, Any]) -> None:
         """Replace the study file, by one with other limits or more trials."""
@@ -157,6 +189,8 @@ class StudyWriter:
                     ),
                 )
             )
+        self.scored_at = self.stored_at
+        self.longest_chunk_s = max(self.longest_chunk_s, sum(result.timings_s.values()))
 
     def finish_rung(
         self, trial: int, rung: RungRecord, *, samples_reused: int, state: TrialState | None = None

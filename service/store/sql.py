@@ -11,6 +11,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 import sqlalchemy as sa
@@ -42,8 +43,17 @@ from workers.types import SampleResult, Split
 
 __all__ = ["Store"]
 
-# Events that show that a driver stored a result.
-RESULT_EVENTS = (EventKind.RUNG, EventKind.TRIAL_STATE, EventKind.HOLDOUT_SCORED, EventKind.VERIFICATION)
+# Events that show that a driver stored a result, and the request after which drivers are counted anew.
+RESULT_EVENTS = (
+    EventKind.RUNG,
+    EventKind.TRIAL_STATE,
+    EventKind.HOLDOUT_SCORED,
+    EventKind.VERIFICATION,
+    EventKind.RESUMED,
+)
+
+# What drivers without a result leave.
+SETBACK_EVENTS = (EventKind.ATTEMPT, EventKind.JOB_REFUSED, EventKind.WAITING)
 
 # How long a writer waits for another transaction on SQLite before it gives up.
 BUSY_TIMEOUT_S = 60
@@ -157,22 +167,61 @@ class Store:
                 .values(submissions=number, submitted_at=time.time(), submitted_after=table.c.attempt)
             )
 
+    def record_refusal(self, study_id: str, reason: str) -> None:
+        """Note that the cluster refused the job of the study's last submission."""
+        with self._engine.begin() as connection:
+            insert_event(connection, study_id, EventKind.JOB_REFUSED, {"reason": reason})
+
+    def resume(self, study_id: str, *, reason: str) -> StudyRecord:
+        """The study, made to go on if it is FAILED or STOPPED: it is STOPPED, and drivers are counted anew.
+
+        Raises NotFound."""
+        table = schema.studies
+        resumable = (StudyState.FAILED.value, StudyState.STOPPED.value)
+        state = StudyState.STOPPED.value
+        # Drivers that were submitted and never began are told by the difference of these two numbers.
+        has_absent = (table.c.state == StudyState.FAILED.value) & (table.c.submissions > table.c.attempt)
+        attempt = sa.case((has_absent, table.c.submissions), else_=table.c.attempt)
+        with self._engine.begin() as connection:
+            changed = connection.execute(
+                sa.update(table)
+                .where((table.c.id == study_id) & table.c.state.in_(resumable))
+                .values(state=state, reason=reason, attempt=attempt)
+            )
+            if changed.rowcount == 1:
+                insert_event(connection, study_id, EventKind.RESUMED, {})
+                insert_event(connection, study_id, EventKind.STATE, {"state": state, "reason": reason})
+        return self.study(study_id)
+
     def consecutive_failures(self, study_id: str) -> int:
-        """How many drivers in a row, up to the last one, ended or failed to start without storing a result."""
-        studies, events = schema.studies, schema.events
+        """How many drivers in a row, up to the last one, ended or failed to start without storing a result.
+
+        A stored chunk is a result. Drivers that only waited are not counted (`consecutive_waits`)."""
+        setbacks = self._setbacks(study_id)
+        failures = [kind for kind, then in pairwise([*setbacks, ""]) if EventKind.WAITING not in (kind, then)]
+        study = self.study(study_id)
+        return max(len(failures), study.submissions - study.attempt)
+
+    def consecutive_waits(self, study_id: str) -> int:
+        """How many drivers without a result found that something was not there, if the last one did; else 0."""
+        setbacks = self._setbacks(study_id)
+        return setbacks.count(EventKind.WAITING) if setbacks[-1:] == [EventKind.WAITING] else 0
+
+    def _setbacks(self, study_id: str) -> list[str]:
+        """The kinds of the SETBACK_EVENTS since the last result, in order."""
+        events, evidence = schema.events, schema.evidence
         of_study = events.c.study == study_id
         last_result = (
             sa.select(sa.func.coalesce(sa.func.max(events.c.id), 0))
             .where(of_study & events.c.kind.in_(RESULT_EVENTS))
             .scalar_subquery()
         )
-        began = of_study & (events.c.kind == EventKind.ATTEMPT) & (events.c.id > last_result)
+        last_chunk = sa.select(evidence.c.finished_at).where(evidence.c.study == study_id)
         with self._reads.connect() as connection:
-            num_begun: int = connection.execute(sa.select(sa.func.count()).where(began)).scalar_one()
-            row = connection.execute(
-                sa.select(studies.c.submissions, studies.c.attempt).where(studies.c.id == study_id)
-            ).one()
-        return max(num_begun, int(row.submissions - row.attempt))
+            scored_at = connection.execute(last_chunk.order_by(evidence.c.id.desc()).limit(1)).scalar() or 0.0
+            since = of_study & (events.c.id > last_result) & (events.c.time > scored_at)
+            kinds = sa.select(events.c.kind).where(since & events.c.kind.in_(SETBACK_EVENTS)).order_by(events.c.id)
+            return list(connection.execute(kinds).scalars())
 
     def trial_counts(self, study_id: str | None = None) -> dict[str, dict[str, int]]:
         """Trials by state, of one study or of all: study id -> state -> number."""

@@ -28,7 +28,7 @@ from service.tune.schedulers.base import Decision, Proposal
 from service.tune.schedulers.successive_halving import SCHEDULERS
 from service.tune.searchers.base import Observation
 from service.types import EventKind, Origin, TrialRecord, TrialState
-from workers.errors import EvidenceMismatch
+from workers.errors import EngineUnavailable, EvidenceMismatch
 from workers.types import ScoreResult, Split
 
 __all__ = ["Coordinator", "Proposer"]
@@ -156,8 +156,9 @@ class Coordinator:
     def on_outcome(self, evaluation: Evaluation, outcome: ScoreResult | ChunkFailed) -> bool:
         """Store what a trial actor reported. Returns True if that finishes the evaluation.
 
-        Raises EvidenceMismatch if the result is not of the requested recipe, sources or prompts, and StudyFailed if
-        there is no engine or a metric fails on the base model; both stop the study.
+        Raises EvidenceMismatch if the result is not of the requested recipe, sources or prompts, and StudyFailed if a
+        metric fails on the base model, which end the study; and EngineUnavailable if there is no engine, which ends
+        this attempt at it.
         """
         if isinstance(outcome, ChunkFailed):
             if outcome.kind is FailureKind.EVIDENCE:
@@ -165,7 +166,7 @@ class Coordinator:
             if outcome.kind is FailureKind.CRASH:
                 return self._on_crash(evaluation, outcome)
             if outcome.kind is FailureKind.ENGINE:
-                raise StudyFailed(f"no engine to score with: {outcome.reason}")
+                raise EngineUnavailable(f"no engine to score with: {outcome.reason}")
             if outcome.kind is FailureKind.METRIC and self._is_base(evaluation):
                 raise StudyFailed(f"the answers of the base model itself cannot be scored: {outcome.reason}")
             self._fail(evaluation, outcome.reason)

@@ -230,7 +230,7 @@ def run_evaluations(
     """Run until the coordinator is finished. Ray must be connected. `tick` is called several times a second, `note`
     with a message for the user.
 
-    Raises what the coordinator raises: EvidenceMismatch, StudyFailed, StaleAttempt.
+    Raises what the coordinator raises: EvidenceMismatch, EngineUnavailable, StudyFailed, StaleAttempt.
     """
     for variable, value in TUNE_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)

@@ -154,6 +154,9 @@ class FakeScorer:
             num_without_tokens=sum(known[s.objective, s.position].tokens is None for s in reference),
         )
 
+    def is_starting(self) -> bool:
+        return False
+
     def statistics(self) -> Mapping[str, Any]:
         """Statistics of this process only; `calls` covers all processes that share `log_file`."""
         return {

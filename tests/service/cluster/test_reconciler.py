@@ -66,6 +66,54 @@ def test_a_driver_that_hangs_is_stopped_and_replaced() -> None:
     assert action(record, "STOPPED") == "submit"
 
 
+def test_a_new_driver_is_not_judged_by_the_heartbeat_of_the_one_before() -> None:
+    """Between taking the study over and its first heartbeat."""
+    for submitted_s_ago in (5, LOST_AFTER_S + 60):
+        record = replace(study(submitted_s_ago=submitted_s_ago, heard_s_ago=2 * submitted_s_ago + 60), attempt=1)
+        assert action(record, "RUNNING") == "wait"
+    record = replace(study(submitted_s_ago=START_GRACE_S + 1, heard_s_ago=START_GRACE_S + 2), attempt=1)
+    assert action(record, "RUNNING") == "stop"
+
+
+def test_a_driver_that_is_alive_and_does_not_get_on_is_stopped_and_replaced() -> None:
+    record = replace(study(submitted_s_ago=900, heard_s_ago=2), patience_s=300.0)
+    assert action(replace(record, progressed_at=NOW - 301), "RUNNING") == "wait"  # 299 s when it said so
+    hung = replace(record, progressed_at=NOW - 303)
+    step = next_step(hung, "RUNNING", consecutive_failures=0, now=NOW)
+    assert (step.action, step.because) == ("stop", "its driver made no progress for 301 s")
+    assert action(hung, "STOPPED") == "submit"
+    of_the_one_before = replace(hung, submitted_at=NOW - 1)
+    assert action(of_the_one_before, "RUNNING") == "wait"
+
+
+def test_drivers_that_wait_come_ever_later_and_the_study_is_never_given_up() -> None:
+    record = replace(study(submitted_s_ago=250, heard_s_ago=200), reason="the hub cannot be reached")
+    for consecutive_waits in (1, 5, 50, 5000):
+        step = next_step(
+            record,
+            "FAILED",
+            consecutive_failures=MAX_CONSECUTIVE_FAILURES + 1,
+            consecutive_waits=consecutive_waits,
+            now=NOW,
+        )
+        if consecutive_waits > 1:
+            assert (step.action, step.until) == ("wait", NOW + 50), consecutive_waits
+        assert step.because == "its driver ended (Ray job FAILED): the hub cannot be reached"
+    assert action(replace(record, submitted_at=NOW - 301), "FAILED", 0) == "submit"
+
+
+def test_a_refused_job_is_submitted_again_later_under_its_name() -> None:
+    def step(submitted_s_ago: float, consecutive_failures: int) -> Step:
+        record = study(submitted_s_ago=submitted_s_ago)
+        return next_step(record, None, consecutive_failures=consecutive_failures, now=NOW, refusal="bad name")
+
+    because = "Ray refused its driver's job: bad name"
+    assert step(7, 2) == Step("wait", because, until=NOW + 1)
+    assert step(9, 2) == Step("submit", because, again=True)
+    given_up = step(9, MAX_CONSECUTIVE_FAILURES)
+    assert (given_up.action, str(given_up.because).endswith(because)) == ("give up", True)
+
+
 def test_a_driver_that_never_begins_is_stopped() -> None:
     assert action(study(submitted_s_ago=START_GRACE_S + 1), "PENDING") == "stop"
 

@@ -321,6 +321,7 @@ def test_everything_that_happens_to_a_trial_is_an_event(store: Store, writer: St
 WRITES: dict[str, Callable[[StudyWriter], None]] = {
     "heartbeat": lambda w: w.heartbeat(wall_clock_s=99.0),
     "set_state": lambda w: w.set_state(StudyState.FAILED, "x"),
+    "set_waiting": lambda w: w.set_waiting("x"),
     "set_document": lambda w: w.set_document({"x": 1}),
     "open_bracket": lambda w: w.open_bracket(BracketRecord(5, 0, 9)),
     "resize_bracket": lambda w: w.resize_bracket(0, 1),
@@ -418,6 +419,71 @@ def test_attempts_count_as_failures_until_a_result_is_stored(store: Store) -> No
     assert store.consecutive_failures(study) == 0
     store.open_attempt(study)
     assert store.consecutive_failures(study) == 1
+
+
+def test_a_stored_chunk_is_a_result_too(store: Store, writer: StudyWriter) -> None:
+    writer.add_trial(TRIAL)
+    for number in range(4):
+        attempt = store.open_attempt(writer.study_id)
+        attempt.record_chunk(3, Split.SEARCH, chunk(range(number, number + 1)))
+        assert store.consecutive_failures(writer.study_id) == 0
+    store.open_attempt(writer.study_id)
+    store.open_attempt(writer.study_id)
+    assert store.consecutive_failures(writer.study_id) == 2
+
+
+def test_drivers_that_wait_are_counted_apart_until_a_result_is_stored(store: Store, writer: StudyWriter) -> None:
+    study = writer.study_id
+    writer.set_waiting("no engine")
+    for expected in (2, 3):
+        store.open_attempt(study).set_waiting("no engine")
+        assert (store.consecutive_failures(study), store.consecutive_waits(study)) == (0, expected)
+    store.open_attempt(study)  # it crashes
+    assert (store.consecutive_failures(study), store.consecutive_waits(study)) == (1, 0)
+    attempt = store.open_attempt(study)
+    attempt.add_trial(TRIAL)
+    attempt.record_chunk(3, Split.SEARCH, chunk(range(3)))
+    assert (store.consecutive_failures(study), store.consecutive_waits(study)) == (0, 0)
+    attempt.set_waiting("no engine")
+    assert (store.consecutive_failures(study), store.consecutive_waits(study)) == (0, 1)
+    record = store.study(study)
+    assert (record.state, record.reason) == (StudyState.STOPPED, "no engine")
+
+
+def test_refused_jobs_count_as_failures_and_resuming_counts_anew(store: Store) -> None:
+    study = store.create_study(name="a", document={}, resolved=RESOLVED).id
+    store.record_submission(study, 1)
+    for expected in (1, 2, 3):
+        store.record_refusal(study, "no")
+        assert store.consecutive_failures(study) == expected
+    assert store.events(study)[-1].payload == {"reason": "no"}
+    store.record_submission(study, 6)
+    store.open_attempt(study, because="giving up").set_state(StudyState.FAILED, "no")
+    assert store.resume(study, reason="again").state is StudyState.STOPPED
+    assert store.consecutive_failures(study) == 0
+
+
+def test_only_what_failed_or_stopped_is_resumed_and_its_driver_goes_on_writing(
+    store: Store, writer: StudyWriter
+) -> None:
+    for state in (StudyState.CREATED, StudyState.RUNNING, StudyState.COMPLETE, StudyState.CANCELLED):
+        writer.set_state(state, "x")
+        before = store.last_event_id(writer.study_id)
+        assert store.resume(writer.study_id, reason="again").state is state
+        assert store.last_event_id(writer.study_id) == before
+    writer.set_waiting("no engine")
+    assert store.resume(writer.study_id, reason="again").reason == "again"
+    writer.set_state(StudyState.RUNNING)
+    with pytest.raises(NotFound):
+        store.resume("nope", reason="again")
+
+
+def test_a_heartbeat_says_when_the_driver_last_got_on(store: Store, writer: StudyWriter) -> None:
+    writer.heartbeat(wall_clock_s=1.0, idle_s=20.0, patience_s=300.0)
+    study = store.study(writer.study_id)
+    assert study.heartbeat_at is not None
+    assert study.progressed_at == pytest.approx(study.heartbeat_at - 20.0)
+    assert study.patience_s == 300.0
 
 
 def test_progress_is_kept_until_it_is_replaced(store: Store, writer: StudyWriter) -> None:

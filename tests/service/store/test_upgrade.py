@@ -94,13 +94,11 @@ def test_the_first_migration_makes_the_tables_of_the_version_before(tmp_path: Pa
 def test_an_old_database_keeps_every_row(tmp_path: Path) -> None:
     file = tmp_path / "study.db"
     old_database(file)
-    columns = {
-        table: ", ".join(f'"{name}"' for _, name, *_ in rows(file, f"PRAGMA table_info({table})"))
-        for table in schema.metadata.tables
-    }
-    before = {table: rows(file, f'SELECT {names} FROM "{table}"') for table, names in columns.items()}
+    names = list(schema.metadata.tables)
+    columns = {name: ", ".join(f'"{row[1]}"' for row in rows(file, f'PRAGMA table_info("{name}")')) for name in names}
+    before = {name: rows(file, f'SELECT {columns[name]} FROM "{name}"') for name in names}
     opened(file).close()
-    assert {table: rows(file, f'SELECT {names} FROM "{table}"') for table, names in columns.items()} == before
+    assert {name: rows(file, f'SELECT {columns[name]} FROM "{name}"') for name in names} == before
     assert before["trials"]
 
 

@@ -28,7 +28,7 @@ from tests.service.tune.harness import (
     score,
     trial_list,
 )
-from workers.errors import EvidenceMismatch, MetricFailed
+from workers.errors import EngineUnavailable, EvidenceMismatch, MetricFailed
 from workers.serving.fake import FakeScorer
 from workers.types import ScoreRequest
 
@@ -355,9 +355,9 @@ def test_weights_or_prompts_that_change_under_the_same_digest_stop_the_study(tmp
         coordinator.on_outcome(other, replace(result, evidence=replace(result.evidence, prompts=prompts)))
 
 
-def test_no_engine_fails_the_study_with_the_reason(tmp_path: Path) -> None:
+def test_no_engine_ends_the_attempt_with_the_reason_and_not_the_study(tmp_path: Path) -> None:
     store, study = new_study(tmp_path)
-    with pytest.raises(StudyFailed, match="no engine"):
+    with pytest.raises(EngineUnavailable, match="no engine"):
         drive(coordinator_of(store, study), FakeScorer(unavailable_calls=1))
 
 
