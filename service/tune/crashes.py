@@ -75,10 +75,8 @@ class Crashes:
 def _consequence(crashes: Sequence[Mapping[str, Any]], reason: str) -> ChunkFailed | None:
     enough = len(crashes) >= MAX_CRASHES or sum(crash["has_error"] for crash in crashes) >= MAX_ERRORS
     if enough and crashes[-1]["scored_others"]:
-        text = (
-            f"its engine crashed {len(crashes)} times with the same samples, the last one after it had scored another "
-        )
-        return ChunkFailed(FailureKind.TRIAL, f"{text}recipe: {reason}")
+        text = f"its engine crashed {len(crashes)} times with the same samples, at last after another recipe was scored"
+        return ChunkFailed(FailureKind.TRIAL, f"{text}: {reason}")
     if sum(not crash["scored_others"] for crash in crashes) >= MAX_UNPROVEN:
         return ChunkFailed(FailureKind.ENGINE, reason)
     return None

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from service.errors import StudyFailed
 from service.store import Store
 from service.tune.coordinator import Coordinator
 from service.tune.evaluation import ChunkFailed, Crash, Evaluation, FailureKind
 from service.types import EventKind, TrialState
 from tests.service.tune.harness import coordinator_of, drive, new_study, trial_list
-from workers.errors import EngineCrashed
+from workers.errors import EngineCrashed, EngineUnavailable
 from workers.serving.fake import FakeScorer
 from workers.types import ScoreRequest, ScoreResult
 
@@ -98,13 +97,13 @@ def test_the_count_outlives_the_driver(tmp_path: Path) -> None:
     assert "crashed 2 times" in str(store.trial(study, evaluation.trial).reason)
 
 
-def test_engines_that_crash_before_they_scored_anything_end_the_study(tmp_path: Path) -> None:
+def test_engines_that_crash_before_they_scored_anything_are_not_there(tmp_path: Path) -> None:
     store, study = new_study(tmp_path)
     coordinator = coordinator_of(store, study)
     evaluation = first(coordinator)
     for _ in range(5):
         assert not coordinator.on_outcome(evaluation, crash(evaluation, scored_others=False))
-    with pytest.raises(StudyFailed, match=r"no engine to score with: .*CUDA error"):
+    with pytest.raises(EngineUnavailable, match=r"no engine to score with: .*CUDA error"):
         coordinator.on_outcome(evaluation, crash(evaluation, scored_others=False))
     assert store.trial(study, evaluation.trial).state is TrialState.WAITING
 

@@ -18,6 +18,7 @@ from service.tune.ray_tune import run_evaluations
 from service.types import TrialState
 from tests.conftest import OPTIONS
 from tests.service.tune.harness import coordinator_of, new_study
+from workers.errors import EngineUnavailable
 from workers.serving.deployment import deploy_scorer
 from workers.serving.fake import FakeScorer
 from workers.types import Family, Scorer
@@ -30,7 +31,7 @@ def run(store: Store, study: str, scorer: Scorer, directory: Path) -> str:
     coordinator = coordinator_of(store, study, max_trials=9)
     try:
         run_evaluations(coordinator, scorer, name="study", storage_dir=directory / "ray", concurrency=CONCURRENCY)
-    except StudyFailed as error:
+    except (StudyFailed, EngineUnavailable) as error:
         return str(error)
     return ""
 
