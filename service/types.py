@@ -96,6 +96,8 @@ class EventKind(StrEnum):
     RUNG = "rung"
     TRIAL_STATE = "trial_state"
     REPLICA = "replica"
+    CRASH = "crash"
+    ACTORS = "actors"
     SEARCH_ENDED = "search_ended"
     HOLDOUT_STARTED = "holdout_started"
     HOLDOUT_SCORED = "holdout_scored"

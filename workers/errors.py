@@ -6,6 +6,8 @@
     ├── TrialFailed       (RuntimeError)  fail this trial with this reason; the study goes on
     │   └── MetricFailed                  the same; on the base model's answers fail the study: its task is unusable
     ├── EngineUnavailable (RuntimeError)  the engine did not start or died; try again on another replica, then stop
+    │   ├── EngineCrashed                 the engine died with this chunk; count that, and try again
+    │   └── RequestFailed                 the engine works, the request failed beside it; try again, then stop
     └── EvidenceMismatch  (RuntimeError)  stop the study: what was scored is not what was asked for
 
 All of them cross process boundaries: constructor arguments are exactly what `super().__init__` gets.
@@ -14,11 +16,13 @@ All of them cross process boundaries: constructor arguments are exactly what `su
 from __future__ import annotations
 
 __all__ = [
+    "EngineCrashed",
     "EngineUnavailable",
     "EvidenceMismatch",
     "InvalidModel",
     "InvalidTask",
     "MetricFailed",
+    "RequestFailed",
     "TrialFailed",
     "WorkerError",
 ]
@@ -64,6 +68,27 @@ class MetricFailed(TrialFailed):
 
 class EngineUnavailable(WorkerError, RuntimeError):
     """No engine could be started; the message says why and where its log is."""
+
+
+class EngineCrashed(EngineUnavailable):
+    """An engine raised an error, or its process ended, while it worked on this request; it is not used again.
+
+    `scored_others`: the replica had scored another recipe since its start. `has_error`: the engine itself raised the
+    error of the message; otherwise its process ended or stood still, as it does too when it is killed from outside.
+    """
+
+    def __init__(self, message: str, replica: str = "", scored_others: bool = False, has_error: bool = True) -> None:
+        super().__init__(message, replica, scored_others, has_error)
+        self.replica = replica
+        self.scored_others = scored_others
+        self.has_error = has_error
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class RequestFailed(EngineUnavailable):
+    """A request failed for a reason outside the engine, a full disk for example; the replica stays in service."""
 
 
 class EvidenceMismatch(WorkerError, RuntimeError):

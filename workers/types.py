@@ -145,11 +145,16 @@ class Span:
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """One chunk of work: score these spans with this recipe."""
+    """One chunk of work: score these spans with this recipe.
+
+    `crashes`: how many engines have crashed with it, if the caller counts. Then the next crash is raised as
+    EngineCrashed; and after the first, a replica that has scored nothing else yet scores one sample of the base first,
+    so that a crash can be told from an engine that never worked. None: it is sent again after a crash."""
 
     study: str
     recipe: Recipe
     spans: tuple[Span, ...]
+    crashes: int | None = None
 
     @property
     def num_samples(self) -> int:
@@ -256,7 +261,8 @@ class Scorer(Protocol):
     """
 
     def score(self, request: ScoreRequest) -> ScoreResult:
-        """Score one chunk. Raises TrialFailed (this candidate cannot be scored), EngineUnavailable (no replica)."""
+        """Score one chunk. Raises TrialFailed (this candidate cannot be scored), EngineUnavailable (no replica), and
+        EngineCrashed if the request counts crashes."""
         ...
 
     def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:

@@ -195,6 +195,10 @@ def _note(event: Event) -> str | None:
             return f"attempt {payload['attempt']}" + _because(payload["because"])
         case "replica":
             return f"engine {payload['replica']} ({payload['engine']}) scores for the study"
+        case "crash":
+            return f"trial {payload['trial']}: its engine crashed" + _because(payload["reason"])
+        case "actors":
+            return str(payload["reason"])
         case "state" if payload["state"] != StudyState.RUNNING:
             return f"the study is {payload['state']}" + _because(payload["reason"])
         case "waiting":

@@ -86,6 +86,7 @@ def execute(
             storage_dir=work_dir,
             concurrency=preflight.concurrency,
             tick=tick,
+            note=view.note,
         )
         view.update(snapshots.now())
         if best_trial(coordinator.trials, preflight.objectives) is None:

@@ -19,6 +19,7 @@ from service.errors import StudyFailed
 from service.results.ranges import out_of_range
 from service.results.selection import held_out
 from service.store import BracketRecord, Store, StudyWriter
+from service.tune.crashes import Crashes
 from service.tune.evaluation import ChunkFailed, Evaluation, FailureKind
 from service.tune.plan import Plan
 from service.tune.provenance import ProvenanceCheck
@@ -81,6 +82,7 @@ class Coordinator:
         self._is_out_of_budget = is_out_of_budget
         self._in_flight: dict[int, Evaluation] = {}
         self._lost_actors: dict[int, int] = {}
+        self._crashes = Crashes(store.events(plan.study_id))
         self._asked: Proposal | None = None
         self._asked_at = 0.0
         self._holdout: deque[int] | None = None
@@ -161,6 +163,8 @@ class Coordinator:
         if isinstance(outcome, ChunkFailed):
             if outcome.kind is FailureKind.EVIDENCE:
                 raise EvidenceMismatch(outcome.reason)
+            if outcome.kind is FailureKind.CRASH:
+                return self._on_crash(evaluation, outcome)
             if outcome.kind is FailureKind.ENGINE:
                 raise EngineUnavailable(f"no engine to score with: {outcome.reason}")
             if outcome.kind is FailureKind.METRIC and self._is_base(evaluation):
@@ -195,6 +199,15 @@ class Coordinator:
             return False
         self._finish(evaluation)
         return True
+
+    def _on_crash(self, evaluation: Evaluation, failed: ChunkFailed) -> bool:
+        event, failure = self._crashes.add(evaluation, failed)
+        self._writer.add_event(EventKind.CRASH, event)
+        return failure is not None and self.on_outcome(evaluation, failure)
+
+    def on_missing_actors(self, text: str, *, running: int, wanted: int) -> None:
+        """The driver works with fewer trial actors than it wants."""
+        self._writer.add_event(EventKind.ACTORS, {"running": running, "wanted": wanted, "reason": text})
 
     def _is_base(self, evaluation: Evaluation) -> bool:
         """Whether it is the search's evaluation of the base model."""
@@ -361,7 +374,8 @@ class Coordinator:
         if split is Split.HOLDOUT and self._holdout is not None:
             self._holdout.remove(trial.number)
         chunks = self._samples.missing_chunks(trial.recipe.digest, rung, split)
-        return Evaluation(self.plan.study_id, trial.number, rung, split, trial.recipe, chunks)
+        evaluation = Evaluation(self.plan.study_id, trial.number, rung, split, trial.recipe, chunks)
+        return replace(evaluation, crashes=self._crashes.count(evaluation))
 
     def _finish(self, evaluation: Evaluation) -> None:
         """All samples of the evaluation are stored: finish its rung, and promote if that completes one."""

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
@@ -23,7 +24,7 @@ from ray.tune.search import Searcher
 from service.tune.coordinator import Coordinator
 from service.tune.evaluation import Evaluation
 from service.tune.searchers import get_searcher
-from service.tune.trainable import EvaluationTrainable
+from service.tune.trainable import CPUS, EvaluationTrainable
 from workers.types import Scorer
 
 __all__ = ["RayProposer", "run_evaluations"]
@@ -32,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 # While nothing is in flight the driver can only wait for the searcher; this bounds one wait.
 SEARCHER_WAIT_S = 5.0
+
+# Chunks wait for further trial actors this long after the last one has started: without a free CPU for one, and with.
+CPU_WAIT_S = 10.0
+ACTOR_START_S = 60.0
 
 # Tune's own files are not used: no experiment snapshots while the study runs, no per-trial logs.
 TUNE_ENVIRONMENT = {
@@ -123,22 +128,34 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
 
     It also stops Tune from starting and killing a process for almost every evaluation: Tune ends an idle actor unless a
     trial waits for it, and it gives an idle actor to a trial whose actor is still starting and kills the latter. So
-    idle actors are kept, and no chunk is scored before all actors run.
+    idle actors are kept, and chunks wait until all actors run, or until no further one can be expected soon: on a busy
+    cluster it may never start.
     """
 
-    def __init__(self, coordinator: Coordinator, concurrency: int) -> None:
+    def __init__(self, coordinator: Coordinator, concurrency: int, note: Callable[[str], None]) -> None:
         super().__init__()
         self._coordinator = coordinator
         self._num_actors = concurrency
+        self._note = note
         self._is_first_trial = True
         self._num_up = 0
+        self._last_up = time.monotonic()
+        self._num_noted: int | None = None
         self._held_back: list[Any] = []
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
         if self._is_first_trial:
             self._is_first_trial = False
+            self._last_up = time.monotonic()
             cache = tune_controller._tune_controller._actor_cache
             cache.increase_max(trial.placement_group_factory, by=self._num_actors)
+
+    def choose_trial_to_run(self, tune_controller: Any) -> Any:
+        """Called at every step of Tune's loop."""
+        is_waiting = self._held_back or self._coordinator.num_in_flight >= self._num_actors
+        if self._num_up < self._num_actors and is_waiting and _is_late(time.monotonic() - self._last_up):
+            self._start_without_missing(tune_controller)
+        return super().choose_trial_to_run(tune_controller)
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
         if result["outcome"] is None:
@@ -149,13 +166,40 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
 
     def _on_actor_up(self, tune_controller: Any, trial: Any) -> str:
         self._num_up += 1
+        self._last_up = time.monotonic()
         if self._num_up < self._num_actors and self._coordinator.num_in_flight >= self._num_actors:
             self._held_back.append(trial)
             return str(FIFOScheduler.NOOP)
-        held_back, self._held_back = self._held_back, []
-        for other in held_back:
-            tune_controller._tune_controller._execute_action(other, FIFOScheduler.CONTINUE)
+        self._release(tune_controller)
         return str(FIFOScheduler.CONTINUE)
+
+    def _start_without_missing(self, tune_controller: Any) -> None:
+        if self._num_noted != self._num_up:
+            self._num_noted = self._num_up
+            text = _missing_actors(self._num_up, self._num_actors)
+            self._coordinator.on_missing_actors(text, running=self._num_up, wanted=self._num_actors)
+            self._note(text)
+        if self._num_up:
+            self._num_actors = self._num_up
+            self._release(tune_controller)
+
+    def _release(self, tune_controller: Any) -> None:
+        held_back, self._held_back = self._held_back, []
+        for trial in held_back:
+            tune_controller._tune_controller._execute_action(trial, FIFOScheduler.CONTINUE)
+
+
+def _is_late(waited_s: float) -> bool:
+    """Whether the next trial actor cannot be expected soon."""
+    if waited_s < CPU_WAIT_S:
+        return False
+    return waited_s >= ACTOR_START_S or ray.available_resources().get("CPU", 0.0) < CPUS
+
+
+def _missing_actors(running: int, wanted: int) -> str:
+    free, total = (resources().get("CPU", 0.0) for resources in (ray.available_resources, ray.cluster_resources))
+    reason = "wait for CPUs" if free < CPUS else "have not started yet"
+    return f"{running} of {wanted} trial actors run; the others {reason} ({CPUS:g} each, {free:g} of {total:g} free)"
 
 
 class _Observer(_NotPickled, tune.Callback):
@@ -181,8 +225,10 @@ def run_evaluations(
     storage_dir: Path,
     concurrency: int,
     tick: Callable[[], None] = lambda: None,
+    note: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Run until the coordinator is finished. Ray must be connected. `tick` is called several times a second.
+    """Run until the coordinator is finished. Ray must be connected. `tick` is called several times a second, `note`
+    with a message for the user.
 
     Raises what the coordinator raises: EvidenceMismatch, EngineUnavailable, StudyFailed, StaleAttempt.
     """
@@ -196,7 +242,7 @@ def run_evaluations(
         trainable,
         tune_config=tune.TuneConfig(
             search_alg=_EvaluationSource(coordinator, concurrency, interrupt),
-            scheduler=_ChunkScheduler(coordinator, concurrency),
+            scheduler=_ChunkScheduler(coordinator, concurrency, note),
             num_samples=-1,
             reuse_actors=True,
             trial_name_creator=_trial_name,

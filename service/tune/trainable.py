@@ -8,11 +8,11 @@ from typing import Any
 
 from ray import tune
 
-from service.tune.evaluation import ChunkFailed, Evaluation, FailureKind
-from workers.errors import EngineUnavailable, EvidenceMismatch, MetricFailed, TrialFailed
+from service.tune.evaluation import ChunkFailed, Crash, Evaluation, FailureKind
+from workers.errors import EngineCrashed, EngineUnavailable, EvidenceMismatch, MetricFailed, TrialFailed
 from workers.types import Scorer, ScoreRequest, ScoreResult
 
-__all__ = ["EvaluationTrainable"]
+__all__ = ["CPUS", "EvaluationTrainable"]
 
 # It waits for replicas, and does no work of its own.
 CPUS = 0.05
@@ -35,6 +35,7 @@ class EvaluationTrainable(tune.Trainable):
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         self._evaluation: Evaluation = new_config["evaluation"]
         self._next_chunk = 0
+        self._crashes = self._evaluation.crashes
         return True
 
     def step(self) -> dict[str, Any]:
@@ -42,7 +43,8 @@ class EvaluationTrainable(tune.Trainable):
             self._is_new = False
             return {"outcome": None}
         evaluation = self._evaluation
-        request = ScoreRequest(evaluation.study, evaluation.recipe, evaluation.chunks[self._next_chunk])
+        chunk = evaluation.chunks[self._next_chunk]
+        request = ScoreRequest(evaluation.study, evaluation.recipe, chunk, crashes=self._crashes)
         self._next_chunk += 1
         outcome: ScoreResult | ChunkFailed
         try:
@@ -53,6 +55,11 @@ class EvaluationTrainable(tune.Trainable):
             outcome = ChunkFailed(FailureKind.TRIAL, str(error))
         except EvidenceMismatch as error:
             outcome = ChunkFailed(FailureKind.EVIDENCE, str(error))
+        except EngineCrashed as error:  # unless the coordinator stops the evaluation, the same chunk is sent again
+            self._next_chunk -= 1
+            self._crashes += 1
+            crash = Crash(chunk, error.replica, error.scored_others, error.has_error)
+            outcome = ChunkFailed(FailureKind.CRASH, str(error), crash=crash)
         except EngineUnavailable as error:
             outcome = ChunkFailed(FailureKind.ENGINE, str(error))
         return {"outcome": outcome}

@@ -11,13 +11,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from search_spaces.recipe import Recipe
 from search_spaces.study.sections import EngineOptions
 from workers.engines.vllm.environment import engine_environment
-from workers.errors import EngineUnavailable, EvidenceMismatch, WorkerError
+from workers.errors import EngineCrashed, EngineUnavailable, EvidenceMismatch, RequestFailed, WorkerError
+from workers.serving.current_chunk import chunk_id, current_chunk
 from workers.serving.replica import EngineWorker, ScoringReplica, Worker
+from workers.serving.watchdog import TIME_LIMITS, TimeLimits
 from workers.types import (
     CHUNKS_IN_FLIGHT_PER_REPLICA,
     Family,
@@ -31,6 +33,9 @@ from workers.types import (
     digest_of,
 )
 
+if TYPE_CHECKING:
+    from ray.exceptions import RayActorError
+
 __all__ = ["ServeScorer", "app_name", "deploy_scorer", "serving"]
 
 log = logging.getLogger(__name__)
@@ -38,6 +43,9 @@ log = logging.getLogger(__name__)
 # One chunk is scored while the next ones wait at the replica. At 1 the router's back-off idles the engine for up to
 # 0.5 s.
 MAX_ONGOING_REQUESTS = 3
+
+# A request that fails beside the engine is sent this often; the next replica may have what this one lacks.
+MAX_TRIES = 3
 
 # Only one process of the cluster at a time starts Serve or deploys; this is the name of the Ray actor that it holds.
 DEPLOYING = "deploying"
@@ -53,9 +61,10 @@ def app_name(family: Family, options: EngineOptions) -> str:
 class ServeScorer:
     """The replicas of one Serve application, as workers.types.Scorer. Picklable; connects at the first call.
 
-    When a replica dies or fails, Serve replaces it and the same request is sent again. If that fails for `deadline_s`
-    seconds, EngineUnavailable gives the reason. Waiting behind other requests does not count as failing. Errors of
-    the candidate (TrialFailed, InvalidTask) are raised as they are.
+    When a replica dies or fails, Serve replaces it and the same request is sent again; if the replica was scoring it
+    and the request counts crashes, EngineCrashed is raised instead. If that fails for `deadline_s` seconds,
+    EngineUnavailable gives the reason. Waiting behind other requests does not count as failing. Errors of the candidate
+    (TrialFailed, InvalidTask) are raised as they are.
     """
 
     app_name: str
@@ -114,6 +123,8 @@ class ServeScorer:
         from ray.serve.exceptions import RayServeException
 
         failing_since: float | None = None
+        failed_requests = 0
+        counts_crashes = method == "score" and arguments[0].crashes is not None
         pause_s = 0.5
         while True:
             try:
@@ -121,10 +132,16 @@ class ServeScorer:
                 return self._result(handle.remote(*arguments))
             except RayTaskError as error:
                 cause = error.cause
-                if isinstance(cause, WorkerError) and not isinstance(cause, EngineUnavailable):
+                failed_requests += isinstance(cause, RequestFailed)
+                is_final = not isinstance(cause, EngineUnavailable) or failed_requests >= MAX_TRIES
+                if isinstance(cause, WorkerError) and is_final:
+                    raise cause from error
+                if isinstance(cause, EngineCrashed) and counts_crashes:
                     raise cause from error
                 reason = str(cause)
             except (RayActorError, RayServeException) as error:
+                if isinstance(error, RayActorError) and counts_crashes:
+                    _raise_if_scoring(arguments[0], error)
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
             _handle.cache_clear()
             _state(self.app_name)
@@ -165,13 +182,16 @@ def deploy_scorer(
     health_check_period_s: float = 5.0,
     health_check_timeout_s: float = 30.0,
     start_timeout_s: float = 1800.0,
+    time_limits: TimeLimits = TIME_LIMITS,
 ) -> ServeScorer:
     """Start `replicas` replicas on the Ray that this process is connected to, and wait until they are ready.
 
     A running application of that name is used as it is. With `keep_idle_s` studies share the application: it has as
     many replicas as their requests keep busy and the GPUs allow; replicas idle for `keep_idle_s` seconds are stopped,
-    down to none, and the next request starts them again. `make_worker` replaces the engine (tests). Raises
-    EngineUnavailable, with the reason and the replica's log file, as soon as a replica fails to start.
+    down to none, and the next request starts them again. `make_worker` replaces the engine (tests). Serve replaces a
+    replica after three failed health checks in a row: by default one that was stopped after at most two minutes, and
+    one whose work is overdue (`time_limits`) within a quarter of a minute. Raises EngineUnavailable, with the reason
+    and the replica's log file, as soon as a replica fails to start.
     """
     from ray import serve
 
@@ -206,7 +226,7 @@ def deploy_scorer(
                     "runtime_env": {"env_vars": environment},
                 },
             )
-            application = deployment.bind(make_worker or functools.partial(EngineWorker, family, options))
+            application = deployment.bind(make_worker or functools.partial(EngineWorker, family, options), time_limits)
             serve.run_many(
                 [serve.RunTarget(application, name=name, route_prefix=None)], wait_for_applications_running=False
             )
@@ -280,6 +300,20 @@ def _deploying(deadline: float) -> Iterator[None]:
         yield
     finally:
         ray.kill(lock)
+
+
+def _raise_if_scoring(request: ScoreRequest, error: RayActorError) -> None:
+    """Raises EngineCrashed if the replica that died was scoring this very chunk."""
+    current = current_chunk(error.actor_id)
+    if current is None or current.chunk != chunk_id(request):
+        return
+    why = f"was replaced: {current.overdue}" if current.overdue else "ended while it scored the chunk"
+    raise EngineCrashed(
+        f"{current.replica} {why}; its log is {current.log_file}",
+        current.replica,
+        current.scored_others,
+        has_error=False,
+    ) from error
 
 
 @functools.lru_cache(maxsize=8)

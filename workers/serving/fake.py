@@ -13,13 +13,13 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from search_spaces.recipe import Merge, Recipe
-from workers.errors import EngineUnavailable, InvalidTask, TrialFailed
+from workers.errors import EngineCrashed, EngineUnavailable, InvalidTask, TrialFailed
 from workers.evaluation.inline_files import read_inline
 from workers.types import (
     Evidence,
@@ -44,7 +44,8 @@ class FakeScorer:
     `sample_delay_s` is slept per sample. `failing` holds recipe digests that raise TrialFailed, as does every recipe
     with a coefficient above `fails_above`. `exits_at_call` ends the process, without clean-up, on the n-th call of
     `score` (1-based, counted over all processes that share `log_file`, if there is one); `unavailable_calls` is the
-    number of calls that raise EngineUnavailable before the first success. Every finished or failed call appends
+    number of calls that raise EngineUnavailable before the first success. `crashing` holds recipe digests that crash
+    the engine, `crash_by` an error, the end of the process, or standing still. Every finished or failed call appends
     one JSON line to `log_file`: {call, recipe, spans: [[objective, start, stop], ...], outcome, process}. `garbles`:
     the values are right, the responses and tokens are not, which `verify` finds.
     """
@@ -55,6 +56,8 @@ class FakeScorer:
     fails_above: float = math.inf
     exits_at_call: int | None = None
     unavailable_calls: int = 0
+    crashing: Collection[str] = ()
+    crash_by: Literal["error", "exit", "hang"] = "error"
     garbles: bool = False
     log_file: str | None = None
     bank_fingerprint: str = "fake"
@@ -64,6 +67,10 @@ class FakeScorer:
     _swaps: int = 0
     _busy_s: float = 0.0
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        return f"fake-{os.getpid()}"
 
     def score(self, request: ScoreRequest) -> ScoreResult:
         with self._lock:
@@ -77,6 +84,9 @@ class FakeScorer:
             started = time.perf_counter()
             if self._held != request.recipe.digest:
                 self._held, self._swaps = request.recipe.digest, self._swaps + 1
+            if request.recipe.digest in self.crashing:
+                self._log(call, request, "crash")
+                self._crash()
             if reason := self._failure(request.recipe):
                 self._log(call, request, "failed")
                 raise TrialFailed(reason)
@@ -94,7 +104,7 @@ class FakeScorer:
                     bank_fingerprint=self.bank_fingerprint,
                     prompts={span.objective: prompt_hash(span) for span in request.spans},
                     weights_checksum=digest_of([request.recipe.digest, self.bank_fingerprint]),
-                    replica=f"fake-{os.getpid()}",
+                    replica=self.name,
                     swap_count=self._swaps,
                     engine="fake",
                 ),
@@ -174,6 +184,13 @@ class FakeScorer:
     def _next_call(self) -> int:
         self._calls += 1
         return len(self.calls()) + 1 if self.log_file is not None else self._calls
+
+    def _crash(self) -> None:
+        if self.crash_by == "exit":
+            os._exit(70)
+        if self.crash_by == "hang":
+            threading.Event().wait()
+        raise EngineCrashed("fake: this recipe crashes the engine", self.name, scored_others=self._swaps > 1)
 
     def _failure(self, recipe: Recipe) -> str | None:
         if recipe.digest in self.failing:

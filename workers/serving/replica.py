@@ -4,11 +4,14 @@ A replica holds one recipe at a time. One lock spans swap and score of a chunk; 
 first (`recipe_lock`). The engine runs in its own thread, so that health checks are answered while it works. Serve's
 multiplexing is a routing hint only: it sends work to the replica that already holds the recipe, and it evicts without
 asking. The engine itself states which recipe it holds, before and after scoring.
+
+A replica ends when its engine raises an error or its work is overdue. Any other error fails the request alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import socket
@@ -16,18 +19,28 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
+from search_spaces.baselines import sources_and_published
 from search_spaces.errors import SearchSpaceError
 from search_spaces.recipe import Recipe
 from search_spaces.study.sections import EngineOptions
 from workers.engines.vllm.engine import Engine
-from workers.errors import EngineUnavailable, EvidenceMismatch, TrialFailed, WorkerError
+from workers.errors import (
+    EngineCrashed,
+    EngineUnavailable,
+    EvidenceMismatch,
+    RequestFailed,
+    TrialFailed,
+    WorkerError,
+)
 from workers.evaluation.metric_process import MetricProcess
 from workers.evaluation.prompts import LOGPROB_TOLERANCE
+from workers.serving.current_chunk import CurrentChunk, chunk_id, note_chunk
 from workers.serving.recipe_lock import RecipeLock
+from workers.serving.watchdog import TIME_LIMITS, TimeLimits, Watchdog
 from workers.types import (
     Evidence,
     Family,
@@ -47,7 +60,14 @@ T = TypeVar("T")
 
 
 class Worker(Protocol):
-    """What a replica owns. Used by one thread at a time; FakeScorer implements it too."""
+    """What a replica owns. Used by one thread at a time; FakeScorer implements it too.
+
+    Raises EngineCrashed if it cannot be used any more; after any other error it goes on."""
+
+    @property
+    def name(self) -> str:
+        """As in the evidence of its results."""
+        ...
 
     def score(self, request: ScoreRequest) -> ScoreResult: ...
 
@@ -183,13 +203,24 @@ class ReplicaMetrics:
 
 
 class ScoringReplica:
-    """The class that Serve deploys. `make_worker` is called once, in the thread that does all the work."""
+    """The class that Serve deploys. `make_worker` is called once, in the thread that does all the work.
 
-    def __init__(self, make_worker: Callable[[], Worker]) -> None:
+    Raises EngineUnavailable if the worker does not start within `limits.start_s`."""
+
+    def __init__(self, make_worker: Callable[[], Worker], limits: TimeLimits = TIME_LIMITS) -> None:
+        started = time.monotonic()
+        self._limits = limits
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._lock = RecipeLock()
         self._fault: str | None = None
-        self._worker = self._thread.submit(make_worker).result()
+        self._scored: set[str] = set()
+        self._current: CurrentChunk | None = None
+        self._overdue: CurrentChunk | None = None
+        start = self._thread.submit(make_worker)
+        if not wait([start], timeout=limits.start_s).done:
+            raise EngineUnavailable(f"no engine within {limits.start_s:.0f} s; its log is {log_file()}")
+        self._worker = start.result()
+        self._watchdog = Watchdog(limits, start_s=time.monotonic() - started)
         self._metrics = ReplicaMetrics()
 
     async def hold(self, digest: str) -> str:
@@ -203,7 +234,7 @@ class ScoringReplica:
             async with self._lock.hold(request.recipe.digest):
                 waited = time.perf_counter() - arrived
                 await self.hold(request.recipe.digest)
-                result = await self._in_thread(self._worker.score, request)
+                result = await self._in_thread(self._score, request)
         finally:
             self._metrics.queue(request.study, -1)
         result = replace(result, timings_s={**result.timings_s, "wait": waited})
@@ -212,34 +243,110 @@ class ScoringReplica:
 
     async def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:
         async with self._lock.hold(""):
-            return await self._in_thread(self._worker.describe, tasks)
+            return await self._in_thread(self._other, "describing tasks", self._worker.describe, tasks)
 
     async def verify(
         self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]
     ) -> VerificationReport:
         async with self._lock.hold(recipe.digest):
-            return await self._in_thread(self._worker.verify, recipe, samples, spans)
+            return await self._in_thread(self._other, "verification", self._worker.verify, recipe, samples, spans)
 
     async def statistics(self) -> dict[str, Any]:
         return {**self._worker.statistics(), "replica": os.getpid(), "log_file": log_file()}
 
     async def check_health(self) -> None:
-        """Runs in the event loop, also during a chunk. Raises once the engine has failed; Serve then replaces the
-        replica."""
+        """Runs in the event loop, also during a chunk. Raises once the engine has failed, and while its work is
+        overdue; Serve then replaces the replica."""
         if self._fault is not None:
             raise RuntimeError(self._fault)
+        if (overdue := self._watchdog.overdue()) is not None:
+            if (current := self._current) is not None and current is not self._overdue:
+                self._overdue = current
+                note_chunk(replace(current, overdue=overdue))
+            raise RuntimeError(f"{self._worker.name} counts as hung: {overdue}")
 
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, functools.partial(self._run, function, *arguments)
+        )
+
+    # -- in the engine's thread ------------------------------------------------------------------------------------
+
+    def _run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Only an error of the engine ends the replica."""
+        if self._fault is not None:
+            raise EngineUnavailable(self._fault)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+            return function(*arguments)
         except SearchSpaceError as error:
             raise TrialFailed(str(error)) from error
+        except EngineCrashed as error:
+            log.exception("the engine failed")
+            self._fault = f"{error}; its log is {log_file()}"
+            scored_others = self._current is not None and self._current.scored_others
+            raise EngineCrashed(self._fault, self._worker.name, scored_others) from error
         except WorkerError:
             raise
-        except Exception as error:  # from inside vLLM: the engine is not used again
-            self._fault = f"the engine failed: {type(error).__name__}: {error}; its log is {log_file()}"
-            log.exception("the engine failed")
-            raise EngineUnavailable(self._fault) from error
+        except Exception as error:
+            log.exception("a request failed")
+            raise RequestFailed(
+                f"{self._worker.name}: {type(error).__name__}: {error}; the engine goes on; its log is {log_file()}"
+            ) from error
+
+    def _score(self, request: ScoreRequest) -> ScoreResult:
+        digest = request.recipe.digest
+        if request.crashes and not self._has_scored_others(digest):
+            self._try_the_base(request)
+        self._current = CurrentChunk(
+            chunk_id(request), self._worker.name, self._has_scored_others(digest), log_file=log_file()
+        )
+        note_chunk(self._current)
+        with self._watchdog.chunk(request):
+            result = self._worker.score(request)
+        self._add_scored(digest)
+        return result
+
+    def _other(self, what: str, function: Callable[..., T], *arguments: Any) -> T:
+        self._current = None
+        with self._watchdog.work(self._limits.other_s, what):
+            return function(*arguments)
+
+    def _has_scored_others(self, digest: str) -> bool:
+        return bool(self._scored - {digest})
+
+    def _add_scored(self, digest: str) -> None:
+        if len(self._scored) < 2:  # of any recipe, two are enough to know whether another was scored
+            self._scored.add(digest)
+
+    def _try_the_base(self, request: ScoreRequest) -> None:
+        """Score one sample of the base: if the engine crashes with the chunk after that, the chunk is the cause.
+
+        Raises EngineUnavailable if it crashes now."""
+        recipe = _base_alone(request.recipe)
+        if recipe.digest == request.recipe.digest:
+            return
+        first = request.spans[0]
+        sample = replace(request, recipe=recipe, spans=(replace(first, stop=first.start + 1),))
+        try:
+            with self._watchdog.chunk(sample):
+                self._run(self._worker.score, sample)
+            self._add_scored(recipe.digest)
+        except EngineCrashed as error:
+            raise EngineUnavailable(str(error)) from error
+        except WorkerError as error:
+            log.warning("the base was not scored: %s", error)
+
+
+def _base_alone(recipe: Recipe) -> Recipe:
+    """The recipe whose merge is the base of `recipe`."""
+    known = sources_and_published(
+        base=recipe.base,
+        experts=[alias for alias in recipe.models if alias != recipe.base] or [recipe.base],
+        fingerprints=recipe.models,
+        num_layers=len(recipe.layers),
+        tokenizer=recipe.tokenizer,
+    )
+    return known[0].recipe
 
 
 def log_file() -> str:

@@ -28,6 +28,8 @@ def work(site: Site, writer: StudyWriter, *, end: Callable[[], object]) -> None:
     recipe = site.preflight.baselines()[0][2]
     writer.heartbeat(wall_clock_s=65.0, progress={**PROGRESS, "samples_scored": 100})
     writer.add_event("replica", {"replica": "gpu-box-71", "engine": "vllm 0.32", "trial": 0})
+    writer.add_event("crash", {"trial": 0, "replica": "gpu-box-71", "reason": "CUDA error", "crashes": 1})
+    writer.add_event("actors", {"running": 1, "wanted": 3, "reason": "1 of 3 trial actors run"})
     writer.add_trial(TrialRecord(40, Origin.SEARCH, "trial:40", TrialState.RUNNING, recipe))
     writer.finish_trials([40], TrialState.FAIL, "NaN in the logits")
     time.sleep(0.5)
@@ -56,6 +58,8 @@ def test_watch_tells_what_matters_and_ends_with_the_results(site: Site, terminal
     for line in (
         "attempt 1",
         "engine gpu-box-71 (vllm 0.32) scores for the study",
+        "trial 0: its engine crashed: CUDA error",
+        "1 of 3 trial actors run",
         "trial 40 failed: NaN in the logits",
         "the search has ended: 16 duplicates in a row",
         "held-out data: 2 trials",

@@ -15,12 +15,12 @@ from search_spaces.objectives import Objective
 from search_spaces.spaces.lfs import LfsSpace
 from service.store import Store
 from service.tune.coordinator import Coordinator
-from service.tune.evaluation import ChunkFailed, Evaluation, FailureKind
+from service.tune.evaluation import ChunkFailed, Crash, Evaluation, FailureKind
 from service.tune.plan import Plan
 from service.tune.searchers import get_searcher
 from service.types import Origin
 from tests.service.resolved import resolved_study
-from workers.errors import EngineUnavailable, MetricFailed, TrialFailed
+from workers.errors import EngineCrashed, EngineUnavailable, MetricFailed, TrialFailed
 from workers.serving.fake import FakeScorer
 from workers.types import Scorer, ScoreRequest, TaskSpec
 
@@ -120,8 +120,9 @@ def drive(coordinator: Coordinator, scorer: Scorer, *, concurrency: int = 3, ord
             assert coordinator.is_finished
             return
         evaluation, chunk = in_flight.pop(draw.randrange(len(in_flight)))
-        if not coordinator.on_outcome(evaluation, score(scorer, evaluation, chunk)):
-            in_flight.append((evaluation, chunk + 1))
+        outcome = score(scorer, evaluation, chunk)
+        if not coordinator.on_outcome(evaluation, outcome):
+            in_flight.append((evaluation, chunk if isinstance(outcome, ChunkFailed) else chunk + 1))
 
 
 def score(scorer: Scorer, evaluation: Evaluation, chunk: int) -> Any:
@@ -131,6 +132,9 @@ def score(scorer: Scorer, evaluation: Evaluation, chunk: int) -> Any:
         return ChunkFailed(FailureKind.METRIC, str(error))
     except TrialFailed as error:
         return ChunkFailed(FailureKind.TRIAL, str(error))
+    except EngineCrashed as error:
+        crash = Crash(evaluation.chunks[chunk], error.replica, error.scored_others, error.has_error)
+        return ChunkFailed(FailureKind.CRASH, str(error), crash=crash)
     except EngineUnavailable as error:
         return ChunkFailed(FailureKind.ENGINE, str(error))
 

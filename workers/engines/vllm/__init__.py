@@ -1,6 +1,7 @@
 """The vLLM engine that holds one merge after another. vLLM is imported in this package only.
 
 - `engine`: start vLLM, swap merges, generate, read log-probabilities
+- `engine_errors`: which errors end an engine
 - `canary`: compare an engine's log-probabilities with those of transformers
 - `environment`: the environment variables of a process that starts an engine
 - `memory`: divide a machine's memory between engine and source weights

@@ -26,6 +26,7 @@ from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from search_spaces.study.sections import EngineOptions
 from workers.engines.host_memory import free_host_bytes
 from workers.engines.logits import in_words
+from workers.engines.vllm.engine_errors import engine_errors
 from workers.engines.vllm.environment import engine_environment
 from workers.engines.vllm.gpus import free_gpu_bytes, gpus_of_this_machine
 from workers.engines.vllm.memory import (
@@ -35,7 +36,7 @@ from workers.engines.vllm.memory import (
     kv_cache_bytes,
     memory_requirements,
 )
-from workers.errors import EngineUnavailable, EvidenceMismatch, InvalidModel, TrialFailed
+from workers.errors import EngineCrashed, EngineUnavailable, EvidenceMismatch, InvalidModel, TrialFailed
 from workers.evaluation.prompts import Completion, Continuation, Generation, Prompts
 from workers.models.config import read_config
 from workers.models.family import open_sources
@@ -108,6 +109,9 @@ class Engine:
             self._start()
             self.start_s = time.perf_counter() - started
             self.swap(base_recipe(family), check=True)
+        except EngineCrashed as error:
+            self.close()
+            raise _not_started(family, error.__cause__ or error, log_file) from error
         except (EngineUnavailable, EvidenceMismatch, InvalidModel):
             self.close()
             raise
@@ -332,9 +336,10 @@ class Engine:
         from vllm import TokensPrompt
 
         self._call("mergesearch_bad_rows")
-        outputs: list[Any] = self._llm.generate(
-            [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts], parameters, use_tqdm=False
-        )
+        with engine_errors():
+            outputs: list[Any] = self._llm.generate(
+                [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts], parameters, use_tqdm=False
+            )
         if any(rows := self._call("mergesearch_bad_rows")):
             self._llm.reset_prefix_cache()
             raise TrialFailed(f"the merged model's logits are {in_words(rows, num_prompts=len(prompts))}")
@@ -342,7 +347,8 @@ class Engine:
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call the worker extension. With tensor parallelism all ranks must agree on digest and number of swaps."""
-        results = self._llm.collective_rpc(method, args=args, kwargs=kwargs)
+        with engine_errors():
+            results = self._llm.collective_rpc(method, args=args, kwargs=kwargs)
         if method == "mergesearch_bad_rows":
             return [max(counts) for counts in zip(*results, strict=True)]
         if isinstance(results[0], dict):
@@ -369,14 +375,14 @@ class Engine:
         self.close()
 
 
-def _not_started(family: Family, error: Exception, log_file: str | None) -> EngineUnavailable:
+def _not_started(family: Family, error: BaseException, log_file: str | None) -> EngineUnavailable:
     return EngineUnavailable(
         f"vLLM did not start for {family.base.directory}: {type(error).__name__}: {_reason(error)}"
         + (f"; its log is {log_file}" if log_file else "")
     )
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """One line: the first of pydantic's errors if vLLM rejects its configuration, else the error's first line."""
     details = error.errors() if hasattr(error, "errors") else ()
     text = str(details[0]["msg"] if details else error).strip()

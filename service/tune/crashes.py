@@ -1,0 +1,86 @@
+"""Crashes of engines, counted by chunk: when is a candidate their cause?
+
+If an engine raises an error twice with the same chunk, the second time after another recipe was scored, the candidate
+is the cause. A process that ends tells less: a kill from outside looks the same. That must happen three times with the
+same chunk, so that kills at random do not fail candidates: each hits one chunk, and the same one again only in the
+seconds in which it is scored again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from service.store import EventRecord
+from service.tune.evaluation import ChunkFailed, Evaluation, FailureKind
+from service.types import EventKind
+from workers.types import Span
+
+__all__ = ["Crashes"]
+
+log = logging.getLogger(__name__)
+
+MAX_ERRORS = 2
+MAX_CRASHES = 3
+
+# After this many crashes with a chunk on engines that had scored nothing else, no engine can be had.
+MAX_UNPROVEN = 6
+
+Key = tuple[str, str, str]
+
+
+class Crashes:
+    """The crashes of all attempts at a study: `events` are the study's, one for each crash."""
+
+    def __init__(self, events: Iterable[EventRecord]) -> None:
+        self._crashes: dict[Key, list[Mapping[str, Any]]] = defaultdict(list)
+        for event in events:
+            if event.kind == EventKind.CRASH:
+                self._add(event.payload)
+
+    def add(self, evaluation: Evaluation, failed: ChunkFailed) -> tuple[dict[str, Any], ChunkFailed | None]:
+        """Count a crash. Returns the event to store, and what follows from it: that the candidate fails, or that there
+        is no engine; None: the chunk is to be scored again."""
+        crash = failed.crash
+        assert crash is not None
+        event = {
+            "trial": evaluation.trial,
+            "recipe": evaluation.recipe.digest,
+            "split": evaluation.split.value,
+            "chunk": _chunk(crash.chunk),
+            "replica": crash.replica,
+            "scored_others": crash.scored_others,
+            "has_error": crash.has_error,
+            "reason": failed.reason,
+        }
+        count = self._add(event)
+        log.warning("trial %d: crash %d of its engine: %s", evaluation.trial, count, failed.reason)
+        return {**event, "crashes": count}, _consequence(self._of(evaluation, crash.chunk), failed.reason)
+
+    def count(self, evaluation: Evaluation) -> int:
+        """The most crashes with one of the evaluation's chunks."""
+        return max((len(self._of(evaluation, chunk)) for chunk in evaluation.chunks), default=0)
+
+    def _add(self, payload: Mapping[str, Any]) -> int:
+        crashes = self._crashes[payload["recipe"], payload["split"], str(payload["chunk"])]
+        crashes.append(payload)
+        return len(crashes)
+
+    def _of(self, evaluation: Evaluation, chunk: Sequence[Span]) -> Sequence[Mapping[str, Any]]:
+        return self._crashes.get((evaluation.recipe.digest, evaluation.split.value, str(_chunk(chunk))), ())
+
+
+def _consequence(crashes: Sequence[Mapping[str, Any]], reason: str) -> ChunkFailed | None:
+    enough = len(crashes) >= MAX_CRASHES or sum(crash["has_error"] for crash in crashes) >= MAX_ERRORS
+    if enough and crashes[-1]["scored_others"]:
+        text = f"its engine crashed {len(crashes)} times with the same samples, at last after another recipe was scored"
+        return ChunkFailed(FailureKind.TRIAL, f"{text}: {reason}")
+    if sum(not crash["scored_others"] for crash in crashes) >= MAX_UNPROVEN:
+        return ChunkFailed(FailureKind.ENGINE, reason)
+    return None
+
+
+def _chunk(spans: Sequence[Span]) -> list[list[str | int]]:
+    return [[span.objective, span.start, span.stop] for span in spans]

@@ -1,0 +1,135 @@
+"""When a candidate is taken for the cause of its engine's crashes, and when not."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.store import Store
+from service.tune.coordinator import Coordinator
+from service.tune.evaluation import ChunkFailed, Crash, Evaluation, FailureKind
+from service.types import EventKind, TrialState
+from tests.service.tune.harness import coordinator_of, drive, new_study, trial_list
+from workers.errors import EngineCrashed, EngineUnavailable
+from workers.serving.fake import FakeScorer
+from workers.types import ScoreRequest, ScoreResult
+
+
+def crash(evaluation: Evaluation, *, has_error: bool = True, scored_others: bool = True, chunk: int = 0) -> ChunkFailed:
+    reason = f"replica-{chunk}: CUDA error"
+    return ChunkFailed(
+        FailureKind.CRASH, reason, crash=Crash(evaluation.chunks[chunk], "replica", scored_others, has_error)
+    )
+
+
+def first(coordinator: Coordinator) -> Evaluation:
+    evaluation = coordinator.next_evaluation()
+    assert evaluation is not None
+    return evaluation
+
+
+def crash_events(store: Store, study: str) -> list[Any]:
+    return [event.payload for event in store.events(study) if event.kind == EventKind.CRASH]
+
+
+def test_a_recipe_that_crashes_its_engine_twice_fails_and_the_study_goes_on(tmp_path: Path) -> None:
+    store, study = new_study(tmp_path)
+    coordinator = coordinator_of(store, study)
+    victim = coordinator.plan.baselines[3]
+    drive(coordinator, FakeScorer(crashing=[victim[2].digest]))
+    failed = [trial for trial in store.trials(study) if trial.state is TrialState.FAIL]
+    assert [trial.label for trial in failed] == [victim[1]]
+    assert "crashed 2 times with the same samples" in str(failed[0].reason)
+    assert "this recipe crashes the engine" in str(failed[0].reason)
+    assert coordinator.is_finished
+    assert [(e["trial"], e["crashes"]) for e in crash_events(store, study)] == [(failed[0].number, n) for n in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("crashes", "fails"),
+    [
+        ([(True, True), (True, True)], True),
+        ([(True, False), (True, True)], True),
+        ([(True, True), (True, False)], False),  # the second engine had shown nothing yet
+        ([(False, True), (False, True)], False),  # as two kills from outside
+        ([(True, True), (False, True)], False),  # one of them may be a kill
+        ([(False, True), (False, True), (False, True)], True),
+        ([(False, True), (False, True), (False, False)], False),
+    ],
+)
+def test_the_candidate_fails_after_two_errors_or_three_ends_of_the_process(
+    tmp_path: Path, crashes: list[tuple[bool, bool]], fails: bool
+) -> None:
+    store, study = new_study(tmp_path)
+    coordinator = coordinator_of(store, study)
+    evaluation = first(coordinator)
+    done = [
+        coordinator.on_outcome(evaluation, crash(evaluation, has_error=has_error, scored_others=scored_others))
+        for has_error, scored_others in crashes
+    ]
+    assert done == [*[False] * (len(crashes) - 1), fails]
+    assert (store.trial(study, evaluation.trial).state is TrialState.FAIL) == fails
+
+
+def test_crashes_with_other_samples_count_apart(tmp_path: Path) -> None:
+    store, study = new_study(tmp_path)
+    coordinator = coordinator_of(store, study)
+    evaluation = first(coordinator)
+    assert not coordinator.on_outcome(evaluation, crash(evaluation, chunk=0))
+    assert not coordinator.on_outcome(evaluation, crash(evaluation, chunk=1))
+    assert coordinator.on_outcome(evaluation, crash(evaluation, chunk=1))
+
+
+def test_the_count_outlives_the_driver(tmp_path: Path) -> None:
+    store, study = new_study(tmp_path)
+    coordinator = coordinator_of(store, study)
+    evaluation = first(coordinator)
+    assert evaluation.crashes == 0
+    coordinator.on_outcome(evaluation, crash(evaluation))
+    again = first(coordinator_of(store, study))
+    assert (again.trial, again.crashes) == (evaluation.trial, 1)
+    resumed = coordinator_of(store, study)
+    evaluation = first(resumed)
+    assert resumed.on_outcome(evaluation, crash(evaluation))
+    assert "crashed 2 times" in str(store.trial(study, evaluation.trial).reason)
+
+
+def test_engines_that_crash_before_they_scored_anything_are_not_there(tmp_path: Path) -> None:
+    store, study = new_study(tmp_path)
+    coordinator = coordinator_of(store, study)
+    evaluation = first(coordinator)
+    for _ in range(5):
+        assert not coordinator.on_outcome(evaluation, crash(evaluation, scored_others=False))
+    with pytest.raises(EngineUnavailable, match=r"no engine to score with: .*CUDA error"):
+        coordinator.on_outcome(evaluation, crash(evaluation, scored_others=False))
+    assert store.trial(study, evaluation.trial).state is TrialState.WAITING
+
+
+class KilledAtRandom(FakeScorer):
+    """One chunk in ten ends with the kill of its replica; every replica had scored other recipes before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kills = random.Random(1)
+        self.num_kills = 0
+
+    def score(self, request: ScoreRequest) -> ScoreResult:
+        if self.kills.random() < 0.1:
+            self.num_kills += 1
+            raise EngineCrashed("its process ended", "replica", scored_others=True, has_error=False)
+        return super().score(request)
+
+
+def test_kills_at_random_fail_no_candidate(tmp_path: Path) -> None:
+    lists = []
+    for name, scorer in (("quiet", FakeScorer()), ("killed", KilledAtRandom())):
+        (tmp_path / name).mkdir()
+        store, study = new_study(tmp_path / name)
+        drive(coordinator_of(store, study, chunk_samples=10), scorer)
+        lists.append(trial_list(store, study))
+    assert isinstance(scorer, KilledAtRandom)
+    assert scorer.num_kills >= 10
+    assert lists[0] == lists[1]

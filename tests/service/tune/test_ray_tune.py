@@ -1,0 +1,100 @@
+"""A study on Ray Tune with fake scorers: engines that crash, and too few CPUs for the trial actors."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from service.errors import StudyFailed
+from service.store import Store
+from service.tune.ray_tune import run_evaluations
+from service.types import TrialState
+from tests.conftest import OPTIONS
+from tests.service.tune.harness import coordinator_of, new_study
+from workers.errors import EngineUnavailable
+from workers.serving.deployment import deploy_scorer
+from workers.serving.fake import FakeScorer
+from workers.types import Family, Scorer
+
+CONCURRENCY = 3
+
+
+def run(store: Store, study: str, scorer: Scorer, directory: Path) -> str:
+    """The reason for which the study ended, if it failed."""
+    coordinator = coordinator_of(store, study, max_trials=9)
+    try:
+        run_evaluations(coordinator, scorer, name="study", storage_dir=directory / "ray", concurrency=CONCURRENCY)
+    except (StudyFailed, EngineUnavailable) as error:
+        return str(error)
+    return ""
+
+
+def events(store: Store, study: str, kind: str) -> list[Any]:
+    return [event.payload for event in store.events(study) if event.kind == kind]
+
+
+def free_cpus() -> float:
+    """Once what earlier tests have ended is gone."""
+    free = -1.0
+    while free != (free := ray.available_resources()["CPU"]):
+        time.sleep(3)
+    return free
+
+
+@pytest.mark.slow
+def test_the_driver_starts_with_the_trial_actors_that_it_gets(ray_cluster: None, tmp_path: Path) -> None:
+    store, study = new_study(tmp_path)
+
+    @ray.remote
+    class Other:
+        pass
+
+    # One trial actor, which takes 0.05, is left room.
+    other = Other.options(num_cpus=round(free_cpus() - 0.08, 2)).remote()  # type: ignore[attr-defined]
+    ray.get(other.__ray_ready__.remote())
+    ended: list[str] = []
+    driver = threading.Thread(target=lambda: ended.append(run(store, study, FakeScorer(), tmp_path)))
+    driver.start()
+    driver.join(timeout=90)
+    is_waiting = driver.is_alive()
+    ray.kill(other)  # the others can start
+    driver.join(timeout=90)
+    assert not is_waiting, "it waits for actors that cannot start"
+    assert ended == [""]
+    missing = events(store, study, "actors")[-1]
+    assert (missing["running"], missing["wanted"]) == (1, CONCURRENCY)
+    assert missing["reason"].startswith("1 of 3 trial actors run; the others wait for CPUs (0.05 each, 0.03 of")
+
+
+@pytest.mark.slow
+def test_a_recipe_that_ends_its_replicas_fails_and_the_study_goes_on(
+    ray_cluster: None, tied_family: Family, tmp_path: Path
+) -> None:
+    from ray import serve
+
+    store, study = new_study(tmp_path)
+    label, recipe = coordinator_of(store, study).plan.baselines[3][1:]
+    scorer = deploy_scorer(
+        tied_family,
+        OPTIONS,
+        name="fake-crashing",
+        make_worker=partial(FakeScorer, crashing=(recipe.digest,), crash_by="exit"),
+        health_check_period_s=0.5,
+    )
+    failed = run(store, study, replace(scorer, deadline_s=30.0, poll_s=0.5), tmp_path)
+    serve.delete("fake-crashing")
+    assert failed == ""
+    trials = store.trials(study)
+    assert [trial.label for trial in trials if trial.state is TrialState.FAIL] == [label]
+    assert all(trial.state.is_finished for trial in trials)
+    crashes = events(store, study, "crash")
+    assert [crash["crashes"] for crash in crashes] == [1, 2, 3]
+    assert len({crash["replica"] for crash in crashes}) == 3
+    assert crashes[-1]["scored_others"]

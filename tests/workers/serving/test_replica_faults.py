@@ -1,0 +1,174 @@
+"""Which errors end a replica, and which only fail the request. Without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+
+from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
+from workers.errors import EngineCrashed, EngineUnavailable, TrialFailed, WorkerError
+from workers.serving.fake import FakeScorer
+from workers.serving.replica import ScoringReplica
+from workers.serving.watchdog import TimeLimits, Watchdog
+from workers.types import SampleResult, ScoreRequest, ScoreResult, Span, TaskSpec, VerificationReport
+
+TASK = TaskSpec("anything", "exact_match")
+
+
+def recipe(weight: float) -> Recipe:
+    merge = Merge("linear", (Source("base"), Source("math")), {"weight": (1 - weight, weight)})
+    at = Merge("linear", (Source("base", 0), Source("math", 0)), {"weight": (1 - weight, weight)})
+    return Recipe({"base": "b0", "math": "m1"}, "base", (LayerRecipe(at, at, at),), embedding=merge, head=merge)
+
+
+def request(weight: float, stop: int = 5, **changes: int) -> ScoreRequest:
+    return ScoreRequest("study", recipe(weight), (Span("x", TASK, 0, stop),), **changes)
+
+
+def is_healthy(replica: ScoringReplica) -> bool:
+    try:
+        asyncio.run(replica.check_health())
+    except RuntimeError:
+        return False
+    return True
+
+
+@dataclass
+class FullDisk(FakeScorer):
+    """Its disk is full: verification cannot export."""
+
+    def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
+        raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
+
+
+@dataclass
+class WrongAnswers(FakeScorer):
+    """What is done with the engine's answers fails with `error`."""
+
+    error: Exception | None = None
+
+    def score(self, request: ScoreRequest) -> ScoreResult:
+        assert self.error is not None
+        raise self.error
+
+
+def test_a_full_disk_while_verifying_fails_the_request_and_the_engine_goes_on() -> None:
+    replica = ScoringReplica(FullDisk)
+    with pytest.raises(WorkerError, match=r"fake-\d+: OSError: .*No space left on device"):
+        asyncio.run(replica.verify(recipe(0.3), (), ()))
+    assert is_healthy(replica)
+    assert asyncio.run(replica.score(request(0.3))).samples
+
+
+@pytest.mark.parametrize("error", [KeyError("answer"), ValueError("no number"), TrialFailed("NaN"), MemoryError()])
+def test_an_error_outside_the_engine_leaves_it_in_service(error: Exception) -> None:
+    replica = ScoringReplica(lambda: WrongAnswers(error=error))
+    with pytest.raises(WorkerError):
+        asyncio.run(replica.score(request(0.3)))
+    assert is_healthy(replica)
+
+
+def test_an_error_of_the_engine_ends_the_replica_and_later_requests_do_not_reach_it() -> None:
+    replica = ScoringReplica(lambda: FakeScorer(crashing=[recipe(0.3).digest]))
+    with pytest.raises(EngineCrashed, match=r"this recipe crashes the engine; its log is ") as caught:
+        asyncio.run(replica.score(request(0.3)))
+    assert caught.value.has_error
+    assert not caught.value.scored_others
+    assert not is_healthy(replica)
+    with pytest.raises(EngineUnavailable, match="this recipe crashes the engine") as later:
+        asyncio.run(replica.score(request(0.5)))
+    assert not isinstance(later.value, EngineCrashed), "it is not the cause"
+
+
+@pytest.mark.parametrize(("before", "crashes", "proven"), [(None, 0, False), (0.5, 0, True), (None, 1, True)])
+def test_a_crash_says_whether_the_engine_had_scored_another_recipe(
+    before: float | None, crashes: int, proven: bool
+) -> None:
+    """After a first crash, the base is scored for that if nothing else was."""
+    replica = ScoringReplica(lambda: FakeScorer(crashing=[recipe(0.3).digest]))
+    if before is not None:
+        asyncio.run(replica.score(request(before)))
+    with pytest.raises(EngineCrashed) as caught:
+        asyncio.run(replica.score(request(0.3, crashes=crashes)))
+    assert caught.value.scored_others == proven
+
+
+def test_an_engine_that_cannot_score_the_base_is_not_the_candidates_fault() -> None:
+    replica = ScoringReplica(lambda: WrongAnswers(error=EngineCrashed("no device")))
+    with pytest.raises(EngineUnavailable, match="no device") as caught:
+        asyncio.run(replica.score(request(0.3, crashes=1)))
+    assert not isinstance(caught.value, EngineCrashed)
+    assert not is_healthy(replica)
+
+
+def test_an_engine_that_does_not_start_in_time_is_given_up() -> None:
+    def start() -> FakeScorer:
+        time.sleep(1.0)
+        return FakeScorer()
+
+    with pytest.raises(EngineUnavailable, match="no engine within 0 s"):
+        ScoringReplica(start, TimeLimits(start_s=0.1))
+
+
+def seconds_until_unhealthy(replica: ScoringReplica, wanted: ScoreRequest) -> float:
+    """Until the health check fails while the request is scored; infinity if it never does."""
+
+    async def watch() -> float:
+        started = time.monotonic()
+        work = asyncio.ensure_future(replica.score(wanted))
+        while not work.done():
+            try:
+                await replica.check_health()
+            except RuntimeError:
+                elapsed = time.monotonic() - started
+                await work
+                return elapsed
+            await asyncio.sleep(0.02)
+        return float("inf")
+
+    return asyncio.run(watch())
+
+
+def test_a_chunk_that_takes_many_times_the_measured_ones_counts_as_hung() -> None:
+    limits = TimeLimits(first_chunk_s=60.0, chunk_s=0.2, chunk_factor=2.0)
+    replica = ScoringReplica(lambda: FakeScorer(sample_delay_s=0.01), limits)
+    assert seconds_until_unhealthy(replica, request(0.3, stop=25)) == float("inf"), "the first one may prepare its data"
+    assert seconds_until_unhealthy(replica, request(0.4, stop=50)) == float("inf"), "twice the samples"
+    worker = replica._worker
+    assert isinstance(worker, FakeScorer)
+    worker.sample_delay_s = 0.2
+    assert seconds_until_unhealthy(replica, request(0.5, stop=10)) == pytest.approx(1.0, rel=0.3)
+    assert is_healthy(replica), "it has finished after all"
+
+
+@pytest.mark.parametrize(
+    ("change", "is_overdue"),
+    [
+        (lambda r: r, True),
+        (lambda r: replace(r, spans=(replace(r.spans[0], stop=1000),)), False),
+        (lambda r: replace(r, spans=(replace(r.spans[0], task=TaskSpec("new", "exact_match")),)), False),
+        (lambda r: replace(r, recipe=r.recipe.rewritten(lambda m: Merge("passthrough", m.sources[:1]))), False),
+    ],
+)
+def test_more_samples_a_new_task_and_a_new_method_have_more_time(
+    change: Callable[[ScoreRequest], ScoreRequest], is_overdue: bool
+) -> None:
+    watchdog = Watchdog(TimeLimits(chunk_s=0.01, chunk_factor=2.0), start_s=0.0)
+    with watchdog.chunk(request(0.3)):
+        time.sleep(0.02)
+    with watchdog.chunk(change(request(0.3))):
+        time.sleep(0.1)
+        assert (watchdog.overdue() is not None) == is_overdue
+    assert watchdog.overdue() is None
+
+
+def test_no_chunk_has_less_time_than_the_start_took() -> None:
+    watchdog = Watchdog(TimeLimits(chunk_s=0.01, first_chunk_s=0.01), start_s=60.0)
+    with watchdog.chunk(request(0.3)):
+        time.sleep(0.1)
+        assert watchdog.overdue() is None
