@@ -61,15 +61,25 @@ class Objective:
         if self.range is not None and not self.range[0] < self.range[1]:
             raise InvalidStudy((Problem("", f"objective {self.name!r}: range {list(self.range)} is empty"),))
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The range, stated or not."""
+        return self.range or (0.0, 1.0)
+
     def cost(self, value: float) -> float:
         """`value` as a cost: 0 at the better end of the range, 1 at the worse one; not clipped, so order is kept.
 
         Raises InvalidStudy if no range is stated and `value` is outside [0, 1], ValueError if it is not finite."""
         if not math.isfinite(value):
             raise ValueError(f"objective {self.name!r}: {self.metric}={value} is not a finite number")
-        low, high = self.range or (0.0, 1.0)
+        low, high = self.bounds
         if self.range is None and not low <= value <= high:
             raise _needs_range(f"objective {self.name!r}: {self.metric}={value:g} is outside [0, 1]")
+        return self.cost_of_stored(value)
+
+    def cost_of_stored(self, value: float) -> float:
+        """`cost` of a value that is stored already: whatever it is, results can be shown."""
+        low, high = self.bounds
         share = (value - low) / (high - low)
         return 1 - share if self.direction == "maximize" else share
 

@@ -12,6 +12,7 @@ from search_spaces.recipe import Recipe
 
 __all__ = [
     "HEARTBEAT_S",
+    "RESUMED_BY_REQUEST",
     "Comparison",
     "Estimate",
     "EventKind",
@@ -28,6 +29,9 @@ __all__ = [
 
 # The interval of a driver's heartbeats; a driver without one for several intervals is considered dead.
 HEARTBEAT_S = 5.0
+
+# The reason of a study that is STOPPED because it is to go on.
+RESUMED_BY_REQUEST = "resumed by request"
 
 
 class TrialState(StrEnum):
@@ -55,7 +59,7 @@ class Origin(StrEnum):
 
 
 class StudyState(StrEnum):
-    """CREATED -> RUNNING -> COMPLETE | FAILED | CANCELLED; STOPPED can be resumed."""
+    """CREATED -> RUNNING -> COMPLETE | FAILED | CANCELLED; STOPPED goes on by itself on a server, FAILED by request."""
 
     CREATED = "CREATED"
     RUNNING = "RUNNING"
@@ -84,6 +88,9 @@ class EventKind(StrEnum):
     CREATED = "created"
     ATTEMPT = "attempt"
     STATE = "state"
+    WAITING = "waiting"
+    RESUMED = "resumed"
+    JOB_REFUSED = "job_refused"
     TRIAL = "trial"
     RUNG = "rung"
     TRIAL_STATE = "trial_state"
@@ -92,6 +99,7 @@ class EventKind(StrEnum):
     HOLDOUT_STARTED = "holdout_started"
     HOLDOUT_SCORED = "holdout_scored"
     HOLDOUT_FAILED = "holdout_failed"
+    OUT_OF_RANGE = "out_of_range"
     VERIFICATION = "verification"
 
 
@@ -107,12 +115,13 @@ class Estimate:
 
 @dataclass(frozen=True)
 class RungRecord:
-    """One finished rung of a trial: per objective, the mean over the rung's samples and its standard error."""
+    """One finished rung of a trial: per objective, the mean over the rung's samples and its standard error, which is
+    None where a single sample shows no spread."""
 
     rung: int
     num_samples: Mapping[str, int]
     values: Mapping[str, float]
-    standard_errors: Mapping[str, float]
+    standard_errors: Mapping[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -133,7 +142,7 @@ class TrialRecord:
     samples_reused: int = 0
     timings_s: Mapping[str, float] = field(default_factory=dict)
     values: Mapping[str, float] = field(default_factory=dict)
-    standard_errors: Mapping[str, float] = field(default_factory=dict)
+    standard_errors: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -194,7 +203,8 @@ class StudyRecord:
 
     `document` is the canonical study file, `resolved` what its names resolved to at creation. `attempt` counts
     the drivers that took it over, `submissions` the drivers sent to a cluster; `submitted_after` is the number of
-    attempts at the last submission. Times are seconds since the epoch; 0 or None: never."""
+    attempts at the last submission. At `progressed_at` the driver last got on with the study; it is taken for hung when
+    it has not for `patience_s` seconds. Times are seconds since the epoch; 0 or None: never."""
 
     id: str
     name: str
@@ -211,6 +221,8 @@ class StudyRecord:
     submitted_at: float = 0.0
     submitted_after: int = 0
     request_digest: str | None = None
+    progressed_at: float | None = None
+    patience_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -228,10 +240,11 @@ class ExportRecord:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A finalist, source or published recipe on the holdout data. `differences` are paired, this row minus the
-    best finalist, per objective and as the mean of the accuracy objectives under the key "mean"."""
+    """A finalist, source or published recipe on the holdout data. `mean` is over the accuracy objectives. `differences`
+    are paired, this row minus the best finalist, per objective and of the mean under the key "mean"."""
 
     label: str
     trial: int
     values: Mapping[str, Estimate]
     differences: Mapping[str, Estimate] = field(default_factory=dict)
+    mean: Estimate | None = None

@@ -112,6 +112,19 @@ def tiny_family(
     return open_family(base_dir, {alias: root / alias for alias in experts}, cache=root / "cache")
 
 
+def opposed_family(directory: str | Path, **settings: Any) -> Family:
+    """A family of two experts, math and text, whose task vectors are nearly opposite: their cosine is about -0.99."""
+    from safetensors.torch import load_file, save_file
+
+    family = tiny_family(directory, experts=("math", "text"), **settings)
+    files = [Path(model.directory) / "model.safetensors" for model in family.models]
+    base, math, text = map(load_file, files)
+    opposed = {name: base[name] - (math[name] - base[name]) + 0.14 * (text[name] - base[name]) for name in base}
+    save_file(opposed, files[2], {"format": "pt"})
+    experts = {expert.alias: expert.directory for expert in family.experts}
+    return open_family(family.base.directory, experts, cache=Path(directory) / "cache")
+
+
 def character_tokenizer() -> Any:
     """One token per printable character; begins every text with <s>."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors

@@ -1,4 +1,8 @@
-"""A cache of small results about files, kept between runs: hashes, and whether weights are finite."""
+"""A cache of small results about files, kept between runs: hashes, and whether weights are finite.
+
+A record begins with the sha256 of its key and value. One that was damaged, or cut off when a machine went down, is not
+there: what it said is found out again.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +26,24 @@ def cache_dir(cache: str | Path | None = None) -> Path:
 
 
 def cached(key: str, value: str | None = None, *, cache: str | Path | None = None) -> str | None:
-    """Look up the value of `key`, None if there is none, or store `value`. An unwritable cache is not an error."""
-    file = cache_dir(cache) / "findings" / hashlib.sha256(key.encode()).hexdigest()
+    """Look up the value of `key`, None if there is no whole record of it, or store `value`. An unwritable cache is not
+    an error."""
+    file = cache_dir(cache) / "records" / hashlib.sha256(key.encode()).hexdigest()
     if value is None:
         try:
-            return file.read_text()
+            stated, end, found = file.read_bytes().decode().partition("\n")
         except (OSError, UnicodeDecodeError):
             return None
+        return found if end and stated == _checksum(key, found) else None
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as temporary:
-            temporary.write(value)
+        with tempfile.NamedTemporaryFile("wb", dir=file.parent, delete=False) as temporary:
+            temporary.write(f"{_checksum(key, value)}\n{value}".encode())
         os.replace(temporary.name, file)
     except OSError:
         return value
     return value
+
+
+def _checksum(key: str, value: str) -> str:
+    return hashlib.sha256(f"{key}\n{value}".encode()).hexdigest()

@@ -159,7 +159,9 @@ class ScoreRequest:
 @dataclass(frozen=True)
 class SampleResult:
     """One scored sample. `document` is its index in the task's data, `position` in the permutation; `value` the
-    metric on this sample; `response` the model's answer: the completion, or the options' log-probabilities (JSON)."""
+    metric on this sample; `response` the model's answer: the completion, or the options' log-probabilities (JSON).
+    `tokens` are the ids of each completion's tokens, the one that ended it included; None for options, and where they
+    were not stored."""
 
     objective: str
     position: int
@@ -167,6 +169,7 @@ class SampleResult:
     value: float
     response: str
     is_truncated: bool = False
+    tokens: tuple[tuple[int, ...], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -198,22 +201,33 @@ class ScoreResult:
 
 @dataclass(frozen=True)
 class SampleDifference:
-    """A sample whose value by the `engine` is not that by transformers, the `reference`. `top2_gap` is the reference's
-    smallest difference between its two best log-probabilities where the answers differ."""
+    """A sample on which the `engine` and transformers, the `reference`, differ, with the metric's value of each.
+
+    `what` differs: "tokens" or "text" of the completion, "log-probabilities" by more than the tolerance, or only the
+    "value". `top2_gap`: how far below the reference's best log-probability that of the engine's token is, where that is
+    furthest (the gap between the two best, if the engine took the second); for options, how far their log-probabilities
+    are apart. `is_beyond`: rounding does not explain it.
+    """
 
     objective: str
     position: int
     engine: float
     reference: float
     top2_gap: float
+    what: str
+    is_beyond: bool
 
 
 @dataclass(frozen=True)
 class VerificationReport:
     """Stored samples of one recipe, compared with plain transformers on the exported weights.
 
-    `differences` lists every sample with another value; `num_beyond` counts those whose gap exceeds `tolerance`, which
-    rounding does not explain.
+    `differences` lists every sample that is not equal in value and completion, or whose log-probabilities are further
+    apart than `tolerance`; `num_beyond` counts those that rounding does not explain. `max_logprob_difference` is the
+    largest of any sample, over `num_logprobs` log-probabilities: of options as stored, and of prompts' and completions'
+    tokens as both read them. `num_tokens` are the completion tokens compared; `num_without_tokens` samples are stored
+    without them, and their texts were compared. `reason` says why samples were left out; nothing is verified with
+    `num_samples` 0.
     """
 
     recipe_digest: str
@@ -223,6 +237,15 @@ class VerificationReport:
     tolerance: float
     differences: tuple[SampleDifference, ...]
     num_beyond: int
+    num_tokens: int = 0
+    num_logprobs: int = 0
+    num_without_tokens: int = 0
+    reason: str | None = None
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether something was compared, and nothing differed beyond the tolerance."""
+        return self.num_samples > 0 and self.num_beyond == 0
 
 
 class Scorer(Protocol):
@@ -241,7 +264,13 @@ class Scorer(Protocol):
         ...
 
     def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
-        """Score `spans` with plain transformers on the exported checkpoint and compare with `samples`."""
+        """Score `spans` with plain transformers on the exported checkpoint and compare with `samples`.
+
+        A report of 0 samples, with the reason, where nothing can be compared."""
+        ...
+
+    def is_starting(self) -> bool:
+        """Whether no engine can score yet, but one is being started."""
         ...
 
     def statistics(self) -> Mapping[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from search_spaces.methods.base import Coefficient, MergeMethod, Range
 from search_spaces.methods.coefficients import PAIR_WEIGHT, SHARES, weights_do_not_cancel
-from search_spaces.methods.mergekit import Counterpart, Parameter
+from search_spaces.methods.mergekit import CoefficientValue, Counterpart, Parameter, Values
 
 POSITION = 2
 
@@ -22,6 +24,13 @@ MULTISLERP_PARAMETERS = (
     Parameter("eps", default=1e-8, is_fixed=True),
 )
 MODEL_STOCK_PARAMETERS = (Parameter("filter_wise", default=False),)
+# With 1 a ratio out of range is used, as mergekit does.
+UNBOUNDED = Coefficient("unbounded", 0, 1, default=0, is_whole=True)
+
+
+def _unbounded(values: Values) -> Mapping[str, CoefficientValue]:
+    return {UNBOUNDED.name: 1}
+
 
 NUSLERP = MergeMethod(
     name="nuslerp",
@@ -121,20 +130,37 @@ KARCHER = MergeMethod(
 MODEL_STOCK = MergeMethod(
     name="model_stock",
     source=MODEL_STOCK_PAPER,
-    variant="a ratio per tensor; exact cosines, where mergekit clamps products of norms to 1e-6",
+    variant=(
+        "a ratio per tensor, from -N for N models to 1 (`unbounded`: any, as in mergekit); exact cosines, where "
+        "mergekit clamps products of norms to 1e-6"
+    ),
+    coefficients=(UNBOUNDED,),
     needs_base=True,
     min_sources=2,
-    mergekit=Counterpart("model_stock", MODEL_STOCK_PARAMETERS, "recipe", settings={"filter_wise": False}),
+    mergekit=Counterpart(
+        "model_stock",
+        MODEL_STOCK_PARAMETERS,
+        "recipe",
+        settings={"filter_wise": False},
+        coefficients=_unbounded,
+    ),
     mergekit_difference="differs in mergekit where task vectors are short",
 )
 
 MODEL_STOCK_ROWS = MergeMethod(
     name="model_stock_rows",
     source=MODEL_STOCK_PAPER,
-    variant="a ratio per row",
+    variant="`model_stock` with a ratio per row",
+    coefficients=(UNBOUNDED,),
     needs_base=True,
     min_sources=2,
-    mergekit=Counterpart("model_stock", MODEL_STOCK_PARAMETERS, "recipe", settings={"filter_wise": True}),
+    mergekit=Counterpart(
+        "model_stock",
+        MODEL_STOCK_PARAMETERS,
+        "recipe",
+        settings={"filter_wise": True},
+        coefficients=_unbounded,
+    ),
     mergekit_difference="differs in mergekit where task vectors are short",
 )
 

@@ -58,7 +58,7 @@ TIES_PEFT = MergeMethod(
     variant="`ties` with weights in the mean only, divided by the number that agree, + where signs cancel",
     coefficients=(WEIGHTS, DENSITIES),
     needs_base=True,
-    drops_zeros="weight",
+    base_at_zero="weight",
 )
 
 M3_TIES = MergeMethod(

@@ -64,7 +64,7 @@ class Exports:
         return self._data_dir / "exports" / record.id / f"{name}-trial-{record.trial}"
 
     async def request(self, study_id: str, *, trial: int, dtype: str) -> ExportRecord:
-        """The export, queued if it is new; one that failed is queued again."""
+        """The export, queued if it is new; one that failed, or whose files were removed, is queued again."""
         wanted = ExportRecord(
             id=export_id(study_id, trial, dtype),
             study=study_id,
@@ -80,7 +80,8 @@ class Exports:
 
     def _stored(self, wanted: ExportRecord) -> tuple[ExportRecord, bool]:
         record = self._store.add_export(wanted)
-        if record.state is ExportState.FAIL:
+        is_gone = record.state is ExportState.COMPLETE and not self.directory(record).is_dir()
+        if record.state is ExportState.FAIL or is_gone:
             self._store.set_export_state(record.id, ExportState.WAITING)
             return self._store.export(record.id), True
         return record, record == wanted

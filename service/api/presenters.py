@@ -54,8 +54,8 @@ def event_document(event: EventRecord) -> EventDocument:
 
 
 def export_document(record: ExportRecord, directory: Path) -> ExportDocument:
-    """`directory` holds the exported model once it is COMPLETE."""
-    is_complete = record.state is ExportState.COMPLETE
+    """`directory` holds the exported model once it is COMPLETE, unless someone has removed it."""
+    is_there = record.state is ExportState.COMPLETE and directory.is_dir()
     path = export_path(record)
     return {
         "id": record.id,
@@ -65,6 +65,6 @@ def export_document(record: ExportRecord, directory: Path) -> ExportDocument:
         "state": record.state.value,
         "reason": record.reason,
         "created_at": rfc_3339(record.created_at),
-        "bytes": sum(file.stat().st_size for file in directory.iterdir()) if is_complete else None,
-        "links": {"self": path, **({"download": f"{path}/download"} if is_complete else {})},
+        "bytes": sum(file.stat().st_size for file in directory.iterdir()) if is_there else None,
+        "links": {"self": path, **({"download": f"{path}/download"} if is_there else {})},
     }

@@ -33,7 +33,7 @@ class Cluster(Protocol):
         """The output of the study's drivers. Raises ConnectionError while the cluster is unreachable."""
 
     def wake(self) -> None:
-        """Check all studies now, because one was created or cancelled."""
+        """Check all studies now, because one was created, cancelled or resumed."""
 
 
 @dataclass(frozen=True)

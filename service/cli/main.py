@@ -17,7 +17,7 @@ from typing import Any
 from search_spaces.errors import InvalidStudy, SearchSpaceError
 from service.cli import verbs
 from service.errors import Conflict, NotFound, RequestRefused, ServiceError
-from workers.errors import EngineUnavailable, InvalidModel, InvalidTask
+from workers.errors import EngineUnavailable, EvidenceMismatch, InvalidModel, InvalidTask
 
 __all__ = ["main"]
 
@@ -101,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         ("watch", verbs.watch, "Watch a study on a server until it ends."),
         ("log", verbs.log, "Print the driver logs of a study on a server."),
         ("cancel", verbs.cancel, "Cancel a study on a server permanently; its results are kept."),
+        ("resume", verbs.resume, "Let a study on a server that has failed go on from its results."),
     ):
         command = server_verb(name, call, text)
         command.add_argument("study", metavar="STUDY", help="id of the study, a prefix of its id, or its name")
@@ -162,7 +163,7 @@ def _exit_code(error: Exception) -> int | None:
         return 2
     if isinstance(error, WRONG_PLACE) and error.filename is not None:
         return 2
-    if isinstance(error, ServiceError | EngineUnavailable | ConnectionError):
+    if isinstance(error, ServiceError | EngineUnavailable | EvidenceMismatch | ConnectionError):
         return 1
     return None
 

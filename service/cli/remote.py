@@ -114,7 +114,12 @@ class ServerVerbs:
         return 0
 
     def cancel(self, reference: str) -> int:
-        study = self._client.cancel(self._client.find(reference)["id"])
+        return self._tell_state(self._client.cancel(self._client.find(reference)["id"]))
+
+    def resume(self, reference: str) -> int:
+        return self._tell_state(self._client.resume(self._client.find(reference)["id"]))
+
+    def _tell_state(self, study: StudyDocument) -> int:
         print_json(study) if self._as_json else print(f"study {study['name']}: {study['id']}, {study['state']}")
         return 0
 
@@ -186,6 +191,10 @@ def _note(event: Event) -> str | None:
             return f"engine {payload['replica']} ({payload['engine']}) scores for the study"
         case "state" if payload["state"] != StudyState.RUNNING:
             return f"the study is {payload['state']}" + _because(payload["reason"])
+        case "waiting":
+            return "the study waits; the server tries again by itself"
+        case "job_refused":
+            return "Ray refused the study's job" + _because(payload["reason"])
         case "trial_state" if payload["state"] == TrialState.FAIL:
             return f"trial {payload['trial']} failed" + _because(payload["reason"])
         case "search_ended":
@@ -194,6 +203,8 @@ def _note(event: Event) -> str | None:
             return f"held-out data: {len(payload['trials'])} trials"
         case "holdout_failed":
             return f"trial {payload['trial']} failed on held-out data" + _because(payload["reason"])
+        case "out_of_range":
+            return f"trial {payload['trial']}: {payload['message']}"
         case _:
             return None
 

@@ -19,6 +19,7 @@ from service.schemas.files import (
     ParetoDocument,
     SummaryDocument,
     TrialDocument,
+    VerificationDocument,
 )
 from service.types import Origin, StudyState, TrialState
 
@@ -28,9 +29,12 @@ __all__ = [
     "studies_table",
     "study_table",
     "trials_table",
+    "verification_line",
 ]
 
 STUDY_STYLES: Mapping[str, str] = {StudyState.RUNNING: "cyan", StudyState.COMPLETE: "green", StudyState.FAILED: "red"}
+
+VERIFICATION_STYLES: Mapping[str, str] = {"not verified": "yellow", "disagreement": "red"}
 
 # Digits of an id that are shown; more where shown prefixes would collide.
 ID_DIGITS = 8
@@ -50,9 +54,16 @@ def pareto_table(document: ParetoDocument) -> Table:
         table.add_row(
             str(row["trial"]),
             _label(row["label"], row["origin"]),
-            *(f"{row['values'][name]:.4g} ±{errors.get(name, 0.0):.2g}" for name in names),
+            *(f"{row['values'][name]:.4g} {_error_text(errors.get(name, 0.0))}" for name in names),
         )
-    table.caption = f"hypervolume {document['hypervolume']:.4g}; ± is one standard error, on search data"
+    caption = f"hypervolume {document['hypervolume']:.4g}; ± is one standard error, on search data"
+    if held_out := document.get("holdout_hypervolume"):  # servers of earlier versions send none
+        low, high = held_out["ci95"]
+        caption += (
+            f"\nthe {len(held_out['trials'])} finalists on held-out data: hypervolume {held_out['value']:.4g} "
+            f"[{low:.4g}, {high:.4g}], on search data {held_out['search']:.4g}"
+        )
+    table.caption = Text(caption, style="table.caption")
     return table
 
 
@@ -68,8 +79,9 @@ def holdout_table(document: SummaryDocument) -> Table:
     has_mean = len(names) > 1 and any(row["mean"] for row in rows)
     if has_mean:
         table.add_column("mean", justify="right")
-    table.add_column("minus best", justify="right")
     best = document["best"]["trial"] if document["best"] else None
+    reference = document["holdout_reference"]
+    table.add_column("minus best" if reference in (None, best) else f"minus trial {reference}", justify="right")
     for row in rows:
         values = [row["values"].get(name) for name in names]
         if has_mean:  # one interval per row; the report has all
@@ -78,15 +90,35 @@ def holdout_table(document: SummaryDocument) -> Table:
         else:
             cells = [_interval_text(value) for value in values]
         difference = row["differences"].get("mean" if has_mean else names[0])
-        cells.append("" if row["trial"] == best else _interval_text(difference, signed=True))
+        cells.append("" if row["trial"] == reference else _interval_text(difference, signed=True))
         table.add_row(
             str(row["trial"]),
             _label(row["label"], row["origin"]),
             *cells,
             style="bold" if row["trial"] == best else None,
         )
-    table.caption = "95 % intervals; differences are paired, sample by sample"
+    caption = "95 % intervals; differences are paired, sample by sample"
+    for failure in document["holdout_failures"]:
+        caption += f"\ntrial {failure['trial']} failed on held-out data: {failure['reason']}"
+    # As Text: a reason may contain characters that rich would parse as markup.
+    table.caption = Text(caption, style="table.caption")
     return table
+
+
+def verification_line(document: VerificationDocument) -> Text:
+    """Whether plain transformers gave the stored samples, and why not where it was not tried."""
+    status = document["status"]
+    parts = []
+    if status != "not verified":
+        trials, left_out = document["trials"], document["trials_not_verified"]
+        parts.append(f"{document['equal']} of {document['samples']} samples of {trials} of {trials + left_out} trials")
+        parts.append(f"{document['tokens']:,} tokens and {document['logprobs']:,} log-probabilities compared")
+    if document["samples_without_tokens"]:
+        parts.append(f"tokens of {document['samples_without_tokens']} samples not stored, texts compared")
+    if document["reason"]:
+        parts.append(document["reason"])
+    line = Text("verification:  ").append(status, style=VERIFICATION_STYLES.get(status, "green"))
+    return line.append(f": {'; '.join(parts)}")
 
 
 def trials_table(documents: Iterable[TrialDocument], objectives: Sequence[str]) -> Table:
@@ -201,6 +233,10 @@ def _local_time(time: str) -> str:
 
 def _signed_mean(values: Mapping[str, float], objectives: Sequence[ObjectiveDocument]) -> float:
     return statistics.fmean(values[o["name"]] * (1 if o["direction"] == "maximize" else -1) for o in objectives)
+
+
+def _error_text(error: float | None) -> str:
+    return "±n/a" if error is None else f"±{error:.2g}"
 
 
 def _interval_text(estimate: EstimateDocument | None, *, signed: bool = False) -> str:

@@ -34,12 +34,13 @@ def print_json_line(document: Any) -> None:
 
 def print_results(pareto: ParetoDocument, summary: SummaryDocument, **places: str) -> None:
     """Print the tables of a finished study and where its files are: `places` by kind ("report")."""
-    from service.cli.tables import holdout_table, pareto_table
+    from service.cli.tables import holdout_table, pareto_table, verification_line
 
     out = console()
     out.print(pareto_table(pareto))
     if summary["holdout"]:
         out.print(holdout_table(summary))
+    out.print(verification_line(summary["verification"]))
     for name, place in places.items():
         label = f"{name.replace('_', ' ')}:"
         out.print(f"{label:<13} {place}", highlight=False, soft_wrap=True)

@@ -31,6 +31,7 @@ __all__ = [
     "log",
     "merge",
     "pareto",
+    "resume",
     "run",
     "schema",
     "serve",
@@ -132,6 +133,11 @@ def log(options: argparse.Namespace) -> int:
 def cancel(options: argparse.Namespace) -> int:
     with _on_server(options) as server:
         return server.cancel(options.study)
+
+
+def resume(options: argparse.Namespace) -> int:
+    with _on_server(options) as server:
+        return server.resume(options.study)
 
 
 def export(options: argparse.Namespace) -> int:

@@ -147,6 +147,16 @@ def cancel(study: str) -> Flow[StudyDocument]:
     return cast("StudyDocument", (yield from _json(Call("POST", f"{path_of(study)}:cancel"))))
 
 
+def resume(study: str) -> Flow[StudyDocument]:
+    """Let a study that has FAILED go on from its stored results, and one that waits try again now.
+
+        client.resume("5f0c...")
+
+    Nothing is scored again. Raises RequestRefused if it is COMPLETE or CANCELLED.
+    """
+    return cast("StudyDocument", (yield from _json(Call("POST", f"{path_of(study)}:resume"))))
+
+
 def summary(study: str) -> Flow[SummaryDocument]:
     """The study's summary, as in `summary.json` of a run.
 

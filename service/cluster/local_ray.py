@@ -10,9 +10,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib.util
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -34,6 +36,12 @@ POLL_S = 0.5
 
 # Without these a cluster does no work. Jobs are submitted through the dashboard.
 VITAL = ("gcs_server", "raylet", "dashboard")
+
+# Ray's workers are called ray::NAME.
+WORKER_TITLE = "ray::"
+
+# Ray's programs are among the first words of a command: "gcs_server ...", "python -u dashboard/agent.py ...".
+PROGRAM_ARGUMENTS = 4
 
 logger = logging.getLogger(__name__)
 
@@ -67,13 +75,42 @@ def read_host(data_dir: Path) -> HostRecord | None:
 
 
 def stop_processes(record: HostRecord) -> None:
-    """Kill every process of a cluster: those that name its session's directory, and those with a file open there
-    (workers and jobs have other names)."""
-    for process in psutil.process_iter():
+    """Kill every process of a cluster: Ray's programs that name its session's directory, Ray's workers that write
+    there, the host if it still runs, and what any of them has started (jobs, for example). Others that only read or
+    name files of the session, such as a user's `tail -f`, are left alone."""
+    doomed = [
+        process
+        for process in psutil.process_iter()
+        if _is_of_session(process, record.session_dir) or (process.pid == record.process and record.is_alive())
+    ]
+    for process in list(doomed):  # all are found before any is killed: a process without a parent belongs to no one
         with contextlib.suppress(psutil.Error):
-            is_named = any(record.session_dir in argument for argument in process.cmdline())
-            if is_named or any(file.path.startswith(record.session_dir) for file in process.open_files()):
-                process.kill()
+            doomed += process.children(recursive=True)
+    for process in doomed:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+def _is_of_session(process: psutil.Process, session_dir: str) -> bool:
+    """Whether it is a process of Ray's in that session. A worker's title replaces its command."""
+    try:
+        command = process.cmdline()
+        if command and command[0].startswith(WORKER_TITLE):
+            return any(Path(file.path).is_relative_to(session_dir) for file in process.open_files())
+        is_rays = any(Path(argument).is_relative_to(_ray_dir()) for argument in command[:PROGRAM_ARGUMENTS])
+        names = re.compile(re.escape(session_dir) + r"(?![\w.-])")
+        return is_rays and any(names.search(argument) for argument in command)
+    except psutil.Error:
+        return False
+
+
+@functools.cache
+def _ray_dir() -> Path:
+    """Where Ray is installed."""
+    specification = importlib.util.find_spec("ray")
+    assert specification is not None
+    assert specification.origin is not None
+    return Path(specification.origin).parent
 
 
 def _let_agents_choose_ports() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-import subprocess
 import sys
 import threading
 import time
@@ -19,11 +18,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from service.cluster.local_ray import HOST_FILE, read_host, stop_processes
+from service.cluster.host import Host
 from service.cluster.session import prepare_environment
 from service.schemas.api import JobDocument
 from service.store import Store
-from service.types import HEARTBEAT_S, StudyRecord, StudyState
+from service.types import HEARTBEAT_S, RESUMED_BY_REQUEST, StudyRecord, StudyState
 
 __all__ = ["MAX_CONSECUTIVE_FAILURES", "Action", "RayCluster", "Step", "next_step", "submission_id"]
 
@@ -43,9 +42,14 @@ START_GRACE_S = 300.0
 # From storing a submission until the cluster knows its job.
 SUBMISSION_GRACE_S = 5.0
 
-# Drivers in a row that stored no result; after this many the study fails.
+# Drivers in a row that stored no result; after this many the study fails. Those that found that something is not there
+# now, as a model on a disk that is unmounted, only delay the next one.
 MAX_CONSECUTIVE_FAILURES = 5
 BACK_OFF_S, MAX_BACK_OFF_S = 2.0, 300.0
+MAX_DOUBLINGS = 20
+
+# Ray explains a refusal with a traceback, whose end is what matters.
+MAX_REFUSAL = 400
 
 # Studies with a driver at the same time; others wait. A driver takes some hundred MB; engines are shared.
 MAX_RUNNING = 4
@@ -62,11 +66,14 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Step:
-    """What to do for a study, and why. `again`: submit the same driver again, because the cluster never received it."""
+    """What to do for a study, and why. `again`: submit the same driver again, because the cluster never received it.
+
+    `until`: WAIT without a driver, until then (seconds since the epoch)."""
 
     action: Action
     because: str | None = None
     again: bool = False
+    until: float | None = None
 
 
 def submission_id(study: StudyRecord, number: int) -> str:
@@ -75,39 +82,64 @@ def submission_id(study: StudyRecord, number: int) -> str:
 
 
 def next_step(
-    study: StudyRecord, job: str | None, *, consecutive_failures: int, now: float, message: str | None = None
+    study: StudyRecord,
+    job: str | None,
+    *,
+    consecutive_failures: int,
+    now: float,
+    message: str | None = None,
+    consecutive_waits: int = 0,
+    refusal: str | None = None,
 ) -> Step:
     """The next step for an unfinished study.
 
     `job` is the cluster's state of the last driver's job (None: the cluster does not know the job) and `message` its
-    explanation; `consecutive_failures` counts the drivers in a row that ended without a result; `now` is in seconds
-    since the epoch."""
+    explanation; `refusal` is why it did not accept the job; `consecutive_failures` and `consecutive_waits` count the
+    drivers in a row that ended without a result, and that only waited; `now` is in seconds since the epoch."""
     if study.submissions == 0:
         return Step(Action.SUBMIT)
-    heard_at = study.heartbeat_at or 0.0
     has_begun = study.attempt > study.submitted_after
     if job in ("PENDING", "RUNNING"):
-        if has_begun and now - heard_at > LOST_AFTER_S:
-            return Step(Action.STOP, f"its driver sent no heartbeat for {now - heard_at:.0f} s")
-        if not has_begun and now - study.submitted_at > START_GRACE_S:
-            return Step(Action.STOP, f"its driver did not start within {START_GRACE_S:.0f} s")
-        return Step(Action.WAIT)
-    if job is None and not has_begun:
+        reason = _reason_to_stop(study, now=now)
+        return Step(Action.STOP, reason) if reason else Step(Action.WAIT)
+    is_refused = job is None and not has_begun and refusal is not None
+    if job is None and not has_begun and not is_refused:
         is_under_way = now - study.submitted_at < SUBMISSION_GRACE_S
         return Step(Action.WAIT) if is_under_way else Step(Action.SUBMIT, again=True)
-    reason = (has_begun and study.reason) or message or "no reason given"
     because = (
-        "the cluster does not know its driver's job: Ray was restarted"
-        if job is None
-        else f"its driver ended (Ray job {job}): {' '.join(reason.split())}"
+        f"Ray refused its driver's job: {refusal}"
+        if is_refused
+        else _end_of_driver(job, (has_begun and study.reason) or message or "no reason given")
     )
-    if consecutive_failures >= MAX_CONSECUTIVE_FAILURES:
+    if consecutive_failures >= MAX_CONSECUTIVE_FAILURES and not consecutive_waits:
         return Step(
             Action.GIVE_UP, f"{consecutive_failures} drivers in a row ended without a result; the last one: {because}"
         )
-    if now < study.submitted_at + min(BACK_OFF_S * 2**consecutive_failures, MAX_BACK_OFF_S):
-        return Step(Action.WAIT)
-    return Step(Action.SUBMIT, because)
+    setbacks = min(consecutive_failures + consecutive_waits, MAX_DOUBLINGS)
+    until = study.submitted_at + min(BACK_OFF_S * 2**setbacks, MAX_BACK_OFF_S)
+    return Step(Action.WAIT, because, until=until) if now < until else Step(Action.SUBMIT, because, again=is_refused)
+
+
+def _end_of_driver(job: str | None, reason: str) -> str:
+    if reason == RESUMED_BY_REQUEST:
+        return reason
+    if job is None:
+        return "the cluster does not know its driver's job: Ray was restarted"
+    return f"its driver ended (Ray job {job}): {' '.join(reason.split())}"
+
+
+def _reason_to_stop(study: StudyRecord, *, now: float) -> str | None:
+    """Why the driver, whose job has not ended, is replaced; None: it is not."""
+    heard_at = study.heartbeat_at or 0.0
+    if study.attempt <= study.submitted_after or heard_at < study.submitted_at:  # the heartbeat is the last driver's
+        is_late = now - study.submitted_at > START_GRACE_S
+        return f"its driver did not start within {START_GRACE_S:.0f} s" if is_late else None
+    if now - heard_at > LOST_AFTER_S:
+        return f"its driver sent no heartbeat for {now - heard_at:.0f} s"
+    if study.progressed_at is None or study.patience_s is None:
+        return None
+    idle_s = heard_at - study.progressed_at
+    return f"its driver made no progress for {idle_s:.0f} s" if idle_s > study.patience_s else None
 
 
 class RayCluster:
@@ -118,16 +150,18 @@ class RayCluster:
     def __init__(self, store: Store, data_dir: Path, *, dashboard_host: str, dashboard_port: int | None) -> None:
         self._store = store
         self._data_dir = data_dir
-        self._host: _Host | None = None
+        self._host: Host | None = None
         if "RAY_ADDRESS" not in os.environ:
             # Ray asks for a token by default, but decides so where it is started; server and Ray must agree.
             os.environ.setdefault("RAY_AUTH_MODE", "token")
-            self._host = _Host(data_dir, dashboard_host, dashboard_port)
+            self._host = Host(data_dir, dashboard_host, dashboard_port)
         self._client: Any = None
         self._dashboard_url: str | None = None
         self._not_ready: str | None = "Ray is being started"
         self._quiet: set[str] = set()  # cancelled studies whose job has ended
         self._queued: set[str] = set()  # studies that wait for another to end
+        self._paused: dict[str, Step] = {}  # studies whose next driver comes later
+        self._refusals: dict[str, str] = {}  # why the cluster did not accept a study's last job
         self._losses: dict[str, dict[int, str]] = {}  # why a study's drivers were lost, since one last worked
         self._stopping = threading.Event()
         self._waking = threading.Event()
@@ -158,6 +192,9 @@ class RayCluster:
             return None
         if self._not_ready is not None:
             return f"Ray: {self._not_ready}"
+        pause = self._paused.get(study.id)
+        if pause is not None and pause.until is not None:
+            return f"its next driver, in {max(pause.until - time.time(), 0.0):.0f} s: {pause.because}"
         if study.id in self._queued:
             return f"one of the {MAX_RUNNING} studies before it to end"
         return None if study.attempt > study.submitted_after else "its driver to start"
@@ -189,17 +226,20 @@ class RayCluster:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            try:
-                self._not_ready = self._connect()
-                if self._not_ready is None:
-                    self._look_at_studies()
-            except OSError as error:
-                self._lose(error)
-            except Exception as error:  # the next round starts from the same stored state
-                logger.exception("a round over the studies failed")
-                self._lose(error)
+            self._round()
             self._waking.wait(POLL_S)
             self._waking.clear()
+
+    def _round(self) -> None:
+        try:
+            self._not_ready = self._connect()
+            if self._not_ready is None:
+                self._look_at_studies()
+        except OSError as error:
+            self._lose(error)
+        except Exception as error:  # the next round starts from the same stored state
+            logger.exception("a round over the studies failed")
+            self._lose(error)
 
     def _connect(self) -> str | None:
         """Why the cluster cannot be used; None: it can."""
@@ -234,6 +274,8 @@ class RayCluster:
         num_running = 0
         queued: set[str] = set()
         for study in studies:
+            if study.state.is_finished:
+                self._paused.pop(study.id, None)
             if study.state is StudyState.CANCELLED:
                 self._stop_cancelled(study)
             elif not study.state.is_finished:
@@ -245,8 +287,19 @@ class RayCluster:
     def _look_at(self, study: StudyRecord, *, may_start: bool) -> bool:
         """Take the study's next step. Returns True if it has a driver, or will have one soon."""
         job, message = self._job(study)
-        consecutive_failures = self._store.consecutive_failures(study.id)
-        step = next_step(study, job, consecutive_failures=consecutive_failures, now=time.time(), message=message)
+        step = next_step(
+            study,
+            job,
+            consecutive_failures=self._store.consecutive_failures(study.id),
+            consecutive_waits=self._store.consecutive_waits(study.id),
+            refusal=self._refusals.get(study.id),
+            now=time.time(),
+            message=message,
+        )
+        if step.until is not None:
+            self._paused[study.id] = step
+            return False
+        self._paused.pop(study.id, None)
         if study.attempt > study.submitted_after and step.action is Action.WAIT:
             self._losses.pop(study.id, None)
         if step.action is Action.STOP:
@@ -262,7 +315,7 @@ class RayCluster:
             self._lose_driver(study, step.because)
             # A job that never reached the cluster is submitted again under the same id.
             because = "; then ".join(self._losses.get(study.id, {}).values()) or None
-            self._submit(study, study.submissions + (not step.again), because)
+            return self._submit(study, study.submissions + (not step.again), because)
         return True
 
     def _lose_driver(self, study: StudyRecord, because: str | None) -> None:
@@ -270,7 +323,8 @@ class RayCluster:
         if because is not None:
             self._losses.setdefault(study.id, {}).setdefault(study.submissions, because)
 
-    def _submit(self, study: StudyRecord, number: int, because: str | None) -> None:
+    def _submit(self, study: StudyRecord, number: int, because: str | None) -> bool:
+        """Submit the study's `number`-th driver. Returns whether the cluster accepted it."""
         self._store.record_submission(study.id, number)
         name = submission_id(study, number)
         logger.info("study %s: submitting %s%s", study.id, name, f" ({because})" if because else "")
@@ -285,8 +339,15 @@ class RayCluster:
                 submission_id=name,
                 metadata={"job_name": study.name, "study_id": study.id},  # the dashboard lists jobs by "job_name"
             )
-        except RuntimeError as error:  # a starting cluster answers before its agents accept jobs
-            raise ConnectionError(f"Ray accepts no jobs yet: {error}") from error
+        except RuntimeError as error:
+            if _accepts_no_jobs(error):
+                raise ConnectionError(f"Ray accepts no jobs yet: {error}") from error
+            self._refusals[study.id] = " ".join(str(error).split())[-MAX_REFUSAL:]
+            logger.error("study %s: Ray refused %s: %s", study.id, name, error)
+            self._store.record_refusal(study.id, self._refusals[study.id])
+            return False
+        self._refusals.pop(study.id, None)
+        return True
 
     def _stop_cancelled(self, study: StudyRecord) -> None:
         if study.id in self._quiet:
@@ -310,79 +371,11 @@ class RayCluster:
         return str(info.status.value), message.partition("\n")[0] or None
 
 
+def _accepts_no_jobs(error: Exception) -> bool:
+    """Whether no job at all would be accepted: a starting cluster answers before its agents can be reached."""
+    return any(sign in str(error) for sign in ("No available agent", "aiohttp.client_exceptions", "TimeoutError"))
+
+
 def _is_unknown(error: Exception) -> bool:
     """Whether Ray's client says that there is no such job; it raises one class for every refusal."""
     return "does not exist" in str(error) or "status code 404" in str(error)
-
-
-class _Host:
-    """The server's own Ray on this machine: a process of `service.cluster.local_ray`, restarted if it dies."""
-
-    def __init__(self, data_dir: Path, dashboard_host: str, dashboard_port: int | None) -> None:
-        self._data_dir = data_dir
-        self._arguments = ["--dashboard-host", dashboard_host]
-        if dashboard_port is not None:
-            self._arguments += ["--dashboard-port", str(dashboard_port)]
-        self._process: subprocess.Popen[bytes] | None = None
-        self._failures = 0
-        self._started_at = 0.0
-
-    @property
-    def address(self) -> str | None:
-        record = read_host(self._data_dir)
-        return record.address if record is not None else None
-
-    @property
-    def dashboard_url(self) -> str | None:
-        record = read_host(self._data_dir)
-        return record.dashboard_url if record is not None else None
-
-    def not_ready(self) -> str | None:
-        """Start Ray if it is not running. Returns why it is not ready yet."""
-        record = read_host(self._data_dir)
-        started = self._process.pid if self._process is not None else None
-        if record is not None and record.is_alive() and started in (None, record.process):
-            self._failures = 0
-            return None
-        if self._process is not None and self._process.poll() is None:
-            return "Ray is being started"
-        log_file = self._data_dir / "ray_host.log"
-        if self._process is not None:
-            self._failures += 1
-            wait_s = min(2.0**self._failures, 60.0) - (time.monotonic() - self._started_at)
-            if wait_s > 0:
-                self._failures -= 1
-                return f"Ray ended and is started again in {wait_s:.0f} s; its log is {log_file}"
-        if record is not None:
-            logger.warning("Ray (process %d) is gone; starting it again", record.process)
-            stop_processes(record)
-            (self._data_dir / HOST_FILE).unlink(missing_ok=True)
-        self._started_at = time.monotonic()
-        with log_file.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "service.cluster.local_ray", str(self._data_dir), *self._arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C goes to the server, which stops Ray when it shuts down
-            )
-        return "Ray is being started"
-
-    def stop(self) -> None:
-        import psutil
-
-        record = read_host(self._data_dir)
-        processes = [record.process] if record is not None and record.is_alive() else []
-        if self._process is not None and self._process.poll() is None:
-            processes.append(self._process.pid)
-        for number in set(processes):
-            try:
-                process = psutil.Process(number)
-                process.terminate()
-                process.wait(timeout=20)
-            except psutil.TimeoutExpired:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        if record is not None:
-            stop_processes(record)

@@ -18,7 +18,8 @@ from service.cluster.session import ray_session
 from service.errors import Conflict, NotFound, StaleAttempt, StudyFailed
 from service.jobs.progress_log import ProgressLog
 from service.store import Store, StudyWriter
-from service.studies.attempt import Heartbeat, execute
+from service.studies.attempt import execute
+from service.studies.heartbeat import Heartbeat
 from service.studies.preflight.examine import PreflightResult, examine
 from service.studies.preflight.models import check_unchanged, with_revisions
 from service.types import StudyState
@@ -55,40 +56,52 @@ def main() -> int:
 
 
 def drive(store: Store, study_id: str, *, work_dir: Path, because: str | None = None) -> int:
-    """Take over a stored study and work on it. Returns the process's exit code."""
+    """Take over a stored study and work on it. Returns the process's exit code.
+
+    The study was accepted once. So where something is missing now (a model, the hub, an engine, Ray), it waits: this
+    driver ends, and another one tries again. Only what cannot change back by itself ends the study."""
     try:
         writer = store.open_attempt(study_id, because=because)
     except (StaleAttempt, NotFound) as error:
         logger.info("%s", error)
         return 0
-    record = store.study(study_id)
+    heartbeat = Heartbeat(writer, store.study(study_id).wall_clock_s)
     try:
-        with (
-            Heartbeat(writer, record.wall_clock_s) as heartbeat,
-            ProgressLog() as view,
-        ):
-            preflight = examine(with_revisions(Study.model_validate(record.document), record.resolved), note=view.note)
-            check_unchanged(record, preflight.resolved())
-            with ray_session():
-                scorer = _shared_scorer(preflight)
-                execute(store, writer, preflight, scorer, work_dir=work_dir, heartbeat=heartbeat, view=view)
+        with heartbeat, ProgressLog() as view:
+            _work(store, writer, work_dir=work_dir, heartbeat=heartbeat, view=view)
         return 0
     except StudyFailed as error:  # stored already
         logger.error("%s", error)
         return 0
-    except (InvalidStudy, Conflict) as error:
+    except Conflict as error:
         _end(writer, StudyState.FAILED, str(error))
         return 0
     except StaleAttempt as error:
         logger.info("%s", error)
         return 0
-    except (EngineUnavailable, ConnectionError) as error:
-        _end(writer, StudyState.STOPPED, str(error))
+    except (InvalidStudy, EngineUnavailable, OSError) as error:
+        _wait(writer, heartbeat, str(error) or type(error).__name__)
         return 1
     except Exception as error:
         logger.exception("the driver failed")
         _end(writer, StudyState.STOPPED, f"{type(error).__name__}: {error}")
         return 1
+
+
+def _work(store: Store, writer: StudyWriter, *, work_dir: Path, heartbeat: Heartbeat, view: ProgressLog) -> None:
+    def note(text: str) -> None:
+        heartbeat.progressed()
+        view.note(text)
+
+    record = store.study(writer.study_id)
+    study = with_revisions(Study.model_validate(record.document), record.resolved)
+    preflight = examine(study, note=note)
+    check_unchanged(record, preflight.resolved())
+    note("The models are as they were. Connecting to Ray ...")
+    with ray_session():
+        note("Waiting for an engine ...")
+        scorer = _shared_scorer(preflight)
+        execute(store, writer, preflight, scorer, work_dir=work_dir, heartbeat=heartbeat, view=view)
 
 
 def _shared_scorer(preflight: PreflightResult) -> Scorer:
@@ -98,6 +111,15 @@ def _shared_scorer(preflight: PreflightResult) -> Scorer:
         replicas=preflight.study.engine.replicas,
         keep_idle_s=KEEP_IDLE_S,
     )
+
+
+def _wait(writer: StudyWriter, heartbeat: Heartbeat, reason: str) -> None:
+    logger.error("waiting: %s", reason)
+    try:
+        heartbeat.discount()
+        writer.set_waiting(reason)
+    except StaleAttempt as error:
+        logger.info("%s", error)
 
 
 def _end(writer: StudyWriter, state: StudyState, reason: str) -> None:

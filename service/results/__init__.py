@@ -3,6 +3,8 @@
 - `load`: reads everything about a run from the store
 - `files`: the record of a run, and the result files made from it
 - `selection`: which trials are best, on the front, or finalists
+- `holdout`: the held-out stage: rows, selection bias, hypervolume
+- `ranges`: samples outside the range of their objective
 - `statistics`: means, differences and their 95 % intervals
 - `format`: durations and counts as text, and the order of held-out rows
 - `series`: the data series of charts

@@ -18,8 +18,10 @@ from typing import Any, Literal
 import numpy as np
 
 from search_spaces.objectives import REFERENCE_COST, Objective, hypervolume
-from service.results.selection import accuracy_objectives, best_trial, costs_of, pareto_front
-from service.results.statistics import Z, independent_difference, mean_of
+from service.results.holdout import FrontVolume
+from service.results.ranges import OutOfRange
+from service.results.selection import accuracy_objectives, best_trial, costs_of, criteria, pareto_front
+from service.results.statistics import Z, independent_difference
 from service.schemas.files import (
     EngineDocument,
     EstimateDocument,
@@ -30,6 +32,7 @@ from service.schemas.files import (
     SummaryDocument,
     TrialDocument,
     VerificationDocument,
+    VolumeDocument,
 )
 from service.types import Comparison, Estimate, Origin, StudyRecord, TrialRecord, TrialState
 from workers.types import VerificationReport
@@ -63,8 +66,10 @@ class EngineFigures:
 class RunRecord:
     """Everything that result files and report are made of.
 
-    `full_budget` is the sample count per objective at the last rung; `holdout` the held-out stage's comparisons, with
-    differences "this row minus the best trial"; `samples_per_second` is of the search, None if nothing was scored.
+    `full_budget` is the sample count per objective at the last rung; `samples_per_second` is of the search, None if
+    nothing was scored. `holdout` are the rows of the held-out stage, with differences "this row minus
+    `holdout_reference`"; these and what follows from the same samples are described in `service.results.holdout`.
+    `verification_reason` says why no trial was to be verified.
     """
 
     study: StudyRecord
@@ -72,7 +77,14 @@ class RunRecord:
     trials: tuple[TrialRecord, ...]
     full_budget: Mapping[str, int]
     holdout: tuple[Comparison, ...] = ()
+    holdout_reference: int | None = None
+    holdout_failures: tuple[tuple[int, str], ...] = ()
+    holdout_volume: FrontVolume | None = None
+    selection_bias: Mapping[str, Estimate] = field(default_factory=dict)
+    split_difference: Mapping[str, Estimate] = field(default_factory=dict)
+    warnings: tuple[OutOfRange, ...] = ()
     verifications: tuple[VerificationReport, ...] = ()
+    verification_reason: str | None = None
     engine: EngineFigures = field(default_factory=EngineFigures)
     wall_clock_s: float = 0.0
     samples_per_second: float | None = None
@@ -122,6 +134,7 @@ def pareto(run: RunRecord) -> ParetoDocument:
         "objectives": [_objective_document(objective) for objective in run.objectives],
         "reference_point": [REFERENCE_COST] * len(run.objectives),
         "hypervolume": hypervolume([costs_of(trial, run.objectives) for trial in front]),
+        "holdout_hypervolume": _volume_document(run.holdout_volume),
         "front": [
             {
                 "trial": trial.number,
@@ -138,7 +151,8 @@ def pareto(run: RunRecord) -> ParetoDocument:
 
 def summary(run: RunRecord) -> SummaryDocument:
     best = best_trial(run.trials, run.objectives)
-    bias = _selection_bias(run, best)
+    bias = _search_minus_holdout(run, best)
+    rules = criteria(run.objectives)
     averaged = [bias[name].value for name in accuracy_objectives(run.objectives) if name in bias]
     states = Counter(trial.state for trial in run.trials)
     return {
@@ -160,14 +174,23 @@ def summary(run: RunRecord) -> SummaryDocument:
             "recipe_digest": best.recipe.digest,
             "values": dict(best.values),
         },
+        "selection": {"best": rules.best, "promotion": rules.promotion, "difference": rules.difference},
         "holdout": holdout_documents(run),
+        "holdout_reference": run.holdout_reference,
+        "holdout_failures": [{"trial": trial, "reason": reason} for trial, reason in run.holdout_failures],
         "selection_bias": statistics.fmean(averaged) if averaged else None,
-        "selection_bias_by_objective": {name: _estimate_document(estimate) for name, estimate in bias.items()},
-        "verification": _verification_document(run.verifications),
+        "selection_bias_by_objective": _estimate_documents(bias),
+        "selection_bias_against_baselines": _estimate_documents(run.selection_bias),
+        "split_difference": _estimate_documents(run.split_difference),
+        "verification": _verification_document(run.verifications, run.verification_reason),
         "failures": [
             {"trial": trial.number, "reason": trial.reason or "no reason was stored"}
             for trial in run.trials
             if trial.state is TrialState.FAIL
+        ],
+        "warnings": [
+            {"trial": warning.trial, "objective": warning.objective, "message": warning.message}
+            for warning in run.warnings
         ],
     }
 
@@ -241,20 +264,29 @@ def _estimate_document(estimate: Estimate) -> EstimateDocument:
     }
 
 
+def _estimate_documents(estimates: Mapping[str, Estimate]) -> dict[str, EstimateDocument]:
+    return {name: _estimate_document(estimate) for name, estimate in estimates.items()}
+
+
+def _volume_document(volume: FrontVolume | None) -> VolumeDocument | None:
+    if volume is None:
+        return None
+    return {**_estimate_document(volume.holdout), "trials": list(volume.trials), "search": volume.search}
+
+
 def _holdout_document(row: Comparison, run: RunRecord) -> HoldoutDocument:
-    averaged = [row.values[name] for name in accuracy_objectives(run.objectives) if name in row.values]
     origins = {trial.number: trial.origin for trial in run.trials}
     return {
         "label": row.label,
         "trial": row.trial,
         "origin": origins.get(row.trial, Origin.SEARCH).value,
-        "values": {name: _estimate_document(estimate) for name, estimate in row.values.items()},
-        "mean": _estimate_document(mean_of(averaged)) if averaged else None,
-        "differences": {name: _estimate_document(estimate) for name, estimate in row.differences.items()},
+        "values": _estimate_documents(row.values),
+        "mean": None if row.mean is None else _estimate_document(row.mean),
+        "differences": _estimate_documents(row.differences),
     }
 
 
-def _selection_bias(run: RunRecord, best: TrialRecord | None) -> dict[str, Estimate]:
+def _search_minus_holdout(run: RunRecord, best: TrialRecord | None) -> dict[str, Estimate]:
     """Search value minus held-out value of the best trial, by objective: different samples, so no pairing."""
     row = next((row for row in run.holdout if best is not None and row.trial == best.number), None)
     if row is None or best is None:
@@ -263,30 +295,42 @@ def _selection_bias(run: RunRecord, best: TrialRecord | None) -> dict[str, Estim
     for name, value in best.values.items():
         if name in row.values:
             error = best.standard_errors.get(name, 0.0)
+            if error is None:  # of one sample: as uncertain as the range allows
+                low, high = next(o.bounds for o in run.objectives if o.name == name)
+                error = (high - low) / 2
             on_search = Estimate(value, error, run.full_budget.get(name, 0), (value - Z * error, value + Z * error))
             bias[name] = independent_difference(on_search, row.values[name])
     return bias
 
 
-def _verification_document(reports: Sequence[VerificationReport]) -> VerificationDocument:
-    beyond = sum(report.num_beyond for report in reports)
-    samples, equal = sum(r.num_samples for r in reports), sum(r.num_equal for r in reports)
+def _verification_document(reports: Sequence[VerificationReport], reason: str | None) -> VerificationDocument:
+    """Reports of nothing count as not verified; the reason is that of the first trial with samples left out."""
+    compared = [report for report in reports if report.num_samples]
+    beyond = sum(report.num_beyond for report in compared)
+    samples, equal = sum(r.num_samples for r in compared), sum(r.num_equal for r in compared)
     status: Literal["equal", "within tolerance", "disagreement", "not verified"]
-    if not reports:
+    if not compared:
         status = "not verified"
     elif beyond:
         status = "disagreement"
     else:
         status = "equal" if equal == samples else "within tolerance"
+    if not compared or len(compared) < len(reports):
+        reason = reason or "nothing was scored again by plain transformers"
     return {
         "status": status,
-        "trials": len(reports),
+        "reason": next((report.reason for report in reports if report.reason), reason),
+        "trials": len(compared),
+        "trials_not_verified": len(reports) - len(compared),
         "samples": samples,
         "equal": equal,
         "beyond_tolerance": beyond,
-        "tolerance": max((report.tolerance for report in reports), default=None),
-        "max_logprob_difference": max((report.max_logprob_difference for report in reports), default=None),
-        "differences": [asdict(difference) for report in reports for difference in report.differences],
+        "tokens": sum(report.num_tokens for report in compared),
+        "samples_without_tokens": sum(report.num_without_tokens for report in compared),
+        "logprobs": sum(report.num_logprobs for report in compared),
+        "tolerance": max((report.tolerance for report in compared), default=None),
+        "max_logprob_difference": max((report.max_logprob_difference for report in compared), default=None),
+        "differences": [asdict(difference) for report in compared for difference in report.differences],
     }
 
 

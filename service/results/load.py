@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from importlib.metadata import version
 from typing import Any
 
@@ -10,15 +12,14 @@ import numpy as np
 
 from search_spaces.objectives import Objective
 from service.results.files import EngineFigures, RunRecord
-from service.results.selection import accuracy_objectives, best_trial, held_out
-from service.results.statistics import compare, estimate
+from service.results.holdout import HeldOut, Samples, Scored, held_out_results
+from service.results.ranges import OutOfRange, out_of_range
+from service.results.selection import best_trial, held_out
 from service.store import EvidenceRecord, Store
-from service.types import Comparison, Estimate, TrialRecord
+from service.types import Estimate, EventKind, Origin, StudyRecord, TrialRecord
 from workers.types import SampleDifference, Split, VerificationReport
 
 __all__ = ["held_out_estimates", "run_record"]
-
-Samples = np.ndarray[Any, np.dtype[np.float64]]
 
 # While a driver lives, no engine waits this long for work; a restart takes longer.
 PAUSE_S = 30.0
@@ -30,14 +31,23 @@ def run_record(store: Store, study_id: str) -> RunRecord:
     objectives = study.resolved.objectives
     trials = store.trials(study_id)
     evidence = store.evidence(study_id)
+    verification = store.document(study_id, "verification") or {}
     searched = [row for row in evidence if row.is_of(Split.SEARCH)]
+    stage = _held_out(store, study, trials, objectives)
     return RunRecord(
         study=study,
         objectives=objectives,
         trials=trials,
         full_budget=study.resolved.rung_samples[-1],
-        holdout=_holdout(store, study_id, trials, objectives),
-        verifications=_verifications(store.document(study_id, "verification")),
+        holdout=stage.results.rows,
+        holdout_reference=stage.results.reference,
+        holdout_failures=stage.results.failures,
+        holdout_volume=stage.results.volume,
+        selection_bias=stage.results.selection_bias,
+        split_difference=stage.results.split_difference,
+        warnings=_warnings(store, study_id, trials, objectives, stage),
+        verifications=tuple(map(_verification, verification.get("reports", ()))),
+        verification_reason=verification.get("reason"),
         engine=_engine(evidence, searched, num_replicas=study.document["engine"]["replicas"]),
         wall_clock_s=study.wall_clock_s,
         samples_per_second=_rate(searched),
@@ -49,71 +59,85 @@ def held_out_estimates(
     store: Store, study_id: str, trial: int, *, trials: Sequence[TrialRecord], objectives: Sequence[Objective]
 ) -> dict[str, Estimate] | None:
     """The held-out values of one of `trials`, as in its row of the held-out table; None where it has no row."""
-    _, rows = _held_out_samples(store, study_id, trials, objectives)
-    samples = rows.get(trial)
-    if samples is None:
-        return None
-    bounds = _bounds(objectives)
-    return {name: estimate(values, bounds=bounds.get(name)) for name, values in samples.items()}
+    stage = _held_out(store, store.study(study_id), trials, objectives)
+    return next((dict(row.values) for row in stage.results.rows if row.trial == trial), None)
 
 
-def _holdout(
-    store: Store, study_id: str, trials: Sequence[TrialRecord], objectives: Sequence[Objective]
-) -> tuple[Comparison, ...]:
-    """Rows of the held-out table; none until the best trial has been scored there."""
-    reference, rows = _held_out_samples(store, study_id, trials, objectives)
-    labels = {trial.number: trial.label for trial in trials}
-    return tuple(
-        compare(
-            labels[number],
-            number,
-            samples,
-            reference=reference,
-            mean_over=accuracy_objectives(objectives),
-            bounds=_bounds(objectives),
-        )
-        for number, samples in rows.items()
-    )
+@dataclass(frozen=True)
+class _HeldOut:
+    """The held-out stage, and the samples that its results are made of."""
+
+    results: HeldOut
+    search: Scored
+    holdout: Scored
 
 
-def _held_out_samples(
-    store: Store, study_id: str, trials: Sequence[TrialRecord], objectives: Sequence[Objective]
-) -> tuple[dict[str, Samples], dict[int, dict[str, Samples]]]:
-    """The values of the best trial's held-out samples by objective, and those of every trial, by its number, that has
-    as many; nothing until the best trial has been scored there."""
+def _held_out(
+    store: Store, study: StudyRecord, trials: Sequence[TrialRecord], objectives: Sequence[Objective]
+) -> _HeldOut:
+    compared = [trial.recipe.digest for trial in held_out(trials, objectives)]
     winner = best_trial(trials, objectives)
-    values = store.sample_values(study_id, Split.HOLDOUT)
-    if winner is None or winner.recipe.digest not in values:
-        return {}, {}
-    names = [objective.name for objective in objectives]
-    reference = _arrays(values[winner.recipe.digest], names)
-    rows = {}
-    for trial in held_out(trials, objectives):
-        samples = _arrays(values.get(trial.recipe.digest, {}), names)
-        if _counts(samples) == _counts(reference):  # else not yet scored, or it failed there
-            rows[trial.number] = samples
-    return reference, rows
+    unselected = {trial.recipe.digest for trial in trials if trial.origin in (Origin.SOURCE, Origin.PUBLISHED)}
+    needed = {*unselected, winner.recipe.digest} if winner is not None else set()
+    failed = store.events(study.id, kinds=(EventKind.HOLDOUT_FAILED,))
+    search = Scored(
+        _arrays(store.sample_values(study.id, Split.SEARCH, recipes=sorted(needed & {*compared}))),
+        _documents(study.document.get("objectives", ())),
+    )
+    holdout = Scored(
+        _arrays(store.sample_values(study.id, Split.HOLDOUT, recipes=compared)),
+        _documents(study.document.get("holdout", ())),
+    )
+    results = held_out_results(
+        trials,
+        objectives,
+        search=search,
+        holdout=holdout,
+        failures={event.payload["trial"]: event.payload["reason"] for event in failed},
+        seed=int(study.document.get("search", {}).get("seed", 0)),
+    )
+    return _HeldOut(results, search, holdout)
 
 
-def _counts(samples: Mapping[str, Samples]) -> dict[str, int]:
-    return {name: len(values) for name, values in samples.items()}
+def _documents(specs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """What data each objective is scored on, from its section of the study file: equal for the same documents."""
+    found = {}
+    for spec in specs:
+        task = spec["task"]
+        found[spec["name"]] = json.dumps([task["file"] if isinstance(task, Mapping) else task, spec.get("split")])
+    return found
 
 
-def _bounds(objectives: Sequence[Objective]) -> dict[str, tuple[float, float]]:
-    return {objective.name: objective.range for objective in objectives if objective.range}
+def _arrays(values: Mapping[str, Mapping[str, Mapping[int, float]]]) -> dict[str, Samples]:
+    return {
+        digest: {name: np.array([of[position] for position in sorted(of)]) for name, of in by_objective.items()}
+        for digest, by_objective in values.items()
+    }
 
 
-def _arrays(values: Mapping[str, Mapping[int, float]], names: Sequence[str]) -> dict[str, Samples]:
-    return {name: np.array([values[name][p] for p in sorted(values[name])]) for name in names if name in values}
+def _warnings(
+    store: Store, study_id: str, trials: Sequence[TrialRecord], objectives: Sequence[Objective], stage: _HeldOut
+) -> tuple[OutOfRange, ...]:
+    """Those that drivers told of, and those in the samples at hand: earlier versions told of none."""
+    told = [OutOfRange.from_json(e.payload) for e in store.events(study_id, kinds=(EventKind.OUT_OF_RANGE,))]
+    for split, scored in ((Split.SEARCH, stage.search), (Split.HOLDOUT, stage.holdout)):
+        for trial in trials:
+            samples = scored.samples.get(trial.recipe.digest, {})
+            values = {name: enumerate(array.tolist()) for name, array in samples.items()}
+            told += out_of_range(trial.number, objectives, split, values)
+    by_place = {(warning.trial, warning.objective, warning.split): warning for warning in reversed(told)}
+    return tuple(by_place[place] for place in sorted(by_place))
 
 
-def _verifications(document: Mapping[str, Any] | None) -> tuple[VerificationReport, ...]:
-    def report(stored: Mapping[str, Any]) -> VerificationReport:
-        differences = tuple(SampleDifference(**difference) for difference in stored["differences"])
-        fields = {name: value for name, value in stored.items() if name not in ("trial", "differences")}
-        return VerificationReport(**fields, differences=differences)
-
-    return tuple(map(report, (document or {}).get("reports", ())))
+def _verification(stored: Mapping[str, Any]) -> VerificationReport:
+    """A stored report. Those of earlier versions compared values only."""
+    tolerance = stored["tolerance"]
+    differences = tuple(
+        SampleDifference(**{"what": "value", "is_beyond": found["top2_gap"] > tolerance, **found})
+        for found in stored["differences"]
+    )
+    known = {field.name: stored[field.name] for field in fields(VerificationReport) if field.name in stored}
+    return VerificationReport(**{**known, "differences": differences})
 
 
 def _engine(

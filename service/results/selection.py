@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from search_spaces.objectives import Costs, Objective, non_dominated
 from service.types import Origin, TrialRecord, TrialState
 
 __all__ = [
+    "Criteria",
     "accuracy_objectives",
     "best_trial",
     "costs_of",
+    "costs_of_values",
+    "criteria",
     "finalists",
     "full_budget_trials",
     "held_out",
@@ -29,6 +33,34 @@ MAX_FINALISTS = 8
 def accuracy_objectives(objectives: Sequence[Objective]) -> tuple[str, ...]:
     """Names of the objectives whose plain mean makes sense: larger is better and values in [0, 1]."""
     return tuple(o.name for o in objectives if o.direction == "maximize" and o.range in (None, (0.0, 1.0)))
+
+
+@dataclass(frozen=True)
+class Criteria:
+    """In words: what names the best trial, what promotes trials to the next rung, and why these can differ."""
+
+    best: str
+    promotion: str
+    difference: str
+
+
+def criteria(objectives: Sequence[Objective]) -> Criteria:
+    """The criteria of a study with these objectives."""
+    names = accuracy_objectives(objectives)
+    if len(objectives) == 1:
+        best = promotion = f"{'highest' if objectives[0].direction == 'maximize' else 'lowest'} {objectives[0].name}"
+        why = "both compare the same value, but a promotion compares it on the fewer samples of its rung"
+    else:
+        best = f"highest mean of {', '.join(names)}" if names else "lowest mean cost over all objectives"
+        promotion = (
+            f"non-dominated rank in {', '.join(objective.name for objective in objectives)}, then the least crowded "
+            "(crowding distance), then the lower trial number"
+        )
+        why = (
+            "promotion keeps every trade-off between the objectives alive, the best of one of them included, so a "
+            "promoted trial need not have the highest mean, and a trial with a higher mean may not be promoted"
+        )
+    return Criteria(best=f"{best} on search data, among trials at full budget", promotion=promotion, difference=why)
 
 
 def full_budget_trials(trials: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
@@ -62,12 +94,17 @@ def _merit(trial: TrialRecord, objectives: Sequence[Objective]) -> tuple[float, 
     """Sort key, better is smaller. Rounded, so that equal means computed in another order stay equal."""
     names = accuracy_objectives(objectives)
     ranked = [objective for objective in objectives if objective.name in names] or objectives
-    costs = [objective.cost(trial.values[objective.name]) for objective in ranked]
+    costs = [objective.cost_of_stored(trial.values[objective.name]) for objective in ranked]
     return round(statistics.fmean(costs), 12), trial.number
 
 
 def costs_of(trial: TrialRecord, objectives: Sequence[Objective]) -> Costs:
-    return tuple(objective.cost(trial.values[objective.name]) for objective in objectives)
+    return costs_of_values(trial.values, objectives)
+
+
+def costs_of_values(values: Mapping[str, float], objectives: Sequence[Objective]) -> Costs:
+    """Costs of values by objective; those outside an objective's range have one too."""
+    return tuple(objective.cost_of_stored(values[objective.name]) for objective in objectives)
 
 
 def held_out(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) -> tuple[TrialRecord, ...]:

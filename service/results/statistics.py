@@ -11,13 +11,14 @@ Sources:
         data", J. Educ. Behav. Stat. 37 (difference of two paired proportions; recommended by Fagerland, Lydersen and
         Laake 2014, Stat. Med. 33).
     Zou and Donner 2008, "Construction of confidence limits about effect measures: a general approach", Stat. Med. 27
-        (limits of a sum of independent estimates from the limits of its terms).
+        (limits of a sum of independent estimates from the limits of its terms; of correlated ones, section 2.2).
+    Davison and Hinkley 1997, "Bootstrap Methods and their Application", section 5.2.1 (the basic bootstrap interval).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -25,13 +26,25 @@ from scipy import special
 
 from service.types import Comparison, Estimate
 
-__all__ = ["compare", "estimate", "independent_difference", "mean_of", "paired_difference"]
+__all__ = [
+    "bootstrap",
+    "compare",
+    "correlations",
+    "estimate",
+    "independent_difference",
+    "mean_of",
+    "paired_difference",
+]
 
 LEVEL = 0.95
 # The normal quantile of a two-sided interval at LEVEL: 1.95996.
 Z = float(special.ndtri(0.5 + LEVEL / 2))
 
 Bounds = tuple[float, float]
+Samples = NDArray[np.float64]
+
+# Resamples of a bootstrap: its limits vary by about 3 % of the interval's width between seeds.
+NUM_RESAMPLES = 1000
 
 
 def estimate(values: ArrayLike, *, bounds: Bounds | None = None) -> Estimate:
@@ -100,20 +113,90 @@ def paired_difference(values: ArrayLike, reference: ArrayLike, *, bounds: Bounds
     return Estimate(mean, standard_error, n, ci95)
 
 
-def mean_of(estimates: Sequence[Estimate]) -> Estimate:
-    """The unweighted mean of independent estimates: each task is a stratum of its own, however many samples it has.
+def mean_of(estimates: Sequence[Estimate], *, correlation: ArrayLike | None = None) -> Estimate:
+    """The unweighted mean of estimates: each task is a stratum of its own, however many samples it has.
 
-    The limits are Zou and Donner's (their method MOVER), which keep the asymmetry of the terms' intervals. `samples` is
-    the sum over the terms. Raises ValueError without estimates.
+    `correlation` [num_estimates, num_estimates] is that of the estimates' errors, as `correlations` gives it; None:
+    they are independent. The limits are Zou and Donner's (their method MOVER), which keep the asymmetry of the terms'
+    intervals. `samples` is the sum over the terms. Raises ValueError without estimates.
     """
     if not estimates:
         raise ValueError("mean_of: no estimates; give at least 1")
     count = len(estimates)
+    matrix = np.eye(count) if correlation is None else np.asarray(correlation, dtype=np.float64)
+
+    def combined(distances: Sequence[float]) -> float:
+        return math.sqrt(max(0.0, float(np.asarray(distances) @ matrix @ np.asarray(distances)))) / count
+
     value = sum(e.value for e in estimates) / count
-    below = math.sqrt(sum((e.value - e.ci95[0]) ** 2 for e in estimates)) / count
-    above = math.sqrt(sum((e.ci95[1] - e.value) ** 2 for e in estimates)) / count
-    standard_error = math.sqrt(sum(e.standard_error**2 for e in estimates)) / count
-    return Estimate(value, standard_error, sum(e.samples for e in estimates), (value - below, value + above))
+    return Estimate(
+        value,
+        combined([e.standard_error for e in estimates]),
+        sum(e.samples for e in estimates),
+        (
+            value - combined([e.value - e.ci95[0] for e in estimates]),
+            value + combined([e.ci95[1] - e.value for e in estimates]),
+        ),
+    )
+
+
+def correlations(samples: Sequence[ArrayLike], documents: Sequence[str]) -> Samples:
+    """The correlation of the means of `samples`, [num_means, num_means]: means over the same documents err together.
+
+    `documents[i]` names the data that `samples[i]` were scored on. Where two are equal, samples at equal positions are
+    of one document, and the longer one goes on with further documents; means over different data are independent.
+    Values that do not vary show no correlation; 1, which gives the widest interval, is assumed then.
+    """
+    arrays = [np.asarray(values, dtype=np.float64) for values in samples]
+    matrix = np.eye(len(arrays))
+    for i, first in enumerate(arrays):
+        for j, second in enumerate(arrays[:i]):
+            if documents[i] == documents[j]:
+                matrix[i, j] = matrix[j, i] = _correlation(first, second)
+    return matrix
+
+
+def _correlation(first: Samples, second: Samples) -> float:
+    shared = min(len(first), len(second))
+    # The means' covariance is that of the shared documents, shared / (n1 n2) times; their variances are s^2 / n.
+    share = shared / math.sqrt(len(first) * len(second))
+    first, second = first[:shared], second[:shared]
+    if shared < 2 or np.ptp(first) == 0 or np.ptp(second) == 0:
+        return share
+    return share * float(np.corrcoef(first, second)[0, 1])
+
+
+def bootstrap(
+    statistic: Callable[[Mapping[str, Samples]], float],
+    samples: Mapping[str, ArrayLike],
+    documents: Mapping[str, str],
+    *,
+    seed: int = 0,
+) -> Estimate:
+    """A statistic of means with its basic bootstrap interval, in which whole documents are drawn again.
+
+    `samples[objective]` is [num_candidates, num_samples], and `statistic` gets the candidates' means by objective.
+    Documents are drawn together for all candidates, and for all objectives with equal `documents` and as many samples.
+    The basic interval, 2 value - quantile, also corrects for a statistic that chance only raises, as it does the best
+    of several. The same `seed` gives the same interval. `samples` is the sum over the objectives.
+    """
+    arrays = {name: np.asarray(values, dtype=np.float64) for name, values in samples.items()}
+    data: dict[tuple[str, int], list[str]] = {}
+    for name, values in arrays.items():
+        data.setdefault((documents[name], values.shape[1]), []).append(name)
+    value = statistic({name: values.mean(axis=1) for name, values in arrays.items()})
+    draw = np.random.default_rng(seed)
+    drawn = np.empty(NUM_RESAMPLES)
+    for index in range(NUM_RESAMPLES):
+        means: dict[str, Samples] = {}
+        for (_, count), names in data.items():
+            times = np.bincount(draw.integers(count, size=count), minlength=count)
+            means |= {name: arrays[name] @ times / count for name in names}
+        drawn[index] = statistic(means)
+    tail = (1 - LEVEL) / 2
+    low, high = (float(limit) for limit in np.quantile(drawn, [tail, 1 - tail]))
+    num_samples = sum(values.shape[1] for values in arrays.values())
+    return Estimate(value, float(drawn.std(ddof=1)), num_samples, (2 * value - high, 2 * value - low))
 
 
 def independent_difference(first: Estimate, second: Estimate) -> Estimate:
@@ -139,27 +222,39 @@ def compare(
     *,
     reference: Mapping[str, ArrayLike] | None = None,
     mean_over: Sequence[str] = (),
+    documents: Mapping[str, str] | None = None,
     bounds: Mapping[str, Bounds] | None = None,
 ) -> Comparison:
     """One row of the held-out table, from the values of its samples per objective.
 
+    `mean` is the unweighted mean over those objectives of `mean_over` that `samples` has (without any, there is none).
     With `reference`, the best finalist's values on the same samples in the same order, the row holds the differences
-    "this row minus reference" (below 0: smaller than the best finalist), per objective and, under "mean", of the
-    unweighted mean over those objectives of `mean_over` that `samples` has (without any, there is no mean).
+    "this row minus reference" (below 0: smaller than the best finalist), per objective and, under "mean", of the mean.
+    Objectives with equal `documents` were scored on the same documents, position by position; None: none were.
     """
     ranges = bounds or {}
+    averaged = [name for name in mean_over if name in samples]
+    data = [(documents or {}).get(name, name) for name in averaged]
+
+    def mean(estimates: Mapping[str, Estimate], values: Mapping[str, ArrayLike]) -> Estimate:
+        correlation = correlations([values[name] for name in averaged], data)
+        return mean_of([estimates[name] for name in averaged], correlation=correlation)
+
+    estimates = {name: estimate(values, bounds=ranges.get(name)) for name, values in samples.items()}
     differences = {}
     if reference is not None:
         differences = {
             name: paired_difference(values, reference[name], bounds=ranges.get(name))
             for name, values in samples.items()
         }
-        if averaged := [differences[name] for name in mean_over if name in differences]:
-            differences["mean"] = mean_of(averaged)
+        if averaged:
+            minus = {name: np.subtract(samples[name], reference[name]) for name in averaged}
+            differences["mean"] = mean(differences, minus)
     return Comparison(
         label=label,
         trial=trial,
-        values={name: estimate(values, bounds=ranges.get(name)) for name, values in samples.items()},
+        values=estimates,
+        mean=mean(estimates, samples) if averaged else None,
         differences=differences,
     )
 

@@ -25,10 +25,14 @@ __all__ = [
     "SummaryDocument",
     "TrialDocument",
     "VerificationDocument",
+    "VolumeDocument",
     "schemas",
 ]
 
 Values = Annotated[dict[str, float], Field(description="By objective, in the metric's own unit.")]
+StandardErrors = Annotated[
+    dict[str, float | None], Field(description="By objective; null where a single sample shows no spread.")
+]
 Interval = Annotated[list[float], Field(min_length=2, max_length=2, description="95 % interval: lower, upper.")]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$", description="sha256 of the canonical recipe.")]
 Number = Annotated[int, Field(ge=0)]
@@ -39,7 +43,7 @@ class RungDocument(TypedDict):
     rung: Number
     samples: dict[str, int]
     values: Values
-    standard_errors: Values
+    standard_errors: StandardErrors
 
 
 class TrialDocument(TypedDict):
@@ -55,7 +59,7 @@ class TrialDocument(TypedDict):
     recipe_digest: Digest
     rungs: list[RungDocument]
     values: Annotated[dict[str, float], Field(description="At full budget; empty for trials that did not reach it.")]
-    standard_errors: Values
+    standard_errors: StandardErrors
     samples_scored: Number
     samples_reused: Number
     timings_s: dict[str, float]
@@ -105,16 +109,26 @@ class HoldoutDocument(TypedDict):
     mean: Annotated[EstimateDocument | None, Field(description="Unweighted mean over the accuracy objectives.")]
     differences: Annotated[
         dict[str, EstimateDocument],
-        Field(description='This row minus the best trial on the same samples, by objective and as "mean".'),
+        Field(
+            description="This row minus the best trial (see `holdout_reference`) on the same samples, by objective and "
+            'as "mean".'
+        ),
     ]
 
 
 class VerificationDocument(TypedDict):
     status: Literal["equal", "within tolerance", "disagreement", "not verified"]
-    trials: Number
+    reason: Annotated[str | None, Field(description="Why trials or samples were not compared.")]
+    trials: Annotated[int, Field(ge=0, description="Trials of which samples were compared.")]
+    trials_not_verified: Annotated[int, Field(ge=0, description="Trials of which nothing could be compared.")]
     samples: Number
-    equal: Number
+    equal: Annotated[int, Field(ge=0, description="Samples with equal value and completion.")]
     beyond_tolerance: Number
+    tokens: Annotated[int, Field(ge=0, description="Tokens of completions that were compared.")]
+    samples_without_tokens: Annotated[
+        int, Field(ge=0, description="Samples stored without tokens, of which the text was compared.")
+    ]
+    logprobs: Annotated[int, Field(ge=0, description="Log-probabilities that were compared.")]
     tolerance: float | None
     max_logprob_difference: float | None
     differences: list[dict[str, Any]]
@@ -123,6 +137,20 @@ class VerificationDocument(TypedDict):
 class FailureDocument(TypedDict):
     trial: Number
     reason: str
+
+
+class SelectionDocument(TypedDict):
+    """The criteria of the study in words."""
+
+    best: Annotated[str, Field(description="What names the best trial.")]
+    promotion: Annotated[str, Field(description="What promotes trials to the next rung.")]
+    difference: Annotated[str, Field(description="Why a promoted trial need not be the best.")]
+
+
+class WarningDocument(TypedDict):
+    trial: Number
+    objective: str
+    message: str
 
 
 class SummaryDocument(TypedDict):
@@ -138,13 +166,38 @@ class SummaryDocument(TypedDict):
     wall_clock_s: float
     engine: EngineDocument
     best: BestDocument | None
+    selection: SelectionDocument
     holdout: list[HoldoutDocument]
-    selection_bias: Annotated[
-        float | None, Field(description="The best trial's mean on search data minus its mean on holdout data.")
+    holdout_reference: Annotated[
+        int | None,
+        Field(description="The trial that differences are relative to: the best, or if that failed the next finalist."),
     ]
-    selection_bias_by_objective: dict[str, EstimateDocument]
+    holdout_failures: Annotated[list[FailureDocument], Field(description="Trials that failed on holdout data.")]
+    selection_bias: Annotated[
+        float | None,
+        Field(
+            description="The best trial's mean on search data minus its mean on holdout data: the selection bias and "
+            "the difference between the splits together."
+        ),
+    ]
+    selection_bias_by_objective: Annotated[dict[str, EstimateDocument], Field(description="The same by objective.")]
+    selection_bias_against_baselines: Annotated[
+        dict[str, EstimateDocument],
+        Field(
+            description="The best trial's lead over the mean of the unselected baselines on search data minus its lead "
+            'on holdout data, by objective and as "mean".'
+        ),
+    ]
+    split_difference: Annotated[
+        dict[str, EstimateDocument],
+        Field(
+            description="The unselected baselines' mean on search data minus their mean on holdout data, by objective "
+            'and as "mean".'
+        ),
+    ]
     verification: VerificationDocument
     failures: list[FailureDocument]
+    warnings: Annotated[list[WarningDocument], Field(description="Samples outside the range of their objective.")]
 
 
 class ObjectiveDocument(TypedDict):
@@ -159,8 +212,13 @@ class FrontDocument(TypedDict):
     label: str
     origin: str
     values: Values
-    standard_errors: Values
+    standard_errors: StandardErrors
     recipe_digest: Digest
+
+
+class VolumeDocument(EstimateDocument):
+    trials: Annotated[list[int], Field(description="The finalists that it is of.")]
+    search: Annotated[float, Field(description="The hypervolume of the same trials on search data.")]
 
 
 class ParetoDocument(TypedDict):
@@ -171,6 +229,10 @@ class ParetoDocument(TypedDict):
         list[float], Field(description="In costs: 0 is the best value an objective can take, 1 the worst.")
     ]
     hypervolume: Annotated[float, Field(ge=0, description="Of the front's costs below the reference point.")]
+    holdout_hypervolume: Annotated[
+        VolumeDocument | None,
+        Field(description="Of the finalists on holdout data, with a bootstrap interval; null before they were scored."),
+    ]
     front: list[FrontDocument]
 
 

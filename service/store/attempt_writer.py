@@ -11,9 +11,9 @@ import sqlalchemy as sa
 
 from service.errors import StaleAttempt
 from service.store import schema
-from service.store.records import BracketRecord
+from service.store.records import BracketRecord, tokens_text
 from service.types import EventKind, RungRecord, StudyState, TrialRecord, TrialState
-from workers.types import ScoreResult, Split
+from workers.types import SampleResult, ScoreResult, Split
 
 __all__ = ["StudyWriter", "insert", "insert_event"]
 
@@ -22,15 +22,21 @@ class StudyWriter:
     """The only writer of a study. Every method is one transaction and raises StaleAttempt once another has taken over.
 
     Writing the same chunk, rung or bracket again changes nothing, so a driver may repeat a write after a crash.
+
+    `stored_at` and `scored_at` are when this writer last stored anything but a heartbeat, and a chunk
+    (time.monotonic(); 0: never); `longest_chunk_s` is the longest that a replica took for a chunk, its wait included.
     """
 
     def __init__(self, engine: sa.Engine, study_id: str, attempt: int) -> None:
         self._engine = engine
         self.study_id = study_id
         self.attempt = attempt
+        self.stored_at = 0.0
+        self.scored_at = 0.0
+        self.longest_chunk_s = 0.0
 
     @contextmanager
-    def _transaction(self) -> Iterator[sa.Connection]:
+    def _transaction(self, *, is_heartbeat: bool = False) -> Iterator[sa.Connection]:
         table = schema.studies
         with self._engine.begin() as connection:
             current = connection.execute(
@@ -41,19 +47,45 @@ class StudyWriter:
                     f"study {self.study_id}: attempt {self.attempt} may not write, attempt {current} has taken over"
                 )
             yield connection
+        if not is_heartbeat:
+            self.stored_at = time.monotonic()
 
-    def heartbeat(self, *, wall_clock_s: float, progress: Mapping[str, Any] | None = None) -> None:
-        """Store that the driver is alive, the seconds all attempts have worked, and its progress (None: unchanged)."""
-        changes: dict[str, Any] = {"heartbeat_at": time.time(), "wall_clock_s": wall_clock_s}
+    def heartbeat(
+        self,
+        *,
+        wall_clock_s: float,
+        progress: Mapping[str, Any] | None = None,
+        idle_s: float | None = None,
+        patience_s: float | None = None,
+    ) -> None:
+        """Store that the driver is alive, the seconds all attempts have worked, and its progress (None: unchanged).
+
+        `idle_s` is how long the driver has not got on with the study, `patience_s` how long that may last (None: not
+        known)."""
+        now = time.time()
+        changes: dict[str, Any] = {
+            "heartbeat_at": now,
+            "wall_clock_s": wall_clock_s,
+            "progressed_at": None if idle_s is None else now - idle_s,
+            "patience_s": patience_s,
+        }
         if progress is not None:
             changes["progress"] = dict(progress)
-        with self._transaction() as connection:
+        with self._transaction(is_heartbeat=True) as connection:
             self._update_study(connection, **changes)
 
     def set_state(self, state: StudyState, reason: str | None = None) -> None:
         with self._transaction() as connection:
             self._update_study(connection, state=state.value, reason=reason)
             self._add_event(connection, EventKind.STATE, {"state": state.value, "reason": reason})
+
+    def set_waiting(self, reason: str) -> None:
+        """Stop until another driver tries again: something that the study needs is not there now."""
+        stopped = StudyState.STOPPED.value
+        with self._transaction() as connection:
+            self._update_study(connection, state=stopped, reason=reason)
+            self._add_event(connection, EventKind.STATE, {"state": stopped, "reason": reason})
+            self._add_event(connection, EventKind.WAITING, {"reason": reason})
 
     def set_document(self, document: Mapping[str, Any]) -> None:
         """Replace the study file, by one with other limits or more trials."""
@@ -99,10 +131,14 @@ class StudyWriter:
     def record_chunk(self, trial: int, split: Split, result: ScoreResult) -> None:
         """Store a chunk's samples and evidence, and add its cost to the trial.
 
-        `samples_scored` is the cost of the search; holdout samples are not counted."""
+        Only samples that are not stored yet count; a chunk without any leaves no trace. `samples_scored` is the cost of
+        the search; holdout samples are not counted."""
         evidence = result.evidence
         table = schema.trials
         with self._transaction() as connection:
+            samples = self._not_stored(connection, split, result)
+            if not samples:
+                return
             evidence_id = connection.execute(
                 sa.insert(schema.evidence)
                 .values(
@@ -116,7 +152,7 @@ class StudyWriter:
                     swap_count=evidence.swap_count,
                     engine=evidence.engine,
                     timings_s=dict(result.timings_s),
-                    num_samples=len(result.samples),
+                    num_samples=len(samples),
                     finished_at=time.time(),
                 )
                 .returning(schema.evidence.c.id)
@@ -135,8 +171,9 @@ class StudyWriter:
                         "response": sample.response,
                         "is_truncated": sample.is_truncated,
                         "evidence": evidence_id,
+                        "tokens": tokens_text(sample.tokens),
                     }
-                    for sample in result.samples
+                    for sample in samples
                 ],
             )
             where = (table.c.study == self.study_id) & (table.c.number == trial)
@@ -145,13 +182,15 @@ class StudyWriter:
                 sa.update(table)
                 .where(where)
                 .values(
-                    samples_scored=table.c.samples_scored + (len(result.samples) if split == Split.SEARCH else 0),
+                    samples_scored=table.c.samples_scored + (len(samples) if split == Split.SEARCH else 0),
                     timings_s=_added(timings, result.timings_s),
                     state=sa.case(
                         (table.c.state == TrialState.WAITING.value, TrialState.RUNNING.value), else_=table.c.state
                     ),
                 )
             )
+        self.scored_at = self.stored_at
+        self.longest_chunk_s = max(self.longest_chunk_s, sum(result.timings_s.values()))
 
     def finish_rung(
         self, trial: int, rung: RungRecord, *, samples_reused: int, state: TrialState | None = None
@@ -217,6 +256,22 @@ class StudyWriter:
 
     def _update_study(self, connection: sa.Connection, **changes: Any) -> None:
         connection.execute(sa.update(schema.studies).where(schema.studies.c.id == self.study_id).values(**changes))
+
+    def _not_stored(self, connection: sa.Connection, split: Split, result: ScoreResult) -> list[SampleResult]:
+        """The samples of `result` that the store does not have."""
+        table = schema.samples
+        positions = [sample.position for sample in result.samples]
+        stored = connection.execute(
+            sa.select(table.c.objective, table.c.position).where(
+                (table.c.study == self.study_id)
+                & (table.c.recipe_digest == result.evidence.recipe_digest)
+                & (table.c.split == Split(split).value)
+                & table.c.objective.in_({sample.objective for sample in result.samples})
+                & table.c.position.between(min(positions, default=0), max(positions, default=0))
+            )
+        )
+        known = {(objective, position) for objective, position in stored}
+        return [sample for sample in result.samples if (sample.objective, sample.position) not in known]
 
     def _insert_once(self, connection: sa.Connection, table: sa.Table, rows: Sequence[Mapping[str, Any]]) -> None:
         """Insert rows; those whose key exists stay as they are."""

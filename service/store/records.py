@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,17 @@ import sqlalchemy as sa
 
 from search_spaces.recipe import Recipe
 from service.types import Origin, ResolvedStudy, RungRecord, StudyRecord, StudyState, TrialRecord, TrialState
-from workers.types import Split
+from workers.types import SampleResult, Split
 
-__all__ = ["BracketRecord", "EventRecord", "EvidenceRecord", "study_record", "trial_record"]
+__all__ = [
+    "BracketRecord",
+    "EventRecord",
+    "EvidenceRecord",
+    "sample_result",
+    "study_record",
+    "tokens_text",
+    "trial_record",
+]
 
 
 @dataclass(frozen=True)
@@ -87,3 +96,13 @@ def trial_record(row: sa.RowMapping, rungs: tuple[RungRecord, ...]) -> TrialReco
         values=rungs[-1].values if is_full else {},
         standard_errors=rungs[-1].standard_errors if is_full else {},
     )
+
+
+def sample_result(row: sa.Row[Any]) -> SampleResult:
+    tokens = None if row.tokens is None else tuple(map(tuple, json.loads(row.tokens)))
+    return SampleResult(row.objective, row.position, row.document, row.value, row.response, row.is_truncated, tokens)
+
+
+def tokens_text(tokens: Sequence[Sequence[int]] | None) -> str | None:
+    """The column of a sample's tokens: JSON without spaces, about as large as the completions themselves."""
+    return None if tokens is None else json.dumps(tokens, separators=(",", ":"))

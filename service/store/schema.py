@@ -35,7 +35,7 @@ __all__ = [
 
 # The newest migration in `migrations/versions`, which makes the tables below. Every change of the tables needs
 # a migration.
-REVISION = "0001"
+REVISION = "0003"
 
 # A database from before the migrations is at this one, if its `schema_version` is this.
 BASELINE = "0001"
@@ -74,6 +74,10 @@ studies = Table(
     Column("request_digest", String(64)),
     # Seconds that drivers have worked on the study, over all attempts.
     Column("wall_clock_s", Float, nullable=False, default=0.0),
+    # When the driver last got on with the study, and for how many seconds it may not before it is replaced. As of the
+    # last heartbeat.
+    Column("progressed_at", Float),
+    Column("patience_s", Float),
 )
 
 
@@ -137,6 +141,8 @@ samples = Table(
     Column("response", Text, nullable=False),
     Column("is_truncated", Boolean, nullable=False),
     Column("evidence", Integer, nullable=False),
+    # The ids of each completion's tokens, as JSON; of options, and in rows of earlier versions, there are none.
+    Column("tokens", Text),
     _in_study(),
 )
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 import sqlalchemy as sa
@@ -19,7 +20,14 @@ from sqlalchemy import event
 from service.errors import Conflict, NotFound, StaleAttempt
 from service.store import schema
 from service.store.attempt_writer import StudyWriter, insert, insert_event
-from service.store.records import BracketRecord, EventRecord, EvidenceRecord, study_record, trial_record
+from service.store.records import (
+    BracketRecord,
+    EventRecord,
+    EvidenceRecord,
+    sample_result,
+    study_record,
+    trial_record,
+)
 from service.store.upgrade import upgrade
 from service.types import (
     EventKind,
@@ -35,8 +43,17 @@ from workers.types import SampleResult, Split
 
 __all__ = ["Store"]
 
-# Events that show that a driver stored a result.
-RESULT_EVENTS = (EventKind.RUNG, EventKind.TRIAL_STATE, EventKind.HOLDOUT_SCORED, EventKind.VERIFICATION)
+# Events that show that a driver stored a result, and the request after which drivers are counted anew.
+RESULT_EVENTS = (
+    EventKind.RUNG,
+    EventKind.TRIAL_STATE,
+    EventKind.HOLDOUT_SCORED,
+    EventKind.VERIFICATION,
+    EventKind.RESUMED,
+)
+
+# What drivers without a result leave.
+SETBACK_EVENTS = (EventKind.ATTEMPT, EventKind.JOB_REFUSED, EventKind.WAITING)
 
 # How long a writer waits for another transaction on SQLite before it gives up.
 BUSY_TIMEOUT_S = 60
@@ -150,22 +167,61 @@ class Store:
                 .values(submissions=number, submitted_at=time.time(), submitted_after=table.c.attempt)
             )
 
+    def record_refusal(self, study_id: str, reason: str) -> None:
+        """Note that the cluster refused the job of the study's last submission."""
+        with self._engine.begin() as connection:
+            insert_event(connection, study_id, EventKind.JOB_REFUSED, {"reason": reason})
+
+    def resume(self, study_id: str, *, reason: str) -> StudyRecord:
+        """The study, made to go on if it is FAILED or STOPPED: it is STOPPED, and drivers are counted anew.
+
+        Raises NotFound."""
+        table = schema.studies
+        resumable = (StudyState.FAILED.value, StudyState.STOPPED.value)
+        state = StudyState.STOPPED.value
+        # Drivers that were submitted and never began are told by the difference of these two numbers.
+        has_absent = (table.c.state == StudyState.FAILED.value) & (table.c.submissions > table.c.attempt)
+        attempt = sa.case((has_absent, table.c.submissions), else_=table.c.attempt)
+        with self._engine.begin() as connection:
+            changed = connection.execute(
+                sa.update(table)
+                .where((table.c.id == study_id) & table.c.state.in_(resumable))
+                .values(state=state, reason=reason, attempt=attempt)
+            )
+            if changed.rowcount == 1:
+                insert_event(connection, study_id, EventKind.RESUMED, {})
+                insert_event(connection, study_id, EventKind.STATE, {"state": state, "reason": reason})
+        return self.study(study_id)
+
     def consecutive_failures(self, study_id: str) -> int:
-        """How many drivers in a row, up to the last one, ended or failed to start without storing a result."""
-        studies, events = schema.studies, schema.events
+        """How many drivers in a row, up to the last one, ended or failed to start without storing a result.
+
+        A stored chunk is a result. Drivers that only waited are not counted (`consecutive_waits`)."""
+        setbacks = self._setbacks(study_id)
+        failures = [kind for kind, then in pairwise([*setbacks, ""]) if EventKind.WAITING not in (kind, then)]
+        study = self.study(study_id)
+        return max(len(failures), study.submissions - study.attempt)
+
+    def consecutive_waits(self, study_id: str) -> int:
+        """How many drivers without a result found that something was not there, if the last one did; else 0."""
+        setbacks = self._setbacks(study_id)
+        return setbacks.count(EventKind.WAITING) if setbacks[-1:] == [EventKind.WAITING] else 0
+
+    def _setbacks(self, study_id: str) -> list[str]:
+        """The kinds of the SETBACK_EVENTS since the last result, in order."""
+        events, evidence = schema.events, schema.evidence
         of_study = events.c.study == study_id
         last_result = (
             sa.select(sa.func.coalesce(sa.func.max(events.c.id), 0))
             .where(of_study & events.c.kind.in_(RESULT_EVENTS))
             .scalar_subquery()
         )
-        began = of_study & (events.c.kind == EventKind.ATTEMPT) & (events.c.id > last_result)
+        last_chunk = sa.select(evidence.c.finished_at).where(evidence.c.study == study_id)
         with self._reads.connect() as connection:
-            num_begun: int = connection.execute(sa.select(sa.func.count()).where(began)).scalar_one()
-            row = connection.execute(
-                sa.select(studies.c.submissions, studies.c.attempt).where(studies.c.id == study_id)
-            ).one()
-        return max(num_begun, int(row.submissions - row.attempt))
+            scored_at = connection.execute(last_chunk.order_by(evidence.c.id.desc()).limit(1)).scalar() or 0.0
+            since = of_study & (events.c.id > last_result) & (events.c.time > scored_at)
+            kinds = sa.select(events.c.kind).where(since & events.c.kind.in_(SETBACK_EVENTS)).order_by(events.c.id)
+            return list(connection.execute(kinds).scalars())
 
     def trial_counts(self, study_id: str | None = None) -> dict[str, dict[str, int]]:
         """Trials by state, of one study or of all: study id -> state -> number."""
@@ -240,13 +296,17 @@ class Store:
             rows = connection.execute(sa.select(table).where(table.c.study == study_id).order_by(table.c.bracket))
             return tuple(BracketRecord(row.bracket, row.first_rung, row.size) for row in rows)
 
-    def sample_values(self, study_id: str, split: Split) -> dict[str, dict[str, dict[int, float]]]:
-        """Every scored sample's value: recipe digest -> objective -> position -> value."""
+    def sample_values(
+        self, study_id: str, split: Split, *, recipes: Collection[str] | None = None
+    ) -> dict[str, dict[str, dict[int, float]]]:
+        """Every scored sample's value, or those of `recipes`: recipe digest -> objective -> position -> value."""
         table = schema.samples
         found: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
         query = sa.select(table.c.recipe_digest, table.c.objective, table.c.position, table.c.value)
         with self._reads.connect() as connection:
             where = (table.c.study == study_id) & (table.c.split == split)
+            if recipes is not None:
+                where &= table.c.recipe_digest.in_(list(recipes))
             for digest, objective, position, value in connection.execute(query.where(where)):
                 found[digest][objective][position] = value
         return {digest: dict(by_objective) for digest, by_objective in found.items()}
@@ -257,10 +317,7 @@ class Store:
         where = (table.c.study == study_id) & (table.c.recipe_digest == recipe_digest) & (table.c.split == split)
         with self._reads.connect() as connection:
             rows = connection.execute(sa.select(table).where(where).order_by(table.c.objective, table.c.position))
-            return tuple(
-                SampleResult(row.objective, row.position, row.document, row.value, row.response, row.is_truncated)
-                for row in rows
-            )
+            return tuple(map(sample_result, rows))
 
     def evidence(self, study_id: str) -> tuple[EvidenceRecord, ...]:
         """What the engines held, one record per scored chunk, in order."""
@@ -269,16 +326,16 @@ class Store:
             rows = connection.execute(sa.select(table).where(table.c.study == study_id).order_by(table.c.id))
             return tuple(EvidenceRecord(**row) for row in rows.mappings())
 
-    def events(self, study_id: str, *, after: int = 0, limit: int | None = None) -> tuple[EventRecord, ...]:
-        """Events with an id greater than `after`, in order, at most `limit`."""
+    def events(
+        self, study_id: str, *, after: int = 0, limit: int | None = None, kinds: Collection[EventKind] | None = None
+    ) -> tuple[EventRecord, ...]:
+        """Events with an id greater than `after`, all or those of `kinds`, in order, at most `limit`."""
         table = schema.events
+        where = (table.c.study == study_id) & (table.c.id > after)
+        if kinds is not None:
+            where &= table.c.kind.in_([kind.value for kind in kinds])
         with self._reads.connect() as connection:
-            rows = connection.execute(
-                sa.select(table)
-                .where((table.c.study == study_id) & (table.c.id > after))
-                .order_by(table.c.id)
-                .limit(limit)
-            )
+            rows = connection.execute(sa.select(table).where(where).order_by(table.c.id).limit(limit))
             return tuple(EventRecord(row.id, row.time, row.kind, row.payload) for row in rows)
 
     def last_event_id(self, study_id: str) -> int:

@@ -3,6 +3,8 @@
 - `preflight`: every check that needs no engine
 - `dry_run`: what a study would do and cost
 - `attempt`: one attempt at a study, to its end
+- `verification`: which trials are scored again by plain transformers, and what follows
+- `heartbeat`: that an attempt is alive and gets on
 - `local_run`: a study in one directory, without a server
 - `progress`: what an attempt reports
 - `export`: a trial's merged model

@@ -6,31 +6,31 @@ The caller provides a connected Ray and a scorer: `local_run` for one directory,
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
-
-import numpy as np
 
 from search_spaces.study.file import Study
 from service.errors import StaleAttempt, StudyFailed
-from service.results.selection import best_trial, full_budget_trials
+from service.results.selection import best_trial
 from service.store import Store, StudyWriter
+from service.studies.heartbeat import SCORING_PATIENCE_S, VERIFYING_PATIENCE_S, Heartbeat
 from service.studies.preflight.examine import PreflightResult
 from service.studies.progress import ProgressReporter, ProgressSnapshot
+from service.studies.verification import verify_trials
 from service.tune.coordinator import Coordinator
-from service.types import HEARTBEAT_S, Origin, StudyState, TrialRecord, TrialState
-from workers.errors import EngineUnavailable, EvidenceMismatch
-from workers.types import Scorer, Span, Split
+from service.types import Origin, StudyState, TrialRecord, TrialState
+from workers.errors import EvidenceMismatch
+from workers.types import Scorer
 
-__all__ = ["Heartbeat", "execute"]
+__all__ = ["execute"]
 
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_S = 0.25
+
+# A driver that got nothing for this long looks, as often, whether an engine is being started.
+ENGINE_CHECK_S = 15.0
 
 
 def execute(
@@ -46,8 +46,8 @@ def execute(
 ) -> None:
     """Work on the study that `writer` has taken over until it is COMPLETE.
 
-    Raises StudyFailed (the study is FAILED with that reason), EngineUnavailable (STOPPED, can be resumed) and
-    StaleAttempt (another driver has taken over). Any other interruption leaves the study resumable.
+    Raises StudyFailed (the study is FAILED with that reason), EngineUnavailable (the caller stores it) and StaleAttempt
+    (another driver has taken over). Any other interruption leaves the study resumable.
     """
     from service.tune.ray_tune import RayProposer, run_evaluations
 
@@ -69,8 +69,11 @@ def execute(
         )
         expected = preflight.expected_samples()
         snapshots = _Snapshots(coordinator, preflight, expected.search + expected.holdout)
+        watch = _EngineWatch(scorer, writer, heartbeat)
 
         def tick() -> None:
+            heartbeat.check()
+            watch.look()
             if (snapshot := snapshots.due()) is not None:
                 heartbeat.progress = snapshot.to_json()
                 view.update(snapshot)
@@ -87,62 +90,39 @@ def execute(
         view.update(snapshots.now())
         if best_trial(coordinator.trials, preflight.objectives) is None:
             raise StudyFailed(_no_result(coordinator.trials))
-        if store.document(study_id, "verification") is None:
-            view.note("Verifying some of the trials with transformers ...")
-            _verify(store, writer, preflight, scorer, coordinator.trials)
+        heartbeat.min_patience_s = VERIFYING_PATIENCE_S
+        not_verified = verify_trials(store, writer, preflight, scorer, coordinator.trials, note=view.note)
         heartbeat.send()
-        writer.set_state(StudyState.COMPLETE, coordinator.end_of_search)
+        reasons = [reason for reason in (coordinator.end_of_search, not_verified) if reason]
+        writer.set_state(StudyState.COMPLETE, "; ".join(reasons) or None)
         observer("complete")
     except (StudyFailed, EvidenceMismatch) as error:
         writer.set_state(StudyState.FAILED, str(error))
         raise StudyFailed(str(error)) from error
     except StaleAttempt:
         raise
-    except EngineUnavailable as error:
-        writer.set_state(StudyState.STOPPED, str(error))
-        raise
     except KeyboardInterrupt:
         writer.set_state(StudyState.STOPPED, "interrupted")
         raise
 
 
-class Heartbeat:
-    """Stores a heartbeat every `interval_s` seconds, from a thread: the driver's `progress` (as JSON), and the seconds
-    that all attempts at the study have worked."""
+class _EngineWatch:
+    """While the search gets no results, tells the heartbeat of an engine that is being started: that may take long."""
 
-    def __init__(self, writer: StudyWriter, worked_s: float, *, interval_s: float = HEARTBEAT_S) -> None:
-        self.progress: Mapping[str, Any] | None = None
+    def __init__(self, scorer: Scorer, writer: StudyWriter, heartbeat: Heartbeat) -> None:
+        self._scorer = scorer
         self._writer = writer
-        self._worked_s = worked_s
-        self._interval_s = interval_s
-        self._started_at = time.monotonic()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._send_regularly, name="heartbeat", daemon=True)
+        self._heartbeat = heartbeat
+        self._looked_at = time.monotonic()
 
-    @property
-    def wall_clock_s(self) -> float:
-        return self._worked_s + time.monotonic() - self._started_at
-
-    def send(self) -> None:
-        self._writer.heartbeat(wall_clock_s=self.wall_clock_s, progress=self.progress)
-
-    def __enter__(self) -> Self:
-        self.send()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _send_regularly(self) -> None:
-        while not self._stop.wait(self._interval_s):
-            try:
-                self.send()
-            except StaleAttempt:  # the driver's next write raises it too, where it is handled
-                return
-            except Exception:  # a single one may be missed; without any the driver is replaced
-                logger.exception("a heartbeat was not stored")
+    def look(self) -> None:
+        if self._writer.scored_at:
+            self._heartbeat.min_patience_s = SCORING_PATIENCE_S
+        if min(self._heartbeat.idle_s, time.monotonic() - self._looked_at) < ENGINE_CHECK_S:
+            return
+        self._looked_at = time.monotonic()
+        if self._scorer.is_starting():
+            self._heartbeat.progressed()
 
 
 class _Snapshots:
@@ -193,38 +173,3 @@ def _no_result(trials: tuple[TrialRecord, ...]) -> str:
     failed = [trial for trial in trials if trial.state is TrialState.FAIL]
     text = f"no trial was scored at the full budget; {len(failed)} of {len(trials)} trials failed"
     return text + (f", the first with: {failed[0].reason}" if failed else "")
-
-
-def _verify(
-    store: Store, writer: StudyWriter, preflight: PreflightResult, scorer: Scorer, trials: tuple[TrialRecord, ...]
-) -> None:
-    """Score some trials with transformers too: the best one, then others drawn by the study's seed.
-
-    Raises StudyFailed if stored samples differ by more than rounding explains."""
-    verify = preflight.study.engine.verify
-    if not verify or verify.trials == 0 or verify.samples == 0:
-        writer.set_document_named("verification", {"reports": [], "reason": "switched off in the study"})
-        return
-    candidates = full_budget_trials(trials)
-    winner = best_trial(trials, preflight.objectives)
-    others = [trial for trial in candidates if trial is not winner]
-    drawn = np.random.default_rng(preflight.study.search.seed).permutation(len(others))
-    chosen = [winner, *(others[i] for i in drawn)][: verify.trials]
-    full = preflight.rung_samples[-1]
-    spans = tuple(Span(name, task, 0, min(verify.samples, full[name])) for name, task in preflight.tasks.items())
-    stops = {span.objective: span.stop for span in spans}
-    reports = []
-    for trial in chosen:
-        assert trial is not None
-        stored = store.samples(writer.study_id, trial.recipe.digest, Split.SEARCH)
-        samples = tuple(sample for sample in stored if sample.position < stops[sample.objective])
-        report = scorer.verify(trial.recipe, samples, spans)
-        reports.append({"trial": trial.number, **asdict(report)})
-        if report.num_beyond:
-            writer.set_document_named("verification", {"reports": reports})
-            raise StudyFailed(
-                f"verification: trial {trial.number}: {report.num_beyond} of {report.num_samples} samples differ "
-                f"between the engine and transformers beyond a tolerance of {report.tolerance:g}; "
-                f"the first: {asdict(report.differences[0])}"
-            )
-    writer.set_document_named("verification", {"reports": reports})

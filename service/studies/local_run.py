@@ -18,11 +18,13 @@ from service.results.files import RunRecord, write_results
 from service.results.load import run_record
 from service.results.report import render_report
 from service.store import Store
-from service.studies.attempt import Heartbeat, execute
+from service.studies.attempt import execute
+from service.studies.heartbeat import Heartbeat
 from service.studies.preflight.examine import EXPORT, PreflightResult, examine
 from service.studies.preflight.models import check_unchanged, with_revisions
 from service.studies.progress import ProgressReporter
 from service.types import StudyRecord, StudyState
+from workers.errors import EngineUnavailable
 from workers.serving.deployment import serving
 from workers.types import Scorer
 
@@ -82,6 +84,9 @@ def run_study(
                                 view=view,
                                 observer=observer,
                             )
+            except EngineUnavailable as error:
+                writer.set_state(StudyState.STOPPED, str(error))
+                raise
             finally:
                 result = run_record(store, record.id)
                 write_results(directory, result, report=render_report(result))

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from search_spaces.errors import SearchSpaceError
+from search_spaces.errors import InvalidStudy, SearchSpaceError
 from search_spaces.spaces.base import SearchSpace
 from service.errors import StudyFailed
+from service.results.ranges import out_of_range
 from service.results.selection import held_out
 from service.store import BracketRecord, Store, StudyWriter
 from service.tune.evaluation import ChunkFailed, Evaluation, FailureKind
@@ -26,7 +27,7 @@ from service.tune.schedulers.base import Decision, Proposal
 from service.tune.schedulers.successive_halving import SCHEDULERS
 from service.tune.searchers.base import Observation
 from service.types import EventKind, Origin, TrialRecord, TrialState
-from workers.errors import EvidenceMismatch
+from workers.errors import EngineUnavailable, EvidenceMismatch
 from workers.types import ScoreResult, Split
 
 __all__ = ["Coordinator", "Proposer"]
@@ -153,14 +154,15 @@ class Coordinator:
     def on_outcome(self, evaluation: Evaluation, outcome: ScoreResult | ChunkFailed) -> bool:
         """Store what a trial actor reported. Returns True if that finishes the evaluation.
 
-        Raises EvidenceMismatch if the result is not of the requested recipe, sources or prompts, and StudyFailed if
-        there is no engine or a metric fails on the base model; both stop the study.
+        Raises EvidenceMismatch if the result is not of the requested recipe, sources or prompts, and StudyFailed if a
+        metric fails on the base model, which end the study; and EngineUnavailable if there is no engine, which ends
+        this attempt at it.
         """
         if isinstance(outcome, ChunkFailed):
             if outcome.kind is FailureKind.EVIDENCE:
                 raise EvidenceMismatch(outcome.reason)
             if outcome.kind is FailureKind.ENGINE:
-                raise StudyFailed(f"no engine to score with: {outcome.reason}")
+                raise EngineUnavailable(f"no engine to score with: {outcome.reason}")
             if outcome.kind is FailureKind.METRIC and self._is_base(evaluation):
                 raise StudyFailed(f"the answers of the base model itself cannot be scored: {outcome.reason}")
             self._fail(evaluation, outcome.reason)
@@ -170,6 +172,11 @@ class Coordinator:
         result = replace(
             outcome, evidence=replace(outcome.evidence, prompts=self._provenance.check(evaluation, outcome))
         )
+        values: dict[str, list[tuple[int, float]]] = {}
+        for sample in result.samples:
+            values.setdefault(sample.objective, []).append((sample.position, sample.value))
+        for warning in out_of_range(trial, self.plan.objectives, evaluation.split, values):
+            self._writer.add_event(EventKind.OUT_OF_RANGE, warning.to_json())
         self._writer.record_chunk(trial, evaluation.split, result)
         self._observer("commit")
         if result.evidence.replica not in self._replicas:
@@ -226,6 +233,7 @@ class Coordinator:
                 elif trial.state is TrialState.FAIL and rung == self._rung_of_failure(trial):
                     decisions += self.table.fail(trial.number)
         self._apply(decisions)
+        self._check_exhausted()
 
     def _rung_of_failure(self, trial: TrialRecord) -> int:
         if trial.rungs:
@@ -298,6 +306,9 @@ class Coordinator:
                 timings_s={"ask": ask_s},
             )
         )
+        self._check_exhausted()
+
+    def _check_exhausted(self) -> None:
         if self._num_duplicates_in_a_row() >= MAX_DUPLICATES_IN_A_ROW:
             self._end_search(
                 f"the last {MAX_DUPLICATES_IN_A_ROW} proposals were recipes scored already: the space is exhausted"
@@ -362,6 +373,11 @@ class Coordinator:
             return
         trial = self._trials[number]
         rung = self._samples.rung_record(trial.recipe.digest, evaluation.rung)
+        try:
+            costs = self._costs(rung.values)
+        except InvalidStudy as error:
+            self._fail(evaluation, str(error))
+            return
         is_last = evaluation.rung == self.table.last_rung
         rungs = (*trial.rungs, rung)
         # Every rung counts with all its samples; those not scored for this trial were reused from lower rungs or from
@@ -378,7 +394,7 @@ class Coordinator:
         self._writer.finish_rung(number, rung, samples_reused=reused, state=finished.state if is_last else None)
         self._trials[number] = finished
         self._observer("rung")
-        self._apply(self.table.record(number, evaluation.rung, self._costs(rung.values)))
+        self._apply(self.table.record(number, evaluation.rung, costs))
 
     def _apply(self, decisions: Iterable[Decision]) -> None:
         for decision in decisions:

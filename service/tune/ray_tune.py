@@ -184,7 +184,7 @@ def run_evaluations(
 ) -> None:
     """Run until the coordinator is finished. Ray must be connected. `tick` is called several times a second.
 
-    Raises what the coordinator raises: EvidenceMismatch, StudyFailed, StaleAttempt.
+    Raises what the coordinator raises: EvidenceMismatch, EngineUnavailable, StudyFailed, StaleAttempt.
     """
     for variable, value in TUNE_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)

@@ -54,16 +54,16 @@ class SampleCache:
         """The estimates of a finished rung of the search. All its samples must be stored."""
         samples = self._plan.rung_samples[rung]
         known = self._values[Split.SEARCH][digest]
-        estimates = {
-            objective: estimate([known[objective][position] for position in range(stop)])
-            for objective, stop in samples.items()
-        }
-        return RungRecord(
-            rung=rung,
-            num_samples=dict(samples),
-            values={objective: found.value for objective, found in estimates.items()},
-            standard_errors={objective: found.standard_error for objective, found in estimates.items()},
-        )
+        values: dict[str, float] = {}
+        standard_errors: dict[str, float | None] = {}
+        for objective, stop in samples.items():
+            scored = [known[objective][position] for position in range(stop)]
+            if stop == 1 and scored[0] not in (0.0, 1.0):  # one value of such a metric shows no spread
+                values[objective], standard_errors[objective] = scored[0], None
+            else:
+                found = estimate(scored)
+                values[objective], standard_errors[objective] = found.value, found.standard_error
+        return RungRecord(rung, dict(samples), values, standard_errors)
 
     def _targets(self, rung: int, split: Split) -> tuple[Mapping[str, int], Mapping[str, TaskSpec]]:
         if split == Split.HOLDOUT:

@@ -1,4 +1,7 @@
-"""`service.jobs.search` with fake workers in real Serve replicas. FAKE_SCORER holds the fake's settings as JSON."""
+"""`service.jobs.search` with fake workers in real Serve replicas. FAKE_SCORER holds the fake's settings as JSON.
+
+FAKE_HEARTBEAT replaces constants of the heartbeat, for instance {"SCORING_PATIENCE_S": 10}.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import os
 import sys
 
 import service.jobs.search
+import service.studies.attempt
+import service.studies.heartbeat
 from service.studies.preflight.examine import PreflightResult
 from workers.serving.deployment import deploy_scorer
 from workers.serving.fake import FakeScorer
@@ -29,4 +34,7 @@ def _fake_scorer(preflight: PreflightResult) -> Scorer:
 
 if __name__ == "__main__":
     service.jobs.search._shared_scorer = _fake_scorer
+    for name, value in json.loads(os.environ.get("FAKE_HEARTBEAT", "{}")).items():
+        for module in (service.studies.heartbeat, service.studies.attempt):
+            setattr(module, name, value)
     sys.exit(service.jobs.search.main())

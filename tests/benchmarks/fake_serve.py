@@ -1,7 +1,12 @@
-"""`mergesearch serve` whose studies are scored by fakes; HTTP, Ray, its jobs, Serve and store are the real ones."""
+"""`mergesearch serve` whose studies are scored by fakes; HTTP, Ray, its jobs, Serve and store are the real ones.
+
+FAKE_SERVE replaces constants of the reconciler, for instance {"LOST_AFTER_S": 10}.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 
 import service.cluster.reconciler
@@ -9,4 +14,6 @@ from service.cli.main import main
 
 if __name__ == "__main__":
     service.cluster.reconciler.JOB_MODULE = "tests.benchmarks.fake_job"
+    for name, value in json.loads(os.environ.get("FAKE_SERVE", "{}")).items():
+        setattr(service.cluster.reconciler, name, value)
     sys.exit(main(["serve", *sys.argv[1:]]))

@@ -75,8 +75,8 @@ def _sayings(model: str, name: str) -> list[dict[str, str]]:
     reference = Reference(model, OPTIONS)
     prompts = [f"{name} {7 * i % 1000}+{i}=" for i in range(3 * NUM_SEARCH)]
     requests = [Generation(tuple(reference.prompts.encode(prompt)), MAX_TOKENS, ("\n",)) for prompt in prompts]
-    answers = reference.generate(requests)
-    return [{"prompt": p, "answer": a.strip()} for p, a in zip(prompts, answers, strict=True) if a.strip()]
+    answers = [completion.text.strip() for completion in reference.generate(requests)]
+    return [{"prompt": p, "answer": a} for p, a in zip(prompts, answers, strict=True) if a]
 
 
 @pytest.mark.timeout(1500)

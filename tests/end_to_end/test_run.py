@@ -76,7 +76,7 @@ def test_export_gives_the_stored_samples_in_plain_transformers_and_the_merged_te
     print(f"\n{num_samples - len(differences)} of {num_samples} samples are equal; the others: {differences}")
     assert num_samples >= 2000
     assert len(differences) <= 0.005 * num_samples
-    assert all(difference["top2_gap"] < 1e-3 for difference in differences)
+    assert not any(difference.is_beyond for difference in differences)
 
 
 # -- fake scorer, real Ray -----------------------------------------------------------------------------------------
@@ -120,3 +120,23 @@ def test_study_whose_candidates_all_fail_ends_failed_and_says_why(
     assert "fake: coefficient" in summary["reason"]
     assert set(summary["trials"]) == {TrialState.FAIL}
     assert summary["best"] is None
+
+
+def test_study_whose_stored_answers_are_not_those_of_transformers_fails_whenever_it_is_run(
+    small: Path, tmp_path: Path, ray_address: str
+) -> None:
+    out = tmp_path / "run"
+    for attempt in (1, 2):
+        with started(fake(small, out, garbles=attempt == 1), directory=out, ray_address=ray_address) as run:
+            assert run.wait(timeout_s=START_S) == 1, run.log
+        assert "Traceback" not in run.log
+        summary = json.loads((out / "summary.json").read_text())
+        assert summary["state"] == StudyState.FAILED
+        assert summary["verification"]["status"] == "disagreement"
+        best = summary["best"]["trial"]
+        reason = f"verification: trial {best}: 16 of 16 samples differ between the engine and transformers"
+        assert summary["reason"].startswith(reason)
+        assert run.log.count(f"mergesearch: {reason}") == attempt
+        assert f"Verifying trial {best} with transformers" in run.log
+        with read_run(out) as (_, study):
+            assert (study.state, study.attempt) == (StudyState.FAILED, attempt)

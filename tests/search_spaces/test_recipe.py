@@ -71,6 +71,10 @@ def test_equal_merges_have_one_canonical_form_and_one_digest(given, equal):
             merge("m3_ties", "math", "text", weight=(0.0, 1.0), **{"lambda": 1.0}, k=0.5),
             merge("m3_ties", "text", weight=1.0, **{"lambda": 1.0}, k=0.5),
         ),
+        (
+            merge("ties_peft", "math", "text", weight=(0.0, 1.0), density=0.5),
+            merge("ties_peft", "text", weight=1.0, density=0.5),
+        ),
         # An unchanged model counts: it halves the mean.
         (merge("model_stock", "math", "text", "base"), merge("model_stock", "math", "text")),
     ],

@@ -11,8 +11,8 @@ import numpy as np
 from search_spaces.objectives import Objective
 from search_spaces.recipe import COMPONENTS, LayerRecipe, Merge, Recipe, Source
 from service.results.files import EngineFigures, RunRecord
-from service.results.selection import accuracy_objectives, best_trial, finalists
-from service.results.statistics import compare
+from service.results.holdout import Scored, held_out_results
+from service.results.selection import finalists, held_out
 from service.types import Origin, RungRecord, StudyRecord, StudyState, TrialRecord, TrialState
 from tests.service.resolved import resolved_study
 from workers.types import SampleDifference, VerificationReport
@@ -34,17 +34,17 @@ def run_record(
     objectives = tuple(Objective(name, "exact_match", "maximize") for name in names)
     full = RUNGS[-1]
 
-    trials, skills = [], {}
+    trials, skills, searched = [], {}, {}
     for number, (label, origin, recipe) in enumerate(fixed_recipes(num_layers)):
         skills[number] = skill(recipe)
-        samples = draw(skills[number], names, full, rng)
+        samples = searched[number] = draw(skills[number], names, full, rng)
         trials.append(scored_trial(number, origin, label, recipe, samples, reached=3, bracket=None))
 
     candidates = []
     for number in range(len(trials), len(trials) + num_trials):
         recipe = random_recipe(rng, num_layers, progress=(number - len(trials)) / num_trials)
         candidates.append((number, recipe, draw(skill(recipe), names, full, rng)))
-        skills[number] = skill(recipe)
+        skills[number], searched[number] = skill(recipe), candidates[-1][2]
     failed = {candidate[0] for candidate in candidates[7 :: max(1, num_trials // 3)]}
     alive = [candidate for candidate in candidates if candidate[0] not in failed]
     reached = dict.fromkeys((number for number, _, _ in alive), 1)
@@ -101,16 +101,23 @@ def run_record(
         samples_per_second=131.8,
         version="0.1.0",
     )
-    return replace(run, holdout=holdout(run, skills, rng), verifications=verifications(run))
+    found = holdout(run, skills, searched, rng)
+    return replace(
+        run,
+        holdout=found.rows,
+        holdout_reference=found.reference,
+        holdout_volume=found.volume,
+        selection_bias=found.selection_bias,
+        split_difference=found.split_difference,
+        verifications=verifications(run),
+    )
 
 
-def holdout(run: RunRecord, skills, rng):
+def holdout(run: RunRecord, skills, searched, rng):
     """Finalists and every source and published recipe; the same samples for all, so neighbours are correlated."""
     names = [objective.name for objective in run.objectives]
     luck = {name: rng.random(HOLDOUT_SAMPLES) for name in names}
-    best = best_trial(run.trials, run.objectives)
-    rows = [*finalists(run.trials, run.objectives)]
-    rows += [trial for trial in run.trials if trial.origin is not Origin.SEARCH and trial not in rows]
+    rows = held_out(run.trials, run.objectives)
 
     def samples(trial):
         noise = np.random.default_rng(trial.number)
@@ -119,10 +126,11 @@ def holdout(run: RunRecord, skills, rng):
             for name in names
         }
 
-    averaged = accuracy_objectives(run.objectives)
-    reference = samples(best)
-    return tuple(
-        compare(trial.label, trial.number, samples(trial), reference=reference, mean_over=averaged) for trial in rows
+    return held_out_results(
+        run.trials,
+        run.objectives,
+        search=Scored({trial.recipe.digest: searched[trial.number] for trial in rows}),
+        holdout=Scored({trial.recipe.digest: samples(trial) for trial in rows}),
     )
 
 
@@ -135,10 +143,14 @@ def verifications(run: RunRecord):
             max_logprob_difference=3.1e-5,
             tolerance=1e-3,
             differences=tuple(
-                SampleDifference(objective="text", position=17 + i, engine=0.0, reference=1.0, top2_gap=2.4e-5)
+                SampleDifference(
+                    "text", 17 + i, engine=0.0, reference=1.0, top2_gap=2.4e-5, what="tokens", is_beyond=False
+                )
                 for i in range(number)
             ),
             num_beyond=0,
+            num_tokens=310,
+            num_logprobs=700,
         )
         for number, trial in enumerate(finalists(run.trials, run.objectives)[:3])
     )

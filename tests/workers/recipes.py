@@ -35,3 +35,13 @@ def slerp(family: Family, t: float) -> Recipe:
 
     each = tuple(LayerRecipe(merge(i), merge(i), base(i)) for i in range(num_layers(family)))
     return Recipe(family.fingerprints, family.base.alias, each, embedding=merge(None), head=merge(None))
+
+
+def model_stock(family: Family, method: str = "model_stock", **coefficients: float) -> Recipe:
+    """Model Stock of all experts, in every layer."""
+
+    def merge(layer: int | None) -> Merge:
+        return Merge(method, tuple(Source(expert.alias, layer) for expert in family.experts), coefficients)
+
+    each = tuple(LayerRecipe(merge(i), merge(i), merge(i)) for i in range(num_layers(family)))
+    return Recipe(family.fingerprints, family.base.alias, each, embedding=merge(None), head=merge(None))

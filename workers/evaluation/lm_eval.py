@@ -19,7 +19,7 @@ from lm_eval.api.model import TemplateLM  # noqa: TID253  (a base class; this mo
 from search_spaces.study.sections import EngineOptions
 from workers.errors import InvalidTask
 from workers.evaluation.metrics import Answers, Documents, LocalMetrics, Metrics
-from workers.evaluation.prompts import Backend, Continuation, Generation, Prompts
+from workers.evaluation.prompts import Backend, Completion, Continuation, Generation, Prompts
 from workers.evaluation.tasks import BuiltTask, build_task, documents_of
 from workers.types import SampleResult, Span, TaskInfo, TaskSpec
 
@@ -145,7 +145,8 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         assert self.backend_ is not None
         generations = [self.tokenize(request)[0] for request in requests]
-        return self.backend_.generate([request for request in generations if isinstance(request, Generation)])
+        completions = self.backend_.generate([request for request in generations if isinstance(request, Generation)])
+        return [completion.text for completion in completions]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         raise InvalidTask("rolling log-likelihood (perplexity of whole texts) is not a mean over samples")
@@ -278,8 +279,8 @@ class TaskEvaluator:
         generations = {i: r.tokenized for i, r in enumerate(requests) if isinstance(r.tokenized, Generation)}
         continuations = {i: r.tokenized for i, r in enumerate(requests) if isinstance(r.tokenized, Continuation)}
         if generations:
-            for i, text in zip(generations, self.backend.generate(list(generations.values())), strict=True):
-                answers[i] = text
+            for i, completion in zip(generations, self.backend.generate(list(generations.values())), strict=True):
+                answers[i] = completion
         if continuations:
             scores = self.backend.loglikelihoods(list(continuations.values()))
             for i, score in zip(continuations, scores, strict=True):
@@ -299,6 +300,7 @@ class TaskEvaluator:
                 value=value,
                 response=_response([answer for _, answer in answered]),
                 is_truncated=any(request.is_truncated for request, _ in answered),
+                tokens=_tokens([answer for _, answer in answered]),
             )
             for (position, answered), value in zip(samples, values, strict=True)
         ]
@@ -364,14 +366,21 @@ def _answers(subtask: int, answered: Sequence[tuple[_Request, Any]]) -> Answers:
     """The answers by lm-eval's instances: an instance that is repeated has several requests."""
     by_instance: dict[int, list[Any]] = {}
     for request, answer in answered:
-        by_instance.setdefault(id(request.instance), []).append(answer)
+        by_instance.setdefault(id(request.instance), []).append(
+            answer.text if isinstance(answer, Completion) else answer
+        )
     return Answers(subtask, answered[0][0].instance.doc_id, tuple(map(tuple, by_instance.values())))
 
 
 def _response(answers: Sequence[Any]) -> str:
-    if isinstance(answers[0], str):
-        return answers[0] if len(answers) == 1 else json.dumps(answers)
+    if isinstance(answers[0], Completion):
+        texts = [completion.text for completion in answers]
+        return texts[0] if len(texts) == 1 else json.dumps(texts)
     return json.dumps([score for score, _ in answers])
+
+
+def _tokens(answers: Sequence[Any]) -> tuple[tuple[int, ...], ...] | None:
+    return tuple(answer.tokens for answer in answers) if isinstance(answers[0], Completion) else None
 
 
 def _hash(prompts: Iterable[Sequence[int]]) -> str:

@@ -16,7 +16,7 @@ from search_spaces.study.sections import EngineOptions
 from workers.models.config import read_config
 from workers.models.tokenizers import load_tokenizer
 
-__all__ = ["LOGPROB_TOLERANCE", "Backend", "Continuation", "Generation", "Prompts"]
+__all__ = ["LOGPROB_TOLERANCE", "Backend", "Completion", "Continuation", "Generation", "Prompts"]
 
 # Largest difference of a log-probability (natural log) between the engine and transformers that rounding explains.
 # bfloat16 has 8 significant bits: logits near 32 are 0.125 apart, and both sides round.
@@ -47,12 +47,18 @@ class Continuation:
     num_context: int
 
 
+@dataclass(frozen=True)
+class Completion:
+    """What a backend generated: `text` without the stop string or end-of-text token that ended it, `tokens` with it."""
+
+    text: str
+    tokens: tuple[int, ...]
+
+
 class Backend(Protocol):
     """Answers requests: the warm engine, or plain transformers."""
 
-    def generate(self, requests: Sequence[Generation]) -> list[str]:
-        """The completions, without the stop string or end-of-text token that ended them."""
-        ...
+    def generate(self, requests: Sequence[Generation]) -> list[Completion]: ...
 
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
         """Per request the sum of the log-probabilities (natural log) of the scored tokens, and whether each of them was

@@ -85,7 +85,8 @@ def export(
     `scores` maps an objective to its held-out value, `study` names the study in the model card; `progress` is called
     for every tensor. An existing export of the same recipe and dtype is left unchanged; complete shards of an export
     that was killed or interrupted are checked and kept. Raises FileExistsError for any other directory that is not
-    empty and while another process writes to it, PermissionError, InvalidRecipe, InvalidModel.
+    empty and while another process writes to it, PermissionError, InvalidRecipe, InvalidModel, and EvidenceMismatch if
+    files of the sources change.
     """
     if dtype not in DTYPES:
         raise ValueError(f"export: dtype {_name(dtype)}; expected one of {', '.join(map(_name, DTYPES))}")
@@ -96,6 +97,7 @@ def export(
         return out
     with _appearing(out, _job(recipe, bank, dtype, max_shard_bytes)) as directory:
         _write_shards(shards, recipe, bank, dtype, directory, progress)
+        bank.sources.check_unchanged()  # a file may have changed while it was read
         _write_json(directory / "config.json", config)
         source = Path(bank.sources.result_dir)
         for name in (*TOKENIZER_FILES, "generation_config.json"):

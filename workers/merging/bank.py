@@ -13,17 +13,11 @@ from typing import Any
 import torch
 
 from workers.errors import InvalidModel
-from workers.merging.methods.arithmetic import Products
+from workers.merging.methods.arithmetic import Products, cosine_of
 from workers.merging.methods.averages import Importance
 from workers.merging.order_statistics import MagnitudeTable
-from workers.merging.statistics import (
-    cosine,
-    importance_of,
-    inner_products,
-    magnitude_table,
-    row_ranks,
-    variance_table,
-)
+from workers.merging.recent import Recent, recent_bytes
+from workers.merging.statistics import importance_of, inner_products, magnitude_table, row_ranks, variance_table
 from workers.models.checkpoints import Checkpoint
 from workers.models.components import Layout
 from workers.models.computed_tensors import SourceTensor
@@ -48,8 +42,9 @@ class Bank:
 
     `placement` is "mapped" (the files, whose pages all processes on the machine share), "host" (a copy in this
     process's memory, pinned for a GPU) or "gpu" (the memory of `device`). Merges are computed on `device`: the engine's
-    for an engine's bank, else the CPU, because an engine leaves no GPU memory to other processes. Without
-    `keeps_statistics` no statistics are kept, for a single merge, which needs each of them once.
+    for an engine's bank, else the CPU, because an engine leaves no GPU memory to other processes. Statistics are kept
+    once computed, those of several sources within a share of memory (`recent`); without `keeps_statistics` none are,
+    for a single merge, which needs each of them once.
 
     `sources` are resolved models, or their description: then they are opened here (`cache` as in
     `workers.cache.cache_dir`) and must have the fingerprints that it states. Weights are searched for NaN and infinity
@@ -78,11 +73,9 @@ class Bank:
         self._keeps_statistics = keeps_statistics
         self._keeps_ranks = False
         self._magnitudes: dict[tuple[Key, Key], MagnitudeTable] = {}
-        self._cosines: dict[tuple[Key, Key], float] = {}
-        self._products: dict[tuple[tuple[Key, ...], Key | None], Products] = {}
-        self._importances: dict[tuple[Key, Key], Importance] = {}
+        self._products: dict[tuple[frozenset[Key], Key | None], float] = {}  # of one or two sources
         self._ranks: dict[tuple[Key, Key], torch.Tensor] = {}
-        self._variances: dict[tuple[tuple[Key, ...], Key], MagnitudeTable] = {}
+        self._recent = Recent(recent_bytes(self.sources) if keeps_statistics else 0)
         self.num_bytes = self.sources.stored_bytes
         self.placement = Placement(placement)
         place = _placing(self.placement, self.device, self.num_bytes)
@@ -128,43 +121,44 @@ class Bank:
 
     def cosine(self, first: Key, second: Key) -> float:
         """The cosine between two tensors, each (alias, name), for SLERP; computed once."""
-        known = self._cosines.get((first, second))
-        if known is None:
-            known = cosine(self.get(*first), self.get(*second))
-            if self._keeps_statistics:
-                self._cosines[first, second] = known
-        return known
+        return cosine_of(self.products((first, second), None), 0, 1)
 
     def products(self, sources: Sequence[Key], base: Key | None) -> Products:
-        """The inner products of all pairs of tensors, or with `base` of their differences from it; computed once."""
-        key = (tuple(sources), base)
-        known = self._products.get(key)
-        if known is None:
-            tensors = [self.get(*source) for source in sources]
-            known = inner_products(tensors, None if base is None else self.get(*base))
-            if self._keeps_statistics:
-                self._products[key] = known
-        return known
+        """The inner products of all pairs of tensors, or with `base` of their differences from it; each computed
+        once."""
+        keys = [[(frozenset((first, second)), base) for second in sources] for first in sources]
+        known = [[self._products.get(key) for key in row] for row in keys]
+        found = [[product for product in row if product is not None] for row in known]
+        if found == known:
+            return found
+        tensors = [self.get(*source) for source in sources]
+        products = inner_products(tensors, None if base is None else self.get(*base))
+        if self._keeps_statistics:
+            for row, of_row in zip(keys, products, strict=True):
+                self._products.update(zip(row, of_row, strict=True))
+        return products
 
     def importance(self, first: Key, second: Key) -> Importance | None:
-        """The importance that Arcee Fusion needs of two tensors, computed once; None for tensors without elements."""
-        known = self._importances.get((first, second))
-        if known is None and 0 not in self._source(*first).shape:
+        """The importance that Arcee Fusion needs of two tensors, kept while recent; None for tensors without
+        elements."""
+
+        def made() -> Importance:
             found = importance_of(self._on_cpu(first), self._on_cpu(second))
-            known = Importance(found.rows.to(self.device), found.threshold)
-            if self._keeps_statistics:
-                self._importances[first, second] = known
-        return known
+            return Importance(found.rows.to(self.device), found.threshold)
+
+        if 0 in self._source(*first).shape:
+            return None
+        return self._recent.value(("importance", first, second), made, lambda known: known.rows.nbytes)
 
     def variances(self, sources: Sequence[Key], base: Key) -> MagnitudeTable | None:
-        """The table of the variances between task vectors, computed once; None for tensors without elements."""
-        key = (tuple(sources), base)
-        known = self._variances.get(key)
-        if known is None and 0 not in self._source(*base).shape:
-            known = variance_table([self._on_cpu(source) for source in sources], self._on_cpu(base))
-            if self._keeps_statistics:
-                self._variances[key] = known
-        return known
+        """The table of the variances between task vectors, kept while recent; None for tensors without elements."""
+
+        def made() -> MagnitudeTable:
+            return variance_table([self._on_cpu(source) for source in sources], self._on_cpu(base))
+
+        if 0 in self._source(*base).shape:
+            return None
+        return self._recent.value(("variances", *sources, base), made, lambda table: table.num_bytes)
 
     def magnitudes(self, sources: Sequence[Key], base: Key) -> tuple[MagnitudeTable | None, ...]:
         """For each source the table of |source - base|, computed once; None for tensors without elements."""
@@ -185,7 +179,7 @@ class Bank:
         device, or that are stored on one, are dropped."""
         if self.device != torch.device(device):
             self.device = torch.device(device)
-            for known in (self._magnitudes, self._variances, self._importances, self._ranks):
+            for known in (self._magnitudes, self._recent, self._ranks):
                 known.clear()
 
     def summary(self) -> dict[str, Any]:
@@ -218,9 +212,9 @@ class Bank:
         self._keeps_ranks = True
 
     def _statistics_bytes(self) -> int:
-        tables = [*self._magnitudes.values(), *self._variances.values()]
-        tensors = [*(known.rows for known in self._importances.values()), *self._ranks.values()]
-        return sum(table.num_bytes for table in tables) + sum(tensor.nbytes for tensor in tensors)
+        tables, ranks = self._magnitudes.values(), self._ranks.values()
+        of_one_source = sum(table.num_bytes for table in tables) + sum(tensor.nbytes for tensor in ranks)
+        return of_one_source + self._recent.num_bytes
 
     def _source(self, alias: str, name: str) -> SourceTensor:
         checkpoint = self._checkpoints.get(alias)

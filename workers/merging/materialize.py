@@ -94,7 +94,7 @@ def merged_tensors(
     Each is computed in float32 and rounded once, to `dtype`. Equal digests give equal bits. A tensor may share memory
     with the bank: never write to it. `into` may give memory for a tensor of a name and shape, contiguous, of `dtype`,
     on the bank's device: allocating memory takes longer than filling it. Where the destinations exist already,
-    `merge_into` is faster. Raises InvalidRecipe, InvalidModel before the first tensor.
+    `merge_into` is faster. Raises as `plan_tensors` does, before the first tensor.
     """
     plan = plan_tensors(recipe, bank)
     tensors = plan.tensors if names is None else [tensor for tensor in plan.tensors if tensor.name in names]
@@ -136,16 +136,18 @@ def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]
 
 
 def check_recipe(recipe: Recipe, bank: Bank) -> None:
-    """Raise InvalidRecipe or InvalidModel unless the bank can materialise the recipe."""
+    """Raise InvalidRecipe, InvalidModel or EvidenceMismatch unless the bank can materialise the recipe."""
     plan_tensors(recipe, bank)
 
 
 def plan_tensors(recipe: Recipe | TensorPlan, bank: Bank) -> TensorPlan:
-    """Check the recipe and plan its tensors; a plan is returned as it is. Raises InvalidRecipe, InvalidModel."""
+    """Check the recipe and plan its tensors; a plan is returned as it is. Raises InvalidRecipe, InvalidModel, and
+    EvidenceMismatch if files of the sources have changed since they were opened."""
     return recipe if isinstance(recipe, TensorPlan) else _plan(recipe, bank)
 
 
 def _plan(given: Recipe, bank: Bank) -> TensorPlan:
+    bank.sources.check_unchanged()
     recipe = given.canonical()
     aliases = _bank_aliases(recipe, bank)
     plan = _part(recipe, recipe.embedding, "embedding", None, bank)
@@ -311,6 +313,7 @@ class _Computation:
             importance=self.importance,
             variances=self.variances,
             ranks=bank.ranks(self.sources, self.base) if has_ranks and self.base is not None else None,
+            name=self.tensor.name,
         )
         if is_fused(merge, operands, dtype):
             merged = into(self.tensor.name, shape) if into else torch.empty(shape, dtype=dtype, device=bank.device)

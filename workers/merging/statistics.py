@@ -12,21 +12,16 @@ import numpy as np
 import torch
 
 from workers.merging.methods import averages
-from workers.merging.methods.arithmetic import Products, cosine_of
+from workers.merging.methods.arithmetic import Products
 from workers.merging.methods.arithmetic import inner_products as plain_inner_products
 from workers.merging.methods.averages import Importance
 from workers.merging.methods.competition import variance
 from workers.merging.methods.sparsify import row_width
 from workers.merging.order_statistics import MagnitudeTable
 
-__all__ = ["cosine", "importance_of", "inner_products", "magnitude_table", "row_ranks", "variance_table"]
+__all__ = ["importance_of", "inner_products", "magnitude_table", "row_ranks", "variance_table"]
 
 # The kernels are imported in the functions: Numba takes a second to import, and opening a family needs no statistics.
-
-
-def cosine(first: torch.Tensor, second: torch.Tensor) -> float:
-    """The cosine of the angle between two tensors taken as vectors, in [-1, 1]; 0 if one has no direction."""
-    return cosine_of(inner_products((first, second)), 0, 1)
 
 
 def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = None) -> Products:

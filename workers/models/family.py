@@ -15,11 +15,11 @@ from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from workers.errors import InvalidModel
+from workers.errors import EvidenceMismatch, InvalidModel
 from workers.models.checkpoints import Checkpoint, aligned, read_checkpoint, read_expert, stored_bytes
 from workers.models.compatibility import differences, foreign_adapters
 from workers.models.components import Layout
-from workers.models.fingerprints import content_problems, fingerprint
+from workers.models.fingerprints import FileState, content_problems, file_states, fingerprint
 from workers.models.hub import absent_bytes, commit_of, fetched, lack_of_space, locate, named
 from workers.models.merged_files import make_result_dir
 from workers.models.vocabulary import BASE, UNION, Alignment
@@ -94,11 +94,36 @@ class ResolvedFamily:
     @cached_property
     def fingerprints(self) -> Mapping[str, str]:
         """By alias, as `fingerprints.fingerprint` computes them. Raises InvalidModel."""
+        _ = self._states  # taken before the contents are read: a change during that counts
         base = fingerprint(self.checkpoints[self.base_alias], cache=self.cache)
         return {
             alias: base if alias == self.base_alias else fingerprint(checkpoint, base=base, cache=self.cache)
             for alias, checkpoint in self.checkpoints.items()
         }
+
+    @cached_property
+    def _states(self) -> dict[str, dict[Path, FileState]]:
+        return {alias: file_states(checkpoint) for alias, checkpoint in self.checkpoints.items()}
+
+    def check_unchanged(self) -> None:
+        """Raise EvidenceMismatch if a file has other contents than those that `fingerprints` are of.
+
+        Sizes, times of modification and inodes are compared. Only a model in which one differs is read again: a file
+        may have been touched, or replaced by a copy. A file that is gone is no change of its contents.
+        """
+        for alias, checkpoint in self.checkpoints.items():
+            states = self._states[alias]
+            changes = [f"{file}: {change}" for file, state in states.items() if (change := state.change(file))]
+            if not changes:
+                continue
+            now = file_states(checkpoint)
+            base = None if checkpoint.base is None else self.fingerprints[self.base_alias]
+            if fingerprint(checkpoint, base=base, cache=self.cache) != self.fingerprints[alias]:
+                raise EvidenceMismatch(
+                    f"model {alias!r} has changed since it was opened: {'; '.join(changes)}; expected the contents of "
+                    f"fingerprint {self.fingerprints[alias][:12]}: restore them, or start a new study"
+                )
+            states.update(now)
 
     @cached_property
     def family(self) -> Family:

@@ -1,15 +1,16 @@
 """A checkpoint's contents: their fingerprint, and whether its weights are finite; both cached.
 
-Reading all of a large model takes minutes, so results are stored in the cache: the hash of each file by path, size and
-modification time, the state of the weights by the model's fingerprint.
+Reading all of a large model takes minutes, so results are stored in the cache: the hash of each file by path, size,
+modification time and inode, the state of the weights by the model's fingerprint.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from workers.cache import cached
@@ -19,7 +20,44 @@ from workers.models.hub import stated_hash
 from workers.models.tokenizers import TOKENIZER_FILES
 from workers.models.vocabulary import EMBEDDING_NAMES
 
-__all__ = ["content_problems", "fingerprint"]
+__all__ = ["FileState", "content_problems", "file_states", "fingerprint"]
+
+
+@dataclass(frozen=True)
+class FileState:
+    """What the file system says of a file: its bytes, when it was modified (ns since 1970), its inode.
+
+    A program that changes a file changes at least one of them, unless it sets the time of modification back."""
+
+    num_bytes: int
+    modified_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, file: Path) -> FileState:
+        """Raises OSError."""
+        found = file.stat()
+        return cls(found.st_size, found.st_mtime_ns, found.st_ino)
+
+    def change(self, file: Path) -> str:
+        """What became of `file` since, in words; "" for nothing, and for a file that cannot be found now."""
+        try:
+            now = FileState.of(file)
+        except OSError:
+            return ""
+        if self == now:
+            return ""
+        if self.num_bytes != now.num_bytes:
+            return f"it had {self.num_bytes} bytes and has {now.num_bytes}"
+        if self.modified_ns != now.modified_ns:
+            before, after = (datetime.fromtimestamp(each.modified_ns / 1e9, UTC) for each in (self, now))
+            return f"it was modified at {before:%Y-%m-%d %H:%M:%S} and at {after:%Y-%m-%d %H:%M:%S} UTC"
+        return "another file has its name"
+
+
+def file_states(checkpoint: Checkpoint) -> dict[Path, FileState]:
+    """The state of every file of the checkpoint itself that determines its fingerprint."""
+    return {file: FileState.of(file) for file in _defining_files(checkpoint)}
 
 
 def fingerprint(checkpoint: Checkpoint, *, base: str | None = None, cache: str | Path | None = None) -> str:
@@ -29,14 +67,9 @@ def fingerprint(checkpoint: Checkpoint, *, base: str | None = None, cache: str |
     adapter, its safetensors files, adapter_config.json, tokenizer files and the fingerprint of its base, which is
     computed unless `base` gives it. `cache` as in `workers.cache.cache_dir`. Raises InvalidModel.
     """
-    hashes: list[tuple[str, str]] = []
+    hashes = [(file.name, _file_hash(file, cache)) for file in _defining_files(checkpoint)]
     if checkpoint.base is not None:
-        others = [ADAPTER_CONFIG, *TOKENIZER_FILES]
         hashes.append(("base", fingerprint(checkpoint.base, cache=cache) if base is None else base))
-    else:
-        others = ["config.json", "generation_config.json", *TOKENIZER_FILES]
-    files = [*checkpoint.files, *(checkpoint.directory / name for name in others)]
-    hashes += [(file.name, _file_hash(file, cache)) for file in files if file.is_file()]
     return hashlib.sha256(json.dumps(sorted(hashes)).encode()).hexdigest()
 
 
@@ -74,15 +107,22 @@ def _bad_tensors(checkpoint: Checkpoint) -> Iterator[str]:
         )
 
 
+def _defining_files(checkpoint: Checkpoint) -> list[Path]:
+    others = [ADAPTER_CONFIG] if checkpoint.base is not None else ["config.json", "generation_config.json"]
+    files = [*checkpoint.files, *(checkpoint.directory / name for name in (*others, *TOKENIZER_FILES))]
+    return [file for file in files if file.is_file()]
+
+
 def _file_hash(file: Path, cache: str | Path | None) -> str:
     if stated := stated_hash(file):
         return stated
-    status = file.stat()
-    key = f"sha256/1 {file.resolve()} {status.st_size} {status.st_mtime_ns}"
+    state = FileState.of(file)
+    key = f"sha256/2 {file.resolve()} {state.num_bytes} {state.modified_ns} {state.inode}"
     known = cached(key, cache=cache)
-    if known is not None and re.fullmatch("[0-9a-f]{64}", known):
+    if known is not None:
         return known
     with file.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
-    cached(key, found, cache=cache)
+    if not state.change(file):
+        cached(key, found, cache=cache)
     return found

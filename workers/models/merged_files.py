@@ -54,7 +54,7 @@ def _save_union(place: Path, base: Path, added: tuple[str, ...], sources: Mappin
         for content, token in added_tokens(source.directory).items():
             flags = tuple(bool(token.get(flag)) for flag in FLAGS)
             described[content] = max(flags, described.get(content, flags))
-    tokenizer = load_tokenizer(str(base))
+    tokenizer = load_tokenizer(base)
     tokenizer.add_tokens([AddedToken(token, **dict(zip(FLAGS, described[token], strict=True))) for token in added])
     tokenizer.save_pretrained(place)
     before = token_ids(base) or {}

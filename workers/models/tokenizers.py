@@ -1,14 +1,16 @@
-"""A model's tokenizer: loaded so that it gives the token ids of its tokenizer.json, and checked that it does."""
+"""A model's tokenizer: loaded so that it encodes and decodes as its tokenizer.json says. Preflight, engine, reference
+and exports take it from here."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from workers.errors import InvalidModel
 
-__all__ = ["TOKENIZER_FILES", "check_tokenizer", "load_tokenizer"]
+__all__ = ["TOKENIZER_FILES", "load_tokenizer", "stated_directory"]
 
 log = logging.getLogger(__name__)
 
@@ -23,82 +25,73 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 
-# Tells apart tokenizers that treat space, newline, digits, case or non-ASCII text differently.
-PROBE = "Q: 12+3=\n  Two words, then A-Z;\tend.\n\nnaïve [x]"
-
-# Texts that tokenizers often treat differently.
+# Texts that tokenizers often treat differently: space, newline, digits, case, non-ASCII text.
 PROBES = (
     "Hello world",
     " two  spaces and a tab\t.",
     "line one\nline two\n\n",
     "12+34=46",
     "caf\u00e9 \u4f60\u597d \U0001f642",
+    "Q: 12+3=\n  Two words, then A-Z;\tend.\n\nna\u00efve [x]",
 )
 
 
-def load_tokenizer(directory: str) -> Any:
-    """The tokenizer of a checkpoint, giving the token ids of its tokenizer.json.
+def load_tokenizer(directory: str | Path) -> Any:
+    """The tokenizer of a checkpoint, which encodes and decodes as its tokenizer.json says.
 
-    transformers chooses a class by the model's type whatever the folder says, and that class may split text in its
-    own way. Where it disagrees with tokenizer.json, the plain class that only reads the file is used. Raises
-    InvalidModel if there is none, or if that disagrees too. Never runs code from the folder.
+    transformers chooses a class by the model's type whatever the folder says, and that class may split or join text in
+    its own way. Where it disagrees with tokenizer.json, the plain class that only reads the file is used, with a
+    warning. A folder without tokenizer.json has the tokenizer that transformers makes of its other files. Raises
+    InvalidModel if there is none, or if the plain class disagrees too. Never runs code from the folder.
     """
-    from tokenizers import Tokenizer
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise InvalidModel((f"{directory}: no tokenizer can be loaded from it: {error}",)) from error
-    file = Path(directory) / "tokenizer.json"
-    if not file.exists():
-        return tokenizer
-    expected = Tokenizer.from_file(str(file)).encode(PROBE, add_special_tokens=False).ids
-    if tokenizer(PROBE, add_special_tokens=False)["input_ids"] == expected:
-        return tokenizer
-    plain = PreTrainedTokenizerFast.from_pretrained(directory, trust_remote_code=False)
-    if plain(PROBE, add_special_tokens=False)["input_ids"] == expected:
-        log.warning(
-            "%s: %s splits text unlike tokenizer.json; used as written there", directory, type(tokenizer).__name__
-        )
-        return plain
-    raise InvalidModel((f"{directory}: transformers and the tokenizers library read its tokenizer.json differently",))
-
-
-def check_tokenizer(directory: str | Path) -> None:
-    """Raise InvalidModel unless transformers' tokenizer of `directory` encodes and decodes as its tokenizer.json says.
-
-    For some architectures transformers builds its own class, whatever the folder says, and a tokenizer of another
-    kind silently loses characters. Folders without tokenizer.json are only loaded.
-    """
-    from tokenizers import Tokenizer
-    from transformers import AutoTokenizer
-
     path = Path(directory)
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise InvalidModel((f"{path}: no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}",))
+    tokenizer = _loaded("AutoTokenizer", path)
+    difference = _difference(tokenizer, path)
+    if not difference:
+        return tokenizer
+    plain = _loaded("PreTrainedTokenizerFast", path)
+    if remaining := _difference(plain, path):
+        raise InvalidModel((f"{path}: {remaining}; expected the same: correct the tokenizer files",))
+    log.warning("%s: %s; the tokenizer is used as tokenizer.json says", path, difference)
+    return plain
+
+
+def stated_directory(directory: str | Path, tokenizer: Any) -> TemporaryDirectory[str] | None:
+    """For programs that load tokenizers by themselves: a directory with the `tokenizer` that `load_tokenizer` found in
+    `directory`, under the name of its class. None if they load that one from `directory`."""
+    if type(_loaded("AutoTokenizer", Path(directory))) is type(tokenizer):
+        return None
+    made = TemporaryDirectory(prefix="mergesearch-tokenizer-")
+    tokenizer.save_pretrained(made.name)
+    return made
+
+
+def _loaded(name: str, path: Path) -> Any:
+    """The tokenizer by transformers' class `name`."""
+    import transformers
+
     try:
-        loaded = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+        return getattr(transformers, name).from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:  # bare ones too: the tokenizers library raises them for files it cannot read
-        raise InvalidModel((f"{path}: its tokenizer cannot be loaded: {error}",)) from error
+        raise InvalidModel((f"{path}: no tokenizer can be loaded from it: {error}",)) from error
+
+
+def _difference(tokenizer: Any, path: Path) -> str:
+    """The first of PROBES that `tokenizer` encodes or decodes otherwise than tokenizer.json says, and how; "" if there
+    is none."""
+    from tokenizers import Tokenizer
+
     file = path / "tokenizer.json"
     if not file.is_file():
-        return
-    stated = Tokenizer.from_file(str(file))
-    who, advice = f"transformers ({type(loaded).__name__})", "set model_type or the tokenizer files so that they agree"
+        return ""
+    stated, who = Tokenizer.from_file(str(file)), f"transformers ({type(tokenizer).__name__})"
     for probe in PROBES:
-        got = loaded(probe, add_special_tokens=False)["input_ids"]
         ids = stated.encode(probe, add_special_tokens=False).ids
-        if got != ids:
-            raise InvalidModel(
-                (f"{path}: {who} encodes {probe!r} as {got}, tokenizer.json as {ids}; expected the same ids: {advice}",)
-            )
-        decoded = loaded.decode(ids, clean_up_tokenization_spaces=False)
+        if (got := tokenizer(probe, add_special_tokens=False)["input_ids"]) != ids:
+            return f"{who} encodes {probe!r} as {got}, tokenizer.json as {ids}"
         text = stated.decode(ids, skip_special_tokens=False)
-        if decoded != text:
-            raise InvalidModel(
-                (
-                    f"{path}: {who} decodes {ids} as {decoded!r}, tokenizer.json as {text!r}; expected the same text: "
-                    f"{advice}",
-                )
-            )
+        if (decoded := tokenizer.decode(ids, clean_up_tokenization_spaces=False)) != text:
+            return f"{who} decodes {ids} as {decoded!r}, tokenizer.json as {text!r}"
+    return ""

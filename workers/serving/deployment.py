@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,15 +76,20 @@ class ServeScorer:
         report: VerificationReport = self._call("verify", recipe, samples, spans, model_id=recipe.digest)
         return report
 
+    def is_starting(self) -> bool:
+        """Whether no replica runs, but one is being started."""
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import RayServeException
+
+        try:
+            replicas = _num_replicas(self.app_name)
+        except (RayError, RayServeException):  # Serve itself does not answer
+            return False
+        return not replicas["RUNNING"] and bool(replicas["STARTING"])
+
     def statistics(self) -> Mapping[str, Any]:
         """Sums and lists over the replicas that answer now; replicas that died do not count."""
-        from ray import serve
-
-        application = serve.status().applications.get(self.app_name)
-        deployments = application.deployments.values() if application else ()
-        running = sum(
-            count for each in deployments for state, count in each.replica_states.items() if state == "RUNNING"
-        )
+        running = _num_replicas(self.app_name)["RUNNING"]
         found: dict[int, Mapping[str, Any]] = {}
         for _ in range(8 * max(running, 1)):  # the router chooses the replica: ask until each has answered
             answer = self._call("statistics")
@@ -281,6 +287,17 @@ def _handle(name: str) -> Any:
     from ray import serve
 
     return serve.get_app_handle(name)
+
+
+def _num_replicas(name: str) -> Counter[str]:
+    """The application's replicas by the state that Serve gives them; none if there is no such application."""
+    from ray import serve
+
+    application = serve.status().applications.get(name)
+    counts: Counter[str] = Counter()
+    for deployment in application.deployments.values() if application else ():
+        counts.update(deployment.replica_states)
+    return counts
 
 
 def _state(name: str) -> str:

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,8 @@ class FakeScorer:
     with a coefficient above `fails_above`. `exits_at_call` ends the process, without clean-up, on the n-th call of
     `score` (1-based, counted over all processes that share `log_file`, if there is one); `unavailable_calls` is the
     number of calls that raise EngineUnavailable before the first success. Every finished or failed call appends
-    one JSON line to `log_file`: {call, recipe, spans: [[objective, start, stop], ...], outcome, process}.
+    one JSON line to `log_file`: {call, recipe, spans: [[objective, start, stop], ...], outcome, process}. `garbles`:
+    the values are right, the responses and tokens are not, which `verify` finds.
     """
 
     num_samples: int = 1000
@@ -54,6 +55,7 @@ class FakeScorer:
     fails_above: float = math.inf
     exits_at_call: int | None = None
     unavailable_calls: int = 0
+    garbles: bool = False
     log_file: str | None = None
     bank_fingerprint: str = "fake"
     seed: int = 0
@@ -80,6 +82,8 @@ class FakeScorer:
                 raise TrialFailed(reason)
             time.sleep(self.sample_delay_s * request.num_samples)
             samples = tuple(sample for span in request.spans for sample in self._samples(request.recipe, span))
+            if self.garbles:
+                samples = tuple(replace(sample, response="##", tokens=((2,),)) for sample in samples)
             elapsed = time.perf_counter() - started
             self._busy_s += elapsed
             self._log(call, request, "scored")
@@ -117,12 +121,16 @@ class FakeScorer:
             SampleDifference(
                 objective=expected.objective,
                 position=expected.position,
-                engine=known[expected.objective, expected.position].value,
+                engine=stored.value,
                 reference=expected.value,
                 top2_gap=1.0,
+                what="tokens" if stored.value == expected.value else "value",
+                is_beyond=True,
             )
             for expected in reference
-            if known[expected.objective, expected.position].value != expected.value
+            if (stored := known[expected.objective, expected.position]).value != expected.value
+            or stored.response != expected.response
+            or stored.tokens not in (None, expected.tokens)
         )
         return VerificationReport(
             recipe_digest=recipe.digest,
@@ -132,7 +140,12 @@ class FakeScorer:
             tolerance=1e-3,
             differences=differences,
             num_beyond=len(differences),
+            num_tokens=sum(known[s.objective, s.position].tokens is not None for s in reference),
+            num_without_tokens=sum(known[s.objective, s.position].tokens is None for s in reference),
         )
+
+    def is_starting(self) -> bool:
+        return False
 
     def statistics(self) -> Mapping[str, Any]:
         """Statistics of this process only; `calls` covers all processes that share `log_file`."""
@@ -178,8 +191,11 @@ class FakeScorer:
             difficulty = _draw(self.seed, span.objective, position)
             luck = _draw(self.seed, recipe.digest, span.objective, position)
             is_right = 0.5 * (difficulty + luck) < _quantile(value)
+            response = "right" if is_right else "wrong"
             samples.append(
-                SampleResult(span.objective, position, str(position), float(is_right), "right" if is_right else "wrong")
+                SampleResult(
+                    span.objective, position, str(position), float(is_right), response, tokens=((int(is_right),),)
+                )
             )
         return samples
 

@@ -45,8 +45,6 @@ __all__ = ["EngineWorker", "ReplicaMetrics", "ScoringReplica", "Worker", "log_fi
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-VERIFIED_PROMPTS = 8  # whose log-probabilities are compared with those of transformers, token by token
-
 
 class Worker(Protocol):
     """What a replica owns. Used by one thread at a time; FakeScorer implements it too."""
@@ -105,25 +103,18 @@ class EngineWorker:
         return tuple(map(self.evaluator.describe, tasks))
 
     def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
-        """Export, load with transformers in float32, score again. A report of 0 samples if memory is short."""
+        """Export, load with transformers in float32, score again. A report of 0 samples if that cannot be done."""
         import torch
 
-        from workers.engines.transformers.verification import fits_in_memory, verify
+        from workers.engines.transformers.verification import nothing_to_compare, texts_to_read, verify
         from workers.engines.vllm.worker_extension import family_to_json, open_bank
         from workers.export.checkpoint import export
 
         engine = self.engine
-        if not fits_in_memory(engine.family.base.directory):
-            return VerificationReport(recipe.digest, 0, 0, 0.0, LOGPROB_TOLERANCE[engine.dtype], (), 0)
+        if reason := nothing_to_compare(engine.family.base.directory, self.evaluator, spans):
+            return VerificationReport(recipe.digest, 0, 0, 0.0, LOGPROB_TOLERANCE[engine.dtype], (), 0, reason=reason)
         engine.swap(recipe)
-        prompts = list(
-            {
-                request.tokens: None
-                for span in spans
-                for position in range(span.start, min(span.stop, span.start + VERIFIED_PROMPTS))
-                for request in self.evaluator.requests(span.task, position)
-            }
-        )[:VERIFIED_PROMPTS]
+        texts = texts_to_read(self.evaluator, samples, spans)
         with tempfile.TemporaryDirectory(prefix="mergesearch-verify-") as directory:
             export(recipe, open_bank(family_to_json(engine.family)), directory, dtype=getattr(torch, engine.dtype))
             return verify(
@@ -133,7 +124,7 @@ class EngineWorker:
                 samples=samples,
                 spans=spans,
                 dtype=engine.dtype,
-                engine_logprobs=dict(zip(prompts, engine.logprobs(prompts), strict=True)),
+                engine_logprobs=dict(zip(texts, engine.logprobs(texts), strict=True)),
                 evaluator=self.evaluator,
             )
 

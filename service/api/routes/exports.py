@@ -104,7 +104,7 @@ def get_export(export: Export, services: Context) -> Response:
             "description": "An uncompressed tar archive of the model's files in one folder.",
             "content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}},
         },
-        **refusals(404, 409),
+        **refusals(404, 409, 410),
     },
 )
 def download_export(export: Export, services: Context) -> Response:
@@ -112,6 +112,12 @@ def download_export(export: Export, services: Context) -> Response:
     if export.state is not ExportState.COMPLETE:
         raise Conflict(f"export {export.id} is {export.state.value}; it can be downloaded once it is COMPLETE")
     directory = services.exports.directory(export)
+    if not directory.is_dir():
+        raise Refusal(
+            410,
+            f"export {export.id}: its files are no longer on the server; request trial {export.trial} in "
+            f"{export.dtype} again, and it is written again",
+        )
     tar = Tar(directory, modified_at=export.created_at)
     headers = {
         "Content-Length": str(tar.size),

@@ -1,4 +1,4 @@
-"""Studies: create, list, show, cancel."""
+"""Studies: create, list, show, cancel, resume."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from service.api.problems import Json, refusals
 from service.api.requests import JSON_TYPES, YAML_TYPES, read_body, sent_as_json
 from service.errors import Conflict, StaleAttempt
 from service.schemas.api import StudiesDocument, StudyDocument
-from service.types import StudyRecord, StudyState
+from service.types import RESUMED_BY_REQUEST, StudyRecord, StudyState
 
 __all__ = ["router"]
 
@@ -165,7 +165,19 @@ def cancel(services: Services, study_id: str) -> StudyRecord:
             continue
 
 
-VERBS: Mapping[str, Callable[[Services, str], StudyRecord]] = {"cancel": cancel}
+def resume(services: Services, study_id: str) -> StudyRecord:
+    """Let a study that has FAILED go on from its stored results, and one that waits try again now. Nothing is scored
+    again, and a study that goes on anyway stays as it is. Raises Conflict if it is COMPLETE or CANCELLED."""
+    record = services.store.resume(study_id, reason=RESUMED_BY_REQUEST)
+    if record.state in (StudyState.COMPLETE, StudyState.CANCELLED):
+        raise Conflict(
+            f"study {study_id} is {record.state.value}; only a study that has FAILED, or waits, can be resumed; "
+            "to run it again, submit it again"
+        )
+    return record
+
+
+VERBS: Mapping[str, Callable[[Services, str], StudyRecord]] = {"resume": resume, "cancel": cancel}
 
 
 def _route(verb: str) -> Callable[..., Response]:

@@ -26,6 +26,9 @@ OUTLINES = {"diamond": "M-5.5 0 0-5.5 5.5 0 0 5.5Z", "square": "M-4-4H4V4H-4Z", 
 BOTTOM, LEFT, TOP = 40, 46, 10
 ROW = 26
 
+# Values closer together are drawn as one: a step between them would be too small for a float.
+MIN_RANGE = 1e-300
+
 
 @dataclass(frozen=True)
 class Scale:
@@ -56,8 +59,9 @@ def nice_scale(values: Iterable[float], *, count: int = 5, bounds: tuple[float, 
     It does not reach beyond `bounds`, unless values do. Without values it runs from 0 to 1."""
     finite = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(finite), max(finite)
-    if low == high:
-        low, high = low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1)
+    if high - low < MIN_RANGE:
+        around = 0.5 * max(abs(low), abs(high)) if max(abs(low), abs(high)) >= MIN_RANGE else 0.5
+        low, high = low - around, high + around
         if bounds is not None:
             low, high = max(low, min(bounds[0], finite[0])), min(high, max(bounds[1], finite[0]))
     raw = (high - low) / count

@@ -51,6 +51,7 @@ def front_section(run: RunRecord) -> dict[str, Any] | None:
         "names": [objective.name for objective in run.objectives],
         "rows": [{"name": point_name(row), "point": row, "digest": digests[row.trial]} for row in rows[:MAX_ROWS]],
         "hypervolume": plot.hypervolume,
+        "holdout_hypervolume": plot.holdout_hypervolume,
         "reference": plot.reference_point[0],
         "num_trials": len(plot.points),
     }
@@ -58,9 +59,9 @@ def front_section(run: RunRecord) -> dict[str, Any] | None:
 
 def _ranking_chart(points: Sequence[FrontPoint], objective: Objective) -> Markup:
     """One objective: the ten best proposals, every source and published recipe, as bars with intervals."""
-    ranked = sorted(points, key=lambda point: (objective.cost(point.values[objective.name]), point.trial))
+    ranked = sorted(points, key=lambda point: (objective.cost_of_stored(point.values[objective.name]), point.trial))
     proposed = [point.trial for point in ranked if point.origin == Origin.SEARCH][:10]
-    low, high = _bounds(objective)
+    low, high = objective.bounds
     intervals = []
     for point in ranked:
         if point.origin != Origin.SEARCH or point.trial in proposed:
@@ -79,7 +80,7 @@ def _pair_chart(points: Sequence[FrontPoint], x: Objective, y: Objective) -> Mar
         nice_scale(
             [point.values[o.name] for point in shown]
             + [end for point in points if point.is_on_front for end in _ends(point, o)],
-            bounds=_bounds(o),
+            bounds=o.bounds,
         )
         for o in (x, y)
     ]
@@ -108,15 +109,13 @@ def _pair_chart(points: Sequence[FrontPoint], x: Objective, y: Objective) -> Mar
     return plot.render()
 
 
-def _bounds(objective: Objective) -> tuple[float, float]:
-    return objective.range or (0.0, 1.0)
-
-
 def _ends(point: FrontPoint, objective: Objective) -> tuple[float, float]:
     """The ends of the point's 95 % interval, inside the objective's range."""
-    value, error = point.values[objective.name], Z * point.standard_errors.get(objective.name, 0.0)
-    low, high = _bounds(objective)
-    return max(low, value - error), min(high, value + error)
+    value, error = point.values[objective.name], point.standard_errors.get(objective.name, 0.0)
+    low, high = objective.bounds
+    if error is None:  # of one sample, which leaves all values possible
+        return min(low, value), max(high, value)
+    return max(low, value - Z * error), min(high, value + Z * error)
 
 
 def _thinned(points: Sequence[FrontPoint]) -> list[FrontPoint]:
@@ -130,7 +129,7 @@ def _pair_front(points: Sequence[FrontPoint], x: Objective, y: Objective) -> lis
     costs: dict[Costs, tuple[float, float]] = {}
     for point in points:
         values = point.values[x.name], point.values[y.name]
-        costs[(x.cost(values[0]), y.cost(values[1]))] = values
+        costs[(x.cost_of_stored(values[0]), y.cost_of_stored(values[1]))] = values
     stairs: list[Costs] = []
     for pair in sorted(costs):
         if not stairs or not dominates(stairs[-1], pair):

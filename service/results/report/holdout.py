@@ -18,6 +18,7 @@ def holdout_section(run: RunRecord, *, best: int | None) -> dict[str, Any] | Non
     rows = sort_holdout(holdout(run).rows)
     if not rows:
         return None
+    reference = run.holdout_reference
     names = list(dict.fromkeys(name for row in rows for name in row["values"]))
 
     def chart(name: str, *, is_mean: bool) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def holdout_section(run: RunRecord, *, best: int | None) -> dict[str, Any] | Non
             if estimate is not None
         ]
         ends = [end for interval in intervals for end in (interval.low, interval.high)]
-        mine = next((estimate for row, estimate in estimates if estimate and row["trial"] == best), None)
+        mine = next((estimate for row, estimate in estimates if estimate and row["trial"] == reference), None)
         drawn = forest(
             intervals,
             nice_scale(ends, bounds=_bounds(run, name)),
@@ -50,6 +51,8 @@ def holdout_section(run: RunRecord, *, best: int | None) -> dict[str, Any] | Non
         "has_mean": has_mean,
         "rows": [{"name": row_name(row), "is_best": row["trial"] == best, **row} for row in rows],
         "difference_key": "mean" if has_mean else names[0],
+        "reference": reference,
+        "compared_with": "best" if reference in (None, best) else f"trial {reference}",
         "mean_chart": chart("mean", is_mean=True) if has_mean else None,
         "charts": [chart(name, is_mean=False) for name in names],
         "legend": legend(

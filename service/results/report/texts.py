@@ -96,8 +96,10 @@ def key_figures(run: RunRecord, document: SummaryDocument) -> list[tuple[str, st
         if row is not None and (score := _score(row)) is not None:
             low, high = score["ci95"]
             figures.append(("held-out", number_text(score["value"]), f"95 % {number_text(low)} to {number_text(high)}"))
-        if (bias := document["selection_bias"]) is not None:
-            figures.append(("selection bias", number_text(bias, signed=True), "search minus held-out"))
+        if (bias := document["selection_bias_against_baselines"].get("mean")) is not None:
+            lower, upper = (number_text(limit, signed=True) for limit in bias["ci95"])
+            note = f"lead lost on held-out, 95 % {lower} to {upper}"
+            figures.append(("selection bias", number_text(bias["value"], signed=True), note))
     counts = document["trials"]
     parts = [f"{counts[s]} {s.lower()}" for s in ("COMPLETE", "PRUNED", "RUNNING", "FAIL") if counts.get(s)]
     figures.append(("trials", f"{len(run.trials):,}", ", ".join(parts)))

@@ -8,7 +8,7 @@ from typing import Literal
 from service.results.files import RunRecord, pareto
 from service.results.selection import best_trial, full_budget_trials
 from service.results.series.base import chart
-from service.schemas.files import Number, ObjectiveDocument, Values
+from service.schemas.files import Number, ObjectiveDocument, StandardErrors, Values, VolumeDocument
 
 __all__ = ["FrontPlot", "FrontPoint", "front"]
 
@@ -19,7 +19,7 @@ class FrontPoint:
     label: str
     origin: str
     values: Values
-    standard_errors: Values
+    standard_errors: StandardErrors
     is_on_front: bool
     is_best: bool
 
@@ -32,6 +32,7 @@ class FrontPlot:
     objectives: list[ObjectiveDocument]
     reference_point: list[float]
     hypervolume: float
+    holdout_hypervolume: VolumeDocument | None
     points: tuple[FrontPoint, ...]
 
 
@@ -46,6 +47,7 @@ def front(run: RunRecord) -> FrontPlot:
         objectives=document["objectives"],
         reference_point=document["reference_point"],
         hypervolume=document["hypervolume"],
+        holdout_hypervolume=document["holdout_hypervolume"],
         points=tuple(
             FrontPoint(
                 trial=trial.number,

@@ -15,7 +15,7 @@ from workers.engines.vllm.support import CapabilityProbe
 from workers.errors import InvalidModel
 from workers.models.family import LocatedFamily, ResolvedFamily
 from workers.models.hub import named
-from workers.models.tokenizers import check_tokenizer
+from workers.models.tokenizers import load_tokenizer
 
 __all__ = ["check_engine", "check_models", "check_unchanged", "check_weights", "start_probe", "with_revisions"]
 
@@ -56,13 +56,13 @@ def check_models(located: LocatedFamily, study: Study, problems: list[Problem]) 
     try:
         sources = located.resolve(tokenizer=study.models.tokenizer)
         if study.models.tokenizer != "base":
-            check_tokenizer(sources.result_dir)
+            load_tokenizer(sources.result_dir)
         found += filter(None, [sources.lack_of_space])
     except InvalidModel as error:
         found += error.problems
     if located.base_dir is not None:
         try:
-            check_tokenizer(located.base_dir)
+            load_tokenizer(located.base_dir)
         except InvalidModel as error:
             found += map(named, error.problems)
     problems.extend(Problem("models", text) for text in found)

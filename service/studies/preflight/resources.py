@@ -11,6 +11,7 @@ from search_spaces.errors import Problem
 from search_spaces.study.file import Study
 from service.disk import gib
 from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
+from workers.merging.recent import recent_bytes
 from workers.models.checkpoints import stored_bytes
 from workers.models.family import ResolvedFamily
 
@@ -18,6 +19,8 @@ __all__ = ["ENGINE_OVERHEAD_BYTES", "RANK_BYTES", "MemoryPlan", "check_devices",
 
 # Memory of an engine's process besides weights: interpreter, torch, vLLM and its caches on CPU.
 ENGINE_OVERHEAD_BYTES = 2 * 2**30
+# Statistics of several sources, of which a bank keeps a share of memory (`workers.merging.recent`).
+OF_SEVERAL = frozenset({"importance", "variances"})
 RANK_BYTES = 2  # of each element of an expert, with `engine.rank_cache`
 
 
@@ -74,13 +77,17 @@ def plan_memory(study: Study, sources: ResolvedFamily, available_bytes: int | No
     """Bytes of memory for the bank and the engines; `available_bytes` None is this machine's memory."""
     import torch
 
+    from workers.merging.methods.plain import PLAIN
+
     # In host memory: on CPU vLLM computes from a packed copy, in addition to the plain weights that are written to.
     copies = 0 if torch.cuda.is_available() else 2
     ranks = RANK_BYTES * len(study.models.experts) if study.engine.rank_cache else 0
     weights = sources.num_parameters * (copies * DTYPE_BYTES[engine_dtype(study)] + ranks)
+    keeps_recent = any(PLAIN[method].uses & OF_SEVERAL for method in study.search_space.methods)
+    statistics = recent_bytes(sources) if keeps_recent else 0
     return MemoryPlan(
         bank_bytes=stored_bytes(sources.checkpoints.values()),
-        engine_bytes=weights + ENGINE_OVERHEAD_BYTES,
+        engine_bytes=weights + statistics + ENGINE_OVERHEAD_BYTES,
         replicas=study.engine.replicas,
         available_bytes=psutil.virtual_memory().total if available_bytes is None else available_bytes,
     )

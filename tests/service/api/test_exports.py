@@ -151,6 +151,29 @@ def test_an_export_belongs_to_its_study(http: httpx.Client, server: ApiServer) -
     assert http.get(f"/v1/studies/{other.id}/exports").json() == {"exports": []}
 
 
+def test_an_export_whose_files_were_removed_says_so_and_may_be_asked_for_again(
+    http: httpx.Client, server: ApiServer
+) -> None:
+    record = finished_study(server.store, num_trials=3)
+    name = export_id(record.id, 1, "float32")
+    server.store.add_export(ExportRecord(name, record.id, 1, "float32", ExportState.COMPLETE, 1.0))
+    path = f"/v1/studies/{record.id}/exports"
+    answer = http.get(f"{path}/{name}/download")
+    assert answer.status_code == 410, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.json()["detail"] == (
+        f"export {name}: its files are no longer on the server; request trial 1 in float32 again, "
+        "and it is written again"
+    )
+    shown = http.get(f"{path}/{name}")
+    assert shown.status_code == 200
+    assert (shown.json()["bytes"], "download" in shown.json()["links"]) == (None, False)
+    assert http.get(path).json() == {"exports": [shown.json()]}
+    again = http.post(path, json={"trial": 1, "dtype": "float32"})
+    assert (again.status_code, again.json()["id"]) == (202, name)
+    assert again.json()["state"] in ("WAITING", "RUNNING")
+
+
 @pytest.mark.slow
 def test_an_interrupted_export_is_written_at_the_next_start(tmp_path: Path) -> None:
     name = export_id("s", 0, "float32")

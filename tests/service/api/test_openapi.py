@@ -92,6 +92,7 @@ def test_the_server_keeps_to_its_document(server: ApiServer, schema: Any) -> Non
 def test_every_route_is_described_with_its_refusals(http: httpx.Client) -> None:
     document = http.get("/openapi.json").json()
     assert "/v1/studies/{study_id}:cancel" in document["paths"]
+    assert "/v1/studies/{study_id}:resume" in document["paths"]
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             where = f"{method} {path}"

@@ -164,6 +164,39 @@ def test_what_has_ended_cannot_be_cancelled(http: httpx.Client, server: ApiServe
     assert server.store.study(record.id).attempt == 1
 
 
+def test_a_failed_study_is_resumed_once_and_its_drivers_are_counted_anew(http: httpx.Client, server: ApiServer) -> None:
+    record = stored_study(server.store)
+    for _ in range(5):
+        writer = server.store.open_attempt(record.id)
+    writer.set_state(StudyState.FAILED, "no engine")
+    assert server.store.consecutive_failures(record.id) == 5
+    answer = http.post(f"/v1/studies/{record.id}:resume")
+    assert answer.status_code == 202
+    assert (answer.json()["state"], answer.json()["reason"]) == ("STOPPED", "resumed by request")
+    assert server.store.consecutive_failures(record.id) == 0
+    assert [event.kind for event in server.store.events(record.id)][-2:] == ["resumed", "state"]
+    assert server.cluster.num_wakes == 1
+    server.store.open_attempt(record.id).set_state(StudyState.RUNNING)
+    before = server.store.last_event_id(record.id)
+    assert http.post(f"/v1/studies/{record.id}:resume").json()["state"] == "RUNNING"
+    assert server.store.last_event_id(record.id) == before, "it goes on already"
+
+
+@pytest.mark.parametrize("state", [StudyState.COMPLETE, StudyState.CANCELLED])
+def test_what_is_complete_or_cancelled_cannot_be_resumed(
+    http: httpx.Client, server: ApiServer, state: StudyState
+) -> None:
+    record = stored_study(server.store)
+    server.store.open_attempt(record.id).set_state(state)
+    answer = http.post(f"/v1/studies/{record.id}:resume")
+    assert answer.status_code == 409
+    assert answer.json()["detail"] == (
+        f"study {record.id} is {state.value}; only a study that has FAILED, or waits, can be resumed; "
+        "to run it again, submit it again"
+    )
+    assert server.store.study(record.id).state is state
+
+
 def test_verbs_are_posted(http: httpx.Client, server: ApiServer) -> None:
     record = stored_study(server.store)
     answer = http.get(f"/v1/studies/{record.id}:cancel")

@@ -213,6 +213,30 @@ def test_cancel_ends_a_study(site: Site, finished: str, terminal: ServerTerminal
     assert "is already COMPLETE" in terminal.refused("cancel", finished)
 
 
+def test_resume_lets_a_failed_study_go_on(site: Site, finished: str, terminal: ServerTerminal) -> None:
+    writer = site.begin(site.new_name())
+    writer.set_state(StudyState.FAILED, "the hub cannot be reached")
+    study = site.store.study(writer.study_id)
+    assert terminal.shown("resume", study.name) == f"study {study.name}: {study.id}, STOPPED\n"
+    assert terminal.document("resume", study.id)["state"] == "STOPPED"
+    assert "is COMPLETE" in terminal.refused("resume", finished)
+
+
+def test_show_and_watch_say_what_a_study_waits_for(
+    site: Site, terminal: ServerTerminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = site.begin(site.new_name())
+    writer.set_waiting("models: /mnt/base: does not exist")
+    monkeypatch.setattr(site.cluster, "reason", "its next driver, in 12 s: /mnt/base: does not exist")
+    assert "waits for its next driver, in 12 s: /mnt/base: does not exist" in words(
+        terminal.shown("show", writer.study_id)
+    )
+    writer.set_state(StudyState.FAILED, "x")
+    _, _, err = terminal.run("watch", writer.study_id, "--server", site.url)
+    assert "the study is STOPPED: models: /mnt/base: does not exist" in err
+    assert "the study waits; the server tries again by itself" in err
+
+
 # Which server, which directory.
 
 
@@ -269,7 +293,9 @@ def test_a_directory_is_meant_where_there_is_one_unless_a_server_is_named(
     assert terminal.run("trials", name, "--json", "--server", site.url)[:2] == (0, "[]\n")
 
 
-@pytest.mark.parametrize("verb", ["submit", "studies", "show", "watch", "trials", "pareto", "export", "cancel", "log"])
+@pytest.mark.parametrize(
+    "verb", ["submit", "studies", "show", "watch", "trials", "pareto", "export", "cancel", "resume", "log"]
+)
 def test_every_verb_has_its_help(terminal: ServerTerminal, verb: str) -> None:
     code, out, _ = terminal.run(verb, "--help")
     assert code == 0

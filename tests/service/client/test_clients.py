@@ -154,6 +154,16 @@ def test_a_study_is_cancelled_once_and_for_good(site: Site, finished: str, ask: 
     assert refused.value.status == 409
 
 
+def test_a_study_that_failed_is_resumed(site: Site, finished: str, ask: Asker) -> None:
+    writer = site.begin(site.new_name())
+    writer.set_state(StudyState.FAILED, "the disk was unmounted")
+    assert ask("resume", writer.study_id)["state"] == "STOPPED"
+    assert site.store.study(writer.study_id).state is StudyState.STOPPED
+    with pytest.raises(RequestRefused, match="is COMPLETE") as refused:
+        ask("resume", finished)
+    assert refused.value.status == 409
+
+
 # Results.
 
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +18,7 @@ from service.cluster.reconciler import (
     BACK_OFF_S,
     LOST_AFTER_S,
     MAX_CONSECUTIVE_FAILURES,
+    MAX_RUNNING,
     START_GRACE_S,
     RayCluster,
     Step,
@@ -56,6 +64,54 @@ def test_a_driver_that_hangs_is_stopped_and_replaced() -> None:
     step = next_step(record, "RUNNING", consecutive_failures=0, now=NOW)
     assert (step.action, step.because) == ("stop", f"its driver sent no heartbeat for {LOST_AFTER_S + 1:.0f} s")
     assert action(record, "STOPPED") == "submit"
+
+
+def test_a_new_driver_is_not_judged_by_the_heartbeat_of_the_one_before() -> None:
+    """Between taking the study over and its first heartbeat."""
+    for submitted_s_ago in (5, LOST_AFTER_S + 60):
+        record = replace(study(submitted_s_ago=submitted_s_ago, heard_s_ago=2 * submitted_s_ago + 60), attempt=1)
+        assert action(record, "RUNNING") == "wait"
+    record = replace(study(submitted_s_ago=START_GRACE_S + 1, heard_s_ago=START_GRACE_S + 2), attempt=1)
+    assert action(record, "RUNNING") == "stop"
+
+
+def test_a_driver_that_is_alive_and_does_not_get_on_is_stopped_and_replaced() -> None:
+    record = replace(study(submitted_s_ago=900, heard_s_ago=2), patience_s=300.0)
+    assert action(replace(record, progressed_at=NOW - 301), "RUNNING") == "wait"  # 299 s when it said so
+    hung = replace(record, progressed_at=NOW - 303)
+    step = next_step(hung, "RUNNING", consecutive_failures=0, now=NOW)
+    assert (step.action, step.because) == ("stop", "its driver made no progress for 301 s")
+    assert action(hung, "STOPPED") == "submit"
+    of_the_one_before = replace(hung, submitted_at=NOW - 1)
+    assert action(of_the_one_before, "RUNNING") == "wait"
+
+
+def test_drivers_that_wait_come_ever_later_and_the_study_is_never_given_up() -> None:
+    record = replace(study(submitted_s_ago=250, heard_s_ago=200), reason="the hub cannot be reached")
+    for consecutive_waits in (1, 5, 50, 5000):
+        step = next_step(
+            record,
+            "FAILED",
+            consecutive_failures=MAX_CONSECUTIVE_FAILURES + 1,
+            consecutive_waits=consecutive_waits,
+            now=NOW,
+        )
+        if consecutive_waits > 1:
+            assert (step.action, step.until) == ("wait", NOW + 50), consecutive_waits
+        assert step.because == "its driver ended (Ray job FAILED): the hub cannot be reached"
+    assert action(replace(record, submitted_at=NOW - 301), "FAILED", 0) == "submit"
+
+
+def test_a_refused_job_is_submitted_again_later_under_its_name() -> None:
+    def step(submitted_s_ago: float, consecutive_failures: int) -> Step:
+        record = study(submitted_s_ago=submitted_s_ago)
+        return next_step(record, None, consecutive_failures=consecutive_failures, now=NOW, refusal="bad name")
+
+    because = "Ray refused its driver's job: bad name"
+    assert step(7, 2) == Step("wait", because, until=NOW + 1)
+    assert step(9, 2) == Step("submit", because, again=True)
+    given_up = step(9, MAX_CONSECUTIVE_FAILURES)
+    assert (given_up.action, str(given_up.because).endswith(because)) == ("give up", True)
 
 
 def test_a_driver_that_never_begins_is_stopped() -> None:
@@ -113,3 +169,81 @@ def test_a_study_says_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.Monk
     assert cluster.waiting_for(STUDY) == "Ray: Ray is being started"
     assert cluster.waiting_for(replace(STUDY, state=StudyState.CANCELLED)) is None
     store.close()
+
+
+class Dashboard:
+    """What a Ray dashboard answers about jobs, over HTTP. Jobs run until the test says otherwise."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, dict[str, Any]] = {}
+
+    @contextmanager
+    def serving(self) -> Iterator[str]:
+        jobs = self.jobs
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                name = self.path.rpartition("/")[2]
+                if self.path == "/api/version":
+                    self.answer(200, {"version": "4", "ray_version": "2.60.0", "ray_commit": "x"})
+                elif name in jobs:
+                    self.answer(200, jobs[name])
+                else:
+                    self.answer(404, f"Job {name} does not exist")
+
+            def do_POST(self) -> None:
+                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                name = asked["submission_id"]
+                jobs[name] = {"type": "SUBMISSION", "submission_id": name, "entrypoint": "x", "status": "RUNNING"}
+                self.answer(200, {"job_id": name, "submission_id": name})
+
+            def answer(self, status: int, document: Any) -> None:
+                body = json.dumps(document).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            try:
+                yield f"http://127.0.0.1:{server.server_port}"
+            finally:
+                server.shutdown()
+
+
+def test_only_so_many_studies_have_a_driver_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, dashboard = Store(f"sqlite:///{tmp_path / 'studies.db'}"), Dashboard()
+    studies = [store.create_study(name=f"s{i}", document={}, resolved=RESOLVED) for i in range(MAX_RUNNING + 2)]
+
+    def wait_for(num_submitted: int) -> None:
+        deadline = time.monotonic() + 30
+        while len(dashboard.jobs) < num_submitted and time.monotonic() < deadline:
+            cluster.wake()
+            time.sleep(0.02)
+        for _ in range(10):  # and no more
+            cluster.wake()
+            time.sleep(0.02)
+        assert sorted(dashboard.jobs) == [submission_id(study, 1) for study in studies[:num_submitted]]
+
+    with dashboard.serving() as url:
+        monkeypatch.setenv("RAY_ADDRESS", url)
+        monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+        cluster = RayCluster(store, tmp_path, dashboard_host="127.0.0.1", dashboard_port=None)
+        cluster.start()
+        try:
+            wait_for(MAX_RUNNING)
+            waiting = [cluster.waiting_for(study) for study in store.studies()]
+            assert (
+                waiting
+                == ["its driver to start"] * MAX_RUNNING + [f"one of the {MAX_RUNNING} studies before it to end"] * 2
+            )
+            store.open_attempt(studies[1].id).set_state(StudyState.COMPLETE)
+            wait_for(MAX_RUNNING + 1)
+            assert cluster.waiting_for(store.study(studies[-1].id)) == waiting[-1]
+        finally:
+            cluster.stop()
+            store.close()

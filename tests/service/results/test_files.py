@@ -11,12 +11,13 @@ import pytest
 from rich.console import Console
 
 from search_spaces.objectives import Objective, non_dominated_ranks
-from service.cli.tables import holdout_table, pareto_table, trials_table
+from service.cli.tables import holdout_table, pareto_table, trials_table, verification_line
 from service.results.files import EngineFigures, pareto, summary, trials_jsonl, write_results
 from service.results.selection import best_trial, costs_of, finalists, full_budget_trials, pareto_front
 from service.schemas.files import schemas
 from service.types import Origin, TrialState
 from tests.service.synthetic_run import RUNGS, run_record
+from workers.types import VerificationReport
 
 
 @pytest.fixture(scope="module")
@@ -189,9 +190,41 @@ def test_selection_bias_is_search_mean_minus_held_out_mean(run):
 def test_verification_adds_up_and_names_disagreement(run):
     got = summary(run)["verification"]
     assert (got["status"], got["trials"], got["samples"], got["equal"]) == ("within tolerance", 3, 144, 141)
+    assert (got["tokens"], got["logprobs"], got["reason"]) == (930, 2100, None)
     assert len(got["differences"]) == 3
     broken = replace(run, verifications=(replace(run.verifications[0], num_beyond=1),))
     assert summary(broken)["verification"]["status"] == "disagreement"
+
+
+def test_verification_of_nothing_is_not_verified_and_says_why(run):
+    digest = run.verifications[0].recipe_digest
+    nothing = VerificationReport(digest, 0, 0, 0.0, 0.3, (), 0)
+    got = summary(replace(run, verifications=(nothing,) * 3))["verification"]
+    assert got["status"] == "not verified"
+    assert (got["trials"], got["trials_not_verified"], got["tolerance"]) == (0, 3, None)
+    assert got["reason"] == "nothing was scored again by plain transformers"
+    nothing = replace(nothing, reason="there is no memory for it")
+    got = summary(replace(run, verifications=(nothing,) * 3))["verification"]
+    assert (got["status"], got["reason"]) == ("not verified", "there is no memory for it")
+    got = summary(replace(run, verifications=(run.verifications[0], nothing)))["verification"]
+    assert (got["status"], got["trials"], got["trials_not_verified"]) == ("equal", 1, 1)
+    assert got["reason"] == "there is no memory for it"
+    off = replace(run, verifications=(), verification_reason="switched off in the study file")
+    assert summary(off)["verification"]["reason"] == "switched off in the study file"
+
+
+def test_terminal_says_what_was_verified_or_why_not(run):
+    def line(changed):
+        return verification_line(summary(changed)["verification"]).plain
+
+    assert line(run) == (
+        "verification:  within tolerance: 141 of 144 samples of 3 of 3 trials; 930 tokens and 2,100 log-probabilities "
+        "compared"
+    )
+    nothing = VerificationReport("0" * 64, 0, 0, 0.0, 0.3, (), 0, reason="there is no memory for it")
+    assert line(replace(run, verifications=(nothing,))) == "verification:  not verified: there is no memory for it"
+    old = replace(run.verifications[0], num_tokens=0, num_without_tokens=9)
+    assert "tokens of 9 samples not stored, texts compared" in line(replace(run, verifications=(old,)))
 
 
 def shown(table, width=160):

@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom, multinomial
 
-from service.results.statistics import compare, estimate, independent_difference, mean_of, paired_difference
+from service.results.statistics import (
+    bootstrap,
+    compare,
+    correlations,
+    estimate,
+    independent_difference,
+    mean_of,
+    paired_difference,
+)
 from service.types import Estimate
 
 
@@ -194,3 +202,78 @@ def test_compare_holds_values_and_differences_from_the_reference():
     assert got.differences["mean"].ci95[1] < 0
     assert compare("base", 0, row).differences == {}
     assert "mean" not in compare("base", 0, row, reference=best, mean_over=("code",)).differences
+
+
+def test_correlated_means_of_two_tasks_have_zou_and_donners_limits():
+    # The same values twice: as wide as one; of opposite values: no width at all.
+    one = estimate(binary(6, 20))
+    assert mean_of([one, one], correlation=[[1, 1], [1, 1]]).ci95 == pytest.approx(one.ci95)
+    narrow = mean_of([one, one], correlation=[[1, -1], [-1, 1]])
+    assert narrow.ci95 == pytest.approx((0.3, 0.3))
+    # 0.5 between errors of 3 and 4: sqrt(9 + 16 + 2 x 0.5 x 12) / 2.
+    pair = [Estimate(0.0, 3.0, 50, (-3.0, 3.0)), Estimate(0.0, 4.0, 50, (-4.0, 4.0))]
+    got = mean_of(pair, correlation=[[1, 0.5], [0.5, 1]])
+    assert got.ci95 == pytest.approx((-math.sqrt(37) / 2, math.sqrt(37) / 2))
+    assert got.standard_error == pytest.approx(math.sqrt(37) / 2)
+
+
+def test_means_correlate_by_the_documents_that_they_share():
+    first, second = [1.0, 2.0, 3.0, 4.0], [2.0, 1.0, 4.0, 3.0]
+    assert correlations([first, second], ["a", "b"])[0, 1] == 0
+    assert correlations([first, second], ["a", "a"])[0, 1] == pytest.approx(0.6)
+    # Half of the first's documents: 2 of sqrt(4 x 2), correlated by 1.
+    assert correlations([first, [5.0, 6.0]], ["a", "a"])[1, 0] == pytest.approx(2 / math.sqrt(8))
+    # What does not vary may be as correlated as it gets.
+    assert correlations([[1.0, 1.0], [0.0, 1.0]], ["a", "a"])[0, 1] == 1
+
+
+def two_metrics(rng, *, rate, size, agreement):
+    """Two 0/1 metrics of the same documents, such as two filters: the second is drawn anew on some of them."""
+    first = rng.random(size) < rate
+    again = rng.random(size) < 1 - agreement
+    return {"strict": first * 1.0, "flexible": np.where(again, rng.random(size) < rate, first) * 1.0}
+
+
+def coverage(documents, rounds=400):
+    """How often the intervals of the mean and of its paired difference hold the truth."""
+    rng, names = np.random.default_rng(3), ("strict", "flexible")
+    hits = np.zeros(2)
+    for _ in range(rounds):
+        mine, best = (two_metrics(rng, rate=rate, size=300, agreement=0.95) for rate in (0.6, 0.55))
+        row = compare("x", 0, mine, reference=best, mean_over=names, documents=documents)
+        hits += [e.ci95[0] <= truth <= e.ci95[1] for e, truth in ((row.mean, 0.6), (row.differences["mean"], 0.05))]
+    return hits / rounds
+
+
+def test_the_mean_of_two_metrics_of_the_same_documents_covers_95_percent():
+    assert (coverage(None) < 0.9).all()  # as if every document had been seen twice
+    assert ((coverage(dict.fromkeys(("strict", "flexible"), "data")) - 0.95).__abs__() < 0.025).all()
+
+
+def best_of_two(means):
+    return float(np.max(np.concatenate([means[name] for name in sorted(means)])))
+
+
+def test_the_bootstrap_draws_whole_documents_and_repeats_itself():
+    rng = np.random.default_rng(0)
+    values = (rng.random((1, 200)) < 0.6) * 1.0
+
+    def mean(means):
+        return float(np.mean([m[0] for m in means.values()]))
+
+    one = bootstrap(mean, {"a": values}, {"a": "data"}, seed=1)
+    assert one == bootstrap(mean, {"a": values}, {"a": "data"}, seed=1)
+    assert one.standard_error == pytest.approx(float(values.std() / math.sqrt(200)), rel=0.1)
+    twice, apart = (
+        bootstrap(mean, {"a": values, "b": values}, {"a": "data", "b": other}, seed=1) for other in ("data", "other")
+    )
+    assert twice.ci95 == pytest.approx(one.ci95)
+    assert apart.standard_error == pytest.approx(one.standard_error / math.sqrt(2), rel=0.1)
+
+
+def test_the_bootstrap_interval_of_the_best_of_several_covers_the_truth():
+    rng, hits, rounds = np.random.default_rng(5), 0, 60
+    for _ in range(rounds):
+        low, high = bootstrap(best_of_two, {"a": (rng.random((2, 150)) < 0.6) * 1.0}, {"a": "data"}).ci95
+        hits += low <= 0.6 <= high
+    assert hits / rounds > 0.85

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from service.errors import Conflict, NotFound, StaleAttempt
 from service.store import BracketRecord, Store, StudyWriter, schema
-from service.types import ExportRecord, ExportState, Origin, RungRecord, StudyState, TrialRecord, TrialState
+from service.types import EventKind, ExportRecord, ExportState, Origin, RungRecord, StudyState, TrialRecord, TrialState
 from tests.service.resolved import resolved_study
 from workers.types import Evidence, SampleResult, ScoreResult, Split
 
@@ -192,6 +192,15 @@ def test_a_chunk_stores_its_samples_its_evidence_and_its_cost(store: Store, writ
     assert all(getattr(evidence[0], name) == getattr(first.evidence, name) for name in stated)
 
 
+def test_a_sample_keeps_the_tokens_of_its_completions(store: Store, writer: StudyWriter) -> None:
+    writer.add_trial(TRIAL)
+    tokens = (((5, 128_000, 2),), ((), (7,)), None)
+    scored = chunk(range(3))
+    samples = tuple(replace(sample, tokens=each) for sample, each in zip(scored.samples, tokens, strict=True))
+    writer.record_chunk(3, Split.SEARCH, replace(scored, samples=samples))
+    assert store.samples(writer.study_id, RECIPE.digest, Split.SEARCH) == samples
+
+
 def test_holdout_samples_are_kept_apart_and_cost_the_search_nothing(store: Store, writer: StudyWriter) -> None:
     writer.add_trial(replace(TRIAL, state=TrialState.COMPLETE))
     writer.record_chunk(3, Split.SEARCH, chunk(range(2), value=1.0))
@@ -209,6 +218,28 @@ def test_a_sample_stored_once_keeps_its_first_value(store: Store, writer: StudyW
     writer.record_chunk(3, Split.SEARCH, chunk(range(1, 5), value=0.0))
     values = store.sample_values(writer.study_id, Split.SEARCH)[RECIPE.digest]["math"]
     assert values == {0: 1.0, 1: 1.0, 2: 1.0, 3: 0.0, 4: 0.0}
+
+
+def test_a_chunk_written_again_counts_once(store: Store, writer: StudyWriter) -> None:
+    writer.add_trial(TRIAL)
+    writer.record_chunk(3, Split.SEARCH, chunk(range(3)))
+    before = everything(store, writer.study_id)
+    writer.record_chunk(3, Split.SEARCH, chunk(range(3)))
+    assert everything(store, writer.study_id) == before
+    writer.record_chunk(3, Split.SEARCH, chunk(range(1, 5)))  # two of its samples are new
+    (trial,) = store.trials(writer.study_id)
+    assert trial.samples_scored == 5
+    assert [row.num_samples for row in store.evidence(writer.study_id)] == [3, 2]
+
+
+def test_events_and_values_of_some_kinds_and_recipes_are_those(store: Store, writer: StudyWriter) -> None:
+    writer.add_trial(TRIAL)
+    writer.record_chunk(3, Split.SEARCH, chunk(range(2)))
+    writer.add_event(EventKind.HOLDOUT_FAILED, {"trial": 3, "reason": "x"})
+    (event,) = store.events(writer.study_id, kinds=(EventKind.HOLDOUT_FAILED,))
+    assert event.payload == {"trial": 3, "reason": "x"}
+    assert store.sample_values(writer.study_id, Split.SEARCH, recipes=()) == {}
+    assert set(store.sample_values(writer.study_id, Split.SEARCH, recipes=("other", RECIPE.digest))) == {RECIPE.digest}
 
 
 def test_trials_of_the_same_recipe_share_its_samples(store: Store, writer: StudyWriter) -> None:
@@ -290,6 +321,7 @@ def test_everything_that_happens_to_a_trial_is_an_event(store: Store, writer: St
 WRITES: dict[str, Callable[[StudyWriter], None]] = {
     "heartbeat": lambda w: w.heartbeat(wall_clock_s=99.0),
     "set_state": lambda w: w.set_state(StudyState.FAILED, "x"),
+    "set_waiting": lambda w: w.set_waiting("x"),
     "set_document": lambda w: w.set_document({"x": 1}),
     "open_bracket": lambda w: w.open_bracket(BracketRecord(5, 0, 9)),
     "resize_bracket": lambda w: w.resize_bracket(0, 1),
@@ -387,6 +419,71 @@ def test_attempts_count_as_failures_until_a_result_is_stored(store: Store) -> No
     assert store.consecutive_failures(study) == 0
     store.open_attempt(study)
     assert store.consecutive_failures(study) == 1
+
+
+def test_a_stored_chunk_is_a_result_too(store: Store, writer: StudyWriter) -> None:
+    writer.add_trial(TRIAL)
+    for number in range(4):
+        attempt = store.open_attempt(writer.study_id)
+        attempt.record_chunk(3, Split.SEARCH, chunk(range(number, number + 1)))
+        assert store.consecutive_failures(writer.study_id) == 0
+    store.open_attempt(writer.study_id)
+    store.open_attempt(writer.study_id)
+    assert store.consecutive_failures(writer.study_id) == 2
+
+
+def test_drivers_that_wait_are_counted_apart_until_a_result_is_stored(store: Store, writer: StudyWriter) -> None:
+    study = writer.study_id
+    writer.set_waiting("no engine")
+    for expected in (2, 3):
+        store.open_attempt(study).set_waiting("no engine")
+        assert (store.consecutive_failures(study), store.consecutive_waits(study)) == (0, expected)
+    store.open_attempt(study)  # it crashes
+    assert (store.consecutive_failures(study), store.consecutive_waits(study)) == (1, 0)
+    attempt = store.open_attempt(study)
+    attempt.add_trial(TRIAL)
+    attempt.record_chunk(3, Split.SEARCH, chunk(range(3)))
+    assert (store.consecutive_failures(study), store.consecutive_waits(study)) == (0, 0)
+    attempt.set_waiting("no engine")
+    assert (store.consecutive_failures(study), store.consecutive_waits(study)) == (0, 1)
+    record = store.study(study)
+    assert (record.state, record.reason) == (StudyState.STOPPED, "no engine")
+
+
+def test_refused_jobs_count_as_failures_and_resuming_counts_anew(store: Store) -> None:
+    study = store.create_study(name="a", document={}, resolved=RESOLVED).id
+    store.record_submission(study, 1)
+    for expected in (1, 2, 3):
+        store.record_refusal(study, "no")
+        assert store.consecutive_failures(study) == expected
+    assert store.events(study)[-1].payload == {"reason": "no"}
+    store.record_submission(study, 6)
+    store.open_attempt(study, because="giving up").set_state(StudyState.FAILED, "no")
+    assert store.resume(study, reason="again").state is StudyState.STOPPED
+    assert store.consecutive_failures(study) == 0
+
+
+def test_only_what_failed_or_stopped_is_resumed_and_its_driver_goes_on_writing(
+    store: Store, writer: StudyWriter
+) -> None:
+    for state in (StudyState.CREATED, StudyState.RUNNING, StudyState.COMPLETE, StudyState.CANCELLED):
+        writer.set_state(state, "x")
+        before = store.last_event_id(writer.study_id)
+        assert store.resume(writer.study_id, reason="again").state is state
+        assert store.last_event_id(writer.study_id) == before
+    writer.set_waiting("no engine")
+    assert store.resume(writer.study_id, reason="again").reason == "again"
+    writer.set_state(StudyState.RUNNING)
+    with pytest.raises(NotFound):
+        store.resume("nope", reason="again")
+
+
+def test_a_heartbeat_says_when_the_driver_last_got_on(store: Store, writer: StudyWriter) -> None:
+    writer.heartbeat(wall_clock_s=1.0, idle_s=20.0, patience_s=300.0)
+    study = store.study(writer.study_id)
+    assert study.heartbeat_at is not None
+    assert study.progressed_at == pytest.approx(study.heartbeat_at - 20.0)
+    assert study.patience_s == 300.0
 
 
 def test_progress_is_kept_until_it_is_replaced(store: Store, writer: StudyWriter) -> None:

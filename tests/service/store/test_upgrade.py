@@ -22,6 +22,7 @@ from service.errors import Conflict
 from service.store import Store, schema, sql, upgrade
 from tests.mid_rung import write_database
 from tests.service.resolved import resolved_study
+from workers.types import Split
 
 NUM_PROCESSES = 6
 
@@ -94,10 +95,20 @@ def test_an_old_database_keeps_every_row(tmp_path: Path) -> None:
     file = tmp_path / "study.db"
     old_database(file)
     names = list(schema.metadata.tables)
-    before = {name: rows(file, f'SELECT * FROM "{name}"') for name in names}
+    columns = {name: ", ".join(f'"{row[1]}"' for row in rows(file, f'PRAGMA table_info("{name}")')) for name in names}
+    before = {name: rows(file, f'SELECT {columns[name]} FROM "{name}"') for name in names}
     opened(file).close()
-    assert {name: rows(file, f'SELECT * FROM "{name}"') for name in names} == before
+    assert {name: rows(file, f'SELECT {columns[name]} FROM "{name}"') for name in names} == before
     assert before["trials"]
+
+
+def test_samples_of_an_old_database_have_no_tokens(tmp_path: Path) -> None:
+    old_database(tmp_path / "study.db")
+    store = opened(tmp_path / "study.db")
+    (study,) = store.studies()
+    samples = store.samples(study.id, store.trials(study.id)[0].recipe.digest, Split.SEARCH)
+    assert {sample.tokens for sample in samples} == {None}
+    store.close()
 
 
 def test_tables_of_a_creation_that_was_interrupted_are_completed(tmp_path: Path) -> None:
@@ -123,7 +134,10 @@ def test_a_newer_database_is_refused_and_left_as_it_is(damage: str, tmp_path: Pa
     connection.execute(f"UPDATE {damage}")
     connection.commit()
     before = list(connection.iterdump())
-    what = r"(revision 9999, this program reads 0001|version 99, this program reads 2); use the program that wrote it"
+    reads = (
+        f"(revision 9999, this program reads {schema.REVISION}|version 99, this program reads {schema.SCHEMA_VERSION})"
+    )
+    what = rf"{reads}; use the program that wrote it"
     with pytest.raises(Conflict, match=rf"database sqlite:///.*study\.db: schema {what}, or another database"):
         opened(file)
     assert list(connection.iterdump()) == before

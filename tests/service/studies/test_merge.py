@@ -17,7 +17,7 @@ import yaml
 from safetensors.torch import load_file
 
 from service.cli.main import main
-from tests.builders import lora_adapter, with_tokens
+from tests.builders import lora_adapter, opposed_family, with_tokens
 from tests.workers.recipes import arithmetic
 from workers.merging.bank import Bank
 from workers.merging.materialize import merged_tensors
@@ -405,3 +405,38 @@ def test_adapters_without_a_base_are_merged_into_the_model_that_they_are_to(home
         torch.testing.assert_close(merged(home / out)[name], expected, atol=1e-6, rtol=1e-6)
         config = json.loads((home / out / "config.json").read_text())
         assert config["architectures"] == ["Qwen2ForCausalLM"]
+
+
+@pytest.mark.parametrize("filter_wise", [False, True])
+def test_near_the_pole_of_model_stock_a_configuration_has_mergekits_value_and_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], filter_wise: bool
+) -> None:
+    from mergekit.merge_methods.api import merge_tensors as theirs
+
+    family = opposed_family(tmp_path)
+    document = {
+        "models": [{"model": "math"}, {"model": "text"}],
+        "merge_method": "model_stock",
+        "base_model": "base",
+        "parameters": {"filter_wise": filter_wise},
+    }
+    out = tmp_path / "out"
+    assert main(["merge", str(written(tmp_path / "merge.yml", document)), "--out", str(out)]) == 0
+    found, bank = merged(out), Bank(family)
+    for name, tensor in found.items():
+        sources = [bank.get(alias, name) for alias in ("base", "math", "text")]
+        parameters = {"filter_wise": filter_wise}
+        names = ["base", "math", "text"]
+        expected = theirs(sources, "model_stock", parameters=parameters, ids=names, base_index=0)
+        torch.testing.assert_close(tensor, expected, rtol=1e-2, atol=1e-2)
+        assert f"{name}: the ratio of model_stock is -" in caplog.text
+
+    # As a recipe of a search it is refused.
+    recipe = json.loads((out / "recipe.json").read_text())
+    text = json.dumps(recipe).replace('"coefficients": {"unbounded": 1.0}', '"coefficients": {}')
+    assert text != json.dumps(recipe)
+    models = [part for model in family.models for part in ("--model", f"{model.alias}={model.directory}")]
+    message = refused(capsys, written(tmp_path / "recipe.json", text), "--out", tmp_path / "other", *models)
+    assert ": the ratio of model_stock is -" in message
+    assert "; expected -2 to 1: leave out a model, or use another method" in message
+    assert not (tmp_path / "other").exists()

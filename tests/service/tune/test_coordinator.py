@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from search_spaces.fidelity import Scheduler
 from service.errors import StaleAttempt, StudyFailed
+from service.store import Store
 from service.tune.evaluation import Evaluation
 from service.types import EventKind, Origin, TrialState
 from tests.service.tune.harness import (
@@ -21,11 +23,12 @@ from tests.service.tune.harness import (
     drive,
     killer,
     lfs_space,
+    make_plan,
     new_study,
     score,
     trial_list,
 )
-from workers.errors import EvidenceMismatch, MetricFailed
+from workers.errors import EngineUnavailable, EvidenceMismatch, MetricFailed
 from workers.serving.fake import FakeScorer
 from workers.types import ScoreRequest
 
@@ -352,9 +355,9 @@ def test_weights_or_prompts_that_change_under_the_same_digest_stop_the_study(tmp
         coordinator.on_outcome(other, replace(result, evidence=replace(result.evidence, prompts=prompts)))
 
 
-def test_no_engine_fails_the_study_with_the_reason(tmp_path: Path) -> None:
+def test_no_engine_ends_the_attempt_with_the_reason_and_not_the_study(tmp_path: Path) -> None:
     store, study = new_study(tmp_path)
-    with pytest.raises(StudyFailed, match="no engine"):
+    with pytest.raises(EngineUnavailable, match="no engine"):
         drive(coordinator_of(store, study), FakeScorer(unavailable_calls=1))
 
 
@@ -398,6 +401,105 @@ def test_a_limit_ends_the_search_and_a_larger_one_takes_it_up_again(tmp_path: Pa
     assert sum(trial.origin is Origin.SEARCH for trial in trials) == 14
     assert len(trials) > num_before
     assert all(trial.state.is_finished for trial in trials)
+
+
+class OfThree(InlineProposer):
+    """A space of three configurations: the search is soon exhausted."""
+
+    def result(self, *, timeout_s: float) -> dict[str, Any] | None:
+        self._call = {"number": self._call["number"] % 3, "observations": (), "pending": ()}
+        return super().result(timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("step", ["holdout", "rung", "ask"])
+def test_killed_after_an_exhausted_search_it_proposes_no_further_trial(tmp_path: Path, step: str) -> None:
+    def run(name: str, observer: Callable[[str], None] = lambda _: None) -> Store:
+        proposer = OfThree(lfs_space(), seed=1)
+        drive(
+            coordinator_of(*studies[name], proposer=proposer, max_trials=60, observer=observer),
+            FakeScorer(),
+            concurrency=1,
+        )
+        return studies[name][0]
+
+    studies = {}
+    for name in ("calm", "killed"):
+        (tmp_path / name).mkdir()
+        studies[name] = new_study(tmp_path / name)
+    steps: list[str] = []
+    run("calm", steps.append)
+    last = max(index for index, name in enumerate(steps) if name == step)
+    with pytest.raises(Killed):
+        run("killed", killer(last))
+    run("killed")
+    calm, killed = (trial_list(*studies[name]) for name in ("calm", "killed"))
+    assert len(calm) < 60
+    assert killed == calm
+
+
+class OddScorer:
+    """The fake, but one sample of one recipe has another value."""
+
+    def __init__(self, digest: str, value: float, *, position: int = 7) -> None:
+        self._scorer, self._digest, self._value, self._position = FakeScorer(), digest, value, position
+
+    def score(self, request: ScoreRequest) -> Any:
+        result = self._scorer.score(request)
+        if request.recipe.digest != self._digest:
+            return result
+        samples = tuple(
+            replace(s, value=self._value) if (s.objective, s.position) == ("math", self._position) else s
+            for s in result.samples
+        )
+        return replace(result, samples=samples)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scorer, name)
+
+
+def test_a_sample_outside_the_range_is_told_where_it_was_scored(tmp_path: Path) -> None:
+    store, study = new_study(tmp_path)
+    plan = make_plan(study)
+    objectives = (replace(plan.objectives[0], range=(0.0, 1.0)), plan.objectives[1])
+    odd = plan.baselines[1][2].digest
+    drive(coordinator_of(store, study, objectives=objectives), OddScorer(odd, 3.0))
+    events = [event.payload for event in store.events(study) if event.kind == "out_of_range"]
+    told = {(payload["trial"], payload["split"]): payload for payload in events}
+    assert set(told) == {(1, "search"), (1, "holdout")}
+    assert told[1, "search"]["message"].startswith(
+        "objective 'math': exact_match of sample 7 of the search data is 3, outside its range [0, 1]; "
+    )
+    assert store.trial(study, 1).state is TrialState.COMPLETE
+
+
+def test_a_mean_outside_the_default_range_fails_its_trial_with_the_reason(tmp_path: Path) -> None:
+    store, study = new_study(tmp_path)
+    odd = make_plan(study).baselines[1][2].digest
+    drive(coordinator_of(store, study), OddScorer(odd, 400.0))
+    trial = store.trial(study, 1)
+    assert trial.state is TrialState.FAIL
+    assert str(trial.reason).startswith("objective 'math': exact_match=11.")
+    assert "is outside [0, 1]; state where its values lie" in str(trial.reason)
+    assert all(other.state.is_finished for other in store.trials(study))
+
+
+@pytest.mark.parametrize(("value", "error"), [(0.3, None), (1.0, 0.5)])
+def test_a_rung_of_one_sample_has_a_standard_error_only_if_the_metric_is_binary(
+    tmp_path: Path, value: float, error: float | None
+) -> None:
+    store, study = new_study(tmp_path)
+    sizes = tuple(dict.fromkeys(("math", "text"), size) for size in (1, 12, 36))
+    victim = coordinator_of(*new_study_in(tmp_path / "other"), rung_samples=sizes)
+    drive(victim, FakeScorer())
+    odd = next(trial for trial in victim.trials if len(trial.rungs) == 3)
+    drive(coordinator_of(store, study, rung_samples=sizes), OddScorer(odd.recipe.digest, value, position=0))
+    rung = store.trial(study, odd.number).rungs[0]
+    assert (rung.values["math"], rung.standard_errors["math"]) == (value, error)
+
+
+def new_study_in(directory: Path) -> tuple[Store, str]:
+    directory.mkdir()
+    return new_study(directory)
 
 
 def test_holdout_covers_finalists_sources_and_published_on_all_samples(tmp_path: Path) -> None:

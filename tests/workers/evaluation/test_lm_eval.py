@@ -13,7 +13,7 @@ from tests.conftest import write_choices
 from workers.engines.transformers.backend import Reference
 from workers.errors import InvalidModel, InvalidTask
 from workers.evaluation.lm_eval import BackendLM, TaskEvaluator, describe
-from workers.evaluation.prompts import Continuation, Generation, Prompts
+from workers.evaluation.prompts import Completion, Continuation, Generation, Prompts
 from workers.evaluation.tasks import BuiltTask, build_task
 from workers.models.tokenizers import load_tokenizer
 from workers.types import Span, TaskSpec
@@ -27,9 +27,9 @@ class Recorder:
     def __init__(self) -> None:
         self.batches: list[Sequence[Generation | Continuation]] = []
 
-    def generate(self, requests: Sequence[Generation]) -> list[str]:
+    def generate(self, requests: Sequence[Generation]) -> list[Completion]:
         self.batches.append(requests)
-        return [str(len(request.tokens)) for request in requests]
+        return [Completion(str(len(request.tokens)), (len(request.tokens), 2)) for request in requests]
 
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
         self.batches.append(requests)
@@ -121,6 +121,9 @@ def test_spans_are_asked_in_one_batch_and_their_prompts_hashed_in_order(
     scored = evaluation.score([Span("a", sums, 0, 10), Span("b", sums, 10, 30), Span("c", choices, 0, 4)])
     assert [len(batch) for batch in recorder.batches] == [30, 12]
     assert [sample.position for sample in scored.samples] == [*range(30), *range(4)]
+    completions, options = scored.samples[:30], scored.samples[30:]
+    assert [sample.tokens for sample in completions] == [((int(sample.response), 2),) for sample in completions]
+    assert {sample.tokens for sample in options} == {None}
     again = TaskEvaluator(Recorder(), Prompts(llama, OPTIONS))
     assert again.score([Span("a", sums, 0, 10)]).prompts["a"] == scored.prompts["a"]
     assert len(set(scored.prompts.values())) == 3

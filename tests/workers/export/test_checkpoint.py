@@ -22,7 +22,7 @@ from workers.merging.bank import Bank
 from workers.merging.materialize import merged_tensors
 from workers.models.checkpoints import open_checkpoint
 from workers.models.family import open_family
-from workers.models.tokenizers import check_tokenizer
+from workers.models.tokenizers import load_tokenizer
 from workers.types import Family
 
 
@@ -92,7 +92,7 @@ def test_an_export_is_a_whole_model_folder(tied: Bank, tmp_path: Path) -> None:
     base_dir = tied.base.directory
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (out / name).read_bytes() == (base_dir / name).read_bytes()
-    check_tokenizer(out)
+    load_tokenizer(out)
     document = json.loads((out / "recipe.json").read_text())
     assert Recipe.from_json(document) == recipe
     assert (document["digest"], document["dtype"], document["study"]) == (recipe.digest, "bfloat16", "demo")

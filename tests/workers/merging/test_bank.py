@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,9 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from workers.errors import InvalidModel
+from tests.builders import tiny_family
+from tests.conftest import HIDDEN
+from tests.workers.recipes import arithmetic
+from workers.errors import EvidenceMismatch, InvalidModel
 from workers.merging.bank import Bank
-from workers.merging.methods.arithmetic import cosine
+from workers.merging.materialize import merge_into, merged_tensors
+from workers.merging.methods.arithmetic import cosine, inner_products
 from workers.models.checkpoints import open_checkpoint
 from workers.models.family import open_family
 from workers.models.fingerprints import fingerprint
@@ -33,6 +38,16 @@ def changed(family: Family, root: Path, changes: dict[str, torch.Tensor], **conf
         expert, directory=str(copy), fingerprint=fingerprint(open_checkpoint(copy), cache=root / "cache")
     )
     return replace(family, experts=(*family.experts[:-1], replaced))
+
+
+def overwrite(file: Path, *, in_place: bool = True) -> None:
+    """Other weights in a file of the same size: written into it, or as another file of its name."""
+    contents = bytearray(file.read_bytes())
+    contents[-100:] = bytes(100)
+    with file.open("r+b") if in_place else (file.parent / "new").open("wb") as stream:
+        stream.write(contents)
+    if not in_place:
+        (file.parent / "new").replace(file)
 
 
 def test_the_bank_gives_the_stored_tensors_in_their_stored_dtype(untied_family: Family, tmp_path: Path) -> None:
@@ -149,6 +164,50 @@ def test_a_model_that_changed_after_it_was_named_is_refused(untied_family: Famil
         Bank(family, cache=tmp_path / "cache")
 
 
+@pytest.mark.parametrize("placement", ["mapped", "host"])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_model_that_changes_while_the_bank_holds_it_is_refused(
+    untied_family: Family, tmp_path: Path, placement: str, in_place: bool
+) -> None:
+    family = changed(untied_family, tmp_path, {})
+    bank, recipe = Bank(family, placement, cache=tmp_path / "cache"), arithmetic(family, 0.3, 0.5)
+    before = dict(merged_tensors(recipe, bank, torch.float32))
+    file = tmp_path / "changed" / "model.safetensors"
+    overwrite(file, in_place=in_place)
+    places = {name: torch.empty_like(tensor) for name, tensor in before.items()}
+    for merge in (lambda: merged_tensors(recipe, bank, torch.float32), lambda: merge_into(recipe, bank, places)):
+        with pytest.raises(EvidenceMismatch) as caught:
+            merge()
+        assert f"model 'text' has changed since it was opened: {file}: it was modified at " in str(caught.value)
+        assert "restore them, or start a new study" in str(caught.value)
+
+
+def test_a_file_that_was_touched_or_replaced_by_a_copy_has_not_changed(untied_family: Family, tmp_path: Path) -> None:
+    family = changed(untied_family, tmp_path, {})
+    bank, recipe = Bank(family, cache=tmp_path / "cache"), arithmetic(family, 0.3, 0.5)
+    before = dict(merged_tensors(recipe, bank, torch.float32))
+    file = tmp_path / "changed" / "model.safetensors"
+    os.utime(file, ns=(0, 0))
+    bank.sources.check_unchanged()
+    shutil.copy(file, tmp_path / "copy").replace(file)
+    after = dict(merged_tensors(recipe, bank, torch.float32))
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    (tmp_path / "changed" / "config.json").write_text("{}")
+    with pytest.raises(
+        EvidenceMismatch, match=r"changed/config.json: it had \d+ bytes and has 2; expected the contents"
+    ):
+        bank.sources.check_unchanged()
+
+
+def test_a_model_that_is_gone_is_still_held(untied_family: Family, tmp_path: Path) -> None:
+    family = changed(untied_family, tmp_path, {})
+    bank, recipe = Bank(family, cache=tmp_path / "cache"), arithmetic(family, 0.3, 0.5)
+    before = dict(merged_tensors(recipe, bank, torch.float32))
+    (tmp_path / "changed").rename(tmp_path / "elsewhere")
+    after = dict(merged_tensors(recipe, bank, torch.float32))
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
 def test_a_family_that_does_not_fit_together_is_refused(
     untied_family: Family, tied_family: Family, tmp_path: Path
 ) -> None:
@@ -192,6 +251,58 @@ def test_tables_of_magnitudes_are_made_once_and_counted(untied_family: Family, t
         ordered = tau.abs().flatten().sort().values
         assert table is not None
         assert all(table.of_rank(rank, tau) == ordered[-rank] for rank in (1, 77, 4000, tau.numel()))
+
+
+def subsets(family: Family) -> list[list[tuple[str, str]]]:
+    aliases = [expert.alias for expert in family.experts]
+    return [
+        [(alias, NAME) for alias in chosen]
+        for n in range(1, len(aliases) + 1)
+        for chosen in itertools.combinations(aliases, n)
+    ]
+
+
+@pytest.mark.slow  # each number of sources is compiled
+def test_tables_of_many_sets_of_sources_take_no_more_than_their_share_and_are_made_again(tmp_path: Path) -> None:
+    family = tiny_family(tmp_path, hidden=HIDDEN, layers=1, dtype=torch.bfloat16)
+    bank, forgetful = (Bank(family, cache=tmp_path / "cache", keeps_statistics=keeps) for keeps in (True, False))
+    limit, largest = bank.num_bytes // 8, 0
+    aliases = [model.alias for model in family.models]
+    for chosen in [each for count in (1, 2) for each in itertools.permutations(aliases, count)]:
+        for name in [name for name, tensor in bank.base.tensors.items() if len(tensor.shape) == 2]:
+            sources = [(alias, name) for alias in chosen]
+            table, again = (each.variances(sources, ("base", name)) for each in (bank, forgetful))
+            assert table is not None
+            assert again is not None
+            assert table.trim(77) == again.trim(77)
+        largest = max(largest, bank.summary()["statistics_bytes"])
+    assert 0.9 * limit < largest <= limit
+    assert forgetful.summary()["statistics_bytes"] == 0
+
+
+def test_a_table_is_kept_while_it_is_used(untied_family: Family, tmp_path: Path) -> None:
+    bank = Bank(untied_family, cache=tmp_path)
+    one, other = [("math", NAME)], [("text", NAME)]
+    first = bank.variances(one, ("base", NAME))
+    assert first is not None
+    bank._recent.max_bytes = 2 * first.num_bytes
+    bank.variances(other, ("base", NAME))
+    assert bank.variances(one, ("base", NAME)) is first
+    bank.variances([*one, *other], ("base", NAME))
+    assert bank.variances(one, ("base", NAME)) is first, "the other was used less recently"
+    assert bank.summary()["statistics_bytes"] == 2 * first.num_bytes
+
+
+def test_products_of_all_subsets_of_experts_are_those_of_pairs(tmp_path: Path) -> None:
+    family = tiny_family(tmp_path, experts=tuple("abcde"), hidden=HIDDEN, layers=2, dtype=torch.bfloat16)
+    bank = Bank(family, cache=tmp_path / "cache")
+    for base in (None, ("base", NAME)):
+        for chosen in subsets(family):
+            tensors = [bank.get(*source) for source in chosen]
+            expected = inner_products(tensors, None if base is None else bank.get(*base))
+            assert bank.products(chosen, base) == expected
+            assert bank.products(chosen[::-1], base) == [row[::-1] for row in expected][::-1]
+    assert len(bank._products) == 2 * (5 + 10)
 
 
 def test_what_was_computed_on_another_device_is_computed_again(untied_family: Family, tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from search_spaces.errors import InvalidRecipe
 from search_spaces.methods import METHODS
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from tests.benchmarks import bench_memory, merge_family
+from tests.builders import opposed_family
 from tests.workers.merging.methods.examples import EXAMPLES
-from tests.workers.recipes import arithmetic, num_layers, slerp
+from tests.workers.recipes import arithmetic, model_stock, num_layers, slerp
 from workers.errors import InvalidModel
 from workers.merging.bank import Bank
 from workers.merging.kernels import FUSED
@@ -26,6 +27,7 @@ from workers.merging.materialize import (
     plan_tensors,
 )
 from workers.merging.methods.averages import linear
+from workers.merging.methods.plain import PLAIN
 from workers.merging.methods.task_vectors import task_arithmetic, ties
 from workers.types import Family
 
@@ -373,3 +375,28 @@ def test_a_plan_stands_for_its_recipe_and_is_not_made_again(untied: Bank, monkey
     merge_into(plan, untied, written)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("method", ["model_stock", "model_stock_rows"])
+def test_near_the_pole_of_model_stock_the_tensor_is_named_by_every_way(
+    tmp_path: Path, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    family = opposed_family(tmp_path)
+    bank, recipe = Bank(family, cache=tmp_path / "cache"), model_stock(family, method)
+    places = {name: torch.empty(shape) for name, shape in merged_names(recipe, bank).items()}
+    message = r"^model\.\S+: the ratio of model_stock is -\d.*; expected -2 to 1: leave out a model"
+    with pytest.raises(InvalidRecipe, match=message):
+        merge_into(recipe, bank, places)
+    with pytest.raises(InvalidRecipe, match=message):
+        list(merged_tensors(recipe, bank, torch.float32))
+    assert not caplog.text
+
+    kept = model_stock(family, method, unbounded=1)
+    assert kept.digest != recipe.digest
+    merge_into(kept, bank, places)
+    for name, tensor in merged_tensors(kept, bank, torch.float32):
+        taus = [bank.get(alias, name) - bank.get("base", name) for alias in ("math", "text")]
+        expected = PLAIN[method].function(taus, torch.zeros_like(taus[0]), unbounded=True) + bank.get("base", name)
+        assert torch.equal(places[name], tensor)
+        torch.testing.assert_close(tensor, expected, rtol=1e-3, atol=1e-3)
+        assert f"{name}: the ratio of model_stock is -" in caplog.text

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from tests.builders import character_tokenizer
 from workers.errors import InvalidModel
@@ -15,7 +18,7 @@ from workers.models.checkpoints import BY_CONFIG, open_checkpoint
 from workers.models.family import open_family, resolve_family
 from workers.models.fingerprints import content_problems, fingerprint
 from workers.models.hub import locate
-from workers.models.tokenizers import check_tokenizer
+from workers.models.tokenizers import load_tokenizer, stated_directory
 from workers.types import Family
 
 CONFIG = {
@@ -41,6 +44,10 @@ def write(directory: Path, found: dict[str, torch.Tensor] | None = None, **confi
     (directory / "config.json").write_text(json.dumps(CONFIG | config))
     save_file(tensors() if found is None else found, directory / "model.safetensors")
     return directory
+
+
+def records(cache: Path) -> list[Path]:
+    return [file for file in cache.rglob("*") if file.is_file()]
 
 
 def problems_of(call: Callable[[], object]) -> str:
@@ -279,14 +286,14 @@ def test_fingerprint_is_of_the_content_alone(tmp_path: Path) -> None:
     assert fingerprint(open_checkpoint(one), cache=cache) != fingerprint(open_checkpoint(three), cache=cache)
 
 
-def test_fingerprint_remembers_by_size_and_modification_time(tmp_path: Path) -> None:
+def test_fingerprint_remembers_by_size_and_modification_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, model = tmp_path / "cache", write(tmp_path / "model")
     before = fingerprint(open_checkpoint(model), cache=cache)
     assert {file.name for file in model.iterdir()} == {"config.json", "model.safetensors"}
-    for finding in (cache / "findings").iterdir():
-        finding.write_text("0" * 64)  # what a hit looks like
-    assert fingerprint(open_checkpoint(model), cache=cache) != before
-    for finding in (cache / "findings").iterdir():
+    with monkeypatch.context() as patch:
+        patch.setattr("hashlib.file_digest", lambda *_: pytest.fail("read again"))
+        assert fingerprint(open_checkpoint(model), cache=cache) == before
+    for finding in records(cache):
         finding.write_text("nonsense")
     assert fingerprint(open_checkpoint(model), cache=cache) == before
     assert (
@@ -350,34 +357,105 @@ def test_the_contents_are_told_by_tensor_and_only_once(tmp_path: Path) -> None:
     assert content_problems(checkpoint, "2", cache=cache) == (), "what is known of a content is not looked for again"
 
 
-def test_tokenizers_agree_with_their_own_file(untied_family: Family, tied_family: Family) -> None:
+def test_what_a_damaged_record_says_of_the_contents_is_found_again(tmp_path: Path) -> None:
+    found = tensors()
+    found["model.norm.weight"][1] = float("nan")
+    checkpoint, cache = open_checkpoint(write(tmp_path / "bad", found)), tmp_path / "cache"
+    expected = content_problems(checkpoint, "1", cache=cache)
+    assert expected
+    (record,) = records(cache)
+    for size in (0, 10, record.stat().st_size - 1):
+        os.truncate(record, size)
+        assert content_problems(checkpoint, "1", cache=cache) == expected
+
+
+def test_what_a_damaged_record_says_of_a_file_is_found_again(tmp_path: Path) -> None:
+    checkpoint, cache = open_checkpoint(write(tmp_path / "model")), tmp_path / "cache"
+    expected = fingerprint(checkpoint, cache=cache)
+    for record in records(cache):
+        record.write_text("0" * 64)  # a hash, of nothing that is there
+    assert fingerprint(checkpoint, cache=cache) == expected
+
+
+def test_a_file_that_replaces_another_is_read_whatever_its_time(tmp_path: Path) -> None:
+    directory, cache = write(tmp_path / "model"), tmp_path / "cache"
+    before = fingerprint(open_checkpoint(directory), cache=cache)
+    file = directory / "model.safetensors"
+    changed, status = bytearray(file.read_bytes()), file.stat()
+    changed[-1] ^= 1
+    (directory / "new").write_bytes(changed)
+    os.utime(directory / "new", ns=(status.st_atime_ns, status.st_mtime_ns))
+    (directory / "new").replace(file)
+    assert fingerprint(open_checkpoint(directory), cache=cache) != before
+
+
+def stated(directory: Path) -> Any:
+    """The tokenizer as tokenizer.json says it."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(directory / "tokenizer.json"))
+
+
+def test_tokenizers_that_agree_with_their_own_file_are_read_from_the_folder(
+    untied_family: Family, tied_family: Family
+) -> None:
     for family in (untied_family, tied_family):
-        check_tokenizer(family.base.directory)
+        tokenizer = load_tokenizer(family.base.directory)
+        assert stated_directory(family.base.directory, tokenizer) is None
 
 
-def test_a_tokenizer_that_transformers_builds_otherwise_is_refused(tied_family: Family, tmp_path: Path) -> None:
+def test_a_tokenizer_that_transformers_builds_otherwise_encodes_as_its_file_says(
+    tied_family: Family, tmp_path: Path
+) -> None:
     # For a Qwen2 folder transformers builds its own class, under which a character tokenizer loses white space.
     shutil.copy(Path(tied_family.base.directory) / "config.json", tmp_path)
     character_tokenizer().save_pretrained(tmp_path)
-    message = problems_of(lambda: check_tokenizer(tmp_path))
-    assert "(Qwen2Tokenizer) encodes" in message
-    assert "expected the same ids" in message
+    text = "a b\n1 2"
+    expected = stated(tmp_path).encode(text, add_special_tokens=False).ids
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer(text, add_special_tokens=False)["input_ids"] == expected
+    # Programs that choose a class by themselves are given a folder from which they choose this one.
+    made = stated_directory(tmp_path, tokenizer)
+    assert made is not None
+    with made as directory:
+        assert AutoTokenizer.from_pretrained(directory)(text, add_special_tokens=False)["input_ids"] == expected
 
 
-def test_a_tokenizer_that_decodes_otherwise_is_refused(tied_family: Family, tmp_path: Path) -> None:
+def test_a_tokenizer_that_transformers_builds_otherwise_decodes_as_its_file_says(
+    tied_family: Family, tmp_path: Path
+) -> None:
     # Its class restores the byte-level alphabet by itself, whatever decoder the file names.
     for file in Path(tied_family.base.directory).glob("*.json"):
         shutil.copy(file, tmp_path)
     document = json.loads((tmp_path / "tokenizer.json").read_text())
     document["decoder"] = {"type": "Fuse"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
-    message = problems_of(lambda: check_tokenizer(tmp_path))
-    assert "(Qwen2Tokenizer) decodes [" in message
-    assert "] as 'Hello world', tokenizer.json as 'Hello\u0120world'; expected the same text: set model_type" in message
+    ids = stated(tmp_path).encode("Hello world", add_special_tokens=False).ids
+    assert load_tokenizer(tmp_path).decode(ids, clean_up_tokenization_spaces=False) == "Hello\u0120world"
+
+
+def test_a_tokenizer_that_no_class_reads_as_its_file_says_is_refused(
+    tied_family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from workers.models import tokenizers
+
+    load = tokenizers._loaded
+
+    def uppercase(name: str, path: Path) -> Any:
+        tokenizer = load(name, path)
+        encode = type(tokenizer).__call__
+        other = type("Other", (type(tokenizer),), {"__call__": lambda self, text, **o: encode(self, text.upper(), **o)})
+        tokenizer.__class__ = other
+        return tokenizer
+
+    monkeypatch.setattr(tokenizers, "_loaded", uppercase)
+    message = problems_of(lambda: load_tokenizer(tied_family.base.directory))
+    assert "transformers (Other) encodes 'Hello world' as [" in message
+    assert "; expected the same: correct the tokenizer files" in message
 
 
 def test_a_missing_or_broken_tokenizer_is_refused(tied_family: Family, tmp_path: Path) -> None:
     shutil.copy(Path(tied_family.base.directory) / "config.json", tmp_path)
-    assert "no tokenizer; expected one of tokenizer.json, " in problems_of(lambda: check_tokenizer(tmp_path))
+    assert "no tokenizer; expected one of tokenizer.json, " in problems_of(lambda: load_tokenizer(tmp_path))
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
-    assert "its tokenizer cannot be loaded: " in problems_of(lambda: check_tokenizer(tmp_path))
+    assert "no tokenizer can be loaded from it: " in problems_of(lambda: load_tokenizer(tmp_path))

@@ -2,6 +2,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -69,6 +70,19 @@ def test_replica_killed_in_a_chunk_is_replaced_and_the_chunk_scored_again(
     assert result.samples == FakeScorer().score(request(tied_family, 0.5)).samples
     assert result.evidence.replica != f"fake-{process}"
     assert fake.statistics()["processes"] != [process]
+
+
+def test_scorer_tells_that_an_engine_is_being_started(fake: ServeScorer, tied_family: Family) -> None:
+    (process,) = fake.statistics()["processes"]
+    assert not fake.is_starting()
+    os.kill(process, signal.SIGKILL)
+    deadline = time.monotonic() + 60.0
+    while not fake.is_starting():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    fake.score(request(tied_family, 0.5, 1))
+    assert not fake.is_starting()
+    assert not ServeScorer("fake-none").is_starting()
 
 
 def test_replica_that_cannot_start_says_why_and_where_its_log_is(

@@ -1,4 +1,5 @@
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,13 @@ def test_real_replica_of_a_tied_model_is_verified_against_transformers(
         assert report.num_samples == 72
         assert report.num_beyond == 0
         assert report.max_logprob_difference < 1e-3
+        assert (report.num_without_tokens, report.reason) == (0, None)
+        assert report.num_tokens == sum(len(tokens) for sample in samples for tokens in sample.tokens or ()) > 60
+        assert report.num_logprobs > 12 * 3
+    garbage = tuple(replace(s, response="##") if s.objective == "sums" else s for s in samples)
+    assert scorer.verify(recipe, garbage, spans).num_beyond == 60
+    other = scorer.score(ScoreRequest("study", slerp(tied_family, 0.9), spans)).samples
+    assert scorer.verify(recipe, other, spans).num_beyond >= 12, "the options' log-probabilities at least"
     statistics = scorer.statistics()
     assert (statistics["starts"], statistics["replicas"]) == (1, 1)
     assert statistics["swaps"] == len(statistics["swap_s"]) > 5

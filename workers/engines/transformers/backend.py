@@ -5,19 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from search_spaces.recipe import Recipe
 from search_spaces.study.sections import EngineOptions
 from workers.engines.logits import bad_rows, in_words
 from workers.errors import EvidenceMismatch, InvalidTask
-from workers.evaluation.prompts import Continuation, Generation, Prompts
+from workers.evaluation.prompts import Completion, Continuation, Generation, Prompts
 from workers.merging.materialize import merged_tensors
 
 if TYPE_CHECKING:
     from workers.merging.bank import Bank
 
-__all__ = ["ATTENTION", "Reference", "logprobs", "merged_model", "whole_characters"]
+__all__ = [
+    "ATTENTION",
+    "Reference",
+    "choice_gaps",
+    "logprobs",
+    "merged_model",
+    "typical_difference",
+    "whole_characters",
+]
 
 BATCH = 64  # texts at once: bounds memory, not speed
 
@@ -41,16 +50,16 @@ class Reference:
         ).eval()
         self.gaps: dict[tuple[int, ...], list[tuple[str, float]]] = {}
 
-    def generate(self, requests: Sequence[Generation]) -> list[str]:
+    def generate(self, requests: Sequence[Generation]) -> list[Completion]:
         """Greedy. Raises InvalidTask for a request that samples: its random draws cannot be repeated here."""
         if any(request.temperature > 0 for request in requests):
             raise InvalidTask("the task samples at a temperature above 0; only greedy completions can be verified")
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].tokens))
-        texts: dict[int, str] = {}
+        completions: dict[int, Completion] = {}
         for start in range(0, len(order), BATCH):
             batch = order[start : start + BATCH]
-            texts.update(zip(batch, self._generate([requests[i] for i in batch]), strict=True))
-        return [texts[i] for i in range(len(requests))]
+            completions.update(zip(batch, self._generate([requests[i] for i in batch]), strict=True))
+        return [completions[i] for i in range(len(requests))]
 
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
         results = []
@@ -62,12 +71,12 @@ class Reference:
         return results
 
     @torch.inference_mode()
-    def _generate(self, requests: Sequence[Generation]) -> list[str]:
+    def _generate(self, requests: Sequence[Generation]) -> list[Completion]:
         width = max(len(request.tokens) for request in requests)
         # Padding on the left, masked out, so that all texts grow in the same column.
         ids = torch.tensor([[0] * (width - len(r.tokens)) + list(r.tokens) for r in requests])
         mask = torch.tensor([[0] * (width - len(r.tokens)) + [1] * len(r.tokens) for r in requests])
-        completions: list[list[int]] = [[] for _ in requests]
+        chosen: list[list[int]] = [[] for _ in requests]
         steps: list[list[tuple[str, float]]] = [[] for _ in requests]
         texts: list[str | None] = [None] * len(requests)
         cache: Any = None
@@ -82,28 +91,27 @@ class Reference:
             tokens = best.indices[:, 0].tolist()
             for i, request in enumerate(requests):
                 if texts[i] is None:
-                    texts[i] = self._step(request, completions[i], steps[i], tokens[i], gaps[i])
+                    texts[i] = self._step(request, chosen[i], steps[i], tokens[i], gaps[i])
             ids = best.indices[:, :1]
             mask = torch.cat([mask, mask.new_ones(len(requests), 1)], dim=-1)
         for request, step in zip(requests, steps, strict=True):
             self.gaps[request.tokens] = step
-        return [text for text in texts if text is not None]
+        return [Completion(text or "", tuple(ids)) for text, ids in zip(texts, chosen, strict=True)]
 
     def _step(
-        self, request: Generation, completion: list[int], steps: list[tuple[str, float]], token: int, gap: float
+        self, request: Generation, chosen: list[int], steps: list[tuple[str, float]], token: int, gap: float
     ) -> str | None:
         """Append the next token. Returns the final text if that token ends the completion, else None."""
-        if token in self.prompts.stop_token_ids:
-            text = self.prompts.decode(request.tokens, completion)
-            steps.append((text, gap))
-            return whole_characters(text)
-        completion.append(token)
-        text = self.prompts.decode(request.tokens, completion)
+        chosen.append(token)
+        is_end = token in self.prompts.stop_token_ids
+        text = self.prompts.decode(request.tokens, chosen[:-1] if is_end else chosen)
         steps.append((text, gap))
+        if is_end:
+            return whole_characters(text)
         ends = [text.find(stop) for stop in request.stop if stop in text]
         if ends:
             return text[: min(ends)]
-        return whole_characters(text) if len(completion) == request.max_tokens else None
+        return whole_characters(text) if len(chosen) == request.max_tokens else None
 
 
 def merged_model(recipe: Recipe, bank: Bank, *, dtype: str) -> Any:
@@ -132,6 +140,24 @@ def logprobs(model: Any, tokens: Sequence[int]) -> list[float]:
     """The log-probability (natural log) of each token but the first, given those before it."""
     scores = _log_softmax(model, tokens)[:-1]
     return [float(value) for value in scores.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]]
+
+
+@torch.inference_mode()
+def choice_gaps(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
+    """Per token of `completion`: how far its log-probability is below that of the most likely token in its place."""
+    scores = _log_softmax(model, [*prompt, *completion])[len(prompt) - 1 : -1]
+    chosen = scores.gather(-1, torch.tensor(completion)[:, None])[:, 0]
+    return [float(gap) for gap in scores.amax(-1) - chosen]
+
+
+def typical_difference(ours: Sequence[float], theirs: Sequence[float], *, dtype: str) -> float:
+    """How far two lists of log-probabilities are apart: the largest difference in float32, else the root mean square;
+    NaN if one of them is.
+
+    In 16 bits the rounding errors of a whole model, small on average, move single unlikely tokens far.
+    """
+    apart = [0.0 if a == b else abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+    return float(np.max(apart) if dtype == "float32" else np.sqrt(np.mean(np.square(apart))))
 
 
 def whole_characters(text: str) -> str:

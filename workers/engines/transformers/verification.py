@@ -1,7 +1,9 @@
 """Verification: an exported checkpoint, scored again by plain transformers and compared with stored samples.
 
 The checkpoint is what users get, so that a comparison covers everything behind a score: merge, swap, scoring and
-export.
+export. Equal means equal metric values and equal completions, token by token; log-probabilities agree within the
+tolerance for rounding. Completions may part only at a token that transformers finds, within the tolerance, as likely as
+its own.
 """
 
 from __future__ import annotations
@@ -9,19 +11,29 @@ from __future__ import annotations
 import gc
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from search_spaces.study.sections import EngineOptions
 from workers.engines.host_memory import free_host_bytes
-from workers.engines.transformers.backend import Reference, logprobs, whole_characters
+from workers.engines.transformers.backend import Reference, choice_gaps, logprobs, typical_difference, whole_characters
 from workers.errors import InvalidTask
 from workers.evaluation.lm_eval import TaskEvaluator
-from workers.evaluation.prompts import LOGPROB_TOLERANCE, Continuation, Prompts
+from workers.evaluation.prompts import LOGPROB_TOLERANCE, Continuation, Generation, Prompts
 from workers.types import SampleDifference, SampleResult, Span, VerificationReport
 
-__all__ = ["fits_in_memory", "verify"]
+__all__ = ["nothing_to_compare", "texts_to_read", "verify"]
+
+TEXTS_READ = 8  # per objective: prompts with completions whose tokens' log-probabilities are compared
+COPIES = 5  # of the checkpoint, in bytes: an export, and its model in float32
+GIB = 1 << 30
+
+# Stands for an infinite difference, and for NaN: JSON has neither.
+FAR = 1e6
+
+Requests = tuple[Generation | Continuation, ...]
+Tokens = tuple[int, ...]
 
 
 def verify(
@@ -32,81 +44,197 @@ def verify(
     samples: Sequence[SampleResult],
     spans: Sequence[Span],
     dtype: str,
-    engine_logprobs: Mapping[tuple[int, ...], Sequence[float]],
+    engine_logprobs: Mapping[Tokens, Sequence[float]],
     evaluator: TaskEvaluator | None = None,
 ) -> VerificationReport:
     """Score `spans` on the exported checkpoint in `directory` and compare with the stored `samples`.
 
     `evaluator` provides the tokenized requests; without it they are built with the exported tokenizer.
-    `engine_logprobs` maps prompts to the engine's log-probabilities of their tokens but the first. Spans of tasks that
-    sample are skipped. Raises InvalidTask if a sample of a span is not among `samples`.
+    `engine_logprobs` maps texts (`texts_to_read`) to the engine's log-probabilities of their tokens but the first.
+    Spans of tasks that sample are left out. Raises InvalidTask if a sample of a span is not among `samples`, or a text
+    begins with no sample's request.
     """
     reference = Reference(directory, options)
     if evaluator is None:
         evaluator = TaskEvaluator(reference, Prompts(directory, options))
     else:
         evaluator = evaluator.with_backend(reference)
-    greedy = tuple(span for span in spans if evaluator.is_greedy(span.task))
-    known = {(sample.objective, sample.position): sample for sample in samples}
-    scored = evaluator.score(greedy).samples
-    if missing := [s for s in scored if (s.objective, s.position) not in known]:
-        raise InvalidTask(f"verify: no stored sample of {missing[0].objective} at position {missing[0].position}")
+    greedy = [span for span in spans if evaluator.is_greedy(span.task)]
     tasks = {span.objective: span.task for span in greedy}
-    differences: list[SampleDifference] = []
-    for expected in scored:
-        stored = known[expected.objective, expected.position]
-        if stored.value != expected.value:
-            requests = evaluator.requests(tasks[expected.objective], expected.position)
-            differences.append(
-                SampleDifference(
-                    objective=expected.objective,
-                    position=expected.position,
-                    engine=stored.value,
-                    reference=expected.value,
-                    top2_gap=_gap(reference, requests, stored.response, expected.response),
-                )
-            )
-    apart = [
-        abs(ours - theirs)
-        for tokens, values in engine_logprobs.items()
-        for ours, theirs in zip(values, logprobs(reference.model, tokens), strict=True)
-    ]
-    del reference, evaluator
-    gc.collect()
-    tolerance = LOGPROB_TOLERANCE[dtype]
-    return VerificationReport(
+    known = {(sample.objective, sample.position): sample for sample in samples}
+    pairs = []
+    for expected in evaluator.score(greedy).samples:
+        stored = known.get((expected.objective, expected.position))
+        if stored is None:
+            raise InvalidTask(f"verify: no stored sample of {expected.objective} at position {expected.position}")
+        pairs.append(_Pair(stored, expected, evaluator.requests(tasks[expected.objective], expected.position)))
+    comparison = _Comparison(reference, LOGPROB_TOLERANCE[dtype], dtype)
+    comparison.read(pairs, engine_logprobs)
+    differences = tuple(found for pair in pairs if (found := comparison.difference(pair)) is not None)
+    report = VerificationReport(
         recipe_digest=recipe_digest,
-        num_samples=len(scored),
-        num_equal=len(scored) - len(differences),
-        max_logprob_difference=max(apart, default=0.0),
-        tolerance=tolerance,
-        differences=tuple(differences),
-        num_beyond=sum(difference.top2_gap > tolerance for difference in differences),
+        num_samples=len(pairs),
+        num_equal=len(pairs) - len(differences),
+        max_logprob_difference=max(comparison.apart.values(), default=0.0),
+        tolerance=comparison.tolerance,
+        differences=differences,
+        num_beyond=sum(difference.is_beyond for difference in differences),
+        num_tokens=sum(len(tokens) for pair in pairs for tokens in pair.stored.tokens or ()),
+        num_logprobs=comparison.num_logprobs,
+        num_without_tokens=sum(pair.is_completion and pair.stored.tokens is None for pair in pairs),
+        reason=_sampled([span.objective for span in spans if span not in greedy]),
+    )
+    del reference, evaluator, comparison
+    gc.collect()
+    return report
+
+
+def nothing_to_compare(directory: str | Path, evaluator: TaskEvaluator, spans: Sequence[Span]) -> str | None:
+    """Why nothing can be verified; None if something can. `directory` holds a checkpoint of the merge's size."""
+    if not any(evaluator.is_greedy(span.task) for span in spans):
+        return _sampled([span.objective for span in spans])
+    needed = COPIES * sum(file.stat().st_size for file in Path(directory).glob("*.safetensors"))
+    free = free_host_bytes()
+    if needed < free:
+        return None
+    return (
+        f"an export and its model in transformers take {needed / GIB:.1f} GiB of host memory; {free / GIB:.1f} GiB are "
+        "free"
     )
 
 
-def _gap(reference: Reference, requests: Sequence[Any], stored: str, expected: str) -> float:
-    """How close the choice was where the answers differ: near zero, rounding may explain the difference.
+def texts_to_read(
+    evaluator: TaskEvaluator, samples: Iterable[SampleResult], spans: Iterable[Span]
+) -> tuple[Tokens, ...]:
+    """The texts whose log-probabilities are compared token by token: of the first samples of each span that is greedy,
+    a prompt with the option or the stored completion that follows it."""
+    known = {(sample.objective, sample.position): sample for sample in samples}
+    room = evaluator.lm.max_length - 1  # the engine always generates one token
+    texts: dict[Tokens, None] = {}
+    for span in spans:
+        if evaluator.is_greedy(span.task):
+            for position in range(span.start, min(span.stop, span.start + TEXTS_READ)):
+                (request, *_) = evaluator.requests(span.task, position)
+                stored = known.get((span.objective, position))
+                completion = stored.tokens[0] if stored is not None and stored.tokens else ()
+                texts[(*request.tokens, *completion)[:room]] = None
+    return tuple(texts)
 
-    For completions: the gap between the two largest log-probabilities at the first token that differs. For scored
-    options: the largest difference between the engine's and the reference's log-probability of an option, divided by
-    the square root of the number of its tokens, because rounding errors add up over them.
-    """
-    if isinstance(requests[0], Continuation):
-        answers = zip(requests, json.loads(stored), json.loads(expected), strict=True)
-        apart = (
-            abs(ours - theirs) / math.sqrt(max(1, len(request.tokens) - request.num_context))
-            for request, ours, theirs in answers
+
+@dataclass(frozen=True)
+class _Pair:
+    """A sample as the engine's answer was `stored`, as transformers is `expected` to answer, and what was asked."""
+
+    stored: SampleResult
+    expected: SampleResult
+    requests: Requests
+
+    @property
+    def is_completion(self) -> bool:
+        return isinstance(self.requests[0], Generation)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.stored.objective, self.stored.position
+
+
+class _Comparison:
+    """Compares samples. `apart` has, by sample, how far its log-probabilities are apart (`typical_difference`);
+    `num_logprobs` counts them."""
+
+    def __init__(self, reference: Reference, tolerance: float, dtype: str) -> None:
+        self.reference = reference
+        self.tolerance = tolerance
+        self.apart: dict[tuple[str, int], float] = {}
+        self.num_logprobs = 0
+        self._dtype = dtype
+
+    def read(self, pairs: Sequence[_Pair], engine_logprobs: Mapping[Tokens, Sequence[float]]) -> None:
+        """Compare the log-probabilities of texts' tokens, and those of all options."""
+        for text, values in engine_logprobs.items():
+            self._add(_pair_of(text, pairs), values, logprobs(self.reference.model, text))
+        for pair in pairs:
+            if not pair.is_completion:
+                # Rounding errors add up over the tokens of an option, as their root.
+                roots = [math.sqrt(len(r.tokens) - r.num_context) for r in pair.requests if isinstance(r, Continuation)]
+                stored, expected = (json.loads(sample.response) for sample in (pair.stored, pair.expected))
+                self._add(
+                    pair,
+                    [value / root for value, root in zip(stored, roots, strict=True)],
+                    [value / root for value, root in zip(expected, roots, strict=True)],
+                )
+
+    def _add(self, pair: _Pair, ours: Sequence[float], theirs: Sequence[float]) -> None:
+        apart = _finite(typical_difference(ours, theirs, dtype=self._dtype))
+        self.apart[pair.key] = max(self.apart.get(pair.key, 0.0), apart)
+        self.num_logprobs += len(ours)
+
+    def difference(self, pair: _Pair) -> SampleDifference | None:
+        """How the two answers differ, or None. `read` must have been called."""
+        apart = self.apart.get(pair.key, 0.0)
+        is_apart = apart > self.tolerance
+        parting = self._parting(pair) if pair.is_completion else None
+        if parting is not None:
+            what, gap = parting
+            has_equal_tokens = what == "text" and pair.stored.tokens is not None  # which no rounding decodes otherwise
+            is_beyond = is_apart or gap > self.tolerance or has_equal_tokens
+        elif is_apart:
+            what, gap, is_beyond = "log-probabilities", apart, True
+        elif pair.stored.value != pair.expected.value:
+            # Options whose log-probabilities agree to rounding may change places; equal completions have equal values.
+            what, gap, is_beyond = "value", apart, pair.is_completion
+        else:
+            return None
+        return SampleDifference(
+            objective=pair.stored.objective,
+            position=pair.stored.position,
+            engine=pair.stored.value,
+            reference=pair.expected.value,
+            top2_gap=gap,
+            what=what,
+            is_beyond=is_beyond,
         )
-        return float(max(apart))
-    steps = reference.gaps[requests[0].tokens]
-    for text, gap in steps:
-        if not stored.startswith(whole_characters(text)):
-            return gap
-    return steps[-1][1]
+
+    def _parting(self, pair: _Pair) -> tuple[str, float] | None:
+        """What of the completions differs, and by how much the reference preferred its own; None if they are equal."""
+        completions = zip(pair.requests, pair.stored.tokens or (), pair.expected.tokens or (), strict=False)
+        for request, ours, theirs in completions:
+            if any(a != b for a, b in zip(ours, theirs, strict=False)):
+                return "tokens", self._choice_gap(request.tokens, ours)
+        if _legible(pair.stored.response) != _legible(pair.expected.response):
+            return "text", self._gap_of_text(pair)
+        return None
+
+    def _choice_gap(self, prompt: Tokens, completion: Tokens) -> float:
+        """How far the completion is from one that transformers might have chosen, each token after those before it."""
+        if max(completion) >= self.reference.model.get_input_embeddings().num_embeddings:
+            return FAR
+        return _finite(max(choice_gaps(self.reference.model, prompt, completion)))
+
+    def _gap_of_text(self, pair: _Pair) -> float:
+        """The gap between the two best log-probabilities at the first token that the stored text does not have."""
+        steps = self.reference.gaps[pair.requests[0].tokens]
+        gaps = (gap for text, gap in steps if not pair.stored.response.startswith(whole_characters(text)))
+        return next(gaps, steps[-1][1])
 
 
-def fits_in_memory(directory: str | Path) -> bool:
-    """Whether an export of the checkpoint and its float32 model fit into the host memory that is free now."""
-    size = sum(file.stat().st_size for file in Path(directory).glob("*.safetensors"))
-    return bool(5 * size < free_host_bytes())
+def _pair_of(text: Tokens, pairs: Iterable[_Pair]) -> _Pair:
+    for pair in pairs:
+        if any(text[: len(request.tokens)] == request.tokens for request in pair.requests):
+            return pair
+    raise InvalidTask(f"verify: log-probabilities of a text of {len(text)} tokens that begins with no sample's request")
+
+
+def _finite(difference: float) -> float:
+    return difference if difference <= FAR else FAR
+
+
+def _legible(text: str) -> str:
+    """Without what stands for incomplete characters: how many there are depends on how a text is decoded."""
+    return text.replace("\ufffd", "")
+
+
+def _sampled(objectives: Sequence[str]) -> str | None:
+    if not objectives:
+        return None
+    return f"completions drawn at a temperature above 0 cannot be repeated: {', '.join(objectives)}"

@@ -5,11 +5,10 @@ A wrong swap gives wrong scores without any error; this comparison is what catch
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from search_spaces.recipe import Recipe
-from workers.engines.transformers.backend import logprobs, merged_model
+from workers.engines.transformers.backend import logprobs, merged_model, typical_difference
 from workers.engines.vllm.worker_extension import family_to_json, open_bank
 from workers.errors import EvidenceMismatch
 from workers.evaluation.prompts import LOGPROB_TOLERANCE
@@ -40,12 +39,3 @@ def compare_with_transformers(
             f"{difference:.3g}; at most {LOGPROB_TOLERANCE[dtype]} is rounding in {dtype}"
         )
     return difference
-
-
-def typical_difference(ours: Sequence[float], theirs: Sequence[float], *, dtype: str) -> float:
-    """How far two lists of log-probabilities are apart: the largest difference in float32, else the root mean square.
-
-    In 16 bits the rounding errors of a whole model, small on average, move single unlikely tokens far.
-    """
-    apart = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
-    return max(apart) if dtype == "float32" else math.sqrt(sum(value * value for value in apart) / len(apart))

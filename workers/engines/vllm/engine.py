@@ -36,9 +36,10 @@ from workers.engines.vllm.memory import (
     memory_requirements,
 )
 from workers.errors import EngineUnavailable, EvidenceMismatch, InvalidModel, TrialFailed
-from workers.evaluation.prompts import Continuation, Generation, Prompts
+from workers.evaluation.prompts import Completion, Continuation, Generation, Prompts
 from workers.models.config import read_config
 from workers.models.family import open_sources
+from workers.models.tokenizers import stated_directory
 from workers.types import Family
 
 __all__ = ["Engine", "SwapReport", "base_recipe"]
@@ -192,14 +193,8 @@ class Engine:
 
     def _tokenizer_directory(self) -> str:
         """The directory of the tokenizer for vLLM: the model's, or a copy that names the class which `prompts` uses."""
-        from transformers import AutoTokenizer
-
-        tokenizer = self.prompts.tokenizer
-        if type(AutoTokenizer.from_pretrained(self.prompts.directory)) is type(tokenizer):
-            return self.prompts.directory
-        self._new_tokenizer = tempfile.TemporaryDirectory(prefix="mergesearch-tokenizer-")
-        tokenizer.save_pretrained(self._new_tokenizer.name)
-        return self._new_tokenizer.name
+        self._new_tokenizer = stated_directory(self.prompts.directory, self.prompts.tokenizer)
+        return self._new_tokenizer.name if self._new_tokenizer else self.prompts.directory
 
     @property
     def held_digest(self) -> str | None:
@@ -228,7 +223,8 @@ class Engine:
     def swap(self, recipe: Recipe, *, check: bool = False) -> SwapReport:
         """Hold `recipe`; does nothing if the engine already holds it. `check` compares with transformers afterwards.
 
-        Raises TrialFailed if the merge cannot be computed, EvidenceMismatch if the engine does not hold it afterwards.
+        Raises TrialFailed if the merge cannot be computed, EvidenceMismatch if files of the sources have changed or the
+        engine does not hold it afterwards.
         """
         try:
             is_new = self.held_digest != recipe.digest
@@ -243,6 +239,8 @@ class Engine:
             state = self._call("mergesearch_apply", json.dumps(recipe.to_json()))
             if "refused" in state:
                 raise TrialFailed(f"the merge cannot be computed: {state['refused']}")
+            if "changed" in state:
+                raise EvidenceMismatch(state["changed"])
             self._state = state
             started = time.perf_counter()
             # vLLM never resets it, and blocks of earlier weights give wrong scores.
@@ -277,7 +275,7 @@ class Engine:
             return None
         return canary.compare_with_transformers(logprobs, recipe, self.family, prompt=prompt, dtype=self.dtype)
 
-    def generate(self, requests: Sequence[Generation]) -> list[str]:
+    def generate(self, requests: Sequence[Generation]) -> list[Completion]:
         """One batch. Raises TrialFailed if the model's logits were NaN or infinite at any step."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -302,7 +300,7 @@ class Engine:
             return known[key]
 
         outputs = self._run([request.tokens for request in requests], [parameters(request) for request in requests])
-        return [str(output.outputs[0].text) for output in outputs]
+        return [Completion(str(output.outputs[0].text), tuple(output.outputs[0].token_ids)) for output in outputs]
 
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
         """One batch. Raises TrialFailed if the model's logits were NaN or infinite at any step."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workers.errors import EngineUnavailable
+from workers.merging.recent import statistics_bytes
 from workers.models.family import ResolvedFamily
 from workers.models.headers import DTYPE_BYTES
 from workers.types import Placement
@@ -39,7 +40,7 @@ ACTIVATION_BYTES = 2 << 30
 # that swapping from host memory costs less; below FEW_TEXTS even swapping from mapped files does.
 TEXT_TOKENS = 512
 MANY_TEXTS, FEW_TEXTS = 128, 16
-# The largest share of the free host memory for all copies of a bank on a machine.
+# The largest share of the free host memory for all copies of a bank on a machine, with their statistics.
 HOST_SHARE = 0.5
 
 
@@ -49,7 +50,8 @@ class MemoryRequirements:
     `weights`, keys and values of one token (`kv_token`), and `scratch` for merging the largest tensor.
 
     `weights` and `kv_token` are one rank's part; every rank merges whole tensors. `ranks` is the number of GPUs of an
-    engine, `max_length` the tokens of the longest text.
+    engine, `max_length` the tokens of the longest text. `statistics` of the sources are in host memory, wherever the
+    sources are.
     """
 
     bank: int
@@ -58,6 +60,7 @@ class MemoryRequirements:
     scratch: int
     max_length: int
     ranks: int = 1
+    statistics: int = 0
 
     def engine(self, num_texts: int) -> int:
         """Bytes of an engine that serves `num_texts` texts at once."""
@@ -92,7 +95,7 @@ def divide_memory(
         )
     room = usable - needs.scratch
     left = room - needs.bank
-    in_host = copies * needs.bank <= HOST_SHARE * host_free
+    in_host = copies * (needs.bank + needs.statistics) <= HOST_SHARE * host_free
     off_gpu = (Placement.HOST, Placement.MAPPED) if in_host else (Placement.MAPPED,)
     sizes = f"{needs.bank / GB:.1f} GB of sources"
     if left >= needs.engine(MANY_TEXTS if in_host else FEW_TEXTS):
@@ -128,6 +131,7 @@ def memory_requirements(
         scratch=max(operands, default=0),
         max_length=max_length,
         ranks=ranks,
+        statistics=statistics_bytes(sources),
     )
 
 

@@ -77,11 +77,8 @@ class CapabilityProbe:
         return f"engine/3 {versions} {json.dumps(config, sort_keys=True)}"
 
     def _known(self, key: str) -> dict[str, Any] | None:
-        try:
-            found = json.loads(cached(key, cache=self._cache) or "null")
-        except ValueError:
-            return None
-        return found if isinstance(found, dict) else None
+        found = cached(key, cache=self._cache)
+        return None if found is None else dict(json.loads(found))
 
     def _start(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="mergesearch-probe-", ignore_cleanup_errors=True)

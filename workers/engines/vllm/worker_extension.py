@@ -19,6 +19,7 @@ from workers.engines.logits import bad_rows
 from workers.engines.vllm.checksum import checksum, combined, word_sum
 from workers.engines.vllm.loading import LoadObserver, Place
 from workers.engines.vllm.plugin import PACK
+from workers.errors import EvidenceMismatch
 from workers.types import Family, ModelSource, Placement
 
 if TYPE_CHECKING:
@@ -100,8 +101,9 @@ class MergeExtension:
 
         Tensors that the held merge computes in the same way are not written again. Returns {digest, swaps, checksum,
         tensors_written, materialise_s, repack_s, swap_s (packing included), bank (its summary)}. During the writing,
-        and if it fails, no digest is held. For a recipe that cannot be merged the result has the reason, {refused}:
-        with several ranks an exception would lose its class on the way.
+        and if it fails, no digest is held. For a recipe that cannot be merged the result has the reason, {refused}, and
+        where files of the sources have changed, {changed}: with several ranks an exception would lose its class on the
+        way.
         """
         try:
             recipe = Recipe.from_json(json.loads(recipe_json))
@@ -116,6 +118,8 @@ class MergeExtension:
             return self._mergesearch_write(recipe)
         except InvalidRecipe as error:
             return {**self.mergesearch_held(), "refused": str(error)}
+        except EvidenceMismatch as error:
+            return {**self.mergesearch_held(), "changed": str(error)}
 
     def _mergesearch_write(self, recipe: Recipe) -> dict[str, Any]:
         from workers.merging.materialize import computations, merge_into, merged_tensors, plan_tensors
@@ -158,6 +162,7 @@ class MergeExtension:
             _derive(model, dtype)
             sums |= {name: word_sum(parameter) for name, parameter in rewritten.items()}
             total = combined(parameters, sums)
+        bank.sources.check_unchanged()  # a file may have changed while it was read
         self._mergesearch_computations, self._mergesearch_sums = wanted, sums
         self._mergesearch_swaps += 1
         self._mergesearch_digest = recipe.digest

@@ -4,6 +4,7 @@ a pair. Equation numbers are those of "Automated Model Merging", section A.2.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ __all__ = [
     "slerp_weights",
 ]
 
+log = logging.getLogger(__name__)
+
 # Beyond this |cos| SLERP interpolates straight, see `slerp`. The value is the customary one.
 COLLINEAR = 0.9995
 # NuSLERP is linear only beyond this, where line and circle are equal in float32, see `nuslerp`.
@@ -64,6 +67,8 @@ NO_MEAN = 1e-7
 KARCHER_STEPS, KARCHER_TOLERANCE = 10, 1e-5
 # Below this denominator 1 + (N - 1) cos Model Stock has no finite ratio: the result is the base.
 SINGULAR = 1e-6
+# What rounding may add to a ratio at the ends of its range.
+STOCK_ROUNDING = 1e-6
 
 
 @merges("passthrough")
@@ -180,10 +185,11 @@ def multislerp_weights(weights: Sequence[float], products: Products) -> list[flo
     units = [share / (size + MULTISLERP_EPSILON) for share, size in zip(shares, norms, strict=True)]
     size = _length(units, products)
     if size < NO_MEAN:
-        if len(products) == 2 or max(norms) == 0:
+        counting = [norm for norm, share in zip(norms, shares, strict=True) if share != 0]
+        if len(counting) <= 2 or max(counting) == 0:
             return shares
         raise InvalidRecipe(
-            f"multislerp: the directions of {len(products)} tensors cancel with weights {tuple(weights)}: there is no "
+            f"multislerp: the directions of {len(counting)} tensors cancel with weights {tuple(weights)}: there is no "
             "mean direction; use other weights or another method"
         )
     length = math.fsum(share * size for share, size in zip(shares, norms, strict=True))
@@ -256,35 +262,45 @@ def karcher_weights(weights: Sequence[float], products: Products) -> list[float]
 
 @merges("model_stock")
 def model_stock(
-    tensors: Sequence[torch.Tensor], base: torch.Tensor, *, products: Products | None = None
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    *,
+    unbounded: bool = False,
+    products: Products | None = None,
+    name: str = "",
 ) -> torch.Tensor:
     """Model Stock (arXiv:2403.19522), of N models: theta_pre + t * (mean of the task vectors),
     t = N cos / (1 + (N - 1) cos), cos the mean cosine between task vectors of this tensor.
 
     A task vector of norm at most 1e-8 counts as orthogonal to the others. If the denominator vanishes the result is
-    the base.
+    the base. Near that pole t is large: raises InvalidRecipe, naming the tensor, if t is not from -N to 1. At -N the
+    result is as far from the base as models at equal distances are. With `unbounded` there is a warning instead.
     """
     taus = [tensor - base for tensor in tensors]
-    return weighted_sum(taus, model_stock_weights(products or inner_products(taus))).add_(base)
+    weights = model_stock_weights(products or inner_products(taus), unbounded=unbounded, name=name)
+    return weighted_sum(taus, weights).add_(base)
 
 
-def model_stock_weights(products: Products) -> list[float]:
+def model_stock_weights(products: Products, *, unbounded: bool = False, name: str = "") -> list[float]:
     """The factor of each task vector in `model_stock`, from their inner products."""
     count = len(products)
     cosines = [cosine_of(products, i, j) for i in range(count) for j in range(i + 1, count)]
-    ratio = _stock_ratio(torch.tensor([math.fsum(cosines) / len(cosines)], dtype=torch.float64), count)
+    mean = torch.tensor([math.fsum(cosines) / len(cosines)], dtype=torch.float64)
+    ratio = _stock_ratio(mean, count, unbounded=unbounded, name=name)
     return [float(ratio) / count] * count
 
 
 @merges("model_stock_rows")
-def model_stock_rows(tensors: Sequence[torch.Tensor], base: torch.Tensor) -> torch.Tensor:
+def model_stock_rows(
+    tensors: Sequence[torch.Tensor], base: torch.Tensor, *, unbounded: bool = False, name: str = ""
+) -> torch.Tensor:
     """`model_stock` with a ratio for each row (mergekit: `filter_wise: true`)."""
     taus = [tensor - base for tensor in tensors]
     pairs = [(taus[i], taus[j]) for i in range(len(taus)) for j in range(i + 1, len(taus))]
     cosines = row_cosines(*pairs[0])
     for pair in pairs[1:]:
         cosines = cosines + row_cosines(*pair)
-    ratio = _stock_ratio(cosines / len(pairs), len(taus))
+    ratio = _stock_ratio(cosines / len(pairs), len(taus), unbounded=unbounded, name=name)
     return weighted_sum(taus, [1 / len(taus)] * len(taus)).mul_(ratio.float()).add_(base)
 
 
@@ -383,7 +399,18 @@ def _circle_weights(t: float, cos: float, straight_beyond: float) -> tuple[float
     return math.sin((1 - t) * omega) / math.sin(omega), math.sin(t * omega) / math.sin(omega)
 
 
-def _stock_ratio(cosines: torch.Tensor, num_models: int) -> torch.Tensor:
+def _stock_ratio(cosines: torch.Tensor, num_models: int, *, unbounded: bool, name: str) -> torch.Tensor:
     denominator = 1 + (num_models - 1) * cosines
     is_singular = denominator.abs() < SINGULAR
-    return torch.where(is_singular, 0, num_models * cosines / torch.where(is_singular, 1, denominator))
+    ratio = torch.where(is_singular, 0, num_models * cosines / torch.where(is_singular, 1, denominator))
+    is_outside = (ratio < -num_models - STOCK_ROUNDING) | (ratio > 1 + STOCK_ROUNDING)
+    if is_outside.any():
+        worst = int(torch.where(is_outside, ratio.abs(), 0).argmax())
+        problem = (
+            f"{name or 'a tensor'}: the ratio of model_stock is {float(ratio.flatten()[worst]):.4g}, at a mean cosine "
+            f"of {float(cosines.flatten()[worst]):.4g} between the task vectors of {num_models} models"
+        )
+        if not unbounded:
+            raise InvalidRecipe(f"{problem}; expected -{num_models} to 1: leave out a model, or use another method")
+        log.warning("%s; beyond -%d to 1 it is further from the base than the models are", problem, num_models)
+    return ratio

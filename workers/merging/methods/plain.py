@@ -2,7 +2,8 @@
 
 A function receives the tensors, the base if its method needs one, and its coefficients by name, in the plural if they
 are one per source (`lambdas`, but `lambda_`); `keys` if it draws masks. Statistics that it has parameters for (`cos`,
-`importance`, `magnitudes`, `products`, `ranks`, `variances`) are passed where they are known.
+`importance`, `magnitudes`, `products`, `ranks`, `variances`) are passed where they are known, and the tensor's `name`
+to those that have messages about it.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class Operands:
     importance: Importance | None = None
     variances: MagnitudeTable | None = None
     ranks: tuple[torch.Tensor, ...] | None = None
+    name: str = ""
 
     def in_float32(self) -> Operands:
         """The same operands in float32, if they are in other dtypes."""
@@ -60,11 +62,13 @@ class Operands:
 
 @dataclass(frozen=True)
 class PlainMethod:
-    """A declared method with the function that computes it; `uses` are the statistics that the function takes."""
+    """A declared method with the function that computes it; `uses` are the statistics that the function takes;
+    `is_told_name`: it takes the tensor's name."""
 
     declared: MergeMethod
     function: Callable[..., torch.Tensor]
     uses: frozenset[Statistic]
+    is_told_name: bool
 
     @property
     def name(self) -> str:
@@ -78,6 +82,8 @@ class PlainMethod:
             arguments["keys"] = operands.keys
         for statistic in self.uses:
             arguments[_parameter(statistic)] = getattr(operands, statistic)
+        if self.is_told_name:
+            arguments["name"] = operands.name
         if not self.declared.needs_base:
             return self.function(operands.tensors, **arguments)
         assert operands.base is not None, f"{self.name} was given no base"
@@ -114,7 +120,7 @@ def _plain_methods() -> Iterator[PlainMethod]:
     for name, declared in METHODS.items():
         parameters = inspect.signature(FUNCTIONS[name]).parameters
         uses = (statistic for statistic in get_args(Statistic) if _parameter(statistic) in parameters)
-        yield PlainMethod(declared, FUNCTIONS[name], frozenset(uses))
+        yield PlainMethod(declared, FUNCTIONS[name], frozenset(uses), "name" in parameters)
 
 
 PLAIN: Mapping[str, PlainMethod] = {method.name: method for method in _plain_methods()}

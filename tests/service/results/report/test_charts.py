@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from service.results.report.charts import Bar, Interval, Legend, Plot, Scale, forest, legend, nice_scale, stacked_bar
@@ -30,6 +30,7 @@ def test_scale_stays_within_its_bounds():
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20))
+@example([0.0, 5e-324])
 def test_scale_holds_every_value_and_few_ticks(values):
     scale = nice_scale(values)
     slack = 1e-6 * scale.step

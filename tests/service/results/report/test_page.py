@@ -98,6 +98,15 @@ def test_history_draws_every_rung_of_every_trial(run, page):
 
 def test_verification_failures_and_engine_are_told(run, page):
     assert "141 of 144 samples are equal" in page.text
+    assert "930 tokens of completions were compared, and 2,100 log-probabilities" in page.text
+    nothing = replace(
+        run.verifications[0], num_samples=0, num_equal=0, differences=(), reason="there is no memory for it"
+    )
+    text = Page(render_report(replace(run, verifications=(nothing,)))).text
+    assert "Not verified: there is no memory for it." in text
+    assert "are equal" not in text
+    text = Page(render_report(replace(run, verifications=(run.verifications[0], nothing)))).text
+    assert "Not verified: 1 of 2 trials: there is no memory for it." in text
     assert page.text.count("NaN in the logits of objective 'math', sample 3; <merge diverged>") == 3
     assert "recipe swaps" in page.text
     assert "87%" in page.text
@@ -127,7 +136,7 @@ def test_every_stage_of_a_run_can_be_rendered(run):
     searching = replace(run, holdout=(), verifications=(), trials=run.trials[:20])
     text = Page(render_report(searching)).text
     assert "No held-out stage yet" in text
-    assert "Not verified" in text
+    assert "Not verified: nothing was scored again by plain transformers." in text
 
 
 def test_one_objective_gets_bars_instead_of_a_front():

@@ -15,23 +15,27 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from search_spaces.errors import InvalidStudy
+from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.fidelity import Bracket
 from search_spaces.study.file import Study, parse_study
 from search_spaces.study.sections import EngineOptions
 from service.studies.dry_run import check
 from service.studies.merge import check_merge
 from service.studies.preflight.examine import ExpectedSamples, PreflightResult, examine
+from service.studies.preflight.models import check_models
 from service.studies.preflight.resources import ENGINE_OVERHEAD_BYTES
 from service.types import Origin, ResolvedStudy
-from tests.builders import lora_adapter, tiny_family, with_tokens
+from tests.builders import character_tokenizer, lora_adapter, tiny_family, tiny_qwen2, with_tokens
 from tests.conftest import HIDDEN, write_choices
 from tests.layouts import LAYOUTS, layout_family
 from workers.cache import CACHE_VARIABLE
 from workers.engines.vllm.support import CapabilityProbe
+from workers.errors import InvalidModel
+from workers.evaluation.prompts import Prompts
 from workers.evaluation.tasks import content_hash
 from workers.merging.bank import Bank
 from workers.merging.materialize import check_recipe
+from workers.models.family import locate_family
 from workers.types import Family
 
 SIZES = {"sums": 40, "words": 38}
@@ -319,6 +323,15 @@ def test_a_cache_of_ranks_takes_two_bytes_for_each_parameter_of_each_expert(root
     assert ranks.memory.engine_bytes - plain.memory.engine_bytes == 2 * 2 * plain.num_parameters
 
 
+@pytest.mark.parametrize("method", ["sce", "sce_mergekit", "arcee_fusion"])
+def test_tables_of_several_experts_take_an_eighth_of_the_sources(root: Path, method: str) -> None:
+    plain, tables = (
+        examine(study_of(root, search_space={"kind": "lfs", "layer_groups": 2, "methods": methods}))
+        for methods in (["linear"], ["linear", method])
+    )
+    assert tables.memory.engine_bytes - plain.memory.engine_bytes == bank_bytes(root) // 8
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="several replicas need as many GPUs")
 def test_replicas_share_the_bank(root: Path) -> None:
     memory = examine(study_of(root, engine={"replicas": 3, "max_model_len": 64}), available_bytes=2**40).memory
@@ -450,6 +463,28 @@ def test_a_study_of_models_with_other_tokens_has_the_vocabulary_that_it_names(ro
         InvalidStudy, match=r"models.tokenizer: code is not a model of the study; give base, union, math, tools"
     ):
         study_of(root, models={**models, "tokenizer": "code"})
+
+
+def test_a_tokenizer_is_refused_only_where_an_engine_would_refuse_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under the class that transformers chooses for a Qwen2 a tokenizer of characters loses white space."""
+    tiny_family(tmp_path, build=tiny_qwen2, experts=("math", "text"))
+    character_tokenizer().save_pretrained(tmp_path / "base")
+    study = study_of(tmp_path, objectives=[objective("sums", "sums")], holdout=[])
+    located = locate_family(study.models.base, study.models.experts)
+    problems: list[Problem] = []
+    sources = check_models(located, study, problems)
+    assert problems == []
+    assert sources is not None
+    assert "the tokenizer is used as tokenizer.json says" in caplog.text
+    prompts = Prompts(sources.result_dir, study.engine.options)
+    assert prompts.decode([], prompts.encode("a b\n1 2", special_tokens=False)) == "a b\n1 2"
+    (tmp_path / "base" / "tokenizer.json").write_text("{}")
+    assert check_models(located, study, problems) is None
+    assert "no tokenizer can be loaded from it" in problems[0].message
+    with pytest.raises(InvalidModel, match="no tokenizer can be loaded from it"):
+        _ = Prompts(sources.result_dir, study.engine.options).tokenizer
 
 
 def test_the_printed_plan_says_how_vllm_runs_models_that_it_has_no_code_for(

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -5,9 +6,9 @@ import torch
 
 from search_spaces.study.sections import EngineOptions
 from tests.builders import tiny_llama
-from workers.engines.transformers.backend import Reference, logprobs
+from workers.engines.transformers.backend import Reference, choice_gaps, logprobs
 from workers.errors import EvidenceMismatch, InvalidTask
-from workers.evaluation.prompts import Continuation, Generation
+from workers.evaluation.prompts import Completion, Continuation, Generation
 
 OPTIONS = EngineOptions(max_model_len=128)
 
@@ -21,13 +22,41 @@ def test_completions_are_those_of_transformers_own_generate(reference: Reference
     texts = [f"{i}" * (1 + i % 7) + "=" for i in range(20)]
     requests = [Generation(tuple(reference.prompts.encode(text)), 12, ("7", "Zq")) for text in texts]
     ours = reference.generate(requests)
-    for request, text in zip(requests, ours, strict=True):
+    for request, completion in zip(requests, ours, strict=True):
         ids = torch.tensor([request.tokens])
         generated = reference.model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=2, pad_token_id=0)
-        completion = [token for token in generated[0, ids.shape[1] :].tolist() if token != 2]
-        assert text == reference.prompts.tokenizer.decode(completion).split("7")[0].split("Zq")[0]
-    assert any(ours)
-    assert len({len(text) for text in ours}) > 1, "some stopped early, some did not"
+        tokens = generated[0, ids.shape[1] :].tolist()
+        text = reference.prompts.tokenizer.decode([token for token in tokens if token != 2])
+        assert completion.text == text.split("7")[0].split("Zq")[0]
+        assert list(completion.tokens) == tokens[: len(completion.tokens)]
+    assert any(completion.text for completion in ours)
+    assert len({len(completion.text) for completion in ours}) > 1, "some stopped early, some did not"
+
+
+def test_tokens_of_a_completion_include_the_one_that_ends_it(reference: Reference) -> None:
+    request = Generation(tuple(reference.prompts.encode("12+30=")), 12)
+    (whole,) = reference.generate([request])
+    assert len(whole.tokens) == 12
+    stop = whole.text[5]
+    (stopped,) = reference.generate([replace(request, stop=(stop,))])
+    assert stopped.text == whole.text.split(stop)[0]
+    texts = [reference.prompts.decode(request.tokens, whole.tokens[:n]) for n in range(13)]
+    num_tokens = next(n for n, text in enumerate(texts) if stop in text)
+    assert stopped.tokens == whole.tokens[:num_tokens]
+    ending = Reference(reference.prompts.directory, OPTIONS)
+    ending.prompts.__dict__["stop_token_ids"] = (whole.tokens[0],)
+    assert ending.generate([request]) == [Completion("", whole.tokens[:1])]
+
+
+def test_gaps_say_how_far_each_token_is_from_the_best(reference: Reference) -> None:
+    request = Generation(tuple(reference.prompts.encode("12+30=")), 4)
+    (completion,) = reference.generate([request])
+    assert choice_gaps(reference.model, request.tokens, completion.tokens) == pytest.approx([0.0] * 4, abs=1e-5)
+    scores = reference.model(input_ids=torch.tensor([request.tokens])).logits[0, -1].log_softmax(-1)
+    (best, second), (_, other) = scores.topk(2)
+    (gap, *_) = choice_gaps(reference.model, request.tokens, (int(other), *completion.tokens[1:]))
+    assert gap == pytest.approx((best - second).item(), abs=1e-5)
+    assert gap == pytest.approx(reference.gaps[request.tokens][0][1], abs=1e-5)
 
 
 def test_loglikelihood_is_the_sum_over_the_scored_tokens(reference: Reference) -> None:

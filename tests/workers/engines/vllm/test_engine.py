@@ -90,13 +90,13 @@ def test_exported_tensors_are_bit_for_bit_what_the_engine_holds(
 
 def test_cached_prefixes_do_not_outlive_a_swap(engine: Engine, untied_family: Family, tmp_path: Path) -> None:
     request = Generation(tuple(engine.prompts.encode("a b" * 60)), 16)  # longer than a cache block: it would be reused
-    texts = []
+    completions = []
     for weight in (0.2, 1.5):
         recipe = arithmetic(untied_family, weight, 0.1)
         engine.swap(recipe)
-        texts.append(engine.generate([request])[0])
-    assert [texts[1]] == Reference(exported(engine, recipe, tmp_path / "b"), OPTIONS).generate([request])
-    assert texts[0] != texts[1]
+        completions.append(engine.generate([request])[0])
+    assert [completions[1]] == Reference(exported(engine, recipe, tmp_path / "b"), OPTIONS).generate([request])
+    assert completions[0].text != completions[1].text
 
 
 def test_stored_samples_are_what_transformers_gives_on_the_export(
@@ -125,6 +125,7 @@ def test_stored_samples_are_what_transformers_gives_on_the_export(
     assert report.num_samples == 412
     assert report.num_equal >= 0.995 * 412
     assert report.num_beyond == 0
+    assert report.num_without_tokens == 0
 
 
 def test_candidate_with_nan_logits_fails_and_leaves_no_trace(

@@ -98,6 +98,13 @@ def test_every_gpu_of_a_machine_may_bring_a_copy_into_host_memory() -> None:
     )
 
 
+def test_statistics_are_in_host_memory_beside_the_sources() -> None:
+    needs = four(LLAMA_2_7B)
+    host = 2 * (needs.bank + 3 * GB)
+    assert "host" in divided(replace(needs, statistics=3 * GB), A100, host=host).placements
+    assert "host" not in divided(replace(needs, statistics=3 * GB + 1), A100, host=host).placements
+
+
 def test_a_rank_of_several_has_its_part_of_the_weights_and_all_sources() -> None:
     one, two = four(MISTRAL_7B), four(MISTRAL_7B, ranks=2)
     assert (two.weights, two.kv_token, two.bank, two.scratch) == (
@@ -130,8 +137,19 @@ def test_needs_are_those_of_the_files(untied_family: Family, tmp_path: Path) -> 
     models = len(untied_family.models)
     largest = max(tensor.num_bytes for tensor in bank.base.tensors.values())
     assert needs == MemoryRequirements(
-        bank.num_bytes, bank.num_bytes // models, needs.kv_token, (models + 1) * largest, 64
+        bank.num_bytes,
+        bank.num_bytes // models,
+        needs.kv_token,
+        (models + 1) * largest,
+        64,
+        statistics=needs.statistics,
     )
+    # Statistics of one expert have 9 bytes for 128 elements, and one more place for each tensor.
+    sources = [expert.alias for expert in untied_family.experts]
+    for name in bank.base.tensors:
+        bank.magnitudes([(alias, name) for alias in sources], ("base", name))
+    made = bank.summary()["statistics_bytes"] - 20 * len(sources) * len(bank.base.tensors)
+    assert made <= needs.statistics - bank.num_bytes // 8 <= 1.2 * made
     assert needs.kv_token == kv_token_bytes(config, "float32") // 2
     assert (
         memory_requirements(open_sources(untied_family), config=config, dtype="float32", max_length=64, ranks=2).weights

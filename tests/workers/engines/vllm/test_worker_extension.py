@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +16,14 @@ import pytest
 import torch
 
 from search_spaces.recipe import Merge, Recipe, Source
-from tests.workers.recipes import arithmetic, slerp
+from tests.builders import opposed_family
+from tests.conftest import OPTIONS
+from tests.workers.recipes import arithmetic, model_stock, slerp
 from workers.engines.vllm.checksum import checksum
 from workers.engines.vllm.engine import Engine, base_recipe
 from workers.engines.vllm.worker_extension import MergeExtension, family_to_json, open_bank
-from workers.errors import TrialFailed
+from workers.errors import EvidenceMismatch, TrialFailed
+from workers.evaluation.prompts import Prompts
 from workers.merging.bank import Bank
 from workers.merging.materialize import merged_tensors
 from workers.types import Family
@@ -139,6 +144,81 @@ def test_a_recipe_that_cannot_be_merged_writes_nothing(extension: Extension, tie
     assert extension.mergesearch_held()["digest"] is None
     assert extension.apply(first)["tensors_written"] == 0
     assert holds(extension, first, tied_family)
+
+
+@pytest.fixture
+def own_family(tied_family: Family, tmp_path: Path) -> Family:
+    """A copy of the family whose files a test may change."""
+    copies = {
+        model.alias: str(shutil.copytree(model.directory, tmp_path / model.alias)) for model in tied_family.models
+    }
+    base, *experts = (replace(model, directory=copies[model.alias]) for model in tied_family.models)
+    return replace(tied_family, base=base, experts=tuple(experts))
+
+
+def overwrite(family: Family) -> Path:
+    """Write other weights of the same size into the file of the last expert."""
+    file = Path(family.experts[-1].directory) / "model.safetensors"
+    contents = file.read_bytes()
+    with file.open("r+b") as stream:
+        stream.write(contents[:-100] + bytes(100))
+    return file
+
+
+def engine_of(extension: Extension, family: Family) -> Engine:
+    """An engine whose vLLM is `extension`, called as it is through `collective_rpc`."""
+
+    def call(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        return [getattr(extension, method)(*args, **kwargs)]
+
+    engine = object.__new__(Engine)
+    vllm = SimpleNamespace(has_unfinished_requests=lambda: False)
+    engine._llm = SimpleNamespace(collective_rpc=call, llm_engine=vllm, reset_prefix_cache=lambda: True)
+    engine.family, engine.prompts, engine.swap_s = family, Prompts(family.base.directory, OPTIONS), []
+    return engine
+
+
+def test_sources_that_were_overwritten_are_not_scored_but_stop_the_study(own_family: Family) -> None:
+    extension = Extension(own_family)
+    engine, recipes = engine_of(extension, own_family), [arithmetic(own_family, n, 0.5) for n in (0.3, 0.4)]
+    engine.swap(recipes[0])
+    assert engine.held_digest == recipes[0].digest
+    file = overwrite(own_family)
+    for _ in range(2):
+        with pytest.raises(
+            EvidenceMismatch, match=f"model 'text' has changed since it was opened: {file}: it was modif"
+        ):
+            engine.swap(recipes[1])
+        assert engine.held_digest is None
+
+
+def test_sources_that_are_overwritten_during_a_swap_are_not_held(
+    own_family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extension = Extension(own_family)
+    load = extension.load_weights
+
+    def loaded(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        written = load(weights)
+        overwrite(own_family)
+        return written
+
+    monkeypatch.setattr(extension.model_runner.get_model(), "load_weights", loaded)
+    answer = extension.apply(arithmetic(own_family, 0.3, 0.5))
+    assert "model 'text' has changed" in answer.get("changed", "")
+    assert extension.mergesearch_held()["digest"] is None
+    assert extension.apply(arithmetic(own_family, 0.3, 0.5))["digest"] is None
+
+
+def test_a_ratio_of_model_stock_near_its_pole_fails_the_candidate(tmp_path: Path) -> None:
+    family = opposed_family(tmp_path)
+    engine = engine_of(Extension(family), family)
+    with pytest.raises(TrialFailed) as caught:
+        engine.swap(model_stock(family))
+    assert str(caught.value).startswith("the merge cannot be computed: model.")
+    assert "; expected -2 to 1: leave out a model, or use another method" in str(caught.value)
+    engine.swap(base_recipe(family))
+    assert engine.held_digest == base_recipe(family).digest
 
 
 def test_parameters_that_a_merge_does_not_reach_are_an_error(extension: Extension, tied_family: Family) -> None:

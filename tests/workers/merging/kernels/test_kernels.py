@@ -17,18 +17,11 @@ from workers.merging import masks
 from workers.merging.kernels import FUSED, for_each, is_fused, merge_stored, reductions, rules
 from workers.merging.kernels import cpu as kernels
 from workers.merging.kernels.sorting import ascending_importances, ascending_magnitudes, ascending_variances
-from workers.merging.methods.arithmetic import num_kept, total
+from workers.merging.methods.arithmetic import cosine_of, num_kept, total
 from workers.merging.methods.competition import variance
 from workers.merging.methods.plain import PLAIN, Operands
 from workers.merging.order_statistics import SPACING
-from workers.merging.statistics import (
-    cosine,
-    importance_of,
-    inner_products,
-    magnitude_table,
-    row_ranks,
-    variance_table,
-)
+from workers.merging.statistics import importance_of, inner_products, magnitude_table, row_ranks, variance_table
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 LAMBDAS = (0.3, -0.2, 0.7, 0.11, 0.6, 0.05, 0.9, 0.4)
@@ -125,7 +118,8 @@ def operands(shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], seed: int 
 def with_statistics(tensors: tuple[torch.Tensor, ...], base: torch.Tensor) -> Operands:
     tables = tuple(magnitude_table(tensor, base) for tensor in tensors)
     keys = tuple(masks.mask_key(3, f"m{i}", "weight") for i in range(len(tensors)))
-    cos, importance = (cosine(*tensors), importance_of(*tensors)) if len(tensors) == 2 else (None, None)
+    is_pair = len(tensors) == 2
+    cos, importance = (cosine_of(inner_products(tensors), 0, 1), importance_of(*tensors)) if is_pair else (None, None)
     variances = variance_table(tensors, base)
     ranks = tuple(row_ranks(tensor, base) for tensor in tensors)
     return Operands(tensors, base, cos, tables, keys, importance=importance, variances=variances, ranks=ranks)

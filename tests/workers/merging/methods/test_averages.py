@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -130,6 +131,33 @@ def test_model_stock_keeps_the_base_where_the_ratio_has_no_value() -> None:
     base = torch.zeros(2)
     first = tensor([1.0, 0.0])
     assert torch.equal(averages.model_stock([first, -first], base), base)  # 1 + cos = 0
+
+
+@pytest.mark.parametrize("method", [averages.model_stock, averages.model_stock_rows])
+def test_model_stock_near_its_pole_is_refused_or_kept_with_a_warning(
+    method: Callable[..., torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    base = torch.zeros(2)
+    experts = [tensor([1.0, 0.0]), tensor([-0.99, math.sqrt(1 - 0.99**2)])]
+    problem = "w: the ratio of model_stock is -198, at a mean cosine of -0.99 between the task vectors of 2 models"
+    with pytest.raises(InvalidRecipe, match=f"^{problem}; expected -2 to 1: leave out a model, or use another method$"):
+        method(experts, base, name="w")
+    assert not caplog.text
+    kept = method(experts, base, unbounded=True, name="w")
+    torch.testing.assert_close(kept, -198 * (experts[0] + experts[1]) / 2, rtol=1e-4, atol=1e-4)
+    assert f"{problem}; beyond -2 to 1 it is further from the base than the models are" in caplog.text
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_the_range_of_model_stock_ends_where_the_merge_is_as_far_from_the_base_as_the_models(count: int) -> None:
+    # N unit vectors whose cosines are all -1/N: their Gram matrix is its Cholesky factor times that factor's transpose.
+    gram = torch.full((count, count), -1 / count, dtype=torch.float64).fill_diagonal_(1)
+    base, experts = torch.zeros(count), list(torch.linalg.cholesky(gram).float())
+    merged = averages.model_stock(experts, base)
+    assert float(merged.norm()) == pytest.approx(1, abs=1e-5)
+    gram = torch.full((count, count), -1 / count - 1e-3, dtype=torch.float64).fill_diagonal_(1)
+    with pytest.raises(InvalidRecipe, match=rf"^a tensor: the ratio of model_stock is -\d.*; expected -{count} to 1"):
+        averages.model_stock(list(torch.linalg.cholesky(gram).float()), base)
 
 
 def test_model_stock_by_rows_has_a_ratio_for_each() -> None:

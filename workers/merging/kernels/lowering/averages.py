@@ -71,7 +71,8 @@ def _karcher(merge: Merge, stored: Operands) -> Rule:
 
 @fuses("model_stock", is_on_cuda=True)
 def _model_stock(merge: Merge, stored: Operands) -> Rule:
-    return TaskSum(tuple(model_stock_weights(products(stored))))
+    unbounded = bool(merge.number("unbounded"))
+    return TaskSum(tuple(model_stock_weights(products(stored), unbounded=unbounded, name=stored.name)))
 
 
 class Nearswap(NamedTuple):

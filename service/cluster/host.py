@@ -1,0 +1,88 @@
+"""The server's own Ray: the process of `local_ray` that it starts, finds again, restarts and stops."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from service.cluster.local_ray import HOST_FILE, read_host, stop_processes
+
+__all__ = ["Host"]
+
+logger = logging.getLogger(__name__)
+
+
+class Host:
+    """The server's own Ray on this machine: a process of `service.cluster.local_ray`, restarted if it dies."""
+
+    def __init__(self, data_dir: Path, dashboard_host: str, dashboard_port: int | None) -> None:
+        self._data_dir = data_dir
+        self._arguments = ["--dashboard-host", dashboard_host]
+        if dashboard_port is not None:
+            self._arguments += ["--dashboard-port", str(dashboard_port)]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._failures = 0
+        self._started_at = 0.0
+
+    @property
+    def address(self) -> str | None:
+        record = read_host(self._data_dir)
+        return record.address if record is not None else None
+
+    @property
+    def dashboard_url(self) -> str | None:
+        record = read_host(self._data_dir)
+        return record.dashboard_url if record is not None else None
+
+    def not_ready(self) -> str | None:
+        """Start Ray if it is not running. Returns why it is not ready yet."""
+        record = read_host(self._data_dir)
+        started = self._process.pid if self._process is not None else None
+        if record is not None and record.is_alive() and started in (None, record.process):
+            self._failures = 0
+            return None
+        if self._process is not None and self._process.poll() is None:
+            return "Ray is being started"
+        log_file = self._data_dir / "ray_host.log"
+        if self._process is not None:
+            self._failures += 1
+            wait_s = min(2.0**self._failures, 60.0) - (time.monotonic() - self._started_at)
+            if wait_s > 0:
+                self._failures -= 1
+                return f"Ray ended and is started again in {wait_s:.0f} s; its log is {log_file}"
+        if record is not None:
+            logger.warning("Ray (process %d) is gone; starting it again", record.process)
+            stop_processes(record)
+            (self._data_dir / HOST_FILE).unlink(missing_ok=True)
+        self._started_at = time.monotonic()
+        with log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "service.cluster.local_ray", str(self._data_dir), *self._arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C goes to the server, which stops Ray when it shuts down
+            )
+        return "Ray is being started"
+
+    def stop(self) -> None:
+        import psutil
+
+        record = read_host(self._data_dir)
+        processes = [record.process] if record is not None and record.is_alive() else []
+        if self._process is not None and self._process.poll() is None:
+            processes.append(self._process.pid)
+        for number in set(processes):
+            try:
+                process = psutil.Process(number)
+                process.terminate()
+                process.wait(timeout=20)
+            except psutil.TimeoutExpired:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        if record is not None:
+            stop_processes(record)

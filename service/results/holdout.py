@@ -1,0 +1,225 @@
+"""The held-out stage: its rows, what selection cost, and the hypervolume there, from the values of single samples."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from search_spaces.objectives import Objective, hypervolume
+from service.results.selection import accuracy_objectives, best_trial, costs_of_values, finalists, held_out
+from service.results.statistics import (
+    bootstrap,
+    compare,
+    correlations,
+    estimate,
+    independent_difference,
+    mean_of,
+    paired_difference,
+)
+from service.types import Comparison, Estimate, Origin, TrialRecord
+from workers.types import Split
+
+__all__ = ["FrontVolume", "HeldOut", "Samples", "Scored", "held_out_results"]
+
+# The values of one recipe's samples by objective, in the order of their positions.
+Samples = Mapping[str, NDArray[np.float64]]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What was scored on one split: samples by recipe digest, and the data of each objective.
+
+    Objectives with equal `documents` were scored on the same documents, position by position."""
+
+    samples: Mapping[str, Samples] = field(default_factory=dict)
+    documents: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FrontVolume:
+    """The hypervolume of the finalists `trials` on holdout data, and that of the same trials on search data."""
+
+    holdout: Estimate
+    search: float
+    trials: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The results of the held-out stage.
+
+    `rows` hold every finalist, source and published recipe that was scored, with differences "this row minus
+    `reference`": the best trial, or where that failed the next finalist. `failures` are (trial, reason).
+
+    `selection_bias` and `split_difference` are by objective and, under "mean", of the mean of the accuracy objectives.
+    Their sum is the best trial's value on search data minus its value on holdout data. `split_difference` is the same
+    of the baselines' mean, which nothing selected: how much easier the search data are. `selection_bias` is the rest:
+    how much of the best trial's lead over the baselines is lost on holdout data. Both are empty without baselines.
+    """
+
+    rows: tuple[Comparison, ...] = ()
+    reference: int | None = None
+    failures: tuple[tuple[int, str], ...] = ()
+    selection_bias: Mapping[str, Estimate] = field(default_factory=dict)
+    split_difference: Mapping[str, Estimate] = field(default_factory=dict)
+    volume: FrontVolume | None = None
+
+
+def held_out_results(
+    trials: Sequence[TrialRecord],
+    objectives: Sequence[Objective],
+    *,
+    search: Scored,
+    holdout: Scored,
+    failures: Mapping[int, str] | None = None,
+    seed: int = 0,
+) -> HeldOut:
+    """The results of the stage; without rows until the best trial has been scored there or has failed.
+
+    `search` needs the samples of best trial and baselines only; `failures` are the reasons of trials that failed on
+    holdout data.
+    """
+    rows = _complete(held_out(trials, objectives), holdout.samples, [objective.name for objective in objectives])
+    failed = {number: reason for number, reason in (failures or {}).items() if number not in rows}
+    reference = next((trial.number for trial in finalists(trials, objectives) if trial.number not in failed), None)
+    if not rows or (reference is not None and reference not in rows):
+        return HeldOut(failures=tuple(sorted(failed.items())))
+    bounds = _bounds(objectives, rows.values())
+    labels = {trial.number: trial.label for trial in trials}
+    bias, difference = _selection_bias(trials, objectives, rows, search=search, holdout=holdout)
+    return HeldOut(
+        rows=tuple(
+            compare(
+                labels[number],
+                number,
+                samples,
+                reference=None if reference is None else rows[reference],
+                mean_over=accuracy_objectives(objectives),
+                documents=holdout.documents,
+                bounds=bounds,
+            )
+            for number, samples in rows.items()
+        ),
+        reference=reference,
+        failures=tuple(sorted(failed.items())),
+        selection_bias=bias,
+        split_difference=difference,
+        volume=_front_volume(trials, objectives, rows, documents=holdout.documents, seed=seed),
+    )
+
+
+def _complete(
+    trials: Iterable[TrialRecord], samples: Mapping[str, Samples], names: Sequence[str]
+) -> dict[int, Samples]:
+    """The samples of those trials that have as many as any of them: the others are not scored yet, or failed."""
+    found = {}
+    for trial in trials:
+        if of_recipe := samples.get(trial.recipe.digest):
+            found[trial.number] = {name: of_recipe[name] for name in names if name in of_recipe}
+    most: dict[str, int] = {}
+    for of_trial in found.values():
+        for name, values in of_trial.items():
+            most[name] = max(most.get(name, 0), len(values))
+    return {number: values for number, values in found.items() if {n: len(v) for n, v in values.items()} == most}
+
+
+def _bounds(objectives: Sequence[Objective], samples: Collection[Samples]) -> dict[str, tuple[float, float]]:
+    """The range of each objective, unless a sample is outside it: then no bound is known.
+
+    Single samples have no interval without bounds: then they are a range's width beyond the values seen."""
+    found = {}
+    for objective in objectives:
+        values = [of_recipe[objective.name] for of_recipe in samples if objective.name in of_recipe]
+        low = min([objective.bounds[0], *(float(array.min()) for array in values)])
+        high = max([objective.bounds[1], *(float(array.max()) for array in values)])
+        if (low, high) == objective.bounds:
+            found[objective.name] = (low, high)
+        elif any(len(array) == 1 for array in values):
+            found[objective.name] = (2 * low - high, 2 * high - low)
+    return found
+
+
+def _selection_bias(
+    trials: Sequence[TrialRecord],
+    objectives: Sequence[Objective],
+    rows: Mapping[int, Samples],
+    *,
+    search: Scored,
+    holdout: Scored,
+) -> tuple[dict[str, Estimate], dict[str, Estimate]]:
+    """`selection_bias` and `split_difference` of `HeldOut`.
+
+    The best trial's lead over the mean of the baselines is taken sample by sample on each split, so that what makes a
+    sample easy for all of them cancels."""
+    best = best_trial(trials, objectives)
+    if best is None or best.number not in rows:
+        return {}, {}
+    baselines = [
+        trial
+        for trial in trials
+        if trial.number in rows
+        and trial.origin in (Origin.SOURCE, Origin.PUBLISHED)
+        and trial.recipe.digest != best.recipe.digest
+    ]
+    digests = [best.recipe.digest, *(trial.recipe.digest for trial in baselines)]
+    names = list(rows[best.number])
+    sizes = {digest: [len(search.samples.get(digest, {}).get(name, ())) for name in names] for digest in digests}
+    if not baselines or any(size != sizes[digests[0]] or not all(size) for size in sizes.values()):
+        return {}, {}
+    lead: dict[Split, dict[str, Estimate]] = {}
+    level: dict[Split, dict[str, Estimate]] = {}
+    averaged = accuracy_objectives(objectives)
+    for split, scored in ((Split.SEARCH, search), (Split.HOLDOUT, holdout)):
+        bounds = _bounds(objectives, [scored.samples[digest] for digest in digests])
+        own = {name: scored.samples[digests[0]][name] for name in names}
+        others = {name: np.mean([scored.samples[digest][name] for digest in digests[1:]], axis=0) for name in names}
+        leads = {name: paired_difference(own[name], others[name], bounds=bounds.get(name)) for name in names}
+        levels = {name: estimate(others[name], bounds=bounds.get(name)) for name in names}
+        minus = {name: own[name] - others[name] for name in names}
+        lead[split] = _with_mean(leads, minus, averaged, scored.documents)
+        level[split] = _with_mean(levels, others, averaged, scored.documents)
+    return _between(lead), _between(level)
+
+
+def _with_mean(
+    estimates: Mapping[str, Estimate], samples: Samples, averaged: Collection[str], documents: Mapping[str, str]
+) -> dict[str, Estimate]:
+    names = [name for name in averaged if name in estimates]
+    if not names:
+        return dict(estimates)
+    correlation = correlations([samples[name] for name in names], [documents.get(name, name) for name in names])
+    return {**estimates, "mean": mean_of([estimates[name] for name in names], correlation=correlation)}
+
+
+def _between(by_split: Mapping[Split, Mapping[str, Estimate]]) -> dict[str, Estimate]:
+    """Search minus holdout: other samples, so no pairing."""
+    search, holdout = by_split[Split.SEARCH], by_split[Split.HOLDOUT]
+    return {name: independent_difference(search[name], holdout[name]) for name in search}
+
+
+def _front_volume(
+    trials: Sequence[TrialRecord],
+    objectives: Sequence[Objective],
+    rows: Mapping[int, Samples],
+    *,
+    documents: Mapping[str, str],
+    seed: int,
+) -> FrontVolume | None:
+    final = [trial for trial in finalists(trials, objectives) if trial.number in rows]
+    names = [objective.name for objective in objectives]
+    if not final or any(set(rows[trial.number]) != set(names) for trial in final):
+        return None
+
+    def volume(means: Mapping[str, NDArray[np.float64]]) -> float:
+        candidates = [dict(zip(names, values, strict=True)) for values in zip(*(means[n] for n in names), strict=True)]
+        return hypervolume([costs_of_values(values, objectives) for values in candidates])
+
+    samples = {name: np.stack([rows[trial.number][name] for trial in final]) for name in names}
+    return FrontVolume(
+        holdout=bootstrap(volume, samples, {name: documents.get(name, name) for name in names}, seed=seed),
+        search=hypervolume([costs_of_values(trial.values, objectives) for trial in final]),
+        trials=tuple(trial.number for trial in final),
+    )

@@ -1,0 +1,58 @@
+"""Samples whose value is outside their objective's range. They count as they are, not clipped, and results say so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from search_spaces.objectives import Objective
+from workers.types import Split
+
+__all__ = ["OutOfRange", "out_of_range"]
+
+# Rounding of a metric's arithmetic, as a share of the range.
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class OutOfRange:
+    """That a trial has samples of an objective outside its range on one split; `message` describes the first one."""
+
+    trial: int
+    objective: str
+    split: str
+    message: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The payload of the event."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, payload: Mapping[str, Any]) -> Self:
+        return cls(payload["trial"], payload["objective"], payload["split"], payload["message"])
+
+
+def out_of_range(
+    trial: int, objectives: Sequence[Objective], split: Split, values: Mapping[str, Iterable[tuple[int, float]]]
+) -> tuple[OutOfRange, ...]:
+    """The objectives of which `values`, (position, value) of a trial's samples by objective, leave the range."""
+    found = []
+    for objective in objectives:
+        low, high = objective.bounds
+        room = TOLERANCE * (high - low)
+        for position, value in values.get(objective.name, ()):
+            if not low - room <= value <= high + room:
+                found.append(OutOfRange(trial, objective.name, str(split), _message(objective, split, position, value)))
+                break
+    return tuple(found)
+
+
+def _message(objective: Objective, split: Split, position: int, value: float) -> str:
+    low, high = objective.bounds
+    kind = "range" if objective.range is not None else "default range"
+    return (
+        f"objective {objective.name!r}: {objective.metric} of sample {position} of the {split} data is {value:g}, "
+        f"outside its {kind} [{low:g}, {high:g}]; values are not clipped, and intervals assume no bounds. State a "
+        "range that holds every sample"
+    )

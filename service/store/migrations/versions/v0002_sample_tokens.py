@@ -1,0 +1,11 @@
+"""Samples get a column for the tokens of their completions."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0002"
+down_revision = "0001"
+
+
+def upgrade() -> None:
+    op.add_column("samples", sa.Column("tokens", sa.Text()))

@@ -1,0 +1,101 @@
+"""A driver's heartbeat: that it is alive, and when it last got on with its study.
+
+The heartbeat has a thread of its own, so it goes on while the driver hangs. It therefore says for how long the driver
+has stored nothing, and for how long that may last: the reconciler replaces a driver that exceeds it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Self
+
+from service.errors import StaleAttempt
+from service.store import StudyWriter
+from service.types import HEARTBEAT_S
+
+__all__ = ["SCORING_PATIENCE_S", "VERIFYING_PATIENCE_S", "Heartbeat"]
+
+logger = logging.getLogger(__name__)
+
+# How long a driver may store and report nothing. Before the first chunk it reads every weight and waits for an engine,
+# which may take `deploy_scorer` half an hour; then it is a multiple of the longest time of a chunk, at least
+# SCORING_PATIENCE_S. Verification scores with plain transformers, on a CPU slower than an engine by far.
+PREPARING_PATIENCE_S = 3600.0
+SCORING_PATIENCE_S = 300.0
+VERIFYING_PATIENCE_S = 4 * 3600.0
+PATIENCE_CHUNKS = 10
+
+
+class Heartbeat:
+    """Stores a heartbeat every `interval_s` seconds, from a thread: the driver's `progress` (as JSON), the seconds that
+    all attempts at the study have worked, and how long the driver has not got on.
+
+    It gets on when `writer` stores something, or when it calls `progressed`."""
+
+    def __init__(self, writer: StudyWriter, worked_s: float, *, interval_s: float = HEARTBEAT_S) -> None:
+        self.progress: Mapping[str, Any] | None = None
+        self.min_patience_s = PREPARING_PATIENCE_S
+        self._writer = writer
+        self._worked_s = worked_s
+        self._interval_s = interval_s
+        self._started_at = self._progressed_at = time.monotonic()
+        self._stale: StaleAttempt | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._send_regularly, name="heartbeat", daemon=True)
+
+    @property
+    def wall_clock_s(self) -> float:
+        return self._worked_s + time.monotonic() - self._started_at
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds for which the driver has not got on."""
+        return time.monotonic() - max(self._progressed_at, self._writer.stored_at)
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds for which the driver may not get on."""
+        return max(self.min_patience_s, PATIENCE_CHUNKS * self._writer.longest_chunk_s)
+
+    def progressed(self) -> None:
+        """The driver got on with something that is not stored: a download, the start of an engine."""
+        self._progressed_at = time.monotonic()
+
+    def send(self) -> None:
+        self._send(self.wall_clock_s)
+
+    def discount(self) -> None:
+        """Leave the time since the last scored chunk out of the time worked: the driver only waited."""
+        self._send(self._worked_s + max(self._writer.scored_at - self._started_at, 0.0))
+
+    def check(self) -> None:
+        """Raises StaleAttempt if a heartbeat was refused: another driver has taken over."""
+        if self._stale is not None:
+            raise StaleAttempt(*self._stale.args)
+
+    def __enter__(self) -> Self:
+        self.send()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _send(self, wall_clock_s: float) -> None:
+        self._writer.heartbeat(
+            wall_clock_s=wall_clock_s, progress=self.progress, idle_s=self.idle_s, patience_s=self.patience_s
+        )
+
+    def _send_regularly(self) -> None:
+        while not self._stop.wait(self._interval_s):
+            try:
+                self.send()
+            except StaleAttempt as error:
+                self._stale = error
+                return
+            except Exception:  # a single one may be missed; without any the driver is replaced
+                logger.exception("a heartbeat was not stored")

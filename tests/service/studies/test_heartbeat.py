@@ -1,0 +1,99 @@
+"""A driver's heartbeat goes on while the driver hangs, and says since when it has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from service.errors import StaleAttempt
+from service.store import Store, StudyWriter
+from service.studies.heartbeat import PATIENCE_CHUNKS, PREPARING_PATIENCE_S, SCORING_PATIENCE_S, Heartbeat
+from service.types import StudyState
+from tests.service.tune.harness import coordinator_of, new_study, score
+from workers.serving.fake import FakeScorer
+from workers.types import ScoreResult, Split
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store, _ = new_study(tmp_path)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def writer(store: Store) -> StudyWriter:
+    return store.open_attempt(store.studies()[0].id)
+
+
+def idle_s(store: Store) -> float:
+    """As the last heartbeat says it."""
+    study = store.studies()[0]
+    assert study.heartbeat_at is not None
+    assert study.progressed_at is not None
+    return study.heartbeat_at - study.progressed_at
+
+
+def wait_for_heartbeat(store: Store) -> None:
+    before = store.studies()[0].heartbeat_at
+    while store.studies()[0].heartbeat_at == before:
+        time.sleep(0.01)
+
+
+def test_a_driver_that_hangs_stays_alive_and_is_idle(store: Store, writer: StudyWriter) -> None:
+    with Heartbeat(writer, 0.0, interval_s=0.02) as heartbeat:
+        time.sleep(0.5)
+        wait_for_heartbeat(store)
+        assert idle_s(store) > 0.5
+        writer.set_state(StudyState.RUNNING)
+        wait_for_heartbeat(store)
+        wait_for_heartbeat(store)
+        assert idle_s(store) < 0.3, "something was stored"
+        time.sleep(0.4)
+        heartbeat.progressed()
+        wait_for_heartbeat(store)
+        wait_for_heartbeat(store)
+        assert idle_s(store) < 0.3, "it said so"
+
+
+def test_how_long_a_driver_may_be_idle_follows_from_the_time_of_its_chunks(store: Store, writer: StudyWriter) -> None:
+    heartbeat = Heartbeat(writer, 0.0)
+    assert heartbeat.patience_s == PREPARING_PATIENCE_S
+    heartbeat.min_patience_s = SCORING_PATIENCE_S
+    assert heartbeat.patience_s == SCORING_PATIENCE_S
+    study, coordinator = writer.study_id, coordinator_of(store, writer.study_id)
+    evaluation = coordinator.next_evaluation()
+    assert evaluation is not None
+    result = score(FakeScorer(), evaluation, 0)
+    assert isinstance(result, ScoreResult)
+    writer = store.open_attempt(study)
+    heartbeat = Heartbeat(writer, 0.0)
+    heartbeat.min_patience_s = SCORING_PATIENCE_S
+    for timings_s, longest_s in (({"score": 90.0, "wait": 30.0}, 120.0), ({"score": 2.0}, 120.0)):
+        writer.record_chunk(evaluation.trial, Split.SEARCH, replace(result, timings_s=timings_s))
+        assert heartbeat.patience_s == PATIENCE_CHUNKS * longest_s
+    heartbeat.send()
+    assert store.study(study).patience_s == PATIENCE_CHUNKS * 120.0
+
+
+def test_time_without_a_chunk_is_not_counted_when_the_driver_only_waited(store: Store, writer: StudyWriter) -> None:
+    heartbeat = Heartbeat(writer, 100.0)
+    time.sleep(0.2)
+    writer.set_state(StudyState.RUNNING)
+    heartbeat.send()
+    assert store.studies()[0].wall_clock_s > 100.2
+    heartbeat.discount()
+    assert store.studies()[0].wall_clock_s == 100.0
+
+
+def test_a_driver_hears_from_its_heartbeat_that_another_has_taken_over(store: Store, writer: StudyWriter) -> None:
+    with Heartbeat(writer, 0.0, interval_s=0.02) as heartbeat:
+        heartbeat.check()
+        store.open_attempt(writer.study_id)
+        time.sleep(0.5)
+        with pytest.raises(StaleAttempt, match=r"attempt 1 may not write, attempt 2 has taken over"):
+            heartbeat.check()

@@ -1,0 +1,214 @@
+"""An attempt's verification: the attempt, the store and the results are the real ones, the scorer is the fake.
+
+The search itself runs without Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from search_spaces.recipe import Recipe
+from search_spaces.study.file import load_study
+from service.errors import StudyFailed
+from service.results.files import summary
+from service.results.load import run_record
+from service.results.selection import best_trial
+from service.store import Store
+from service.studies.attempt import Heartbeat, execute
+from service.studies.preflight.examine import PreflightResult, examine
+from service.types import StudyState
+from tests.end_to_end.studies import write_small_study
+from tests.service.tune.harness import InlineProposer, drive
+from workers.serving.fake import FakeScorer
+from workers.types import SampleResult, Span, VerificationReport
+
+NUM_VERIFIED = 3  # trials, by default
+
+
+@dataclass
+class Verifier(FakeScorer):
+    """Notes which recipes it verifies. Of those in `disagreeing` it says that one sample differs. `cannot_verify` is
+    the reason why it compares nothing."""
+
+    disagreeing: set[str] = field(default_factory=set)
+    cannot_verify: str | None = None
+    verified: list[str] = field(default_factory=list)
+
+    def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
+        if self.cannot_verify:
+            return VerificationReport(recipe.digest, 0, 0, 0.0, 1e-3, (), 0, reason=self.cannot_verify)
+        self.verified.append(recipe.digest)
+        if recipe.digest in self.disagreeing:
+            samples = (replace(samples[0], value=1 - samples[0].value), *samples[1:])
+        return super().verify(recipe, samples, spans)
+
+
+class Study:
+    """A study in a database, and attempts at it."""
+
+    def __init__(self, preflight: PreflightResult, directory: Path) -> None:
+        self.preflight = preflight
+        self.directory = directory
+        self.store = Store(f"sqlite:///{directory / 'study.db'}")
+        document = preflight.study.canonical()
+        self.id = self.store.create_study(name="test", document=document, resolved=preflight.resolved()).id
+
+    def attempt(self, scorer: FakeScorer, *, max_trials: int | None = None) -> StudyState:
+        """The study's state after one more attempt."""
+        preflight = self.preflight
+        if max_trials is not None:
+            search = preflight.study.search.model_copy(update={"max_trials": max_trials})
+            preflight = replace(preflight, study=preflight.study.model_copy(update={"search": search}))
+        writer = self.store.open_attempt(self.id)
+        view: Any = SimpleNamespace(update=lambda _: None, note=lambda _: None)
+        with contextlib.suppress(StudyFailed):
+            heartbeat = Heartbeat(writer, 0.0)
+            execute(self.store, writer, preflight, scorer, work_dir=self.directory, heartbeat=heartbeat, view=view)
+        return self.store.study(self.id).state
+
+    @property
+    def verification(self) -> Any:
+        return summary(run_record(self.store, self.id))["verification"]
+
+    @property
+    def best(self) -> str:
+        """The digest of the best trial's recipe."""
+        best = best_trial(self.store.trials(self.id), self.preflight.objectives)
+        assert best is not None
+        return best.recipe.digest
+
+
+@pytest.fixture(scope="module")
+def preflight(tmp_path_factory: pytest.TempPathFactory) -> PreflightResult:
+    directory = tmp_path_factory.mktemp("small")
+    return examine(load_study(write_small_study(directory, name="small", rungs=[12, 40, 120], max_trials=6)))
+
+
+@pytest.fixture
+def study(preflight: PreflightResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Study]:
+    def proposer(*, algorithm: str, parameters: Any, seed: int) -> InlineProposer:
+        return InlineProposer(preflight.space, seed=seed)
+
+    def run(coordinator: Any, scorer: Any, *, concurrency: int, **_: Any) -> None:
+        drive(coordinator, scorer, concurrency=concurrency)
+
+    inline = SimpleNamespace(RayProposer=proposer, run_evaluations=run)
+    monkeypatch.setitem(sys.modules, "service.tune.ray_tune", inline)  # type: ignore[arg-type]
+    study = Study(preflight, tmp_path)
+    yield study
+    study.store.close()
+
+
+@pytest.fixture
+def scorer(preflight: PreflightResult) -> Verifier:
+    return Verifier(bank_fingerprint=preflight.family.fingerprint)
+
+
+def test_the_best_trial_and_some_others_are_verified_once(study: Study, scorer: Verifier) -> None:
+    assert study.attempt(scorer) is StudyState.COMPLETE
+    assert scorer.verified[0] == study.best
+    assert len(set(scorer.verified)) == NUM_VERIFIED
+    found = study.verification
+    assert (found["status"], found["trials"], found["samples"]) == ("equal", NUM_VERIFIED, 16 * NUM_VERIFIED)
+    assert study.attempt(scorer) is StudyState.COMPLETE
+    assert len(scorer.verified) == NUM_VERIFIED
+    assert study.verification == found
+
+
+def test_a_study_that_failed_verification_verifies_again_and_fails_again(study: Study, scorer: Verifier) -> None:
+    study.attempt(scorer)
+    wrong = scorer.verified[1]  # not the best trial
+    scorer.disagreeing.add(wrong)
+    other = Study(study.preflight, study.directory)
+    for number in (1, 2, 3):
+        assert other.attempt(scorer) is StudyState.FAILED
+        assert scorer.verified.count(wrong) == 1 + number
+        reason = other.store.study(other.id).reason or ""
+        assert "1 of 16 samples differ between the engine and transformers beyond a tolerance of 0.001" in reason
+        assert other.verification["status"] == "disagreement"
+    other.store.close()
+
+
+def test_a_trial_that_differed_is_verified_again_when_others_are_drawn(study: Study, scorer: Verifier) -> None:
+    study.attempt(scorer)
+    other = Study(study.preflight, study.directory)
+    scorer.disagreeing.add(scorer.verified[NUM_VERIFIED - 1])
+    assert other.attempt(scorer) is StudyState.FAILED
+    for max_trials in (9, 12, 15):
+        assert other.attempt(scorer, max_trials=max_trials) is StudyState.FAILED
+    other.store.close()
+
+
+def test_a_new_best_trial_is_verified(study: Study, scorer: Verifier) -> None:
+    scorer.seed = 2  # by which one of the next trials is better
+    study.attempt(scorer)
+    first = study.best
+    max_trials = 6
+    while study.best == first:
+        max_trials += 6
+        assert study.attempt(scorer, max_trials=max_trials) is StudyState.COMPLETE
+    assert study.best in scorer.verified
+    scorer.disagreeing.add(study.best)
+    assert study.attempt(scorer) is StudyState.COMPLETE, "it was equal, and nothing has changed since"
+
+
+def test_samples_that_changed_since_are_verified_again(study: Study, scorer: Verifier) -> None:
+    study.attempt(scorer)
+    with study.store._engine.begin() as connection:
+        connection.exec_driver_sql(
+            "UPDATE samples SET response = 'garbage' WHERE position = 3 AND recipe_digest = ?", (scorer.verified[1],)
+        )
+    assert study.attempt(scorer) is StudyState.FAILED
+    assert scorer.verified[NUM_VERIFIED:] == [scorer.verified[1]]
+
+
+def test_reports_that_do_not_say_what_they_are_on_do_not_count(study: Study, scorer: Verifier) -> None:
+    """Those of earlier versions, which compared values only."""
+    study.attempt(scorer)
+    document = study.store.document(study.id, "verification")
+    new = ("samples", "num_tokens", "num_logprobs", "num_without_tokens", "reason")
+    old = [{name: value for name, value in report.items() if name not in new} for report in document["reports"]]
+    study.store.open_attempt(study.id).set_document_named("verification", {"reports": old})
+    assert study.verification["status"] == "equal"
+    assert study.attempt(scorer) is StudyState.COMPLETE
+    assert scorer.verified[NUM_VERIFIED:] == scorer.verified[:NUM_VERIFIED]
+
+
+def test_a_verification_of_nothing_is_none_and_is_tried_again(study: Study, scorer: Verifier) -> None:
+    reason = "there is no memory for it"
+    scorer.cannot_verify = reason
+    assert study.attempt(scorer) is StudyState.COMPLETE
+    found = study.verification
+    assert (found["status"], found["reason"], found["trials"]) == ("not verified", reason, 0)
+    assert found["trials_not_verified"] == NUM_VERIFIED
+    assert study.store.study(study.id).reason == f"not verified: {reason}"
+    scorer.cannot_verify = None
+    assert study.attempt(scorer) is StudyState.COMPLETE
+    assert (study.verification["status"], study.verification["trials"]) == ("equal", NUM_VERIFIED)
+    assert study.store.study(study.id).reason is None
+
+
+def test_a_study_whose_stored_answers_are_garbage_fails(study: Study, scorer: Verifier) -> None:
+    scorer.garbles = True
+    assert study.attempt(scorer) is StudyState.FAILED
+    found = study.verification
+    assert (found["status"], found["samples"], found["beyond_tolerance"]) == ("disagreement", 16, 16)
+    assert {difference["what"] for difference in found["differences"]} == {"tokens"}
+
+
+def test_verification_that_is_switched_off_says_so(study: Study, scorer: Verifier) -> None:
+    engine = study.preflight.study.engine.model_copy(update={"verify": False})
+    study.preflight = replace(study.preflight, study=study.preflight.study.model_copy(update={"engine": engine}))
+    for _ in range(2):
+        assert study.attempt(scorer) is StudyState.COMPLETE
+        assert scorer.verified == []
+        found = study.verification
+        assert (found["status"], found["reason"]) == ("not verified", "switched off in the study file")
+        assert study.store.study(study.id).reason is None

@@ -1,0 +1,71 @@
+"""How much of the statistics of several sources is kept: those used last, within a share of memory.
+
+There are as many sets of sources as a search has subsets of its experts; tables of all of them together would be larger
+than the models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from threading import Lock
+from typing import Any, TypeVar
+
+from workers.models.family import ResolvedFamily
+from workers.models.headers import DTYPE_BYTES
+
+__all__ = ["Recent", "recent_bytes", "statistics_bytes"]
+
+# The share of the family's models, as if each were stored whole in the base's dtype: all subsets of four experts.
+RECENT_SHARE = 1 / 8
+# Bytes of a table of order statistics (`order_statistics`) for each element of its tensor.
+TABLE_BYTES = 9 / 128
+
+T = TypeVar("T")
+
+
+class Recent:
+    """The values used last, by key, of at most `max_bytes` in total; safe to use from several threads."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._values: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
+        self._lock = Lock()
+
+    def value(self, key: Hashable, make: Callable[[], T], num_bytes: Callable[[T], int]) -> T:
+        """The value of `key`, made if it is not there. It is kept, and those used least recently are dropped."""
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+                known: T = self._values[key][0]
+                return known
+        made = make()
+        with self._lock:
+            if key not in self._values:
+                self._values[key] = made, num_bytes(made)
+                self.num_bytes += num_bytes(made)
+            while self.num_bytes > self.max_bytes:
+                _, (_, dropped) = self._values.popitem(last=False)
+                self.num_bytes -= dropped
+        return made
+
+    def clear(self) -> None:
+        with self._lock:
+            self._values.clear()
+            self.num_bytes = 0
+
+
+def recent_bytes(sources: ResolvedFamily) -> int:
+    """The host memory in which a bank of `sources` keeps statistics of several of them."""
+    base = sources.base.tensors.values()
+    stored = sum(math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] for tensor in base)
+    return int(RECENT_SHARE * stored * len(sources.checkpoints))
+
+
+def statistics_bytes(sources: ResolvedFamily) -> int:
+    """The host memory that all statistics of a bank of `sources` may take, ranks apart: those of each expert, which are
+    always kept, and `recent_bytes`."""
+    experts = len(sources.checkpoints) - 1
+    return int(TABLE_BYTES * sources.num_parameters * experts) + recent_bytes(sources)
