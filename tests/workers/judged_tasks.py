@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from workers.evaluation.prompts import Continuation, Generation, Prompts
+from workers.evaluation.prompts import Completion, Continuation, Generation, Prompts
 from workers.types import TaskSpec
 
 __all__ = ["MATH_ANSWERS", "MATH_CODE", "MATH_DOCUMENTS", "MATH_VALUES", "KnownAnswers", "write_task"]
@@ -60,9 +60,10 @@ class KnownAnswers:
         self.prompts = prompts
         self.answers = dict(answers)
 
-    def generate(self, requests: Sequence[Generation]) -> list[str]:
+    def generate(self, requests: Sequence[Generation]) -> list[Completion]:
         prompts = [self.prompts.tokenizer.decode(request.tokens) for request in requests]
-        return [next(said for text, said in self.answers.items() if text in prompt) for prompt in prompts]
+        said = [next(said for text, said in self.answers.items() if text in prompt) for prompt in prompts]
+        return [Completion(text, tuple(self.prompts.encode(text))) for text in said]
 
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
         raise NotImplementedError

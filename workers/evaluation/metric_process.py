@@ -15,6 +15,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -32,7 +33,9 @@ log = logging.getLogger(__name__)
 # lm-eval's MATH tasks have limits of their own: 5 s, up to four times a sample.
 SAMPLE_LIMIT_S = 60.0
 # To start the process and to build a task, which may index lm-eval's tasks and read a large dataset.
-TASK_LIMIT_S = 1800.0
+TASK_LIMIT_S = 600.0
+# Values are sent together: to wake the other process for each takes longer than most metrics.
+SEND_EVERY_S = 0.1
 
 PROGRAM = f"from {__name__} import serve; serve()"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -41,7 +44,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 class MetricProcess:
     """`metrics.Metrics` in another process, which is started at once, and again after it has ended.
 
-    A sample whose metric takes longer than `sample_limit_s`, or ends the process twice, raises MetricFailed. Used by
+    A sample whose metric twice takes longer than `sample_limit_s`, or ends the process, raises MetricFailed. Used by
     one thread at a time; Linux kills the process when the thread that started it ends.
     """
 
@@ -65,34 +68,29 @@ class MetricProcess:
             self._send(pickle.dumps(("close", digest)))
 
     def values(self, digest: str, answers: Sequence[Answers]) -> list[float]:
-        """Raises MetricFailed; InvalidTask if the process cannot build the task, and EngineUnavailable if it ends twice
-        while building."""
+        """Raises MetricFailed; InvalidTask if the process cannot build the task, and EngineUnavailable if it ends or
+        hangs twice while building."""
         task = self._tasks[digest][0]
         values: list[float] = []
-        ended: set[int] = set()
-        while len(values) < len(answers):
-            place = -1
-            self._send(pickle.dumps(("values", digest, answers[len(values) :])))
+        is_retry = False
+        while True:
+            is_built = False
+            # The second time sample by sample, so that the error names the right one.
+            self._send(pickle.dumps(("values", digest, answers[len(values) :], is_retry)))
             try:
-                if not self._connection.poll(self._task_limit_s):
-                    self._restart()
-                    raise InvalidTask(f"task {task.spec.task!r}: not built for its metric in {self._task_limit_s:g} s")
-                self._receive()
-                for place in range(len(values), len(answers)):
-                    if not self._connection.poll(self._sample_limit_s):
-                        self._restart()
-                        raise failure(task, answers[place], f"did not end within {self._sample_limit_s:g} s")
-                    values.append(self._receive())
-            except (EOFError, ConnectionError):
+                self._receive(self._task_limit_s)
+                is_built = True
+                while len(values) < len(answers):
+                    values += self._receive(self._sample_limit_s)
+                return values
+            except (EOFError, ConnectionError, TimeoutError) as error:
                 how = self._restart()
-                if place in ended and place < 0:
-                    raise EngineUnavailable(
-                        f"the process that computes metrics ended twice while building task {task.spec.task!r}: {how}"
-                    ) from None
-                if place in ended:
-                    raise failure(task, answers[place], f"ended its process twice: {how}") from None
-                ended.add(place)
-        return values
+                what = str(error) if isinstance(error, TimeoutError) else f"ended its process ({how})"
+                if is_retry and not is_built:
+                    raise EngineUnavailable(f"building task {task.spec.task!r} for its metric {what}, twice") from None
+                if is_retry:
+                    raise failure(task, answers[len(values)], f"{what}, twice") from None
+            is_retry = True
 
     def stop(self) -> str:
         """Kill the process, and say how it ended. May be called twice."""
@@ -135,7 +133,9 @@ class MetricProcess:
         with contextlib.suppress(ConnectionError):  # it has ended: reading its reply says so
             self._connection.send_bytes(message)
 
-    def _receive(self) -> Any:
+    def _receive(self, limit_s: float) -> Any:
+        if not self._connection.poll(limit_s):
+            raise TimeoutError(f"did not end within {limit_s:g} s")
         reply = self._connection.recv()
         if isinstance(reply, Exception):
             raise reply
@@ -145,7 +145,7 @@ class MetricProcess:
 def serve() -> None:
     """What the process runs. The command's argument is the descriptor of its end of the pipe; it ends with the other.
 
-    The reply to "values" is None once the task is built, then a number per sample. An error ends it."""
+    The reply to "values" is None once the task is built, then lists of values. An error ends it."""
     _prepare_signals()
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     importlib.import_module("lm_eval.tasks")  # takes seconds, while the engine starts
@@ -183,14 +183,27 @@ def _open(
         refused[digest] = InvalidTask(f"task {spec.task!r}: cannot be built: {type(error).__name__}: {error}")
 
 
-def _answer(connection: Connection[Any, Any], local: LocalMetrics, digest: str, answers: Sequence[Answers]) -> None:
+def _answer(
+    connection: Connection[Any, Any],
+    local: LocalMetrics,
+    digest: str,
+    answers: Sequence[Answers],
+    one_by_one: bool,
+) -> None:
     connection.send(None)
+    values: list[float] = []
+    sent_at = time.monotonic()
     for each in answers:
         try:
-            reply: float | WorkerError = local.value(digest, each)
+            values.append(local.value(digest, each))
         except WorkerError as error:
-            reply = error
-        signal.alarm(0)  # one that a metric has left behind
-        connection.send(reply)
-        if isinstance(reply, WorkerError):
+            connection.send(values)
+            connection.send(error)
             return
+        finally:
+            signal.alarm(0)  # one that a metric has left behind
+        if one_by_one or time.monotonic() - sent_at > SEND_EVERY_S:
+            connection.send(values)
+            values, sent_at = [], time.monotonic()
+    if values:
+        connection.send(values)

@@ -53,7 +53,7 @@ class Replica:
         self.engine = KnownEngine(self.prompts, {})
         patch.setattr(replicas, "Engine", lambda family, options, log_file: self.engine)
         if hasattr(replicas, "MetricProcess"):
-            patch.setattr(replicas, "MetricProcess", partial(replicas.MetricProcess, sample_limit_s=3.0))
+            patch.setattr(replicas, "MetricProcess", partial(replicas.MetricProcess, sample_limit_s=2.0))
         self.replica = replicas.ScoringReplica(partial(replicas.EngineWorker, self.family, OPTIONS))
 
     def score(self, spec: TaskSpec, answers: dict[str, str]) -> dict[str, float] | Exception:
@@ -139,8 +139,8 @@ def test_metric_that_fails_on_an_answer_fails_the_candidate_and_not_the_engine(
         ("many", r"raised ValueError: could not convert string to float: 'many'; the answer was \(\('many',\),\)"),
         ("nothing", "is not among what the task gave: acc"),
         ("nan", "gave nan, not a finite number"),
-        ("wait", "did not end within 3 s"),
-        ("kill", "ended its process twice: signal SIGKILL"),
+        ("wait", "did not end within 2 s, twice"),
+        ("kill", r"ended its process \(signal SIGKILL\), twice"),
     ):
         failed = replica.score(spec, {**good, "second": answer})
         assert isinstance(failed, TrialFailed), failed
