@@ -37,8 +37,8 @@ POLL_S = 0.5
 # Without these a cluster does no work. Jobs are submitted through the dashboard.
 VITAL = ("gcs_server", "raylet", "dashboard")
 
-# Ray's workers are called ray::NAME.
-WORKER_TITLE = "ray::"
+# Ray's workers and agents are called ray::NAME, the parts of its dashboard ray-dashboard-NAME.
+TITLES = ("ray::", "ray-dashboard-")
 
 # Ray's programs are among the first words of a command: "gcs_server ...", "python -u dashboard/agent.py ...".
 PROGRAM_ARGUMENTS = 4
@@ -92,10 +92,10 @@ def stop_processes(record: HostRecord) -> None:
 
 
 def _is_of_session(process: psutil.Process, session_dir: str) -> bool:
-    """Whether it is a process of Ray's in that session. A worker's title replaces its command."""
+    """Whether it is a process of Ray's in that session. A title replaces the command of some."""
     try:
         command = process.cmdline()
-        if command and command[0].startswith(WORKER_TITLE):
+        if command and command[0].startswith(TITLES):
             return any(Path(file.path).is_relative_to(session_dir) for file in process.open_files())
         is_rays = any(Path(argument).is_relative_to(_ray_dir()) for argument in command[:PROGRAM_ARGUMENTS])
         names = re.compile(re.escape(session_dir) + r"(?![\w.-])")

@@ -81,6 +81,7 @@ def test_only_rays_own_processes_are_killed(processes: Processes) -> None:
     session, rays_dir = str(processes.session_dir), Path(ray.__file__).parent
     raylet = processes.start(f"{rays_dir}/core/src/ray/raylet/raylet", f"--session={session}/sockets")
     worker = processes.start("ray::IDLE", log=processes.log)
+    part = processes.start("ray-dashboard-JobHead-0", log=processes.log)
     users = [
         processes.read(),
         processes.start("python", f"--session={session}", log=processes.log),
@@ -88,7 +89,7 @@ def test_only_rays_own_processes_are_killed(processes: Processes) -> None:
         processes.start(f"{rays_dir}/core/src/ray/raylet/raylet", f"--session={session}2/sockets"),
     ]
     stop_processes(HostRecord(2**22 + 1, 0.0, "127.0.0.1:1", "http://127.0.0.1:2", session))
-    wait_until_ended(raylet, worker, processes.started_by(raylet), processes.started_by(worker))
+    wait_until_ended(raylet, worker, part, processes.started_by(raylet), processes.started_by(worker))
     assert [is_running(process) for process in users] == [True] * len(users)
 
 
