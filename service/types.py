@@ -93,6 +93,9 @@ class EventKind(StrEnum):
     HOLDOUT_SCORED = "holdout_scored"
     HOLDOUT_FAILED = "holdout_failed"
     VERIFICATION = "verification"
+    ENGINE_FAULT = "engine_fault"
+    SCORED_AGAIN = "scored_again"
+    CANARIES = "canaries"
 
 
 @dataclass(frozen=True)

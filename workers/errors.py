@@ -6,13 +6,22 @@
     ├── TrialFailed       (RuntimeError)  fail this trial with this reason; the study goes on
     ├── EngineUnavailable (RuntimeError)  the engine did not start or died; try again on another replica, then stop
     └── EvidenceMismatch  (RuntimeError)  stop the study: what was scored is not what was asked for
+        └── EngineFault                   score on another replica; what this one scored since its last check is void
 
 All of them cross process boundaries: constructor arguments are exactly what `super().__init__` gets.
 """
 
 from __future__ import annotations
 
-__all__ = ["EngineUnavailable", "EvidenceMismatch", "InvalidModel", "InvalidTask", "TrialFailed", "WorkerError"]
+__all__ = [
+    "EngineFault",
+    "EngineUnavailable",
+    "EvidenceMismatch",
+    "InvalidModel",
+    "InvalidTask",
+    "TrialFailed",
+    "WorkerError",
+]
 
 
 class WorkerError(Exception):
@@ -53,3 +62,19 @@ class EngineUnavailable(WorkerError, RuntimeError):
 
 class EvidenceMismatch(WorkerError, RuntimeError):
     """A result does not belong to the recipe, the sources or the prompts it was asked for."""
+
+
+class EngineFault(EvidenceMismatch):
+    """An engine failed a check of itself and is not used again: it may not hold the merge that it reports.
+
+    `replica` names it, `canaries` is the number of canaries that it had passed before: what it scored after the last
+    of them (0: since its start) is void.
+    """
+
+    def __init__(self, message: str, replica: str = "", canaries: int = 0) -> None:
+        super().__init__(message, replica, canaries)
+        self.replica = replica
+        self.canaries = canaries
+
+    def __str__(self) -> str:
+        return str(self.args[0])

@@ -38,7 +38,12 @@ def run_record(store: Store, study_id: str) -> RunRecord:
         full_budget=study.resolved.rung_samples[-1],
         holdout=_holdout(store, study_id, trials, objectives),
         verifications=_verifications(store.document(study_id, "verification")),
-        engine=_engine(evidence, searched, num_replicas=study.document["engine"]["replicas"]),
+        engine=_engine(
+            evidence,
+            searched,
+            num_replicas=study.document["engine"]["replicas"],
+            canaries=store.document(study_id, "canaries") or {},
+        ),
         wall_clock_s=study.wall_clock_s,
         samples_per_second=_rate(searched),
         version=version("mergesearch"),
@@ -117,7 +122,11 @@ def _verifications(document: Mapping[str, Any] | None) -> tuple[VerificationRepo
 
 
 def _engine(
-    evidence: Sequence[EvidenceRecord], searched: Sequence[EvidenceRecord], *, num_replicas: int
+    evidence: Sequence[EvidenceRecord],
+    searched: Sequence[EvidenceRecord],
+    *,
+    num_replicas: int,
+    canaries: Mapping[str, Any],
 ) -> EngineFigures:
     swaps = [row.timings_s.get("materialise", 0.0) + row.timings_s.get("swap", 0.0) for row in searched]
     span = _span_s(searched)
@@ -127,6 +136,8 @@ def _engine(
         kinds=tuple(sorted({row.engine for row in evidence})),
         swap_s=tuple(seconds for seconds in swaps if seconds > 0),
         busy_fraction=min(1.0, busy / (span * num_replicas)) if span else None,
+        samples_not_checked=canaries.get("samples_not_checked"),
+        skipped=tuple(sorted(set(canaries.get("skipped", {}).values()))),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
@@ -23,8 +23,8 @@ from service.studies.preflight.examine import PreflightResult
 from service.studies.progress import ProgressReporter, ProgressSnapshot
 from service.tune.coordinator import Coordinator
 from service.types import HEARTBEAT_S, Origin, StudyState, TrialRecord, TrialState
-from workers.errors import EngineUnavailable, EvidenceMismatch
-from workers.types import Scorer, Span, Split
+from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch
+from workers.types import CanaryReport, Scorer, Span, Split
 
 __all__ = ["Heartbeat", "execute"]
 
@@ -75,21 +75,27 @@ def execute(
                 heartbeat.progress = snapshot.to_json()
                 view.update(snapshot)
 
+        def close() -> None:
+            if best_trial(coordinator.trials, preflight.objectives) is None:
+                raise StudyFailed(_no_result(coordinator.trials))
+            _check_engines(store, writer, scorer)
+            if store.document(study_id, "verification") is None:
+                view.note("Verifying some of the trials with transformers ...")
+                _verify(store, writer, preflight, scorer, coordinator.trials)
+
         view.update(snapshots.now())
-        run_evaluations(
-            coordinator,
-            scorer,
-            name=f"study-{study_id}",
-            storage_dir=work_dir,
-            concurrency=preflight.concurrency,
-            tick=tick,
-        )
-        view.update(snapshots.now())
-        if best_trial(coordinator.trials, preflight.objectives) is None:
-            raise StudyFailed(_no_result(coordinator.trials))
-        if store.document(study_id, "verification") is None:
-            view.note("Verifying some of the trials with transformers ...")
-            _verify(store, writer, preflight, scorer, coordinator.trials)
+        is_closed = False
+        while not is_closed:
+            run_evaluations(
+                coordinator,
+                scorer,
+                name=f"study-{study_id}",
+                storage_dir=work_dir,
+                concurrency=preflight.concurrency,
+                tick=tick,
+            )
+            view.update(snapshots.now())
+            is_closed = _is_closed(coordinator, close)
         heartbeat.send()
         writer.set_state(StudyState.COMPLETE, coordinator.end_of_search)
         observer("complete")
@@ -193,6 +199,28 @@ def _no_result(trials: tuple[TrialRecord, ...]) -> str:
     failed = [trial for trial in trials if trial.state is TrialState.FAIL]
     text = f"no trial was scored at the full budget; {len(failed)} of {len(trials)} trials failed"
     return text + (f", the first with: {failed[0].reason}" if failed else "")
+
+
+def _is_closed(coordinator: Coordinator, close: Callable[[], None]) -> bool:
+    """Run the closing stage. False if an engine failed a check before its end: samples must be scored again."""
+    try:
+        close()
+    except EngineFault as fault:
+        coordinator.on_engine_fault(fault)
+        return False
+    coordinator.look_for_faults()
+    return coordinator.is_finished
+
+
+def _check_engines(store: Store, writer: StudyWriter, scorer: Scorer) -> None:
+    """A canary in every engine that runs, so that the study does not rest on samples that none came after.
+
+    Stores how many samples remain unchecked: of engines that have ended, or could not make a canary."""
+    reports: Sequence[CanaryReport] = scorer.check()
+    passed = {report.replica: report.canaries for report in reports}
+    skipped = {report.replica: report.skipped for report in reports if report.skipped}
+    unchecked = store.num_unchecked(writer.study_id, passed)
+    writer.set_document_named("canaries", {"samples_not_checked": unchecked, "skipped": skipped})
 
 
 def _verify(

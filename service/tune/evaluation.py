@@ -8,14 +8,17 @@ from enum import StrEnum
 from typing import Any, Self
 
 from search_spaces.recipe import Recipe
-from workers.types import Span, Split
+from workers.errors import EngineFault
+from workers.types import ScoreResult, Span, Split
 
 __all__ = ["ChunkFailed", "Evaluation", "FailureKind"]
 
 
 @dataclass(frozen=True, repr=False)
 class Evaluation:
-    """What is still to be scored of one trial at one rung (on holdout data: on all of it)."""
+    """What is still to be scored of one trial at one rung (on holdout data: on all of it).
+
+    With `is_again` it is samples that were stored and are void; the trial's rungs stay as they are."""
 
     study: str
     trial: int
@@ -23,26 +26,34 @@ class Evaluation:
     split: Split
     recipe: Recipe
     chunks: tuple[tuple[Span, ...], ...]
+    is_again: bool = False
+
+    def ends_with(self, result: ScoreResult) -> bool:
+        """Whether a result is that of the last chunk."""
+        last = self.chunks[-1][-1]
+        return any((s.objective, s.position) == (last.objective, last.stop - 1) for s in result.samples)
 
     def __repr__(self) -> str:  # Tune uses it in tags and folder names
-        return f"trial-{self.trial}-{self.split}-{self.rung}"
+        return f"trial-{self.trial}-{self.split}-{'again' if self.is_again else self.rung}"
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> Self:  # immutable, and Tune copies every configuration
         return self
 
 
 class FailureKind(StrEnum):
-    """Why a chunk was not scored: the candidate cannot be scored, no engine is available, or an engine held another
-    merge than the requested one."""
+    """Why a chunk was not scored: the candidate cannot be scored, no engine is available, an engine held another
+    merge than the requested one, or an engine failed a check of itself."""
 
     TRIAL = "trial"
     ENGINE = "engine"
     EVIDENCE = "evidence"
+    FAULT = "fault"
 
 
 @dataclass(frozen=True)
 class ChunkFailed:
-    """A chunk that was not scored, and why."""
+    """A chunk that was not scored, and why. `fault` is the error of an engine that failed a check."""
 
     kind: FailureKind
     reason: str
+    fault: EngineFault | None = None

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from search_spaces.recipe import Merge, Recipe
-from workers.errors import EngineUnavailable, InvalidTask, TrialFailed
+from workers.errors import EngineFault, EngineUnavailable, InvalidTask, TrialFailed
 from workers.evaluation.tasks import read_inline
 from workers.types import (
+    CanaryReport,
     Evidence,
     SampleDifference,
     SampleResult,
@@ -46,6 +47,11 @@ class FakeScorer:
     `score` (1-based, counted over all processes that share `log_file`, if there is one); `unavailable_calls` is the
     number of calls that raise EngineUnavailable before the first success. Every finished or failed call appends
     one JSON line to `log_file`: {call, recipe, spans: [[objective, start, stop], ...], outcome, process}.
+
+    At swap `fails_canary_at` the engine fails a canary and refuses everything from then on; since swap `wrong_since` it
+    gives wrong values, and `check` fails. Both happen in the first of the processes that share `log_file` only.
+    `skips_canaries` is the reason why `check` makes none. `replica` is the name in the evidence, by default one for
+    each process.
     """
 
     num_samples: int = 1000
@@ -54,12 +60,19 @@ class FakeScorer:
     fails_above: float = math.inf
     exits_at_call: int | None = None
     unavailable_calls: int = 0
+    fails_canary_at: int | None = None
+    wrong_since: int | None = None
+    skips_canaries: str = ""
+    replica: str | None = None
     log_file: str | None = None
     bank_fingerprint: str = "fake"
     seed: int = 0
     _calls: int = 0
     _held: str | None = None
     _swaps: int = 0
+    _canaries: int = 1
+    _is_wrong: bool = False
+    _fault: EngineFault | None = None
     _busy_s: float = 0.0
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
 
@@ -73,13 +86,19 @@ class FakeScorer:
                 self._log(call, request, "unavailable")
                 raise EngineUnavailable(f"fake: no engine for the first {self.unavailable_calls} calls; this is {call}")
             started = time.perf_counter()
+            self._refuse_after_a_fault()
             if self._held != request.recipe.digest:
                 self._held, self._swaps = request.recipe.digest, self._swaps + 1
+                is_first = not any(call["outcome"] == "fault" for call in self.calls())
+                self._is_wrong |= self._swaps == self.wrong_since and is_first
+                if self._swaps == self.fails_canary_at and is_first:
+                    self._log(call, request, "fault")
+                    raise self._failed_check()
             if reason := self._failure(request.recipe):
                 self._log(call, request, "failed")
                 raise TrialFailed(reason)
             time.sleep(self.sample_delay_s * request.num_samples)
-            samples = tuple(sample for span in request.spans for sample in self._samples(request.recipe, span))
+            samples = tuple(s for span in request.spans for s in self._samples(request.recipe, span, self._is_wrong))
             elapsed = time.perf_counter() - started
             self._busy_s += elapsed
             self._log(call, request, "scored")
@@ -90,9 +109,10 @@ class FakeScorer:
                     bank_fingerprint=self.bank_fingerprint,
                     prompts={span.objective: prompt_hash(span) for span in request.spans},
                     weights_checksum=digest_of([request.recipe.digest, self.bank_fingerprint]),
-                    replica=f"fake-{os.getpid()}",
+                    replica=self._name,
                     swap_count=self._swaps,
                     engine="fake",
+                    canaries=self._canaries,
                 ),
                 timings_s={"materialise": 0.0, "swap": 0.0, "score": elapsed, "wait": 0.0},
             )
@@ -134,10 +154,20 @@ class FakeScorer:
             num_beyond=len(differences),
         )
 
+    def check(self) -> tuple[CanaryReport, ...]:
+        with self._lock:
+            self._refuse_after_a_fault()
+            if self._is_wrong and not self.skips_canaries:
+                raise self._failed_check()
+            self._canaries += not self.skips_canaries
+            return (CanaryReport(self._name, self._canaries, self.skips_canaries),)
+
     def statistics(self) -> Mapping[str, Any]:
         """Statistics of this process only; `calls` covers all processes that share `log_file`."""
         return {
             "starts": 1,
+            "canaries": self._canaries,
+            "canaries_skipped": 0,
             "swaps": self._swaps,
             "swap_s": [0.0] * self._swaps,
             "busy_s": self._busy_s,
@@ -162,6 +192,19 @@ class FakeScorer:
         self._calls += 1
         return len(self.calls()) + 1 if self.log_file is not None else self._calls
 
+    @property
+    def _name(self) -> str:
+        return self.replica or f"fake-{os.getpid()}"
+
+    def _refuse_after_a_fault(self) -> None:
+        if self._fault is not None:
+            raise EngineFault(*self._fault.args)
+
+    def _failed_check(self) -> EngineFault:
+        self._held = None
+        self._fault = EngineFault(f"engine {self._name}: the canary failed", self._name, self._canaries)
+        return self._fault
+
     def _failure(self, recipe: Recipe) -> str | None:
         if recipe.digest in self.failing:
             return "fake: this recipe fails"
@@ -170,14 +213,14 @@ class FakeScorer:
             return f"fake: coefficient {worst} is above {self.fails_above}"
         return None
 
-    def _samples(self, recipe: Recipe, span: Span) -> list[SampleResult]:
+    def _samples(self, recipe: Recipe, span: Span, is_wrong: bool = False) -> list[SampleResult]:
         value = expected_value(recipe, span.objective)
         samples = []
         for position in range(span.start, span.stop):
             # Half of the draw is the sample's difficulty, the same for all recipes: paired comparisons vary less.
             difficulty = _draw(self.seed, span.objective, position)
             luck = _draw(self.seed, recipe.digest, span.objective, position)
-            is_right = 0.5 * (difficulty + luck) < _quantile(value)
+            is_right = (0.5 * (difficulty + luck) < _quantile(value)) is not is_wrong
             samples.append(
                 SampleResult(span.objective, position, str(position), float(is_right), "right" if is_right else "wrong")
             )

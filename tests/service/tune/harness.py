@@ -20,7 +20,7 @@ from service.tune.plan import Plan
 from service.tune.searchers import get_searcher
 from service.types import Origin
 from tests.service.resolved import resolved_study
-from workers.errors import EngineUnavailable, TrialFailed
+from workers.errors import EngineFault, EngineUnavailable, TrialFailed
 from workers.serving.fake import FakeScorer
 from workers.types import Scorer, ScoreRequest, TaskSpec
 
@@ -131,6 +131,8 @@ def score(scorer: Scorer, evaluation: Evaluation, chunk: int) -> Any:
         return ChunkFailed(FailureKind.TRIAL, str(error))
     except EngineUnavailable as error:
         return ChunkFailed(FailureKind.ENGINE, str(error))
+    except EngineFault as error:
+        return ChunkFailed(FailureKind.FAULT, str(error), error)
 
 
 class Killed(BaseException):
