@@ -161,6 +161,7 @@ class Engine:
         )
         self.canary = Canary(
             self.family,
+            base=base_recipe(self.family),
             replica=self.name,
             dtype=self.dtype,
             vocabulary=int(self.prompts.config["vocab_size"]),
@@ -266,6 +267,8 @@ class Engine:
             state = self._call("mergesearch_apply", json.dumps(recipe.to_json()))
             if "refused" in state:
                 raise TrialFailed(f"the merge cannot be computed: {state['refused']}")
+            if "mismatch" in state:
+                raise EvidenceMismatch(str(state["mismatch"]))
             self._state = state
             self._held = recipe
             started = time.perf_counter()

@@ -156,6 +156,7 @@ def faulty(engine: Engine) -> Iterator[Engine]:
     yield engine
     engine._fault = None
     engine._call("_mergesearch_forget")  # the next swap writes every tensor
+    engine.swap(base_recipe(engine.family))
 
 
 def damage(model: Any) -> None:
@@ -211,6 +212,21 @@ def test_a_canary_that_cannot_be_made_is_not_a_canary_passed(
         assert (found.canaries, "GiB more memory than is free" in found.skipped) == (passed + 1, True)
     assert engine.canary.num_skipped == skipped + 2
     assert engine.swap(recipe, check=True).canary == CanaryReport(engine.name, passed + 2)
+
+
+def test_a_layer_that_is_not_packed_again_fails_the_swap(faulty: Engine, untied_family: Family) -> None:
+    faulty.swap(arithmetic(untied_family, 0.3, 0.3))
+    (layer,) = faulty._llm.apply_model(lambda model: model.model.layers[3].self_attn.qkv_proj)
+    pack = getattr(layer, PACK)
+    setattr(layer, PACK, lambda: None)
+    try:
+        with pytest.raises(
+            EvidenceMismatch, match=r"packed weights of model\.layers\.3\.self_attn\.qkv_proj are not the merge"
+        ):
+            faulty.swap(arithmetic(untied_family, 0.3001, 0.3))
+        assert faulty.held_digest is None
+    finally:
+        setattr(layer, PACK, pack)
 
 
 def test_merge_that_cannot_be_computed_fails_the_trial_and_nothing_is_held(
