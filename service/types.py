@@ -104,6 +104,9 @@ class EventKind(StrEnum):
     HOLDOUT_FAILED = "holdout_failed"
     OUT_OF_RANGE = "out_of_range"
     VERIFICATION = "verification"
+    ENGINE_FAULT = "engine_fault"
+    SCORED_AGAIN = "scored_again"
+    CANARIES = "canaries"
 
 
 @dataclass(frozen=True)

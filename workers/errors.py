@@ -9,6 +9,7 @@
     │   ├── EngineCrashed                 the engine died with this chunk; count that, and try again
     │   └── RequestFailed                 the engine works, the request failed beside it; try again, then stop
     └── EvidenceMismatch  (RuntimeError)  stop the study: what was scored is not what was asked for
+        └── EngineFault                   score on another replica; what this one scored since its last check is void
 
 All of them cross process boundaries: constructor arguments are exactly what `super().__init__` gets.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 __all__ = [
     "EngineCrashed",
+    "EngineFault",
     "EngineUnavailable",
     "EvidenceMismatch",
     "InvalidModel",
@@ -93,3 +95,19 @@ class RequestFailed(EngineUnavailable):
 
 class EvidenceMismatch(WorkerError, RuntimeError):
     """A result does not belong to the recipe, the sources or the prompts it was asked for."""
+
+
+class EngineFault(EvidenceMismatch):
+    """An engine failed a check of itself and is not used again: it may not hold the merge that it reports.
+
+    `replica` names it, `canaries` is the number of canaries that it had passed before: what it scored after the last
+    of them (0: since its start) is void.
+    """
+
+    def __init__(self, message: str, replica: str = "", canaries: int = 0) -> None:
+        super().__init__(message, replica, canaries)
+        self.replica = replica
+        self.canaries = canaries
+
+    def __str__(self) -> str:
+        return str(self.args[0])

@@ -13,6 +13,7 @@ from search_spaces.recipe import Recipe
 
 __all__ = [
     "CHUNKS_IN_FLIGHT_PER_REPLICA",
+    "CanaryReport",
     "Evidence",
     "Family",
     "ModelSource",
@@ -183,7 +184,8 @@ class Evidence:
 
     `prompts` maps an objective to the sha256 of the token ids of every prompt of its span, in order;
     `weights_checksum` is of the engine's parameters after the swap; `replica` and `swap_count` identify the engine, and
-    `engine` describes it: program, dtype, size and placement of the source weights.
+    `engine` describes it: program, dtype, size and placement of the source weights. `canaries` is the number of
+    canaries that the engine had passed before it scored: the samples are checked once it has passed another.
     """
 
     recipe_digest: str
@@ -193,6 +195,17 @@ class Evidence:
     replica: str
     swap_count: int
     engine: str
+    canaries: int = 0
+
+
+@dataclass(frozen=True)
+class CanaryReport:
+    """What a replica's canary found. `canaries` is the number that its engine has passed so far; `skipped` says why the
+    last one could not be made, and is empty if it passed."""
+
+    replica: str
+    canaries: int
+    skipped: str = ""
 
 
 @dataclass(frozen=True)
@@ -261,8 +274,8 @@ class Scorer(Protocol):
     """
 
     def score(self, request: ScoreRequest) -> ScoreResult:
-        """Score one chunk. Raises TrialFailed (this candidate cannot be scored), EngineUnavailable (no replica), and
-        EngineCrashed if the request counts crashes."""
+        """Score one chunk. Raises TrialFailed (this candidate cannot be scored), EngineUnavailable (no replica),
+        EngineFault (a replica failed a check), and EngineCrashed if the request counts crashes."""
         ...
 
     def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:
@@ -277,6 +290,10 @@ class Scorer(Protocol):
 
     def is_starting(self) -> bool:
         """Whether no engine can score yet, but one is being started."""
+        ...
+
+    def check(self) -> tuple[CanaryReport, ...]:
+        """A canary in every replica that runs and has scored since its last one. Raises EngineFault."""
         ...
 
     def statistics(self) -> Mapping[str, Any]:

@@ -207,6 +207,8 @@ def _note(event: Event) -> str | None:
             return "Ray refused the study's job" + _because(payload["reason"])
         case "trial_state" if payload["state"] == TrialState.FAIL:
             return f"trial {payload['trial']} failed" + _because(payload["reason"])
+        case "engine_fault":
+            return f"{payload['samples']} samples are scored again" + _because("; ".join(payload["replicas"].values()))
         case "search_ended":
             return "the search has ended" + _because(payload["reason"])
         case "holdout_started":

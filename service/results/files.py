@@ -54,12 +54,17 @@ __all__ = [
 class EngineFigures:
     """What the engines of a run were (program, dtype, size and place of the source weights) and did: starts, recipe
     swaps with the seconds of each, and the share of the search's wall-clock in which an engine was scoring or swapping
-    (None if not measured)."""
+    (None if not measured).
+
+    `samples_not_checked` counts the samples that were scored after the last canary that their engine passed, None
+    before the study's end; `skipped` are the reasons of canaries that could not be made then."""
 
     starts: int = 0
     kinds: tuple[str, ...] = ()
     swap_s: tuple[float, ...] = ()
     busy_fraction: float | None = None
+    samples_not_checked: int | None = None
+    skipped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -252,6 +257,7 @@ def _engine_document(engine: EngineFigures) -> EngineDocument:
             "p95": float(np.percentile(swap_s, 95)) if swap_s else None,
             "max": max(swap_s) if swap_s else None,
         },
+        "not_checked": {"samples": engine.samples_not_checked, "reasons": list(engine.skipped)},
     }
 
 

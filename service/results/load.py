@@ -48,7 +48,12 @@ def run_record(store: Store, study_id: str) -> RunRecord:
         warnings=_warnings(store, study_id, trials, objectives, stage),
         verifications=tuple(map(_verification, verification.get("reports", ()))),
         verification_reason=verification.get("reason"),
-        engine=_engine(evidence, searched, num_replicas=study.document["engine"]["replicas"]),
+        engine=_engine(
+            evidence,
+            searched,
+            num_replicas=study.document["engine"]["replicas"],
+            canaries=store.document(study_id, "canaries") or {},
+        ),
         wall_clock_s=study.wall_clock_s,
         samples_per_second=_rate(searched),
         version=version("mergesearch"),
@@ -141,7 +146,11 @@ def _verification(stored: Mapping[str, Any]) -> VerificationReport:
 
 
 def _engine(
-    evidence: Sequence[EvidenceRecord], searched: Sequence[EvidenceRecord], *, num_replicas: int
+    evidence: Sequence[EvidenceRecord],
+    searched: Sequence[EvidenceRecord],
+    *,
+    num_replicas: int,
+    canaries: Mapping[str, Any],
 ) -> EngineFigures:
     swaps = [row.timings_s.get("materialise", 0.0) + row.timings_s.get("swap", 0.0) for row in searched]
     span = _span_s(searched)
@@ -151,6 +160,8 @@ def _engine(
         kinds=tuple(sorted({row.engine for row in evidence})),
         swap_s=tuple(seconds for seconds in swaps if seconds > 0),
         busy_fraction=min(1.0, busy / (span * num_replicas)) if span else None,
+        samples_not_checked=canaries.get("samples_not_checked"),
+        skipped=tuple(sorted(set(canaries.get("skipped", {}).values()))),
     )
 
 

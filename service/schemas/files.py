@@ -78,12 +78,21 @@ class SwapsDocument(TypedDict):
     max: float | None
 
 
+class NotCheckedDocument(TypedDict):
+    samples: Annotated[
+        int | None,
+        Field(description="Scored after the last canary that their engine passed; null before the study's end."),
+    ]
+    reasons: Annotated[list[str], Field(description="Why canaries at the study's end could not be made.")]
+
+
 class EngineDocument(TypedDict):
     starts: Number
     kinds: Annotated[list[str], Field(description="Program, dtype, and the size and place of the source weights.")]
     busy_fraction: float | None
     swaps: Number
     swap_s: SwapsDocument
+    not_checked: NotCheckedDocument
 
 
 class BestDocument(TypedDict):

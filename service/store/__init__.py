@@ -8,7 +8,15 @@
 """
 
 from service.store.attempt_writer import StudyWriter
-from service.store.records import BracketRecord, EventRecord, EvidenceRecord
+from service.store.records import BracketRecord, EngineFaultRecord, EventRecord, EvidenceRecord, VoidSample
 from service.store.sql import Store
 
-__all__ = ["BracketRecord", "EventRecord", "EvidenceRecord", "Store", "StudyWriter"]
+__all__ = [
+    "BracketRecord",
+    "EngineFaultRecord",
+    "EventRecord",
+    "EvidenceRecord",
+    "Store",
+    "StudyWriter",
+    "VoidSample",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -128,14 +128,18 @@ class StudyWriter:
             )
             self._add_event(connection, EventKind.TRIAL, {"trial": trial.number, "label": trial.label})
 
-    def record_chunk(self, trial: int, split: Split, result: ScoreResult) -> None:
+    def record_chunk(
+        self, trial: int, split: Split, result: ScoreResult, *, again: Collection[tuple[str, int]] = ()
+    ) -> None:
         """Store a chunk's samples and evidence, and add its cost to the trial.
 
-        Only samples that are not stored yet count; a chunk without any leaves no trace. `samples_scored` is the cost of
-        the search; holdout samples are not counted."""
+        Only samples that are not stored yet count; a chunk without any leaves no trace. `again` are the samples
+        (objective, position) that replace void ones. `samples_scored` is the cost of the search; neither those nor
+        holdout samples are counted."""
         evidence = result.evidence
         table = schema.trials
         with self._transaction() as connection:
+            self._delete_samples(connection, evidence.recipe_digest, split, again)
             samples = self._not_stored(connection, split, result)
             if not samples:
                 return
@@ -151,6 +155,7 @@ class StudyWriter:
                     replica=evidence.replica,
                     swap_count=evidence.swap_count,
                     engine=evidence.engine,
+                    canaries=evidence.canaries,
                     timings_s=dict(result.timings_s),
                     num_samples=len(samples),
                     finished_at=time.time(),
@@ -182,7 +187,7 @@ class StudyWriter:
                 sa.update(table)
                 .where(where)
                 .values(
-                    samples_scored=table.c.samples_scored + (len(samples) if split == Split.SEARCH else 0),
+                    samples_scored=table.c.samples_scored + (len(samples) - len(again) if split == Split.SEARCH else 0),
                     timings_s=_added(timings, result.timings_s),
                     state=sa.case(
                         (table.c.state == TrialState.WAITING.value, TrialState.RUNNING.value), else_=table.c.state
@@ -245,6 +250,13 @@ class StudyWriter:
             connection.execute(sa.insert(table).values(study=self.study_id, name=name, document=document))
             self._add_event(connection, name, {})
 
+    def record_engine_fault(self, replica: str, canaries: int, reason: str) -> None:
+        """Store, for all studies, that an engine failed a check after it had passed `canaries`. A replica has one
+        fault."""
+        row = {"replica": replica, "canaries": canaries, "reason": reason, "time": time.time()}
+        with self._transaction() as connection:
+            connection.execute(insert(connection, schema.engine_faults).on_conflict_do_nothing(), row)
+
     def add_event(self, kind: str, payload: Mapping[str, Any]) -> None:
         with self._transaction() as connection:
             self._add_event(connection, kind, payload)
@@ -272,6 +284,20 @@ class StudyWriter:
         )
         known = {(objective, position) for objective, position in stored}
         return [sample for sample in result.samples if (sample.objective, sample.position) not in known]
+
+    def _delete_samples(
+        self, connection: sa.Connection, digest: str, split: Split, keys: Collection[tuple[str, int]]
+    ) -> None:
+        table = schema.samples
+        if keys:
+            connection.execute(
+                sa.delete(table).where(
+                    (table.c.study == self.study_id)
+                    & (table.c.recipe_digest == digest)
+                    & (table.c.split == Split(split).value)
+                    & sa.tuple_(table.c.objective, table.c.position).in_(list(keys))
+                )
+            )
 
     def _insert_once(self, connection: sa.Connection, table: sa.Table, rows: Sequence[Mapping[str, Any]]) -> None:
         """Insert rows; those whose key exists stay as they are."""

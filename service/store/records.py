@@ -15,8 +15,10 @@ from workers.types import SampleResult, Split
 
 __all__ = [
     "BracketRecord",
+    "EngineFaultRecord",
     "EventRecord",
     "EvidenceRecord",
+    "VoidSample",
     "sample_result",
     "study_record",
     "tokens_text",
@@ -49,8 +51,9 @@ class EventRecord:
 class EvidenceRecord:
     """What an engine held while it scored one chunk, and what that took.
 
-    `prompts` are hashes by "split objective[start:stop]"; `finished_at` is in seconds since the epoch. The other fields
-    are those of `workers.types.Evidence` and `ScoreResult`."""
+    `prompts` are hashes by "split objective[start:stop]"; `finished_at` is in seconds since the epoch; `canaries` is
+    None where an earlier version stored the chunk. The other fields are those of `workers.types.Evidence` and
+    `ScoreResult`."""
 
     id: int
     study: str
@@ -65,10 +68,35 @@ class EvidenceRecord:
     timings_s: Mapping[str, float]
     num_samples: int
     finished_at: float
+    canaries: int | None
 
     def is_of(self, split: Split) -> bool:
         """Whether samples of that split were scored."""
         return any(key.startswith(f"{split} ") for key in self.prompts)
+
+
+@dataclass(frozen=True)
+class EngineFaultRecord:
+    """An engine that failed a check after it had passed `canaries`. `id` grows with time; `time` is in seconds since
+    the epoch."""
+
+    id: int
+    replica: str
+    canaries: int
+    reason: str
+    time: float
+
+
+@dataclass(frozen=True)
+class VoidSample:
+    """A stored sample that an engine scored after the last canary it passed, and before it failed a check."""
+
+    recipe_digest: str
+    split: Split
+    objective: str
+    position: int
+    value: float
+    replica: str
 
 
 def study_record(row: sa.RowMapping) -> StudyRecord:

@@ -23,6 +23,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "brackets",
     "documents",
+    "engine_faults",
     "events",
     "evidence",
     "exports",
@@ -35,7 +36,7 @@ __all__ = [
 
 # The newest migration in `migrations/versions`, which makes the tables below. Every change of the tables needs
 # a migration.
-REVISION = "0003"
+REVISION = "0004"
 
 # A database from before the migrations is at this one, if its `schema_version` is this.
 BASELINE = "0001"
@@ -162,8 +163,21 @@ evidence = Table(
     Column("timings_s", JSON, nullable=False),
     Column("num_samples", Integer, nullable=False),
     Column("finished_at", Float, nullable=False),
+    # Canaries that the engine had passed before; NULL in rows of a version that did not count them.
+    Column("canaries", Integer),
     _in_study(),
     Index("evidence_by_study", "study"),
+)
+
+# Engines that failed a check, over all studies: what they scored after their last passed canary is void.
+engine_faults = Table(
+    "engine_faults",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("replica", Text, nullable=False, unique=True),
+    Column("canaries", Integer, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("time", Float, nullable=False),
 )
 
 events = Table(

@@ -22,8 +22,10 @@ from service.store import schema
 from service.store.attempt_writer import StudyWriter, insert, insert_event
 from service.store.records import (
     BracketRecord,
+    EngineFaultRecord,
     EventRecord,
     EvidenceRecord,
+    VoidSample,
     sample_result,
     study_record,
     trial_record,
@@ -349,6 +351,46 @@ class Store:
         with self._reads.connect() as connection:
             rows = connection.execute(sa.select(table).where(table.c.study == study_id).order_by(table.c.id))
             return tuple(EvidenceRecord(**row) for row in rows.mappings())
+
+    def engine_faults(self, *, after: int = 0) -> tuple[EngineFaultRecord, ...]:
+        """Engines that failed a check, in whatever study, with an id greater than `after`, in order."""
+        table = schema.engine_faults
+        with self._reads.connect() as connection:
+            rows = connection.execute(sa.select(table).where(table.c.id > after).order_by(table.c.id))
+            return tuple(EngineFaultRecord(**row) for row in rows.mappings())
+
+    def void_samples(self, study_id: str) -> tuple[VoidSample, ...]:
+        """The study's samples that engines scored after their last passed canary and before they failed a check."""
+        samples, evidence, faults = schema.samples, schema.evidence, schema.engine_faults
+        query = (
+            sa.select(samples, evidence.c.replica)
+            .join(evidence, evidence.c.id == samples.c.evidence)
+            .join(faults, (faults.c.replica == evidence.c.replica) & (evidence.c.canaries >= faults.c.canaries))
+            .where(samples.c.study == study_id)
+            .order_by(*samples.primary_key)
+        )
+        with self._reads.connect() as connection:
+            return tuple(
+                VoidSample(row.recipe_digest, Split(row.split), row.objective, row.position, row.value, row.replica)
+                for row in connection.execute(query)
+            )
+
+    def num_unchecked(self, study_id: str, passed: Mapping[str, int]) -> int:
+        """How many of the study's samples were scored after the last canary that their engine is known to have passed.
+
+        `passed` are numbers of passed canaries by replica; other replicas' are those in evidence of any study."""
+        samples, table = schema.samples, schema.evidence
+        scored = (
+            sa.select(table.c.replica, table.c.canaries, sa.func.count())
+            .join(samples, samples.c.evidence == table.c.id)
+            .where(samples.c.study == study_id)
+            .group_by(table.c.replica, table.c.canaries)
+        )
+        latest = sa.select(table.c.replica, sa.func.max(table.c.canaries)).group_by(table.c.replica)
+        with self._reads.connect() as connection:
+            known = {replica: max(count or 0, passed.get(replica, 0)) for replica, count in connection.execute(latest)}
+            rows = connection.execute(scored).all()
+        return sum(count for replica, canaries, count in rows if canaries is None or canaries >= known[replica])
 
     def events(
         self, study_id: str, *, after: int = 0, limit: int | None = None, kinds: Collection[EventKind] | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from search_spaces.study.file import Study
@@ -20,8 +20,8 @@ from service.studies.progress import ProgressReporter, ProgressSnapshot
 from service.studies.verification import verify_trials
 from service.tune.coordinator import Coordinator
 from service.types import Origin, StudyState, TrialRecord, TrialState
-from workers.errors import EvidenceMismatch
-from workers.types import Scorer
+from workers.errors import EngineFault, EvidenceMismatch
+from workers.types import CanaryReport, Scorer
 
 __all__ = ["execute"]
 
@@ -78,21 +78,29 @@ def execute(
                 heartbeat.progress = snapshot.to_json()
                 view.update(snapshot)
 
+        not_verified: str | None = None
+
+        def close() -> None:
+            nonlocal not_verified
+            if best_trial(coordinator.trials, preflight.objectives) is None:
+                raise StudyFailed(_no_result(coordinator.trials))
+            heartbeat.min_patience_s = VERIFYING_PATIENCE_S
+            _check_engines(store, writer, scorer)
+            not_verified = verify_trials(store, writer, preflight, scorer, coordinator.trials, note=view.note)
+
         view.update(snapshots.now())
-        run_evaluations(
-            coordinator,
-            scorer,
-            name=f"study-{study_id}",
-            storage_dir=work_dir,
-            concurrency=preflight.concurrency,
-            tick=tick,
-            note=view.note,
-        )
-        view.update(snapshots.now())
-        if best_trial(coordinator.trials, preflight.objectives) is None:
-            raise StudyFailed(_no_result(coordinator.trials))
-        heartbeat.min_patience_s = VERIFYING_PATIENCE_S
-        not_verified = verify_trials(store, writer, preflight, scorer, coordinator.trials, note=view.note)
+        is_closed = False
+        while not is_closed:
+            run_evaluations(
+                coordinator,
+                scorer,
+                name=f"study-{study_id}",
+                storage_dir=work_dir,
+                concurrency=preflight.concurrency,
+                tick=tick,
+            )
+            view.update(snapshots.now())
+            is_closed = _is_closed(coordinator, close)
         heartbeat.send()
         reasons = [reason for reason in (coordinator.end_of_search, not_verified) if reason]
         writer.set_state(StudyState.COMPLETE, "; ".join(reasons) or None)
@@ -174,3 +182,25 @@ def _no_result(trials: tuple[TrialRecord, ...]) -> str:
     failed = [trial for trial in trials if trial.state is TrialState.FAIL]
     text = f"no trial was scored at the full budget; {len(failed)} of {len(trials)} trials failed"
     return text + (f", the first with: {failed[0].reason}" if failed else "")
+
+
+def _is_closed(coordinator: Coordinator, close: Callable[[], None]) -> bool:
+    """Run the closing stage. False if an engine failed a check before its end: samples must be scored again."""
+    try:
+        close()
+    except EngineFault as fault:
+        coordinator.on_engine_fault(fault)
+        return False
+    coordinator.look_for_faults()
+    return coordinator.is_finished
+
+
+def _check_engines(store: Store, writer: StudyWriter, scorer: Scorer) -> None:
+    """A canary in every engine that runs, so that the study does not rest on samples that none came after.
+
+    Stores how many samples remain unchecked: of engines that have ended, or could not make a canary."""
+    reports: Sequence[CanaryReport] = scorer.check()
+    passed = {report.replica: report.canaries for report in reports}
+    skipped = {report.replica: report.skipped for report in reports if report.skipped}
+    unchecked = store.num_unchecked(writer.study_id, passed)
+    writer.set_document_named("canaries", {"samples_not_checked": unchecked, "skipped": skipped})

@@ -7,6 +7,7 @@
 - `plan`: what a study evaluates, fixed for all its attempts
 - `evaluation`: the unit of work
 - `sample_cache`: which samples are scored
+- `rescoring`: samples of engines that failed a check, taken out and scored again
 - `provenance`: whether a result belongs to the requested recipe, weights and prompts
 - `ray_tune`: runs evaluations on Ray Tune
 - `trainable`: the trial actor

@@ -23,12 +23,13 @@ from service.tune.crashes import Crashes
 from service.tune.evaluation import ChunkFailed, Evaluation, FailureKind
 from service.tune.plan import Plan
 from service.tune.provenance import ProvenanceCheck
+from service.tune.rescoring import Rescoring
 from service.tune.sample_cache import SampleCache
 from service.tune.schedulers.base import Decision, Proposal
 from service.tune.schedulers.successive_halving import SCHEDULERS
 from service.tune.searchers.base import Observation
 from service.types import EventKind, Origin, TrialRecord, TrialState
-from workers.errors import EngineUnavailable, EvidenceMismatch
+from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch
 from workers.types import ScoreResult, Split
 
 __all__ = ["Coordinator", "Proposer"]
@@ -92,6 +93,7 @@ class Coordinator:
         evidence = store.evidence(plan.study_id)
         self._provenance = ProvenanceCheck(plan.bank_fingerprint, evidence)
         self._replicas = {row.replica for row in evidence}
+        self._rescoring = Rescoring(plan.study_id, store, writer, self._samples)
         self.table = SCHEDULERS[plan.scheduler](
             num_rungs=len(plan.rung_samples),
             eta=plan.eta,
@@ -101,6 +103,7 @@ class Coordinator:
             max_staleness=plan.max_staleness,
         )
         self._replay()
+        self.look_for_faults()
 
     # -- for the driver --------------------------------------------------------------------------------------------
 
@@ -125,15 +128,24 @@ class Coordinator:
     @property
     def is_finished(self) -> bool:
         """True once nothing is left to do."""
-        if self._in_flight or not self.table.is_finished:
+        if self._in_flight or self._rescoring.is_pending or not self.table.is_finished:
             return False
         return not self.plan.holdout_samples or (self._holdout is not None and not self._holdout)
 
     def next_evaluation(self, *, timeout_s: float = 0.0) -> Evaluation | None:
         """The next evaluation, or None if there is none until one in flight finishes.
 
-        Waits up to `timeout_s` for the searcher if there is nothing else to do.
+        Waits up to `timeout_s` for the searcher if there is nothing else to do. Void samples come first: nothing new
+        starts before they have been scored again.
         """
+        self.look_for_faults(at_once=False)
+        if self._rescoring.is_pending:
+            evaluation = self._rescoring.next_evaluation(
+                self._in_flight.values(), trial_of=lambda digest: self._trials[self._digests[digest]]
+            )
+            if evaluation is not None:
+                self._in_flight[evaluation.trial] = evaluation
+            return evaluation
         while True:
             self._maybe_start_holdout()
             asked = self._ask(timeout_s=0.0)
@@ -153,14 +165,34 @@ class Coordinator:
                     continue
                 return None
 
+    def on_engine_fault(self, fault: EngineFault) -> None:
+        """An engine failed a check: what it scored since its last canary is to be scored again.
+
+        Raises StudyFailed if too many engines did."""
+        logger.warning("%s", fault)
+        self._rescoring.report(fault)
+        self.look_for_faults()
+
+    def look_for_faults(self, *, at_once: bool = True) -> None:
+        """Learn which engines failed a check in any study; without `at_once` only once in a while."""
+        if self._rescoring.look(at_once=at_once):
+            stored = self._store.evidence(self.plan.study_id)
+            valid = [row for row in stored if not self._rescoring.is_void(row.replica, row.canaries)]
+            self._provenance = ProvenanceCheck(self.plan.bank_fingerprint, valid)
+
     def on_outcome(self, evaluation: Evaluation, outcome: ScoreResult | ChunkFailed) -> bool:
         """Store what a trial actor reported. Returns True if that finishes the evaluation.
 
         Raises EvidenceMismatch if the result is not of the requested recipe, sources or prompts, and StudyFailed if a
-        metric fails on the base model, which end the study; and EngineUnavailable if there is no engine, which ends
-        this attempt at it.
+        metric fails on the base model, or void samples have other values when they are scored again, which end the
+        study; and EngineUnavailable if there is no engine, which ends this attempt at it.
         """
+        self.look_for_faults(at_once=False)
         if isinstance(outcome, ChunkFailed):
+            if outcome.fault is not None:
+                self._release(evaluation)
+                self.on_engine_fault(outcome.fault)
+                return True
             if outcome.kind is FailureKind.EVIDENCE:
                 raise EvidenceMismatch(outcome.reason)
             if outcome.kind is FailureKind.CRASH:
@@ -173,6 +205,9 @@ class Coordinator:
             return True
         self._observer("chunk")
         trial = evaluation.trial
+        if self._rescoring.is_void(outcome.evidence.replica, outcome.evidence.canaries):
+            self._release(evaluation)
+            return True
         result = replace(
             outcome, evidence=replace(outcome.evidence, prompts=self._provenance.check(evaluation, outcome))
         )
@@ -181,7 +216,9 @@ class Coordinator:
             values.setdefault(sample.objective, []).append((sample.position, sample.value))
         for warning in out_of_range(trial, self.plan.objectives, evaluation.split, values):
             self._writer.add_event(EventKind.OUT_OF_RANGE, warning.to_json())
-        self._writer.record_chunk(trial, evaluation.split, result)
+        again, changed = self._rescoring.compare(evaluation, result, self._trials.values())
+        known = tuple(s for s in result.samples if (s.objective, s.position) not in changed)
+        self._writer.record_chunk(trial, evaluation.split, replace(result, samples=known), again=again)
         self._observer("commit")
         if result.evidence.replica not in self._replicas:
             self._replicas.add(result.evidence.replica)
@@ -190,14 +227,18 @@ class Coordinator:
         self._samples.add(evaluation.recipe.digest, evaluation.split, result.samples)
         record = self._trials[trial]
         if evaluation.split is Split.SEARCH:
-            record = replace(record, samples_scored=record.samples_scored + len(result.samples))
+            record = replace(record, samples_scored=record.samples_scored + len(known) - len(again))
             if record.state is TrialState.WAITING:
                 record = replace(record, state=TrialState.RUNNING)
         timings = {n: record.timings_s.get(n, 0.0) + s for n, s in result.timings_s.items()}
         self._trials[trial] = replace(record, timings_s={**record.timings_s, **timings})
-        if self._samples.missing(record.recipe.digest, evaluation.rung, evaluation.split):
-            return False
-        self._finish(evaluation)
+        digest, split = record.recipe.digest, evaluation.split
+        if self._rescoring.has_void(digest, split) or self._samples.missing(digest, evaluation.rung, split):
+            if not evaluation.ends_with(result):
+                return False
+            self._release(evaluation)  # what it scored, or found stored, has become void meanwhile
+        else:
+            self._finish(evaluation)
         return True
 
     def _on_crash(self, evaluation: Evaluation, failed: ChunkFailed) -> bool:
@@ -214,17 +255,23 @@ class Coordinator:
         trial = self._trials[evaluation.trial]
         return evaluation.split is Split.SEARCH and (trial.origin, trial.label) == (Origin.SOURCE, "base")
 
+    def _release(self, evaluation: Evaluation) -> None:
+        """Take an evaluation back: it starts again with what is then missing."""
+        self._in_flight.pop(evaluation.trial, None)
+        if self._holdout is not None and evaluation.split is Split.HOLDOUT and not evaluation.is_again:
+            self._holdout.append(evaluation.trial)
+
     def on_lost(self, evaluation: Evaluation, reason: str) -> None:
         """The trial actor died. Its evaluation starts again after the last stored chunk."""
         number = evaluation.trial
-        if self._in_flight.pop(number, None) is None:
+        if number not in self._in_flight:
             return
         self._lost_actors[number] = self._lost_actors.get(number, 0) + 1
         logger.warning("trial %d: its actor died (%s)", number, reason)
         if self._lost_actors[number] >= MAX_LOST_ACTORS:
             self._fail(evaluation, f"its trial actor died {MAX_LOST_ACTORS} times; the last time: {reason}")
-        elif self._holdout is not None:
-            self._holdout.append(number)
+        else:
+            self._release(evaluation)
 
     # -- starting and resuming -------------------------------------------------------------------------------------
 
@@ -381,6 +428,8 @@ class Coordinator:
         """All samples of the evaluation are stored: finish its rung, and promote if that completes one."""
         number = evaluation.trial
         self._in_flight.pop(number, None)
+        if evaluation.is_again:
+            return
         if evaluation.split is Split.HOLDOUT:
             self._writer.add_event(EventKind.HOLDOUT_SCORED, {"trial": number})
             self._observer("holdout")
@@ -424,6 +473,8 @@ class Coordinator:
     def _fail(self, evaluation: Evaluation, reason: str) -> None:
         number = evaluation.trial
         self._in_flight.pop(number, None)
+        if evaluation.is_again:
+            raise StudyFailed(f"trial {number}: void samples cannot be scored again: {reason}")
         if evaluation.split is Split.HOLDOUT:
             self._writer.add_event(EventKind.HOLDOUT_FAILED, {"trial": number, "reason": reason})
             return

@@ -8,7 +8,8 @@ from enum import StrEnum
 from typing import Any, Self
 
 from search_spaces.recipe import Recipe
-from workers.types import Span, Split
+from workers.errors import EngineFault
+from workers.types import ScoreResult, Span, Split
 
 __all__ = ["ChunkFailed", "Crash", "Evaluation", "FailureKind"]
 
@@ -16,7 +17,9 @@ __all__ = ["ChunkFailed", "Crash", "Evaluation", "FailureKind"]
 @dataclass(frozen=True, repr=False)
 class Evaluation:
     """What is still to be scored of one trial at one rung (on holdout data: on all of it). `crashes`: how many engines
-    have crashed with one of its chunks."""
+    have crashed with one of its chunks.
+
+    With `is_again` it is samples that were stored and are void; the trial's rungs stay as they are."""
 
     study: str
     trial: int
@@ -25,9 +28,15 @@ class Evaluation:
     recipe: Recipe
     chunks: tuple[tuple[Span, ...], ...]
     crashes: int = 0
+    is_again: bool = False
+
+    def ends_with(self, result: ScoreResult) -> bool:
+        """Whether a result is that of the last chunk."""
+        last = self.chunks[-1][-1]
+        return any((s.objective, s.position) == (last.objective, last.stop - 1) for s in result.samples)
 
     def __repr__(self) -> str:  # Tune uses it in tags and folder names
-        return f"trial-{self.trial}-{self.split}-{self.rung}"
+        return f"trial-{self.trial}-{self.split}-{'again' if self.is_again else self.rung}"
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> Self:  # immutable, and Tune copies every configuration
         return self
@@ -35,13 +44,15 @@ class Evaluation:
 
 class FailureKind(StrEnum):
     """Why a chunk was not scored: the candidate cannot be scored, a task's metric failed on its answers, the engine
-    crashed with it, no engine is available, or an engine held another merge than the requested one."""
+    crashed with it, no engine is available, an engine held another merge than the requested one, or an engine failed a
+    check of itself."""
 
     TRIAL = "trial"
     METRIC = "metric"
     CRASH = "crash"
     ENGINE = "engine"
     EVIDENCE = "evidence"
+    FAULT = "fault"
 
 
 @dataclass(frozen=True)
@@ -56,8 +67,10 @@ class Crash:
 
 @dataclass(frozen=True)
 class ChunkFailed:
-    """A chunk that was not scored, and why; `crash` if the engine crashed with it."""
+    """A chunk that was not scored, and why; `crash` if the engine crashed with it, `fault` the error of an engine that
+    failed a check."""
 
     kind: FailureKind
     reason: str
     crash: Crash | None = None
+    fault: EngineFault | None = None

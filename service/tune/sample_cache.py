@@ -31,24 +31,26 @@ class SampleCache:
             values.setdefault(sample.objective, {})[sample.position] = sample.value
         self.num_scored += len(samples)
 
+    def take_out(self, digest: str, split: Split, objective: str, position: int) -> None:
+        """Forget a stored sample: it is missing until it is added again."""
+        del self._values[split][digest][objective][position]
+        self.num_scored -= 1
+
     def missing(self, digest: str, rung: int, split: Split) -> list[Span]:
         """Spans without stored samples. Chunks are stored whole, so there are holes only where an attempt was
-        interrupted."""
+        interrupted or samples were taken out."""
         samples, tasks = self._targets(rung, split)
         known = self._values[split].get(digest, {})
-        spans: list[Span] = []
-        for objective, stop in samples.items():
-            positions = [p for p in range(stop) if p not in known.get(objective, {})]
-            while positions:
-                start = positions[0]
-                length = next((i for i, p in enumerate(positions) if p != start + i), len(positions))
-                spans.append(Span(objective, tasks[objective], start, start + length))
-                positions = positions[length:]
-        return spans
+        missing = {name: [p for p in range(stop) if p not in known.get(name, {})] for name, stop in samples.items()}
+        return _spans(missing, tasks)
 
     def missing_chunks(self, digest: str, rung: int, split: Split) -> tuple[tuple[Span, ...], ...]:
         """The missing spans, in chunks of at most the plan's size."""
         return _chunks(self.missing(digest, rung, split), self._plan.chunk_samples)
+
+    def chunks(self, positions: Mapping[str, Sequence[int]], split: Split) -> tuple[tuple[Span, ...], ...]:
+        """These positions, in order, by objective, in chunks of at most the plan's size."""
+        return _chunks(_spans(positions, self._targets(-1, split)[1]), self._plan.chunk_samples)
 
     def rung_record(self, digest: str, rung: int) -> RungRecord:
         """The estimates of a finished rung of the search. All its samples must be stored."""
@@ -69,6 +71,18 @@ class SampleCache:
         if split == Split.HOLDOUT:
             return self._plan.holdout_samples, self._plan.holdout_tasks
         return self._plan.rung_samples[rung], self._plan.tasks
+
+
+def _spans(positions: Mapping[str, Sequence[int]], tasks: Mapping[str, TaskSpec]) -> list[Span]:
+    """Positions in ascending order as spans."""
+    spans: list[Span] = []
+    for objective, left in positions.items():
+        while left:
+            start = left[0]
+            length = next((i for i, p in enumerate(left) if p != start + i), len(left))
+            spans.append(Span(objective, tasks[objective], start, start + length))
+            left = left[length:]
+    return spans
 
 
 def _chunks(spans: Iterable[Span], limit: int) -> tuple[tuple[Span, ...], ...]:

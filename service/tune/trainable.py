@@ -4,18 +4,22 @@ back, one chunk per `step`. Each result reaches SQL before the next chunk is ask
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from ray import tune
 
 from service.tune.evaluation import ChunkFailed, Crash, Evaluation, FailureKind
-from workers.errors import EngineCrashed, EngineUnavailable, EvidenceMismatch, MetricFailed, TrialFailed
+from workers.errors import EngineCrashed, EngineFault, EngineUnavailable, EvidenceMismatch, MetricFailed, TrialFailed
 from workers.types import Scorer, ScoreRequest, ScoreResult
 
 __all__ = ["CPUS", "EvaluationTrainable"]
 
 # It waits for replicas, and does no work of its own.
 CPUS = 0.05
+
+# Serve replaces a replica whose engine failed a check, after its next health check; until then it may answer again.
+FAULT_PAUSE_S = 1.0
 
 
 class EvaluationTrainable(tune.Trainable):
@@ -53,6 +57,9 @@ class EvaluationTrainable(tune.Trainable):
             outcome = ChunkFailed(FailureKind.METRIC, str(error))
         except TrialFailed as error:
             outcome = ChunkFailed(FailureKind.TRIAL, str(error))
+        except EngineFault as error:
+            time.sleep(FAULT_PAUSE_S)
+            outcome = ChunkFailed(FailureKind.FAULT, str(error), fault=error)
         except EvidenceMismatch as error:
             outcome = ChunkFailed(FailureKind.EVIDENCE, str(error))
         except EngineCrashed as error:  # unless the coordinator stops the evaluation, the same chunk is sent again

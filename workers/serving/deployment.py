@@ -22,6 +22,7 @@ from workers.serving.replica import EngineWorker, ScoringReplica, Worker
 from workers.serving.watchdog import TIME_LIMITS, TimeLimits
 from workers.types import (
     CHUNKS_IN_FLIGHT_PER_REPLICA,
+    CanaryReport,
     Family,
     SampleResult,
     ScoreRequest,
@@ -64,7 +65,7 @@ class ServeScorer:
     When a replica dies or fails, Serve replaces it and the same request is sent again; if the replica was scoring it
     and the request counts crashes, EngineCrashed is raised instead. If that fails for `deadline_s` seconds,
     EngineUnavailable gives the reason. Waiting behind other requests does not count as failing. Errors of the candidate
-    (TrialFailed, InvalidTask) are raised as they are.
+    (TrialFailed, InvalidTask) and a replica's EngineFault are raised as they are.
     """
 
     app_name: str
@@ -96,19 +97,33 @@ class ServeScorer:
             return False
         return not replicas["RUNNING"] and bool(replicas["STARTING"])
 
-    def statistics(self) -> Mapping[str, Any]:
-        """Sums and lists over the replicas that answer now; replicas that died do not count."""
+    def check(self) -> tuple[CanaryReport, ...]:
+        """Starts no replica for it."""
+        if not _num_replicas(self.app_name)["RUNNING"]:
+            return ()
+        answers = self._ask_each("check", lambda reports: reports[0].replica)
+        return tuple(report for reports in answers.values() for report in reports)
+
+    def _ask_each(self, method: str, name_of: Callable[[Any], Any]) -> dict[Any, Any]:
+        """The answers of the replicas that run now, by the name that an answer has."""
         running = _num_replicas(self.app_name)["RUNNING"]
-        found: dict[int, Mapping[str, Any]] = {}
+        found: dict[Any, Any] = {}
         for _ in range(8 * max(running, 1)):  # the router chooses the replica: ask until each has answered
-            answer = self._call("statistics")
-            found[answer["replica"]] = answer
+            answer = self._call(method)
+            found[name_of(answer)] = answer
             if len(found) >= running:
                 break
+        return found
+
+    def statistics(self) -> Mapping[str, Any]:
+        """Sums and lists over the replicas that answer now; replicas that died do not count."""
+        found = self._ask_each("statistics", lambda answer: answer["replica"])
         every = list(found.values())
         return {
             "replicas": len(every),
             "starts": sum(each["starts"] for each in every),
+            "canaries": sum(each["canaries"] for each in every),
+            "canaries_skipped": sum(each["canaries_skipped"] for each in every),
             "start_s": [seconds for each in every for seconds in each["start_s"]],
             "swaps": sum(each["swaps"] for each in every),
             "swap_s": [seconds for each in every for seconds in each["swap_s"]],
@@ -352,6 +367,6 @@ def _failure_reason(name: str) -> str:
 
     application = serve.status().applications[name]
     text = "\n".join([application.message, *(each.message for each in application.deployments.values())])
-    reasons = re.findall(r"(?:EngineUnavailable|InvalidModel|EvidenceMismatch)(?:\(.*?\))?: (.+)", text)
+    reasons = re.findall(r"(?:EngineUnavailable|InvalidModel|EvidenceMismatch|EngineFault)(?:\(.*?\))?: (.+)", text)
     lines = [line for line in text.splitlines() if line.strip()]
     return reasons[-1].strip() if reasons else (lines[-1].strip() if lines else str(application.status))

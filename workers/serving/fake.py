@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from search_spaces.recipe import Merge, Recipe
-from workers.errors import EngineCrashed, EngineUnavailable, InvalidTask, TrialFailed
+from workers.errors import EngineCrashed, EngineFault, EngineUnavailable, InvalidTask, TrialFailed
 from workers.evaluation.inline_files import read_inline
 from workers.types import (
+    CanaryReport,
     Evidence,
     SampleDifference,
     SampleResult,
@@ -48,6 +49,11 @@ class FakeScorer:
     the engine, `crash_by` an error, the end of the process, or standing still. Every finished or failed call appends
     one JSON line to `log_file`: {call, recipe, spans: [[objective, start, stop], ...], outcome, process}. `garbles`:
     the values are right, the responses and tokens are not, which `verify` finds.
+
+    At swap `fails_canary_at` the engine fails a canary and refuses everything from then on; since swap `wrong_since` it
+    gives wrong values, and `check` fails. Both happen in the first of the processes that share `log_file` only.
+    `skips_canaries` is the reason why `check` makes none. `replica` is the name in the evidence, by default one for
+    each process.
     """
 
     num_samples: int = 1000
@@ -59,18 +65,25 @@ class FakeScorer:
     crashing: Collection[str] = ()
     crash_by: Literal["error", "exit", "hang"] = "error"
     garbles: bool = False
+    fails_canary_at: int | None = None
+    wrong_since: int | None = None
+    skips_canaries: str = ""
+    replica: str | None = None
     log_file: str | None = None
     bank_fingerprint: str = "fake"
     seed: int = 0
     _calls: int = 0
     _held: str | None = None
     _swaps: int = 0
+    _canaries: int = 1
+    _is_wrong: bool = False
+    _fault: EngineFault | None = None
     _busy_s: float = 0.0
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
 
     @property
     def name(self) -> str:
-        return f"fake-{os.getpid()}"
+        return self.replica or f"fake-{os.getpid()}"
 
     def score(self, request: ScoreRequest) -> ScoreResult:
         with self._lock:
@@ -82,8 +95,14 @@ class FakeScorer:
                 self._log(call, request, "unavailable")
                 raise EngineUnavailable(f"fake: no engine for the first {self.unavailable_calls} calls; this is {call}")
             started = time.perf_counter()
+            self._refuse_after_a_fault()
             if self._held != request.recipe.digest:
                 self._held, self._swaps = request.recipe.digest, self._swaps + 1
+                is_first = not any(call["outcome"] == "fault" for call in self.calls())
+                self._is_wrong |= self._swaps == self.wrong_since and is_first
+                if self._swaps == self.fails_canary_at and is_first:
+                    self._log(call, request, "fault")
+                    raise self._failed_check()
             if request.recipe.digest in self.crashing:
                 self._log(call, request, "crash")
                 self._crash()
@@ -91,7 +110,7 @@ class FakeScorer:
                 self._log(call, request, "failed")
                 raise TrialFailed(reason)
             time.sleep(self.sample_delay_s * request.num_samples)
-            samples = tuple(sample for span in request.spans for sample in self._samples(request.recipe, span))
+            samples = tuple(s for span in request.spans for s in self._samples(request.recipe, span, self._is_wrong))
             if self.garbles:
                 samples = tuple(replace(sample, response="##", tokens=((2,),)) for sample in samples)
             elapsed = time.perf_counter() - started
@@ -107,6 +126,7 @@ class FakeScorer:
                     replica=self.name,
                     swap_count=self._swaps,
                     engine="fake",
+                    canaries=self._canaries,
                 ),
                 timings_s={"materialise": 0.0, "swap": 0.0, "score": elapsed, "wait": 0.0},
             )
@@ -157,10 +177,20 @@ class FakeScorer:
     def is_starting(self) -> bool:
         return False
 
+    def check(self) -> tuple[CanaryReport, ...]:
+        with self._lock:
+            self._refuse_after_a_fault()
+            if self._is_wrong and not self.skips_canaries:
+                raise self._failed_check()
+            self._canaries += not self.skips_canaries
+            return (CanaryReport(self.name, self._canaries, self.skips_canaries),)
+
     def statistics(self) -> Mapping[str, Any]:
         """Statistics of this process only; `calls` covers all processes that share `log_file`."""
         return {
             "starts": 1,
+            "canaries": self._canaries,
+            "canaries_skipped": 0,
             "swaps": self._swaps,
             "swap_s": [0.0] * self._swaps,
             "busy_s": self._busy_s,
@@ -192,6 +222,15 @@ class FakeScorer:
             threading.Event().wait()
         raise EngineCrashed("fake: this recipe crashes the engine", self.name, scored_others=self._swaps > 1)
 
+    def _refuse_after_a_fault(self) -> None:
+        if self._fault is not None:
+            raise EngineFault(*self._fault.args)
+
+    def _failed_check(self) -> EngineFault:
+        self._held = None
+        self._fault = EngineFault(f"engine {self.name}: the canary failed", self.name, self._canaries)
+        return self._fault
+
     def _failure(self, recipe: Recipe) -> str | None:
         if recipe.digest in self.failing:
             return "fake: this recipe fails"
@@ -200,14 +239,14 @@ class FakeScorer:
             return f"fake: coefficient {worst} is above {self.fails_above}"
         return None
 
-    def _samples(self, recipe: Recipe, span: Span) -> list[SampleResult]:
+    def _samples(self, recipe: Recipe, span: Span, is_wrong: bool = False) -> list[SampleResult]:
         value = expected_value(recipe, span.objective)
         samples = []
         for position in range(span.start, span.stop):
             # Half of the draw is the sample's difficulty, the same for all recipes: paired comparisons vary less.
             difficulty = _draw(self.seed, span.objective, position)
             luck = _draw(self.seed, recipe.digest, span.objective, position)
-            is_right = 0.5 * (difficulty + luck) < _quantile(value)
+            is_right = (0.5 * (difficulty + luck) < _quantile(value)) is not is_wrong
             response = "right" if is_right else "wrong"
             samples.append(
                 SampleResult(

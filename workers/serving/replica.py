@@ -14,6 +14,7 @@ import asyncio
 import functools
 import logging
 import os
+import secrets
 import socket
 import tempfile
 import time
@@ -30,8 +31,8 @@ from search_spaces.study.sections import EngineOptions
 from workers.engines.vllm.engine import Engine
 from workers.errors import (
     EngineCrashed,
+    EngineFault,
     EngineUnavailable,
-    EvidenceMismatch,
     RequestFailed,
     TrialFailed,
     WorkerError,
@@ -42,6 +43,7 @@ from workers.serving.current_chunk import CurrentChunk, chunk_id, note_chunk
 from workers.serving.recipe_lock import RecipeLock
 from workers.serving.watchdog import TIME_LIMITS, TimeLimits, Watchdog
 from workers.types import (
+    CanaryReport,
     Evidence,
     Family,
     SampleResult,
@@ -77,6 +79,8 @@ class Worker(Protocol):
         self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]
     ) -> VerificationReport: ...
 
+    def check(self) -> tuple[CanaryReport, ...]: ...
+
     def statistics(self) -> Mapping[str, Any]: ...
 
 
@@ -86,20 +90,23 @@ class EngineWorker:
     def __init__(self, family: Family, options: EngineOptions) -> None:
         from workers.evaluation.lm_eval import TaskEvaluator
 
-        self.name = f"{socket.gethostname()}-{os.getpid()}"
+        # Process ids come again; what was scored before a fault must be told from what is scored after it.
+        self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         metrics = MetricProcess()  # it starts while the engine does
-        self.engine = Engine(family, options, log_file=log_file())
+        self.engine = Engine(family, options, log_file=log_file(), name=self.name)
         self.evaluator = TaskEvaluator(self.engine, self.engine.prompts, metrics=metrics)
         self.busy_s = 0.0
 
     def score(self, request: ScoreRequest) -> ScoreResult:
-        """Raises TrialFailed (MetricFailed), InvalidTask, or EvidenceMismatch if the engine holds another recipe."""
+        """Raises TrialFailed (MetricFailed), InvalidTask, or EngineFault if the engine holds another recipe or failed
+        a check."""
         swap = self.engine.swap(request.recipe)
         started = time.perf_counter()
         held = self.engine.held_digest
+        canaries = self.engine.canary.num_passed
         scored = self.evaluator.score(request.spans)
-        if not held == self.engine.held_digest == request.recipe.digest:
-            raise EvidenceMismatch(
+        if held is None or not held == self.engine.held_digest == request.recipe.digest:
+            raise self.engine.fault(
                 f"asked for recipe {request.recipe.digest}; the engine held {held} before scoring and "
                 f"{self.engine.held_digest} after it"
             )
@@ -115,6 +122,7 @@ class EngineWorker:
                 replica=self.name,
                 swap_count=swap.swap_count,
                 engine=f"vllm, {self.engine.dtype}, {self.engine.sources}",
+                canaries=canaries,
             ),
             timings_s={"materialise": swap.materialise_s, "swap": swap.swap_s, "score": score_s, "wait": 0.0},
         )
@@ -148,10 +156,15 @@ class EngineWorker:
                 evaluator=self.evaluator,
             )
 
+    def check(self) -> tuple[CanaryReport, ...]:
+        return (self.engine.check(),)
+
     def statistics(self) -> Mapping[str, Any]:
         return {
             "starts": 1,
             "start_s": [self.engine.start_s],
+            "canaries": self.engine.canary.num_passed,
+            "canaries_skipped": self.engine.canary.num_skipped,
             "swaps": self.engine.swap_count,
             "swap_s": list(self.engine.swap_s),
             "busy_s": self.busy_s,
@@ -251,6 +264,10 @@ class ScoringReplica:
         async with self._lock.hold(recipe.digest):
             return await self._in_thread(self._other, "verification", self._worker.verify, recipe, samples, spans)
 
+    async def check(self) -> tuple[CanaryReport, ...]:
+        async with self._lock.hold(""):
+            return await self._in_thread(self._worker.check)
+
     async def statistics(self) -> dict[str, Any]:
         return {**self._worker.statistics(), "replica": os.getpid(), "log_file": log_file()}
 
@@ -280,6 +297,9 @@ class ScoringReplica:
             return function(*arguments)
         except SearchSpaceError as error:
             raise TrialFailed(str(error)) from error
+        except EngineFault as error:  # the engine refuses everything from now on
+            self._fault = str(error)
+            raise
         except EngineCrashed as error:
             log.exception("the engine failed")
             self._fault = f"{error}; its log is {log_file()}"

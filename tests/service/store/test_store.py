@@ -242,6 +242,29 @@ def test_events_and_values_of_some_kinds_and_recipes_are_those(store: Store, wri
     assert set(store.sample_values(writer.study_id, Split.SEARCH, recipes=("other", RECIPE.digest))) == {RECIPE.digest}
 
 
+def test_samples_are_void_that_an_engine_scored_after_its_last_good_canary(store: Store, writer: StudyWriter) -> None:
+    writer.add_trial(TRIAL)
+
+    def scored(positions: range, replica: str, canaries: int) -> ScoreResult:
+        result = chunk(positions)
+        return replace(result, evidence=replace(result.evidence, replica=replica, canaries=canaries))
+
+    for positions, replica, canaries in ((range(2), "a", 1), (range(2, 4), "a", 2), (range(4, 7), "b", 2)):
+        writer.record_chunk(3, Split.SEARCH, scored(positions, replica, canaries))
+    assert store.num_unchecked(writer.study_id, {}) == 5
+    assert store.num_unchecked(writer.study_id, {"a": 3, "b": 3}) == 0
+    for _ in range(2):  # once for each replica
+        writer.record_engine_fault("a", 2, "it failed")
+    writer.record_engine_fault("of another study", 0, "it failed, too")
+    assert [(fault.replica, fault.canaries) for fault in store.engine_faults()] == [("a", 2), ("of another study", 0)]
+    assert store.engine_faults(after=store.engine_faults()[-1].id) == ()
+    assert [(sample.position, sample.replica) for sample in store.void_samples(writer.study_id)] == [(2, "a"), (3, "a")]
+    writer.record_chunk(3, Split.SEARCH, scored(range(2, 4), "b", 2), again={("math", 2), ("math", 3)})
+    assert store.void_samples(writer.study_id) == ()
+    assert len(store.samples(writer.study_id, RECIPE.digest, Split.SEARCH)) == 7
+    assert store.trial(writer.study_id, 3).samples_scored == 7
+
+
 def test_trials_of_the_same_recipe_share_its_samples(store: Store, writer: StudyWriter) -> None:
     for number in (3, 4):
         writer.add_trial(replace(TRIAL, number=number))
@@ -330,6 +353,7 @@ WRITES: dict[str, Callable[[StudyWriter], None]] = {
     "finish_rung": lambda w: w.finish_rung(3, replace(RUNG, rung=2), samples_reused=1, state=TrialState.COMPLETE),
     "finish_trials": lambda w: w.finish_trials([3], TrialState.FAIL, "x"),
     "set_document_named": lambda w: w.set_document_named("holdout", {}),
+    "record_engine_fault": lambda w: w.record_engine_fault("replica-1", 0, "x"),
     "add_event": lambda w: w.add_event("x", {}),
 }
 

@@ -94,11 +94,13 @@ def test_the_first_migration_makes_the_tables_of_the_version_before(tmp_path: Pa
 def test_an_old_database_keeps_every_row(tmp_path: Path) -> None:
     file = tmp_path / "study.db"
     old_database(file)
-    names = list(schema.metadata.tables)
-    columns = {name: ", ".join(f'"{row[1]}"' for row in rows(file, f'PRAGMA table_info("{name}")')) for name in names}
-    before = {name: rows(file, f'SELECT {columns[name]} FROM "{name}"') for name in names}
+    selects = {}
+    for name in {name for name, _ in tables(file)} & set(schema.metadata.tables):
+        columns = [str(column) for _, column, *_ in rows(file, f'PRAGMA table_info("{name}")')]
+        selects[name] = 'SELECT "{}" FROM "{}"'.format('", "'.join(columns), name)
+    before = {name: rows(file, select) for name, select in selects.items()}
     opened(file).close()
-    assert {name: rows(file, f'SELECT {columns[name]} FROM "{name}"') for name in names} == before
+    assert {name: rows(file, select) for name, select in selects.items()} == before
     assert before["trials"]
 
 

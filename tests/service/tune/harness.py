@@ -20,7 +20,7 @@ from service.tune.plan import Plan
 from service.tune.searchers import get_searcher
 from service.types import Origin
 from tests.service.resolved import resolved_study
-from workers.errors import EngineCrashed, EngineUnavailable, MetricFailed, TrialFailed
+from workers.errors import EngineCrashed, EngineFault, EngineUnavailable, MetricFailed, TrialFailed
 from workers.serving.fake import FakeScorer
 from workers.types import Scorer, ScoreRequest, TaskSpec
 
@@ -137,6 +137,8 @@ def score(scorer: Scorer, evaluation: Evaluation, chunk: int) -> Any:
         return ChunkFailed(FailureKind.CRASH, str(error), crash=crash)
     except EngineUnavailable as error:
         return ChunkFailed(FailureKind.ENGINE, str(error))
+    except EngineFault as error:
+        return ChunkFailed(FailureKind.FAULT, str(error), error)
 
 
 class Killed(BaseException):

@@ -13,7 +13,7 @@ import pytest
 from search_spaces.study.sections import Engine, EngineOptions
 from tests.conftest import OPTIONS
 from tests.workers.recipes import arithmetic
-from workers.errors import EngineUnavailable, InvalidTask, TrialFailed
+from workers.errors import EngineFault, EngineUnavailable, InvalidTask, TrialFailed
 from workers.serving.deployment import ServeScorer, app_name, deploy_scorer
 from workers.serving.fake import FakeScorer
 from workers.types import Family, ModelSource, ScoreRequest, Span, TaskSpec
@@ -83,6 +83,31 @@ def test_scorer_tells_that_an_engine_is_being_started(fake: ServeScorer, tied_fa
     fake.score(request(tied_family, 0.5, 1))
     assert not fake.is_starting()
     assert not ServeScorer("fake-none").is_starting()
+
+
+def test_replica_that_fails_its_canary_refuses_everything_until_serve_has_replaced_it(
+    ray_cluster: None, tied_family: Family, tmp_path: Path
+) -> None:
+    from ray import serve
+
+    make_worker = partial(FakeScorer, fails_canary_at=2, log_file=str(tmp_path / "calls"))
+    scorer = deploy_scorer(tied_family, OPTIONS, name="fake-fault", make_worker=make_worker, health_check_period_s=0.5)
+    good, other = request(tied_family, 0.5), request(tied_family, 0.6)
+    first = scorer.score(good).evidence.replica
+    assert [report.replica for report in scorer.check()] == [first]
+    with pytest.raises(EngineFault, match="the canary failed") as caught:
+        scorer.score(other)
+    assert (caught.value.replica, caught.value.canaries) == (first, 2)
+    result = None
+    deadline = time.monotonic() + 60
+    while result is None and time.monotonic() < deadline:
+        try:
+            result = scorer.score(good)
+        except EngineFault:
+            time.sleep(0.2)
+    assert result is not None
+    assert result.evidence.replica != first
+    serve.delete("fake-fault")
 
 
 def test_replica_that_cannot_start_says_why_and_where_its_log_is(

@@ -2,8 +2,8 @@
 
 - `engine`: start vLLM, swap merges, generate, read log-probabilities
 - `engine_errors`: which errors end an engine
-- `canary`: compare an engine's log-probabilities with those of transformers
-- `environment`: the environment variables of a process that starts an engine
+- `canary`: compare an engine's log-probabilities with those of transformers, now and then
+- `environment`: what a process that starts an engine needs before: environment variables, and llvmlite
 - `memory`: divide a machine's memory between engine and source weights
 - `gpus`: how many GPUs there are and how much of their memory is free
 - `worker_extension`: inside vLLM's worker: merge and write the weights

@@ -1,41 +1,194 @@
-"""The canary: an engine's log-probabilities of one fixed prompt against those of transformers on the same merge.
+"""The canary: an engine's log-probabilities of fixed prompts against those of transformers on the same merge.
 
-A wrong swap gives wrong scores without any error; this comparison is what catches it.
+A wrong swap gives wrong scores without any error; this comparison is what catches it. What is allowed is measured, for
+each model: how far rounding to the engine's dtype moves the base model's log-probabilities in transformers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from search_spaces.recipe import Recipe
 from workers.engines.transformers.backend import logprobs, merged_model, typical_difference
 from workers.engines.vllm.worker_extension import family_to_json, open_bank
-from workers.errors import EvidenceMismatch
+from workers.errors import EvidenceMismatch, TrialFailed
 from workers.evaluation.prompts import LOGPROB_TOLERANCE
-from workers.types import Family
+from workers.types import CanaryReport, Family
 
-__all__ = ["canary_prompt", "compare_with_transformers", "typical_difference"]
+__all__ = ["CANARY_EVERY", "Calibration", "Canary", "canary_prompts", "typical_difference"]
 
+log = logging.getLogger(__name__)
+
+CANARY_EVERY = 32  # swaps
+NUM_PROMPTS = 4
 CANARY_TOKENS = 48
+GIB = 1 << 30
+
+# An engine rounds in other places than transformers: its errors are as large, but not the same.
+TIMES_ROUNDING = 2.5
+
+# The least tolerance in 16 bits, for models that hardly round.
+LEAST_TOLERANCE = {"float16": 0.002, "bfloat16": 0.01}
+
+# How far the base model's share in the engine's log-probabilities may be from 0: rounding is not quite independent of
+# the merge (shares of up to 0.007 were seen), and the estimate has a standard error.
+LEAST_SHARE = 0.02
+MAX_STANDARD_ERRORS = 5.0
 
 
-def canary_prompt(*, vocabulary: int, max_length: int) -> list[int]:
-    """Token ids spread over the vocabulary, the same for every engine of a model."""
-    return [(7919 * i + 11) % vocabulary for i in range(min(CANARY_TOKENS, max_length - 1))]
+@dataclass(frozen=True)
+class Calibration:
+    """The base model's log-probabilities by transformers, in float32, and how far those in `dtype` are from them.
 
+    `rounding` is their root mean square difference, None where it could not be measured."""
 
-def compare_with_transformers(
-    engine_logprobs: Sequence[float], recipe: Recipe, family: Family, *, prompt: Sequence[int], dtype: str
-) -> float:
-    """`typical_difference` of the engine's log-probabilities from those of transformers on the merge of `recipe`.
+    dtype: str
+    base: tuple[float, ...]
+    rounding: float | None
 
-    Raises EvidenceMismatch if it is above LOGPROB_TOLERANCE, or NaN.
-    """
-    model = merged_model(recipe, open_bank(family_to_json(family)), dtype=dtype)
-    difference = typical_difference(engine_logprobs, logprobs(model, prompt), dtype=dtype)
-    if not difference <= LOGPROB_TOLERANCE[dtype]:
-        raise EvidenceMismatch(
-            f"recipe {recipe.digest[:12]}: log-probabilities of the engine and of transformers differ by "
-            f"{difference:.3g}; at most {LOGPROB_TOLERANCE[dtype]} is rounding in {dtype}"
+    @property
+    def tolerance(self) -> float:
+        """The largest `typical_difference` that rounding explains."""
+        if self.rounding is None:
+            return LOGPROB_TOLERANCE[self.dtype]
+        return max(TIMES_ROUNDING * self.rounding, LEAST_TOLERANCE[self.dtype])
+
+    def base_share(self, ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
+        """How much of the way from the merge, `theirs`, to the base model an engine's log-probabilities `ours` are: 0
+        for the merge, 1 for the base; and the largest share that rounding explains.
+
+        The least squares estimate: it averages the rounding of all tokens, so that a part of a model that a swap missed
+        shows in it long before it shows in the difference."""
+        step = [base - merged for base, merged in zip(self.base, theirs, strict=True)]
+        length = math.sqrt(sum(value * value for value in step))
+        if self.rounding is None or length == 0:
+            return 0.0, math.inf
+        apart = (own - merged for own, merged in zip(ours, theirs, strict=True))
+        share = sum(off * towards for off, towards in zip(apart, step, strict=True)) / length**2
+        return share, LEAST_SHARE + MAX_STANDARD_ERRORS * self.tolerance / TIMES_ROUNDING / length
+
+    def check(self, ours: Sequence[float], theirs: Sequence[float], *, of: str) -> float:
+        """Their `typical_difference`. Raises EvidenceMismatch if it, or the base's share, is more than is allowed."""
+        difference = typical_difference(ours, theirs, dtype=self.dtype)
+        share, most = self.base_share(ours, theirs)
+        if difference <= self.tolerance and abs(share) <= most:
+            return difference
+        text = (
+            f"{of}: log-probabilities of the engine and of transformers differ by {difference:.3g}; at most "
+            f"{self.tolerance:.3g} is rounding in {self.dtype}"
         )
-    return difference
+        if not math.isinf(most):
+            text += f". They are {share:.1%} of the way to the base model's; at most {most:.1%} is rounding"
+        raise EvidenceMismatch(text)
+
+
+class Canary:
+    """The canaries of one engine: makes them, counts those that the engine passed, and says why one was skipped."""
+
+    def __init__(
+        self, family: Family, *, base: Recipe, replica: str, dtype: str, vocabulary: int, max_length: int
+    ) -> None:
+        self.num_passed = 0
+        self.num_skipped = 0
+        self._family = family
+        self._base = base
+        self._replica = replica
+        self._dtype = dtype
+        self._prompts = canary_prompts(vocabulary=vocabulary, max_length=max_length)
+        self._calibration: Calibration | None = None
+        self._passed_at = 0  # the number of swaps then
+        self._skipped = ""
+
+    @property
+    def report(self) -> CanaryReport:
+        """How many passed so far, and why the last one was skipped, if it was."""
+        return CanaryReport(self._replica, self.num_passed, self._skipped)
+
+    def is_due(self, swap_count: int) -> bool:
+        return swap_count - self._passed_at >= CANARY_EVERY
+
+    def make(
+        self,
+        recipe: Recipe,
+        engine_logprobs: Callable[[Sequence[Sequence[int]]], list[list[float]]],
+        *,
+        free_bytes: int,
+        swap_count: int,
+    ) -> CanaryReport:
+        """As `compare`; counts the outcome."""
+        if self.compare(recipe, engine_logprobs, free_bytes=free_bytes) is None:
+            self.num_skipped += 1
+        else:
+            self.num_passed += 1
+            self._passed_at, self._skipped = swap_count, ""
+        return self.report
+
+    def compare(
+        self,
+        recipe: Recipe,
+        engine_logprobs: Callable[[Sequence[Sequence[int]]], list[list[float]]],
+        *,
+        free_bytes: int,
+    ) -> float | None:
+        """`typical_difference` of the engine's log-probabilities of prompts from those of transformers on the merge.
+
+        None if a second model does not fit into `free_bytes` of memory, or the merge's logits are not finite. Raises
+        EvidenceMismatch if the difference, or the base model's share in it, is more than rounding explains.
+        """
+        needed = 2 * sum(file.stat().st_size for file in Path(self._family.base.directory).glob("*.safetensors"))
+        if needed > free_bytes:
+            self._skipped = f"comparing with transformers takes {needed / GIB:.1f} GiB more memory than is free"
+            return None
+        try:
+            ours = _flat(engine_logprobs(self._prompts))
+        except TrialFailed as error:
+            self._skipped = str(error)
+            return None
+        bank = open_bank(family_to_json(self._family))
+        if self._calibration is None:
+            model = merged_model(self._base, bank, dtype=self._dtype)
+            self._calibration = calibrate(model, self._prompts, dtype=self._dtype)
+            del model
+        if recipe.digest == self._base.digest:
+            theirs: Sequence[float] = self._calibration.base
+        else:
+            theirs = read(merged_model(recipe, bank, dtype=self._dtype), self._prompts)
+        return self._calibration.check(ours, theirs, of=f"recipe {recipe.digest[:12]}")
+
+
+def canary_prompts(*, vocabulary: int, max_length: int) -> list[list[int]]:
+    """Token ids spread over the vocabulary, the same for every engine of a model."""
+    length = min(CANARY_TOKENS, max_length - 1)
+    return [[(7919 * (i + length * prompt) + 11) % vocabulary for i in range(length)] for prompt in range(NUM_PROMPTS)]
+
+
+def calibrate(model: Any, prompts: Sequence[Sequence[int]], *, dtype: str) -> Calibration:
+    """From the base model's weights in float32. The parameters of `model` are rounded to `dtype` on the way."""
+    base = read(model, prompts)
+    if dtype == "float32":
+        return Calibration(dtype, tuple(base), None)
+    # Not its buffers: transformers keeps them in float32, whatever the weights are.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, dtype))
+    try:
+        rounding = typical_difference(read(model, prompts), base, dtype=dtype)
+    except RuntimeError as error:
+        log.warning("rounding in %s is not measured, transformers cannot compute in it: %s", dtype, error)
+        return Calibration(dtype, tuple(base), None)
+    return Calibration(dtype, tuple(base), rounding)
+
+
+def read(model: Any, prompts: Sequence[Sequence[int]]) -> list[float]:
+    """The log-probabilities of all prompts' tokens, one after another."""
+    return _flat([logprobs(model, prompt) for prompt in prompts])
+
+
+def _flat(lists: Sequence[Sequence[float]]) -> list[float]:
+    return [value for values in lists for value in values]

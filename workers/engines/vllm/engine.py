@@ -1,8 +1,9 @@
 """The warm engine: one vLLM engine that holds one merge after another without a restart.
 
 A swap requires that no request is in flight; it writes the weights in place, packs them again (CPU), resets the prefix
-cache and computes a checksum of the parameters. When the engine starts, and every `CANARY_EVERY` swaps, its
-log-probabilities are compared with those of transformers (`canary`).
+cache and computes a checksum of the parameters. When the engine starts, every `canary.CANARY_EVERY` swaps, and when
+asked, its log-probabilities are compared with those of transformers. An engine that fails a check holds nothing from
+then on and refuses everything: what else it would compute cannot be trusted.
 
 Not thread-safe: the owner of an engine (`workers.serving.replica`) holds a lock over swap and score.
 """
@@ -12,12 +13,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,7 +27,7 @@ from search_spaces.study.sections import EngineOptions
 from workers.engines.host_memory import free_host_bytes
 from workers.engines.logits import in_words
 from workers.engines.vllm.engine_errors import engine_errors
-from workers.engines.vllm.environment import engine_environment
+from workers.engines.vllm.environment import engine_environment, let_llvmlite_be_inspected
 from workers.engines.vllm.gpus import free_gpu_bytes, gpus_of_this_machine
 from workers.engines.vllm.memory import (
     MAX_NUM_SEQS,
@@ -36,20 +36,25 @@ from workers.engines.vllm.memory import (
     kv_cache_bytes,
     memory_requirements,
 )
-from workers.errors import EngineCrashed, EngineUnavailable, EvidenceMismatch, InvalidModel, TrialFailed
+from workers.errors import (
+    EngineCrashed,
+    EngineFault,
+    EngineUnavailable,
+    EvidenceMismatch,
+    InvalidModel,
+    TrialFailed,
+)
 from workers.evaluation.prompts import Completion, Continuation, Generation, Prompts
 from workers.models.config import read_config
 from workers.models.family import open_sources
 from workers.models.tokenizers import stated_directory
-from workers.types import Family
+from workers.types import CanaryReport, Family
 
 __all__ = ["Engine", "SwapReport", "base_recipe"]
 
 log = logging.getLogger(__name__)
 
 MAX_NUM_BATCHED_TOKENS = 4096
-CANARY_EVERY = 32  # swaps
-GIB = 1 << 30
 # The names of the classes with which vLLM runs models that it has no code for begin with this.
 GENERIC = "Transformers"
 
@@ -57,7 +62,8 @@ GENERIC = "Transformers"
 @dataclass(frozen=True)
 class SwapReport:
     """What the engine reports to hold after a swap, and the seconds that the swap took. `repack_s`, packing for CPU
-    kernels, is part of `swap_s`. `is_new` is False if the engine already held the recipe and nothing was done."""
+    kernels, is part of `swap_s`. `is_new` is False if the engine already held the recipe and nothing was done. `canary`
+    is that of the recipe, None if none was due."""
 
     digest: str
     swap_count: int
@@ -66,23 +72,11 @@ class SwapReport:
     swap_s: float
     repack_s: float
     is_new: bool
+    canary: CanaryReport | None = None
 
 
-def _let_llvmlite_be_inspected() -> None:
-    """vLLM inspects the attributes of every object in the loaded modules. llvmlite's library handle (loaded with Numba)
-    treats every unknown name, `__dict__` included, as a function of the library, and vLLM fails on that."""
-    ffi = sys.modules.get("llvmlite.binding.ffi")
-    if ffi is None:
-        return
-    handle = type(ffi.lib)
-    find = handle.__getattr__
-
-    def find_function(self: Any, name: str) -> Any:
-        if name == "__dict__":
-            raise AttributeError(name)
-        return find(self, name)
-
-    handle.__getattr__ = find_function
+class _SourcesChanged(EvidenceMismatch):
+    """Files of the sources have changed since the engine opened them: no other engine could do better."""
 
 
 class Engine:
@@ -90,13 +84,19 @@ class Engine:
 
     Starts with the weights of the base model. Raises EngineUnavailable, with the reason, if the models cannot be opened
     or vLLM cannot start or compute, InvalidModel for sources whose contents have changed or cannot be used, and
-    EvidenceMismatch if its log-probabilities differ from those of transformers.
+    EngineFault if its log-probabilities differ from those of transformers. `name` is its replica's.
     """
 
-    def __init__(self, family: Family, options: EngineOptions, *, log_file: str | None = None) -> None:
+    def __init__(
+        self, family: Family, options: EngineOptions, *, log_file: str | None = None, name: str = "engine"
+    ) -> None:
         self.family = family
         self.options = options
+        self.name = name
         self.swap_s: list[float] = []
+        self._is_checked = False  # nothing was scored since the last canary that passed
+        self._held: Recipe | None = None
+        self._fault: EngineFault | None = None
         self._state: dict[str, Any] = {"digest": None, "swaps": 0, "checksum": "", "bank": {}}
         self._new_tokenizer: tempfile.TemporaryDirectory[str] | None = None
         started = time.perf_counter()
@@ -121,6 +121,7 @@ class Engine:
         log.info("engine for %s started in %.1f s", family.base.directory, self.start_s)
 
     def _start(self) -> None:
+        from workers.engines.vllm.canary import Canary
         from workers.engines.vllm.worker_extension import family_to_json
 
         self.max_length = self.prompts.max_length  # fails here, before the long import, if there is no model
@@ -134,7 +135,7 @@ class Engine:
         self.dtype = self.options.dtype
         if self.dtype == "auto":
             self.dtype = "float32" if is_cpu else "bfloat16"
-        _let_llvmlite_be_inspected()
+        let_llvmlite_be_inspected()
         opening: dict[str, Any] = {"keeps_ranks": self.options.rank_cache}
         by_device: dict[str, Any]
         if is_cpu:
@@ -175,6 +176,14 @@ class Engine:
             trust_remote_code=False,
             **by_device,
         )
+        self.canary = Canary(
+            self.family,
+            base=base_recipe(self.family),
+            replica=self.name,
+            dtype=self.dtype,
+            vocabulary=int(self.prompts.config["vocab_size"]),
+            max_length=self.max_length,
+        )
         self.bank_fingerprint = str(self._call("mergesearch_open", family_to_json(self.family), **opening))
         self.sources = str(self._call("mergesearch_sources"))
 
@@ -202,8 +211,11 @@ class Engine:
 
     @property
     def held_digest(self) -> str | None:
-        """The digest of the recipe whose weights the engine reports to hold; None after a failed swap."""
-        digest: str | None = self._call("mergesearch_held")["digest"]
+        """The digest of the recipe whose weights the engine reports to hold; None after a failed swap or check."""
+        if self._fault is not None:
+            return None
+        with self._failing_for_good():
+            digest: str | None = self._call("mergesearch_held")["digest"]
         return digest
 
     @property
@@ -224,12 +236,37 @@ class Engine:
         """The checksum of the parameters now."""
         return str(self._call("mergesearch_checksum"))
 
+    def fault(self, reason: str) -> EngineFault:
+        """The error to raise for an engine that does not do what it reports; from now on it refuses everything."""
+        self._fault = EngineFault(f"engine {self.name}: {reason}", self.name, self.canary.num_passed)
+        log.error("%s; this engine is not used again", self._fault)
+        return self._fault
+
+    def _refuse_after_a_fault(self) -> None:
+        if self._fault is not None:
+            raise EngineFault(*self._fault.args)
+
+    @contextmanager
+    def _failing_for_good(self) -> Iterator[None]:
+        """An EvidenceMismatch inside is a fault of this engine, but not that its sources have changed."""
+        self._refuse_after_a_fault()
+        try:
+            yield
+        except _SourcesChanged as error:
+            raise EvidenceMismatch(str(error)) from error
+        except EvidenceMismatch as error:
+            raise self.fault(str(error)) from error
+
     def swap(self, recipe: Recipe, *, check: bool = False) -> SwapReport:
         """Hold `recipe`; does nothing if the engine already holds it. `check` compares with transformers afterwards.
 
-        Raises TrialFailed if the merge cannot be computed, EvidenceMismatch if files of the sources have changed or the
-        engine does not hold it afterwards.
+        Raises TrialFailed if the merge cannot be computed, EvidenceMismatch if files of the sources have changed,
+        EngineFault if the engine does not hold the merge afterwards, or has failed a check before.
         """
+        with self._failing_for_good():
+            return self._swap(recipe, check=check)
+
+    def _swap(self, recipe: Recipe, *, check: bool) -> SwapReport:
         try:
             is_new = self.held_digest != recipe.digest
         except InvalidRecipe as error:
@@ -244,8 +281,11 @@ class Engine:
             if "refused" in state:
                 raise TrialFailed(f"the merge cannot be computed: {state['refused']}")
             if "changed" in state:
-                raise EvidenceMismatch(state["changed"])
+                raise _SourcesChanged(state["changed"])
+            if "mismatch" in state:
+                raise EvidenceMismatch(str(state["mismatch"]))
             self._state = state
+            self._held = recipe
             started = time.perf_counter()
             # vLLM never resets it, and blocks of earlier weights give wrong scores.
             if not self._llm.reset_prefix_cache():
@@ -256,28 +296,33 @@ class Engine:
             self.swap_s.append(timings["materialise_s"] + timings["swap_s"])
             if self.held_digest != recipe.digest:
                 raise EvidenceMismatch(f"after a swap the engine holds {self.held_digest}, not {recipe.digest}")
-        if check or (is_new and self.swap_count % CANARY_EVERY == 0):
-            self.check_against_transformers(recipe)
-        return SwapReport(recipe.digest, self.swap_count, self.weights_checksum, **timings, is_new=is_new)
+        canary = None
+        if check or (is_new and self.canary.is_due(self.swap_count)):
+            canary = self._make_canary(recipe)
+        return SwapReport(
+            recipe.digest, self.swap_count, self.weights_checksum, **timings, is_new=is_new, canary=canary
+        )
+
+    def check(self) -> CanaryReport:
+        """A canary now, unless nothing was scored since the last one that passed. Raises EngineFault.
+
+        On the recipe held; on the base model if none is held, or its logits are not finite.
+        """
+        with self._failing_for_good():
+            if not self._is_checked:
+                held = self._held if self.held_digest is not None else None
+                if held is None or self._make_canary(held).skipped:
+                    self._swap(base_recipe(self.family), check=True)
+            return self.canary.report
+
+    def _make_canary(self, recipe: Recipe) -> CanaryReport:
+        report = self.canary.make(recipe, self.logprobs, free_bytes=free_host_bytes(), swap_count=self.swap_count)
+        self._is_checked = not report.skipped
+        return report
 
     def check_against_transformers(self, recipe: Recipe) -> float | None:
-        """`canary.typical_difference` of the engine's log-probabilities from those of transformers on `recipe`'s merge.
-
-        Raises EvidenceMismatch if it is above LOGPROB_TOLERANCE. None, with a warning, if there is too little memory
-        for a second model; None if the merge's logits are not finite, which scoring reports.
-        """
-        from workers.engines.vllm import canary
-
-        needed = 2 * sum(file.stat().st_size for file in Path(self.family.base.directory).glob("*.safetensors"))
-        if needed > free_host_bytes():
-            log.warning("not compared with transformers: that takes %.1f GiB more memory", needed / GIB)
-            return None
-        prompt = canary.canary_prompt(vocabulary=int(self.prompts.config["vocab_size"]), max_length=self.max_length)
-        try:
-            (logprobs,) = self.logprobs([prompt])
-        except TrialFailed:
-            return None
-        return canary.compare_with_transformers(logprobs, recipe, self.family, prompt=prompt, dtype=self.dtype)
+        """`canary.Canary.compare` with what transformers computes on the merge of `recipe`, whatever is held."""
+        return self.canary.compare(recipe, self.logprobs, free_bytes=free_host_bytes())
 
     def generate(self, requests: Sequence[Generation]) -> list[Completion]:
         """One batch. Raises TrialFailed if the model's logits were NaN or infinite at any step."""
@@ -335,6 +380,8 @@ class Engine:
     def _run(self, prompts: Sequence[Sequence[int]], parameters: list[Any]) -> list[Any]:
         from vllm import TokensPrompt
 
+        self._refuse_after_a_fault()
+        self._is_checked = False
         self._call("mergesearch_bad_rows")
         with engine_errors():
             outputs: list[Any] = self._llm.generate(

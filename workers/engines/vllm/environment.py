@@ -1,15 +1,16 @@
-"""The environment of a process that starts an engine. Light, so that it can be set before torch is imported."""
+"""What a process needs before it starts an engine. Light, so that it can be set before torch is imported."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from search_spaces.study.sections import EngineOptions
 
-__all__ = ["KEEP_WEIGHTS", "engine_environment"]
+__all__ = ["KEEP_WEIGHTS", "engine_environment", "let_llvmlite_be_inspected"]
 
 # Tells `plugin` that the process runs this package's engine; other programs in the environment use vLLM unmodified.
 KEEP_WEIGHTS = "MERGESEARCH_KEEP_WEIGHTS"
@@ -31,3 +32,20 @@ def engine_environment(options: EngineOptions, environment: Mapping[str, str] | 
     required = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", KEEP_WEIGHTS: "1", "VLLM_NO_USAGE_STATS": "1"}
     known = environment or {}
     return {name: value for name, value in defaults.items() if name not in known} | required
+
+
+def let_llvmlite_be_inspected() -> None:
+    """vLLM inspects the attributes of every object in the loaded modules. llvmlite's library handle (loaded with Numba)
+    treats every unknown name, `__dict__` included, as a function of the library, and vLLM fails on that."""
+    ffi = sys.modules.get("llvmlite.binding.ffi")
+    if ffi is None:
+        return
+    handle = type(ffi.lib)
+    find = handle.__getattr__
+
+    def find_function(self: Any, name: str) -> Any:
+        if name == "__dict__":
+            raise AttributeError(name)
+        return find(self, name)
+
+    handle.__getattr__ = find_function

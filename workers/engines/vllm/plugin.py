@@ -2,8 +2,9 @@
 
 On CPU vLLM packs the weights of linear layers and of mixtures of experts for its kernels and drops the plain ones, so
 that nothing could be written in place. This module makes engines of this package keep the plain weights next to the
-packed copies; a layer that has both gets an attribute `PACK`, a function that packs it again. It also keeps vLLM from
-changing transformers' classes, so that plain transformers remains available for comparison.
+packed copies; a layer that has both gets two attributes: `PACK`, a function that packs it again, and `IS_PACKED`, one
+that tells whether the packed copies hold the plain weights. It also keeps vLLM from changing transformers' classes, so
+that plain transformers remains available for comparison.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ import torch
 
 from workers.engines.vllm.environment import KEEP_WEIGHTS
 
-__all__ = ["PACK", "register"]
+__all__ = ["IS_PACKED", "PACK", "register"]
 
 PACK = "mergesearch_pack"
+IS_PACKED = "mergesearch_is_packed"
+
+# Columns of a linear layer that are compared with its packed copy. Every row of a merge is in each of them.
+NUM_COLUMNS = 4
 
 # The parameters of all experts of one layer, and the names under which vLLM hands them to its kernel.
 EXPERT_WEIGHTS = {"w1": "w13_weight", "w2": "w2_weight"}
@@ -44,9 +49,25 @@ def _keep_linear_weights(utils: Any) -> None:
         pack(layer, remove_weight=False)
         if hasattr(layer, "cpu_linear"):
             setattr(layer, PACK, lambda: pack(layer, remove_weight=False))
+            setattr(layer, IS_PACKED, lambda: _gives_its_columns(layer))
 
     pack_and_keep.keeps_weights = True  # type: ignore[attr-defined]
     utils.dispatch_cpu_unquantized_gemm = pack_and_keep
+
+
+def _gives_its_columns(layer: Any) -> bool:
+    """Whether rows of the identity, multiplied by the packed copy, give columns of the plain weights, [rows, columns].
+
+    Each result is one weight plus zeros, so that nothing is rounded."""
+    weight = layer.weight.detach()
+    columns = torch.linspace(0, weight.shape[1] - 1, NUM_COLUMNS, dtype=torch.float64).long()
+    identity = torch.zeros(NUM_COLUMNS, weight.shape[1], dtype=weight.dtype)
+    identity[torch.arange(NUM_COLUMNS), columns] = 1
+    packed = layer.cpu_linear(identity, weight, None)
+    # Kernels may take numbers below the smallest normal one for zero.
+    if torch.allclose(packed, weight[:, columns].t(), rtol=0, atol=torch.finfo(torch.float32).tiny):
+        return True
+    return not bool(weight.isfinite().all())  # times zero these give NaN, and so do the merge's logits
 
 
 def _keep_expert_weights() -> None:
@@ -61,12 +82,25 @@ def _keep_expert_weights() -> None:
         for name, parameter in plain.items():
             setattr(layer, name, parameter)
         setattr(layer, PACK, lambda: pack_and_keep(self, layer))
+        packed = self.packed_weights
+        pairs = [(getattr(layer, name), packed[operand]) for operand, name in EXPERT_WEIGHTS.items()]
+        setattr(layer, IS_PACKED, lambda: all(_bits(plain) == _bits(copy) for plain, copy in pairs))
 
     def compute_with_packed(self: Any, **call: Any) -> Any:
         return compute(self, **{**call, **self.packed_weights})
 
     CPUUnquantizedExperts.process_weights_after_loading = pack_and_keep
     CPUUnquantizedExperts.apply = compute_with_packed
+
+
+def _bits(weights: torch.Tensor) -> int:
+    """A number that moving weights and adding zeros does not change, and changing a weight does, modulo 2^64."""
+    word = {2: torch.int16, 4: torch.int32}[weights.element_size()]
+    total = 0
+    for part in weights.detach():  # one expert at a time: bounds the memory
+        words = part.contiguous().view(word).to(torch.int64)
+        total += int((words * words * words + words).sum())
+    return total % 2**64
 
 
 def _keep_transformers_classes() -> None:

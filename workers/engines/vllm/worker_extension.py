@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ from search_spaces.recipe import Recipe
 from workers.engines.logits import bad_rows
 from workers.engines.vllm.checksum import checksum, combined, word_sum
 from workers.engines.vllm.loading import LoadObserver, Place
-from workers.engines.vllm.plugin import PACK
+from workers.engines.vllm.plugin import IS_PACKED, PACK
 from workers.errors import EvidenceMismatch
 from workers.types import Family, ModelSource, Placement
 
@@ -46,6 +46,8 @@ class MergeExtension:
     _mergesearch_sums: dict[str, int]
     # Where a merge of each tensor can be written directly; None if only vLLM's loader can write it.
     _mergesearch_places: dict[str, Place | None]
+    # Names of the modules whose packed copies can be compared with their weights.
+    _mergesearch_comparable: frozenset[str]
 
     def mergesearch_open(
         self,
@@ -73,6 +75,7 @@ class MergeExtension:
         self._mergesearch_places = {}
         self._mergesearch_forget()
         model = self.model_runner.get_model()
+        self._mergesearch_comparable = _comparable(model)
         self._mergesearch_bad_rows = torch.zeros(2, dtype=torch.int64, device=device)
         compute_logits, total = model.compute_logits, self._mergesearch_bad_rows
 
@@ -102,8 +105,8 @@ class MergeExtension:
         Tensors that the held merge computes in the same way are not written again. Returns {digest, swaps, checksum,
         tensors_written, materialise_s, repack_s, swap_s (packing included), bank (its summary)}. During the writing,
         and if it fails, no digest is held. For a recipe that cannot be merged the result has the reason, {refused}, and
-        where files of the sources have changed, {changed}: with several ranks an exception would lose its class on the
-        way.
+        where files of the sources have changed, {changed}, and for packed copies that do not hold the merge,
+        {mismatch}: with several ranks an exception would lose its class on the way.
         """
         try:
             recipe = Recipe.from_json(json.loads(recipe_json))
@@ -158,7 +161,14 @@ class MergeExtension:
             if missing := sorted(set(parameters) - written - sums.keys()):
                 raise RuntimeError(f"the merge left {len(missing)} parameters unwritten, for example {missing[0]}")
             rewritten = {name: parameter for name, parameter in parameters.items() if name in written}
-            repack_s = _repack(model, rewritten.values())
+            packing = time.perf_counter()
+            stale = _repack(model, rewritten.values(), self._mergesearch_comparable)
+            repack_s = time.perf_counter() - packing
+            if stale:
+                return {
+                    **self.mergesearch_held(),
+                    "mismatch": f"the packed weights of {', '.join(stale)} are not the merge",
+                }
             _derive(model, dtype)
             sums |= {name: word_sum(parameter) for name, parameter in rewritten.items()}
             total = combined(parameters, sums)
@@ -210,18 +220,35 @@ class MergeExtension:
         return counts
 
 
-def _repack(model: torch.nn.Module, changed: Iterable[torch.nn.Parameter]) -> float:
+def _repack(
+    model: torch.nn.Module, changed: Iterable[torch.nn.Parameter], comparable: Collection[str]
+) -> tuple[str, ...]:
     """On CPU, pack each module with a changed parameter again, in place of its old packed copy; elsewhere do nothing.
 
-    Returns the seconds that it took.
+    Returns the names of those, of the `comparable` ones, whose packed copy does not hold their weights afterwards.
     """
-    started = time.perf_counter()
     ids = set(map(id, changed))
-    for module in model.modules():
+    stale = []
+    for name, module in model.named_modules():
         pack = getattr(module, PACK, None)
         if pack is not None and any(id(held) in ids for held in module.parameters(recurse=False)):
             pack()
-    return time.perf_counter() - started
+            if name in comparable and not getattr(module, IS_PACKED)():
+                stale.append(name)
+    return tuple(stale)
+
+
+def _comparable(model: torch.nn.Module) -> frozenset[str]:
+    """The modules that vLLM has just packed whose packed copies are seen to hold their weights.
+
+    A kernel that rounds its operands does not show it; then the canary alone would find a copy that is stale.
+    """
+    packed = {name: module for name, module in model.named_modules() if hasattr(module, IS_PACKED)}
+    with torch.inference_mode():
+        comparable = frozenset(name for name, module in packed.items() if getattr(module, IS_PACKED)())
+    if hidden := sorted(packed.keys() - comparable):
+        log.warning("%d packed layers cannot be compared with their weights, for example %s", len(hidden), hidden[0])
+    return comparable
 
 
 def _derive(model: torch.nn.Module, dtype: torch.dtype) -> None:

@@ -1,6 +1,102 @@
-import pytest
+"""What the canary sees: merges of the shipped models in bfloat16, by an engine that missed some of their tensors.
 
-from workers.engines.vllm.canary import typical_difference
+Transformers, computing in bfloat16, stands in for the engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from search_spaces.recipe import Recipe
+from tests.workers.recipes import arithmetic
+from workers.engines.transformers.backend import merged_model
+from workers.engines.vllm.canary import Calibration, calibrate, canary_prompts, read, typical_difference
+from workers.engines.vllm.engine import base_recipe
+from workers.errors import EvidenceMismatch
+from workers.merging.bank import Bank
+from workers.merging.materialize import merged_tensors
+from workers.models.family import open_family
+from workers.tiny_family import family_dir
+from workers.types import Family
+
+PROMPTS = canary_prompts(vocabulary=104, max_length=512)
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Family:
+    root = family_dir()
+    return open_family(root / "base", {name: root / "experts" / name for name in ("math", "text", "lookup")})
+
+
+@pytest.fixture(scope="module")
+def bank(shipped: Family) -> Bank:
+    return Bank(shipped)
+
+
+@pytest.fixture(scope="module")
+def calibration(shipped: Family, bank: Bank) -> Calibration:
+    return calibrate(merged_model(base_recipe(shipped), bank, dtype="bfloat16"), PROMPTS, dtype="bfloat16")
+
+
+def check(
+    recipe: Recipe, family: Family, bank: Bank, calibration: Calibration, *, missed: Callable[[str], bool]
+) -> float:
+    """The canary of an engine in bfloat16 that holds the base's tensors where it `missed` those of the merge."""
+    model = merged_model(recipe, bank, dtype="bfloat16")
+    theirs = read(model, PROMPTS)
+    held: dict[str, Any] = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in merged_tensors(base_recipe(family), bank, torch.bfloat16):
+            if name in held and missed(name):
+                held[name].copy_(tensor)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return calibration.check(read(model, PROMPTS), theirs, of="this merge")
+
+
+def of_layers(*layers: int) -> Callable[[str], bool]:
+    return lambda name: any(f"layers.{layer}." in name for layer in layers)
+
+
+def test_the_tolerance_is_a_small_multiple_of_this_models_rounding(calibration: Calibration) -> None:
+    assert calibration.rounding is not None
+    assert 0.02 < calibration.rounding < 0.08
+    assert calibration.tolerance == pytest.approx(2.5 * calibration.rounding)
+    assert Calibration("bfloat16", (), 0.0).tolerance == 0.01
+    assert Calibration("float32", (), None).tolerance == 1e-3
+
+
+@pytest.mark.parametrize("weights", [(0.0, 0.0, 0.0), (0.4, 0.4, 0.4), (1.0, 0.0, 0.0), (0.1, 0.1, 0.1)])
+def test_a_whole_merge_passes(
+    weights: tuple[float, ...], shipped: Family, bank: Bank, calibration: Calibration
+) -> None:
+    recipe = arithmetic(shipped, *weights)
+    assert check(recipe, shipped, bank, calibration, missed=of_layers()) < 2 * (calibration.rounding or 0.0)
+
+
+@pytest.mark.parametrize("layers", [(0,), (1,), (2,), (3,), (4,), (5,), (6, 7), (3, 4, 5, 6, 7)])
+def test_layers_left_at_the_base_models_weights_are_seen(
+    layers: tuple[int, ...], shipped: Family, bank: Bank, calibration: Calibration
+) -> None:
+    recipe = arithmetic(shipped, 0.4, 0.4, 0.4)
+    with pytest.raises(EvidenceMismatch, match=r"this merge: log-probabilities .* differ by .* of the way to the base"):
+        check(recipe, shipped, bank, calibration, missed=of_layers(*layers))
+
+
+def test_a_layer_of_a_merge_near_the_base_is_seen_by_its_share(
+    shipped: Family, bank: Bank, calibration: Calibration
+) -> None:
+    recipe = arithmetic(shipped, 0.1, 0.1, 0.1)
+    for layer in (4, 5):  # their difference is no more than rounding
+        with pytest.raises(EvidenceMismatch) as caught:
+            check(recipe, shipped, bank, calibration, missed=of_layers(layer))
+        difference = float(str(caught.value).split("differ by ")[1].split(";")[0])
+        assert difference < calibration.tolerance
 
 
 def test_one_far_off_token_is_rounding_in_16_bits_and_not_in_32() -> None:
@@ -8,3 +104,5 @@ def test_one_far_off_token_is_rounding_in_16_bits_and_not_in_32() -> None:
     assert typical_difference(ours, theirs, dtype="float32") == pytest.approx(0.4)
     assert typical_difference(ours, theirs, dtype="bfloat16") == pytest.approx(0.4 / 48**0.5)
     assert not typical_difference([float("nan")], [-1.0], dtype="bfloat16") <= 1.0
+    with pytest.raises(EvidenceMismatch):
+        Calibration("bfloat16", (-2.0,), 0.05).check([math.nan], [-1.0], of="this merge")

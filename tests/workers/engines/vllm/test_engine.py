@@ -17,12 +17,13 @@ from tests.workers.recipes import arithmetic, slerp
 from workers.engines.transformers.backend import Reference, logprobs
 from workers.engines.transformers.verification import verify
 from workers.engines.vllm.engine import Engine, base_recipe
+from workers.engines.vllm.plugin import PACK
 from workers.engines.vllm.worker_extension import family_to_json, open_bank
-from workers.errors import EngineUnavailable, EvidenceMismatch, TrialFailed
+from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, TrialFailed
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Generation
 from workers.export.checkpoint import export
-from workers.types import Family, Span, TaskSpec
+from workers.types import CanaryReport, Family, Span, TaskSpec
 
 
 def exported(engine: Engine, recipe: Recipe, directory: Path) -> str:
@@ -177,6 +178,85 @@ def test_engine_that_does_not_hold_what_it_says_is_caught(engine: Engine, untied
     assert (engine.check_against_transformers(arithmetic(untied_family, 0.3, 0.3)) or 1.0) < 1e-3
     with pytest.raises(EvidenceMismatch, match="log-probabilities of the engine and of transformers differ by"):
         engine.check_against_transformers(arithmetic(untied_family, 0.3, 0.5))
+
+
+@pytest.fixture
+def faulty(engine: Engine) -> Iterator[Engine]:
+    """The engine, to be damaged: afterwards it is as if it had never failed."""
+    yield engine
+    engine._fault = None
+    engine._call("_mergesearch_forget")  # the next swap writes every tensor
+    engine.swap(base_recipe(engine.family))
+
+
+def damage(model: Any) -> None:
+    """Other weights in one layer than the engine says."""
+    layer = model.model.layers[1].mlp.down_proj
+    with torch.inference_mode():
+        layer.weight.mul_(1.5)
+    getattr(layer, PACK)()
+
+
+def test_an_engine_that_fails_its_canary_holds_nothing_and_refuses_everything(
+    faulty: Engine, untied_family: Family
+) -> None:
+    recipe, other = arithmetic(untied_family, 0.3, 0.3), slerp(untied_family, 0.4)
+    assert faulty.swap(recipe, check=True).digest == recipe.digest
+    faulty._llm.apply_model(damage)
+    with pytest.raises(
+        EvidenceMismatch, match="log-probabilities of the engine and of transformers differ by"
+    ) as caught:
+        faulty.swap(recipe, check=True)
+    assert faulty.held_digest is None
+    for refused in (lambda: faulty.swap(recipe), lambda: faulty.swap(other), lambda: faulty.logprobs([[1, 2, 3]])):
+        with pytest.raises(EvidenceMismatch, match="differ by"):
+            refused()
+    assert isinstance(caught.value, EngineFault)
+    assert (caught.value.replica, caught.value.canaries) == (faulty.name, faulty.canary.num_passed)
+    with pytest.raises(EngineFault):
+        faulty.check()
+
+
+def test_a_check_makes_a_canary_only_after_something_was_scored(engine: Engine, untied_family: Family) -> None:
+    engine.swap(arithmetic(untied_family, 0.3, 0.3), check=True)
+    passed = engine.canary.num_passed
+    assert engine.check().canaries == passed
+    engine.generate([Generation((1, 5, 6), 2)])
+    assert engine.check() == CanaryReport(engine.name, passed + 1)
+    assert engine.check().canaries == passed + 1
+
+
+def test_a_canary_that_cannot_be_made_is_not_a_canary_passed(
+    engine: Engine, untied_family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, nan = arithmetic(untied_family, 0.3, 0.3), arithmetic(untied_family, 1e40, 1e40)
+    passed, skipped = engine.canary.num_passed, engine.canary.num_skipped
+    found = engine.swap(nan, check=True).canary
+    assert found is not None
+    assert (found.canaries, "logits are NaN" in found.skipped) == (passed, True)
+    assert engine.check() == CanaryReport(engine.name, passed + 1), "on the base model instead"
+    with monkeypatch.context() as patch:
+        patch.setattr("workers.engines.vllm.engine.free_host_bytes", lambda: 0)
+        found = engine.swap(recipe, check=True).canary
+        assert found is not None
+        assert (found.canaries, "GiB more memory than is free" in found.skipped) == (passed + 1, True)
+    assert engine.canary.num_skipped == skipped + 2
+    assert engine.swap(recipe, check=True).canary == CanaryReport(engine.name, passed + 2)
+
+
+def test_a_layer_that_is_not_packed_again_fails_the_swap(faulty: Engine, untied_family: Family) -> None:
+    faulty.swap(arithmetic(untied_family, 0.3, 0.3))
+    (layer,) = faulty._llm.apply_model(lambda model: model.model.layers[3].self_attn.qkv_proj)
+    pack = getattr(layer, PACK)
+    setattr(layer, PACK, lambda: None)
+    try:
+        with pytest.raises(
+            EvidenceMismatch, match=r"packed weights of model\.layers\.3\.self_attn\.qkv_proj are not the merge"
+        ):
+            faulty.swap(arithmetic(untied_family, 0.3001, 0.3))
+        assert faulty.held_digest is None
+    finally:
+        setattr(layer, PACK, pack)
 
 
 def test_merge_that_cannot_be_computed_fails_the_trial_and_nothing_is_held(

@@ -21,6 +21,7 @@ from tests.conftest import OPTIONS
 from tests.workers.recipes import arithmetic, model_stock, slerp
 from workers.engines.vllm.checksum import checksum
 from workers.engines.vllm.engine import Engine, base_recipe
+from workers.engines.vllm.plugin import IS_PACKED, PACK
 from workers.engines.vllm.worker_extension import MergeExtension, family_to_json, open_bank
 from workers.errors import EvidenceMismatch, TrialFailed
 from workers.evaluation.prompts import Prompts
@@ -226,6 +227,28 @@ def test_parameters_that_a_merge_does_not_reach_are_an_error(extension: Extensio
     with pytest.raises(RuntimeError, match="left 1 parameters unwritten, for example extra"):
         extension.apply(arithmetic(tied_family, 0.3, 0.5))
     assert extension.mergesearch_held()["digest"] is None
+
+
+def test_a_copy_that_is_not_packed_again_is_seen_at_the_swap(extension: Extension, tied_family: Family) -> None:
+    layer = extension.model_runner.get_model().model.layers[1].mlp.up_proj
+    packed = {}
+
+    def pack() -> None:
+        packed["copy"] = layer.weight.detach().clone()
+
+    pack()
+    setattr(layer, PACK, pack)
+    setattr(layer, IS_PACKED, lambda: torch.equal(packed["copy"], layer.weight))
+    extension.mergesearch_open(family_to_json(tied_family))
+    first, second = arithmetic(tied_family, 0.3, 0.5), arithmetic(tied_family, 0.4, 0.5)
+    assert extension.apply(first)["digest"] == first.digest
+    setattr(layer, PACK, lambda: None)
+    answer = extension.apply(second)
+    assert answer["digest"] is None
+    assert answer["mismatch"] == "the packed weights of model.layers.1.mlp.up_proj are not the merge"
+    assert extension.mergesearch_held()["digest"] is None
+    setattr(layer, PACK, pack)
+    assert extension.apply(second)["tensors_written"] == len(extension.parameters)
 
 
 def test_where_the_gpu_is_full_the_cpu_merges(

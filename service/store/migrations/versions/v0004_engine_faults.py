@@ -1,0 +1,19 @@
+"""Engines that failed a check, and how many canaries an engine had passed when it scored a chunk."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0004"
+down_revision = "0003"
+
+
+def upgrade() -> None:
+    op.create_table(
+        "engine_faults",
+        sa.Column("id", sa.Integer(), primary_key=True),
+        sa.Column("replica", sa.Text(), nullable=False, unique=True),
+        sa.Column("canaries", sa.Integer(), nullable=False),
+        sa.Column("reason", sa.Text(), nullable=False),
+        sa.Column("time", sa.Float(), nullable=False),
+    )
+    op.add_column("evidence", sa.Column("canaries", sa.Integer()))
