@@ -75,7 +75,7 @@ def _loaded(name: str, path: Path) -> Any:
     try:
         return getattr(transformers, name).from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:  # bare ones too: the tokenizers library raises them for files it cannot read
-        raise InvalidModel((f"{path}: no tokenizer can be loaded from it: {error}",)) from error
+        raise InvalidModel((f"{path}: its tokenizer cannot be loaded: {error}",)) from error
 
 
 def _difference(tokenizer: Any, path: Path) -> str:

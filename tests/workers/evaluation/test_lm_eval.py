@@ -73,7 +73,7 @@ def test_tokenizer_that_transformers_reads_otherwise_than_its_file_is_read_as_th
     prompts = Prompts(str(directory), OPTIONS)
     assert prompts.decode([], prompts.encode(text, special_tokens=False)) == text
     (directory / "tokenizer.json").write_text("{}")
-    with pytest.raises(InvalidModel, match="no tokenizer can be loaded"):
+    with pytest.raises(InvalidModel, match="its tokenizer cannot be loaded"):
         load_tokenizer(str(directory))
 
 

@@ -458,4 +458,4 @@ def test_a_missing_or_broken_tokenizer_is_refused(tied_family: Family, tmp_path:
     shutil.copy(Path(tied_family.base.directory) / "config.json", tmp_path)
     assert "no tokenizer; expected one of tokenizer.json, " in problems_of(lambda: load_tokenizer(tmp_path))
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
-    assert "no tokenizer can be loaded from it: " in problems_of(lambda: load_tokenizer(tmp_path))
+    assert "its tokenizer cannot be loaded: " in problems_of(lambda: load_tokenizer(tmp_path))

@@ -482,8 +482,8 @@ def test_a_tokenizer_is_refused_only_where_an_engine_would_refuse_it(
     assert prompts.decode([], prompts.encode("a b\n1 2", special_tokens=False)) == "a b\n1 2"
     (tmp_path / "base" / "tokenizer.json").write_text("{}")
     assert check_models(located, study, problems) is None
-    assert "no tokenizer can be loaded from it" in problems[0].message
-    with pytest.raises(InvalidModel, match="no tokenizer can be loaded from it"):
+    assert "its tokenizer cannot be loaded" in problems[0].message
+    with pytest.raises(InvalidModel, match="its tokenizer cannot be loaded"):
         _ = Prompts(sources.result_dir, study.engine.options).tokenizer
 
 
