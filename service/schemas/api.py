@@ -16,6 +16,7 @@ from typing_extensions import TypedDict
 from service.schemas.files import Number, State, TrialDocument, Values
 
 __all__ = [
+    "DeletedDocument",
     "EndDocument",
     "EventDocument",
     "EventsDocument",
@@ -116,6 +117,12 @@ class ExportDocument(TypedDict):
     created_at: Time
     bytes: Annotated[int | None, Field(description="Total size of its files, once it is COMPLETE.")]
     links: Annotated[dict[str, str], Field(description="self, and download once it is COMPLETE.")]
+
+
+class DeletedDocument(TypedDict):
+    """What was deleted: a study or an export."""
+
+    deleted: Annotated[str, Field(description="Its id.")]
 
 
 class ExportsDocument(TypedDict):

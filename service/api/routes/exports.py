@@ -18,7 +18,7 @@ from service.api.requests import JSON_TYPES, read_body, sent_as_json
 from service.errors import Conflict, NotFound
 from service.results.files import RunRecord
 from service.results.selection import best_trial
-from service.schemas.api import ExportDocument, ExportsDocument
+from service.schemas.api import DeletedDocument, ExportDocument, ExportsDocument
 from service.types import ExportRecord, ExportState, StudyRecord, StudyState
 
 __all__ = ["router"]
@@ -100,14 +100,13 @@ def get_export(export: Export, services: Context) -> Response:
 
 @router.delete(
     "/studies/{study_id:segment}/exports/{export_id:segment}",
-    status_code=204,
     response_model=None,
-    responses={204: {"description": "Deleted, with its files."}, **refusals(404, 409)},
+    responses={200: {"model": DeletedDocument}, **refusals(404, 409)},
 )
 async def delete_export(export: Export, services: Context) -> Response:
     """Delete an export and its files. One that is being written or downloaded is refused (409)."""
     await services.exports.delete(export)
-    return Response(status_code=204)
+    return Json(DeletedDocument(deleted=export.id))
 
 
 @router.get(

@@ -18,7 +18,7 @@ from service.api.problems import Json, refusals
 from service.api.requests import JSON_TYPES, YAML_TYPES, read_body, sent_as_json
 from service.disk import study_dir
 from service.errors import Conflict, StaleAttempt
-from service.schemas.api import StudiesDocument, StudyDocument
+from service.schemas.api import DeletedDocument, StudiesDocument, StudyDocument
 from service.types import RESUMED_BY_REQUEST, StudyRecord, StudyState
 
 __all__ = ["router"]
@@ -151,15 +151,14 @@ def get_log(study: Study, services: Context) -> Response:
 
 @router.delete(
     "/studies/{study_id:segment}",
-    status_code=204,
     response_model=None,
-    responses={204: {"description": "Deleted, with its results and exports."}, **refusals(404, 409)},
+    responses={200: {"model": DeletedDocument}, **refusals(404, 409)},
 )
 async def delete_study(study: Study, services: Context) -> Response:
     """Delete a study that has ended, with its results, exports and files. Others must be cancelled first (409)."""
     await services.exports.delete_study(study.id)
     await run_in_threadpool(shutil.rmtree, study_dir(services.data_dir, study.id), ignore_errors=True)
-    return Response(status_code=204)
+    return Json(DeletedDocument(deleted=study.id))
 
 
 # -- verbs -------------------------------------------------------------------------------------------------------------

@@ -97,6 +97,7 @@ def test_files_of_a_model_may_not_lead_outside(tmp_path: Path) -> None:
 
 
 def test_hub_models_need_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     problems = refused(changed("models.base", "owner/name"), FileAccess((str(FAMILY),)))
     assert problems["models.base"].startswith(
@@ -165,7 +166,7 @@ def readable(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def strict(tmp_path_factory: pytest.TempPathFactory, readable: Path) -> Iterator[ApiServer]:
     preflight = PreflightProcess(
-        FileAccess((str(FAMILY), str(readable))), limits=Limits(cpu_s=20, time_s=TIMEOUT_S), num_validators=2
+        FileAccess((str(FAMILY), str(readable))), limits=Limits(cpu_s=10, time_s=TIMEOUT_S), num_validators=2
     )
     with ApiServer(tmp_path_factory.mktemp("api"), preflight=preflight) as server:
         yield server
@@ -207,7 +208,7 @@ def release(pipe: Path, *, until: list[Any]) -> None:
 def test_a_request_that_computes_too_long_or_too_much_is_refused(strict: ApiServer, readable: Path) -> None:
     (readable / "one.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x"
-    for prompt, limit in ((loops, "20 s of processor time"), ("{{ 'a' * 10 ** 12 }}", "GiB of memory")):
+    for prompt, limit in ((loops, "10 s of processor time"), ("{{ 'a' * 10 ** 12 }}", "GiB of memory")):
         task = {"file": str(readable / "one.jsonl"), "prompt": prompt}
         answer = post(strict, changed("objectives.0.task", task), client="10.0.0.3")
         assert answer.status_code == 422, answer.text

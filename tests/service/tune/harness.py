@@ -138,7 +138,7 @@ def score(scorer: Scorer, evaluation: Evaluation, chunk: int) -> Any:
     except EngineUnavailable as error:
         return ChunkFailed(FailureKind.ENGINE, str(error))
     except EngineFault as error:
-        return ChunkFailed(FailureKind.FAULT, str(error), error)
+        return ChunkFailed(FailureKind.FAULT, str(error), fault=error)
 
 
 class Killed(BaseException):
