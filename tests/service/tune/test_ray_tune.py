@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.tune.error import TuneError
 
 from service.errors import StudyFailed
 from service.store import Store
@@ -31,7 +32,7 @@ def run(store: Store, study: str, scorer: Scorer, directory: Path) -> str:
     coordinator = coordinator_of(store, study, max_trials=9)
     try:
         run_evaluations(coordinator, scorer, name="study", storage_dir=directory / "ray", concurrency=CONCURRENCY)
-    except (StudyFailed, EngineUnavailable) as error:
+    except (StudyFailed, EngineUnavailable, TuneError) as error:
         return str(error)
     return ""
 

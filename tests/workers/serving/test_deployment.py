@@ -4,18 +4,21 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from search_spaces.study.sections import Engine, EngineOptions
 from tests.conftest import OPTIONS
 from tests.workers.recipes import arithmetic
-from workers.errors import EngineFault, EngineUnavailable, InvalidTask, TrialFailed
+from workers.errors import EngineCrashed, EngineFault, EngineUnavailable, InvalidTask, TrialFailed
 from workers.serving.deployment import ServeScorer, app_name, deploy_scorer
 from workers.serving.fake import FakeScorer
+from workers.serving.watchdog import TimeLimits
 from workers.types import Family, ModelSource, ScoreRequest, Span, TaskSpec
 
 TASK = TaskSpec("anything", "exact_match")
@@ -108,6 +111,57 @@ def test_replica_that_fails_its_canary_refuses_everything_until_serve_has_replac
     assert result is not None
     assert result.evidence.replica != first
     serve.delete("fake-fault")
+
+
+def test_replica_killed_in_a_counted_chunk_says_so_and_a_chunk_that_waited_is_scored_all_the_same(
+    fake: ServeScorer, tied_family: Family
+) -> None:
+    (process,) = fake.statistics()["processes"]
+    threading.Timer(1.5, os.kill, (process, signal.SIGKILL)).start()
+    with ThreadPoolExecutor() as pool:
+        scored = pool.submit(fake.score, replace(request(tied_family, 0.2), crashes=0))
+        time.sleep(0.5)
+        waiting = pool.submit(fake.score, replace(request(tied_family, 0.3), crashes=0))
+        with pytest.raises(
+            EngineCrashed, match=rf"fake-{process} ended while it scored the chunk; its log is "
+        ) as caught:
+            scored.result(timeout=60)
+        assert waiting.result(timeout=60).evidence.replica != f"fake-{process}"
+    assert (caught.value.replica, caught.value.has_error) == (f"fake-{process}", False)
+
+
+def test_stopped_replica_is_replaced_and_its_chunks_scored_again(fake: ServeScorer, tied_family: Family) -> None:
+    (process,) = fake.statistics()["processes"]
+    stopped = psutil.Process(process)
+    threading.Timer(1.0, stopped.suspend).start()
+    started = time.monotonic()
+    with ThreadPoolExecutor() as pool:
+        results = list(pool.map(fake.score, [request(tied_family, weight) for weight in (0.2, 0.3)]))
+    assert time.monotonic() - started < 60, "three health checks of one second, and the start of a replica"
+    assert {result.evidence.replica for result in results} == {f"fake-{fake.statistics()['processes'][0]}"}
+    assert f"fake-{process}" not in {result.evidence.replica for result in results}
+    psutil.wait_procs([stopped], timeout=30)
+    assert not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE, "it would keep its GPU's memory"
+
+
+def test_replica_whose_engine_stands_still_is_replaced(ray_cluster: None, tied_family: Family) -> None:
+    from ray import serve
+
+    hanging = request(tied_family, 0.2)
+    scorer = deploy_scorer(
+        tied_family,
+        OPTIONS,
+        name="fake-hanging",
+        make_worker=partial(FakeScorer, crashing=(hanging.recipe.digest,), crash_by="hang"),
+        health_check_period_s=0.5,
+        time_limits=TimeLimits(first_chunk_s=2.0, chunk_s=2.0),
+    )
+    scorer = replace(scorer, deadline_s=120.0, poll_s=0.5)
+    (process,) = scorer.statistics()["processes"]
+    with pytest.raises(EngineCrashed, match=rf"fake-{process} was replaced: it has worked on a chunk of 20 samples"):
+        scorer.score(replace(hanging, crashes=0))
+    assert scorer.score(request(tied_family, 0.3)).evidence.replica != f"fake-{process}"
+    serve.delete("fake-hanging")
 
 
 def test_replica_that_cannot_start_says_why_and_where_its_log_is(
