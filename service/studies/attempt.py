@@ -98,6 +98,7 @@ def execute(
                 storage_dir=work_dir,
                 concurrency=preflight.concurrency,
                 tick=tick,
+                note=view.note,
             )
             view.update(snapshots.now())
             is_closed = _is_closed(coordinator, close)

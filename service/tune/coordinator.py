@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from search_spaces.errors import InvalidStudy, SearchSpaceError
 from search_spaces.spaces.base import SearchSpace
@@ -22,17 +22,17 @@ from service.store import BracketRecord, Store, StudyWriter
 from service.tune.crashes import Crashes
 from service.tune.evaluation import ChunkFailed, Evaluation, FailureKind
 from service.tune.plan import Plan
+from service.tune.proposals import Proposer, observations
 from service.tune.provenance import ProvenanceCheck
 from service.tune.rescoring import Rescoring
 from service.tune.sample_cache import SampleCache
 from service.tune.schedulers.base import Decision, Proposal
 from service.tune.schedulers.successive_halving import SCHEDULERS
-from service.tune.searchers.base import Observation
 from service.types import EventKind, Origin, TrialRecord, TrialState
 from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch
 from workers.types import ScoreResult, Split
 
-__all__ = ["Coordinator", "Proposer"]
+__all__ = ["Coordinator"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,18 +41,6 @@ MAX_DUPLICATES_IN_A_ROW = 16
 
 # A trial fails when its actor has died this often: an actor only sends requests, so the trial is the likely cause.
 MAX_LOST_ACTORS = 3
-
-
-class Proposer(Protocol):
-    """Computes proposals while the driver goes on working."""
-
-    def submit(self, *, number: int, observations: Sequence[Observation], pending: Sequence[Mapping[str, Any]]) -> None:
-        """Start computing proposal `number`."""
-        ...
-
-    def result(self, *, timeout_s: float) -> dict[str, Any] | None:
-        """The submitted proposal's configuration, or None if it is not ready within `timeout_s`."""
-        ...
 
 
 class Coordinator:
@@ -289,7 +277,7 @@ class Coordinator:
             for trial in self.trials:
                 stored = [record for record in trial.rungs if record.rung == rung]
                 if stored:
-                    decisions += self.table.record(trial.number, rung, self._costs(stored[0].values))
+                    decisions += self.table.record(trial.number, rung, self.plan.costs(stored[0].values))
                 elif trial.state is TrialState.FAIL and rung == self._rung_of_failure(trial):
                     decisions += self.table.fail(trial.number)
         self._apply(decisions)
@@ -335,7 +323,7 @@ class Coordinator:
             self._asked, self._asked_at = proposal, time.monotonic()
             self._proposer.submit(
                 number=proposal.number,
-                observations=self._observations(proposal),
+                observations=observations(proposal, self._trials, space=self._space, plan=self.plan),
                 pending=tuple(c for n in proposal.pending if (c := self._trials[n].configuration) is not None),
             )
         configuration = self._proposer.result(timeout_s=timeout_s)
@@ -393,23 +381,6 @@ class Coordinator:
             self._writer.resize_bracket(bracket, self.table.size(bracket))
             self._apply(self.table.decide(bracket))
 
-    def _observations(self, proposal: Proposal) -> tuple[Observation, ...]:
-        """The results that the proposal may know, without trials that the space cannot express."""
-        full = sum(self.plan.rung_samples[-1].values())
-        observations = []
-        for number, rung in proposal.visible:
-            trial = self._trials[number]
-            configuration = trial.configuration or self._space.from_recipe(trial.recipe)
-            if configuration is None:
-                continue
-            values = next(record.values for record in trial.rungs if record.rung == rung)
-            fidelity = sum(self.plan.rung_samples[rung].values()) / full
-            observations.append(Observation(configuration, fidelity, self._costs(values)))
-        for number in proposal.failed:
-            if (configuration := self._trials[number].configuration) is not None:
-                observations.append(Observation(configuration, 1.0, None))
-        return tuple(observations)
-
     # -- evaluations -----------------------------------------------------------------------------------------------
 
     def _ready(self) -> list[tuple[int, int, Split]]:
@@ -437,7 +408,7 @@ class Coordinator:
         trial = self._trials[number]
         rung = self._samples.rung_record(trial.recipe.digest, evaluation.rung)
         try:
-            costs = self._costs(rung.values)
+            costs = self.plan.costs(rung.values)
         except InvalidStudy as error:
             self._fail(evaluation, str(error))
             return
@@ -481,6 +452,3 @@ class Coordinator:
         self._writer.finish_trials([number], TrialState.FAIL, reason)
         self._trials[number] = replace(self._trials[number], state=TrialState.FAIL, reason=reason)
         self._apply(self.table.fail(number))
-
-    def _costs(self, values: Mapping[str, float]) -> tuple[float, ...]:
-        return tuple(objective.cost(values[objective.name]) for objective in self.plan.objectives)

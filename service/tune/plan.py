@@ -37,3 +37,8 @@ class Plan:
     chunk_samples: int
     bank_fingerprint: str
     baselines: tuple[tuple[Origin, str, Recipe], ...]
+
+    def costs(self, values: Mapping[str, float]) -> tuple[float, ...]:
+        """What is minimised, in the order of `objectives`. Raises InvalidStudy for a value outside its objective's
+        range."""
+        return tuple(objective.cost(values[objective.name]) for objective in self.objectives)

@@ -12,12 +12,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 import ray
 from ray import tune
+from ray.tune.error import TuneError
 from ray.tune.schedulers import FIFOScheduler
 from ray.tune.search import Searcher
 
@@ -84,11 +86,27 @@ class _Interrupt:
             raise KeyboardInterrupt
 
 
+class _Raised:
+    """What the coordinator raised while Tune handled a result: Tune raises a TuneError with the traceback as text."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.error = error
+            raise
+
+
 class _EvaluationSource(_NotPickled, Searcher):
     """Gives Tune the coordinator's evaluations, at most `concurrency` at a time."""
 
-    def __init__(self, coordinator: Coordinator, concurrency: int, interrupt: _Interrupt) -> None:
+    def __init__(self, coordinator: Coordinator, concurrency: int, interrupt: _Interrupt, raised: _Raised) -> None:
         super().__init__(metric=None, mode=None)
+        self._raised = raised
         self._interrupt = interrupt
         self._coordinator = coordinator
         self._concurrency = concurrency
@@ -111,7 +129,8 @@ class _EvaluationSource(_NotPickled, Searcher):
     def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
         evaluation = self._evaluations.pop(trial_id, None)
         if error and evaluation is not None:
-            self._coordinator.on_lost(evaluation, "see the driver's log for Ray's message")
+            with self._raised.kept():
+                self._coordinator.on_lost(evaluation, "see the driver's log for Ray's message")
 
     def save_to_dir(self, checkpoint_dir: str, session_str: str = "default") -> None:
         """Does nothing: the coordinator is rebuilt from SQL."""
@@ -132,8 +151,11 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
     cluster it may never start.
     """
 
-    def __init__(self, coordinator: Coordinator, concurrency: int, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, coordinator: Coordinator, concurrency: int, raised: _Raised, note: Callable[[str], None]
+    ) -> None:
         super().__init__()
+        self._raised = raised
         self._coordinator = coordinator
         self._num_actors = concurrency
         self._note = note
@@ -161,7 +183,8 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
         if result["outcome"] is None:
             return self._on_actor_up(tune_controller, trial)
         evaluation: Evaluation = trial.config["evaluation"]
-        done = self._coordinator.on_outcome(evaluation, result["outcome"])
+        with self._raised.kept():
+            done = self._coordinator.on_outcome(evaluation, result["outcome"])
         return str(FIFOScheduler.STOP if done else FIFOScheduler.CONTINUE)
 
     def _on_actor_up(self, tune_controller: Any, trial: Any) -> str:
@@ -237,12 +260,12 @@ def run_evaluations(
     os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(concurrency)
     trainable = tune.with_parameters(EvaluationTrainable, scorer=scorer)
     trainable.__qualname__ = EvaluationTrainable.__qualname__  # the dashboard's name for the actors
-    interrupt = _Interrupt()
+    interrupt, raised = _Interrupt(), _Raised()
     tuner = tune.Tuner(
         trainable,
         tune_config=tune.TuneConfig(
-            search_alg=_EvaluationSource(coordinator, concurrency, interrupt),
-            scheduler=_ChunkScheduler(coordinator, concurrency, note),
+            search_alg=_EvaluationSource(coordinator, concurrency, interrupt, raised),
+            scheduler=_ChunkScheduler(coordinator, concurrency, raised, note),
             num_samples=-1,
             reuse_actors=True,
             trial_name_creator=_trial_name,
@@ -257,7 +280,12 @@ def run_evaluations(
         ),
     )
     with interrupt:
-        tuner.fit()
+        try:
+            tuner.fit()
+        except TuneError:
+            if raised.error is None:
+                raise
+            raise raised.error from None
 
 
 def _trial_name(trial: Any) -> str:
@@ -277,7 +305,7 @@ class _ProposerActor:
 
 
 class RayProposer:
-    """`coordinator.Proposer` on a Ray actor."""
+    """`proposals.Proposer` on a Ray actor."""
 
     def __init__(self, *, algorithm: str, parameters: Any, seed: int) -> None:
         self._actor: Any = _ProposerActor.remote(algorithm, parameters)  # type: ignore[attr-defined]

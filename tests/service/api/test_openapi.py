@@ -41,7 +41,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
 def schema(server: ApiServer) -> Any:
     """Of well-formed names of studies and exports, some are of what there is."""
     finished = finished_study(server.store, num_trials=5)
-    created = stored_study(server.store)
+    created, failed = stored_study(server.store), stored_study(server.store)
+    server.store.open_attempt(failed.id).set_state(StudyState.FAILED, "no engine")
     export = ExportRecord(EXPORT, finished.id, 1, "float32", ExportState.COMPLETE, created_at=1.0)
     server.store.add_export(export)
     directory = server.app.state.services.exports.directory(export)
@@ -66,7 +67,10 @@ def schema(server: ApiServer) -> Any:
     @schema.hook
     def map_path_parameters(context: Any, path_parameters: Any) -> Any:
         name = str((path_parameters or {}).get("study_id", ""))
-        if len(name) == 32 and set(name) <= set("0123456789abcdef") and (study := next(turns)) is not None:
+        is_name = len(name) == 32 and set(name) <= set("0123456789abcdef")
+        if is_name and context.operation.path.endswith(":resume"):
+            path_parameters["study_id"] = failed.id
+        elif is_name and (study := next(turns)) is not None:
             if context.operation.method.upper() == "DELETE":
                 ours = dict(zip(("study_id", "export_id"), disposable(), strict=True))
                 return path_parameters | {key: ours[key] for key in path_parameters}

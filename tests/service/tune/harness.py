@@ -65,7 +65,7 @@ def make_plan(study_id: str, *, scheduler: Scheduler = "hyperband", max_trials: 
 
 
 class InlineProposer:
-    """`coordinator.Proposer` in the caller's own thread: the draws of a random search with that seed; with None another
+    """`proposals.Proposer` in the caller's own thread: the draws of a random search with that seed; with None another
     draw for whatever else it is told."""
 
     def __init__(self, space: LfsSpace, *, seed: int | None = None) -> None:

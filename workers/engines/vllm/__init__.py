@@ -1,7 +1,7 @@
 """The vLLM engine that holds one merge after another. vLLM is imported in this package only.
 
 - `engine`: start vLLM, swap merges, generate, read log-probabilities
-- `engine_errors`: which errors end an engine
+- `engine_errors`: which errors end an engine, and why one did not start
 - `canary`: compare an engine's log-probabilities with those of transformers, now and then
 - `environment`: what a process that starts an engine needs before: environment variables, and llvmlite
 - `memory`: divide a machine's memory between engine and source weights

@@ -26,7 +26,7 @@ from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from search_spaces.study.sections import EngineOptions
 from workers.engines.host_memory import free_host_bytes
 from workers.engines.logits import in_words
-from workers.engines.vllm.engine_errors import engine_errors
+from workers.engines.vllm.engine_errors import engine_errors, not_started
 from workers.engines.vllm.environment import engine_environment, let_llvmlite_be_inspected
 from workers.engines.vllm.gpus import free_gpu_bytes, gpus_of_this_machine
 from workers.engines.vllm.memory import (
@@ -103,7 +103,7 @@ class Engine:
         try:
             self._sources = open_sources(family)
         except InvalidModel as error:
-            raise _not_started(family, error, log_file) from error
+            raise not_started(family, error, log_file) from error
         self.prompts = Prompts(self._sources.result_dir, options)
         try:
             self._start()
@@ -111,13 +111,13 @@ class Engine:
             self.swap(base_recipe(family), check=True)
         except EngineCrashed as error:
             self.close()
-            raise _not_started(family, error.__cause__ or error, log_file) from error
+            raise not_started(family, error.__cause__ or error, log_file) from error
         except (EngineUnavailable, EvidenceMismatch, InvalidModel):
             self.close()
             raise
         except Exception as error:  # vLLM raises any class; the caller needs one class and the reason
             self.close()
-            raise _not_started(family, error, log_file) from error
+            raise not_started(family, error, log_file) from error
         log.info("engine for %s started in %.1f s", family.base.directory, self.start_s)
 
     def _start(self) -> None:
@@ -420,20 +420,6 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _not_started(family: Family, error: BaseException, log_file: str | None) -> EngineUnavailable:
-    return EngineUnavailable(
-        f"vLLM did not start for {family.base.directory}: {type(error).__name__}: {_reason(error)}"
-        + (f"; its log is {log_file}" if log_file else "")
-    )
-
-
-def _reason(error: BaseException) -> str:
-    """One line: the first of pydantic's errors if vLLM rejects its configuration, else the error's first line."""
-    details = error.errors() if hasattr(error, "errors") else ()
-    text = str(details[0]["msg"] if details else error).strip()
-    return text.splitlines()[0] if text else ""
 
 
 def _has_code_for(config: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Which errors end an engine."""
+"""Which errors end an engine, and why one did not start."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from search_spaces.errors import SearchSpaceError
-from workers.errors import EngineCrashed, WorkerError
+from workers.errors import EngineCrashed, EngineUnavailable, WorkerError
+from workers.types import Family
 
-__all__ = ["engine_errors"]
+__all__ = ["engine_errors", "not_started"]
 
 
 @contextmanager
@@ -26,3 +27,18 @@ def engine_errors() -> Iterator[None]:
         if isinstance(error, OSError) and not isinstance(error, ConnectionError):
             raise
         raise EngineCrashed(f"the engine failed: {type(error).__name__}: {error}") from error
+
+
+def not_started(family: Family, error: BaseException, log_file: str | None) -> EngineUnavailable:
+    """The error to raise for an engine that did not start because of `error`."""
+    return EngineUnavailable(
+        f"vLLM did not start for {family.base.directory}: {type(error).__name__}: {_reason(error)}"
+        + (f"; its log is {log_file}" if log_file else "")
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """One line: the first of pydantic's errors if vLLM rejects its configuration, else the error's first line."""
+    details = error.errors() if hasattr(error, "errors") else ()
+    text = str(details[0]["msg"] if details else error).strip()
+    return text.splitlines()[0] if text else ""

@@ -1,0 +1,46 @@
+"""Proposals: what a searcher is told, and what computes them while the driver goes on working."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from search_spaces.spaces.base import SearchSpace
+from service.tune.plan import Plan
+from service.tune.schedulers.base import Proposal
+from service.tune.searchers.base import Observation
+from service.types import TrialRecord
+
+__all__ = ["Proposer", "observations"]
+
+
+class Proposer(Protocol):
+    """Computes proposals while the driver goes on working."""
+
+    def submit(self, *, number: int, observations: Sequence[Observation], pending: Sequence[Mapping[str, Any]]) -> None:
+        """Start computing proposal `number`."""
+        ...
+
+    def result(self, *, timeout_s: float) -> dict[str, Any] | None:
+        """The submitted proposal's configuration, or None if it is not ready within `timeout_s`."""
+        ...
+
+
+def observations(
+    proposal: Proposal, trials: Mapping[int, TrialRecord], *, space: SearchSpace, plan: Plan
+) -> tuple[Observation, ...]:
+    """The results that the proposal may know, without trials that the space cannot express."""
+    full = sum(plan.rung_samples[-1].values())
+    found = []
+    for number, rung in proposal.visible:
+        trial = trials[number]
+        configuration = trial.configuration or space.from_recipe(trial.recipe)
+        if configuration is None:
+            continue
+        values = next(record.values for record in trial.rungs if record.rung == rung)
+        fidelity = sum(plan.rung_samples[rung].values()) / full
+        found.append(Observation(configuration, fidelity, plan.costs(values)))
+    for number in proposal.failed:
+        if (configuration := trials[number].configuration) is not None:
+            found.append(Observation(configuration, 1.0, None))
+    return tuple(found)
