@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from service.store import BracketRecord, Store, StudyWriter
 from service.tune.crashes import Crashes
 from service.tune.evaluation import ChunkFailed, Evaluation, FailureKind
 from service.tune.plan import Plan
-from service.tune.proposals import Proposer, observations
+from service.tune.proposals import Proposer, num_duplicates_in_a_row, observations
 from service.tune.provenance import ProvenanceCheck
 from service.tune.rescoring import Rescoring
 from service.tune.sample_cache import SampleCache
@@ -357,18 +357,10 @@ class Coordinator:
         self._check_exhausted()
 
     def _check_exhausted(self) -> None:
-        if self._num_duplicates_in_a_row() >= MAX_DUPLICATES_IN_A_ROW:
+        if num_duplicates_in_a_row(self.trials) >= MAX_DUPLICATES_IN_A_ROW:
             self._end_search(
                 f"the last {MAX_DUPLICATES_IN_A_ROW} proposals were recipes scored already: the space is exhausted"
             )
-
-    def _num_duplicates_in_a_row(self) -> int:
-        count = 0
-        for trial in reversed(self.trials):
-            if trial.origin is not Origin.SEARCH or self._digests[trial.recipe.digest] == trial.number:
-                break
-            count += 1
-        return count
 
     def _check_limits(self) -> None:
         if not self.table.is_search_over and (reason := self._is_out_of_budget()) is not None:

@@ -9,9 +9,9 @@ from search_spaces.spaces.base import SearchSpace
 from service.tune.plan import Plan
 from service.tune.schedulers.base import Proposal
 from service.tune.searchers.base import Observation
-from service.types import TrialRecord
+from service.types import Origin, TrialRecord
 
-__all__ = ["Proposer", "observations"]
+__all__ = ["Proposer", "num_duplicates_in_a_row", "observations"]
 
 
 class Proposer(Protocol):
@@ -44,3 +44,16 @@ def observations(
         if (configuration := trials[number].configuration) is not None:
             found.append(Observation(configuration, 1.0, None))
     return tuple(found)
+
+
+def num_duplicates_in_a_row(trials: Sequence[TrialRecord]) -> int:
+    """How many of the newest of all `trials`, in their order, are proposals whose recipe an earlier trial has."""
+    first: dict[str, int] = {}
+    for trial in trials:
+        first.setdefault(trial.recipe.digest, trial.number)
+    count = 0
+    for trial in reversed(trials):
+        if trial.origin is not Origin.SEARCH or first[trial.recipe.digest] == trial.number:
+            break
+        count += 1
+    return count

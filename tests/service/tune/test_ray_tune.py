@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import ray
-from ray.tune.error import TuneError
 
 from service.errors import StudyFailed
 from service.store import Store
@@ -19,7 +18,7 @@ from service.tune.ray_tune import run_evaluations
 from service.types import TrialState
 from tests.conftest import OPTIONS
 from tests.service.tune.harness import coordinator_of, new_study
-from workers.errors import EngineUnavailable
+from workers.errors import EngineUnavailable, EvidenceMismatch
 from workers.serving.deployment import deploy_scorer
 from workers.serving.fake import FakeScorer
 from workers.types import Family, Scorer
@@ -32,7 +31,7 @@ def run(store: Store, study: str, scorer: Scorer, directory: Path) -> str:
     coordinator = coordinator_of(store, study, max_trials=9)
     try:
         run_evaluations(coordinator, scorer, name="study", storage_dir=directory / "ray", concurrency=CONCURRENCY)
-    except (StudyFailed, EngineUnavailable, TuneError) as error:
+    except (StudyFailed, EngineUnavailable) as error:
         return str(error)
     return ""
 
@@ -47,6 +46,20 @@ def free_cpus() -> float:
     while free != (free := ray.available_resources()["CPU"]):
         time.sleep(3)
     return free
+
+
+@pytest.mark.slow
+def test_what_the_coordinator_raises_keeps_its_class(ray_cluster: None, tmp_path: Path) -> None:
+    """Tune turns it into a TuneError, and the study would not be FAILED but end as after a crash."""
+
+    class HoldsAnotherMerge(FakeScorer):
+        def score(self, request: Any) -> Any:
+            raise EvidenceMismatch("the engine holds another merge")
+
+    store, study = new_study(tmp_path)
+    coordinator = coordinator_of(store, study, max_trials=9)
+    with pytest.raises(EvidenceMismatch, match=r"^the engine holds another merge$"):
+        run_evaluations(coordinator, HoldsAnotherMerge(), name="study", storage_dir=tmp_path / "ray", concurrency=1)
 
 
 @pytest.mark.slow
