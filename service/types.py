@@ -60,7 +60,8 @@ class Origin(StrEnum):
 
 
 class StudyState(StrEnum):
-    """CREATED -> RUNNING -> COMPLETE | FAILED | CANCELLED; STOPPED goes on by itself on a server, FAILED by request."""
+    """CREATED -> RUNNING -> COMPLETE | FAILED | CANCELLED. A server continues a STOPPED study automatically, a FAILED
+    one on request."""
 
     CREATED = "CREATED"
     RUNNING = "RUNNING"

@@ -95,7 +95,7 @@ def at_most(problems: Iterable[Problem]) -> Iterator[Problem]:
 
 
 def _others(number: int | None) -> Problem:
-    return Problem("", f"{'' if number is None else f'{number} '}other problems are not listed; mend these first")
+    return Problem("", f"{'' if number is None else f'{number} '}other problems are not listed; fix these first")
 
 
 def in_file_order(problems: Iterable[Problem], document: Mapping[str, Any]) -> tuple[Problem, ...]:

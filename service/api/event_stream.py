@@ -147,7 +147,7 @@ class _Feed:
                 study, events = await self._in_thread(self._look)
                 is_behind = len(events) == BATCH
                 self._publish(study, events, is_last=study.state.is_finished and not is_behind)
-            except NotFound:  # deleted: a watcher that connects again is told so
+            except NotFound:  # deleted: a watcher that connects again gets 404
                 self._end = KEEP_ALIVE
                 self._wake()
             except Exception:  # the next round retries

@@ -152,7 +152,7 @@ class WorkerProcess:
             return self._connection
 
     def _end(self, *, grace_s: float = 0.0) -> int | None:
-        """Kill the process and those that it has started. Returns its exit code if it ends by itself in `grace_s`."""
+        """Kill the process and those that it has started. Returns its exit code if it ends within `grace_s`."""
         with self._starting:
             process, self._process = self._process, None
             if process is None:

@@ -202,7 +202,7 @@ def _note(event: Event) -> str | None:
         case "state" if payload["state"] != StudyState.RUNNING:
             return f"the study is {payload['state']}" + _because(payload["reason"])
         case "waiting":
-            return "the study waits; the server tries again by itself"
+            return "the study waits; the server tries again automatically"
         case "job_refused":
             return "Ray refused the study's job" + _because(payload["reason"])
         case "trial_state" if payload["state"] == TrialState.FAIL:

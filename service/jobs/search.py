@@ -60,7 +60,7 @@ def drive(store: Store, study_id: str, *, work_dir: Path, because: str | None = 
     """Take over a stored study and work on it. Returns the process's exit code.
 
     The study was accepted once. So where something is missing now (a model, the hub, an engine, Ray), it waits: this
-    driver ends, and another one tries again. Only what cannot change back by itself ends the study."""
+    driver ends, and another one tries again. Only what cannot change back without a new study ends this one."""
     try:
         writer = store.open_attempt(study_id, because=because)
     except (StaleAttempt, NotFound) as error:

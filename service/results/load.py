@@ -123,14 +123,14 @@ def _arrays(values: Mapping[str, Mapping[str, Mapping[int, float]]]) -> dict[str
 def _warnings(
     store: Store, study_id: str, trials: Sequence[TrialRecord], objectives: Sequence[Objective], stage: _HeldOut
 ) -> tuple[OutOfRange, ...]:
-    """Those that drivers told of, and those in the samples at hand: earlier versions told of none."""
-    told = [OutOfRange.from_json(e.payload) for e in store.events(study_id, kinds=(EventKind.OUT_OF_RANGE,))]
+    """Those that drivers stored, and those in the samples that are loaded: earlier versions stored none."""
+    found = [OutOfRange.from_json(e.payload) for e in store.events(study_id, kinds=(EventKind.OUT_OF_RANGE,))]
     for split, scored in ((Split.SEARCH, stage.search), (Split.HOLDOUT, stage.holdout)):
         for trial in trials:
             samples = scored.samples.get(trial.recipe.digest, {})
             values = {name: enumerate(array.tolist()) for name, array in samples.items()}
-            told += out_of_range(trial.number, objectives, split, values)
-    by_place = {(warning.trial, warning.objective, warning.split): warning for warning in reversed(told)}
+            found += out_of_range(trial.number, objectives, split, values)
+    by_place = {(warning.trial, warning.objective, warning.split): warning for warning in reversed(found)}
     return tuple(by_place[place] for place in sorted(by_place))
 
 

@@ -4,7 +4,7 @@
 - `dry_run`: what a study would do and cost
 - `attempt`: one attempt at a study, to its end
 - `verification`: which trials are scored again by plain transformers, and what follows
-- `heartbeat`: that an attempt is alive and gets on
+- `heartbeat`: that an attempt is alive and makes progress
 - `local_run`: a study in one directory, without a server
 - `progress`: what an attempt reports
 - `export`: a trial's merged model

@@ -117,7 +117,7 @@ def execute(
 
 
 class _EngineWatch:
-    """While the search gets no results, tells the heartbeat of an engine that is being started: that may take long."""
+    """While the search gets no results, counts the start of an engine as progress: it may take long."""
 
     def __init__(self, scorer: Scorer, writer: StudyWriter, heartbeat: Heartbeat) -> None:
         self._scorer = scorer

@@ -33,7 +33,7 @@ class Heartbeat:
     """Stores a heartbeat every `interval_s` seconds, from a thread: the driver's `progress` (as JSON), the seconds that
     all attempts at the study have worked, and how long the driver has not got on.
 
-    It gets on when `writer` stores something, or when it calls `progressed`."""
+    It makes progress when `writer` stores something, or when it calls `progressed`."""
 
     def __init__(self, writer: StudyWriter, worked_s: float, *, interval_s: float = HEARTBEAT_S) -> None:
         self.progress: Mapping[str, Any] | None = None

@@ -3,7 +3,7 @@
 - `schedulers`: which trial is evaluated at which rung, and which are promoted
 - `searchers`: propose configurations
 - `coordinator`: decides from stored results what to evaluate next, and stores new results
-- `proposals`: what the searcher is told, and the protocol of what computes proposals
+- `proposals`: the results that a proposal may use, and the protocol of what computes proposals
 - `crashes`: how often engines crashed with a chunk, and when that is its candidate's fault
 - `plan`: what a study evaluates, fixed for all its attempts
 - `evaluation`: the unit of work

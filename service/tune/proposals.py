@@ -1,4 +1,4 @@
-"""Proposals: what a searcher is told, and what computes them while the driver goes on working."""
+"""Proposals: the results that one may use, and the protocol of what computes them while the driver works."""
 
 from __future__ import annotations
 

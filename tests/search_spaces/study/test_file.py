@@ -273,7 +273,7 @@ def test_of_very_many_problems_the_first_hundred_are_listed():
     found = problems(SMALL | {f"k{i}": 0 for i in range(16_000)})
     assert time.process_time() - started < SECONDS
     assert len(found) == 101
-    assert found[-1] == ("", "15900 other problems are not listed; mend these first")
+    assert found[-1] == ("", "15900 other problems are not listed; fix these first")
     assert [field for field, _ in found[:100]] == [f"k{i}" for i in range(100)]
 
 
@@ -289,7 +289,7 @@ def test_very_many_objectives_are_compared_in_a_moment(data):
     started = time.process_time()
     found = problems(document)
     assert time.process_time() - started < SECONDS
-    assert found[-1] == ("", "other problems are not listed; mend these first")
+    assert found[-1] == ("", "other problems are not listed; fix these first")
     assert found[0][1].startswith(
         "h0 is not an objective; a holdout entry has the name of the objective it belongs to: o0"
     )

@@ -234,7 +234,7 @@ def test_show_and_watch_say_what_a_study_waits_for(
     writer.set_state(StudyState.FAILED, "x")
     _, _, err = terminal.run("watch", writer.study_id, "--server", site.url)
     assert "the study is STOPPED: models: /mnt/base: does not exist" in err
-    assert "the study waits; the server tries again by itself" in err
+    assert "the study waits; the server tries again automatically" in err
 
 
 def test_delete_removes_a_study_that_has_ended(site: Site, terminal: ServerTerminal) -> None:
