@@ -22,6 +22,7 @@ from service.store import Store, StudyWriter
 from service.studies.attempt import execute
 from service.studies.heartbeat import Heartbeat
 from service.studies.preflight.examine import PreflightResult, examine
+from service.studies.preflight.files import FilesRefused
 from service.studies.preflight.models import check_unchanged, with_revisions
 from service.types import StudyState
 from workers.errors import EngineUnavailable
@@ -74,7 +75,7 @@ def drive(store: Store, study_id: str, *, work_dir: Path, because: str | None = 
     except StudyFailed as error:  # stored already
         logger.error("%s", error)
         return 0
-    except Conflict as error:
+    except (Conflict, FilesRefused) as error:
         _end(writer, StudyState.FAILED, str(error))
         return 0
     except StaleAttempt as error:

@@ -11,15 +11,19 @@ from search_spaces.study.file import InlineTask, Study
 from workers.file_access import FileAccess
 from workers.models.hub import hub_cache
 
-__all__ = ["check_files"]
+__all__ = ["FilesRefused", "check_files"]
+
+
+class FilesRefused(InvalidStudy):
+    """A study names files that it may not read. Waiting does not change that: what it may read is stored with it."""
 
 
 def check_files(study: Study, access: FileAccess | None) -> None:
-    """Raises InvalidStudy with every file, directory and hub model of `study` outside `access` (None: no limit).
+    """Raises FilesRefused with every file, directory and hub model of `study` outside `access` (None: no limit).
 
     What task files lead to, such as included files, is checked when they are read (`workers.evaluation`)."""
     if access is not None and (problems := tuple(_problems(study, access))):
-        raise InvalidStudy(problems)
+        raise FilesRefused(problems)
 
 
 def _problems(study: Study, access: FileAccess) -> Iterator[Problem]:

@@ -145,7 +145,7 @@ def test_problems_of_headers_tokenizer_and_tasks_come_together(place: Workplace)
     )
     first, second, third = message.splitlines()
     assert first.startswith(f"models: expert 'math': {expert}: only pickles (pytorch_model.bin), which are never")
-    assert second.startswith(f"models: {base}: no tokenizer can be loaded from it: ")
+    assert second.startswith(f"models: {base}: its tokenizer cannot be loaded: ")
     assert third.startswith("objectives.0.task: ")
 
 
