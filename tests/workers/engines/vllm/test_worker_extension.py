@@ -176,6 +176,8 @@ def engine_of(extension: Extension, family: Family) -> Engine:
     vllm = SimpleNamespace(has_unfinished_requests=lambda: False)
     engine._llm = SimpleNamespace(collective_rpc=call, llm_engine=vllm, reset_prefix_cache=lambda: True)
     engine.family, engine.prompts, engine.swap_s = family, Prompts(family.base.directory, OPTIONS), []
+    engine.name, engine._fault = "engine", None
+    engine.canary = SimpleNamespace(is_due=lambda swap_count: False, num_passed=0)  # type: ignore[assignment]
     return engine
 
 
@@ -342,6 +344,7 @@ def engine_over(extension: Extension, logits: torch.Tensor, monkeypatch: pytest.
         generate=lambda prompts, parameters, use_tqdm: [compute_logits(logits)],
         reset_prefix_cache=lambda: True,
     )
+    engine._fault = None
     return engine
 
 
