@@ -6,6 +6,7 @@ import asyncio
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +39,7 @@ class KnownEngine(KnownAnswers):
 
     held_digest: str | None = None
     bank_fingerprint = dtype = sources = "known"
+    canary = SimpleNamespace(num_passed=1)
 
     def swap(self, recipe: Any) -> SwapReport:
         self.held_digest = recipe.digest
@@ -51,7 +53,7 @@ class Replica:
         self.family = Family(ModelSource("base", directory, "fingerprint"), ())
         self.prompts = Prompts(directory, OPTIONS)
         self.engine = KnownEngine(self.prompts, {})
-        patch.setattr(replicas, "Engine", lambda family, options, log_file: self.engine)
+        patch.setattr(replicas, "Engine", lambda family, options, **_: self.engine)
         if hasattr(replicas, "MetricProcess"):
             patch.setattr(replicas, "MetricProcess", partial(replicas.MetricProcess, sample_limit_s=2.0))
         self.replica = replicas.ScoringReplica(partial(replicas.EngineWorker, self.family, OPTIONS))
