@@ -1,6 +1,6 @@
 """Which files a study may name when it is sent over HTTP: those below configured directories.
 
-Nothing is opened here. Whoever opens a file that a study names asks first.
+Nothing is opened here. Code that opens a file which a study names checks it first.
 """
 
 from __future__ import annotations

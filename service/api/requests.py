@@ -18,7 +18,7 @@ YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml")
 
 
 async def principal(request: Request) -> Principal:
-    """The sender of the request; every route depends on it. There are no accounts: senders are told apart by their
+    """The sender of the request; every route depends on it. There are no accounts: senders are distinguished by their
     address."""
     return Principal(request.client.host if request.client is not None else "unknown")
 

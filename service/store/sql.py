@@ -200,7 +200,7 @@ class Store:
         table = schema.studies
         resumable = (StudyState.FAILED.value, StudyState.STOPPED.value)
         state = StudyState.STOPPED.value
-        # Drivers that were submitted and never began are told by the difference of these two numbers.
+        # Drivers that were submitted and never began are counted by the difference of these two numbers.
         has_absent = (table.c.state == StudyState.FAILED.value) & (table.c.submissions > table.c.attempt)
         attempt = sa.case((has_absent, table.c.submissions), else_=table.c.attempt)
         with self._engine.begin() as connection:

@@ -357,7 +357,7 @@ class Coordinator:
         self._check_exhausted()
 
     def _check_exhausted(self) -> None:
-        if num_duplicates_in_a_row(self.trials) >= MAX_DUPLICATES_IN_A_ROW:
+        if num_duplicates_in_a_row(self.trials, self._digests) >= MAX_DUPLICATES_IN_A_ROW:
             self._end_search(
                 f"the last {MAX_DUPLICATES_IN_A_ROW} proposals were recipes scored already: the space is exhausted"
             )

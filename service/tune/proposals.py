@@ -15,7 +15,7 @@ __all__ = ["Proposer", "num_duplicates_in_a_row", "observations"]
 
 
 class Proposer(Protocol):
-    """Computes proposals while the driver goes on working."""
+    """Computes proposals while the driver works."""
 
     def submit(self, *, number: int, observations: Sequence[Observation], pending: Sequence[Mapping[str, Any]]) -> None:
         """Start computing proposal `number`."""
@@ -46,11 +46,10 @@ def observations(
     return tuple(found)
 
 
-def num_duplicates_in_a_row(trials: Sequence[TrialRecord]) -> int:
-    """How many of the newest of all `trials`, in their order, are proposals whose recipe an earlier trial has."""
-    first: dict[str, int] = {}
-    for trial in trials:
-        first.setdefault(trial.recipe.digest, trial.number)
+def num_duplicates_in_a_row(trials: Sequence[TrialRecord], first: Mapping[str, int]) -> int:
+    """How many of the newest `trials` are proposals whose recipe an earlier trial has.
+
+    `first` is the number of the first trial of each recipe's digest."""
     count = 0
     for trial in reversed(trials):
         if trial.origin is not Origin.SEARCH or first[trial.recipe.digest] == trial.number:

@@ -3,7 +3,7 @@
 The search space is LFS itself; only the scores are made up (`MadeUpFamily`): three skills, each with an expert, whose
 layers and components matter to each skill by amounts drawn at random, and experts that disturb each other. A score on
 n samples is a draw of n Bernoulli trials, nested across rungs, so searchers see the noise of a real rung. All
-searchers run the same brackets, are told of the same source and published recipes, and see results with the same lag.
+searchers run the same brackets, know the same source and published recipes, and see results with the same lag.
 
 Reported is the true mean accuracy of the trial that looks best at the full budget, among those the searcher proposed.
 """
@@ -30,7 +30,7 @@ from service.tune.searchers.smac import SmacSearcher
 EXPERTS = ("math", "text", "lookup")
 FINGERPRINTS = {alias: alias for alias in ("base", *EXPERTS)}
 NUM_LAYERS = 12
-LAG = 4  # proposal n is told first-rung results of its bracket up to trial n - LAG
+LAG = 4  # proposal n knows first-rung results of its bracket up to trial n - LAG
 
 
 class MadeUpFamily:

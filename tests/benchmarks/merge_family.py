@@ -99,7 +99,7 @@ def recipe(family: Any, method: str, seed: int) -> Any:
     return Recipe(family.fingerprints, family.base.alias, each_layer, merge(None), merge(None))
 
 
-# What mergekit calls the methods, and how it is told to do the same.
+# What mergekit calls the methods, and the options that give the same merge.
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("linear", {"normalize": True}),
     "task_arithmetic": ("task_arithmetic", {"normalize": False}),

@@ -66,4 +66,4 @@ class KnownAnswers:
         return [Completion(text, tuple(self.prompts.encode(text))) for text in said]
 
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
-        raise NotImplementedError
+        raise AssertionError(f"these tasks generate; {len(requests)} options were sent to be scored")

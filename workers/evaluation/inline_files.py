@@ -63,7 +63,7 @@ def read_inline(task: Mapping[str, Any]) -> list[InlineRow]:
                 ) from error
             except MemoryError:
                 raise
-            except Exception as error:  # a template is code; only the class is told: the message may quote the file
+            except Exception as error:  # a template is code; only the class is shown: the message may quote the file
                 reason = type(error).__name__
                 raise InvalidTask(f"{file}, line {number}: {key} template {templates[key]!r}: {reason}") from error
         if not rendered["prompt"]:

@@ -1,4 +1,4 @@
-"""Events over HTTP: nothing missed, nothing twice, whoever watches and however often they come back."""
+"""Events over HTTP: nothing missed, nothing twice, for any number of watchers and reconnections."""
 
 from __future__ import annotations
 

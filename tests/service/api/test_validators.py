@@ -196,7 +196,7 @@ def test_a_request_that_hangs_keeps_only_its_own_client_waiting(strict: ApiServe
 
 
 def release(pipe: Path, *, until: list[Any]) -> None:
-    """Let whoever reads the pipe go on, again and again."""
+    """Let readers of the pipe continue, again and again."""
     while not all(request.done() for request in until):
         try:
             os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))

@@ -1,4 +1,4 @@
-"""A process beside the server: results and errors come back, its death is told and mended."""
+"""A process beside the server: results and errors come back, its death is reported, and it is replaced."""
 
 from __future__ import annotations
 

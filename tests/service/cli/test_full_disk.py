@@ -1,4 +1,4 @@
-"""A disk that is too small is told before anything is written to it."""
+"""A disk that is too small is reported before anything is written to it."""
 
 from __future__ import annotations
 

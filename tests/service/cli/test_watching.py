@@ -1,4 +1,4 @@
-"""Watching a study on a server: what is told, how it ends, and what Ctrl-C leaves."""
+"""Watching a study on a server: what it prints, how it ends, and what Ctrl-C leaves."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def make_plan(study_id: str, *, scheduler: Scheduler = "hyperband", max_trials: 
 
 class InlineProposer:
     """`proposals.Proposer` in the caller's own thread: the draws of a random search with that seed; with None another
-    draw for whatever else it is told."""
+    draw whatever the observations are."""
 
     def __init__(self, space: LfsSpace, *, seed: int | None = None) -> None:
         self._seed = seed

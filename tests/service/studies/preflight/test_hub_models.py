@@ -1,4 +1,4 @@
-"""Studies of models on a hub: what is told before their weights are here, and after."""
+"""Studies of models on a hub: what is reported before their weights are here, and after."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_after_a_swap_log_probabilities_are_those_of_transformers_on_the_export(
         for tokens, values in zip(prompts, ours, strict=True):
             assert values == pytest.approx(logprobs(reference.model, tokens), abs=1e-3)
         seen.append(ours[1][-1])
-    assert min(abs(a - b) for a, b in itertools.pairwise(seen)) > 0.01, "the recipes are told apart"
+    assert min(abs(a - b) for a, b in itertools.pairwise(seen)) > 0.01, "the recipes differ"
 
 
 def test_swap_to_the_recipe_held_does_nothing_and_equal_recipes_give_equal_parameters(

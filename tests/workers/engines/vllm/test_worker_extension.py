@@ -256,7 +256,7 @@ def test_a_copy_that_is_not_packed_again_is_seen_at_the_swap(extension: Extensio
 def test_where_the_gpu_is_full_the_cpu_merges(
     extension: Extension, tied_family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights are on the CPU here, and the bank is told that it merges on a GPU, which has no memory left."""
+    """The weights are on the CPU here, and the bank is set to merge on a GPU, which has no memory left."""
     import workers.merging.materialize
 
     write, devices = workers.merging.materialize.merged_tensors, []
