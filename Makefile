@@ -14,8 +14,9 @@ STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
 DEMO_DIR ?= runs/demo
 PYTEST_ARGS ?=
+PARALLEL = $(BIN)/python -m pytest tests --numprocesses logical --dist worksteal
 
-.PHONY: install demo test test-fast fast-workers fast-rest lint bench clean
+.PHONY: install demo test test-fast lint bench clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -31,18 +32,13 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 demo: install
 	$(BIN)/mergesearch demo --out $(DEMO_DIR)
 
+# Ray and engines use all cores, so the tests that start them run one after the other.
 test: lint
-	$(BIN)/python -m pytest tests $(PYTEST_ARGS)
+	$(PARALLEL) -m "not exclusive" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests -m exclusive $(PYTEST_ARGS)
 
-# Two at a time, each test session on one core.
-test-fast: install
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target fast-workers fast-rest lint
-
-fast-workers: install
-	$(BIN)/python -m pytest tests/workers -m "not slow" $(PYTEST_ARGS)
-
-fast-rest: install
-	$(BIN)/python -m pytest tests --ignore=tests/workers -m "not slow" $(PYTEST_ARGS)
+test-fast: lint
+	$(PARALLEL) -m "not slow and not exclusive" $(PYTEST_ARGS)
 
 lint: install
 	$(BIN)/ruff check .

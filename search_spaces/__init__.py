@@ -7,7 +7,9 @@
 - `searchers`: the searchers that a study file can name
 - `baselines`: the recipes that every search is compared with
 - `study`: the study file
+- `section`: the base of every section of a study file
 - `objectives`: objectives, costs, Pareto fronts, hypervolume
+- `preferences`: weights of the objectives
 - `fidelity`: rungs and brackets of successive halving
 - `errors`: the errors of this package
 

@@ -3,7 +3,8 @@
     SearchSpaceError
     ├── InvalidStudy        (ValueError)  reject the study; holds every problem found, not only the first
     ├── InvalidConfiguration(ValueError)  reject this configuration; the study goes on
-    └── InvalidRecipe       (ValueError)  reject this recipe
+    ├── InvalidRecipe       (ValueError)  reject this recipe
+    └── InvalidPreference   (ValueError)  reject these weights of the objectives
 
 Every message says what is wrong, the value seen, what would be accepted, and where.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["InvalidConfiguration", "InvalidRecipe", "InvalidStudy", "Problem", "SearchSpaceError"]
+__all__ = ["InvalidConfiguration", "InvalidPreference", "InvalidRecipe", "InvalidStudy", "Problem", "SearchSpaceError"]
 
 
 class SearchSpaceError(Exception):
@@ -47,3 +48,7 @@ class InvalidConfiguration(SearchSpaceError, ValueError):
 
 class InvalidRecipe(SearchSpaceError, ValueError):
     """A recipe is malformed or names something that does not exist."""
+
+
+class InvalidPreference(SearchSpaceError, ValueError):
+    """Weights that are no preference vector."""

@@ -14,7 +14,7 @@ from typing import Literal
 
 __all__ = ["Bracket", "Scheduler", "bracket_cycle", "bracket_plan", "fidelities", "hyperband_brackets", "rungs"]
 
-Scheduler = Literal["hyperband", "asha", "none"]
+Scheduler = Literal["hyperband", "asha", "racing", "none"]
 
 
 def rungs(min_samples: int, max_samples: int, eta: int) -> tuple[int, ...]:
@@ -81,7 +81,10 @@ def hyperband_brackets(num_rungs: int, eta: int) -> tuple[Bracket, ...]:
 
 def bracket_cycle(scheduler: Scheduler, *, num_rungs: int, eta: int, max_trials: int) -> tuple[Bracket, ...]:
     """The brackets that a search repeats: those of one Hyperband iteration, or a single bracket of all configurations
-    if promotion does not wait for a full bracket (asha) or there is no promotion (one rung)."""
+    if promotion does not wait for a full bracket (asha) or there is no promotion (one rung). In a race, each
+    configuration is a bracket."""
+    if scheduler == "racing":
+        return (Bracket(1, first_rung=0, num_rungs=num_rungs, eta=eta),)
     if scheduler == "hyperband" and num_rungs > 1:
         return hyperband_brackets(num_rungs, eta)
     return (Bracket(max_trials, first_rung=0, num_rungs=num_rungs, eta=eta),)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
@@ -194,10 +194,14 @@ class Parameters:
 
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
         """A configuration drawn uniformly, parents first. The same generator state gives the same configuration."""
+        return self.build(lambda parameter: parameter.sample(rng))
+
+    def build(self, choose: Callable[[Parameter], Any]) -> dict[str, Any]:
+        """The configuration that has the value `choose` gives for each parameter that exists, parents first."""
         configuration: dict[str, Any] = {}
         for parameter in self:
             if self._is_active(parameter, configuration, configuration):
-                configuration[parameter.name] = parameter.sample(rng)
+                configuration[parameter.name] = choose(parameter)
         return configuration
 
     def to_json(self) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ same merge has the same digest whatever the aliases and directories of its model
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import operator
@@ -20,7 +21,7 @@ from search_spaces.errors import InvalidRecipe
 from search_spaces.methods import METHODS
 from search_spaces.methods.base import CoefficientValue, MergeMethod
 
-__all__ = ["COMPONENTS", "Component", "LayerRecipe", "Merge", "Recipe", "Source"]
+__all__ = ["COEFFICIENT_DECIMALS", "COMPONENTS", "Component", "LayerRecipe", "Merge", "Recipe", "Source"]
 
 Component = Literal["attention", "mlp", "norm"]
 COMPONENTS: tuple[Component, ...] = ("attention", "mlp", "norm")
@@ -77,7 +78,7 @@ class Merge:
 
     def number(self, name: str) -> float:
         """The shared coefficient `name`, or its default. Raises InvalidRecipe if it is missing or per source."""
-        value = self.coefficients.get(name, self._default(name))
+        value = self.coefficients[name] if name in self.coefficients else self._default(name)
         if value is None or isinstance(value, tuple):
             raise InvalidRecipe(f"merge: {self.method} needs one number {name!r}, found {value!r}")
         return value
@@ -86,7 +87,7 @@ class Merge:
         """Coefficient `name`, or its default, for each source; a shared number is repeated.
 
         Raises InvalidRecipe if it is missing."""
-        value = self.coefficients.get(name, self._default(name))
+        value = self.coefficients[name] if name in self.coefficients else self._default(name)
         if value is None:
             raise InvalidRecipe(f"merge: {self.method} needs {name!r}, found only {sorted(self.coefficients)}")
         return value if isinstance(value, tuple) else (value,) * len(self.sources)
@@ -223,31 +224,40 @@ class Recipe:
     def check(self) -> None:
         """Raise InvalidRecipe, with the place, unless every merge is valid for its method."""
         places = [f"layer {index}, {name}" for index in range(len(self.layers)) for name in COMPONENTS]
+        checked: set[Merge] = set()  # most recipes repeat few merges
         for place, merge in zip((*places, "embedding", "head", *self.tensors), self.merges(), strict=True):
+            if merge in checked:
+                continue
+            checked.add(merge)
             try:
                 merge.check()
             except InvalidRecipe as error:
                 raise InvalidRecipe(f"{place}: {str(error).removeprefix('merge: ')}") from error
 
     def rewritten(self, rewrite: Callable[[Merge], Merge]) -> Recipe:
-        """The recipe with `rewrite` applied to every merge."""
+        """The recipe with `rewrite` applied to every merge, once to equal ones."""
+        once = functools.cache(rewrite)
         layers = tuple(
-            replace(layer, attention=rewrite(layer.attention), mlp=rewrite(layer.mlp), norm=rewrite(layer.norm))
+            replace(layer, attention=once(layer.attention), mlp=once(layer.mlp), norm=once(layer.norm))
             for layer in self.layers
         )
-        tensors = {name: rewrite(merge) for name, merge in self.tensors.items()}
-        return replace(self, layers=layers, embedding=rewrite(self.embedding), head=rewrite(self.head), tensors=tensors)
+        tensors = {name: once(merge) for name, merge in self.tensors.items()}
+        return replace(self, layers=layers, embedding=once(self.embedding), head=once(self.head), tensors=tensors)
 
     def canonical(self) -> Recipe:
         """The equivalent recipe in canonical form: without sources that have no influence and without unused models,
         sources ordered by (fingerprint, layer), and a merge that equals one of its sources as passthrough. Raises
         InvalidRecipe as `check` does."""
+        if "_is_canonical" in self.__dict__:
+            return self
         self.check()
         recipe = self.rewritten(lambda merge: _canonical(merge, base=self.base, fingerprints=self.models))
         used = {self.base} | {source.model for merge in recipe.merges() for source in merge.sources}
         if self.tokenizer != "base":
             used = set(self.models)
-        return replace(recipe, models={alias: self.models[alias] for alias in used})
+        recipe = replace(recipe, models={alias: self.models[alias] for alias in used})
+        object.__setattr__(recipe, "_is_canonical", True)
+        return recipe
 
     @property
     def digest(self) -> str:
@@ -352,19 +362,15 @@ def _canonical(merge: Merge, *, base: str, fingerprints: Mapping[str, str]) -> M
     if declared.is_itself_alone and len(sources) == 1:
         return _passthrough(sources[0])
     coefficients = _brief(coefficients, declared)
-    if declared.is_ordered:
-        return Merge(merge.method, sources, coefficients, merge.seed)
-
-    order = sorted(range(len(sources)), key=lambda i: _order(sources[i], fingerprints))
-    return Merge(
-        merge.method,
-        tuple(sources[i] for i in order),
-        {
+    if not declared.is_ordered:
+        order = sorted(range(len(sources)), key=lambda i: _order(sources[i], fingerprints))
+        sources = tuple(sources[i] for i in order)
+        coefficients = {
             name: tuple(value[i] for i in order) if isinstance(value, tuple) else value
             for name, value in coefficients.items()
-        },
-        merge.seed,
-    )
+        }
+    is_canonical = sources == merge.sources and coefficients == merge.coefficients
+    return merge if is_canonical else Merge(merge.method, sources, coefficients, merge.seed)
 
 
 def _brief(coefficients: Mapping[str, CoefficientValue], declared: MergeMethod) -> dict[str, CoefficientValue]:

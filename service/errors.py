@@ -5,6 +5,7 @@ ServiceError
 ├── Conflict       (RuntimeError)  not possible in the current state, e.g. another run uses the directory
 ├── StaleAttempt   (RuntimeError)  stop: a newer driver owns the study
 ├── StudyFailed    (RuntimeError)  the study cannot continue; finished work is kept
+├── StudyUnusable  (RuntimeError)  an engine cannot use its models or a task: check these again
 └── raised by the client of the server:
     ├── RequestRefused    (ValueError)       fix the request; holds every problem the server found
     ├── ServerUnreachable (ConnectionError)  check that the server runs and the address is right, then retry
@@ -29,6 +30,7 @@ __all__ = [
     "ServiceError",
     "StaleAttempt",
     "StudyFailed",
+    "StudyUnusable",
 ]
 
 
@@ -53,6 +55,10 @@ class StaleAttempt(ServiceError, RuntimeError):
 
 class StudyFailed(ServiceError, RuntimeError):
     """The study failed and cannot continue; the message is the reason."""
+
+
+class StudyUnusable(ServiceError, RuntimeError):
+    """An engine cannot use the study's models or a task, although they were checked before; the message says why."""
 
 
 class RequestRefused(ServiceError, ValueError):

@@ -99,6 +99,7 @@ class EventKind(StrEnum):
     REPLICA = "replica"
     CRASH = "crash"
     ACTORS = "actors"
+    SEARCH_NOTE = "search_note"
     SEARCH_ENDED = "search_ended"
     HOLDOUT_STARTED = "holdout_started"
     HOLDOUT_SCORED = "holdout_scored"
@@ -159,7 +160,8 @@ class ResolvedStudy:
     `fingerprints` are of the models by alias, `commits` those of hub models by the name in the study file, `tasks` and
     `holdout_tasks` the digests of the tasks by objective. `rung_samples[r]` are the samples of each objective at rung
     r; proposals may run `max_staleness` trials ahead of evaluations; `version` is the program's. `access` says which
-    files the study may read, as the server allowed when it accepted the study; None: all.
+    files the study may read, as the server allowed when it accepted the study; None: all. `algorithm` is the searcher,
+    also where the study file says auto, and `algorithm_reason` why it was chosen; early studies have neither.
     """
 
     fingerprints: Mapping[str, str]
@@ -172,6 +174,8 @@ class ResolvedStudy:
     version: str
     commits: Mapping[str, str] = field(default_factory=dict)
     access: FileAccess | None = field(default=None, compare=False)
+    algorithm: str | None = field(default=None, compare=False)
+    algorithm_reason: str | None = field(default=None, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """The stored document. Its key for `max_staleness` is `lag`."""
@@ -185,12 +189,14 @@ class ResolvedStudy:
             "lag": self.max_staleness,
             "objectives": [asdict(objective) for objective in self.objectives],
             "version": self.version,
+            "algorithm": self.algorithm,
+            "algorithm_reason": self.algorithm_reason,
             **({} if self.access is None else {"access": asdict(self.access)}),
         }
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """From `to_json`'s document; early ones have no `commits` and no `access`."""
+        """From `to_json`'s document; early ones have no `commits`, `access` and `algorithm`."""
         access = document.get("access")
         return cls(
             fingerprints=document["fingerprints"],
@@ -206,6 +212,8 @@ class ResolvedStudy:
             ),
             version=document["version"],
             access=access and FileAccess(tuple(access["readable"]), tuple(access["trusted"])),
+            algorithm=document.get("algorithm"),
+            algorithm_reason=document.get("algorithm_reason"),
         )
 
 
@@ -216,7 +224,8 @@ class StudyRecord:
     `document` is the canonical study file, `resolved` what its names resolved to at creation. `attempt` counts
     the drivers that took it over, `submissions` the drivers sent to a cluster; `submitted_after` is the number of
     attempts at the last submission. At `progressed_at` the driver last got on with the study; it is taken for hung when
-    it has not for `patience_s` seconds. Times are seconds since the epoch; 0 or None: never."""
+    it has not for `patience_s` seconds; `waiting_for` is what it waits for. Times are seconds since the epoch; 0 or
+    None: never."""
 
     id: str
     name: str
@@ -235,6 +244,7 @@ class StudyRecord:
     request_digest: str | None = None
     progressed_at: float | None = None
     patience_s: float | None = None
+    waiting_for: str | None = None
 
 
 @dataclass(frozen=True)

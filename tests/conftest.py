@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
@@ -20,6 +21,7 @@ import pytest
 from search_spaces.study.sections import EngineOptions
 from tests.builders import tiny_family, tiny_qwen2
 from tests.tiers import needs_ray_or_engine, starts_nothing
+from workers.cache import CACHE_VARIABLE
 from workers.types import Family, TaskSpec
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 ENGINE_STARTS: list[tuple[str, float]] = []
 MAX_ENGINE_STARTS = 10
 HIDDEN = 128  # four heads of 32: vLLM's CPU attention has no kernel for smaller ones
+WORKERS = Path(__file__).parents[1] / "workers"
 OPTIONS = EngineOptions(max_model_len=256, threads=1)
 
 
@@ -41,12 +44,22 @@ def record_engine_start(label: str, seconds: float) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if needs_ray_or_engine(item.path, getattr(item, "fixturenames", ())):
-            item.add_marker("slow")
+            item.add_marker("exclusive")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache_of_findings(pytestconfig: pytest.Config) -> Iterator[None]:
+    """What vLLM and the checks of weights said before: all tests share it, until the workers' code changes."""
+    code = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(WORKERS.rglob("*.py"))))
+    assert pytestconfig.cache is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE_VARIABLE, str(pytestconfig.cache.mkdir(f"findings-{code.hexdigest()[:16]}")))
+        yield
 
 
 @pytest.fixture(autouse=True)
-def _fast_tests_start_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.node.get_closest_marker("slow"):
+def _other_tests_start_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.node.get_closest_marker("exclusive"):
         yield
     else:
         with starts_nothing():

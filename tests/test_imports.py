@@ -23,6 +23,7 @@ HEAVY = {
     "moocore",
     "numba",
     "numpy",
+    "optuna",
     "pydantic",
     "ray",
     "rich",
@@ -66,6 +67,11 @@ def imports_in(node: ast.AST, *, in_functions: bool) -> Iterator[tuple[str, int]
     return walk(node, False)
 
 
+@cache
+def imports_of(module: str, *, in_functions: bool) -> tuple[tuple[str, int], ...]:
+    return tuple(imports_in(tree_of(module), in_functions=in_functions))
+
+
 def imported_by(statement: ast.Import | ast.ImportFrom) -> list[str]:
     if isinstance(statement, ast.Import):
         return [alias.name for alias in statement.names]
@@ -85,7 +91,7 @@ def loads(module: str) -> frozenset[str]:
         for name in (".".join(parts[:length]) for length in range(1, len(parts) + 1)):  # importing a.b imports a
             if name not in seen and name in FILES:
                 seen.add(name)
-                for imported, _ in imports_in(tree_of(name), in_functions=False):
+                for imported, _ in imports_of(name, in_functions=False):
                     root = imported.partition(".")[0]
                     if root in OURS:
                         waiting.append(imported)
@@ -100,7 +106,7 @@ def test_imports_in_functions_have_a_heavy_dependency_as_their_reason(package: s
         f"{FILES[module].relative_to(ROOT)}:{line}: {imported}"
         for module in FILES
         if module.split(".")[0] == package
-        for imported, line in imports_in(tree_of(module), in_functions=True)
+        for imported, line in imports_of(module, in_functions=True)
         if imported.partition(".")[0] in OURS and not loads(imported) - loads(module)
     ]
     assert without_reason == []

@@ -1,4 +1,4 @@
-"""The fast tier is what it says: tests are marked by what they use, and a test that starts Ray or vLLM is caught."""
+"""The tiers are what they say: tests are marked by what they use, and a test that starts Ray or vLLM is caught."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ HERE = Path(__file__)
 
 
 @pytest.mark.parametrize("fixture", ["engine", "scorer", "ray_cluster"])
-def test_whatever_uses_an_engine_or_ray_is_slow(fixture: str) -> None:
+def test_whatever_uses_an_engine_or_ray_runs_alone(fixture: str) -> None:
     assert needs_ray_or_engine(HERE, ["tmp_path", fixture])
 
 
-def test_whatever_starts_commands_is_slow() -> None:
+def test_whatever_starts_commands_runs_alone() -> None:
     assert END_TO_END.is_dir()
     assert needs_ray_or_engine(END_TO_END / "test_run.py", [])
 
 
-def test_all_else_is_fast() -> None:
+def test_all_else_does_not() -> None:
     assert not needs_ray_or_engine(HERE, ["tmp_path", "monkeypatch"])
 
 
@@ -33,21 +33,21 @@ def test_starters_are_fixtures_and_tests_are_marked_by_them(request: pytest.Fixt
     manager: Any = request.session._fixturemanager
     for name in ("engine", "scorer", "ray_cluster"):
         assert manager.getfixturedefs(name, request.node), name
-    assert request.node.get_closest_marker("slow") is None
+    assert request.node.get_closest_marker("exclusive") is None
     started = [item for item in request.session.items if "ray_cluster" in getattr(item, "fixturenames", ())]
-    assert all(item.get_closest_marker("slow") for item in started)
+    assert all(item.get_closest_marker("exclusive") for item in started)
 
 
-def test_a_fast_test_that_imports_vllm_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_test_that_imports_vllm_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
-    with pytest.raises(AssertionError, match="not marked slow started vLLM; mark it"), starts_nothing():
+    with pytest.raises(AssertionError, match="not marked exclusive started vLLM; use a fixture"), starts_nothing():
         monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
 
 
-def test_a_fast_test_that_starts_ray_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_test_that_starts_ray_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     ray: Any = SimpleNamespace(is_initialized=lambda: False)
     monkeypatch.setitem(sys.modules, "ray", ray)
-    with pytest.raises(AssertionError, match="not marked slow started Ray"), starts_nothing():
+    with pytest.raises(AssertionError, match="not marked exclusive started Ray"), starts_nothing():
         ray.is_initialized = lambda: True
 
 

@@ -1,7 +1,7 @@
-"""Test tiers: which tests are slow, and the check that the others start neither Ray nor an engine.
+"""Test tiers: which tests start Ray or an engine, and the check that the others do not.
 
-`make test-fast` runs what is not marked `slow`. Tests that start Ray or an engine are marked here, by what they use;
-tests that only take long (more than about 5 s) carry the marker themselves.
+`make test-fast` runs what is marked neither `slow` nor `exclusive`. Tests that start Ray or an engine are `exclusive`,
+by what they use; tests that only take long (more than about 3 s) are marked `slow` where they are.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def starts_nothing() -> Iterator[None]:
     yield
     started = _started() - before
     assert not started, (
-        f"a test that is not marked slow started {' and '.join(sorted(started))}; mark it slow (pytest.mark.slow), or "
-        f"use a fixture: {', '.join(sorted(STARTERS))}"
+        f"a test that is not marked exclusive started {' and '.join(sorted(started))}; use a fixture "
+        f"({', '.join(sorted(STARTERS))}), or mark it (pytest.mark.exclusive)"
     )
 
 

@@ -10,12 +10,14 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from search_spaces.recipe import Recipe
+from workers.file_access import FileAccess
 
 __all__ = [
     "CHUNKS_IN_FLIGHT_PER_REPLICA",
     "CanaryReport",
     "Evidence",
     "Family",
+    "GradientResult",
     "ModelSource",
     "Placement",
     "SampleDifference",
@@ -103,7 +105,8 @@ class TaskSpec:
     ({"file": absolute, "prompt": jinja, "answer": jinja, "until": [...], "max_tokens": n}).
 
     `content` is the sha256 of the data file, if there is one, so that changed data is detected. `permutation_seed`
-    fixes the order of the samples: position i is the same sample in every replica and every run.
+    fixes the order of the samples: position i is the same sample in every replica and every run. `access` limits the
+    files that the task may lead to, wherever it is built (None: no limit); it is no part of the digest.
     """
 
     task: str | Mapping[str, Any]
@@ -113,9 +116,10 @@ class TaskSpec:
     num_fewshot: int | None = None
     content: str | None = None
     permutation_seed: int = 0
+    access: FileAccess | None = field(default=None, compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "access"}
 
     @property
     def digest(self) -> str:
@@ -264,6 +268,23 @@ class VerificationReport:
     def is_equal(self) -> bool:
         """Whether something was compared, and nothing differed beyond the tolerance."""
         return self.num_samples > 0 and self.num_beyond == 0
+
+
+@dataclass(frozen=True)
+class GradientResult:
+    """A minibatch's losses, and how the loss changes with the coefficients of the merge that read it.
+
+    `losses` are means over the minibatch by objective, each divided by its task's unit (`evaluation.references`), so
+    that they are comparable; the loss that was differentiated is their sum, times the weights that were given.
+    `by_source`: tensor -> alias of a source -> derivative by that source's coefficient (`lambda` or `weight`);
+    `shared`: tensor -> coefficient -> derivative by a coefficient that a merge has once for all sources. Tensors of
+    merges that state no such coefficient are in neither."""
+
+    losses: Mapping[str, float]
+    num_samples: int
+    seconds: float
+    by_source: Mapping[str, Mapping[str, float]]
+    shared: Mapping[str, Mapping[str, float]]
 
 
 class Scorer(Protocol):

@@ -115,7 +115,7 @@ KARCHER = MergeMethod(
         "mergekit divides by sin(pi)"
     ),
     # Not searched: the weights are equal, as published.
-    coefficients=(Coefficient("weight", 0, per_model=True, default=1),),
+    coefficients=(Coefficient("weight", 0, per_model=True, default=1, has_gradient=True),),
     drops_zeros="weight",
     is_itself_alone=True,
     constraint=weights_do_not_cancel,
@@ -169,7 +169,7 @@ NEARSWAP = MergeMethod(
     source="mergekit",
     variant="the first source is what mergekit calls the base",
     # QuartetAnemoi-70B, which introduced it, uses t = 0.0001; searched from 0 to ten times that.
-    coefficients=(Coefficient("t", 0, searched=Range(0.0, 0.001)),),
+    coefficients=(Coefficient("t", 0, searched=Range(0.0, 0.001), has_gradient=True),),
     min_sources=2,
     max_sources=2,
     is_ordered=True,

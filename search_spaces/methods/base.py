@@ -62,7 +62,8 @@ class Coefficient:
     """A coefficient of a method, in [low, high]. `per_model`: it may also be one number per source.
 
     A coefficient with a `default` is optional, and canonical recipes omit it where it has that value. `searched` says
-    how a search varies it; None: it keeps its default."""
+    how a search varies it; None: it keeps its default. `has_gradient`: the merged tensor differentiates by it, with the
+    elements that the method keeps and the signs that it elects held fixed."""
 
     name: str
     low: float = -math.inf
@@ -71,6 +72,7 @@ class Coefficient:
     default: float | None = None
     is_whole: bool = False
     searched: Range | PairShare | NumSources | None = None
+    has_gradient: bool = False
 
     def searched_in(self, low: float, high: float) -> Self:
         """The same coefficient, searched in [low, high] with one number for all experts."""
@@ -130,6 +132,11 @@ class MergeMethod:
 
     def coefficient(self, name: str) -> Coefficient | None:
         return next((coefficient for coefficient in self.coefficients if coefficient.name == name), None)
+
+    @property
+    def gradients_by(self) -> tuple[Coefficient, ...]:
+        """The coefficients by which the merged tensor differentiates; none where a search by gradient has to refuse."""
+        return tuple(coefficient for coefficient in self.coefficients if coefficient.has_gradient)
 
     def range_of(self, name: str) -> Range:
         """The range in which coefficient `name` is searched."""

@@ -23,15 +23,20 @@ __all__ = [
     "weights_do_not_cancel",
 ]
 
-LAMBDA = Coefficient("lambda", searched=Range(0.0, 1.0))
-LAMBDAS = Coefficient("lambda", per_model=True, searched=Range(0.0, 1.0))
-LAMBDA_OR_1 = Coefficient("lambda", default=1)
+LAMBDA = Coefficient("lambda", searched=Range(0.0, 1.0), has_gradient=True)
+LAMBDAS = Coefficient("lambda", per_model=True, searched=Range(0.0, 1.0), has_gradient=True)
+LAMBDA_OR_1 = Coefficient("lambda", default=1, has_gradient=True)
 K = Coefficient("k", 0, 1, searched=Range(0.1, 0.99))
 DENSITIES = Coefficient("density", 1e-6, 1, per_model=True, searched=Range(0.1, 0.99))
-WEIGHTS = Coefficient("weight", per_model=True, searched=Range(0.0, 1.0, per_expert=True))
+WEIGHTS = Coefficient("weight", per_model=True, searched=Range(0.0, 1.0, per_expert=True), has_gradient=True)
 # Weights that the method divides by their sum.
-SHARES = Coefficient("weight", per_model=True, searched=Range(0.0, 1.0, per_expert=True, on_simplex=True, default=0.0))
-PAIR_WEIGHT = Coefficient("weight", per_model=True, searched=PairShare())
+SHARES = Coefficient(
+    "weight",
+    per_model=True,
+    searched=Range(0.0, 1.0, per_expert=True, on_simplex=True, default=0.0),
+    has_gradient=True,
+)
+PAIR_WEIGHT = Coefficient("weight", per_model=True, searched=PairShare(), has_gradient=True)
 
 
 def normalize(default: int) -> Coefficient:

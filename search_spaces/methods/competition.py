@@ -116,7 +116,7 @@ WUDI = MergeMethod(
     variant="Adam on matrices, embeddings included, from the sum of task vectors; other tensors averaged",
     # Steps and learning rate are the paper's.
     coefficients=(
-        Coefficient("lambda", default=1).searched_in(0.0, 1.0),
+        Coefficient("lambda", default=1, has_gradient=True).searched_in(0.0, 1.0),
         Coefficient("steps", 0, 10_000, default=300, is_whole=True),
         Coefficient("learning_rate", 1e-6, 1, default=1e-5),
     ),

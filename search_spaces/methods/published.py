@@ -13,7 +13,7 @@ PASSTHROUGH = MergeMethod(
     source="mergekit",
     variant="the source, times `scale`",
     # As depth search (DIS) scales a layer's output: 0.5 to 1.5.
-    coefficients=(Coefficient("scale", default=1, searched=Range(0.5, 1.5)),),
+    coefficients=(Coefficient("scale", default=1, searched=Range(0.5, 1.5), has_gradient=True),),
     max_sources=1,
     mergekit=Counterpart("passthrough", (Parameter("scale", "each", 1.0),)),
 )
@@ -57,7 +57,7 @@ SLERP = MergeMethod(
     name="slerp",
     source="Shoemake 1985",
     variant=("angle per tensor; linear beyond a cosine of +-0.9995; a tensor of zero norm counts as orthogonal"),
-    coefficients=(Coefficient("t", 0, 1, searched=Range(0.0, 1.0)),),
+    coefficients=(Coefficient("t", 0, 1, searched=Range(0.0, 1.0), has_gradient=True),),
     min_sources=2,
     max_sources=2,
     is_itself_alone=True,

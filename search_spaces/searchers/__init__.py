@@ -3,7 +3,7 @@
 A module holds its declaration, SEARCHER, and imports nothing heavy. The algorithm is the module of the same name in
 service.tune.searchers.
 
-- `base`: what a declaration says
+- `base`: what a declaration says, and what a search needs of a searcher
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from search_spaces.searchers.base import SearcherDeclaration
+from search_spaces.errors import Problem
+from search_spaces.parameters import Parameters
+from search_spaces.searchers.base import Feature, SearcherDeclaration, needed_features
 
-__all__ = ["SEARCHERS", "SearcherDeclaration"]
+__all__ = ["SEARCHERS", "Feature", "SearcherDeclaration", "unsupported"]
 
 _MODULES = {
     module.name: importlib.import_module(f"{__name__}.{module.name}")
@@ -24,3 +26,16 @@ _MODULES = {
 # By name; those that learn from results come first.
 _DECLARED: dict[str, SearcherDeclaration] = {name: module.SEARCHER for name, module in _MODULES.items()}
 SEARCHERS = dict(sorted(_DECLARED.items(), key=lambda item: (not item[1].learns, item[0])))
+
+
+def unsupported(
+    algorithm: str, parameters: Parameters, *, num_objectives: int, num_constraints: int = 0
+) -> tuple[Problem, ...]:
+    """What the searcher cannot handle of a search, as a problem that names the searchers that can; empty if it can."""
+    needed = needed_features(parameters, num_objectives=num_objectives, num_constraints=num_constraints)
+    lacking = " and ".join(feature for feature in Feature if feature in needed - SEARCHERS[algorithm].handles)
+    if not lacking:
+        return ()
+    able = [name for name, declared in SEARCHERS.items() if needed <= declared.handles]
+    message = f"{algorithm} does not handle {lacking}, which this study has; searchers that do: {', '.join(able)}"
+    return (Problem("search.algorithm", message),)

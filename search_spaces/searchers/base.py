@@ -1,17 +1,48 @@
-"""The declaration of a searcher."""
+"""The declaration of a searcher, and what a search may need of one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
-__all__ = ["SearcherDeclaration"]
+from search_spaces.parameters import Categorical, Parameters
+
+__all__ = ["Feature", "SearcherDeclaration", "needed_features"]
+
+
+class Feature(StrEnum):
+    """What a searcher may handle."""
+
+    CONDITIONS = "conditional parameters"
+    CHOICES = "categorical parameters"
+    OBJECTIVES = "several objectives"
+    CONSTRAINTS = "constraints"
+    PENDING = "pending proposals"
+    """Earlier proposals whose results are not known yet."""
 
 
 @dataclass(frozen=True)
 class SearcherDeclaration:
     """`learns`: its proposals depend on results, not only on which configurations were proposed before. `reference` is
-    the publication. `alias_of` names the searcher that an alias stands for; None for an algorithm."""
+    the publication. A search that needs a feature which the searcher does not handle is refused. `alias_of` names the
+    searcher that an alias stands for; None for an algorithm. A searcher that `computes_steps` needs gradients by
+    the parameters of the space."""
 
     learns: bool
     reference: str
+    handles: frozenset[Feature]
     alias_of: str | None = None
+    computes_steps: bool = False
+
+
+def needed_features(parameters: Parameters, *, num_objectives: int, num_constraints: int) -> frozenset[Feature]:
+    """What a searcher must handle to search this space. Pending proposals are always needed: the driver asks for
+    proposals ahead of results."""
+    needed = {
+        Feature.CONDITIONS: any(parameter.conditions for parameter in parameters),
+        Feature.CHOICES: any(isinstance(p, Categorical) and len(p.choices) > 1 for p in parameters),
+        Feature.OBJECTIVES: num_objectives > 1,
+        Feature.CONSTRAINTS: num_constraints > 0,
+        Feature.PENDING: True,
+    }
+    return frozenset(feature for feature, is_needed in needed.items() if is_needed)

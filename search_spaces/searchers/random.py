@@ -1,5 +1,7 @@
 """Random search: every configuration drawn uniformly."""
 
-from search_spaces.searchers.base import SearcherDeclaration
+from search_spaces.searchers.base import Feature, SearcherDeclaration
 
-SEARCHER = SearcherDeclaration(learns=False, reference="Bergstra and Bengio, JMLR 13(10), 2012")
+SEARCHER = SearcherDeclaration(
+    learns=False, reference="Bergstra and Bengio, JMLR 13(10), 2012", handles=frozenset(Feature)
+)

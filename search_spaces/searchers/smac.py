@@ -1,5 +1,7 @@
 """SMAC: a random forest learns from the results of all rungs."""
 
-from search_spaces.searchers.base import SearcherDeclaration
+from search_spaces.searchers.base import Feature, SearcherDeclaration
 
-SEARCHER = SearcherDeclaration(learns=True, reference="Lindauer et al., SMAC3, JMLR 23(54), 2022")
+SEARCHER = SearcherDeclaration(
+    learns=True, reference="Lindauer et al., SMAC3, JMLR 23(54), 2022", handles=frozenset(Feature)
+)

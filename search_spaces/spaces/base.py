@@ -1,14 +1,57 @@
-"""SearchSpace: the interface of every search space, from a configuration to a Recipe."""
+"""SearchSpace: the interface of every search space, from a configuration to a Recipe; and of its section in a study."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
+from search_spaces.errors import Problem
 from search_spaces.parameters import Configuration, Parameters
 from search_spaces.recipe import Component, Recipe
+from search_spaces.section import Section
 
-__all__ = ["LayerGroup", "SearchSpace", "SpaceDescription"]
+__all__ = [
+    "DifferentiableSpace",
+    "LayerGroup",
+    "Part",
+    "SearchSpace",
+    "SearchedModels",
+    "SpaceDescription",
+    "SpaceSection",
+    "TensorPlace",
+    "repeated",
+]
+
+Part: TypeAlias = Component | Literal["embedding", "head"]
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """The part of the model that a tensor belongs to: a component of decoder layer `layer` (0-based), or the embedding
+    or head (None). `suffix` is its name within the layer, or its whole name outside layers."""
+
+    part: Part
+    layer: int | None
+    suffix: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchedModels:
+    """What a space may know of the models that it merges. Models are named by their aliases.
+
+    `fingerprints` are those of `base` and `experts`; `tensors` are the merged model's, by name and in the order in
+    which they are merged: embedding, layer by layer, head. A tied output head is the embedding, and not among them;
+    `tied` maps its name, if the base's files have it, to the embedding's. `tokenizer` is every recipe's."""
+
+    base: str
+    experts: tuple[str, ...]
+    fingerprints: Mapping[str, str]
+    num_layers: int
+    tensors: Mapping[str, TensorPlace]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    tokenizer: str = "base"
 
 
 @dataclass(frozen=True)
@@ -27,11 +70,16 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class SpaceDescription:
-    """How a space divides the model: for reports. `component_groups` maps a group's name to its components."""
+    """How a space divides the model: for reports.
+
+    `layer_groups` cover the layers in order. `component_groups` are the pieces of a layer with coefficients of their
+    own, by name: groups of components, or single tensors by their names within the layer, with the components that
+    they belong to. `text` says in words what is searched."""
 
     kind: str
     layer_groups: tuple[LayerGroup, ...]
-    component_groups: dict[str, tuple[Component, ...]]
+    component_groups: Mapping[str, tuple[Component, ...]]
+    text: str
 
 
 class SearchSpace(Protocol):
@@ -60,3 +108,63 @@ class SearchSpace(Protocol):
     def describe(self) -> SpaceDescription:
         """The division of the model that reports draw."""
         ...
+
+
+@runtime_checkable
+class DifferentiableSpace(SearchSpace, Protocol):
+    """A space in which every tensor is merged by one method from all experts, each with one coefficient, and every
+    coefficient is the value of one parameter (a number). So the derivative of a loss by a parameter is the sum of its
+    derivatives by the coefficients that have it."""
+
+    @property
+    def method(self) -> str:
+        """The merge method of every tensor."""
+        ...
+
+    @property
+    def coefficient(self) -> str:
+        """The method's coefficient, one number per source, that is searched ("lambda")."""
+        ...
+
+    @property
+    def fixed(self) -> Mapping[str, float]:
+        """The method's other coefficients, which are the same in all recipes of the space."""
+        ...
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of the method's random masks; None if it draws none."""
+        ...
+
+    def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
+        """For each source of the tensor, in a fixed order: its alias, and the parameter that is its coefficient.
+
+        `tensor_name` is a tensor of the merged model, or a tied output head, which has the embedding's parameters.
+        Raises KeyError for any other name."""
+        ...
+
+
+class SpaceSection(Section, ABC):
+    """The section `search_space` of a study file, for one kind of space."""
+
+    kind: str
+
+    @property
+    @abstractmethod
+    def merge_methods(self) -> tuple[str, ...]:
+        """The merge methods that recipes of the space may use, beside passthrough."""
+
+    @abstractmethod
+    def contradictions(self) -> Iterator[Problem]:
+        """What is wrong between fields that are each valid, found without the models."""
+
+    @abstractmethod
+    def build(self, models: SearchedModels) -> SearchSpace:
+        """The space over these models. Raises InvalidStudy if it does not fit them."""
+
+
+def repeated(option: str, values: Sequence[object]) -> Iterator[Problem]:
+    """A Problem for each entry of the list `option` of the section that an earlier one equals."""
+    for index, value in enumerate(values):
+        if value in values[:index]:
+            yield Problem(f"search_space.{option}.{index}", f"{value} is given twice")

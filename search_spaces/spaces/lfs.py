@@ -21,18 +21,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
 
 from search_spaces.errors import InvalidConfiguration, InvalidStudy, Problem
 from search_spaces.methods import METHODS
 from search_spaces.parameters import Categorical, Condition, Configuration, Parameter, Parameters
-from search_spaces.recipe import COMPONENTS, Component, LayerRecipe, Merge, Recipe, Source
-from search_spaces.spaces.base import LayerGroup, SpaceDescription
-from search_spaces.spaces.lfs_methods import PUBLISHED, ComponentGroup
+from search_spaces.recipe import COMPONENTS, Component, LayerRecipe, Merge, Recipe
+from search_spaces.spaces.base import SearchedModels, SpaceDescription, SpaceSection, repeated
+from search_spaces.spaces.layers import at_layer, shared_merges, split_layers, with_own_aliases
+from search_spaces.spaces.lfs_methods import DIRECTED, PUBLISHED, ComponentGroup, SearchedMethod
 from search_spaces.spaces.lfs_ranges import SEARCHED_METHODS
 
-__all__ = ["PAPER", "LfsSpace", "paper_contradictions", "split_layers"]
+__all__ = ["PAPER", "SPACE", "LfsMethod", "LfsSection", "LfsSpace"]
 
 COMPONENT_GROUPS: dict[int, dict[str, tuple[Component, ...]]] = {
     1: {"layer": COMPONENTS},
@@ -45,7 +47,51 @@ PAPER: dict[str, Any] = {
     "component_groups": 3,
     "methods": tuple(PUBLISHED),
     "method_per": "layer_group",
+    "lambdas": "shared",
 }
+
+if TYPE_CHECKING:
+    LfsMethod = str
+else:
+    LfsMethod = Literal[tuple(SEARCHED_METHODS)]
+
+
+class LfsSection(SpaceSection):
+    kind: Literal["lfs"]
+    """lfs: one merge method per layer group, its numbers per component group."""
+    layer_groups: Annotated[int, Field(ge=1)] = 4
+    """How many groups of adjacent layers choose for themselves; at most the number of layers."""
+    component_groups: Literal[1, 3] = 3
+    """1: a layer is one piece; 3: mlp, attention and norms have numbers of their own."""
+    methods: Annotated[tuple[LfsMethod, ...], Field(min_length=1)] = tuple(PUBLISHED)
+    method_per: Literal["layer_group", "component"] = "layer_group"
+    """Who chooses the method: each layer group, or each component group in it."""
+    lambdas: Literal["shared", "per_model"] = "shared"
+    """Task arithmetic's lambda: one for the selected experts, or one for each, searched as a direction and a scale."""
+    preset: Literal["paper"] | None = None
+    """paper: exactly the published space; what contradicts it is refused."""
+
+    @property
+    def merge_methods(self) -> tuple[str, ...]:
+        return self.methods
+
+    def contradictions(self) -> Iterator[Problem]:
+        yield from repeated("methods", self.methods)
+        if self.preset == "paper":
+            yield from _paper_contradictions(self.model_dump())
+
+    def build(self, models: SearchedModels) -> LfsSpace:
+        return LfsSpace(
+            base=models.base,
+            experts=models.experts,
+            fingerprints=models.fingerprints,
+            num_layers=models.num_layers,
+            tokenizer=models.tokenizer,
+            **self.model_dump(exclude={"kind"}),
+        )
+
+
+SPACE = LfsSection
 
 
 class LfsSpace:
@@ -64,6 +110,7 @@ class LfsSpace:
         component_groups: int = 3,
         methods: Sequence[str] = tuple(PUBLISHED),
         method_per: Literal["layer_group", "component"] = "layer_group",
+        lambdas: Literal["shared", "per_model"] = "shared",
         preset: Literal["paper"] | None = None,
         tokenizer: str = "base",
     ) -> None:
@@ -76,6 +123,7 @@ class LfsSpace:
             "component_groups": component_groups,
             "methods": tuple(methods),
             "method_per": method_per,
+            "lambdas": lambdas,
         }
         if problems := tuple(_problems(given, num_layers=num_layers, num_experts=len(experts), preset=preset)):
             raise InvalidStudy(problems)
@@ -86,6 +134,7 @@ class LfsSpace:
         self._layer_groups = split_layers(num_layers, layer_groups)
         self._components = COMPONENT_GROUPS[component_groups]
         self._methods = tuple(name for name in SEARCHED_METHODS if name in methods)
+        self._is_directed = lambdas == "per_model" and DIRECTED.name in methods
         self._is_per_component = method_per == "component" and component_groups > 1
         self._choices = {
             name: self._operand_choices(name) for name in self._methods if METHODS[name].source_choice != "experts"
@@ -94,16 +143,20 @@ class LfsSpace:
         self.parameters = Parameters(parameters, roles={p.name: self._role(p.name) for p in parameters})
 
     def describe(self) -> SpaceDescription:
-        return SpaceDescription(self.kind, self._layer_groups, dict(self._components))
+        text = (
+            f"one of {', '.join(self._methods)} in each of {len(self._layer_groups)} groups of layers; coefficients by "
+            f"{', '.join(self._components)}"
+        )
+        return SpaceDescription(self.kind, self._layer_groups, dict(self._components), text)
 
     def to_recipe(self, configuration: Configuration) -> Recipe:
         self.parameters.check(configuration)
         groups = [self._decode_group(group.name, configuration) for group in self._layer_groups]
         layers = tuple(
             LayerRecipe(
-                attention=_at_layer(merges["attention"], layer),
-                mlp=_at_layer(merges["mlp"], layer),
-                norm=_at_layer(merges["norm"], layer),
+                attention=at_layer(merges["attention"], layer),
+                mlp=at_layer(merges["mlp"], layer),
+                norm=at_layer(merges["norm"], layer),
             )
             for group, merges in zip(self._layer_groups, groups, strict=True)
             for layer in range(group.start, group.stop)
@@ -118,12 +171,12 @@ class LfsSpace:
         ).canonical()
 
     def from_recipe(self, recipe: Recipe) -> dict[str, Any] | None:
-        renamed = self._with_own_aliases(recipe.canonical())
+        renamed = with_own_aliases(recipe.canonical(), base=self._base, fingerprints=self._fingerprints)
         if renamed is None or renamed.tensors or len(renamed.layers) != self._layer_groups[-1].stop:
             return None
         configuration: dict[str, Any] = {}
         for group in self._layer_groups:
-            merges = _shared_merges(renamed.layers[group.start : group.stop], start=group.start)
+            merges = shared_merges(renamed.layers[group.start : group.stop], start=group.start)
             found = None if merges is None else self._encode_group(group.name, merges)
             if found is None:
                 return None
@@ -132,6 +185,9 @@ class LfsSpace:
             return configuration if self.to_recipe(configuration).digest == recipe.digest else None
         except InvalidConfiguration:  # a number outside its range
             return None
+
+    def _searched(self, method: str) -> SearchedMethod:
+        return DIRECTED if self._is_directed and method == DIRECTED.name else SEARCHED_METHODS[method]
 
     # Names. A choice with a single option is not a parameter.
 
@@ -184,7 +240,7 @@ class LfsSpace:
                     yield Categorical(key, tuple(choices), conditions=self._uses(group, components, method))
         for components in self._components:
             for method in self._methods:
-                yield from SEARCHED_METHODS[method].parameters(self._cell(group, components, method))
+                yield from self._searched(method).parameters(self._cell(group, components, method))
 
     # From a configuration to merges.
 
@@ -197,7 +253,7 @@ class LfsSpace:
                 if method in self._choices
                 else self._selected(group, configuration)
             )
-            merge = SEARCHED_METHODS[method].decode(self._cell(group, components, method), operands, configuration)
+            merge = self._searched(method).decode(self._cell(group, components, method), operands, configuration)
             merges |= dict.fromkeys(members, merge)
         return merges
 
@@ -221,19 +277,6 @@ class LfsSpace:
         return {"+".join(models): models for models in choices[METHODS[method].source_choice]}
 
     # From merges back to a configuration.
-
-    def _with_own_aliases(self, recipe: Recipe) -> Recipe | None:
-        """`recipe` with this space's aliases for the same fingerprints; None if it uses other models."""
-        mine = {fingerprint: alias for alias, fingerprint in reversed(self._fingerprints.items())}
-        names = {alias: mine.get(fingerprint) for alias, fingerprint in recipe.models.items()}
-        if None in names.values() or names[recipe.base] != self._base:
-            return None
-
-        def rename(merge: Merge) -> Merge:
-            return replace(merge, sources=tuple(Source(str(names[s.model]), s.layer) for s in merge.sources))
-
-        known = {**recipe.models, **self._fingerprints}
-        return replace(recipe, models=known, base=self._base).rewritten(rename)
 
     def _encode_group(self, group: str, merges: Mapping[Component, Merge]) -> dict[str, Any] | None:
         by_components = {components: merges[members[0]] for components, members in self._components.items()}
@@ -260,7 +303,9 @@ class LfsSpace:
     def _possible_selections(self, merges: Sequence[Merge]) -> list[tuple[str, ...]]:
         named = {source.model for merge in merges for source in merge.sources} - {self._base}
         if named:
-            return [tuple(expert for expert in self._experts if expert in named)]
+            others = [expert for expert in self._experts if expert not in named] if self._is_directed else []
+            more = (extra for size in range(len(others) + 1) for extra in itertools.combinations(others, size))
+            return [tuple(e for e in self._experts if e in named or e in extra) for extra in more]
         # Base layers: task vectors times 0, or (linear) one expert with weight 0.
         return [self._experts, self._experts[:1]]
 
@@ -284,7 +329,7 @@ class LfsSpace:
                     configuration[self._choice_key(group, components, method)] = "+".join(operands)
             if operands is None:
                 return None
-            values = SEARCHED_METHODS[method].encode(self._cell(group, components, method), operands, merge)
+            values = self._searched(method).encode(self._cell(group, components, method), operands, merge)
             if values is None:
                 return None
             configuration |= values
@@ -297,35 +342,12 @@ class LfsSpace:
                 choice
                 for choice in self._choices[method].values()
                 if all(
-                    SEARCHED_METHODS[method].encode(self._cell(group, components, method), choice, merge) is not None
+                    self._searched(method).encode(self._cell(group, components, method), choice, merge) is not None
                     for components, merge in merges.items()
                 )
             ),
             None,
         )
-
-
-def split_layers(num_layers: int, num_groups: int) -> tuple[LayerGroup, ...]:
-    """`num_groups` consecutive groups of `num_layers` layers; sizes differ by at most one, longer ones first."""
-    size, longer = divmod(num_layers, num_groups)
-    starts = [i * size + min(i, longer) for i in range(num_groups + 1)]
-    return tuple(LayerGroup(f"g{i + 1}", starts[i], starts[i + 1]) for i in range(num_groups))
-
-
-def _at_layer(merge: Merge, layer: int | None) -> Merge:
-    return replace(merge, sources=tuple(Source(source.model, layer) for source in merge.sources))
-
-
-def _shared_merges(layers: Sequence[LayerRecipe], *, start: int) -> dict[Component, Merge] | None:
-    """The merges that all `layers` share, apart from the layer's number; None if they differ."""
-    stripped: list[dict[Component, Merge]] = []
-    for layer, recipe in enumerate(layers, start):
-        merges = {component: recipe.component(component) for component in COMPONENTS}
-        own = all(source.layer == layer for merge in merges.values() for source in merge.sources)
-        if not own or recipe.scale != 1 or recipe.alignment is not None:
-            return None
-        stripped.append({component: _at_layer(merge, None) for component, merge in merges.items()})
-    return stripped[0] if all(merges == stripped[0] for merges in stripped) else None
 
 
 def _problems(given: Mapping[str, Any], *, num_layers: int, num_experts: int, preset: str | None) -> Iterator[Problem]:
@@ -343,10 +365,10 @@ def _problems(given: Mapping[str, Any], *, num_layers: int, num_experts: int, pr
     if not given["methods"]:
         yield Problem("search_space.methods", f"there are no methods; name some of {', '.join(SEARCHED_METHODS)}")
     if preset == "paper":
-        yield from paper_contradictions(given)
+        yield from _paper_contradictions(given)
 
 
-def paper_contradictions(given: Mapping[str, Any]) -> Iterator[Problem]:
+def _paper_contradictions(given: Mapping[str, Any]) -> Iterator[Problem]:
     """A Problem for each field of `given` that contradicts the published space."""
     for name, published in PAPER.items():
         same = set(given[name]) == set(published) if name == "methods" else given[name] == published

@@ -6,6 +6,7 @@ Merges here carry no layer; `lfs` adds it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from search_spaces.methods import METHODS
 from search_spaces.parameters import Condition, Configuration, Float, Parameter
 from search_spaces.recipe import COEFFICIENT_DECIMALS, Merge, Source
 
-__all__ = ["PUBLISHED", "ComponentGroup", "SearchedMethod", "on_simplex"]
+__all__ = ["DIRECTED", "PUBLISHED", "ComponentGroup", "SearchedMethod", "on_simplex"]
 
 # TIES keeps this share of a task vector where a recipe does not determine it (lambda = 0): the paper's default.
 DEFAULT_DENSITY = 0.2
@@ -68,6 +69,48 @@ class TaskArithmetic:
         if merge.method != self.name or set(_models(merge)) != set(operands) or not isinstance(value, float):
             return None
         return {key: value}
+
+
+class DirectedTaskArithmetic:
+    """base + lambda * m * (sum of weight * task vector) over the m selected experts, weights on the simplex.
+
+    The weights are a direction, searched as those of `Linear` are; lambda * m is the scale. Equal weights are the one
+    lambda of `TaskArithmetic`, whose range lambda has. Direction and scale are searched apart as in Mixup Model Merge
+    (M3), section 3.1."""
+
+    name = "task_arithmetic"
+
+    def parameters(self, cell: ComponentGroup) -> tuple[Parameter, ...]:
+        weights = (
+            Float(self._key(cell, expert), 0.0, 1.0, conditions=cell.conditions + cell.is_selected[expert])
+            for expert in (cell.experts if len(cell.experts) > 1 else ())
+        )
+        return (_searched(cell, self.name, "lambda"), *weights)
+
+    def decode(self, cell: ComponentGroup, operands: tuple[str, ...], configuration: Configuration) -> Merge:
+        scale = configuration[f"{cell.name}.task_arithmetic.lambda"] * len(operands)
+        weights = on_simplex(tuple(configuration.get(self._key(cell, expert), 0.0) for expert in operands))
+        return _merge(self.name, operands, {"lambda": tuple(scale * weight for weight in weights)})
+
+    def encode(self, cell: ComponentGroup, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
+        if (only := _passed_through(merge)) is not None:
+            lambdas = {} if only == cell.base else {only: 1.0}
+        elif merge.method == self.name:
+            lambdas = dict(zip(_models(merge), merge.per_source("lambda"), strict=True))
+        else:
+            return None
+        if not set(lambdas) <= set(operands) or min(lambdas.values(), default=0.0) < 0:
+            return None
+        scale, high = math.fsum(lambdas.values()), METHODS[self.name].range_of("lambda").high
+        if scale / len(operands) > high + 10.0**-COEFFICIENT_DECIMALS:
+            return None  # more experts are selected than have a weight
+        values = {f"{cell.name}.task_arithmetic.lambda": min(scale / len(operands), high)}
+        if len(cell.experts) > 1:
+            values |= {self._key(cell, e): lambdas.get(e, 0.0) / scale if scale else 1.0 for e in operands}
+        return values
+
+    def _key(self, cell: ComponentGroup, expert: str) -> str:
+        return f"{cell.name}.task_arithmetic.weight.{expert}"
 
 
 class Ties:
@@ -158,6 +201,9 @@ class Slerp:
 
 # In the order in which they are searched, and tried when a recipe is encoded.
 PUBLISHED: dict[str, SearchedMethod] = {method.name: method for method in (TaskArithmetic(), Ties(), Slerp(), Linear())}
+
+# Task arithmetic with a lambda per expert, instead of the published one.
+DIRECTED = DirectedTaskArithmetic()
 
 
 def _searched(cell: ComponentGroup, method: str, coefficient: str) -> Float:

@@ -8,10 +8,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from search_spaces.errors import Problem
-from search_spaces.spaces.lfs import paper_contradictions
 from search_spaces.study.sections import LINE, NAME, Fidelity, InlineTask, Models, ObjectiveSpec, SearchSpaceSpec
 from search_spaces.study.validation import Vocabulary
 
@@ -22,9 +20,8 @@ MAX_NAMES = 20
 
 WORDS = Vocabulary(
     later_values={
-        "search_space.kind": ("dis", "sfs", "m3", "hm3"),
-        "search.algorithm": ("tpe", "gp", "nsga2", "nsga3", "cmaes", "grid", "de", "moead", "es", "m3", "hm3"),
-        "fidelity.scheduler": ("racing",),
+        "search_space.kind": ("dis", "sfs", "hm3"),
+        "search.algorithm": ("hm3",),
         "engine.backend": ("transformers",),
     },
     later_keys={
@@ -54,18 +51,14 @@ class ValidParts:
     """Includes those of invalid objectives."""
 
 
-def without_consequences(problems: list[Problem], document: Mapping[str, Any]) -> list[Problem]:
-    """`problems` without the consequences of asking for something that is not available yet: the other keys of another
-    kind of space, and the missing task and metric of a cost objective."""
-    space = document.get("search_space")
-    kind = space.get("kind") if isinstance(space, Mapping) else None
-    is_later_kind = kind in WORDS.later_values["search_space.kind"]
+def without_consequences(problems: list[Problem]) -> list[Problem]:
+    """`problems` without the consequences of asking for something that is not available yet: the missing task and
+    metric of a cost objective."""
     costs = {problem.field.removesuffix("cost") for problem in problems if problem.field.endswith(".cost")}
     return [
         problem
         for problem in problems
-        if not (is_later_kind and problem.field.startswith("search_space.") and problem.field != "search_space.kind")
-        and not any(problem.field in (f"{place}task", f"{place}metric") for place in costs)
+        if not any(problem.field in (f"{place}task", f"{place}metric") for place in costs)
     ]
 
 
@@ -74,7 +67,7 @@ def contradictions(parts: ValidParts) -> Iterator[Problem]:
     if parts.models is not None:
         yield from _models_contradictions(parts.models)
     if parts.search_space is not None:
-        yield from _space_contradictions(parts.search_space)
+        yield from parts.search_space.contradictions()
     if parts.fidelity is not None:
         yield from _fidelity_contradictions(parts.fidelity, parts.objectives)
     for section, specs in (("objectives", parts.objectives), ("holdout", parts.holdout)):
@@ -89,16 +82,6 @@ def _models_contradictions(models: Models) -> Iterator[Problem]:
         yield Problem("models.experts.union", 'an expert cannot be called "union"; that is a tokenizer; rename it')
     if models.tokenizer not in (accepted := ("base", "union", *models.experts)):
         yield Problem("models.tokenizer", f"{models.tokenizer} is not a model of the study; give {', '.join(accepted)}")
-
-
-def _space_contradictions(space: SearchSpaceSpec) -> Iterator[Problem]:
-    known: set[str] = set()
-    for index, method in enumerate(space.methods):
-        if method in known:
-            yield Problem(f"search_space.methods.{index}", f"{method} is given twice")
-        known.add(method)
-    if space.preset == "paper":
-        yield from paper_contradictions(space.model_dump())
 
 
 def _fidelity_contradictions(fidelity: Fidelity, objectives: Mapping[int, ObjectiveSpec]) -> Iterator[Problem]:
@@ -141,9 +124,11 @@ def _length_contradictions(fidelity: Fidelity, objectives: Mapping[int, Objectiv
         if fidelity.scheduler == "none":
             if len(counts) > 1:
                 yield Problem(place, f"{list(counts)}: scheduler: none has one rung; give [{counts[-1]}]")
-        elif fidelity.scheduler == "asha" and len(counts) == 1:
+        elif fidelity.scheduler in ("asha", "racing") and len(counts) == 1:
             yield Problem(
-                place, f"{list(counts)}: asha needs two rungs or more; give smaller ones first, or `scheduler: none`"
+                place,
+                f"{list(counts)}: {fidelity.scheduler} needs two rungs or more; give smaller ones first, "
+                "or `scheduler: none`",
             )
         elif reference is not None and len(counts) != len(reference):
             yield Problem(

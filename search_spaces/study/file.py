@@ -16,8 +16,10 @@ from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from search_spaces.errors import InvalidStudy, Problem
+from search_spaces.section import Section
 from search_spaces.study.checks import WORDS, ValidParts, contradictions, without_consequences
 from search_spaces.study.sections import (
+    DEFAULT_SPACE,
     Engine,
     Fidelity,
     InlineTask,
@@ -27,7 +29,6 @@ from search_spaces.study.sections import (
     ObjectiveSpec,
     Search,
     SearchSpaceSpec,
-    Section,
     Verify,
 )
 from search_spaces.study.validation import at_most, in_file_order, problems_of
@@ -58,7 +59,7 @@ class Study(Section):
 
     name: Name
     models: Models
-    search_space: SearchSpaceSpec
+    search_space: SearchSpaceSpec = DEFAULT_SPACE
     search: Search = Search()
     fidelity: Fidelity = Fidelity()
     objectives: Annotated[tuple[ObjectiveSpec, ...], Field(min_length=1)]
@@ -71,6 +72,10 @@ class Study(Section):
     def canonical(self) -> dict[str, Any]:
         """The study as plain data with all defaults written out; `parse_study` returns the same study from it."""
         return self.model_dump(mode="json")
+
+
+class _SpaceOnly(Section):
+    search_space: SearchSpaceSpec = DEFAULT_SPACE
 
 
 def study_json_schema() -> dict[str, Any]:
@@ -103,7 +108,7 @@ def parse_study(document: Mapping[str, Any], directory: Path | None = None) -> S
         study = Study.model_validate_json(text, strict=True)
     except ValidationError as error:
         errors = error.errors(include_url=False)
-    problems = without_consequences(problems_of(errors, study_json_schema() if errors else {}, WORDS), document)
+    problems = without_consequences(problems_of(errors, study_json_schema() if errors else {}, WORDS))
     found = at_most(contradictions(_valid_parts(document)))
     problems += [problem for problem in found if problem not in problems]
     if problems or study is None:
@@ -139,9 +144,10 @@ def _valid_parts(document: Mapping[str, Any]) -> ValidParts:
         found = enumerate(valid(ObjectiveSpec, value) for value in entries(key))
         return {index: spec for index, spec in found if spec is not None}
 
+    space = valid(_SpaceOnly, {key: value for key, value in document.items() if key == "search_space"})
     return ValidParts(
         models=valid(Models, document.get("models")),
-        search_space=valid(SearchSpaceSpec, document.get("search_space")),
+        search_space=None if space is None else space.search_space,
         fidelity=valid(Fidelity, document.get("fidelity", {})),
         objectives=specs("objectives"),
         holdout=specs("holdout"),

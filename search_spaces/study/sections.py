@@ -6,20 +6,25 @@ Contradictions between fields are found in `checks`; `file` reads a study.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from search_spaces import fidelity as ladders
 from search_spaces.searchers import SEARCHERS
-from search_spaces.spaces.lfs_ranges import SEARCHED_METHODS
+from search_spaces.section import Section
+from search_spaces.spaces import DEFAULT_KIND, SPACES
+from search_spaces.spaces.base import SpaceSection
+from search_spaces.study.validation import UNKNOWN_KIND
 
 __all__ = [
+    "DEFAULT_SPACE",
     "LINE",
     "NAME",
     "Engine",
     "EngineOptions",
     "Fidelity",
+    "GradientOptions",
     "InlineTask",
     "Limits",
     "Models",
@@ -27,7 +32,6 @@ __all__ = [
     "ObjectiveSpec",
     "Search",
     "SearchSpaceSpec",
-    "Section",
     "Verify",
 ]
 
@@ -37,15 +41,7 @@ LINE = r"^[^\x00-\x1f\x7f]+$"
 Name = Annotated[str, Field(pattern=NAME)]
 Line = Annotated[str, Field(pattern=LINE)]
 
-if TYPE_CHECKING:
-    LfsMethod = str
-else:
-    LfsMethod = Literal[tuple(SEARCHED_METHODS)]
 Rungs = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class Models(Section):
@@ -59,21 +55,20 @@ class Models(Section):
     and what experts have added. Embeddings are aligned by the tokens' strings."""
 
 
-class SearchSpaceSpec(Section):
-    kind: Literal["lfs"]
-    """lfs: one merge method per layer group, its numbers per component group."""
-    layer_groups: Annotated[int, Field(ge=1)] = 4
-    """How many groups of adjacent layers choose for themselves; at most the number of layers."""
-    component_groups: Literal[1, 3] = 3
-    """1: a layer is one piece; 3: mlp, attention and norms have numbers of their own."""
-    methods: Annotated[
-        tuple[LfsMethod, ...],
-        Field(min_length=1),
-    ] = ("task_arithmetic", "ties", "slerp", "linear")
-    method_per: Literal["layer_group", "component"] = "layer_group"
-    """Who chooses the method: each layer group, or each component group in it."""
-    preset: Literal["paper"] | None = None
-    """paper: exactly the published space; what contradicts it is refused."""
+def _tag_of_space(value: object) -> str | None:
+    kind = value.get("kind", DEFAULT_KIND) if isinstance(value, Mapping) else getattr(value, "kind", None)
+    return f"<{kind}>" if isinstance(kind, str) and kind in SPACES else None
+
+
+if TYPE_CHECKING:
+    SearchSpaceSpec = SpaceSection
+else:
+    SearchSpaceSpec = Annotated[
+        Union[tuple(Annotated[section, Tag(f"<{kind}>")] for kind, section in SPACES.items())],  # noqa: UP007
+        Discriminator(_tag_of_space, custom_error_type=UNKNOWN_KIND, custom_error_message="unknown kind of space"),
+    ]
+
+DEFAULT_SPACE: SearchSpaceSpec = SPACES[DEFAULT_KIND](kind=DEFAULT_KIND)
 
 
 if TYPE_CHECKING:
@@ -82,8 +77,21 @@ else:
     Algorithm = Literal[tuple(SEARCHERS)]
 
 
+class GradientOptions(Section):
+    steps: Annotated[int, Field(ge=1, le=100_000)] = 48
+    """Gradients of one descent."""
+    batch: Annotated[int, Field(ge=1)] = 48
+    """Samples of one gradient, shared equally by the objectives; each is charged as three scored samples."""
+    learning_rate: Annotated[float, Field(gt=0)] = 0.2
+    """Adam's, at the first step of a descent; it falls linearly to almost 0."""
+    points: Annotated[int, Field(ge=1, le=1000)] = 4
+    """How many points of a descent become trials, evenly spaced; the last is its end."""
+
+
 class Search(Section):
     algorithm: Algorithm = "auto"
+    gradient: GradientOptions = GradientOptions()
+    """Of algorithm: gradient, which auto may choose."""
     max_trials: Annotated[int, Field(ge=1, le=1_000_000)] = 60
     """Configurations the searcher proposes; sources and published recipes come on top."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
@@ -91,7 +99,8 @@ class Search(Section):
 
 class Fidelity(Section):
     scheduler: ladders.Scheduler = "hyperband"
-    """hyperband: brackets promote when they are full; asha: rungs promote with every result; none: one rung."""
+    """hyperband: brackets promote when they are full; asha: rungs promote with every result;
+    racing: a trial goes on while no better one is ahead of it on the same samples; none: one rung."""
     min_samples: Annotated[int, Field(ge=1)] | None = None
     """Samples of every objective at the first rung."""
     max_samples: Annotated[int, Field(ge=1)] | None = None

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from search_spaces.errors import Problem
 
-__all__ = ["MAX_PROBLEMS", "Vocabulary", "at_most", "in_file_order", "is_tag", "problems_of"]
+__all__ = ["MAX_PROBLEMS", "UNKNOWN_KIND", "Vocabulary", "at_most", "in_file_order", "is_tag", "problems_of"]
 
 ACCEPTED = {
     "string_type": "text",
@@ -35,6 +35,9 @@ ACCEPTED = {
 BOUNDS = {"greater_than_equal": ("ge", "at least"), "greater_than": ("gt", "more than")}
 BOUNDS |= {"less_than_equal": ("le", "at most"), "less_than": ("lt", "less than")}
 MAX_SHOWN = 60
+
+# The error where the key `kind` of a mapping names none of the kinds that there are.
+UNKNOWN_KIND = "unknown_kind"
 
 # Problems that are listed: more help nobody, and each takes time to describe.
 MAX_PROBLEMS = 100
@@ -65,15 +68,20 @@ def problems_of(errors: Sequence[ErrorDetails], schema: Mapping[str, Any], words
     for error in errors[:MAX_PROBLEMS]:
         if error["type"] == "too_short" and len(error["input"]) >= error["ctx"]["min_length"]:
             continue  # pydantic counts valid entries only, and has already reported the others
-        place = tuple(part for part in error["loc"] if not is_tag(part) and part != "[key]")
+        at = error["loc"]
+        if error["type"] == UNKNOWN_KIND and isinstance(error["input"], Mapping):
+            at = (*at, "kind")
+        place = tuple(part for part in at if not is_tag(part) and part != "[key]")
         pattern = ".".join("*" if isinstance(part, int) else part for part in place)
         field = ".".join(map(str, place))
         if error["type"] == "extra_forbidden":
-            message = words.later_keys.get(pattern) or _unknown_key(str(place[-1]), _node(schema, place[:-1]))
+            message = words.later_keys.get(pattern) or _unknown_key(str(place[-1]), _node(schema, at[:-1]))
         elif error["type"] in ("literal_error", "enum"):
-            message = _unknown_value(error["input"], _node(schema, place), words.later_values.get(pattern, ()))
+            message = _unknown_value(error["input"], _choices(_node(schema, at)), words.later_values.get(pattern, ()))
+        elif error["type"] == UNKNOWN_KIND:
+            message = _unknown_kind(error["input"], _nodes(schema, at), words.later_values.get(pattern, ()))
         elif error["type"] == "missing":
-            message = f"is missing; {_wanted(_node(schema, place))}"
+            message = f"is missing; {_wanted(_node(schema, at))}"
         elif error["type"] == "string_pattern_mismatch":
             message = f"{_shown(error['input'])} is not accepted; give {words.patterns[error['ctx']['pattern']]}"
         else:
@@ -141,8 +149,13 @@ def _unknown_key(key: str, node: Mapping[str, Any]) -> str:
     return f"unknown key; {_nearest(key, known)}known keys: {', '.join(known)}"
 
 
-def _unknown_value(value: Any, node: Mapping[str, Any], later: tuple[str, ...]) -> str:
-    available = _choices(node)
+def _unknown_kind(value: Any, kinds: Iterable[Mapping[str, Any]], later: tuple[str, ...]) -> str:
+    if not isinstance(value, Mapping):
+        return f"{_shown(value)} is not accepted; give {ACCEPTED['model_type']}"
+    return _unknown_value(value["kind"], tuple(kind for node in kinds for kind in _choices(node)), later)
+
+
+def _unknown_value(value: Any, available: tuple[str, ...], later: tuple[str, ...]) -> str:
     if isinstance(value, str) and value in later:
         return f"{_shown(value)} is not available yet; available: {', '.join(available)}"
     near = _nearest(value, available) if isinstance(value, str) else ""
@@ -171,14 +184,27 @@ def _shown(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
-def _node(schema: Mapping[str, Any], place: tuple[str | int, ...]) -> Mapping[str, Any]:
-    """The part of a JSON Schema that describes `place`; empty if there is none."""
-    nodes = [schema]
-    for part in place:
-        nodes = [child for node in nodes for child in _children(_branches(node, schema), part)]
-    found = [branch for node in nodes for branch in _branches(node, schema)]
+def _node(schema: Mapping[str, Any], place: Sequence[str | int]) -> Mapping[str, Any]:
+    """The part of a JSON Schema that describes `place`, which may have tags; empty if there is none."""
+    found = _nodes(schema, place)
     wanted = ("properties", "enum", "const", "type")
     return next((node for key in wanted for node in found if key in node), {})
+
+
+def _nodes(schema: Mapping[str, Any], place: Sequence[str | int]) -> list[Mapping[str, Any]]:
+    """The parts of a JSON Schema that may describe `place`. A tag selects the mapping with that `kind`, where there is
+    one."""
+    found = list(_branches(schema, schema))
+    for part in place:
+        if is_tag(part):
+            found = [node for node in found if _kind(node) == str(part)[1:-1]] or found
+        elif part != "[key]":
+            found = [branch for child in _children(found, part) for branch in _branches(child, schema)]
+    return found
+
+
+def _kind(node: Mapping[str, Any]) -> Any:
+    return node.get("properties", {}).get("kind", {}).get("const")
 
 
 def _branches(node: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

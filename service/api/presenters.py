@@ -41,6 +41,8 @@ def study_document(record: StudyRecord, *, trials: Mapping[str, int], cluster: C
         "created_at": rfc_3339(record.created_at),
         "wall_clock_s": record.wall_clock_s,
         "attempt": record.attempt,
+        "algorithm": record.resolved.algorithm,
+        "algorithm_reason": record.resolved.algorithm_reason,
         "trials": dict(trials),
         "progress": None if record.progress is None else cast(ProgressDocument, dict(record.progress)),
         "job": cluster.job(record),

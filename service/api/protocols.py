@@ -24,7 +24,7 @@ class Cluster(Protocol):
         """Why no study can make progress; None if studies can."""
 
     def waiting_for(self, study: StudyRecord) -> str | None:
-        """What must happen before a driver works on the study; None if one does, or if the study has ended."""
+        """What must happen before the study goes on; None if a driver works on it, or if it has ended."""
 
     def job(self, study: StudyRecord) -> JobDocument | None:
         """The job of the study's last driver; None before the first."""

@@ -209,6 +209,8 @@ def _note(event: Event) -> str | None:
             return f"trial {payload['trial']} failed" + _because(payload["reason"])
         case "engine_fault":
             return f"{payload['samples']} samples are scored again" + _because("; ".join(payload["replicas"].values()))
+        case "search_note":
+            return str(payload["text"])
         case "search_ended":
             return "the search has ended" + _because(payload["reason"])
         case "holdout_started":

@@ -11,12 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from service.cli.progress import STATE_STYLES
-from service.results.format import duration, sample_count, sort_holdout
+from service.results.format import duration, sample_count, search_sentences, sort_holdout
 from service.schemas.api import StudyDocument
 from service.schemas.files import (
     EstimateDocument,
     ObjectiveDocument,
     ParetoDocument,
+    SearchDocument,
     SummaryDocument,
     TrialDocument,
     VerificationDocument,
@@ -26,6 +27,7 @@ from service.types import Origin, StudyState, TrialState
 __all__ = [
     "holdout_table",
     "pareto_table",
+    "search_line",
     "studies_table",
     "study_table",
     "trials_table",
@@ -105,6 +107,11 @@ def holdout_table(document: SummaryDocument) -> Table:
     return table
 
 
+def search_line(document: SearchDocument) -> Text:
+    """Which searcher proposed the trials, why, and at what cost."""
+    return Text("search:        " + f"\n{'':<15}".join(search_sentences(document)))
+
+
 def verification_line(document: VerificationDocument) -> Text:
     """Whether plain transformers gave the stored samples, and why not where it was not tried."""
     status = document["status"]
@@ -182,6 +189,8 @@ def study_table(study: StudyDocument, *, server: str) -> Table:
         table.add_row("waits for", study["waiting_for"])
     table.add_row("created", _local_time(study["created_at"]))
     table.add_row("worked", f"{duration(study['wall_clock_s'])}, by {drivers}")
+    if algorithm := study.get("algorithm"):  # servers of earlier versions send none
+        table.add_row("search", f"{algorithm}: {study['algorithm_reason']}")
     table.add_row("trials", _trials_text(study))
     if progress:
         table.add_row("stage", progress["stage"])

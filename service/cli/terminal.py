@@ -34,12 +34,14 @@ def print_json_line(document: Any) -> None:
 
 def print_results(pareto: ParetoDocument, summary: SummaryDocument, **places: str) -> None:
     """Print the tables of a finished study and where its files are: `places` by kind ("report")."""
-    from service.cli.tables import holdout_table, pareto_table, verification_line
+    from service.cli.tables import holdout_table, pareto_table, search_line, verification_line
 
     out = console()
     out.print(pareto_table(pareto))
     if summary["holdout"]:
         out.print(holdout_table(summary))
+    if "search" in summary:  # servers of earlier versions send none
+        out.print(search_line(summary["search"]), soft_wrap=True)
     out.print(verification_line(summary["verification"]))
     for name, place in places.items():
         label = f"{name.replace('_', ' ')}:"

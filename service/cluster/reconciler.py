@@ -187,7 +187,7 @@ class RayCluster:
         return self._not_ready
 
     def waiting_for(self, study: StudyRecord) -> str | None:
-        """What must happen before a driver works on the study; None: one does, or the study has ended."""
+        """What must happen before the study goes on; None: a driver works on it, or it has ended."""
         if study.state.is_finished:
             return None
         if self._not_ready is not None:
@@ -197,7 +197,7 @@ class RayCluster:
             return f"its next driver, in {max(pause.until - time.time(), 0.0):.0f} s: {pause.because}"
         if study.id in self._queued:
             return f"one of the {MAX_RUNNING} studies before it to end"
-        return None if study.attempt > study.submitted_after else "its driver to start"
+        return study.waiting_for if study.attempt > study.submitted_after else "its driver to start"
 
     def job(self, study: StudyRecord) -> JobDocument | None:
         if study.submissions == 0:

@@ -20,7 +20,7 @@ from service.errors import Conflict, NotFound, StaleAttempt, StudyFailed
 from service.jobs.progress_log import ProgressLog
 from service.store import Store, StudyWriter
 from service.studies.attempt import execute
-from service.studies.heartbeat import Heartbeat
+from service.studies.heartbeat import ENGINE, Heartbeat
 from service.studies.preflight.examine import PreflightResult, examine
 from service.studies.preflight.files import FilesRefused
 from service.studies.preflight.models import check_unchanged, with_revisions
@@ -102,7 +102,9 @@ def _work(store: Store, writer: StudyWriter, *, work_dir: Path, heartbeat: Heart
     note("The models are as they were. Connecting to Ray ...")
     with ray_session():
         note("Waiting for an engine ...")
+        heartbeat.wait_for(ENGINE)
         scorer = _shared_scorer(preflight)
+        heartbeat.wait_for(None)
         execute(store, writer, preflight, scorer, work_dir=work_dir, heartbeat=heartbeat, view=view)
 
 
@@ -118,6 +120,7 @@ def _shared_scorer(preflight: PreflightResult) -> Scorer:
 def _wait(writer: StudyWriter, heartbeat: Heartbeat, reason: str) -> None:
     logger.error("waiting: %s", reason)
     try:
+        heartbeat.wait_for(f"its next driver: {reason}")
         heartbeat.discount()
         writer.set_waiting(reason)
     except StaleAttempt as error:

@@ -29,6 +29,7 @@ from service.schemas.files import (
     ObjectiveDocument,
     ParetoDocument,
     SamplesDocument,
+    SearchDocument,
     SummaryDocument,
     TrialDocument,
     VerificationDocument,
@@ -40,6 +41,7 @@ from workers.types import VerificationReport
 __all__ = [
     "EngineFigures",
     "RunRecord",
+    "SearchFigures",
     "holdout_documents",
     "pareto",
     "samples_document",
@@ -68,6 +70,18 @@ class EngineFigures:
 
 
 @dataclass(frozen=True)
+class SearchFigures:
+    """The searcher of a study, why it was chosen (None in early studies), what it noted on the way, and the steps that
+    it computed for its proposals: `step_samples` is what they are charged, in samples."""
+
+    algorithm: str | None = None
+    reason: str | None = None
+    notes: tuple[str, ...] = ()
+    steps: int = 0
+    step_samples: int = 0
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """Everything that result files and report are made of.
 
@@ -91,6 +105,7 @@ class RunRecord:
     verifications: tuple[VerificationReport, ...] = ()
     verification_reason: str | None = None
     engine: EngineFigures = field(default_factory=EngineFigures)
+    search: SearchFigures = field(default_factory=SearchFigures)
     wall_clock_s: float = 0.0
     samples_per_second: float | None = None
     version: str = ""
@@ -167,6 +182,7 @@ def summary(run: RunRecord) -> SummaryDocument:
         "seed": int(run.study.document.get("search", {}).get("seed", 0)),
         "version": run.version,
         "trials": {state.value: states[state] for state in TrialState if states[state]},
+        "search": _search_document(run),
         "samples": samples_document(run),
         "wall_clock_s": run.wall_clock_s,
         "engine": _engine_document(run.engine),
@@ -243,6 +259,18 @@ def _objective_document(objective: Objective) -> ObjectiveDocument:
     if objective.range is not None:
         document["range"] = list(objective.range)
     return document
+
+
+def _search_document(run: RunRecord) -> SearchDocument:
+    search = run.search
+    return {
+        "algorithm": search.algorithm,
+        "reason": search.reason,
+        "notes": list(search.notes),
+        "steps": search.steps,
+        "step_samples": search.step_samples,
+        "trial_samples": sum(trial.samples_scored for trial in run.trials if trial.origin is Origin.SEARCH),
+    }
 
 
 def _engine_document(engine: EngineFigures) -> EngineDocument:

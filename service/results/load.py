@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from search_spaces.objectives import Objective
-from service.results.files import EngineFigures, RunRecord
+from service.results.files import EngineFigures, RunRecord, SearchFigures
 from service.results.holdout import HeldOut, Samples, Scored, held_out_results
 from service.results.ranges import OutOfRange, out_of_range
 from service.results.selection import best_trial, held_out
@@ -54,6 +54,7 @@ def run_record(store: Store, study_id: str) -> RunRecord:
             num_replicas=study.document["engine"]["replicas"],
             canaries=store.document(study_id, "canaries") or {},
         ),
+        search=_search(store, study),
         wall_clock_s=study.wall_clock_s,
         samples_per_second=_rate(searched),
         version=version("mergesearch"),
@@ -162,6 +163,17 @@ def _engine(
         busy_fraction=min(1.0, busy / (span * num_replicas)) if span else None,
         samples_not_checked=canaries.get("samples_not_checked"),
         skipped=tuple(sorted(set(canaries.get("skipped", {}).values()))),
+    )
+
+
+def _search(store: Store, study: StudyRecord) -> SearchFigures:
+    charged = [step.charged for step in store.steps(study.id) if step.charged]  # notes cost nothing
+    return SearchFigures(
+        algorithm=study.resolved.algorithm,
+        reason=study.resolved.algorithm_reason,
+        notes=tuple(event.payload["text"] for event in store.events(study.id, kinds=(EventKind.SEARCH_NOTE,))),
+        steps=len(charged),
+        step_samples=sum(charged),
     )
 
 

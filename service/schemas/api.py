@@ -66,10 +66,12 @@ class StudyDocument(TypedDict):
     name: str
     state: State
     reason: str | None
-    waiting_for: Annotated[str | None, Field(description="What must happen before a driver works on it.")]
+    waiting_for: Annotated[str | None, Field(description="What must happen before it goes on.")]
     created_at: Time
     wall_clock_s: Annotated[float, Field(description="Seconds that drivers have worked on it.")]
     attempt: Annotated[int, Field(description="Drivers that have worked on it so far.")]
+    algorithm: Annotated[str | None, Field(description="The searcher, also where the study file says auto.")]
+    algorithm_reason: Annotated[str | None, Field(description="Why it was chosen.")]
     trials: Annotated[dict[str, int], Field(description="Trials by state.")]
     progress: ProgressDocument | None
     job: JobDocument | None

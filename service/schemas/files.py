@@ -72,6 +72,17 @@ class SamplesDocument(TypedDict):
     per_second: float | None
 
 
+class SearchDocument(TypedDict):
+    algorithm: Annotated[str | None, Field(description="The searcher, also where the study file says auto.")]
+    reason: Annotated[str | None, Field(description="Why it was chosen.")]
+    notes: Annotated[list[str], Field(description="What the searcher decided on the way, and why.")]
+    steps: Annotated[int, Field(ge=0, description="Losses and gradients computed for proposals.")]
+    step_samples: Annotated[
+        int, Field(ge=0, description="What the steps cost, in scored samples; a gradient's sample is 3.")
+    ]
+    trial_samples: Annotated[int, Field(ge=0, description="Samples scored for the trials that it proposed.")]
+
+
 class SwapsDocument(TypedDict):
     median: float | None
     p95: float | None
@@ -171,6 +182,7 @@ class SummaryDocument(TypedDict):
     seed: int
     version: str
     trials: dict[str, int]
+    search: SearchDocument
     samples: SamplesDocument
     wall_clock_s: float
     engine: EngineDocument

@@ -2,13 +2,21 @@
 
 - `sql`: every study of one database: creates, reads and hands out writers
 - `attempt_writer`: the writes of one driver, refused once another has taken the study over
+- `void`: samples of engines that failed a check
 - `records`: rows as dataclasses
 - `schema`: the tables
 - `upgrade`: creates and migrates databases, by the Alembic migrations in `migrations`
 """
 
 from service.store.attempt_writer import StudyWriter
-from service.store.records import BracketRecord, EngineFaultRecord, EventRecord, EvidenceRecord, VoidSample
+from service.store.records import (
+    BracketRecord,
+    EngineFaultRecord,
+    EventRecord,
+    EvidenceRecord,
+    StepRecord,
+    VoidSample,
+)
 from service.store.sql import Store
 
 __all__ = [
@@ -16,6 +24,7 @@ __all__ = [
     "EngineFaultRecord",
     "EventRecord",
     "EvidenceRecord",
+    "StepRecord",
     "Store",
     "StudyWriter",
     "VoidSample",

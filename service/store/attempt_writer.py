@@ -11,7 +11,8 @@ import sqlalchemy as sa
 
 from service.errors import StaleAttempt
 from service.store import schema
-from service.store.records import BracketRecord, tokens_text
+from service.store.records import BracketRecord, StepRecord, tokens_text
+from service.store.void import void_samples
 from service.types import EventKind, RungRecord, StudyState, TrialRecord, TrialState
 from workers.types import SampleResult, ScoreResult, Split
 
@@ -57,8 +58,10 @@ class StudyWriter:
         progress: Mapping[str, Any] | None = None,
         idle_s: float | None = None,
         patience_s: float | None = None,
+        waiting_for: str | None = None,
     ) -> None:
-        """Store that the driver is alive, the seconds all attempts have worked, and its progress (None: unchanged).
+        """Store that the driver is alive, the seconds all attempts have worked, its progress (None: unchanged), and
+        what it waits for.
 
         `idle_s` is how long the driver has not got on with the study, `patience_s` how long that may last (None: not
         known)."""
@@ -68,6 +71,7 @@ class StudyWriter:
             "wall_clock_s": wall_clock_s,
             "progressed_at": None if idle_s is None else now - idle_s,
             "patience_s": patience_s,
+            "waiting_for": waiting_for,
         }
         if progress is not None:
             changes["progress"] = dict(progress)
@@ -242,6 +246,17 @@ class StudyWriter:
                     connection, EventKind.TRIAL_STATE, {"trial": trial, "state": state.value, "reason": reason}
                 )
 
+    def add_step(self, step: StepRecord) -> None:
+        with self._transaction() as connection:
+            row = {
+                "number": step.number,
+                "proposal": step.proposal,
+                "charged": step.charged,
+                "document": dict(step.document),
+                "time": time.time(),
+            }
+            self._insert_once(connection, schema.search_steps, [row])
+
     def set_document_named(self, name: str, document: Any) -> None:
         """Store the result of a closing stage; it replaces an earlier one."""
         table = schema.documents
@@ -252,10 +267,14 @@ class StudyWriter:
 
     def record_engine_fault(self, replica: str, canaries: int, reason: str) -> None:
         """Store, for all studies, that an engine failed a check after it had passed `canaries`. A replica has one
-        fault."""
+        fault.
+
+        Those with a driver learn of it by themselves; those that are COMPLETE already are told here."""
         row = {"replica": replica, "canaries": canaries, "reason": reason, "time": time.time()}
         with self._transaction() as connection:
-            connection.execute(insert(connection, schema.engine_faults).on_conflict_do_nothing(), row)
+            added = connection.execute(insert(connection, schema.engine_faults).on_conflict_do_nothing(), row)
+            if added.rowcount == 1:
+                self._tell_complete_studies(connection, replica, reason)
 
     def add_event(self, kind: str, payload: Mapping[str, Any]) -> None:
         with self._transaction() as connection:
@@ -268,6 +287,19 @@ class StudyWriter:
 
     def _update_study(self, connection: sa.Connection, **changes: Any) -> None:
         connection.execute(sa.update(schema.studies).where(schema.studies.c.id == self.study_id).values(**changes))
+
+    def _tell_complete_studies(self, connection: sa.Connection, replica: str, reason: str) -> None:
+        """Say in the reason of every COMPLETE study, and in an event, that samples of this replica are void."""
+        studies, study = schema.studies, schema.samples.c.study
+        query = void_samples(study, studies.c.reason, sa.func.count()).join(studies, studies.c.id == study)
+        is_concerned = (schema.engine_faults.c.replica == replica) & (studies.c.state == StudyState.COMPLETE.value)
+        query = query.where(is_concerned).group_by(study, studies.c.reason)
+        for study_id, before, number in connection.execute(query).all():
+            told = f"{number} samples are void since: {reason}; resume the study to score them again"
+            changes = {"reason": f"{before}; {told}" if before else told}
+            connection.execute(sa.update(studies).where(studies.c.id == study_id).values(changes))
+            payload = {"replicas": {replica: reason}, "samples": number}
+            insert_event(connection, study_id, EventKind.ENGINE_FAULT, payload)
 
     def _not_stored(self, connection: sa.Connection, split: Split, result: ScoreResult) -> list[SampleResult]:
         """The samples of `result` that the store does not have."""

@@ -18,6 +18,7 @@ __all__ = [
     "EngineFaultRecord",
     "EventRecord",
     "EvidenceRecord",
+    "StepRecord",
     "VoidSample",
     "sample_result",
     "study_record",
@@ -45,6 +46,16 @@ class EventRecord:
     time: float
     kind: str
     payload: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A step of the searcher (`service.tune.steps.Step` as JSON), and its cost in samples."""
+
+    number: int
+    proposal: int
+    charged: int
+    document: Mapping[str, Any]
 
 
 @dataclass(frozen=True)

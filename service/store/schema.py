@@ -30,13 +30,14 @@ __all__ = [
     "metadata",
     "rungs",
     "samples",
+    "search_steps",
     "studies",
     "trials",
 ]
 
 # The newest migration in `migrations/versions`, which makes the tables below. Every change of the tables needs
 # a migration.
-REVISION = "0004"
+REVISION = "0006"
 
 # A database from before the migrations is at this one, if its `schema_version` is this.
 BASELINE = "0001"
@@ -79,6 +80,8 @@ studies = Table(
     # last heartbeat.
     Column("progressed_at", Float),
     Column("patience_s", Float),
+    # What the driver waits for, as of the last heartbeat.
+    Column("waiting_for", Text),
 )
 
 
@@ -167,6 +170,20 @@ evidence = Table(
     Column("canaries", Integer),
     _in_study(),
     Index("evidence_by_study", "study"),
+)
+
+# What a searcher computed beside the scores of trials, for the proposal of trial `proposal`; `charged` is its cost in
+# samples.
+search_steps = Table(
+    "search_steps",
+    metadata,
+    Column("study", String(64), primary_key=True),
+    Column("number", Integer, primary_key=True, autoincrement=False),
+    Column("proposal", Integer, nullable=False),
+    Column("charged", Integer, nullable=False),
+    Column("document", JSON, nullable=False),
+    Column("time", Float, nullable=False),
+    _in_study(),
 )
 
 # Engines that failed a check, over all studies: what they scored after their last passed canary is void.

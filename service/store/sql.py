@@ -25,12 +25,14 @@ from service.store.records import (
     EngineFaultRecord,
     EventRecord,
     EvidenceRecord,
+    StepRecord,
     VoidSample,
     sample_result,
     study_record,
     trial_record,
 )
 from service.store.upgrade import upgrade
+from service.store.void import void_samples
 from service.types import (
     EventKind,
     ExportRecord,
@@ -194,11 +196,15 @@ class Store:
             insert_event(connection, study_id, EventKind.JOB_REFUSED, {"reason": reason})
 
     def resume(self, study_id: str, *, reason: str) -> StudyRecord:
-        """The study, made to go on if it is FAILED or STOPPED: it is STOPPED, and drivers are counted anew.
+        """The study, made to go on if it is FAILED or STOPPED, or COMPLETE with void samples: it is STOPPED, and
+        drivers are counted anew.
 
         Raises NotFound."""
         table = schema.studies
-        resumable = (StudyState.FAILED.value, StudyState.STOPPED.value)
+        has_void = void_samples(schema.samples.c.study).where(schema.samples.c.study == study_id).exists()
+        is_resumable = table.c.state.in_((StudyState.FAILED.value, StudyState.STOPPED.value)) | (
+            (table.c.state == StudyState.COMPLETE.value) & has_void
+        )
         state = StudyState.STOPPED.value
         # Drivers that were submitted and never began are counted by the difference of these two numbers.
         has_absent = (table.c.state == StudyState.FAILED.value) & (table.c.submissions > table.c.attempt)
@@ -206,7 +212,7 @@ class Store:
         with self._engine.begin() as connection:
             changed = connection.execute(
                 sa.update(table)
-                .where((table.c.id == study_id) & table.c.state.in_(resumable))
+                .where((table.c.id == study_id) & is_resumable)
                 .values(state=state, reason=reason, attempt=attempt)
             )
             if changed.rowcount == 1:
@@ -352,6 +358,13 @@ class Store:
             rows = connection.execute(sa.select(table).where(table.c.study == study_id).order_by(table.c.id))
             return tuple(EvidenceRecord(**row) for row in rows.mappings())
 
+    def steps(self, study_id: str) -> tuple[StepRecord, ...]:
+        """The searcher's steps, in order."""
+        table = schema.search_steps
+        with self._reads.connect() as connection:
+            rows = connection.execute(sa.select(table).where(table.c.study == study_id).order_by(table.c.number))
+            return tuple(StepRecord(row.number, row.proposal, row.charged, row.document) for row in rows)
+
     def engine_faults(self, *, after: int = 0) -> tuple[EngineFaultRecord, ...]:
         """Engines that failed a check, in whatever study, with an id greater than `after`, in order."""
         table = schema.engine_faults
@@ -361,14 +374,9 @@ class Store:
 
     def void_samples(self, study_id: str) -> tuple[VoidSample, ...]:
         """The study's samples that engines scored after their last passed canary and before they failed a check."""
-        samples, evidence, faults = schema.samples, schema.evidence, schema.engine_faults
-        query = (
-            sa.select(samples, evidence.c.replica)
-            .join(evidence, evidence.c.id == samples.c.evidence)
-            .join(faults, (faults.c.replica == evidence.c.replica) & (evidence.c.canaries >= faults.c.canaries))
-            .where(samples.c.study == study_id)
-            .order_by(*samples.primary_key)
-        )
+        samples = schema.samples
+        query = void_samples(samples, schema.evidence.c.replica)
+        query = query.where(samples.c.study == study_id).order_by(*samples.primary_key)
         with self._reads.connect() as connection:
             return tuple(
                 VoidSample(row.recipe_digest, Split(row.split), row.objective, row.position, row.value, row.replica)

@@ -10,17 +10,21 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from search_spaces.errors import InvalidStudy
 from search_spaces.study.file import Study
-from service.errors import StaleAttempt, StudyFailed
+from service.errors import Conflict, StaleAttempt, StudyFailed, StudyUnusable
 from service.results.selection import best_trial
 from service.store import Store, StudyWriter
-from service.studies.heartbeat import SCORING_PATIENCE_S, VERIFYING_PATIENCE_S, Heartbeat
-from service.studies.preflight.examine import PreflightResult
+from service.studies.heartbeat import ENGINE, SCORING_PATIENCE_S, VERIFYING_PATIENCE_S, Heartbeat
+from service.studies.preflight.examine import PreflightResult, examine
+from service.studies.preflight.files import FilesRefused
+from service.studies.preflight.models import check_unchanged
 from service.studies.progress import ProgressReporter, ProgressSnapshot
 from service.studies.verification import verify_trials
 from service.tune.coordinator import Coordinator
-from service.types import Origin, StudyState, TrialRecord, TrialState
-from workers.errors import EngineFault, EvidenceMismatch
+from service.tune.steps import Step
+from service.types import Origin, StudyRecord, StudyState, TrialRecord, TrialState
+from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, InvalidModel, InvalidTask
 from workers.types import CanaryReport, Scorer
 
 __all__ = ["execute"]
@@ -49,20 +53,25 @@ def execute(
     Raises StudyFailed (the study is FAILED with that reason), EngineUnavailable (the caller stores it) and StaleAttempt
     (another driver has taken over). Any other interruption leaves the study resumable.
     """
-    from service.tune.ray_tune import RayProposer, run_evaluations
+    from service.tune.proposing.ray_proposer import RayProposer
+    from service.tune.ray_tune import run_evaluations
 
     study_id = writer.study_id
+    resolved = store.study(study_id).resolved
     writer.set_state(StudyState.RUNNING)
     try:
         coordinator = Coordinator(
-            preflight.plan(study_id, store.study(study_id).resolved),
+            preflight.plan(study_id, resolved),
             space=preflight.space,
             store=store,
             writer=writer,
             proposer=RayProposer(
-                algorithm=preflight.study.search.algorithm,
+                algorithm=resolved.algorithm or preflight.study.search.algorithm,
                 parameters=preflight.space.parameters,
                 seed=preflight.study.search.seed,
+                setting=preflight.search_setting(),
+                steps=[Step.from_json(row.number, row.proposal, row.document) for row in store.steps(study_id)],
+                job=preflight.gradient_job(),
             ),
             observer=observer,
             is_out_of_budget=lambda: _exhausted_limit(preflight.study, heartbeat.wall_clock_s),
@@ -106,9 +115,11 @@ def execute(
         reasons = [reason for reason in (coordinator.end_of_search, not_verified) if reason]
         writer.set_state(StudyState.COMPLETE, "; ".join(reasons) or None)
         observer("complete")
-    except (StudyFailed, EvidenceMismatch) as error:
-        writer.set_state(StudyState.FAILED, str(error))
-        raise StudyFailed(str(error)) from error
+    except (StudyFailed, StudyUnusable, EvidenceMismatch, EngineUnavailable, InvalidModel, InvalidTask) as error:
+        if (reason := _reason_to_fail(error, store.study(study_id), preflight)) is None:
+            raise EngineUnavailable(str(error)) from error
+        writer.set_state(StudyState.FAILED, reason)
+        raise StudyFailed(reason) from error
     except StaleAttempt:
         raise
     except KeyboardInterrupt:
@@ -117,22 +128,27 @@ def execute(
 
 
 class _EngineWatch:
-    """While the search gets no results, counts the start of an engine as progress: it may take long."""
+    """While the search gets no results, counts the start of an engine as progress, because it may take long, and tells
+    of it."""
 
     def __init__(self, scorer: Scorer, writer: StudyWriter, heartbeat: Heartbeat) -> None:
         self._scorer = scorer
         self._writer = writer
         self._heartbeat = heartbeat
-        self._looked_at = time.monotonic()
+        self._began_at = self._looked_at = time.monotonic()
 
     def look(self) -> None:
         if self._writer.scored_at:
             self._heartbeat.min_patience_s = SCORING_PATIENCE_S
-        if min(self._heartbeat.idle_s, time.monotonic() - self._looked_at) < ENGINE_CHECK_S:
-            return
-        self._looked_at = time.monotonic()
-        if self._scorer.is_starting():
-            self._heartbeat.progressed()
+        now = time.monotonic()
+        if now - max(self._writer.stored_at, self._began_at) < ENGINE_CHECK_S:
+            self._heartbeat.wait_for(None)
+        elif now - self._looked_at >= ENGINE_CHECK_S:
+            self._looked_at = now
+            is_starting = self._scorer.is_starting()
+            if is_starting:
+                self._heartbeat.progressed()
+            self._heartbeat.wait_for(ENGINE if is_starting else None)
 
 
 class _Snapshots:
@@ -167,6 +183,22 @@ class _Snapshots:
             samples_scored=scored,
             samples_planned=max(self._planned, scored),
         )
+
+
+def _reason_to_fail(error: Exception, record: StudyRecord, preflight: PreflightResult) -> str | None:
+    """Why the study cannot go on after `error`; None: it can later. Engines read models and task data again when they
+    start: what the study was started with may have changed since, or be away."""
+    if isinstance(error, (StudyFailed, EvidenceMismatch)):
+        return str(error)
+    try:
+        check_unchanged(record, examine(preflight.study, access=preflight.access).resolved())
+    except Conflict as changed:
+        return f"{changed}; an engine says: {error}"
+    except FilesRefused as refused:
+        return str(refused)
+    except InvalidStudy:
+        return None
+    return None if isinstance(error, EngineUnavailable) else str(error)
 
 
 def _exhausted_limit(study: Study, wall_clock_s: float) -> str | None:

@@ -8,21 +8,33 @@ from typing import Any
 
 from search_spaces.study.file import Study
 from service.disk import free_bytes, gib
+from service.studies.preflight.algorithm import GRADIENT
 from service.studies.preflight.examine import EXPORT, ExpectedSamples, PreflightResult, examine
+from service.tune.steps import CHARGES, StepKind
 from workers.models.hub import is_metadata_only, named
 
 __all__ = ["CheckedPlan", "check"]
 
 
+# How the number of samples, and the share saved, are bounded. ASHA promotes at least that many trials, and more where
+# good candidates come late; a race stops most of them.
+BOUNDS = {"asha": ("at least ", "at most "), "racing": ("at most ", "at least ")}
+
+
 @dataclass(frozen=True)
 class CheckedPlan:
-    """What running the study will take. `hours` is a rough estimate from this machine's arithmetic speed."""
+    """What running the study will take. `hours` is a rough estimate from this machine's arithmetic speed,
+    `step_samples` what the searcher's gradients will be charged."""
 
     study: str
     num_models: int
     num_parameters: int
     num_layers: int
     num_search_parameters: int
+    space: str
+    algorithm: str
+    algorithm_reason: str
+    step_samples: int
     scheduler: str
     rungs: tuple[dict[str, int], ...]
     trials: dict[str, int]
@@ -39,23 +51,25 @@ class CheckedPlan:
     def to_text(self) -> str:
         memory = {name: gib(value) for name, value in self.memory_bytes.items()}
         search, holdout, full = self.samples.search, self.samples.holdout, self.samples.full_budget
-        # ASHA promotes at least that many, and more where good candidates come late.
-        least, most = ("at least ", "at most ") if self.scheduler == "asha" else ("", "")
+        least, most = BOUNDS.get(self.scheduler, ("", ""))
         saved = f" ({most}{1 - search / full:.0%} fewer than {full:,} at full budget)" if search < full else ""
         return "\n".join(
             (
                 f"study     {self.study}: nothing is wrong with it",
                 f"models    base + {_count(self.num_models - 1, 'expert')} of {self.num_parameters:,} parameters, "
                 f"{self.num_layers} layers",
-                f"space     {self.num_search_parameters} parameters",
+                f"space     {_count(self.num_search_parameters, 'parameter')}; {self.space}",
+                f"search    {self.algorithm}: {self.algorithm_reason}",
                 f"trials    {self.trials['extras']} sources and published recipes, {self.trials['search']} searched",
                 f"rungs     {self._ladders()}; scheduler: {self.scheduler}",
                 f"samples   {least}{search:,} in the search{saved}, "
                 + (f"about {holdout:,}" if holdout else "none")
-                + " held out",
+                + " held out"
+                + (f", gradients charged as up to {self.step_samples:,}" if self.step_samples else ""),
                 f"time      very roughly {_duration(self.hours)}, by this machine's arithmetic speed",
-                f"memory    {memory['needed']} (source weights {memory['bank']}, {memory['engines']} for engines) of "
-                f"{memory['available']}",
+                f"memory    {memory['needed']} (source weights {memory['bank']}, {memory['engines']} for engines"
+                + (f", {memory['gradients']} for gradients" if self.memory_bytes["gradients"] else "")
+                + f") of {memory['available']}",
                 f"disk      {gib(self.disk_bytes['export'])} for an exported model, "
                 f"{gib(self.disk_bytes['available'])} free",
                 *([f"engine    {self.engine_remark}"] if self.engine_remark else []),
@@ -94,6 +108,10 @@ def check(study: Study, directory: Path, *, exports: bool = False) -> CheckedPla
         num_parameters=preflight.num_parameters,
         num_layers=preflight.num_layers,
         num_search_parameters=len(preflight.space.parameters.names),
+        space=f"{preflight.space.kind}: {preflight.space.describe().text}",
+        algorithm=preflight.algorithm.name,
+        algorithm_reason=preflight.algorithm.reason,
+        step_samples=_step_samples(preflight),
         scheduler=study.fidelity.scheduler,
         rungs=tuple(dict(rung) for rung in preflight.rung_samples),
         trials={"extras": len(preflight.baselines()), "search": study.search.max_trials},
@@ -102,6 +120,7 @@ def check(study: Study, directory: Path, *, exports: bool = False) -> CheckedPla
         memory_bytes={
             "bank": memory.bank_bytes,
             "engines": memory.replicas * memory.engine_bytes,
+            "gradients": memory.gradient_bytes,
             "needed": memory.needed_bytes,
             "available": memory.available_bytes,
         },
@@ -140,6 +159,13 @@ def _hours(preflight: PreflightResult, num_samples: int) -> float:
     operations_per_s = 2 * size**3 / best * DECODING_EFFICIENCY
     operations = 2 * preflight.num_parameters * TOKENS_PER_SAMPLE * num_samples
     return operations / operations_per_s / 3600 / preflight.study.engine.replicas
+
+
+def _step_samples(preflight: PreflightResult) -> int:
+    if preflight.algorithm.name != GRADIENT:
+        return 0
+    options = preflight.study.search.gradient
+    return options.steps * options.batch * CHARGES[StepKind.GRADIENT]
 
 
 def _count(number: int, noun: str) -> str:

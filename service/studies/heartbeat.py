@@ -16,7 +16,7 @@ from service.errors import StaleAttempt
 from service.store import StudyWriter
 from service.types import HEARTBEAT_S
 
-__all__ = ["SCORING_PATIENCE_S", "VERIFYING_PATIENCE_S", "Heartbeat"]
+__all__ = ["ENGINE", "SCORING_PATIENCE_S", "VERIFYING_PATIENCE_S", "Heartbeat"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +28,13 @@ SCORING_PATIENCE_S = 300.0
 VERIFYING_PATIENCE_S = 4 * 3600.0
 PATIENCE_CHUNKS = 10
 
+# What a driver waits for.
+ENGINE = "an engine to start"
+
 
 class Heartbeat:
     """Stores a heartbeat every `interval_s` seconds, from a thread: the driver's `progress` (as JSON), the seconds that
-    all attempts at the study have worked, and how long the driver has not got on.
+    all attempts at the study have worked, how long the driver has not got on, and what it waits for.
 
     It makes progress when `writer` stores something, or when it calls `progressed`."""
 
@@ -42,6 +45,7 @@ class Heartbeat:
         self._worked_s = worked_s
         self._interval_s = interval_s
         self._started_at = self._progressed_at = time.monotonic()
+        self._waiting_for: str | None = None
         self._stale: StaleAttempt | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._send_regularly, name="heartbeat", daemon=True)
@@ -63,6 +67,12 @@ class Heartbeat:
     def progressed(self) -> None:
         """The driver got on with something that is not stored: a download, the start of an engine."""
         self._progressed_at = time.monotonic()
+
+    def wait_for(self, what: str | None) -> None:
+        """Say what the driver waits for; None: it goes on."""
+        if what != self._waiting_for:
+            self._waiting_for = what
+            self.send()
 
     def send(self) -> None:
         self._send(self.wall_clock_s)
@@ -87,7 +97,11 @@ class Heartbeat:
 
     def _send(self, wall_clock_s: float) -> None:
         self._writer.heartbeat(
-            wall_clock_s=wall_clock_s, progress=self.progress, idle_s=self.idle_s, patience_s=self.patience_s
+            wall_clock_s=wall_clock_s,
+            progress=self.progress,
+            idle_s=self.idle_s,
+            patience_s=self.patience_s,
+            waiting_for=self._waiting_for,
         )
 
     def _send_regularly(self) -> None:

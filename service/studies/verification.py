@@ -18,6 +18,7 @@ from service.results.selection import best_trial, full_budget_trials
 from service.store import Store, StudyWriter
 from service.studies.preflight.examine import PreflightResult
 from service.types import TrialRecord
+from workers.errors import TrialFailed
 from workers.types import SampleResult, Scorer, Span, Split, VerificationReport, digest_of
 
 __all__ = ["verify_trials"]
@@ -40,7 +41,8 @@ def verify_trials(
     """Verify the best trial and others drawn by the study's seed, unless a stored report says that they are equal.
 
     Returns why nothing was compared, None if something was or the study file switches verification off. Raises
-    StudyFailed if stored samples differ from those of transformers by more than rounding explains.
+    StudyFailed if stored samples differ from those of transformers by more than rounding explains, or transformers
+    cannot score what the engine has scored.
     """
     options = preflight.study.engine.verify
     document = store.document(writer.study_id, DOCUMENT) or {}
@@ -58,7 +60,10 @@ def verify_trials(
         if _is_verified(reports.get(trial.number, {}), trial, digest):
             continue
         note(f"Verifying trial {trial.number} with transformers ...")
-        found = scorer.verify(trial.recipe, samples, spans)
+        try:
+            found = scorer.verify(trial.recipe, samples, spans)
+        except TrialFailed as error:
+            raise StudyFailed(f"verification: transformers cannot score trial {trial.number}: {error}") from error
         reports[trial.number] = {"trial": trial.number, "samples": digest, **asdict(found)}
         writer.set_document_named(DOCUMENT, {"reports": list(reports.values())})
         if found.num_beyond:

@@ -3,7 +3,8 @@
 - `schedulers`: which trial is evaluated at which rung, and which are promoted
 - `searchers`: propose configurations
 - `coordinator`: decides from stored results what to evaluate next, and stores new results
-- `proposals`: the results that a proposal may use, and the protocol of what computes proposals
+- `proposing`: proposals and the steps computed for them, on Ray
+- `steps`: what a searcher computes for its proposals beside the scores of trials
 - `crashes`: how often engines crashed with a chunk, and when that is its candidate's fault
 - `plan`: what a study evaluates, fixed for all its attempts
 - `evaluation`: the unit of work

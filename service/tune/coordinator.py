@@ -7,7 +7,6 @@ It does not know Ray: `ray_tune` runs its evaluations.
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -22,14 +21,14 @@ from service.store import BracketRecord, Store, StudyWriter
 from service.tune.crashes import Crashes
 from service.tune.evaluation import ChunkFailed, Evaluation, FailureKind
 from service.tune.plan import Plan
-from service.tune.proposals import Proposer, num_duplicates_in_a_row, observations
+from service.tune.proposing.proposals import Asking, Proposer, num_duplicates_in_a_row, observations
 from service.tune.provenance import ProvenanceCheck
 from service.tune.rescoring import Rescoring
 from service.tune.sample_cache import SampleCache
+from service.tune.schedulers import SCHEDULERS
 from service.tune.schedulers.base import Decision, Proposal
-from service.tune.schedulers.successive_halving import SCHEDULERS
 from service.types import EventKind, Origin, TrialRecord, TrialState
-from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch
+from workers.errors import EngineFault
 from workers.types import ScoreResult, Split
 
 __all__ = ["Coordinator"]
@@ -66,14 +65,12 @@ class Coordinator:
         self._space = space
         self._store = store
         self._writer = writer
-        self._proposer = proposer
         self._observer = observer
         self._is_out_of_budget = is_out_of_budget
         self._in_flight: dict[int, Evaluation] = {}
         self._lost_actors: dict[int, int] = {}
         self._crashes = Crashes(store.events(plan.study_id))
-        self._asked: Proposal | None = None
-        self._asked_at = 0.0
+        self._asking = Asking(proposer, writer)
         self._holdout: deque[int] | None = None
         self._trials: dict[int, TrialRecord] = {}
         self._digests: dict[str, int] = {}
@@ -124,8 +121,7 @@ class Coordinator:
         """The next evaluation, or None if there is none until one in flight finishes.
 
         Waits up to `timeout_s` for the searcher if there is nothing else to do. Void samples come first: nothing new
-        starts before they have been scored again.
-        """
+        starts before they have been scored again."""
         self.look_for_faults(at_once=False)
         if self._rescoring.is_pending:
             evaluation = self._rescoring.next_evaluation(
@@ -149,7 +145,7 @@ class Coordinator:
                 self._finish(evaluation)
                 break
             else:
-                if asked or (self._asked is not None and timeout_s > 0 and self._ask(timeout_s=timeout_s)):
+                if asked or (self._asking.proposal is not None and timeout_s > 0 and self._ask(timeout_s=timeout_s)):
                     continue
                 return None
 
@@ -162,7 +158,7 @@ class Coordinator:
         self.look_for_faults()
 
     def look_for_faults(self, *, at_once: bool = True) -> None:
-        """Learn which engines failed a check in any study; without `at_once` only once in a while."""
+        """Learn which engines failed a check in any study."""
         if self._rescoring.look(at_once=at_once):
             stored = self._store.evidence(self.plan.study_id)
             valid = [row for row in stored if not self._rescoring.is_void(row.replica, row.canaries)]
@@ -173,7 +169,8 @@ class Coordinator:
 
         Raises EvidenceMismatch if the result is not of the requested recipe, sources or prompts, and StudyFailed if a
         metric fails on the base model, or void samples have other values when they are scored again, which end the
-        study; and EngineUnavailable if there is no engine, which ends this attempt at it.
+        study; StudyUnusable if an engine cannot use its models or a task, and EngineUnavailable if there is no engine,
+        which end this attempt at it.
         """
         self.look_for_faults(at_once=False)
         if isinstance(outcome, ChunkFailed):
@@ -181,12 +178,9 @@ class Coordinator:
                 self._release(evaluation)
                 self.on_engine_fault(outcome.fault)
                 return True
-            if outcome.kind is FailureKind.EVIDENCE:
-                raise EvidenceMismatch(outcome.reason)
+            outcome.raise_if_final()
             if outcome.kind is FailureKind.CRASH:
                 return self._on_crash(evaluation, outcome)
-            if outcome.kind is FailureKind.ENGINE:
-                raise EngineUnavailable(f"no engine to score with: {outcome.reason}")
             if outcome.kind is FailureKind.METRIC and self._is_base(evaluation):
                 raise StudyFailed(f"the answers of the base model itself cannot be scored: {outcome.reason}")
             self._fail(evaluation, outcome.reason)
@@ -235,7 +229,6 @@ class Coordinator:
         return failure is not None and self.on_outcome(evaluation, failure)
 
     def on_missing_actors(self, text: str, *, running: int, wanted: int) -> None:
-        """The driver works with fewer trial actors than it wants."""
         self._writer.add_event(EventKind.ACTORS, {"running": running, "wanted": wanted, "reason": text})
 
     def _is_base(self, evaluation: Evaluation) -> bool:
@@ -283,6 +276,12 @@ class Coordinator:
         self._apply(decisions)
         self._check_exhausted()
 
+    def _know_at_looks(self, trial: TrialRecord) -> None:
+        """Tell the table what a source or published recipe that is scored in full has at lower rungs."""
+        if trial.bracket is None and trial.state is TrialState.COMPLETE:
+            lower = (self._samples.rung_record(trial.recipe.digest, rung) for rung in range(self.table.last_rung))
+            self.table.know(trial.number, {record.rung: self.plan.costs(record.values) for record in lower})
+
     def _rung_of_failure(self, trial: TrialRecord) -> int:
         if trial.rungs:
             return trial.rungs[-1].rung + 1
@@ -294,6 +293,7 @@ class Coordinator:
         self._trials[trial.number] = trial
         self._digests.setdefault(trial.recipe.digest, trial.number)
         self.table.add_trial(trial.number, trial.bracket)
+        self._know_at_looks(trial)
 
     def _add(self, trial: TrialRecord) -> None:
         self._writer.add_trial(trial)
@@ -314,26 +314,24 @@ class Coordinator:
         """Take the searcher's proposal if it is ready, else request one. Returns True if a trial was added."""
         if self._holdout is not None:
             return False
-        if self._asked is None:
+        if self._asking.proposal is None:
             self._check_limits()
             proposal = self.table.proposal()
             if proposal is None:
                 return False
             self._observer("ask")
-            self._asked, self._asked_at = proposal, time.monotonic()
-            self._proposer.submit(
-                number=proposal.number,
-                observations=observations(proposal, self._trials, space=self._space, plan=self.plan),
-                pending=tuple(c for n in proposal.pending if (c := self._trials[n].configuration) is not None),
+            self._asking.submit(
+                proposal,
+                observations(proposal, self._trials, space=self._space, plan=self.plan),
+                tuple(c for n in proposal.pending if (c := self._trials[n].configuration) is not None),
             )
-        configuration = self._proposer.result(timeout_s=timeout_s)
-        if configuration is None:
+        found = self._asking.result(timeout_s=timeout_s)
+        if found is None:
             return False
-        proposal, self._asked = self._asked, None
-        self._propose(proposal, configuration, ask_s=time.monotonic() - self._asked_at)
+        self._propose(*found)
         return True
 
-    def _propose(self, proposal: Proposal, configuration: Mapping[str, Any], *, ask_s: float) -> None:
+    def _propose(self, proposal: Proposal, configuration: Mapping[str, Any], ask_s: float) -> None:
         try:
             recipe = self._space.to_recipe(configuration)
         except SearchSpaceError as error:
@@ -420,6 +418,7 @@ class Coordinator:
         self._writer.finish_rung(number, rung, samples_reused=reused, state=finished.state if is_last else None)
         self._trials[number] = finished
         self._observer("rung")
+        self._know_at_looks(self._trials[number])
         self._apply(self.table.record(number, evaluation.rung, costs))
 
     def _apply(self, decisions: Iterable[Decision]) -> None:

@@ -8,7 +8,8 @@ from enum import StrEnum
 from typing import Any, Self
 
 from search_spaces.recipe import Recipe
-from workers.errors import EngineFault
+from service.errors import StudyUnusable
+from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch
 from workers.types import ScoreResult, Span, Split
 
 __all__ = ["ChunkFailed", "Crash", "Evaluation", "FailureKind"]
@@ -44,13 +45,14 @@ class Evaluation:
 
 class FailureKind(StrEnum):
     """Why a chunk was not scored: the candidate cannot be scored, a task's metric failed on its answers, the engine
-    crashed with it, no engine is available, an engine held another merge than the requested one, or an engine failed a
-    check of itself."""
+    crashed with it, no engine is available, an engine cannot use the study's models or a task, an engine held another
+    merge than the requested one, or an engine failed a check of itself."""
 
     TRIAL = "trial"
     METRIC = "metric"
     CRASH = "crash"
     ENGINE = "engine"
+    STUDY = "study"
     EVIDENCE = "evidence"
     FAULT = "fault"
 
@@ -74,3 +76,13 @@ class ChunkFailed:
     reason: str
     crash: Crash | None = None
     fault: EngineFault | None = None
+
+    def raise_if_final(self) -> None:
+        """Raises EvidenceMismatch, StudyUnusable or EngineUnavailable if the reason ends the attempt at the study."""
+        match self.kind:
+            case FailureKind.EVIDENCE:
+                raise EvidenceMismatch(self.reason)
+            case FailureKind.STUDY:
+                raise StudyUnusable(self.reason)
+            case FailureKind.ENGINE:
+                raise EngineUnavailable(f"no engine to score with: {self.reason}")

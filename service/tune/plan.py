@@ -42,3 +42,8 @@ class Plan:
         """What is minimised, in the order of `objectives`. Raises InvalidStudy for a value outside its objective's
         range."""
         return tuple(objective.cost(values[objective.name]) for objective in self.objectives)
+
+    def cost_errors(self, standard_errors: Mapping[str, float | None]) -> tuple[float | None, ...]:
+        """The standard errors of `costs`, given those of the values; None where unknown."""
+        found = ((standard_errors.get(objective.name), objective.bounds) for objective in self.objectives)
+        return tuple(None if error is None else error / (high - low) for error, (low, high) in found)

@@ -25,11 +25,10 @@ from ray.tune.search import Searcher
 
 from service.tune.coordinator import Coordinator
 from service.tune.evaluation import Evaluation
-from service.tune.searchers import get_searcher
 from service.tune.trainable import CPUS, EvaluationTrainable
 from workers.types import Scorer
 
-__all__ = ["RayProposer", "run_evaluations"]
+__all__ = ["run_evaluations"]
 
 logger = logging.getLogger(__name__)
 
@@ -253,7 +252,7 @@ def run_evaluations(
     """Run until the coordinator is finished. Ray must be connected. `tick` is called several times a second, `note`
     with a message for the user.
 
-    Raises what the coordinator raises: EvidenceMismatch, EngineUnavailable, StudyFailed, StaleAttempt.
+    Raises what the coordinator raises: EvidenceMismatch, EngineUnavailable, StudyFailed, StudyUnusable, StaleAttempt.
     """
     for variable, value in TUNE_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
@@ -290,34 +289,3 @@ def run_evaluations(
 
 def _trial_name(trial: Any) -> str:
     return f"{trial.config['evaluation']!r}-{trial.trial_id}"
-
-
-@ray.remote(num_cpus=0)
-class _ProposerActor:
-    """The searcher in another process: fitting a surrogate must not block Tune's loop."""
-
-    def __init__(self, algorithm: str, parameters: Any) -> None:
-        self._searcher = get_searcher(algorithm)
-        self._parameters = parameters
-
-    def propose(self, **call: Any) -> dict[str, Any]:
-        return self._searcher.propose(self._parameters, **call)
-
-
-class RayProposer:
-    """`proposals.Proposer` on a Ray actor."""
-
-    def __init__(self, *, algorithm: str, parameters: Any, seed: int) -> None:
-        self._actor: Any = _ProposerActor.remote(algorithm, parameters)  # type: ignore[attr-defined]
-        self._seed = seed
-        self._pending: Any = None
-
-    def submit(self, **call: Any) -> None:
-        self._pending = self._actor.propose.remote(seed=self._seed, **call)
-
-    def result(self, *, timeout_s: float) -> dict[str, Any] | None:
-        ready, _ = ray.wait([self._pending], timeout=timeout_s)
-        if not ready:
-            return None
-        configuration: dict[str, Any] = ray.get(self._pending)
-        return configuration

@@ -10,7 +10,16 @@ from typing import Any
 from ray import tune
 
 from service.tune.evaluation import ChunkFailed, Crash, Evaluation, FailureKind
-from workers.errors import EngineCrashed, EngineFault, EngineUnavailable, EvidenceMismatch, MetricFailed, TrialFailed
+from workers.errors import (
+    EngineCrashed,
+    EngineFault,
+    EngineUnavailable,
+    EvidenceMismatch,
+    InvalidModel,
+    InvalidTask,
+    MetricFailed,
+    TrialFailed,
+)
 from workers.types import Scorer, ScoreRequest, ScoreResult
 
 __all__ = ["CPUS", "EvaluationTrainable"]
@@ -57,6 +66,8 @@ class EvaluationTrainable(tune.Trainable):
             outcome = ChunkFailed(FailureKind.METRIC, str(error))
         except TrialFailed as error:
             outcome = ChunkFailed(FailureKind.TRIAL, str(error))
+        except (InvalidModel, InvalidTask) as error:
+            outcome = ChunkFailed(FailureKind.STUDY, str(error))
         except EngineFault as error:
             time.sleep(FAULT_PAUSE_S)
             outcome = ChunkFailed(FailureKind.FAULT, str(error), fault=error)

@@ -1,4 +1,6 @@
-"""The demo study with three seeds: how fast it scores, and how good the merges are that it finds.
+"""The LFS study of docs/examples with three seeds: how fast it scores, and how good the merges are that it finds.
+
+It is longer than the shipped study and spends its time on scores alone, as the bare loop does.
 
 Speed: samples per second from the first to the last search chunk, against a bare loop that gives the same recipes and
 samples, in the same order, to one engine with the same threads and options in a process of its own: no Ray, no Tune, no
@@ -22,6 +24,7 @@ from typing import Any
 
 from workers.types import Split
 
+LFS_STUDY = Path(__file__).parents[2] / "docs" / "examples" / "lfs.yaml"
 SEEDS = (0, 1, 2)
 MUST, GOAL = 0.6, 0.85
 
@@ -105,13 +108,12 @@ def _output(part: str, directory: Path, *arguments: str) -> str:
 
 
 def run_demo(directory: Path, seed: int) -> dict[str, Any]:
-    """The demo study with another seed, run as `mergesearch run` runs it."""
+    """The study with another seed, run as `mergesearch run` runs it."""
     from search_spaces.study.file import load_study
     from service.cli.progress import ProgressStyle, ProgressView
     from service.studies.local_run import run_study
-    from workers.tiny_family import family_dir
 
-    study = load_study(family_dir() / "study.yaml")
+    study = load_study(LFS_STUDY)
     study = study.model_copy(update={"search": study.search.model_copy(update={"seed": seed})})
     with ProgressView(ProgressStyle.LINES) as view:
         run_study(study, directory, view=view)
@@ -179,7 +181,7 @@ def measure_loop(directory: Path) -> dict[str, Any]:
 
 
 def measure_overhead(directory: Path) -> dict[str, Any]:
-    """The demo study with the fake scorer: what Tune, the searcher and the store take by themselves."""
+    """The study with the fake scorer: what Tune, the searcher and the store take by themselves."""
     import contextlib
     from collections.abc import Iterator
 
@@ -187,13 +189,12 @@ def measure_overhead(directory: Path) -> dict[str, Any]:
     from service.cli.progress import ProgressStyle, ProgressView
     from service.studies.local_run import read_run, run_study
     from workers.serving.fake import FakeScorer
-    from workers.tiny_family import family_dir
 
     @contextlib.contextmanager
     def open_fake(preflight: Any, _: Any) -> Iterator[FakeScorer]:
         yield FakeScorer(bank_fingerprint=preflight.family.fingerprint)
 
-    study = load_study(family_dir() / "study.yaml")
+    study = load_study(LFS_STUDY)
     run_study(study, directory, view=ProgressView(ProgressStyle.LINES), open_scorer=open_fake)
     with read_run(directory) as (store, record):
         evaluations = sum(len(trial.rungs) for trial in store.trials(record.id))

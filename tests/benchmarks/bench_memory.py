@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import resource
-import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any
+
+from tests.benchmarks.process_memory import Highest, output, status
 
 PLACEMENTS = ("mapped", "host")
 ALLOWED = 1.1  # sources and result, times this
@@ -43,13 +43,7 @@ def show(result: dict[str, Any]) -> None:
 
 def measure(directory: Path) -> list[dict[str, Any]]:
     """As `measure_here`, in a process of its own."""
-    # Left alone, glibc keeps some tens of MB of what was freed, whatever the models' size, and the stack of a thread
-    # of torch's counts 8 MB.
-    glibc = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    settings = {"OMP_NUM_THREADS": "2", "OMP_STACKSIZE": "1M", **glibc}
-    command = [sys.executable, "-m", __name__, str(directory)]
-    finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | settings)
-    return list(json.loads(finished.stdout.splitlines()[-1]))
+    return list(json.loads(output(__name__, str(directory))))
 
 
 def measure_here(directory: Path) -> list[dict[str, Any]]:
@@ -75,14 +69,14 @@ def measure_here(directory: Path) -> list[dict[str, Any]]:
     del bank
     rows = []
     for placement in PLACEMENTS:
-        before = _status("RssAnon")
-        with _Highest() as opening:
+        before = status("RssAnon")
+        with Highest() as opening:
             bank = Bank(family, placement, cache=directory / "cache")
         # The pages of mapped sources are the sources' memory too, though not anonymous.
-        held = max(sources, _status("RssAnon") - before)
-        limit, most = _status("VmData") + int(ALLOWED * (sources + result)) - held, resource.RLIM_INFINITY
+        held = max(sources, status("RssAnon") - before)
+        limit, most = status("VmData") + int(ALLOWED * (sources + result)) - held, resource.RLIM_INFINITY
         resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
-        with _Highest() as merging:
+        with Highest() as merging:
             merge(bank, {name: torch.zeros(shape) for name, shape in shapes.items()})
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
         mapped = sources if placement == "mapped" else 0
@@ -91,30 +85,6 @@ def measure_here(directory: Path) -> list[dict[str, Any]]:
         rows.append({**sizes, **dict(zip(("opening", "merging"), peaks, strict=True)), "methods": list(FUSED)})
         del bank
     return rows
-
-
-class _Highest:
-    """The most anonymous memory that the process had while this was entered, looked at every half millisecond."""
-
-    def __enter__(self) -> _Highest:
-        self.bytes = 0
-        self._is_over = threading.Event()
-        self._watcher = threading.Thread(target=self._watch)
-        self._watcher.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._is_over.set()
-        self._watcher.join()
-
-    def _watch(self) -> None:
-        while not self._is_over.wait(0.0005):
-            self.bytes = max(self.bytes, _status("RssAnon"))
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ import httpx
 
 from search_spaces.study.file import load_study
 from tests.end_to_end.server import Server, serving
-from workers.tiny_family import family_dir
 
+LFS_STUDY = Path(__file__).parents[2] / "docs" / "examples" / "lfs.yaml"
 MUST, GOAL = 0.9, 0.97
 NUM_PAIRS = 3
 NUM_WATCHERS = 100
@@ -103,7 +103,7 @@ def _seconds(events: list[dict[str, Any]]) -> float:
 
 
 def _study(seed: int) -> dict[str, Any]:
-    study = load_study(family_dir() / "study.yaml")
+    study = load_study(LFS_STUDY)
     document = study.canonical()
     document["search"].update(algorithm="random", max_trials=160, seed=seed)
     document["fidelity"] = {"scheduler": "hyperband", "rungs": [8, 24]}

@@ -1,6 +1,7 @@
 """`service.jobs.search` with fake workers in real Serve replicas. FAKE_SCORER holds the fake's settings as JSON.
 
-FAKE_HEARTBEAT replaces constants of the heartbeat, for instance {"SCORING_PATIENCE_S": 10}.
+FAKE_HEARTBEAT replaces constants of the heartbeat, for instance {"SCORING_PATIENCE_S": 10}, and FAKE_DEPLOY arguments
+of `deploy_scorer`, for instance {"health_check_timeout_s": 1}.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def _fake_scorer(preflight: PreflightResult) -> Scorer:
         replicas=preflight.study.engine.replicas,
         keep_idle_s=service.jobs.search.KEEP_IDLE_S,
         make_worker=make_worker,
-        health_check_period_s=1.0,
+        **{"health_check_period_s": 1.0, **json.loads(os.environ.get("FAKE_DEPLOY", "{}"))},
     )
 
 

@@ -9,18 +9,12 @@ import pytest
 
 from service.cli.main import main
 from tests.builders import lora_adapter
-from workers.cache import CACHE_VARIABLE
 from workers.tiny_family import family_dir
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
 NEEDS_ADAPTERS = "lora.yaml"
 STUDIES = sorted(file.name for file in EXAMPLES.glob("*.yaml"))
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path_factory.getbasetemp() / "findings"))
 
 
 @pytest.fixture
@@ -42,14 +36,25 @@ def check(study: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_there_are_examples() -> None:
-    assert {"quickstart.yaml", "asha.yaml", "lm_eval.yaml", NEEDS_ADAPTERS} <= set(STUDIES)
+    assert {"quickstart.yaml", "lfs.yaml", "asha.yaml", "lm_eval.yaml", NEEDS_ADAPTERS} <= set(STUDIES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in STUDIES if name != NEEDS_ADAPTERS])
 def test_an_example_study_is_accepted(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ": nothing is wrong with it\n" in check(EXAMPLES / name, tmp_path / "run", capsys)
 
 
+@pytest.mark.slow
+def test_the_plan_of_the_quickstart_says_which_searcher_auto_is_and_what_its_gradients_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = check(EXAMPLES / "quickstart.yaml", tmp_path / "run", capsys)
+    assert "search    gradient: merges in this space have gradients, and all objectives have reference answers" in plan
+    assert "samples   10,530 in the search, about 39,000 held out, gradients charged as up to 6,912\n" in plan
+
+
+@pytest.mark.slow
 def test_the_example_of_adapters_is_accepted(
     with_adapters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -66,6 +71,6 @@ def test_the_example_of_a_mergekit_configuration_is_accepted(
 
 def test_an_example_that_is_wrong_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = tmp_path / "broken.yaml"
-    broken.write_text((EXAMPLES / "quickstart.yaml").read_text().replace("eta: 3", "eta: 1"))
+    broken.write_text((EXAMPLES / "lfs.yaml").read_text().replace("eta: 3", "eta: 1"))
     assert main(["run", str(broken), "--out", str(tmp_path / "run"), "--check"]) == 2
     assert "fidelity.eta" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from search_spaces.errors import InvalidStudy
+from search_spaces.spaces import SPACES
 from search_spaces.study.file import load_study, parse_study, study_json_schema
 from search_spaces.study.yaml import parse_document
 from service.api.openapi import install_openapi
@@ -174,7 +175,10 @@ def options_in(text: str) -> set[str]:
 
 
 def options_of(section: str, value: Mapping[str, Any], definitions: Mapping[str, Any]) -> set[str]:
-    """Options of a section of the study's schema, or the section itself where it is a single value."""
+    """Options of a section of the study's schema, or the section itself where it is a single value. Of a section of
+    several kinds, the kind: each has a table of its own."""
+    if "oneOf" in value:
+        return {f"{section}.kind"}
     properties = definitions.get(str(value.get("$ref", "")).rpartition("/")[2], {}).get("properties", ())
     return {f"{section}.{option}" for option in properties} or {section}
 
@@ -186,6 +190,12 @@ def test_every_option_of_the_study_file_is_in_a_table_and_no_other() -> None:
     expected = [options_of(name, value, schema["$defs"]) for name, value in schema["properties"].items()]
     assert options_in(sections) == set().union(*expected)
     assert options_in(objectives) == set(schema["$defs"]["ObjectiveSpec"]["properties"])
+
+
+@pytest.mark.parametrize("kind", SPACES)
+def test_every_option_of_a_space_is_in_its_table_and_no_other(kind: str) -> None:
+    (text,) = re.findall(rf"^## `{kind}`.*?(?=^## |\Z)", page_of("docs/spaces.md").prose, re.MULTILINE | re.DOTALL)
+    assert options_in(text) == set(SPACES[kind].model_fields) - {"kind"}
 
 
 def test_options_are_read_from_rows_of_one_and_of_several() -> None:

@@ -25,6 +25,7 @@ from workers.types import Scorer
 EXPERTS = ("math", "text")
 NUM_HOLDOUT = 40
 SHIPPED_SAMPLES = 270
+METHODS = ("task_arithmetic", "ties", "slerp", "linear")
 
 
 def write_small_study(directory: Path, *, name: str, rungs: Sequence[int], max_trials: int) -> Path:
@@ -58,6 +59,7 @@ def shipped_study(directory: Path, *, name: str, seed: int) -> dict[str, Any]:
     of three skills. Twenty held-out samples a skill, in `directory`: what is proven is scoring, not selection."""
     document = load_study(family_dir() / "study.yaml").canonical()
     document["name"] = name
+    document["search_space"] = {"kind": "lfs", "layer_groups": 4, "component_groups": 3, "methods": list(METHODS)}
     document["search"] = {"algorithm": "random", "max_trials": 3, "seed": seed}
     document["fidelity"] = {"scheduler": "none", "max_samples": SHIPPED_SAMPLES}
     document["engine"]["verify"] = {"trials": 1, "samples": 8}

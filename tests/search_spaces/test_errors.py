@@ -2,12 +2,20 @@ import pickle
 
 import pytest
 
-from search_spaces.errors import InvalidConfiguration, InvalidRecipe, InvalidStudy, Problem, SearchSpaceError
+from search_spaces.errors import (
+    InvalidConfiguration,
+    InvalidPreference,
+    InvalidRecipe,
+    InvalidStudy,
+    Problem,
+    SearchSpaceError,
+)
 
 ERRORS = [
     SearchSpaceError("why"),
     InvalidConfiguration("why"),
     InvalidRecipe("why"),
+    InvalidPreference("why"),
     InvalidStudy((Problem("a.b", "wrong"), Problem("", "worse"))),
 ]
 

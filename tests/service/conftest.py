@@ -7,15 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from tests.service.site import Site, serving
-from workers.cache import CACHE_VARIABLE
 
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(CACHE_VARIABLE, str(tmp_path_factory.getbasetemp() / "findings"))
-        with serving(tmp_path_factory.mktemp("site")) as site:
-            yield site
+    with serving(tmp_path_factory.mktemp("site")) as site:
+        yield site
 
 
 @pytest.fixture(scope="session")

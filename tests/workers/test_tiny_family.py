@@ -70,6 +70,7 @@ def test_tokenizers_agree_and_keep_space_and_newline(model: str) -> None:
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
+@pytest.mark.slow
 def test_base_is_half_skilled_and_every_expert_is_25_points_better_at_its_skill() -> None:
     items = {skill: _items(skill, "holdout")[:200] for skill in SKILLS}
     threads = torch.get_num_threads()

@@ -6,5 +6,6 @@
 - `prompts`: tokenization, and the requests that a backend answers
 - `metrics`: lm-eval's filters and metrics, applied to answers
 - `metric_process`: the same in a separate process, as metrics that set timers need a main thread
+- `references`: the right answers of a task's samples, as tokens to read
 - `lm_eval`: score a task's samples: ask a backend, compute the values
 """

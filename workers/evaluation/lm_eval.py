@@ -243,6 +243,14 @@ class TaskEvaluator:
         """The tokenized requests of one sample."""
         return tuple(request.tokenized for request in self._prepare(spec).at(position))
 
+    def task(self, spec: TaskSpec) -> BuiltTask:
+        """The task, built. Raises InvalidTask."""
+        return self._prepare(spec).task
+
+    def instances(self, spec: TaskSpec, position: int) -> tuple[Any, ...]:
+        """lm-eval's own requests of one sample, in the order of `requests`; they must not be modified."""
+        return tuple(request.instance for request in self._prepare(spec).at(position))
+
     def score(self, spans: Sequence[Span]) -> Scored:
         """Score every sample of `spans`, in one batch of completions and one of options for all spans.
 

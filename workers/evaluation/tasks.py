@@ -20,7 +20,6 @@ from typing import Any
 from workers.errors import InvalidTask
 from workers.evaluation.inline_files import InlineRow, read_inline
 from workers.evaluation.task_loading import guarded_loading
-from workers.file_access import FileAccess
 from workers.types import TaskInfo, TaskSpec
 
 __all__ = [
@@ -70,19 +69,18 @@ class BuiltTask:
         return TaskInfo(len(self.order), self.higher_is_better, self.output_type, groups=groups)
 
 
-def check_task(spec: TaskSpec, *, access: FileAccess | None = None) -> TaskInfo:
+def check_task(spec: TaskSpec) -> TaskInfo:
     """The size and kind of the task, without an engine. Cut prompts are not counted: that needs a tokenizer.
 
-    `access` limits the files that an lm-eval YAML file may lead to; None: no limit. Raises InvalidTask: unknown task,
-    metric, filter or split, malformed or missing data, a metric that is not a mean over samples, a task that executes
-    generated code, a file outside `access`.
+    Raises InvalidTask: unknown task, metric, filter or split, malformed or missing data, a metric that is not a mean
+    over samples, a task that executes generated code, a file outside the task's `access`.
     """
     if isinstance(spec.task, Mapping):
         return TaskInfo(len(_inline_rows(spec)), higher_is_better=True, output_type="generate_until")
-    return build_task(spec, access=access).info
+    return build_task(spec).info
 
 
-def build_task(spec: TaskSpec, *, access: FileAccess | None = None) -> BuiltTask:
+def build_task(spec: TaskSpec) -> BuiltTask:
     """The lm-eval task or tasks that `spec` names, and the order of their samples. Raises as `check_task`."""
     _quieten()
     if isinstance(spec.task, Mapping):
@@ -90,7 +88,7 @@ def build_task(spec: TaskSpec, *, access: FileAccess | None = None) -> BuiltTask
         rows = _inline_rows(spec)
         tasks = {name: _inline_task(name, rows, spec.task, num_fewshot=spec.num_fewshot or 0)}
     elif Path(spec.task).suffix in (".yaml", ".yml"):
-        tasks = _from_yaml(Path(spec.task).absolute(), spec, access)
+        tasks = _from_yaml(Path(spec.task).absolute(), spec)
     else:
         tasks = _from_name(spec.task)
     subtasks = tuple(_subtask(name, task, spec) for name, task in tasks.items())
@@ -154,12 +152,18 @@ def _inline_rows(spec: TaskSpec) -> list[InlineRow]:
         raise InvalidTask(message, "split")
     if int(spec.task.get("max_tokens", 64)) < 1:
         raise InvalidTask(f"task {label}: max_tokens is {spec.task['max_tokens']}; give at least 1", "task.max_tokens")
+    _check_access(spec, spec.task["file"])
     _check_content(spec, spec.task["file"])
     rows = read_inline(spec.task)
     if (spec.num_fewshot or 0) >= len(rows):
         message = f"task {label}: num_fewshot {spec.num_fewshot} needs more than its {len(rows)} samples"
         raise InvalidTask(message, "num_fewshot")
     return rows
+
+
+def _check_access(spec: TaskSpec, file: str | Path) -> None:
+    if spec.access is not None and (reason := spec.access.refusal(file)):
+        raise InvalidTask(reason)
 
 
 def _check_content(spec: TaskSpec, file: str | Path) -> None:
@@ -218,12 +222,13 @@ def _from_name(name: str) -> dict[str, Any]:
         return _load(manager, name, label=name)
 
 
-def _from_yaml(file: Path, spec: TaskSpec, access: FileAccess | None) -> dict[str, Any]:
+def _from_yaml(file: Path, spec: TaskSpec) -> dict[str, Any]:
+    _check_access(spec, file)
     if not file.is_file():
         raise InvalidTask(f"task {str(file)!r}: no such file")
     _check_content(spec, file)
     # Data files are relative to the task file, not to the directory of the process.
-    with guarded_loading(file.parent, access):
+    with guarded_loading(file.parent, spec.access):
         return _load_yaml(file)
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from search_spaces.methods import METHODS
 from search_spaces.methods.base import MergeMethod
-from search_spaces.methods.mergekit import Counterpart
 from search_spaces.recipe import COMPONENTS, Merge, Recipe
 from workers.models.components import Layout
 
@@ -34,7 +33,8 @@ class Inexpressible(ValueError):
 @dataclass(frozen=True)
 class _Slice:
     """Adjacent merged layers of equal settings. `layers` maps a model to its first layer; `settings` maps a parameter,
-    by its owner (a model, or "" for all) and name, to its value for each component. `base` is named with the slice."""
+    by its owner (a model, or "" for all) and name, to its value for each piece: a component, or a tensor by its name
+    within the layer. `base` is named with the slice."""
 
     models: tuple[str, ...]
     layers: Mapping[str, int]
@@ -52,17 +52,15 @@ def mergekit_config(
     merges = recipe.merges()
     if any(layer.scale != 1 or layer.alignment is not None for layer in recipe.layers):
         raise Inexpressible("layers are scaled or aligned")
-    if recipe.tensors:
-        raise Inexpressible("single tensors have merges of their own")
     methods = {merge.method for merge in merges}
     if methods <= set(SUMS):
         models = _models(recipe)
         is_linear = any(merge.method == "linear" or merge.coefficients.get("scale", 1) != 1 for merge in merges)
         method = "task_arithmetic" if "task_arithmetic" in methods and not is_linear else "linear"
-        slices = [_sum_slice(recipe, index, models, method) for index in range(len(recipe.layers))]
+        slices = [_sum_slice(recipe, index, models, method, layout) for index in range(len(recipe.layers))]
     elif methods <= {"slerp", "passthrough"}:
         method = "slerp"
-        slices = [_slerp_slice(recipe, index) for index in range(len(recipe.layers))]
+        slices = [_slerp_slice(recipe, index, layout) for index in range(len(recipe.layers))]
     elif different := sorted(name for name in methods if _always_differs(METHODS[name])):
         raise Inexpressible(f"{different[0]} {METHODS[different[0]].mergekit_difference}")
     elif random := sorted(name for name in methods if METHODS[name].takes_seed):
@@ -75,7 +73,7 @@ def mergekit_config(
         raise Inexpressible(
             f"mergekit applies one method to a whole model; this recipe has {', '.join(sorted(methods))}"
         )
-    filters = _filters(layout)
+    filters = _filters(recipe, layout)
     document: dict[str, Any] = {
         "merge_method": method,
         "slices": [_slice_document(slice_, filters, directories) for slice_ in _joined(slices)],
@@ -101,10 +99,10 @@ def _counterpart_config(
     """The configuration of a recipe whose merges are all by one method with a counterpart."""
     counterpart = METHODS[method].mergekit
     assert counterpart is not None
-    slices = [_counterpart_slice(recipe, index, METHODS[method], counterpart) for index in range(len(recipe.layers))]
+    slices = [_counterpart_slice(recipe, index, METHODS[method], layout) for index in range(len(recipe.layers))]
     if len({len(slice_.models) for slice_ in slices}) > 1:
         raise Inexpressible("mergekit merges the same number of models in all layers")
-    filters = _filters(layout)
+    filters = _filters(recipe, layout)
     document: dict[str, Any] = {
         "merge_method": counterpart.method,
         "slices": [_slice_document(slice_, filters, directories) for slice_ in _joined(slices)],
@@ -118,9 +116,11 @@ def _counterpart_config(
     return document
 
 
-def _counterpart_slice(recipe: Recipe, index: int, method: MergeMethod, counterpart: Counterpart) -> _Slice:
+def _counterpart_slice(recipe: Recipe, index: int, method: MergeMethod, layout: Layout) -> _Slice:
+    counterpart = method.mergekit
+    assert counterpart is not None
     parameters = {parameter.name for parameter in counterpart.parameters}
-    merges = _components(recipe, index)
+    merges = _pieces(recipe, index, layout)
     orders = {tuple(source.model for source in merge.sources) for merge in merges.values()}
     if len(orders) > 1:
         raise Inexpressible(f"the slice of layer {index} merges different models: {sorted(orders)}")
@@ -128,29 +128,37 @@ def _counterpart_slice(recipe: Recipe, index: int, method: MergeMethod, counterp
     if len(set(sources)) < len(sources):
         raise Inexpressible("a merge takes several layers of one model")
     settings: dict[tuple[str, str], dict[str, float]] = {}
-    for component, merge in merges.items():
+    for piece, merge in merges.items():
         if any(set(merge.per_source(name)) != {exact} for name, exact in counterpart.exact_at.items()):
             raise Inexpressible(f"{method.name} {method.mergekit_difference}")
         for coefficient in (c for c in method.coefficients if c.name in parameters):
             for model, number in zip(sources, merge.per_source(coefficient.name), strict=True):
                 owner = model if coefficient.per_model else ""
-                settings.setdefault((owner, coefficient.name), {})[component] = number
+                settings.setdefault((owner, coefficient.name), {})[piece] = number
     if counterpart.base == "recipe" and recipe.base in sources:
         raise Inexpressible(f"{method.name} has the base among its sources")
     models = (recipe.base, *sources) if counterpart.base == "recipe" else sources
     base = sources[0] if counterpart.base == "first" else None
-    return _Slice(models, _layers(recipe, index, models), settings, base=base)
+    return _Slice(models, _layers(merges, index, models), settings, base=base)
 
 
-def _components(recipe: Recipe, index: int) -> dict[str, Merge]:
-    """The merges that the slice of merged layer `index` decides: mergekit takes the embedding's parameters from the
-    first slice and the head's from the last."""
-    found: dict[str, Merge] = {name: recipe.layers[index].component(name) for name in COMPONENTS}
+def _pieces(recipe: Recipe, index: int, layout: Layout) -> dict[str, Merge]:
+    """The merges that the slice of merged layer `index` decides, by component, or by tensor where single tensors have
+    merges of their own. mergekit takes the embedding's parameters from the first slice and the head's from the last."""
+    parts: dict[str, tuple[Merge, int | None]] = {
+        name: (recipe.layers[index].component(name), index) for name in COMPONENTS
+    }
     if index == 0:
-        found["embedding"] = recipe.embedding
+        parts["embedding"] = recipe.embedding, None
     if index == len(recipe.layers) - 1:
-        found["head"] = recipe.head
-    return found
+        parts["head"] = recipe.head, None
+    if not recipe.tensors:
+        return {name: merge for name, (merge, _) in parts.items()}
+    return {
+        suffix: recipe.tensors.get(layout.name(suffix, layer), merge)
+        for name, (merge, layer) in parts.items()
+        for suffix in layout.suffixes(name, merge.sources[0].layer)
+    }
 
 
 def _models(recipe: Recipe) -> tuple[str, ...]:
@@ -161,13 +169,12 @@ def _models(recipe: Recipe) -> tuple[str, ...]:
     return tuple(sorted(used, key=lambda model: (model != recipe.base, recipe.models[model])))
 
 
-def _layers(recipe: Recipe, index: int, models: tuple[str, ...]) -> dict[str, int]:
+def _layers(merges: Mapping[str, Merge], index: int, models: tuple[str, ...]) -> dict[str, int]:
     """The layer of each model that merged layer `index` uses; of a model without influence, any layer."""
     used: dict[str, int] = {}
-    for name in COMPONENTS:
-        for source in recipe.layers[index].component(name).sources:
-            assert source.layer is not None
-            if used.setdefault(source.model, source.layer) != source.layer:
+    for merge in merges.values():
+        for source in merge.sources:
+            if source.layer is not None and used.setdefault(source.model, source.layer) != source.layer:
                 raise Inexpressible(
                     f"layer {index} takes layers {used[source.model]} and {source.layer} of model {source.model!r}"
                 )
@@ -175,19 +182,17 @@ def _layers(recipe: Recipe, index: int, models: tuple[str, ...]) -> dict[str, in
     return {model: used.get(model, some) for model in models}
 
 
-def _sum_slice(recipe: Recipe, index: int, models: tuple[str, ...], method: str) -> _Slice:
+def _sum_slice(recipe: Recipe, index: int, models: tuple[str, ...], method: str, layout: Layout) -> _Slice:
     settings: dict[tuple[str, str], dict[str, float]] = {(model, "weight"): {} for model in models}
-    layers = _layers(recipe, index, models)
-    for component, merge in _components(recipe, index).items():
+    merges = _pieces(recipe, index, layout)
+    layers = _layers(merges, index, models)
+    for piece, merge in merges.items():
         weights = _weights(merge, recipe.base)
-        if (
-            merge.method == "task_arithmetic"
-            and component in COMPONENTS
-            and layers[recipe.base] != merge.sources[0].layer
-        ):
+        layer = merge.sources[0].layer
+        if merge.method == "task_arithmetic" and layer is not None and layers[recipe.base] != layer:
             raise Inexpressible(f"layer {index}: task vectors of another layer than the base's")
         for model in models:
-            settings[model, "weight"][component] = weights.get(model, 0.0)
+            settings[model, "weight"][piece] = weights.get(model, 0.0)
     if method == "task_arithmetic":
         del settings[recipe.base, "weight"]  # its weight is one by definition
     return _Slice(models, layers, settings)
@@ -207,8 +212,8 @@ def _weights(merge: Merge, base: str) -> dict[str, float]:
     return {base: 1 - math.fsum(lambdas), **dict(zip(sources, lambdas, strict=True))}
 
 
-def _slerp_slice(recipe: Recipe, index: int) -> _Slice:
-    merges = _components(recipe, index)
+def _slerp_slice(recipe: Recipe, index: int, layout: Layout) -> _Slice:
+    merges = _pieces(recipe, index, layout)
     used = sorted(
         {source.model for merge in merges.values() for source in merge.sources}, key=recipe.models.__getitem__
     )
@@ -218,17 +223,17 @@ def _slerp_slice(recipe: Recipe, index: int) -> _Slice:
         raise Inexpressible(f"mergekit's slerp takes two models; the slice of layer {index} takes {used}")
     first, second = used
     settings = {}
-    for component, merge in merges.items():
+    for piece, merge in merges.items():
         if merge.method == "passthrough":
             if merge.number("scale") != 1:
                 raise Inexpressible("mergekit's slerp does not scale")
-            settings[component] = float(merge.sources[0].model == second)
+            settings[piece] = float(merge.sources[0].model == second)
         else:
             t = merge.number("t")
-            settings[component] = t if merge.sources[0].model == first else 1 - t
+            settings[piece] = t if merge.sources[0].model == first else 1 - t
         if len({source.model for source in merge.sources}) < len(merge.sources):
             raise Inexpressible("a merge takes several layers of one model")
-    return _Slice((first, second), _layers(recipe, index, (first, second)), {("", "t"): settings}, base=first)
+    return _Slice((first, second), _layers(merges, index, (first, second)), {("", "t"): settings}, base=first)
 
 
 def _joined(slices: list[_Slice]) -> list[_Slice]:
@@ -258,14 +263,18 @@ def _compatible(
     return {owner: {**first[owner], **second[owner]} for owner in first}
 
 
-def _filters(layout: Layout) -> tuple[tuple[str, str], ...]:
-    """(component, filter) in order of precedence, checked against the model's tensor names. Raises Inexpressible."""
-    outside = [(place.component, name) for name, place in layout.places.items() if place.layer is None]
-    filters = (*outside, *COMPONENT_FILTERS)
-    for name, place in layout.places.items():
-        found = next((component for component, part in filters if part in name), None)
-        if found != place.component:
-            raise Inexpressible(f"mergekit's filters match {name!r} as {found}; it is {place.component}")
+def _filters(recipe: Recipe, layout: Layout) -> tuple[tuple[str, str], ...]:
+    """(piece, filter) in order of precedence, checked against the model's tensor names. Raises Inexpressible."""
+    by_tensor = bool(recipe.tensors)
+    pieces = {name: place.suffix if by_tensor else place.component for name, place in layout.places.items()}
+    outside = [(pieces[name], name) for name, place in layout.places.items() if place.layer is None]
+    suffixes = sorted({place.suffix for place in layout.places.values() if place.layer is not None})
+    longest_first = [(suffix, suffix) for suffix in sorted(suffixes, key=len, reverse=True)]
+    filters = (*outside, *(longest_first if by_tensor else COMPONENT_FILTERS))
+    for name, piece in pieces.items():
+        found = next((found for found, part in filters if part in name), None)
+        if found != piece:
+            raise Inexpressible(f"mergekit's filters match {name!r} as {found}; it is {piece}")
     return filters
 
 

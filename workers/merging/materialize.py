@@ -35,6 +35,8 @@ __all__ = [
     "merge_into",
     "merged_names",
     "merged_tensors",
+    "operands_of",
+    "plan_as_stated",
     "plan_tensors",
 ]
 
@@ -143,12 +145,23 @@ def check_recipe(recipe: Recipe, bank: Bank) -> None:
 def plan_tensors(recipe: Recipe | TensorPlan, bank: Bank) -> TensorPlan:
     """Check the recipe and plan its tensors; a plan is returned as it is. Raises InvalidRecipe, InvalidModel, and
     EvidenceMismatch if files of the sources have changed since they were opened."""
-    return recipe if isinstance(recipe, TensorPlan) else _plan(recipe, bank)
+    return recipe if isinstance(recipe, TensorPlan) else _plan(recipe, recipe.canonical(), bank)
 
 
-def _plan(given: Recipe, bank: Bank) -> TensorPlan:
+def plan_as_stated(recipe: Recipe, bank: Bank) -> TensorPlan:
+    """The plan of every merge as the recipe states it, with the sources that have no influence, whose coefficients have
+    gradients too. Merged models are those of `plan_tensors`, whose sums may have another order. Raises as it does."""
+    recipe.check()
+    return _plan(recipe, recipe, bank)
+
+
+def operands_of(tensor: MergedTensor, plan: TensorPlan, bank: Bank) -> Operands:
+    """The operands of a tensor of the plan, in their stored dtypes, with the statistics that its method uses."""
+    return _Computation.of(tensor, plan, bank).operands(bank)
+
+
+def _plan(given: Recipe, recipe: Recipe, bank: Bank) -> TensorPlan:
     bank.sources.check_unchanged()
-    recipe = given.canonical()
     aliases = _bank_aliases(recipe, bank)
     plan = _part(recipe, recipe.embedding, "embedding", None, bank)
     for index, layer in enumerate(recipe.layers):
@@ -301,9 +314,18 @@ class _Computation:
         merge, shape = self.tensor.merge, self.tensor.shape
         if self.is_copy:
             return bank.get(*self.sources[0]).to(dtype)
+        operands = self.operands(bank)
+        if is_fused(merge, operands, dtype):
+            merged = into(self.tensor.name, shape) if into else torch.empty(shape, dtype=dtype, device=bank.device)
+            merge_stored(merge, operands, merged)
+            return merged
+        return PLAIN[merge.method].merge(operands.in_float32(), merge).to(dtype)
+
+    def operands(self, bank: Bank) -> Operands:
         # As large as half a source: for one tensor at a time.
-        has_ranks = self.base is not None and "ranks" in PLAIN[merge.method].uses and math.prod(shape) > 0
-        operands = Operands(
+        uses_ranks = "ranks" in PLAIN[self.tensor.merge.method].uses
+        has_ranks = self.base is not None and uses_ranks and math.prod(self.tensor.shape) > 0
+        return Operands(
             tensors=tuple(bank.get(*source) for source in self.sources),
             base=None if self.base is None else bank.get(*self.base),
             cosine=self.cosine,
@@ -315,8 +337,3 @@ class _Computation:
             ranks=bank.ranks(self.sources, self.base) if has_ranks and self.base is not None else None,
             name=self.tensor.name,
         )
-        if is_fused(merge, operands, dtype):
-            merged = into(self.tensor.name, shape) if into else torch.empty(shape, dtype=dtype, device=bank.device)
-            merge_stored(merge, operands, merged)
-            return merged
-        return PLAIN[merge.method].merge(operands.in_float32(), merge).to(dtype)

@@ -350,15 +350,22 @@ def _num_replicas(name: str) -> Counter[str]:
 
 
 def _state(name: str) -> str:
-    """Serve's state of the application. Raises EngineUnavailable if there is none, or its deployment failed."""
+    """Serve's state of the application. Raises EngineUnavailable if there is none, its deployment failed, or no replica
+    runs because its models cannot be used any more: Serve would try again for ever."""
     from ray import serve
 
     application = serve.status().applications.get(name)
     if application is None:
         raise EngineUnavailable(f"{name}: no such application runs on this Ray")
-    if application.status == "DEPLOY_FAILED":
+    if application.status == "DEPLOY_FAILED" or _has_unusable_sources(application):
         raise EngineUnavailable(_failure_reason(name))
     return str(application.status.value)
+
+
+def _has_unusable_sources(application: Any) -> bool:
+    deployments = application.deployments.values()
+    is_running = any(deployment.replica_states.get("RUNNING") for deployment in deployments)
+    return not is_running and any("InvalidModel" in deployment.message for deployment in deployments)
 
 
 def _failure_reason(name: str) -> str:

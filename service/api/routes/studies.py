@@ -185,12 +185,13 @@ def cancel(services: Services, study_id: str) -> StudyRecord:
 
 def resume(services: Services, study_id: str) -> StudyRecord:
     """Let a study that has FAILED go on from its stored results, and one that waits try again now. Nothing is scored
-    again, and a study that goes on anyway stays as it is. Raises Conflict if it is COMPLETE or CANCELLED."""
+    again but samples that have become void, because their engine failed a check; with such samples a COMPLETE study
+    goes on, too. A study that goes on anyway stays as it is. Raises Conflict if it is COMPLETE or CANCELLED."""
     record = services.store.resume(study_id, reason=RESUMED_BY_REQUEST)
     if record.state in (StudyState.COMPLETE, StudyState.CANCELLED):
         raise Conflict(
-            f"study {study_id} is {record.state.value}; only a study that has FAILED, or waits, can be resumed; "
-            "to run it again, submit it again"
+            f"study {study_id} is {record.state.value}; only a study that has FAILED, that waits, or with samples of "
+            "an engine that failed a check later can be resumed; to run it again, submit it again"
         )
     return record
 

@@ -11,7 +11,7 @@ import jinja2
 from markupsafe import Markup
 
 from service.results.files import RunRecord, summary
-from service.results.format import duration, sample_count
+from service.results.format import duration, sample_count, search_sentences
 from service.results.report.charts import Bar, stacked_bar
 from service.results.report.front import front_section
 from service.results.report.history import history_section
@@ -40,6 +40,7 @@ def render_report(run: RunRecord) -> str:
         key_figures=key_figures(run, document),
         created=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.study.created_at)),
         settings=_settings(run),
+        search=search_sentences(document["search"]),
         holdout=holdout_section(run, best=best.number if best else None),
         history=history_section(run),
         front=front_section(run),
@@ -71,7 +72,7 @@ def _settings(run: RunRecord) -> list[tuple[str, str]]:
     rungs = {rung.rung: sample_count(rung.num_samples) for trial in run.trials for rung in trial.rungs}
     found = [
         ("space", space.get("kind")),
-        ("search", search.get("algorithm")),
+        ("search", run.search.algorithm or search.get("algorithm")),
         ("scheduler", fidelity.get("scheduler")),
         ("rungs", " / ".join(rungs[rung] for rung in sorted(rungs)) + " samples" if rungs else None),
         ("seed", search.get("seed")),

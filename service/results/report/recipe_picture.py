@@ -59,6 +59,7 @@ def recipe_picture(recipe: Recipe, *, experts: Sequence[str] = ()) -> dict[str, 
         "embedding": cell(recipe.embedding),
         "rows": rows,
         "head": cell(recipe.head),
+        "tensors": [{"name": name, "cell": cell(merge)} for name, merge in recipe.tensors.items()],
         "legend": legend([Legend(alias, "swatch", "square", style=f"fill:{colours[alias]}") for alias in used]),
         "models": used,
         "contributions": [
@@ -89,7 +90,7 @@ def _source_texts(merge: Merge) -> Iterator[tuple[str, str]]:
 
 
 def _contributions(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """Mean shares over all layers, and by component, embedding and head."""
+    """Mean shares over all layers, by component, embedding and head, and over the single tensors that differ."""
 
     def mean(merges: Sequence[Merge]) -> dict[str, float]:
         shares: dict[str, float] = {}
@@ -105,6 +106,8 @@ def _contributions(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, float]]]:
         yield component, mean([layer.component(component) for layer in recipe.layers])
     yield "embedding", mean([recipe.embedding])
     yield "head", mean([recipe.head])
+    if recipe.tensors:
+        yield "single tensors", mean(list(recipe.tensors.values()))
 
 
 def _distinct_components(recipe: Recipe) -> tuple[Component, ...]:

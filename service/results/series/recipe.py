@@ -41,6 +41,10 @@ class RecipePlot:
     embedding: MergePicture | None
     layers: list[LayersPicture]
     head: MergePicture | None
+    tensors: Annotated[
+        dict[str, MergePicture],
+        Field(description="Single tensors that differ from their component, by name."),
+    ]
 
 
 @chart(place=4)
@@ -48,7 +52,7 @@ def recipe(run: RunRecord) -> RecipePlot:
     """How the best trial is merged: every model's share, by runs of equal layers and by component."""
     best = best_trial(run.trials, run.objectives)
     if best is None:
-        return RecipePlot("recipe", trial=None, models=[], embedding=None, layers=[], head=None)
+        return RecipePlot("recipe", trial=None, models=[], embedding=None, layers=[], head=None, tensors={})
     return RecipePlot(
         plot="recipe",
         trial=best.number,
@@ -59,6 +63,7 @@ def recipe(run: RunRecord) -> RecipePlot:
             for start, stop, layer in layer_runs(best.recipe.layers)
         ],
         head=_picture(best.recipe.head),
+        tensors={name: _picture(merge) for name, merge in best.recipe.tensors.items()},
     )
 
 

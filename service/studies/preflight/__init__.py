@@ -3,6 +3,7 @@
 - `examine`: the checks in order, and `PreflightResult`, the plan that follows from them
 - `files`: which files a study may name, when it was sent over HTTP
 - `models`: models, weights and engine support; that a study's models are unchanged
+- `algorithm`: which searcher a study has
 - `tasks`: tasks, objectives and prompts
 - `resources`: GPUs and memory
 - `dtype`: the dtype of a study's engine

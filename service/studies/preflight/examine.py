@@ -17,20 +17,22 @@ from search_spaces.baselines import sources_and_published
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.fidelity import Bracket, bracket_cycle, bracket_plan
 from search_spaces.objectives import Objective
-from search_spaces.spaces.base import SearchSpace
-from search_spaces.spaces.lfs import LfsSpace
+from search_spaces.spaces.base import DifferentiableSpace, SearchSpace
 from search_spaces.study.file import Study
 from search_spaces.study.sections import EngineOptions
 from service.disk import lack_of_space
+from service.studies.preflight.algorithm import GRADIENT, Algorithm, algorithm_of
 from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
 from service.studies.preflight.files import check_files
-from service.studies.preflight.models import check_engine, check_models, check_weights, start_probe
+from service.studies.preflight.models import check_engine, check_models, check_weights, searched_models, start_probe
 from service.studies.preflight.resources import MemoryPlan, check_devices, check_memory, plan_memory
 from service.studies.preflight.tasks import check_prompts, check_tasks, objectives_of
 from service.tune.plan import Plan
+from service.tune.proposing.gradient_actor import GradientJob
+from service.tune.searchers.base import SearchSetting
 from service.types import Origin, ResolvedStudy
 from workers.file_access import FileAccess
-from workers.models.family import locate_family
+from workers.models.family import ResolvedFamily, locate_family
 from workers.types import CHUNKS_IN_FLIGHT_PER_REPLICA, Family, TaskInfo, TaskSpec
 
 __all__ = ["EXPORT", "ExpectedSamples", "PreflightResult", "examine"]
@@ -82,6 +84,7 @@ class PreflightResult:
     """Commits of hub models, by the names in the study file."""
     absent_bytes: int
     """Weights that are still on the hub, and were not checked."""
+    algorithm: Algorithm
     engine_note: str
     """A message for the user about how vLLM runs the models; "" if there is none."""
     access: FileAccess | None = None
@@ -107,7 +110,24 @@ class PreflightResult:
             objectives=self.objectives,
             version=version("mergesearch"),
             access=self.access,
+            algorithm=self.algorithm.name,
+            algorithm_reason=self.algorithm.reason,
         )
+
+    def search_setting(self) -> SearchSetting:
+        """What a searcher that computes steps knows of the study."""
+        return SearchSetting(
+            objectives=tuple(self.tasks),
+            num_samples={name: info.num_samples for name, info in self.task_infos.items()},
+            num_baselines=len(self.baselines()),
+            options=self.study.search.gradient,
+        )
+
+    def gradient_job(self) -> GradientJob | None:
+        """What gradients are of; None where the space has none."""
+        if not isinstance(self.space, DifferentiableSpace):
+            return None
+        return GradientJob(self.family, self.engine_options, dict(self.tasks), self.space)
 
     def plan(self, study_id: str, resolved: ResolvedStudy) -> Plan:
         """The driver's plan; `resolved` is what was stored when the study was created, whose staleness it keeps."""
@@ -184,10 +204,14 @@ def examine(
     objectives = objectives_of(study, infos, problems)
     rung_samples, cycle = _examine_fidelity(study, infos, problems)
     check_devices(study, sources, problems)
+    algorithm: Algorithm | None = None
     if sources is not None:
-        memory = plan_memory(study, sources, available_bytes)
         export_bytes = sources.num_parameters * DTYPE_BYTES[engine_dtype(study)]
-        _examine_space(study, sources.layout.num_layers, dict.fromkeys(sources.checkpoints, ""), problems)
+        searched = _examine_space(study, sources, dict.fromkeys(sources.checkpoints, ""), problems)
+        if searched is not None:
+            algorithm = algorithm_of(study, searched, tasks, problems)
+        computes_gradients = algorithm is not None and algorithm.name == GRADIENT
+        memory = plan_memory(study, sources, available_bytes, computes_gradients=computes_gradients)
         check_prompts(study, sources.result_dir, problems)
         check_memory(memory, problems)
         if export_dir is not None and (lack := lack_of_space(export_dir, export_bytes)):
@@ -197,8 +221,8 @@ def examine(
         raise InvalidStudy(tuple(problems))
     before_weights()
     sources = check_weights(sources, problems, downloads=downloads, note=note)
-    space = _examine_space(study, sources.layout.num_layers, sources.fingerprints, problems)
-    if problems or space is None:
+    space = _examine_space(study, sources, sources.fingerprints, problems)
+    if problems or space is None or algorithm is None:
         raise InvalidStudy(tuple(problems))
     return PreflightResult(
         study=study,
@@ -217,6 +241,7 @@ def examine(
         export_bytes=export_bytes,
         commits=sources.commits,
         absent_bytes=sources.absent_bytes,
+        algorithm=algorithm,
         engine_note=engine_note,
         access=access,
     )
@@ -252,26 +277,14 @@ def _examine_fidelity(
 
 
 def _examine_space(
-    study: Study, num_layers: int, fingerprints: Mapping[str, str], problems: list[Problem]
+    study: Study, sources: ResolvedFamily, fingerprints: Mapping[str, str], problems: list[Problem]
 ) -> SearchSpace | None:
-    spec = study.search_space
-    max_layers = study.limits.max_layers
+    num_layers, max_layers = sources.layout.num_layers, study.limits.max_layers
     if max_layers is not None and num_layers > max_layers:
         message = f"{max_layers} is below the {num_layers} layers that every merge of this study has"
         problems.append(Problem("limits.max_layers", message))
     try:
-        return LfsSpace(
-            base="base",
-            experts=tuple(study.models.experts),
-            fingerprints=fingerprints,
-            num_layers=num_layers,
-            layer_groups=spec.layer_groups,
-            component_groups=spec.component_groups,
-            methods=spec.methods,
-            method_per=spec.method_per,
-            preset=spec.preset,
-            tokenizer=study.models.tokenizer,
-        )
+        return study.search_space.build(searched_models(sources, fingerprints))
     except InvalidStudy as error:
         problems.extend(error.problems)
         return None

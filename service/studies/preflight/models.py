@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping
 
 from search_spaces.errors import InvalidStudy, Problem
+from search_spaces.recipe import COMPONENTS
+from search_spaces.spaces.base import Part, SearchedModels, TensorPlace
 from search_spaces.study.file import Study
 from service.errors import Conflict
 from service.studies.preflight.dtype import engine_dtype
@@ -17,7 +20,15 @@ from workers.models.family import LocatedFamily, ResolvedFamily
 from workers.models.hub import named
 from workers.models.tokenizers import load_tokenizer
 
-__all__ = ["check_engine", "check_models", "check_unchanged", "check_weights", "start_probe", "with_revisions"]
+__all__ = [
+    "check_engine",
+    "check_models",
+    "check_unchanged",
+    "check_weights",
+    "searched_models",
+    "start_probe",
+    "with_revisions",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +99,30 @@ def check_weights(
         place = "models.base" if alias == sources.base_alias else f"models.experts.{alias}"
         problems.extend(Problem(place, text) for text in wrong)
     return sources
+
+
+def searched_models(sources: ResolvedFamily, fingerprints: Mapping[str, str]) -> SearchedModels:
+    """What a search space may know of these models."""
+    layout, sizes = sources.layout, {name: math.prod(header.shape) for name, header in sources.base.tensors.items()}
+    base, *experts = sources.checkpoints
+    parts: list[tuple[Part, int | None]] = [("embedding", None)]
+    parts += [(component, layer) for layer in range(layout.num_layers) for component in COMPONENTS]
+    tensors = {
+        layout.name(suffix, layer): TensorPlace(part, layer, suffix)
+        for part, layer in (*parts, ("head", None))
+        for suffix in layout.suffixes(part, layer)
+    }
+    # The embedding of tokens is larger than that of positions.
+    embedding = max(layout.suffixes("embedding"), key=lambda name: sizes[name], default=None)
+    return SearchedModels(
+        base=base,
+        experts=tuple(experts),
+        fingerprints=fingerprints,
+        num_layers=layout.num_layers,
+        tensors=tensors,
+        tied={layout.tied_head: embedding} if layout.tied_head and embedding else {},
+        tokenizer=sources.tokenizer,
+    )
 
 
 def start_probe(located: LocatedFamily) -> CapabilityProbe | None:

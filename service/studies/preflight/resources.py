@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -15,10 +16,21 @@ from workers.merging.recent import recent_bytes
 from workers.models.checkpoints import stored_bytes
 from workers.models.family import ResolvedFamily
 
-__all__ = ["ENGINE_OVERHEAD_BYTES", "RANK_BYTES", "MemoryPlan", "check_devices", "check_memory", "plan_memory"]
+__all__ = [
+    "ENGINE_OVERHEAD_BYTES",
+    "GRADIENT_OVERHEAD_BYTES",
+    "RANK_BYTES",
+    "MemoryPlan",
+    "check_devices",
+    "check_memory",
+    "plan_memory",
+]
 
 # Memory of an engine's process besides weights: interpreter, torch, vLLM and its caches on CPU.
 ENGINE_OVERHEAD_BYTES = 2 * 2**30
+
+# Memory of the gradient actor's process besides its model: interpreter, torch, transformers and activations.
+GRADIENT_OVERHEAD_BYTES = 2**30
 # Statistics of several sources, of which a bank keeps a share of memory (`workers.merging.recent`).
 OF_SEVERAL = frozenset({"importance", "variances"})
 RANK_BYTES = 2  # of each element of an expert, with `engine.rank_cache`
@@ -32,11 +44,13 @@ class MemoryPlan:
     engine_bytes: int
     replicas: int
     available_bytes: int
+    gradient_bytes: int = 0
+    """Of the gradient actor; 0 where there is none."""
 
     @property
     def needed_bytes(self) -> int:
         # Replicas on one machine map the same files.
-        return self.bank_bytes + self.replicas * self.engine_bytes
+        return self.bank_bytes + self.replicas * self.engine_bytes + self.gradient_bytes
 
 
 def check_devices(study: Study, sources: ResolvedFamily | None, problems: list[Problem]) -> None:
@@ -73,8 +87,11 @@ def check_devices(study: Study, sources: ResolvedFamily | None, problems: list[P
         )
 
 
-def plan_memory(study: Study, sources: ResolvedFamily, available_bytes: int | None) -> MemoryPlan:
-    """Bytes of memory for the bank and the engines; `available_bytes` None is this machine's memory."""
+def plan_memory(
+    study: Study, sources: ResolvedFamily, available_bytes: int | None, *, computes_gradients: bool = False
+) -> MemoryPlan:
+    """Bytes of memory for the bank, the engines and the gradient actor, if there is one; `available_bytes` None is this
+    machine's memory."""
     import torch
 
     from workers.merging.methods.plain import PLAIN
@@ -83,24 +100,29 @@ def plan_memory(study: Study, sources: ResolvedFamily, available_bytes: int | No
     copies = 0 if torch.cuda.is_available() else 2
     ranks = RANK_BYTES * len(study.models.experts) if study.engine.rank_cache else 0
     weights = sources.num_parameters * (copies * DTYPE_BYTES[engine_dtype(study)] + ranks)
-    keeps_recent = any(PLAIN[method].uses & OF_SEVERAL for method in study.search_space.methods)
+    keeps_recent = any(PLAIN[method].uses & OF_SEVERAL for method in study.search_space.merge_methods)
     statistics = recent_bytes(sources) if keeps_recent else 0
+    # One merged model, and the gradient of its largest tensor.
+    largest = max((math.prod(header.shape) for header in sources.base.tensors.values()), default=0)
+    model = 0 if torch.cuda.is_available() else (sources.num_parameters + largest) * DTYPE_BYTES[engine_dtype(study)]
     return MemoryPlan(
         bank_bytes=stored_bytes(sources.checkpoints.values()),
         engine_bytes=weights + statistics + ENGINE_OVERHEAD_BYTES,
         replicas=study.engine.replicas,
         available_bytes=psutil.virtual_memory().total if available_bytes is None else available_bytes,
+        gradient_bytes=model + GRADIENT_OVERHEAD_BYTES if computes_gradients else 0,
     )
 
 
 def check_memory(memory: MemoryPlan, problems: list[Problem]) -> None:
     """Check that the planned memory is available."""
     if memory.needed_bytes > memory.available_bytes:
+        gradients = f" + {gib(memory.gradient_bytes)} for gradients" if memory.gradient_bytes else ""
         problems.append(
             Problem(
                 "engine",
                 f"needs {gib(memory.needed_bytes)} of memory, {gib(memory.available_bytes)} are available: "
                 f"source weights {gib(memory.bank_bytes)} + {memory.replicas} engine(s) of "
-                f"{gib(memory.engine_bytes)}; use fewer replicas, a smaller dtype or a larger machine",
+                f"{gib(memory.engine_bytes)}{gradients}; use fewer replicas, a smaller dtype or a larger machine",
             )
         )

@@ -51,8 +51,9 @@ def check_tasks(
                 num_fewshot=spec.num_fewshot,
                 content=content,
                 permutation_seed=study.search.seed,
+                access=access,
             )
-            infos[spec.name] = check_task(tasks[spec.name], access=access)
+            infos[spec.name] = check_task(tasks[spec.name])
         except InvalidTask as error:
             problems.append(Problem(f"{section}.{index}.{error.field}", str(error)))
     return tasks, infos

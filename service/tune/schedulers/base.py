@@ -102,6 +102,7 @@ class RungTable(ABC):
         self._brackets: dict[int, Bracket] = {}
         self._members: dict[int, list[int]] = {}
         self._rungs: dict[int, tuple[Rung, ...]] = {}
+        self._at_looks: dict[int, Mapping[int, tuple[float, ...]]] = {}
         self._is_search_over = False
 
     # -- what a scheduler decides ---------------------------------------------------------------------------------
@@ -143,6 +144,10 @@ class RungTable(ABC):
         else:
             entry.is_waiting = True
         return self._decide_for(entry)
+
+    def know(self, number: int, costs: Mapping[int, tuple[float, ...]]) -> None:
+        """What a trial that is evaluated at the last rung only would have cost at the lower ones."""
+        self._at_looks[number] = dict(costs)
 
     def fail(self, number: int) -> tuple[Decision, ...]:
         """The trial failed. Returns the decisions that follow."""

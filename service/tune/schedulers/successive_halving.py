@@ -6,12 +6,9 @@ Hyperparameter Tuning" (MLSys 2020), algorithm 2. Bracket sizes are `search_spac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from search_spaces.fidelity import Scheduler
 from service.tune.schedulers.base import RungTable
 
-__all__ = ["SCHEDULERS", "AshaTable", "HyperbandTable"]
+__all__ = ["AshaTable", "HyperbandTable"]
 
 
 class HyperbandTable(RungTable):
@@ -72,10 +69,3 @@ class AshaTable(RungTable):
 
     def position(self) -> None:
         """None: all rungs are evaluated at the same time."""
-
-
-SCHEDULERS: Mapping[Scheduler, type[RungTable]] = {
-    "hyperband": HyperbandTable,
-    "asha": AshaTable,
-    "none": HyperbandTable,  # with one rung: there is nothing to promote
-}

@@ -1,29 +1,41 @@
 """The interface of a searcher: a pure function from results to the next configuration.
 
 Searchers keep no state between proposals. Proposal n depends only on the seed, n and the observations, so a resumed
-search proposes what an uninterrupted one would have proposed.
+search proposes what an uninterrupted one would have proposed. A searcher that needs more than scores is such a function
+too: it asks for a step, whose result is stored and given to it in the next call, until it has a configuration.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
 
 from search_spaces.parameters import Parameters
+from search_spaces.study.sections import GradientOptions
+from service.tune.steps import Step, StepRequest
 
-__all__ = ["Observation", "Searcher"]
+__all__ = ["Observation", "SearchSetting", "Searcher", "SteppingSearcher"]
 
 
 @dataclass(frozen=True)
 class Observation:
-    """A configuration's costs at one rung: one per objective, smaller is better, None if the candidate failed.
+    """What is known of a trial at one rung.
 
-    `fidelity` is the rung's share of the full budget, in (0, 1]."""
+    `costs` has one cost per objective, smaller is better; None if the candidate failed. `fidelity` is the rung's share
+    of the full budget, in (0, 1]; a failure has that of the last rung. `standard_errors` are those of the costs, None
+    where unknown. A constraint holds where its value is at most 0. `is_proposed` is False for sources and published
+    recipes."""
 
     configuration: Mapping[str, Any]
     fidelity: float
     costs: tuple[float, ...] | None
+    number: int = field(kw_only=True)
+    """The trial's."""
+    rung: int = field(kw_only=True)
+    standard_errors: tuple[float | None, ...] = field(default=(), kw_only=True)
+    constraints: tuple[float, ...] = field(default=(), kw_only=True)
+    is_proposed: bool = field(default=True, kw_only=True)
 
 
 class Searcher(Protocol):
@@ -40,5 +52,38 @@ class Searcher(Protocol):
     ) -> dict[str, Any]:
         """The configuration of trial `number`: valid in `parameters`, with inactive parameters left out.
 
-        `pending` are earlier proposals whose results this one must not know."""
+        `observations` have each trial at each of its rungs. `pending` are earlier proposals whose results this one must
+        not know; any number of them may be outstanding."""
+        ...
+
+
+@dataclass(frozen=True)
+class SearchSetting:
+    """What a stepping searcher knows of its study: the objectives in order, how many search samples each has, how many
+    trials came before the first proposal, and its options."""
+
+    objectives: tuple[str, ...]
+    num_samples: Mapping[str, int]
+    num_baselines: int
+    options: GradientOptions
+
+
+@runtime_checkable
+class SteppingSearcher(Protocol):
+    """A search algorithm that computes steps for its proposals."""
+
+    def advance(
+        self,
+        parameters: Parameters,
+        *,
+        number: int,
+        seed: int,
+        observations: Sequence[Observation],
+        pending: Sequence[Mapping[str, Any]] = (),
+        steps: Sequence[Step] = (),
+        setting: SearchSetting,
+    ) -> StepRequest | dict[str, Any]:
+        """The next step to compute for the proposal of trial `number`, or its configuration.
+
+        `steps` are all that the study has, in order. All else is as in `Searcher.propose`."""
         ...

@@ -7,13 +7,14 @@ Arrays are [num_rows, num_parameters], float64.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces.parameters import Categorical, Float, Integer, Parameter, Parameters
+from search_spaces.parameters import Categorical, Condition, Float, Integer, Parameter, Parameters
 
 __all__ = ["INACTIVE", "Encoding", "Rows"]
 
@@ -28,6 +29,13 @@ class Encoding:
 
     def __init__(self, parameters: Parameters) -> None:
         self._parameters = tuple(parameters)
+        self._names = parameters.names
+        self._choices = {
+            column: {(type(choice), choice): index for index, choice in enumerate(parameter.choices)}
+            for column, parameter in enumerate(self._parameters)
+            if isinstance(parameter, Categorical)
+        }
+        self._low, self._half, self._span = np.array([_scale(p) for p in self._parameters]).reshape(-1, 3).T
         self._num_cells = np.array([_num_cells(parameter) for parameter in self._parameters], dtype=np.float64)
         self._is_discrete = np.isfinite(self._num_cells)
         self._is_categorical = np.array([isinstance(parameter, Categorical) for parameter in self._parameters])
@@ -35,17 +43,29 @@ class Encoding:
         roles = [parameters.roles.get(name, name) for name in parameters.names]
         self._role = np.array([roles.index(role) for role in roles], dtype=np.intp)
         self._conditions = tuple(
-            (index, column[condition.parent], _encoded(parameters[condition.parent], condition.values))
+            (index, column[condition.parent], self._encoded(condition))
             for index, parameter in enumerate(self._parameters)
             for condition in parameter.conditions
         )
 
     def encode(self, configurations: Iterable[Mapping[str, Any]]) -> Rows:
-        rows = [
-            [_encode(p, configuration[p.name]) if p.name in configuration else INACTIVE for p in self._parameters]
-            for configuration in configurations
-        ]
-        return np.array(rows, dtype=np.float64).reshape(-1, len(self._parameters))
+        rows = [self._numbers(configuration) for configuration in configurations]
+        numbers = np.array(rows, dtype=np.float64).reshape(-1, len(self._parameters))
+        return np.where(np.isnan(numbers), INACTIVE, (numbers - self._low + self._half) / self._span)
+
+    def _numbers(self, configuration: Mapping[str, Any]) -> list[Any]:
+        """Numbers as they are, choices by their index, NaN for inactive parameters."""
+        values = [configuration.get(name, math.nan) for name in self._names]
+        for column, index_of in self._choices.items():
+            if self._names[column] in configuration:
+                values[column] = index_of[type(values[column]), values[column]]
+        return values
+
+    def _encoded(self, condition: Condition) -> Rows:
+        """The encoded values of its parent under which a condition holds."""
+        column = self._names.index(condition.parent)
+        values = [value for value in condition.values if self._parameters[column].contains(value)]
+        return self.encode({condition.parent: value} for value in values)[:, column]
 
     def decode(self, row: Rows) -> dict[str, Any]:
         """The configuration of one row, with plain Python values and without inactive parameters."""
@@ -62,8 +82,38 @@ class Encoding:
             num_rows = 0
         return self.normalise(rng.random((num_rows, len(self._parameters)))[:, self._role])
 
-    def mutate(self, rows: Rows, rng: np.random.Generator, *, rate: float, step: float) -> Rows:
-        """Neighbours of `rows`: each parameter moves with probability `rate`, and at least one active one does.
+    @property
+    def is_categorical(self) -> NDArray[np.bool_]:
+        """Which columns are choices."""
+        return self._is_categorical
+
+    def fill(self, rows: Rows, rng: np.random.Generator) -> Rows:
+        """`rows` with numbers drawn uniformly for inactive parameters, so that rows can be added and subtracted."""
+        return np.where(rows == INACTIVE, rng.random(rows.shape), rows)
+
+    def first_unknown(self, rows: Rows, known: Rows) -> Rows | None:
+        """The first of `rows` that is none of `known`; None if all are."""
+        seen = set(self.keys(known))
+        return next((row for row, key in zip(rows, self.keys(rows), strict=True) if key not in seen), None)
+
+    def values_by_role(self, num_levels: int) -> list[Rows]:
+        """A few values of each role, in the order of `tied`: every choice, and at most `num_levels` numbers from one
+        end of the range to the other."""
+        levels = np.linspace(0.0, 1.0, num_levels)
+        first = [column for column, role in enumerate(self._role) if column == role]
+        return [
+            (np.arange(cells) + 0.5) / cells if is_categorical or cells <= num_levels else levels
+            for cells, is_categorical in zip(self._num_cells[first], self._is_categorical[first], strict=True)
+        ]
+
+    def tied(self, values: Rows) -> Rows:
+        """Rows in which all parameters of one role have the same value: a column of `values` for each role."""
+        _, index = np.unique(self._role, return_inverse=True)
+        return self.normalise(values[:, index])
+
+    def mutate(self, rows: Rows, rng: np.random.Generator, *, rate: float | Rows, step: float) -> Rows:
+        """Neighbours of `rows`: each parameter moves with probability `rate`, one for all or one for each parameter,
+        and at least one active parameter does.
 
         A number moves by a normal step of standard deviation `step`, a share of its range, and is clipped to it; a
         choice is drawn uniformly, and so are parameters that become active."""
@@ -101,21 +151,15 @@ def _num_cells(parameter: Parameter) -> float:
             return len(parameter.choices)
 
 
-def _encode(parameter: Parameter, value: Any) -> float:
+def _scale(parameter: Parameter) -> tuple[float, float, float]:
+    """(low, half, span): a value, or the index of a choice, is encoded as (value - low + half) / span."""
     match parameter:
         case Float():
-            return (float(value) - parameter.low) / (parameter.high - parameter.low)
+            return parameter.low, 0.0, parameter.high - parameter.low
         case Integer():
-            return (int(value) - parameter.low + 0.5) / _num_cells(parameter)
+            return parameter.low, 0.5, _num_cells(parameter)
         case Categorical():
-            index = next(
-                i for i, choice in enumerate(parameter.choices) if type(choice) is type(value) and choice == value
-            )
-            return (index + 0.5) / len(parameter.choices)
-
-
-def _encoded(parameter: Parameter, values: Iterable[Any]) -> Rows:
-    return np.array([_encode(parameter, value) for value in values if parameter.contains(value)])
+            return 0.0, 0.5, _num_cells(parameter)
 
 
 def _decode(parameter: Parameter, u: float) -> Any:

@@ -1,8 +1,9 @@
 """SMAC: a random forest learns from all rungs, expected improvement at the full budget picks the next configuration.
 
 Lindauer et al., SMAC3, JMLR 23(54), 2022 (forest, expected improvement, interleaved random proposals); Knowles, ParEGO,
-IEEE TEC 10(1), 2006 (several objectives). The forest and the acquisition function are SMAC's. Rungs, promotion
-and state are not SMAC's here: the forest is trained for every proposal, with the fidelity as one more feature.
+IEEE TEC 10(1), 2006, and Su and Geiping, "Fine, I'll Merge It Myself" (2025), section 3.3.2 (several objectives). The
+forest and the acquisition function are SMAC's. Rungs, promotion and state are not SMAC's here: the forest is trained
+for every proposal, with the fidelity as one more feature.
 
 SMAC's own maximiser is not used. Its local search counts an inactive parameter as changed (NaN differs from NaN) and
 skips every neighbour that changes more than one parameter, so in a conditional space it never leaves its starting
@@ -13,13 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from search_spaces.parameters import Parameters
+from search_spaces.preferences import simplex_lattice
 from service.tune.searchers.base import Observation
 from service.tune.searchers.encoding import Encoding, Rows
+from service.tune.searchers.history import violation
 from service.tune.searchers.random import proposal_generator, sample_unseen
 
 __all__ = ["SEARCHER", "SmacSearcher"]
@@ -27,7 +31,8 @@ __all__ = ["SEARCHER", "SmacSearcher"]
 
 @dataclass(frozen=True)
 class SmacSearcher:
-    """Learns from the results of all rungs; handles conditions, choices and several objectives.
+    """Learns from the results of all rungs. An infeasible candidate counts as worse than all feasible ones, the more it
+    violates the constraints the worse.
 
     The defaults were chosen with tests/benchmarks/bench_searchers.py."""
 
@@ -37,6 +42,7 @@ class SmacSearcher:
     random_share: float = 0.1
     num_trees: int = 10
     rho: float = 0.05  # weight of the sum in ParEGO's scalarisation, as in the paper
+    max_weight_vectors: int = 100  # of the lattice from which ParEGO draws one for each proposal
     # Candidates for the largest expected improvement. Further local search from the best of them made results worse:
     # the forest is accurate near scored configurations only.
     num_uniform: int = 1000
@@ -68,7 +74,7 @@ class SmacSearcher:
             return sample_unseen(parameters, rng, known)
         rows = known_rows[: len(observations)]
         fidelities = np.array([observation.fidelity for observation in observations])
-        costs = _scalarise([observation.costs for observation in observations], rng, rho=self.rho)
+        costs = self._scalarise(observations, rng)
         acquisition = self._fit(rows, fidelities, costs, seed=int(rng.integers(2**31)))
         candidates = self._maximise(encoding, acquisition, rows, rng)
         candidate_keys = encoding.keys(candidates)
@@ -77,15 +83,11 @@ class SmacSearcher:
         return encoding.decode(next(unseen, candidates[0]))
 
     def _fit(self, rows: Rows, fidelities: Rows, costs: Rows, *, seed: int) -> _Acquisition:
-        from ConfigSpace import ConfigurationSpace
         from smac.acquisition.function.expected_improvement import EI
         from smac.model.random_forest.random_forest import RandomForest
 
-        # The rows are encoded already, so all that the forest learns from its space is the number of columns; the last
-        # one is the fidelity.
-        columns = ConfigurationSpace({f"column{i}": (0.0, 1.0) for i in range(rows.shape[1] + 1)})
         forest = RandomForest(
-            columns,
+            _columns(rows.shape[1] + 1),
             seed=seed,
             n_trees=self.num_trees,
             # As in SMAC's multi-fidelity facade. A tree that does not consider every column at every split can ignore
@@ -100,6 +102,26 @@ class SmacSearcher:
         acquisition = _Acquisition(forest, EI())
         acquisition.function.update(model=forest, eta=float(acquisition.predicted_costs(rows).min()))
         return acquisition
+
+    def _scalarise(self, observations: Sequence[Observation], rng: np.random.Generator) -> Rows:
+        """One cost per observation: each objective brought to [0, 1] by its observed range, a failure at its worst
+        value, and several objectives joined by the augmented Tchebycheff function (section 3.3.2, equation 3)."""
+        num_objectives = len(next(o.costs for o in observations if o.costs is not None))
+        table = np.array([o.costs if o.costs is not None else (np.nan,) * num_objectives for o in observations])
+        low, high = np.nanmin(table, axis=0), np.nanmax(table, axis=0)
+        table = np.where(np.isnan(table), high, table)
+        shares: Rows = (table - low) / np.where(high > low, high - low, 1.0)
+        if num_objectives == 1:
+            joined = shares[:, 0]
+        else:
+            lattice = simplex_lattice(num_objectives, max_vectors=self.max_weight_vectors)
+            weighted = shares * lattice[rng.integers(len(lattice))]
+            joined = weighted.max(axis=1) + self.rho * weighted.sum(axis=1)
+        excess = np.array([violation(observation) for observation in observations])
+        if not excess.any():
+            return joined
+        worst = joined.max(where=excess == 0, initial=0.0)
+        return np.where(excess > 0, worst + excess / excess.max(), joined)
 
     def _maximise(
         self, encoding: Encoding, acquisition: _Acquisition, observed: Rows, rng: np.random.Generator
@@ -137,19 +159,13 @@ def _at_full_budget(rows: Rows) -> Rows:
     return np.column_stack([rows, np.ones(len(rows))])
 
 
-def _scalarise(costs: Sequence[tuple[float, ...] | None], rng: np.random.Generator, *, rho: float) -> Rows:
-    """One cost per observation: each objective brought to [0, 1] by its observed range, a failure at its worst value,
-    and several objectives joined by the augmented Tchebycheff function (ParEGO, equation 2) under random weights."""
-    num_objectives = len(next(c for c in costs if c is not None))
-    table = np.array([c if c is not None else (np.nan,) * num_objectives for c in costs])
-    low, high = np.nanmin(table, axis=0), np.nanmax(table, axis=0)
-    table = np.where(np.isnan(table), high, table)
-    shares: Rows = (table - low) / np.where(high > low, high - low, 1.0)
-    if num_objectives == 1:
-        return shares[:, 0]
-    weighted = shares * rng.dirichlet(np.ones(num_objectives))
-    joined: Rows = weighted.max(axis=1) + rho * weighted.sum(axis=1)
-    return joined
+@lru_cache(maxsize=4)
+def _columns(num: int) -> Any:
+    """A space of `num` numbers in [0, 1]. The rows are encoded already, so all that the forest learns from its space is
+    the number of columns; the last one is the fidelity."""
+    from ConfigSpace import ConfigurationSpace
+
+    return ConfigurationSpace({f"column{i}": (0.0, 1.0) for i in range(num)})
 
 
 SEARCHER = SmacSearcher()

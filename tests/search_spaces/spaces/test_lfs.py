@@ -1,3 +1,4 @@
+import hashlib
 from collections import Counter
 from typing import get_args
 
@@ -7,9 +8,10 @@ import pytest
 from search_spaces.errors import InvalidStudy
 from search_spaces.methods import METHODS
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
-from search_spaces.spaces.lfs import LfsSpace, split_layers
+from search_spaces.spaces.layers import split_layers
+from search_spaces.spaces.lfs import LfsMethod, LfsSpace
 from search_spaces.spaces.lfs_ranges import SEARCHED_METHODS, SEED
-from search_spaces.study.sections import LfsMethod
+from tests.search_spaces.spaces import families
 
 EXPERTS = ("math", "code", "text")
 FINGERPRINTS = {"base": "0", "math": "1", "code": "2", "text": "3"}
@@ -337,3 +339,49 @@ def test_consensus_needs_no_more_models_than_take_part():
 
 def test_model_stock_of_one_expert_is_that_expert():
     assert head(space(methods=("model_stock",)), use("code")) == Merge("passthrough", (Source("code"),))
+
+
+def test_with_lambdas_per_model_each_expert_has_its_share_of_a_scale():
+    lfs = space(methods=("task_arithmetic",), lambdas="per_model")
+    bits = {f"g1.use.{expert}": True for expert in EXPERTS}
+    key = "g1.layer.task_arithmetic"
+    assert set(lfs.parameters.names) - set(bits) == {f"{key}.lambda", *(f"{key}.weight.{e}" for e in EXPERTS)}
+    weights = dict(zip(EXPERTS, (0.2, 0.0, 0.6, 0.0), strict=False))
+    configuration = bits | {f"{key}.lambda": 0.5} | {f"{key}.weight.{e}": weights[e] for e in EXPERTS}
+    merge = lfs.to_recipe(configuration).embedding
+    found = dict(zip((source.model for source in merge.sources), merge.per_source("lambda"), strict=True))
+    # The mean lambda times the number of experts is the scale; the shares are 1/4 and 3/4.
+    total = 0.5 * len(EXPERTS)
+    assert found == pytest.approx({EXPERTS[0]: total / 4, EXPERTS[2]: total * 3 / 4})
+
+
+def test_equal_weights_are_the_one_lambda_that_is_published():
+    shared, per_model = space(methods=("task_arithmetic",)), space(methods=("task_arithmetic",), lambdas="per_model")
+    published = shared.to_recipe({f"g1.use.{e}": True for e in EXPERTS} | {"g1.layer.task_arithmetic.lambda": 0.7})
+    configuration = per_model.from_recipe(published)
+    assert configuration is not None
+    assert configuration["g1.layer.task_arithmetic.lambda"] == pytest.approx(0.7)
+    assert per_model.to_recipe(configuration) == published
+
+
+def test_the_published_space_has_one_lambda():
+    with pytest.raises(InvalidStudy, match="preset: paper means lambdas=shared, but per_model is given"):
+        space(num_layers=40, layer_groups=4, component_groups=3, preset="paper", lambdas="per_model")
+
+
+@pytest.mark.parametrize(
+    ("options", "digest"),
+    [
+        ({}, "d1096ddacd3d4897b7c26bffb681eb2784208f4dbd3c10431c16afe7508ce4e6"),
+        ({"preset": "paper"}, "d1096ddacd3d4897b7c26bffb681eb2784208f4dbd3c10431c16afe7508ce4e6"),
+        (
+            {"method_per": "component", "layer_groups": 2},
+            "19ec425bb7f2b5febb1f822fad8f0b7d1741fb5f7739637e99aa585986706706",
+        ),
+    ],
+)
+def test_a_seed_gives_the_recipes_that_it_always_gave(options, digest):
+    """Stored studies go on with these: a change of parameters or their order would change what a seed means."""
+    lfs = families.space("lfs", families.models(num_layers=8), **options)
+    drawn = (lfs.to_recipe(lfs.parameters.sample(np.random.default_rng(seed))).digest for seed in range(50))
+    assert hashlib.sha256("".join(drawn).encode()).hexdigest() == digest

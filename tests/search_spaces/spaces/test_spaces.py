@@ -4,41 +4,93 @@ import itertools
 import json
 import pickle
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search_spaces.errors import InvalidConfiguration
+from search_spaces.errors import InvalidConfiguration, InvalidStudy
+from search_spaces.parameters import Float
 from search_spaces.recipe import Recipe, Source
-from search_spaces.spaces.lfs import LfsSpace
+from search_spaces.spaces import SPACES
+from search_spaces.spaces.base import SpaceSection
 from search_spaces.spaces.lfs_ranges import SEARCHED_METHODS
+from tests.search_spaces.spaces.families import IN_LAYERS, models, space
 
-METHODS = ("task_arithmetic", "ties", "slerp", "linear")
-
-
-def lfs(experts, num_layers, **arguments):
-    # Fingerprints in another order than aliases, so that canonical order shows.
-    fingerprints = {alias: f"{9 - i}{alias}" for i, alias in enumerate(("base", *experts))}
-    return LfsSpace(base="base", experts=experts, fingerprints=fingerprints, num_layers=num_layers, **arguments)
+ALL = tuple(SEARCHED_METHODS)
 
 
-SPACES = {
-    "paper": lfs(("math", "code", "text"), 12, preset="paper"),
-    "one expert": lfs(("math",), 7, layer_groups=3),
-    "two experts, whole layers": lfs(("math", "code"), 5, layer_groups=2, component_groups=1),
-    "five experts, method per component": lfs(tuple("abcde"), 6, layer_groups=2, method_per="component"),
-    "whole layers, method per component": lfs(tuple("abc"), 4, component_groups=1, method_per="component"),
-    "linear only": lfs(("math", "code", "text"), 4, methods=("linear",)),
-    "all methods": lfs(("math", "code", "text"), 4, layer_groups=2, methods=tuple(SEARCHED_METHODS)),
-    "all methods, one expert": lfs(("math",), 3, layer_groups=1, methods=tuple(SEARCHED_METHODS)),
-    "slerp only": lfs(("math", "code", "text"), 4, methods=("slerp",), method_per="component"),
-    "one layer, one expert, one method": lfs(("math",), 1, layer_groups=1, methods=("ties",)),
+def described(kind, family=None, **options):
+    """A section of a study file, and the models that a space is built over."""
+    return SPACES[kind](kind=kind, **options), family or models()
+
+
+EXAMPLES = {
+    "lfs, paper": described("lfs", models(num_layers=12), preset="paper"),
+    "lfs, one expert": described("lfs", models(("math",), 7), layer_groups=3),
+    "lfs, two experts, whole layers": described("lfs", models(("math", "code"), 5), layer_groups=2, component_groups=1),
+    "lfs, method per component": described("lfs", models(tuple("abcde"), 6), layer_groups=2, method_per="component"),
+    "lfs, whole layers": described("lfs", models(tuple("abc")), component_groups=1, method_per="component"),
+    "lfs, lambda per model": described("lfs", lambdas="per_model"),
+    "lfs, lambda per model and component": described(
+        "lfs", models(tuple("abcd")), lambdas="per_model", method_per="component", layer_groups=2, methods=ALL
+    ),
+    "lfs, lambda per model, one expert": described("lfs", models(("a",)), lambdas="per_model"),
+    "lfs, linear": described("lfs", methods=("linear",)),
+    "lfs, all methods": described("lfs", layer_groups=2, methods=ALL),
+    "lfs, all methods, one expert": described("lfs", models(("math",), 3), layer_groups=1, methods=ALL),
+    "lfs, slerp": described("lfs", methods=("slerp",), method_per="component"),
+    "lfs, one layer, expert, method": described("lfs", models(("math",), 1), layer_groups=1, methods=("ties",)),
+    "layerwise": described("layerwise"),
+    "layerwise, one expert": described("layerwise", models(("math",), 2, is_tied=True)),
+    "layerwise, no norms in layers": described("layerwise", models(in_layers=IN_LAYERS[:-1]), granularity="component"),
+    "layerwise, component": described("layerwise", models(tokenizer="union"), granularity="component"),
+    "layerwise, layer": described("layerwise", granularity="layer", range=(0, 1)),
+    "layerwise, layer_group": described("layerwise", models(num_layers=7), granularity="layer_group", layer_groups=3),
+    "layerwise, TIES": described("layerwise", method="ties_peft", granularity="layer"),
+    "m3": described("m3"),
+    "m3, two experts": described("m3", models(("math", "code"))),
+    "m3, one expert": described("m3", models(("math",), is_tied=True)),
+    "m3, many experts": described("m3", models(tuple("abcdef"))),
+    "m3, task arithmetic over orders": described("m3", methods=("task_arithmetic",), directions=("p_series",)),
+    "m3, one of everything": described(
+        "m3", methods=("m3_dare",), directions=("dirichlet",), alphas=(0.4,), exponents=(0.0,), scale=(1.0, 1.5)
+    ),
+    "m3, average": described("m3", models(tuple("abcde")), methods=("linear",)),
+    "m3, one exponent": described("m3", methods=("m3_ties",), directions=("p_series",), exponents=(2.0,)),
+    "layerwise, DARE": described("layerwise", method="dare_linear", density=0.3, mask_seed=5),
 }
-spaces = pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
+BUILT = {name: section.build(family) for name, (section, family) in EXAMPLES.items()}
+spaces = pytest.mark.parametrize("space", BUILT.values(), ids=BUILT)
 seeds = given(seed=st.integers(0, 2**32 - 1))
 few = settings(max_examples=20)
+
+
+def test_every_kind_of_space_is_an_example_here():
+    assert {space.kind for space in BUILT.values()} == set(SPACES)
+
+
+@pytest.mark.parametrize("kind", SPACES)
+def test_a_kind_of_space_is_declared_by_a_section_of_that_kind(kind):
+    section = SPACES[kind]
+    assert issubclass(section, SpaceSection)
+    assert get_args(section.model_fields["kind"].annotation) == (kind,)
+    assert space(kind).kind == space(kind).describe().kind == kind
+    plain = section(kind=kind)
+    assert list(plain.contradictions()) == []
+    assert section.model_validate(plain.model_dump()) == plain
+    with pytest.raises(InvalidStudy, match="there are no experts; name at least one"):
+        plain.build(models(()))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_recipes_use_the_methods_that_the_section_announces(name):
+    section, _ = EXAMPLES[name]
+    recipes = [BUILT[name].to_recipe(draw(BUILT[name], seed)) for seed in range(10)]
+    used = {merge.method for recipe in recipes for merge in recipe.merges()}
+    assert used - {"passthrough"} <= set(section.merge_methods)
 
 
 def draw(space, seed):
@@ -50,8 +102,9 @@ def draw(space, seed):
 @seeds
 def test_every_configuration_decodes_to_a_canonical_recipe_that_survives_json(space, seed):
     recipe = space.to_recipe(draw(space, seed))
-    assert recipe == recipe.canonical()
-    assert Recipe.from_json(json.loads(json.dumps(recipe.to_json()))) == recipe
+    again = Recipe.from_json(json.loads(json.dumps(recipe.to_json())))
+    assert again == recipe
+    assert again.canonical() == recipe
 
 
 @spaces
@@ -74,11 +127,13 @@ def test_same_seed_gives_the_same_recipe_and_another_seed_another(space):
 @spaces
 def test_what_its_parameters_refuse_is_refused(space):
     drawn = (draw(space, seed) for seed in range(20))  # some methods take no numbers
-    configuration = next(found for found in drawn if any(isinstance(value, float) for value in found.values()))
-    name, value = next((name, value) for name, value in configuration.items() if isinstance(value, float))
-    above = space.parameters[name].high + 0.5
-    with pytest.raises(InvalidConfiguration, match=rf"{name}={above} is not accepted"):
-        space.to_recipe({**configuration, name: above})
+    numbers = {parameter.name for parameter in space.parameters if isinstance(parameter, Float)}
+    configuration = next(found for found in drawn if numbers & found.keys())
+    name = min(numbers & configuration.keys())
+    value = configuration[name]
+    for wrong in (space.parameters[name].high + 0.5, space.parameters[name].low - 0.5, "high", float("nan")):
+        with pytest.raises(InvalidConfiguration, match=rf"{name}={wrong!r} is not accepted; give a number in"):
+            space.to_recipe({**configuration, name: wrong})
     with pytest.raises(InvalidConfiguration, match=rf"'{name}' is missing"):
         space.to_recipe({key: v for key, v in configuration.items() if key != name})
     assert value == configuration[name]
@@ -91,6 +146,7 @@ def test_every_layer_is_merged_from_its_own_layer_of_known_models(space, seed):
     recipe = space.to_recipe(draw(space, seed))
     description = space.describe()
     assert len(recipe.layers) == description.layer_groups[-1].stop
+    assert {source.model for merge in recipe.merges() for source in merge.sources} <= set(recipe.models)
     for index, layer in enumerate(recipe.layers):
         assert {s.layer for merge in (layer.attention, layer.mlp, layer.norm) for s in merge.sources} == {index}
     assert {s.layer for merge in (recipe.embedding, recipe.head) for s in merge.sources} == {None}
@@ -112,7 +168,8 @@ def test_a_recipe_with_its_models_under_other_names_is_contained(space):
     def rename(merge):
         return replace(merge, sources=tuple(Source(names[source.model], source.layer) for source in merge.sources))
 
-    renamed = replace(recipe, models=models, base=names[recipe.base]).rewritten(rename).canonical()
+    renamed = replace(recipe, models=models, base=names[recipe.base]).rewritten(rename)
+    renamed = replace(renamed, models={names[a]: fingerprint for a, fingerprint in recipe.models.items()}).canonical()
     assert set(renamed.models) == set(names.values())
     found = space.from_recipe(renamed)
     assert found is not None

@@ -10,6 +10,7 @@ from jsonschema import Draft202012Validator
 
 from search_spaces.errors import InvalidStudy
 from search_spaces.searchers import SEARCHERS
+from search_spaces.spaces import SPACES
 from search_spaces.study.file import Study, Verify, load_study, parse_study, same_but_limits, study_json_schema
 
 DOCUMENT = yaml.safe_load("""
@@ -31,6 +32,7 @@ limits: {max_layers: 50, max_gpu_hours: 24, max_wall_clock_s: 86400}
 """)
 
 AVAILABLE = ", ".join(SEARCHERS)
+KINDS = ", ".join(SPACES)
 
 SMALL = {
     "name": "small",
@@ -77,6 +79,24 @@ def test_what_may_be_left_out_has_the_documented_defaults():
     assert study.holdout == ()
 
 
+def test_a_study_without_a_space_or_a_kind_is_layerwise():
+    for document in (changed("search_space", ..., SMALL), changed("search_space", {}, SMALL)):
+        space = parse_study(document).search_space
+        assert space.model_dump(mode="json") == {
+            "kind": "layerwise",
+            "granularity": "auto",
+            "layer_groups": None,
+            "range": [-0.5, 1.5],
+            "method": "task_arithmetic",
+            "density": None,
+            "mask_seed": None,
+        }
+    coarse = changed("search_space", {"granularity": "layer_group", "layer_groups": 2}, SMALL)
+    assert (
+        parse_study(coarse).search_space == parse_study(changed("search_space.kind", "layerwise", coarse)).search_space
+    )
+
+
 def test_a_study_cannot_be_changed():
     with pytest.raises(ValueError, match="frozen"):
         parse_study(SMALL).name = "other"
@@ -87,20 +107,36 @@ def test_a_study_cannot_be_changed():
     [
         # unknown keys and values, with the nearest known one
         ("serch", {}, 'unknown key; did you mean "search"? known keys: name, models, search_space, search'),
-        ("search.max_trial", 3, 'unknown key; did you mean "max_trials"? known keys: algorithm, max_trials, seed'),
+        ("search.max_trial", 3, 'unknown key; did you mean "max_trials"? known keys: algorithm, gradient, max_trials'),
         ("objectives.0.metrics", "x", 'unknown key; did you mean "metric"?'),
         ("objectives.1.task.max_token", 3, 'unknown key; did you mean "max_tokens"? known keys: file, prompt'),
         ("engine.verify.trial", 3, 'unknown key; did you mean "trials"? known keys: trials, samples'),
-        ("search_space.kind", "lsf", '"lsf" is not known; did you mean "lfs"? available: lfs'),
+        ("search_space.kind", "lsf", f'"lsf" is not known; did you mean "lfs"? available: {KINDS}'),
+        ("search_space.kind", 5, f"5 is not known; available: {KINDS}"),
+        ("search_space", "lfs", '"lfs" is not accepted; give a mapping (key: value)'),
+        (
+            "search_space",
+            {"granularity": "row"},
+            '"row" is not known; available: auto, tensor, component, layer',
+        ),
+        (
+            "search_space",
+            {"kind": "layerwise", "metods": []},
+            'unknown key; did you mean "method"? known keys: kind, granularity, layer',
+        ),
+        ("search_space.presets", "paper", 'unknown key; did you mean "preset"? known keys: kind, layer_groups'),
         ("search_space.methods.0", "tie", '"tie" is not known; did you mean "ties"? available: task_arithmetic, ties'),
         ("search.algorithm", "smak", f'"smak" is not known; did you mean "smac"? available: {AVAILABLE}'),
         ("engine.dtype", "fp16", '"fp16" is not known; available: auto, float32, bfloat16, float16'),
         ("search_space.component_groups", 2, "2 is not known; available: 1, 3"),
-        ("search_space.kind", ..., "is missing; available: lfs"),
         # not available yet
-        *(("search_space.kind", kind, f'"{kind}" is not available yet; available: lfs') for kind in ("dis", "hm3")),
-        ("search.algorithm", "nsga2", f'"nsga2" is not available yet; available: {AVAILABLE}'),
-        ("fidelity.scheduler", "racing", '"racing" is not available yet; available: hyperband, asha, none'),
+        *(("search_space.kind", kind, f'"{kind}" is not available yet; available: {KINDS}') for kind in ("dis", "hm3")),
+        ("search.algorithm", "hm3", f'"hm3" is not available yet; available: {AVAILABLE}'),
+        (
+            "fidelity.scheduler",
+            "race",
+            '"race" is not known; did you mean "racing"? available: hyperband',
+        ),
         ("search_space.methods.0", "fisher", '"fisher" is not known; available: task_arithmetic, ties'),
         ("engine.backend", "transformers", '"transformers" is not available yet; available: vllm'),
         ("constraints", ["text >= base - 0.01"], "constraints are not available yet; leave them out"),
@@ -133,7 +169,19 @@ def test_a_study_cannot_be_changed():
         ("limits.max_wall_clock_s", float("nan"), "NaN is not accepted; give a finite number"),
         ("search_space.layer_groups", 0, "0 is not accepted; give at least 1"),
         # contradictions
+        ("search_space", {"range": [1, 1]}, "[1.0, 1.0] is empty; give [lowest, highest]"),
+        ("search_space", {"layer_groups": 2}, "has no effect with granularity: auto; leave it out, or write"),
+        ("search_space", {"density": 0.5}, "has no effect with method: task_arithmetic; leave it out"),
+        (
+            "search_space",
+            {"method": "ties_peft", "mask_seed": 1},
+            "has no effect with method: ties_peft, which draws no",
+        ),
         ("search_space.methods", ["ties", "slerp", "ties"], "ties is given twice"),
+        ("search_space", {"kind": "m3", "alphas": [1, 2, 1]}, "1.0 is given twice"),
+        ("search_space", {"kind": "m3", "scale": [0, 1]}, "[0.0, 1.0] is not accepted; give [lowest, highest] above 0"),
+        ("search_space", {"kind": "m3", "methods": ["ties"]}, 'did you mean "m3_ties"? available: linear, task_arith'),
+        ("search_space", {"kind": "m3", "alphas": [0]}, "0 is not accepted; give more than 0"),
         ("fidelity.min_samples", 300, "min_samples=300 is above max_samples=270"),
         ("fidelity.min_samples", 200, "leaves one rung at eta=3; widen the range, or write `scheduler: none`"),
         ("fidelity.max_samples", ..., "30 is given without max_samples; give both, or rungs"),
@@ -201,7 +249,7 @@ def test_an_alias_that_is_no_name_is_refused():
 def test_another_kind_of_space_is_refused_without_complaints_about_its_keys():
     space = {"kind": "dis", "depth_granularity": 1, "repeats": 1, "scales": True}
     assert problems(changed("search_space", space)) == [
-        ("search_space.kind", '"dis" is not available yet; available: lfs')
+        ("search_space.kind", f'"dis" is not available yet; available: {KINDS}')
     ]
 
 
@@ -431,7 +479,10 @@ def test_the_json_schema_is_one_and_accepts_what_the_parser_accepts():
     schema = study_json_schema()
     Draft202012Validator.check_schema(schema)
     validator = Draft202012Validator(schema)
-    for document in (DOCUMENT, SMALL, parse_study(DOCUMENT).canonical()):
+    for document in (DOCUMENT, SMALL, parse_study(DOCUMENT).canonical(), changed("search_space", ..., SMALL)):
         validator.validate(document)
-    for place, value in (("serch", {}), ("search.algorithm", "nsga2"), ("engine.verify", True), ("objectives", [])):
+        validator.validate(parse_study(document).canonical())
+    validator.validate(changed("search_space", {}))
+    assert not validator.is_valid(changed("search_space", {"kind": "lfs", "granularity": "tensor"}))
+    for place, value in (("serch", {}), ("search.algorithm", "hm3"), ("engine.verify", True), ("objectives", [])):
         assert not validator.is_valid(changed(place, value))

@@ -154,6 +154,7 @@ def test_a_client_that_reconnects_with_its_last_id_misses_nothing_and_reads_noth
     assert seen[-1] == (None, "end", {"state": "FAILED", "reason": "the end"})
 
 
+@pytest.mark.slow
 def test_a_hundred_watchers_lose_nothing(server: ApiServer) -> None:
     writer = running_study(server.store)
 

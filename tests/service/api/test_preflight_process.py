@@ -48,10 +48,13 @@ def test_a_study_gets_the_document_and_resolution_of_the_command_line(http: http
     assert answer.status_code == 201, answer.text
     record = server.store.study(answer.json()["id"])
     assert record.document == study.canonical()
+    assert answer.json()["algorithm"] == "gradient"
+    assert answer.json()["algorithm_reason"].startswith("merges in this space have gradients")
     assert record.resolved == examine(study).resolved()
     assert Study.model_validate(record.document) == study
 
 
+@pytest.mark.slow
 def test_problems_are_those_of_the_command_line_all_together(http: httpx.Client) -> None:
     wrong = document(fidelity={"scheduler": "hyperband", "min_samples": 30, "max_samples": 27000, "eta": 3})
     wrong["models"]["experts"]["math"] = "/nowhere/math"
@@ -65,6 +68,7 @@ def test_problems_are_those_of_the_command_line_all_together(http: httpx.Client)
     assert {p["field"] for p in problems} >= {"models", "objectives.1.task", "fidelity.max_samples"}
 
 
+@pytest.mark.slow
 def test_the_server_answers_at_once_while_a_study_is_examined(http: httpx.Client, server: ApiServer) -> None:
     async def scenario() -> tuple[list[float], list[int]]:
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:

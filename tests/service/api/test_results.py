@@ -45,6 +45,7 @@ def as_json(document: Any) -> Any:
     return json.loads(json.dumps(document))
 
 
+@pytest.mark.slow
 def test_pages_of_trials_are_all_of_them(get: Any, server: ApiServer, study: StudyRecord, http: httpx.Client) -> None:
     every = [as_json(trial_document(trial)) for trial in server.store.trials(study.id)]
     assert get("/trials")["trials"] == every

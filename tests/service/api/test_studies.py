@@ -26,6 +26,7 @@ def test_a_study_is_created_and_found_where_its_location_says(http: httpx.Client
     assert http.get(answer.headers["location"]).json() == created
     assert (created["name"], created["state"], created["attempt"]) == ("math-text-lookup", "CREATED", 0)
     assert (created["trials"], created["progress"], created["job"]) == ({}, None, None)
+    assert created["algorithm"] == server.store.study(created["id"]).resolved.algorithm
     assert server.cluster.num_wakes == 1
     for link in set(created["links"]) - {"events"}:
         assert http.get(created["links"][link]).status_code == 200, link
@@ -191,8 +192,8 @@ def test_what_is_complete_or_cancelled_cannot_be_resumed(
     answer = http.post(f"/v1/studies/{record.id}:resume")
     assert answer.status_code == 409
     assert answer.json()["detail"] == (
-        f"study {record.id} is {state.value}; only a study that has FAILED, or waits, can be resumed; "
-        "to run it again, submit it again"
+        f"study {record.id} is {state.value}; only a study that has FAILED, that waits, or with samples of an engine "
+        "that failed a check later can be resumed; to run it again, submit it again"
     )
     assert server.store.study(record.id).state is state
 

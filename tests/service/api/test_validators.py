@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,13 @@ import httpx
 import pytest
 
 from search_spaces.errors import InvalidStudy
-from service.api.preflight_process import Limits, PreflightProcess, default_access, examine_here
+from service.api.preflight_process import (
+    Limits,
+    PreflightOutcome,
+    PreflightProcess,
+    default_access,
+    examine_here,
+)
 from service.jobs.search import drive
 from service.studies.export import export_trial
 from service.types import StudyState
@@ -23,7 +30,7 @@ from tests.service.api.harness import FAMILY, ApiServer, document
 from tests.service.api.test_exports import family_study
 from workers.file_access import FileAccess
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 
 
 def place(body: dict[str, Any], path: str) -> tuple[Any, Any]:
@@ -163,11 +170,24 @@ def readable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("readable")
 
 
+class CountingPreflight(PreflightProcess):
+    """Counts the requests that have arrived."""
+
+    num_arrived = 0
+
+    async def examine(self, content: bytes, *, is_json: bool, client: str = "") -> PreflightOutcome:
+        self.num_arrived += 1
+        return await super().examine(content, is_json=is_json, client=client)
+
+
 @pytest.fixture(scope="module")
-def strict(tmp_path_factory: pytest.TempPathFactory, readable: Path) -> Iterator[ApiServer]:
-    preflight = PreflightProcess(
-        FileAccess((str(FAMILY), str(readable))), limits=Limits(cpu_s=10, time_s=TIMEOUT_S), num_validators=2
-    )
+def preflight(readable: Path) -> CountingPreflight:
+    access = FileAccess((str(FAMILY), str(readable)))
+    return CountingPreflight(access, limits=Limits(cpu_s=10, time_s=TIMEOUT_S), num_validators=2)
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory, preflight: CountingPreflight) -> Iterator[ApiServer]:
     with ApiServer(tmp_path_factory.mktemp("api"), preflight=preflight) as server:
         yield server
 
@@ -178,14 +198,25 @@ def post(server: ApiServer, body: dict[str, Any], *, client: str) -> httpx.Respo
 
 
 @pytest.mark.slow
-def test_a_request_that_hangs_keeps_only_its_own_client_waiting(strict: ApiServer, readable: Path) -> None:
+def test_a_request_that_hangs_keeps_only_its_own_client_waiting(
+    strict: ApiServer, preflight: CountingPreflight, readable: Path
+) -> None:
     shutil.copytree(FAMILY / "base", readable / "hangs")
     (readable / "hangs" / "config.json").unlink()
     os.mkfifo(readable / "hangs" / "config.json")
     hanging = changed("models.base", str(readable / "hangs"))
     with ThreadPoolExecutor(4) as pool:
-        blocked = [pool.submit(post, strict, hanging, client="10.0.0.1") for _ in range(2)]
-        queued = pool.submit(post, strict, document(), client="10.0.0.1")
+
+        def submitted(body: dict[str, Any]) -> Future[httpx.Response]:
+            """Sent, and arrived: threads may overtake each other."""
+            num_arrived = preflight.num_arrived
+            request = pool.submit(post, strict, body, client="10.0.0.1")
+            while preflight.num_arrived == num_arrived and not request.done():
+                time.sleep(0.01)
+            return request
+
+        blocked = [submitted(hanging) for _ in range(2)]
+        queued = submitted(document())
         answer = post(strict, document(), client="10.0.0.2")
         assert answer.status_code == 201, answer.text
         assert not any(request.done() for request in (*blocked, queued))

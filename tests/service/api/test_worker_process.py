@@ -21,6 +21,9 @@ from service.api.worker_process import CallLimits, LimitExceeded, ProcessDied, W
 
 TIMEOUT_S = 60.0
 
+# Each starts a process that imports as the server's do.
+pytestmark = pytest.mark.slow
+
 
 def refuse(field: str) -> None:
     raise InvalidStudy((Problem(field, "no"),))

@@ -12,7 +12,6 @@ from service.cli.remote import SERVER_VARIABLE
 from tests.builders import tiny_family
 from tests.service.cli.terminals import ServerTerminal, Workplace
 from tests.service.site import Site
-from workers.cache import CACHE_VARIABLE
 from workers.models.family import open_family
 from workers.types import Family
 
@@ -32,11 +31,6 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def ray_is_up() -> bool:
     return "ray" in sys.modules and sys.modules["ray"].is_initialized()
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path_factory.getbasetemp() / "findings"))
 
 
 @pytest.fixture(scope="session")

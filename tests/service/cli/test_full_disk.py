@@ -17,6 +17,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 NO_ROOM = "the disk has 0.0 GiB free, the merged model needs 0.1 GiB; make room or give a directory on another disk"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("full_disk")
 def test_a_disk_too_small_for_the_export(place: Workplace) -> None:
     for check in ((), ("--check",)):

@@ -82,7 +82,7 @@ def test_an_address_where_nobody_listens_is_named(ask: Asker, tmp_path: Path) ->
         started = time.monotonic()
         with pytest.raises(ServerUnreachable, match=f"^{url}: no answer: .*refused|^{url}: no answer: All connection"):
             call()
-        assert time.monotonic() - started < 1
+        assert time.monotonic() - started < 5  # it is not asked again and again
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,10 @@ def test_a_study_says_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.Monk
     cluster = RayCluster(store, tmp_path, dashboard_host="127.0.0.1", dashboard_port=None)
     assert cluster.waiting_for(STUDY) == "Ray: Ray is being started"
     assert cluster.waiting_for(replace(STUDY, state=StudyState.CANCELLED)) is None
+    cluster._not_ready = None
+    assert cluster.waiting_for(STUDY) == "its driver to start"
+    assert cluster.waiting_for(replace(STUDY, attempt=1)) is None
+    assert cluster.waiting_for(replace(STUDY, attempt=1, waiting_for="an engine to start")) == "an engine to start"
     store.close()
 
 

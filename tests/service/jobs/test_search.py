@@ -18,13 +18,11 @@ from service.studies.preflight.examine import examine
 from service.types import StudyState
 from tests.builders import tiny_family
 from tests.service.sums import sums_study, write_sums
-from workers.cache import CACHE_VARIABLE
 from workers.errors import EngineUnavailable
 
 
 @pytest.fixture
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path_factory.getbasetemp() / "findings"))
+def models(tmp_path: Path) -> Path:
     tiny_family(tmp_path / "models", experts=("math", "text"))
     write_sums(tmp_path)
     return tmp_path / "models"
@@ -53,6 +51,7 @@ def ends_waiting(store: Store, study: str, tmp_path: Path) -> str:
     record = store.study(study)
     assert record.state is StudyState.STOPPED
     assert record.wall_clock_s == 100.0
+    assert record.waiting_for == f"its next driver: {record.reason}"
     event = store.events(study)[-1]
     assert (event.kind, event.payload) == ("waiting", {"reason": record.reason})
     return str(record.reason)
@@ -85,6 +84,21 @@ def test_an_engine_ray_or_disk_that_is_away_is_waited_for(
     monkeypatch.setattr(search, "ray_session", nullcontext)
     monkeypatch.setattr(search, "_shared_scorer", unavailable)
     assert ends_waiting(store, study, tmp_path) == str(error)
+
+
+def test_a_driver_says_that_it_waits_for_an_engine(
+    store: Store, study: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str | None] = []
+
+    def starting(_: Any) -> Any:
+        told.append(store.study(study).waiting_for)
+        raise EngineUnavailable("no GPU is free")
+
+    monkeypatch.setattr(search, "ray_session", nullcontext)
+    monkeypatch.setattr(search, "_shared_scorer", starting)
+    assert ends_waiting(store, study, tmp_path) == "no GPU is free"
+    assert told == ["an engine to start"]
 
 
 def test_an_error_of_the_program_is_counted(

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from search_spaces.objectives import Objective, non_dominated_ranks
-from service.cli.tables import holdout_table, pareto_table, trials_table, verification_line
-from service.results.files import EngineFigures, pareto, summary, trials_jsonl, write_results
+from service.cli.tables import holdout_table, pareto_table, search_line, trials_table, verification_line
+from service.results.files import EngineFigures, SearchFigures, pareto, summary, trials_jsonl, write_results
 from service.results.selection import best_trial, costs_of, finalists, full_budget_trials, pareto_front
 from service.schemas.files import schemas
 from service.types import Origin, TrialState
@@ -225,6 +225,22 @@ def test_terminal_says_what_was_verified_or_why_not(run):
     assert line(replace(run, verifications=(nothing,))) == "verification:  not verified: there is no memory for it"
     old = replace(run.verifications[0], num_tokens=0, num_without_tokens=9)
     assert "tokens of 9 samples not stored, texts compared" in line(replace(run, verifications=(old,)))
+
+
+def test_terminal_says_which_searcher_proposed_why_and_at_what_cost(run):
+    def text(search):
+        return search_line(summary(replace(run, search=search))["search"]).plain
+
+    scored = sum(trial.samples_scored for trial in run.trials if trial.origin is Origin.SEARCH)
+    descent = SearchFigures("gradient", "there are references", ("gradients are used",), steps=52, step_samples=7104)
+    assert text(descent).splitlines() == [
+        "search:        gradient: there are references",
+        "               gradients are used",
+        f"               {scored:,} samples scored for its trials; 52 losses and gradients, charged as 7,104 samples",
+    ]
+    of_early_version = text(SearchFigures())
+    assert of_early_version.splitlines()[0] == "search:        a searcher that is not stored"
+    assert "charged" not in of_early_version
 
 
 def shown(table, width=160):

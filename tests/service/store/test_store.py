@@ -17,7 +17,7 @@ import sqlalchemy as sa
 
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from service.errors import Conflict, NotFound, StaleAttempt
-from service.store import BracketRecord, Store, StudyWriter, schema
+from service.store import BracketRecord, StepRecord, Store, StudyWriter, schema
 from service.types import EventKind, ExportRecord, ExportState, Origin, RungRecord, StudyState, TrialRecord, TrialState
 from tests.service.resolved import resolved_study
 from workers.types import Evidence, SampleResult, ScoreResult, Split
@@ -242,6 +242,14 @@ def test_events_and_values_of_some_kinds_and_recipes_are_those(store: Store, wri
     assert set(store.sample_values(writer.study_id, Split.SEARCH, recipes=("other", RECIPE.digest))) == {RECIPE.digest}
 
 
+def test_steps_of_a_searcher_are_stored_once(store: Store, writer: StudyWriter) -> None:
+    assert store.steps(writer.study_id) == ()
+    steps = (StepRecord(0, 3, 144, {"loss": 0.1}), StepRecord(1, 3, 48, {"loss": 1 / 3}))
+    for step in (*steps, replace(steps[0], document={"loss": 9.0})):
+        writer.add_step(step)
+    assert store.steps(writer.study_id) == steps
+
+
 def test_samples_are_void_that_an_engine_scored_after_its_last_good_canary(store: Store, writer: StudyWriter) -> None:
     writer.add_trial(TRIAL)
 
@@ -355,6 +363,7 @@ WRITES: dict[str, Callable[[StudyWriter], None]] = {
     "set_document_named": lambda w: w.set_document_named("holdout", {}),
     "record_engine_fault": lambda w: w.record_engine_fault("replica-1", 0, "x"),
     "add_event": lambda w: w.add_event("x", {}),
+    "add_step": lambda w: w.add_step(StepRecord(0, 3, 144, {"x": 1})),
 }
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from service.errors import StaleAttempt
 from service.store import Store, StudyWriter
+from service.studies import attempt
 from service.studies.heartbeat import PATIENCE_CHUNKS, PREPARING_PATIENCE_S, SCORING_PATIENCE_S, Heartbeat
 from service.types import StudyState
 from tests.service.tune.harness import coordinator_of, new_study, score
@@ -88,6 +89,37 @@ def test_time_without_a_chunk_is_not_counted_when_the_driver_only_waited(store: 
     assert store.studies()[0].wall_clock_s > 100.2
     heartbeat.discount()
     assert store.studies()[0].wall_clock_s == 100.0
+
+
+class Starting(FakeScorer):
+    is_up = False
+
+    def is_starting(self) -> bool:
+        return not self.is_up
+
+
+def test_a_driver_that_waits_for_an_engine_says_so_until_it_gets_results(
+    store: Store, writer: StudyWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def waits_for() -> str | None:
+        watch.look()
+        return store.studies()[0].waiting_for
+
+    monkeypatch.setattr(attempt, "ENGINE_CHECK_S", 0.05)
+    scorer = Starting()
+    heartbeat = Heartbeat(writer, 0.0)
+    watch = attempt._EngineWatch(scorer, writer, heartbeat)
+    assert waits_for() is None
+    for _ in range(3):
+        time.sleep(0.1)
+        assert waits_for() == "an engine to start"
+        assert heartbeat.idle_s < 0.1, "the start of an engine is progress"
+    writer.set_state(StudyState.RUNNING)
+    assert waits_for() is None
+    scorer.is_up = True
+    time.sleep(0.1)
+    assert waits_for() is None
+    assert heartbeat.idle_s >= 0.1
 
 
 def test_a_driver_hears_from_its_heartbeat_that_another_has_taken_over(store: Store, writer: StudyWriter) -> None:

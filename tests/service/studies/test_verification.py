@@ -5,6 +5,7 @@ The search itself runs without Ray."""
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from service.studies.preflight.examine import PreflightResult, examine
 from service.types import StudyState
 from tests.end_to_end.studies import write_small_study
 from tests.service.tune.harness import InlineProposer, drive
+from workers.errors import InvalidTask, MetricFailed
 from workers.serving.fake import FakeScorer
 from workers.types import SampleResult, Span, VerificationReport
 
@@ -35,15 +37,18 @@ NUM_VERIFIED = 3  # trials, by default
 @dataclass
 class Verifier(FakeScorer):
     """Notes which recipes it verifies. Of those in `disagreeing` it says that one sample differs. `cannot_verify` is
-    the reason why it compares nothing."""
+    the reason why it compares nothing, `fails_with` what it raises."""
 
     disagreeing: set[str] = field(default_factory=set)
     cannot_verify: str | None = None
     verified: list[str] = field(default_factory=list)
+    fails_with: Exception | None = None
 
     def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
         if self.cannot_verify:
             return VerificationReport(recipe.digest, 0, 0, 0.0, 1e-3, (), 0, reason=self.cannot_verify)
+        if self.fails_with is not None:
+            raise self.fails_with
         self.verified.append(recipe.digest)
         if recipe.digest in self.disagreeing:
             samples = (replace(samples[0], value=1 - samples[0].value), *samples[1:])
@@ -93,14 +98,15 @@ def preflight(tmp_path_factory: pytest.TempPathFactory) -> PreflightResult:
 
 @pytest.fixture
 def study(preflight: PreflightResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Study]:
-    def proposer(*, algorithm: str, parameters: Any, seed: int) -> InlineProposer:
+    def proposer(*, seed: int, **_: Any) -> InlineProposer:
         return InlineProposer(preflight.space, seed=seed)
 
     def run(coordinator: Any, scorer: Any, *, concurrency: int, **_: Any) -> None:
         drive(coordinator, scorer, concurrency=concurrency)
 
     inline = SimpleNamespace(RayProposer=proposer, run_evaluations=run)
-    monkeypatch.setitem(sys.modules, "service.tune.ray_tune", inline)  # type: ignore[arg-type]
+    for module in ("service.tune.ray_tune", "service.tune.proposing.ray_proposer"):
+        monkeypatch.setitem(sys.modules, module, inline)  # type: ignore[arg-type]
     study = Study(preflight, tmp_path)
     yield study
     study.store.close()
@@ -109,6 +115,24 @@ def study(preflight: PreflightResult, tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.fixture
 def scorer(preflight: PreflightResult) -> Verifier:
     return Verifier(bank_fingerprint=preflight.family.fingerprint)
+
+
+def test_a_metric_that_fails_on_the_answers_of_transformers_fails_the_study(study: Study, scorer: Verifier) -> None:
+    scorer.fails_with = MetricFailed("task sums, metric exact_match: no number")
+    assert study.attempt(scorer) is StudyState.FAILED
+    reason = str(study.store.study(study.id).reason)
+    assert re.fullmatch(r"verification: transformers cannot score trial \d+: task sums, metric .*: no number", reason)
+    scorer.fails_with = None
+    assert study.attempt(scorer) is StudyState.COMPLETE
+
+
+def test_a_task_that_engines_refuse_fails_the_study_with_their_reason(study: Study, scorer: Verifier) -> None:
+    def refuse(_: Any) -> Any:
+        raise InvalidTask("the chat template refuses these messages")
+
+    scorer.score = refuse  # type: ignore[method-assign]
+    assert study.attempt(scorer) is StudyState.FAILED
+    assert study.store.study(study.id).reason == "the chat template refuses these messages"
 
 
 def test_the_best_trial_and_some_others_are_verified_once(study: Study, scorer: Verifier) -> None:

@@ -18,9 +18,18 @@ from service.tune.coordinator import Coordinator
 from service.tune.evaluation import ChunkFailed, Crash, Evaluation, FailureKind
 from service.tune.plan import Plan
 from service.tune.searchers import get_searcher
+from service.tune.steps import Step
 from service.types import Origin
 from tests.service.resolved import resolved_study
-from workers.errors import EngineCrashed, EngineFault, EngineUnavailable, MetricFailed, TrialFailed
+from workers.errors import (
+    EngineCrashed,
+    EngineFault,
+    EngineUnavailable,
+    InvalidModel,
+    InvalidTask,
+    MetricFailed,
+    TrialFailed,
+)
 from workers.serving.fake import FakeScorer
 from workers.types import Scorer, ScoreRequest, TaskSpec
 
@@ -77,6 +86,9 @@ class InlineProposer:
     def submit(self, *, number: int, observations: Sequence[Any], pending: Sequence[Mapping[str, Any]]) -> None:
         self._call = {"number": number, "observations": observations, "pending": pending}
 
+    def stored(self, step: Step) -> None:
+        raise AssertionError("it computes no steps")
+
     def result(self, *, timeout_s: float) -> dict[str, Any] | None:
         told = zlib.crc32(repr(self._call).encode())
         return self._searcher.propose(self._parameters, seed=told if self._seed is None else self._seed, **self._call)
@@ -132,6 +144,8 @@ def score(scorer: Scorer, evaluation: Evaluation, chunk: int) -> Any:
         return ChunkFailed(FailureKind.METRIC, str(error))
     except TrialFailed as error:
         return ChunkFailed(FailureKind.TRIAL, str(error))
+    except (InvalidModel, InvalidTask) as error:
+        return ChunkFailed(FailureKind.STUDY, str(error))
     except EngineCrashed as error:
         crash = Crash(evaluation.chunks[chunk], error.replica, error.scored_others, error.has_error)
         return ChunkFailed(FailureKind.CRASH, str(error), crash=crash)

@@ -32,7 +32,7 @@ from workers.errors import EngineUnavailable, EvidenceMismatch, MetricFailed
 from workers.serving.fake import FakeScorer
 from workers.types import ScoreRequest
 
-SCHEDULERS: tuple[Scheduler, ...] = ("hyperband", "asha", "none")
+SCHEDULERS: tuple[Scheduler, ...] = ("hyperband", "asha", "racing", "none")
 
 
 def finished_study(directory: Path, **changes: Any) -> tuple[Any, str, Any]:
@@ -162,6 +162,7 @@ def test_killed_at_any_step_and_run_again_gives_the_undisturbed_trial_list(
     assert store.sample_values(study, "holdout") == expected_holdout
 
 
+@pytest.mark.slow
 def test_no_stored_sample_is_scored_twice_whatever_was_killed(tmp_path: Path) -> None:
     store, study = new_study(tmp_path)
     log = tmp_path / "scored.jsonl"
@@ -411,6 +412,7 @@ class OfThree(InlineProposer):
         return super().result(timeout_s=timeout_s)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["holdout", "rung", "ask"])
 def test_killed_after_an_exhausted_search_it_proposes_no_further_trial(tmp_path: Path, step: str) -> None:
     def run(name: str, observer: Callable[[str], None] = lambda _: None) -> Store:

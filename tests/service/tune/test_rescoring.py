@@ -15,7 +15,7 @@ from service.store import Store
 from service.studies.attempt import _check_engines, _is_closed
 from service.tune import rescoring
 from service.tune.coordinator import Coordinator
-from service.types import EventKind, TrialState
+from service.types import EventKind, StudyState, TrialState
 from tests.service.tune.harness import coordinator_of, drive, make_plan, new_study, score, trial_list
 from workers.errors import EngineFault
 from workers.serving.fake import FakeScorer
@@ -98,6 +98,7 @@ def events(store: Store, study: str, kind: EventKind) -> list[Any]:
     return [event.payload for event in store.events(study) if event.kind == kind]
 
 
+@pytest.mark.slow
 def test_both_studies_score_again_what_a_faulty_engine_scored_and_go_on_if_nothing_changed(
     tmp_path: Path, studies: tuple[Store, list[str]]
 ) -> None:
@@ -245,3 +246,52 @@ def test_what_could_not_be_checked_is_counted_as_not_checked(studies: tuple[Stor
     assert document["skipped"] == {"blind": "too little memory"}
     assert document["samples_not_checked"] == sum(row.num_samples for row in rows) - checked
     assert checked > 0
+
+
+def complete(store: Store, study: str, scorer: Any, *, max_trials: int) -> None:
+    """As an attempt ends that cannot check its engine any more."""
+    coordinator = coordinator_of(store, study, max_trials=max_trials)
+    drive(coordinator, scorer)
+    coordinator._writer.set_state(StudyState.COMPLETE, "the space is exhausted")
+
+
+def test_a_study_that_is_complete_is_told_of_void_samples_and_scores_them_again_when_it_is_resumed(
+    tmp_path: Path, studies: tuple[Store, list[str]]
+) -> None:
+    store, (first, second) = studies
+    complete(store, first, FakeScorer(replica="one"), max_trials=SIZES[0])
+    assert store.resume(first, reason="by request").state is StudyState.COMPLETE, "there is nothing to score again"
+    number = sum(row.num_samples for row in store.evidence(first))
+    other = coordinator_of(store, second, max_trials=SIZES[1])
+    step(other, FakeScorer(replica="one"))
+    for _ in range(2):
+        other.on_engine_fault(EngineFault("engine one: the canary failed", "one", 1))
+    assert store.study(first).reason == (
+        f"the space is exhausted; {number} samples are void since: engine one: the canary failed; resume the study to "
+        "score them again"
+    )
+    payload = {"replicas": {"one": "engine one: the canary failed"}, "samples": number}
+    assert events(store, first, EventKind.ENGINE_FAULT) == [payload]
+    assert store.study(second).state is not StudyState.COMPLETE
+
+    assert store.resume(first, reason="by request").state is StudyState.STOPPED
+    complete(store, first, FakeScorer(replica="two"), max_trials=SIZES[0])
+    assert events(store, first, EventKind.SCORED_AGAIN) == [{"samples": number}]
+    assert trial_list(store, first) == undisturbed(tmp_path)[0]
+    assert store.study(first).reason == "the space is exhausted"
+    assert store.resume(first, reason="by request").state is StudyState.COMPLETE
+
+
+def test_a_complete_study_whose_void_samples_have_other_values_fails_when_it_is_resumed(
+    studies: tuple[Store, list[str]],
+) -> None:
+    store, (first, second) = studies
+    complete(store, first, FakeScorer(replica="one", wrong_since=16), max_trials=SIZES[0])
+    wrong = wrong_samples(store, first)
+    assert wrong, "else this shows nothing"
+    other = coordinator_of(store, second, max_trials=SIZES[1])
+    other.on_engine_fault(EngineFault("engine one: the canary failed", "one", 1))
+    store.resume(first, reason="by request")
+    with pytest.raises(StudyFailed) as caught:
+        complete(store, first, FakeScorer(replica="two"), max_trials=SIZES[0])
+    assert named(str(caught.value)) == wrong

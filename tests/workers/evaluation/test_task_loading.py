@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,7 @@ def place(tmp_path: Path) -> Path:
 
 def check(file: Path, *, trusted: bool = False) -> None:
     roots = (str(file.parent),)
-    check_task(TaskSpec(str(file), "acc"), access=FileAccess((), roots) if trusted else FileAccess(roots))
+    check_task(TaskSpec(str(file), "acc", access=FileAccess((), roots) if trusted else FileAccess(roots)))
 
 
 def test_a_task_whose_files_may_be_read_is_built(place: Path) -> None:
@@ -125,3 +127,20 @@ def test_an_unreachable_hub_is_not_waited_for(place: Path, monkeypatch: pytest.M
     with pytest.raises(InvalidTask, match=r"its data cannot be fetched \(ConnectionError: .*inline JSONL task"):
         check_task(TaskSpec(str(write_choices(place, dataset_path="owner/none", dataset_kwargs=None)), "acc"))
     assert sum(pauses) < 1.0
+
+
+def test_what_builds_a_task_again_for_a_study_checks_the_files_again(place: Path) -> None:
+    """As a replica does, long after the study was accepted."""
+    link = place / "sums.jsonl"
+    link.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    inline = TaskSpec({"file": str(link)}, "exact_match", access=FileAccess((str(place),)))
+    choices = TaskSpec(str(write_choices(place)), "acc", access=inline.access)
+    assert [len(build_task(spec).order) for spec in (inline, choices)] == [1, 12]
+    for file in (link, place / "test.jsonl"):
+        moved = place.parent / "outside" / file.name
+        shutil.move(file, moved)
+        file.symlink_to(moved)
+    for spec in (inline, choices):
+        with pytest.raises(InvalidTask, match=r"is not below a directory that studies may read"):
+            build_task(spec)
+        assert spec.digest == replace(spec, access=None).digest, "it is the same task"

@@ -62,12 +62,13 @@ def test_several_licences_of_a_source_are_all_told(tmp_path: Path) -> None:
     assert licence(tmp_path / "nowhere") is None
 
 
-def test_single_tensors_are_in_the_card_and_not_in_a_mergekit_configuration(untied: Bank, tmp_path: Path) -> None:
+def test_single_tensors_are_in_the_card_and_in_the_mergekit_configuration(untied: Bank, tmp_path: Path) -> None:
     norm = Merge("passthrough", (Source("text"),))
     recipe = replace(arithmetic(untied.family, 0.3, 0.4), tensors={"model.norm.weight": norm})
     card = (export(recipe, untied, tmp_path / "out") / "README.md").read_text()
     assert "| tensor | model.norm.weight | passthrough | text |  |" in card
-    assert "There is no mergekit configuration: single tensors have merges of their own." in card
+    assert "`mergekit_config.yml` gives the same tensors with mergekit" in card
+    assert "model.norm.weight" in (tmp_path / "out" / "mergekit_config.yml").read_text()
 
 
 def test_layers_that_differ_have_rows_of_their_own(untied: Bank, tmp_path: Path) -> None:

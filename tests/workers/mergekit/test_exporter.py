@@ -213,6 +213,41 @@ def test_mergekit_gives_the_same_untied_head(untied_bank: Bank, tmp_path: Path) 
     compare(recipe, untied_bank, config_of(recipe, untied_bank), tmp_path / "theirs")
 
 
+def with_single_tensors(recipe: Recipe, bank: Bank, merge_of: Callable[[int], Merge]) -> Recipe:
+    """Every tensor but the norms of layer 1 has a merge of its own; `merge_of` gives that of the number of a tensor."""
+    tensors = {}
+    for number, (name, place) in enumerate(bank.layout.places.items()):
+        if (place.layer, place.component) != (1, "norm"):
+            merge = merge_of(number)
+            tensors[name] = replace(merge, sources=tuple(Source(s.model, place.layer) for s in merge.sources))
+    return replace(recipe, tensors=tensors)
+
+
+SINGLE: dict[str, tuple[Make, Callable[[int], Merge]]] = {
+    # Some tensors are the base's, some have the task vector of one model only.
+    "task_arithmetic": (arithmetic(0.3, 0.4), lambda n: arithmetic(0.1 * (n % 7), 0.2 * (n % 3))(None)),
+    "linear": (linear(0.3, 0.7), lambda n: linear(0.1 * (n % 11), 1 - 0.1 * (n % 11))(None)),
+    "slerp": (slerp("math", "text", 0.3), lambda n: slerp("math", "text", 0.1 * (n % 11))(None)),
+    "multislerp": (
+        by("multislerp", "math", "text", weight=(0.3, 0.7)),
+        lambda n: by("multislerp", "math", "text", weight=(1.0, 1.0 + n))(None),
+    ),
+}
+
+
+@pytest.mark.parametrize("method", SINGLE)
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_mergekit_gives_the_same_single_tensors(
+    bank: Bank, untied_bank: Bank, tmp_path: Path, method: str, is_tied: bool
+) -> None:
+    models = bank if is_tied else untied_bank
+    make, merge_of = SINGLE[method]
+    num_layers = models.layout.num_layers
+    recipe = recipe_of(models.family, [(make,) * 3] * num_layers, make, make)
+    recipe = with_single_tensors(recipe, models, merge_of)
+    compare(recipe, models, config_of(recipe, models), tmp_path)
+
+
 def test_mergekit_gives_the_same_layers_from_elsewhere(untied_bank: Bank, tmp_path: Path) -> None:
     recipe = recipe_of(
         untied_bank.family, [(arithmetic(0.3, 0.4),) * 3] * 5, arithmetic(0.3, 0.4), arithmetic(0.3, 0.4)

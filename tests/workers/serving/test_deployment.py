@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import pytest
 from search_spaces.study.sections import Engine, EngineOptions
 from tests.conftest import OPTIONS
 from tests.workers.recipes import arithmetic
-from workers.errors import EngineCrashed, EngineFault, EngineUnavailable, InvalidTask, TrialFailed
+from workers.errors import EngineCrashed, EngineFault, EngineUnavailable, InvalidModel, InvalidTask, TrialFailed
 from workers.serving.deployment import ServeScorer, app_name, deploy_scorer
 from workers.serving.fake import FakeScorer
 from workers.serving.watchdog import TimeLimits
@@ -175,6 +175,32 @@ def test_replica_that_cannot_start_says_why_and_where_its_log_is(
     with pytest.raises(EngineUnavailable, match="no such application"):
         ServeScorer("fake-none", deadline_s=0.1).describe((TASK,))
     serve.delete("fake-broken")
+
+
+@dataclass
+class ReadsOnce(FakeScorer):
+    """Its models have changed when it starts a second time."""
+
+    def __post_init__(self) -> None:
+        assert self.log_file is not None
+        with Path(self.log_file).open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        if len(Path(self.log_file).read_text().splitlines()) > 1:
+            raise InvalidModel(("/models/math has changed: its fingerprint is 0a1b",))
+
+
+def test_replica_whose_models_have_changed_since_it_first_started_is_not_waited_for(
+    ray_cluster: None, tied_family: Family, tmp_path: Path
+) -> None:
+    from ray import serve
+
+    make_worker = partial(ReadsOnce, log_file=str(tmp_path / "starts"), sample_delay_s=0.1)
+    scorer = deploy_scorer(tied_family, OPTIONS, name="fake-changed", make_worker=make_worker)
+    (process,) = scorer.statistics()["processes"]
+    os.kill(process, signal.SIGKILL)
+    with pytest.raises(EngineUnavailable, match=r"math has changed: its fingerprint is 0a1b"):
+        replace(scorer, poll_s=0.5).score(request(tied_family, 0.5))
+    serve.delete("fake-changed")
 
 
 def test_names_of_applications_stay_as_they_are() -> None:

@@ -134,6 +134,7 @@ def seconds_until_unhealthy(replica: ScoringReplica, wanted: ScoreRequest) -> fl
     return asyncio.run(watch())
 
 
+@pytest.mark.slow
 def test_a_chunk_that_takes_many_times_the_measured_ones_counts_as_hung() -> None:
     limits = TimeLimits(first_chunk_s=60.0, chunk_s=0.2, chunk_factor=2.0)
     replica = ScoringReplica(lambda: FakeScorer(sample_delay_s=0.01), limits)

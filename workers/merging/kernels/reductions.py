@@ -24,7 +24,7 @@ from workers.merging.methods.arithmetic import BLOCK as SUMMED
 from workers.merging.methods.arithmetic import PARTS
 from workers.merging.order_statistics import SPACING, Trim
 
-__all__ = ["inner_product", "kept_norms", "shared_counts", "variable_squares", "weighted_words"]
+__all__ = ["inner_product", "kept_norms", "projections", "shared_counts", "variable_squares", "weighted_words"]
 
 LANES = SUMMED // PARTS
 U64 = np.uint64
@@ -39,6 +39,16 @@ def inner_product(first: torch.Tensor, second: torch.Tensor, base: torch.Tensor 
     sums = np.empty(-(-x.size // SUMMED))
     run(_inner_product, [(x, y, b, base is not None, sums, *part) for part in pieces(x.size, SUMMED)])
     return math.fsum(sums)
+
+
+def projections(direction: torch.Tensor, tensors: Tensors, base: torch.Tensor) -> list[float]:
+    """The inner products of `direction` and each tensor's difference from `base`, which is rounded to float32; all
+    contiguous, `direction` in a dtype of its own. No difference is held in memory."""
+    *xs, b = as_arrays([*tensors, base])
+    sums = np.empty((len(xs), -(-b.size // SUMMED)))
+    d = as_array(direction)
+    run(_projections, [(d, tuple(xs), b, sums, *part) for part in pieces(b.size, SUMMED)])
+    return [math.fsum(row) for row in sums]
 
 
 def kept_norms(
@@ -102,6 +112,20 @@ def _inner_product(x: Any, y: Any, base: Any, has_base: bool, sums: Any, start: 
                 b = value(base[i]) if has_base else ZERO
                 lanes[i - row] += np.float64(value(x[i]) - b) * np.float64(value(y[i]) - b)
         sums[begin // U64(SUMMED)] = _sum_of(lanes)
+
+
+@compiled
+def _projections(direction: Any, xs: Any, base: Any, sums: Any, start: int, stop: int) -> None:
+    lanes = np.empty(LANES)
+    for begin in range(U64(start), U64(stop), U64(SUMMED)):
+        end = min(begin + U64(SUMMED), U64(stop))
+        for s in range(len(xs)):  # all read one block of the direction and the base while it is in the cache
+            x = xs[s]
+            lanes[:] = 0
+            for row in range(begin, end, U64(LANES)):
+                for i in range(row, min(row + U64(LANES), end)):
+                    lanes[i - row] += np.float64(value(direction[i])) * np.float64(value(x[i]) - value(base[i]))
+            sums[s, begin // U64(SUMMED)] = _sum_of(lanes)
 
 
 @compiled

@@ -2,7 +2,8 @@
 
 All arithmetic is in float32 on the tensors given, element by element in the order of the sources, without fused
 multiply-add; reductions over a tensor are summed in fixed blocks. So the same operands give the same bits with any
-number of threads (except WUDI's matrix products). Each method is declared in `search_spaces.methods` and has one
+number of threads (except WUDI's matrix products). Coefficients that are tensors without dimensions get gradients, at
+fixed masks, where the declaration says so. Each method is declared in `search_spaces.methods` and has one
 function here, registered by `@merges(NAME)`. Import names from their modules.
 
 - `registry`: the decorator that registers a function
@@ -11,6 +12,7 @@ function here, registered by `@merges(NAME)`. Import names from their modules.
 - `task_vectors`: sums of task vectors, sparsified or with elected signs
 - `competition`: task vectors that compete for each element
 - `arithmetic`: weighted sums, inner products, angles and ranks
+- `scalars`: arithmetic on coefficients, with a gradient where they are tensors
 - `sparsify`: functions that drop elements of a task vector
 - `consensus`: functions that elect signs, as TIES does
 - `table`: the declarations as the table in README.md

@@ -13,6 +13,7 @@ import torch
 
 from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import COEFFICIENT_DECIMALS
+from workers.merging.methods import scalars
 from workers.merging.methods.arithmetic import (
     CHUNK,
     Products,
@@ -74,7 +75,8 @@ STOCK_ROUNDING = 1e-6
 @merges("passthrough")
 def passthrough(tensors: Sequence[torch.Tensor], *, scale: float = 1) -> torch.Tensor:
     """scale * theta: the one source as it is, or scaled (mergekit's passthrough with `scale`)."""
-    return tensors[0] if scale == 1 else tensors[0] * scale
+    is_copy = scale == 1 and not isinstance(scale, torch.Tensor)
+    return tensors[0] if is_copy else tensors[0] * scale
 
 
 @merges("linear")
@@ -135,7 +137,7 @@ def nuslerp_rows(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -
     is_straight = cosines.abs() > NUSLERP_COLLINEAR
     omega = torch.acos(torch.where(is_straight, 0, cosines))
     shares = [
-        torch.where(is_straight, straight, torch.sin(straight * omega) / torch.sin(omega)).float()
+        torch.where(is_straight, straight, torch.sin(straight * omega) / torch.sin(omega)).to(first.dtype)
         for straight in (1 - t, t)
     ]
     return first * shares[0] + second * shares[1]
@@ -192,7 +194,7 @@ def multislerp_weights(weights: Sequence[float], products: Products) -> list[flo
             f"multislerp: the directions of {len(counting)} tensors cancel with weights {tuple(weights)}: there is no "
             "mean direction; use other weights or another method"
         )
-    length = math.fsum(share * size for share, size in zip(shares, norms, strict=True))
+    length = scalars.fsum(share * size for share, size in zip(shares, norms, strict=True))
     return [unit * length / size for unit in units]
 
 
@@ -230,7 +232,7 @@ def karcher_weights(weights: Sequence[float], products: Products) -> list[float]
     if len(products) == 1:
         return [1.0]
     shares, norms = _shares("karcher", weights), _norms(products)
-    length = math.fsum(share * size for share, size in zip(shares, norms, strict=True))
+    length = scalars.fsum(share * size for share, size in zip(shares, norms, strict=True))
     pointing = [i for i, size in enumerate(norms) if size > KARCHER_TOLERANCE and shares[i] != 0]
     found = [0.0] * len(products)
     if not pointing:
@@ -242,17 +244,17 @@ def karcher_weights(weights: Sequence[float], products: Products) -> list[float]
     for _ in range(KARCHER_STEPS):
         step = [0.0] * len(pointing)
         for i, share in enumerate(shares):
-            along = max(-1.0, min(1.0, math.fsum(m * c for m, c in zip(mean, cosines[i], strict=True))))
-            theta = math.acos(along)
-            if theta < KARCHER_TOLERANCE or math.sin(theta) < KARCHER_TOLERANCE:
+            along = max(-1.0, min(1.0, scalars.fsum(m * c for m, c in zip(mean, cosines[i], strict=True))))
+            theta = scalars.acos(along)
+            if theta < KARCHER_TOLERANCE or scalars.sin(theta) < KARCHER_TOLERANCE:
                 continue  # at the mean already, or opposite to it: no direction leads there
-            factor = share * theta / math.sin(theta)
+            factor = share * theta / scalars.sin(theta)
             step = [part - of_mean * factor * along for part, of_mean in zip(step, mean, strict=True)]
             step[i] += factor
         size = _length(step, cosines)
         if size < KARCHER_TOLERANCE:
             break
-        mean = [m * math.cos(size) + s * math.sin(size) / size for m, s in zip(mean, step, strict=True)]
+        mean = [m * scalars.cos(size) + s * scalars.sin(size) / size for m, s in zip(mean, step, strict=True)]
         size = _length(mean, cosines)
         mean = [m / size for m in mean]
     for i, of_mean in zip(pointing, mean, strict=True):
@@ -367,7 +369,7 @@ def _divergences(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def _shares(method: str, weights: Sequence[float]) -> list[float]:
-    total = math.fsum(weights)
+    total = scalars.fsum(weights)
     if abs(total) < NO_WEIGHT:
         raise InvalidRecipe(f"{method}: weights {tuple(weights)} sum to {total}; they must not sum to zero")
     return [weight / total for weight in weights]
@@ -384,11 +386,11 @@ def _length(coefficients: Sequence[float], products: Products) -> float:
         for a, row in zip(coefficients, products, strict=True)
         for b, product in zip(coefficients, row, strict=True)
     )
-    return math.sqrt(max(0.0, math.fsum(terms)))
+    return scalars.sqrt(max(0.0, scalars.fsum(terms)))
 
 
 def _t(weights: Sequence[float]) -> float:
-    total = math.fsum(weights)
+    total = scalars.fsum(weights)
     return 0.5 if abs(total) < NO_WEIGHT else weights[1] / total
 
 
@@ -396,7 +398,7 @@ def _circle_weights(t: float, cos: float, straight_beyond: float) -> tuple[float
     if abs(cos) > straight_beyond:
         return 1 - t, t
     omega = math.acos(cos)
-    return math.sin((1 - t) * omega) / math.sin(omega), math.sin(t * omega) / math.sin(omega)
+    return scalars.sin((1 - t) * omega) / math.sin(omega), scalars.sin(t * omega) / math.sin(omega)
 
 
 def _stock_ratio(cosines: torch.Tensor, num_models: int, *, unbounded: bool, name: str) -> torch.Tensor:

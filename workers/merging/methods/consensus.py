@@ -80,7 +80,7 @@ def disjoint_interpolation(taus: Sequence[torch.Tensor], weights: Sequence[float
         agreeing = tau.mul_(elected).clamp_(min=0)
         alone += agreeing
         mixed += agreeing * weight
-        agrees = agreeing.sign_()
+        agrees = agreeing.sign()  # a copy: the product above needs `agreeing` for its gradient
         count += agrees
         divisor += agrees.mul_(weight)
     mixed.div_(divisor.masked_fill_(divisor == 0, 1))

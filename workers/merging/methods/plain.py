@@ -12,7 +12,7 @@ import importlib
 import inspect
 import keyword
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -74,9 +74,20 @@ class PlainMethod:
     def name(self) -> str:
         return self.declared.name
 
-    def merge(self, operands: Operands, merge: Merge) -> torch.Tensor:
-        """The merged tensor. Raises InvalidRecipe for coefficients that the method does not take."""
-        arguments: dict[str, Any] = {_keyword(c): _value(c, merge) for c in self.declared.coefficients}
+    def merge(
+        self,
+        operands: Operands,
+        merge: Merge,
+        *,
+        given: Mapping[str, Sequence[torch.Tensor] | torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """The merged tensor. Coefficients that are `given` as tensors without dimensions, by name, replace the merge's;
+        the result has gradients by them. Raises InvalidRecipe for coefficients that the method does not take."""
+        replaced = given or {}
+        arguments: dict[str, Any] = {
+            _keyword(c): replaced[c.name] if c.name in replaced else _value(c, merge)
+            for c in self.declared.coefficients
+        }
         if self.declared.takes_seed:
             assert operands.keys is not None, f"{self.name} was given no keys"
             arguments["keys"] = operands.keys

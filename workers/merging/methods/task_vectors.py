@@ -6,13 +6,13 @@ for each source the table of |source - base|, and `ranks` the ranks of these mag
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 
 from workers.merging.methods import consensus
 from workers.merging.methods.registry import merges
+from workers.merging.methods.scalars import fsum
 from workers.merging.methods.sparsify import cut_both_ends, dropped, magnitude_sampled, match_l1_norm, trimmed
 from workers.merging.order_statistics import MagnitudeTable
 
@@ -228,7 +228,7 @@ def m3_dare(
 
 def m3_lambdas(weights: Sequence[float], lambda_: float) -> list[float]:
     """The lambdas with which `dare_linear` computes `m3_dare`."""
-    total = math.fsum(weights)
+    total = fsum(weights)
     return [lambda_ * weight / total for weight in weights]
 
 

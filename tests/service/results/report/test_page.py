@@ -7,9 +7,11 @@ from html.parser import HTMLParser
 import pytest
 
 from search_spaces.objectives import Objective
-from service.results.files import EngineFigures, summary
+from search_spaces.recipe import Merge, Source
+from service.results.files import EngineFigures, SearchFigures, summary
 from service.results.report import render_report
 from service.results.report.marks import MAX_POINTS
+from service.results.selection import best_trial
 from service.types import Origin, StudyState, TrialState
 from tests.service.synthetic_run import run_record
 
@@ -49,6 +51,18 @@ def run():
 @pytest.fixture(scope="module")
 def page(run):
     return Page(render_report(run))
+
+
+def test_single_tensors_of_the_best_recipe_are_listed(run, page):
+    assert "a merge of its own" not in page.text
+    best = best_trial(run.trials, run.objectives)
+    own = Merge("task_arithmetic", (Source("math"), Source("text")), {"lambda": (0.35, -0.15)})
+    finer = replace(best, recipe=replace(best.recipe, tensors={"model.norm.weight": own}))
+    trials = tuple(finer if trial.number == best.number else trial for trial in run.trials)
+    text = Page(render_report(replace(run, trials=trials))).text
+    assert "1 tensor has a merge of its own" in text
+    assert "model.norm.weight" in text
+    assert "-0.15" in text
 
 
 def test_report_loads_nothing_and_runs_nothing(run):
@@ -111,6 +125,13 @@ def test_verification_failures_and_engine_are_told(run, page):
     assert "recipe swaps" in page.text
     assert "87%" in page.text
     assert f"{summary(run)['samples']['scored']:,} samples were scored" in page.text
+
+
+def test_the_searcher_its_reason_and_its_cost_are_told(run):
+    search = SearchFigures("gradient", "there are references", ("losses go with scores",), steps=52, step_samples=7104)
+    page = render_report(replace(run, search=search))
+    for text in ("gradient: there are references", "losses go with scores", "charged as 7,104 samples"):
+        assert text in page
 
 
 def test_texts_of_users_cannot_become_markup(run):

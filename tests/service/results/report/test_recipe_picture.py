@@ -1,7 +1,10 @@
 """The picture of a recipe."""
 
+from dataclasses import replace
+
 import pytest
 
+from search_spaces.recipe import Merge, Source
 from service.results.report.recipe_picture import recipe_picture
 from service.results.selection import best_trial
 from tests.service.synthetic_run import run_record
@@ -20,3 +23,20 @@ def test_recipe_picture_has_a_row_per_run_of_equal_layers():
     assert drawn["models"] == ["text", "math", "lookup"]
     for row in drawn["contributions"]:
         assert sum(row["shares"]) == pytest.approx(1)
+
+
+def test_single_tensors_are_listed_with_their_own_coefficients():
+    run = run_record()
+    whole = best_trial(run.trials, run.objectives).recipe
+    assert recipe_picture(whole)["tensors"] == []
+    names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1)]
+    sources = (Source("math", 0), Source("text", 0))
+    own = Merge("task_arithmetic", sources, {"lambda": (0.75, 0.25)})
+    drawn = recipe_picture(replace(whole, tensors=dict.fromkeys(names, own)), experts=("text", "math"))
+    assert [tensor["name"] for tensor in drawn["tensors"]] == names
+    assert [source["text"] for source in drawn["tensors"][0]["cell"]["sources"]] == ["0.25", "0.75"]
+    last = drawn["contributions"][-1]
+    assert last["name"] == "single tensors"
+    assert dict(zip(drawn["models"], last["shares"], strict=True)) == pytest.approx(
+        {"text": 0.25, "math": 0.75, "lookup": 0}
+    )

@@ -1,9 +1,13 @@
 """The series of a recipe: runs of layers that are merged alike, and every model's share."""
 
+from dataclasses import replace
+
 import pytest
 
 from search_spaces.recipe import LayerRecipe, Merge, Source
-from service.results.series.recipe import layer_runs, model_shares
+from service.results.selection import best_trial
+from service.results.series.recipe import layer_runs, model_shares, recipe
+from tests.service.synthetic_run import run_record
 
 
 def test_layers_are_one_run_only_where_they_take_the_same_steps():
@@ -25,3 +29,15 @@ def test_shares_follow_coefficients():
     assert model_shares(Merge("slerp", three[:2], {"t": 0.3})) == pytest.approx({"a": 0.7, "b": 0.3})
     assert model_shares(Merge("ties", three[:2], {"lambda": 1.0, "k": 0.2})) == {"a": 0.5, "b": 0.5}
     assert model_shares(Merge("linear", three[:2], {"weight": (0.0, 0.0)})) == {"a": 0.0, "b": 0.0}
+
+
+def test_the_series_has_the_single_tensors_of_the_best_recipe():
+    run = run_record(num_trials=10)
+    assert recipe(run).tensors == {}
+    best = best_trial(run.trials, run.objectives)
+    own = Merge("task_arithmetic", (Source("math"), Source("text")), {"lambda": (0.3, 0.1)})
+    finer = replace(best, recipe=replace(best.recipe, tensors={"model.norm.weight": own}))
+    trials = tuple(finer if trial.number == best.number else trial for trial in run.trials)
+    picture = recipe(replace(run, trials=trials)).tensors["model.norm.weight"]
+    assert (picture.method, picture.coefficients) == ("task_arithmetic", {"lambda": [0.3, 0.1]})
+    assert picture.shares == pytest.approx({"math": 0.75, "text": 0.25})

@@ -23,12 +23,11 @@ from service.studies.dry_run import check
 from service.studies.merge import check_merge
 from service.studies.preflight.examine import ExpectedSamples, PreflightResult, examine
 from service.studies.preflight.models import check_models
-from service.studies.preflight.resources import ENGINE_OVERHEAD_BYTES
+from service.studies.preflight.resources import ENGINE_OVERHEAD_BYTES, GRADIENT_OVERHEAD_BYTES
 from service.types import Origin, ResolvedStudy
 from tests.builders import character_tokenizer, lora_adapter, tiny_family, tiny_qwen2, with_tokens
 from tests.conftest import HIDDEN, write_choices
 from tests.layouts import LAYOUTS, layout_family
-from workers.cache import CACHE_VARIABLE
 from workers.engines.vllm.support import CapabilityProbe
 from workers.errors import InvalidModel
 from workers.evaluation.prompts import Prompts
@@ -40,11 +39,6 @@ from workers.types import Family
 
 SIZES = {"sums": 40, "words": 38}
 HOLDOUT = 20
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path_factory.getbasetemp() / "findings"))
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +76,7 @@ def examined(root: Path, **sections: Any) -> PreflightResult:
     return examine(study_of(root, **sections))
 
 
+@pytest.mark.slow
 def test_models_space_and_tasks_are_as_on_disk(root: Path) -> None:
     found = examined(root)
     assert [model.alias for model in found.family.models] == ["base", "math", "text"]
@@ -109,7 +104,7 @@ def layouts(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, F
     families = {name: layout_family(directory / name, name, hidden=HIDDEN) for name in LAYOUTS}
     configs = [config_of(family.base.directory) for family in families.values()]
     configs.append(config_of(root / "base") | CLASSIFIER)
-    CapabilityProbe(configs, cache=tmp_path_factory.getbasetemp() / "findings").answers(dtype="float32")
+    CapabilityProbe(configs).answers(dtype="float32")
     return families
 
 
@@ -323,6 +318,19 @@ def test_a_cache_of_ranks_takes_two_bytes_for_each_parameter_of_each_expert(root
     assert ranks.memory.engine_bytes - plain.memory.engine_bytes == 2 * 2 * plain.num_parameters
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the model is in the GPU's memory")
+def test_gradients_take_one_merged_model_and_the_gradient_of_its_largest_tensor(root: Path) -> None:
+    found = examine(study_of(root, search_space={}), available_bytes=2**40)
+    largest = max(tensor.nbytes for tensor in load_file(root / "base" / "model.safetensors").values())
+    assert found.algorithm.name == "gradient"
+    assert found.memory.gradient_bytes == 4 * found.num_parameters + largest + GRADIENT_OVERHEAD_BYTES
+    assert (
+        found.memory.needed_bytes == found.memory.bank_bytes + found.memory.engine_bytes + found.memory.gradient_bytes
+    )
+    with pytest.raises(InvalidStudy, match=r"1 engine\(s\) of 2.0 GiB \+ 1.0 GiB for gradients; use fewer"):
+        examine(study_of(root, search_space={}), available_bytes=2**31)
+
+
 @pytest.mark.parametrize("method", ["sce", "sce_mergekit", "arcee_fusion"])
 def test_tables_of_several_experts_take_an_eighth_of_the_sources(root: Path, method: str) -> None:
     plain, tables = (
@@ -336,6 +344,22 @@ def test_tables_of_several_experts_take_an_eighth_of_the_sources(root: Path, met
 def test_replicas_share_the_bank(root: Path) -> None:
     memory = examine(study_of(root, engine={"replicas": 3, "max_model_len": 64}), available_bytes=2**40).memory
     assert memory.needed_bytes == memory.bank_bytes + 3 * memory.engine_bytes
+
+
+def test_a_searcher_that_cannot_handle_the_study_is_refused_before_the_weights_are_read(root: Path) -> None:
+    def not_reached() -> None:
+        raise AssertionError("the weights are looked at")
+
+    study = study_of(root, search={"algorithm": "cmaes", "max_trials": 14})
+    with pytest.raises(InvalidStudy) as caught:
+        examine(study, before_weights=not_reached)
+    (problem,) = caught.value.problems
+    assert problem.field == "search.algorithm"
+    assert problem.message.startswith(
+        "cmaes does not handle conditional parameters and categorical parameters and several objectives, which this "
+        "study has; searchers that do: auto, "
+    )
+    assert examined(root, search={"algorithm": "tpe", "max_trials": 14}).study.search.algorithm == "tpe"
 
 
 def test_what_does_not_fit_is_refused_with_all_sizes(root: Path) -> None:
@@ -367,6 +391,7 @@ def test_what_headers_tell_is_told_before_any_weights_are_read(
     ]
 
 
+@pytest.mark.slow
 def test_a_model_that_vllm_cannot_run_is_told_with_all_else(
     root: Path, layouts: dict[str, Family], tmp_path: Path
 ) -> None:

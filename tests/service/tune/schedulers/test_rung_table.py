@@ -10,8 +10,8 @@ import pytest
 
 from search_spaces.fidelity import Bracket, Scheduler, bracket_cycle
 from search_spaces.objectives import Candidate, promotion_order
+from service.tune.schedulers import SCHEDULERS
 from service.tune.schedulers.base import Decision, Proposal, RungTable
-from service.tune.schedulers.successive_halving import SCHEDULERS
 
 
 def table_of(
@@ -298,7 +298,7 @@ def test_a_bracket_opens_only_when_those_two_before_it_are_closed() -> None:
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 5, 9])
-@pytest.mark.parametrize("scheduler", ["hyperband", "asha"])
+@pytest.mark.parametrize("scheduler", ["hyperband", "asha", "racing"])
 def test_what_a_proposal_sees_does_not_depend_on_the_order_of_results(scheduler: Scheduler, max_staleness: int) -> None:
     def seen(pick: Callable[[list[tuple[int, int]]], tuple[int, int]]) -> dict[int, Any]:
         table, proposals = table_of(max_trials=25, scheduler=scheduler, baselines=2, max_staleness=max_staleness), {}

@@ -25,6 +25,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(str(tiny_llama(tmp_path_factory.mktemp("llama"), 4)), OPTIONS)
 
 
+@pytest.mark.slow
 def test_verification_lists_each_difference_with_how_near_the_choice_was(
     reference: Reference, tmp_path: Path, choices: TaskSpec
 ) -> None:

@@ -312,9 +312,9 @@ def test_a_swap_plans_its_recipe_once(
 
     plan, planned = workers.merging.materialize._plan, []
 
-    def counted(recipe: Recipe, bank: Bank) -> Any:
+    def counted(recipe: Recipe, canonical: Recipe, bank: Bank) -> Any:
         planned.append(recipe.digest)
-        return plan(recipe, bank)
+        return plan(recipe, canonical, bank)
 
     monkeypatch.setattr(workers.merging.materialize, "_plan", counted)
     first, second = arithmetic(tied_family, 0.3, 0.5), arithmetic(tied_family, 0.4, 0.5)

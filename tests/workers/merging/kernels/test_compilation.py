@@ -97,6 +97,7 @@ print(probe(7), probe._cache._cache_file._index_path, sum(probe.stats.cache_hits
 """
 
 
+@pytest.mark.slow
 def test_compiled_code_of_another_version_is_not_used(tmp_path: Path) -> None:
     """In a copy of the packages, a compiled function that does not change itself follows a constant two modules away,
     and is loaded from disk while nothing changes."""

@@ -57,6 +57,22 @@ def test_inner_products_are_the_exact_ones_but_for_the_order(size: int, dtype: t
     check_sum(reductions.inner_product(first, first, base), taus[0] ** 2)
 
 
+@pytest.mark.parametrize("of_gradient", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 3, (torch.bfloat16,) * 3, (torch.float32, torch.bfloat16) * 2])
+@pytest.mark.parametrize("size", [1, BLOCK + 1, CHUNK + BLOCK + 1])
+def test_projections_are_the_exact_ones_but_for_the_order(
+    size: int, dtypes: Sequence[torch.dtype], of_gradient: torch.dtype
+) -> None:
+    base, sources = tensors_near(size, dtypes)
+    gradient = torch.randn(size, generator=torch.Generator().manual_seed(3)).to(of_gradient)
+    found = reductions.projections(gradient, sources, base)
+    assert len(found) == len(sources)
+    for source, product in zip(sources, found, strict=True):
+        check_sum(product, gradient.double() * (source.float() - base.float()).double())
+    torch.set_num_threads(1)
+    assert reductions.projections(gradient, sources, base) == found
+
+
 @pytest.mark.parametrize("dtypes", [(dtype,) * 4 for dtype in DTYPES] + [(torch.float32, torch.bfloat16) * 2])
 def test_inner_products_have_the_bits_of_the_plain_ones(dtypes: tuple[torch.dtype, ...]) -> None:
     for size in SIZES:
@@ -72,6 +88,7 @@ def test_inner_products_take_what_the_kernels_do_not() -> None:
     assert fast_inner_products((torch.empty(0), torch.empty(0))) == [[0.0, 0.0], [0.0, 0.0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_sources", range(1, 9))
 def test_squares_of_variable_elements_are_those_of_torch(num_sources: int) -> None:
     for size in SIZES:

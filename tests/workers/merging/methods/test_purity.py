@@ -6,12 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[4]
 PROGRAM = """
 import sys
 for name in ("numba", "llvmlite", "triton", "workers.merging.kernels", "workers.merging.statistics"):
     sys.modules[name] = None  # importing it raises ImportError
 
+import pytest
 import torch
 from search_spaces.methods import METHODS
 from search_spaces.recipe import Merge, Source
@@ -33,6 +36,7 @@ print(len(METHODS))
 """
 
 
+@pytest.mark.slow
 def test_every_method_merges_without_numba_triton_and_kernels() -> None:
     finished = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False

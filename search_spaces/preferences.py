@@ -1,0 +1,72 @@
+"""Preference vectors: how much each objective matters. Weights of at least 0 that sum to one, in the objectives' order.
+
+Arrays are [num_vectors, num_objectives], float64.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from search_spaces.errors import InvalidPreference
+
+__all__ = ["Vectors", "dirichlet", "preference_vector", "simplex_lattice"]
+
+Vectors = NDArray[np.float64]
+
+# How far the sum of the weights that a user gives may be from one: 0.33, 0.33 and 0.34 are exact, three times 0.333
+# are not.
+TOLERANCE = 0.005
+
+
+def simplex_lattice(num_objectives: int, *, max_vectors: int) -> Vectors:
+    """The vectors whose weights are multiples of 1/s, for the largest s that gives at most `max_vectors`; s = 1, one
+    vector for each objective, gives as many as there are objectives.
+
+    Su and Geiping, "Fine, I'll Merge It Myself" (2025), section 3.3.2; Das and Dennis, SIAM J. Optim. 8(3), 1998. In
+    lexicographic order, the first objective's weights ascending."""
+    steps = 1
+    if num_objectives > 1:
+        while _num_vectors(num_objectives, steps + 1) <= max_vectors:
+            steps += 1
+    # A vector is a way of putting num_objectives - 1 bars between the steps: its weights are the gaps between bars.
+    last = steps + num_objectives - 1
+    vectors = [np.diff((-1, *bars, last)) - 1 for bars in itertools.combinations(range(last), num_objectives - 1)]
+    return np.array(vectors, dtype=np.float64) / steps
+
+
+def dirichlet(num_objectives: int, *, num_vectors: int, rng: np.random.Generator) -> Vectors:
+    """Vectors drawn uniformly from all preference vectors: the Dirichlet distribution with all parameters 1."""
+    return rng.dirichlet(np.ones(num_objectives), num_vectors)
+
+
+def preference_vector(weights: Mapping[str, float], *, objectives: Sequence[str]) -> tuple[float, ...]:
+    """A user's weights by objective, as a vector: objectives that are not named have weight 0.
+
+    Raises InvalidPreference for an unknown objective, a weight that is negative or not finite, and a sum that is not
+    one."""
+    for name, weight in weights.items():
+        if name not in objectives:
+            raise InvalidPreference(
+                f"preference: {name!r} is not an objective; give weights of {', '.join(objectives)}"
+            )
+        if not (math.isfinite(weight) and weight >= 0):
+            raise InvalidPreference(f"preference: {name}={weight:g} is not accepted; give a number from 0 to 1")
+    total = math.fsum(weights.values())
+    if abs(total - 1) > TOLERANCE:
+        shown = ", ".join(f"{name}={weight:g}" for name, weight in weights.items()) or "no weights"
+        hint = f"; for the same proportions: {_rescaled(weights, total)}" if total > 0 else ""
+        raise InvalidPreference(f"preference: {shown} sum to {total:g}, not to 1{hint}")
+    return tuple(weights.get(name, 0.0) / total for name in objectives)
+
+
+def _rescaled(weights: Mapping[str, float], total: float) -> str:
+    return ", ".join(f"{name}={weight / total:.3g}" for name, weight in weights.items())
+
+
+def _num_vectors(num_objectives: int, steps: int) -> int:
+    return math.comb(steps + num_objectives - 1, num_objectives - 1)

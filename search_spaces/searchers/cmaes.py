@@ -1,0 +1,9 @@
+"""CMA-ES: a normal distribution that adapts."""
+
+from search_spaces.searchers.base import Feature, SearcherDeclaration
+
+SEARCHER = SearcherDeclaration(
+    learns=True,
+    reference="Hansen, arXiv 1604.00772; Ros and Hansen, PPSN 2008",
+    handles=frozenset({Feature.CONSTRAINTS, Feature.PENDING}),
+)

@@ -1,0 +1,9 @@
+"""Differential evolution."""
+
+from search_spaces.searchers.base import Feature, SearcherDeclaration
+
+SEARCHER = SearcherDeclaration(
+    learns=True,
+    reference="Storn and Price, J. Global Optimization 11, 1997",
+    handles=frozenset(Feature) - {Feature.OBJECTIVES},
+)

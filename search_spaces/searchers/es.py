@@ -1,0 +1,9 @@
+"""A (1+1) evolution strategy with step-size adaptation."""
+
+from search_spaces.searchers.base import Feature, SearcherDeclaration
+
+SEARCHER = SearcherDeclaration(
+    learns=True,
+    reference="Rechenberg, 1973; Kern et al., Natural Computing 3, 2004",
+    handles=frozenset(Feature) - {Feature.OBJECTIVES},
+)

@@ -1,0 +1,9 @@
+"""A Gaussian process with expected improvement (Optuna)."""
+
+from search_spaces.searchers.base import Feature, SearcherDeclaration
+
+SEARCHER = SearcherDeclaration(
+    learns=True,
+    reference="Jones et al., J. Global Optimization 13, 1998",
+    handles=frozenset(Feature) - {Feature.CONDITIONS},
+)

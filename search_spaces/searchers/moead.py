@@ -1,0 +1,9 @@
+"""MOEA/D-DE: a population over weight vectors of the objectives."""
+
+from search_spaces.searchers.base import Feature, SearcherDeclaration
+
+SEARCHER = SearcherDeclaration(
+    learns=True,
+    reference="Li and Zhang, IEEE TEC 13(2), 2009",
+    handles=frozenset(Feature),
+)

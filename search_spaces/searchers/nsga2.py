@@ -1,0 +1,9 @@
+"""NSGA-II: a genetic algorithm for several objectives (Optuna)."""
+
+from search_spaces.searchers.base import Feature, SearcherDeclaration
+
+SEARCHER = SearcherDeclaration(
+    learns=True,
+    reference="Deb et al., IEEE TEC 6(2), 2002",
+    handles=frozenset(Feature) - {Feature.CONDITIONS},
+)

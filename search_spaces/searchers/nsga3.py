@@ -1,0 +1,9 @@
+"""NSGA-III: a genetic algorithm for many objectives (Optuna)."""
+
+from search_spaces.searchers.base import Feature, SearcherDeclaration
+
+SEARCHER = SearcherDeclaration(
+    learns=True,
+    reference="Deb and Jain, IEEE TEC 18(4), 2014",
+    handles=frozenset(Feature) - {Feature.CONDITIONS},
+)

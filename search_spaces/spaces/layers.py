@@ -1,0 +1,49 @@
+"""What spaces share: groups of layers, merges at a layer, and recipes in a space's own aliases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from search_spaces.recipe import COMPONENTS, Component, LayerRecipe, Merge, Recipe, Source
+from search_spaces.spaces.base import LayerGroup
+
+__all__ = ["at_layer", "shared_merges", "split_layers", "with_own_aliases"]
+
+
+def split_layers(num_layers: int, num_groups: int) -> tuple[LayerGroup, ...]:
+    """`num_groups` consecutive groups of `num_layers` layers; sizes differ by at most one, longer ones first."""
+    size, longer = divmod(num_layers, num_groups)
+    starts = [i * size + min(i, longer) for i in range(num_groups + 1)]
+    return tuple(LayerGroup(f"g{i + 1}", starts[i], starts[i + 1]) for i in range(num_groups))
+
+
+def at_layer(merge: Merge, layer: int | None) -> Merge:
+    """The same merge of the sources' layer `layer`; None: outside layers."""
+    return replace(merge, sources=tuple(Source(source.model, layer) for source in merge.sources))
+
+
+def shared_merges(layers: Sequence[LayerRecipe], *, start: int) -> dict[Component, Merge] | None:
+    """The merges that all `layers` share, apart from the layer's number; None if they differ."""
+    stripped: list[dict[Component, Merge]] = []
+    for layer, recipe in enumerate(layers, start):
+        merges = {component: recipe.component(component) for component in COMPONENTS}
+        own = all(source.layer == layer for merge in merges.values() for source in merge.sources)
+        if not own or recipe.scale != 1 or recipe.alignment is not None:
+            return None
+        stripped.append({component: at_layer(merge, None) for component, merge in merges.items()})
+    return stripped[0] if all(merges == stripped[0] for merges in stripped) else None
+
+
+def with_own_aliases(recipe: Recipe, *, base: str, fingerprints: Mapping[str, str]) -> Recipe | None:
+    """`recipe` with the aliases of `fingerprints` for the same models; None if it uses others or has another base."""
+    mine = {fingerprint: alias for alias, fingerprint in reversed(list(fingerprints.items()))}
+    names = {alias: mine.get(fingerprint) for alias, fingerprint in recipe.models.items()}
+    if None in names.values() or names[recipe.base] != base:
+        return None
+
+    def rename(merge: Merge) -> Merge:
+        return replace(merge, sources=tuple(Source(str(names[s.model]), s.layer) for s in merge.sources))
+
+    known = {**recipe.models, **fingerprints}
+    return replace(recipe, models=known, base=base).rewritten(rename)

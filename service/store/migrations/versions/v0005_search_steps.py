@@ -1,0 +1,19 @@
+"""What searchers compute beside the scores of trials."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0005"
+down_revision = "0004"
+
+
+def upgrade() -> None:
+    op.create_table(
+        "search_steps",
+        sa.Column("study", sa.String(64), sa.ForeignKey("studies.id", ondelete="CASCADE"), primary_key=True),
+        sa.Column("number", sa.Integer(), primary_key=True, autoincrement=False),
+        sa.Column("proposal", sa.Integer(), nullable=False),
+        sa.Column("charged", sa.Integer(), nullable=False),
+        sa.Column("document", sa.JSON(), nullable=False),
+        sa.Column("time", sa.Float(), nullable=False),
+    )

@@ -1,0 +1,6 @@
+"""How proposals come about while the driver works.
+
+- `proposals`: the results that a proposal may use, the protocol of what computes proposals, and the storing of steps
+- `ray_proposer`: the searcher on Ray, in a process of its own
+- `gradient_actor`: what computes a searcher's steps: losses and gradients by the parameters of a space
+"""

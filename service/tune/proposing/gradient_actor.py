@@ -1,0 +1,78 @@
+"""The gradient actor: it computes the steps of a searcher with a transformers model of its own, beside the engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from search_spaces.parameters import Float
+from search_spaces.recipe import COEFFICIENT_DECIMALS
+from search_spaces.spaces.base import DifferentiableSpace
+from search_spaces.study.sections import EngineOptions
+from service.tune.steps import StepKind, StepRequest, StepResult
+from workers.errors import TrialFailed
+from workers.types import Family, TaskSpec
+
+__all__ = ["GradientActor", "GradientJob"]
+
+
+@dataclass(frozen=True)
+class GradientJob:
+    """What a gradient actor works on: the family, the objectives' tasks by name, and the space of the coefficients."""
+
+    family: Family
+    options: EngineOptions
+    tasks: dict[str, TaskSpec]
+    space: DifferentiableSpace
+
+
+class GradientActor:
+    """Holds the model and the bank; one step at a time. Equal requests have equal results, on one device with one
+    number of threads."""
+
+    def __init__(self, job: GradientJob) -> None:
+        import torch
+
+        from workers.training.gradients import CoefficientGradients
+
+        if job.options.threads:
+            torch.set_num_threads(job.options.threads)
+        self._job = job
+        self._gradients = CoefficientGradients(job.family, job.options, job.tasks)
+
+    def run(self, request: StepRequest) -> StepResult:
+        """Losses, and for a GRADIENT the derivatives by every parameter. A loss that is not finite is a failure."""
+        space = self._job.space
+        point = _without_zeros(space, request.point) if request.kind is StepKind.GRADIENT else request.point
+        configuration = dict(zip(space.parameters.names, point, strict=True))
+        recipe = space.to_recipe(configuration)
+        held = StepResult(recipe=recipe.digest, bank=self._job.family.fingerprint)
+        try:
+            if request.kind is StepKind.LOSSES:
+                each = self._gradients.losses(recipe, request.positions)
+                return replace(held, losses={name: sum(found) / len(found) for name, found in each.items()})
+            result = self._gradients.loss_and_gradient(recipe, request.positions, request.weights)
+        except TrialFailed as error:
+            return replace(held, failure=str(error))
+        slopes = self._by_parameter(result.by_source)
+        gradient = tuple(slopes.get(name, 0.0) for name in space.parameters.names)
+        return replace(held, losses=result.losses, gradient=gradient, seconds=result.seconds)
+
+    def _by_parameter(self, by_source: Any) -> dict[str, float]:
+        """The sums of the derivatives by the coefficients that are one parameter."""
+        slopes: dict[str, float] = {}
+        for tensor, of_models in by_source.items():
+            for model, parameter in self._job.space.slots(tensor):
+                slopes[parameter] = slopes.get(parameter, 0.0) + of_models.get(model, 0.0)
+        return slopes
+
+
+def _without_zeros(space: DifferentiableSpace, point: tuple[float, ...]) -> tuple[float, ...]:
+    """The point with zeros replaced by the smallest coefficient of a recipe: a source at 0 is not part of a recipe's
+    canonical form, and would have no derivative."""
+    smallest = 10.0**-COEFFICIENT_DECIMALS
+    numbers = (parameter for parameter in space.parameters if isinstance(parameter, Float))
+    return tuple(
+        value if abs(value) >= smallest else smallest if parameter.high >= smallest else -smallest
+        for parameter, value in zip(numbers, point, strict=True)
+    )

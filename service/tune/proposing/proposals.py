@@ -1,0 +1,111 @@
+"""Proposals: the results that one may use, the protocol of what computes them while the driver works, and the storing
+of the steps that it computes for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from search_spaces.spaces.base import SearchSpace
+from service.store import StepRecord, StudyWriter
+from service.tune.plan import Plan
+from service.tune.schedulers.base import Proposal
+from service.tune.searchers.base import Observation
+from service.tune.steps import Step, StepKind
+from service.types import EventKind, Origin, TrialRecord
+
+__all__ = ["Asking", "Proposer", "num_duplicates_in_a_row", "observations"]
+
+
+class Proposer(Protocol):
+    """Computes proposals while the driver works."""
+
+    def submit(self, *, number: int, observations: Sequence[Observation], pending: Sequence[Mapping[str, Any]]) -> None:
+        """Start computing proposal `number`."""
+        ...
+
+    def result(self, *, timeout_s: float) -> Step | dict[str, Any] | None:
+        """The submitted proposal's configuration, a step that was computed for it, or None if neither is ready within
+        `timeout_s`. After a step, it goes on when `stored` is called."""
+        ...
+
+    def stored(self, step: Step) -> None:
+        """The step that `result` returned is stored."""
+        ...
+
+
+class Asking:
+    """The proposal that the searcher works on, if there is one."""
+
+    def __init__(self, proposer: Proposer, writer: StudyWriter) -> None:
+        self._proposer = proposer
+        self._writer = writer
+        self._asked_at = 0.0
+        self.proposal: Proposal | None = None
+
+    def submit(self, proposal: Proposal, found: Sequence[Observation], pending: Sequence[Mapping[str, Any]]) -> None:
+        self.proposal, self._asked_at = proposal, time.monotonic()
+        self._proposer.submit(number=proposal.number, observations=found, pending=pending)
+
+    def result(self, *, timeout_s: float) -> tuple[Proposal, dict[str, Any], float] | None:
+        """The proposal, its configuration and the seconds it took; None if it is not ready within `timeout_s`.
+
+        Steps that are ready are stored. Raises StaleAttempt."""
+        assert self.proposal is not None
+        deadline = time.monotonic() + timeout_s
+        answer = self._proposer.result(timeout_s=timeout_s)
+        while isinstance(answer, Step):
+            self._store(answer)
+            self._proposer.stored(answer)
+            answer = self._proposer.result(timeout_s=max(0.0, deadline - time.monotonic()))
+        if answer is None:
+            return None
+        proposal, self.proposal = self.proposal, None
+        return proposal, answer, time.monotonic() - self._asked_at
+
+    def _store(self, step: Step) -> None:
+        self._writer.add_step(StepRecord(step.number, step.proposal, step.request.num_charged, step.to_json()))
+        if step.request.kind is StepKind.NOTE:
+            self._writer.add_event(EventKind.SEARCH_NOTE, {"trial": step.proposal, "text": step.request.label})
+
+
+def observations(
+    proposal: Proposal, trials: Mapping[int, TrialRecord], *, space: SearchSpace, plan: Plan
+) -> tuple[Observation, ...]:
+    """The results that the proposal may know, without trials that the space cannot express."""
+    full = sum(plan.rung_samples[-1].values())
+    found = []
+    for number, rung in proposal.visible:
+        trial = trials[number]
+        configuration = trial.configuration or space.from_recipe(trial.recipe)
+        if configuration is None:
+            continue
+        record = next(record for record in trial.rungs if record.rung == rung)
+        found.append(
+            Observation(
+                configuration,
+                sum(plan.rung_samples[rung].values()) / full,
+                plan.costs(record.values),
+                number=number,
+                rung=rung,
+                standard_errors=plan.cost_errors(record.standard_errors),
+                is_proposed=trial.origin is Origin.SEARCH,
+            )
+        )
+    for number in proposal.failed:
+        if (configuration := trials[number].configuration) is not None:
+            found.append(Observation(configuration, 1.0, None, number=number, rung=len(plan.rung_samples) - 1))
+    return tuple(found)
+
+
+def num_duplicates_in_a_row(trials: Sequence[TrialRecord], first: Mapping[str, int]) -> int:
+    """How many of the newest `trials` are proposals whose recipe an earlier trial has.
+
+    `first` is the number of the first trial of each recipe's digest."""
+    count = 0
+    for trial in reversed(trials):
+        if trial.origin is not Origin.SEARCH or first[trial.recipe.digest] == trial.number:
+            break
+        count += 1
+    return count

@@ -1,0 +1,137 @@
+"""Proposals on Ray: the searcher in a process of its own, and the gradient actor for the steps that it asks for."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from search_spaces.parameters import Parameters
+from service.errors import StudyFailed
+from service.tune.proposing.gradient_actor import GradientActor, GradientJob
+from service.tune.searchers import get_searcher
+from service.tune.searchers.base import SearchSetting, SteppingSearcher
+from service.tune.steps import Step, StepKind, StepRequest, StepResult
+from workers.errors import EngineUnavailable
+
+__all__ = ["RayProposer"]
+
+logger = logging.getLogger(__name__)
+
+# A gradient actor that died is replaced; after so many deaths without a step between them, the attempt ends.
+MAX_DEATHS = 3
+
+# What Ray reserves for the actor on a CPU; as for a replica, it is not what it uses.
+ACTOR_CPUS = 0.1
+
+
+@ray.remote(num_cpus=0)
+class _SearcherActor:
+    """The searcher: fitting a surrogate must not block Tune's loop."""
+
+    def __init__(self, algorithm: str, parameters: Parameters, setting: SearchSetting, steps: Sequence[Step]) -> None:
+        self._searcher = get_searcher(algorithm)
+        self._parameters = parameters
+        self._setting = setting
+        self._steps = list(steps)
+
+    def propose(self, **call: Any) -> StepRequest | dict[str, Any]:
+        if isinstance(self._searcher, SteppingSearcher):
+            return self._searcher.advance(self._parameters, steps=self._steps, setting=self._setting, **call)
+        return self._searcher.propose(self._parameters, **call)
+
+    def propose_after(self, step: Step, **call: Any) -> StepRequest | dict[str, Any]:
+        """The same once `step` is stored."""
+        self._steps.append(step)
+        return self.propose(**call)
+
+
+class RayProposer:
+    """`proposals.Proposer` on Ray actors. `steps` are those that the study has; `job` is what its gradients are of,
+    None where the searcher needs none.
+
+    `result` raises EngineUnavailable if the gradient actor keeps dying, StudyFailed if it cannot work."""
+
+    def __init__(
+        self,
+        *,
+        algorithm: str,
+        parameters: Parameters,
+        seed: int,
+        setting: SearchSetting,
+        steps: Sequence[Step] = (),
+        job: GradientJob | None = None,
+    ) -> None:
+        self._searcher: Any = _SearcherActor.remote(algorithm, parameters, setting, steps)  # type: ignore[attr-defined]
+        self._seed = seed
+        self._job = job
+        self._num_steps = len(steps)
+        self._call: dict[str, Any] = {}
+        self._pending: Any = None
+        self._request: StepRequest | None = None  # of the step being computed
+        self._gradients: Any = None
+        self._num_deaths = 0
+
+    def submit(self, **call: Any) -> None:
+        self._call = {"seed": self._seed, **call}
+        self._pending = self._searcher.propose.remote(**self._call)
+
+    def result(self, *, timeout_s: float) -> Step | dict[str, Any] | None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            ready, _ = ray.wait([self._pending], timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return None
+            answer = self._answer() if self._request is None else self._computed(self._request)
+            if answer is not None:
+                return answer
+
+    def stored(self, step: Step) -> None:
+        self._num_steps += 1
+        self._pending = self._searcher.propose_after.remote(step, **self._call)
+
+    def _answer(self) -> Step | dict[str, Any] | None:
+        """What the searcher answered; None if that is a step, which then is being computed."""
+        answer: StepRequest | dict[str, Any] = ray.get(self._pending)
+        if not isinstance(answer, StepRequest):
+            return answer
+        if answer.kind is StepKind.NOTE:
+            return self._step(answer, StepResult())
+        self._compute(answer)
+        return None
+
+    def _compute(self, request: StepRequest) -> None:
+        if self._job is None:
+            raise AssertionError("the searcher asks for gradients, and the study has none")
+        if self._gradients is None:
+            # Where engines have all GPUs, it computes on the CPU: it would wait for ever.
+            num_gpus = 1 if ray.available_resources().get("GPU", 0) >= 1 else 0
+            kind: Any = ray.remote(GradientActor)
+            self._gradients = kind.options(num_cpus=ACTOR_CPUS, num_gpus=num_gpus).remote(self._job)
+        self._request = request
+        self._pending = self._gradients.run.remote(request)
+
+    def _computed(self, request: StepRequest) -> Step | None:
+        """The step that was computed; None if its actor died, and another computes it."""
+        self._request = None
+        try:
+            result: StepResult = ray.get(self._pending)
+        except RayActorError as error:
+            self._gradients = None
+            self._num_deaths += 1
+            logger.warning("the gradient actor died: %s", error)
+            if self._num_deaths >= MAX_DEATHS:
+                raise EngineUnavailable(f"the gradient actor died {MAX_DEATHS} times; the last time: {error}") from None
+            self._compute(request)
+            return None
+        except RayTaskError as error:
+            raise StudyFailed(f"a gradient cannot be computed: {error.cause or error}") from error
+        self._num_deaths = 0
+        return self._step(request, result)
+
+    def _step(self, request: StepRequest, result: StepResult) -> Step:
+        return Step(self._num_steps, self._call["number"], request, result)

@@ -1,0 +1,78 @@
+"""Racing: a candidate is compared with the best trials on the same samples, and stopped when it is behind.
+
+A look is a rung: a fixed number of samples of every objective. Birattari et al., "A racing algorithm for configuring
+metaheuristics" (2002), stop a candidate at a statistical test; here it is stopped as soon as it is behind, which keeps
+a worse candidate from costing more than a few samples, at the risk of losing a better one that begins badly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from search_spaces.objectives import dominates, non_dominated
+from service.tune.schedulers.base import Decision, Entry, RungTable
+
+__all__ = ["RacingTable"]
+
+Costs = tuple[float, ...]
+
+
+class RacingTable(RungTable):
+    """Each trial is a bracket of its own, and goes on while no rival is ahead of it on the samples of the look: no
+    rival has a smaller cost, or with several objectives, none dominates it.
+
+    The rivals of trial n are the non-dominated of the trials up to n - max_staleness that were scored in full; its
+    proposal waits until those have ended, and sees all their results. So a race does not depend on the order in which
+    results arrive.
+    """
+
+    def decide(self, bracket: int) -> tuple[Decision, ...]:
+        decisions = []
+        for entry in (self._entries[number] for number in self._members[bracket]):
+            for rung, above in pairwise(self._rungs[bracket]):
+                if rung.is_closed or rung.index not in entry.costs or not self._are_known(entry.number):
+                    continue
+                rung.is_closed = True
+                if any(dominates(theirs, entry.costs[rung.index]) for theirs in self._rivals(entry.number, rung.index)):
+                    entry.is_waiting, entry.is_finished = False, True
+                    decisions.append(Decision(bracket, rung.index, (), (entry.number,)))
+                    break
+                above.members[entry.number] = entry.number
+                if entry.is_waiting and entry.next_rung == rung.index:
+                    entry.is_waiting, entry.next_rung = False, above.index
+                    decisions.append(Decision(bracket, rung.index, (entry.number,), ()))
+        return tuple(decisions)
+
+    def _decide_for(self, entry: Entry) -> tuple[Decision, ...]:
+        # When a search is resumed, results come in another order: those of rivals after those of the races.
+        waiting = [other.bracket for other in self._entries.values() if other.is_waiting and other.bracket is not None]
+        return tuple(decision for bracket in waiting for decision in self.decide(bracket))
+
+    def _are_known(self, number: int) -> bool:
+        """Whether all that may be rivals have ended."""
+        return all(e.is_finished for e in self._entries.values() if e.number <= number - self._max_staleness)
+
+    def _rivals(self, number: int, rung: int) -> Iterator[Costs]:
+        """Their costs at the look."""
+        full = {
+            other.number: other.costs[self.last_rung]
+            for other in self._entries.values()
+            if other.number <= number - self._max_staleness and self.last_rung in other.costs
+        }
+        for rival, is_best in zip(full, non_dominated(list(full.values())), strict=True):
+            costs = {**self._at_looks.get(rival, {}), **self._entries[rival].costs}
+            if is_best and rung in costs:
+                yield costs[rung]
+
+    def _num_promoted_early(self, num_decided: int) -> int:
+        return 0
+
+    def _later_evaluations(self, number: int, bracket: int) -> list[tuple[int, int]] | None:
+        if not self._are_known(number):
+            return None
+        known = (e for e in self._entries.values() if e.number <= number - self._max_staleness)
+        return [(entry.number, rung) for entry in known for rung in entry.costs]
+
+    def position(self) -> None:
+        """None: trials are at different rungs at the same time."""

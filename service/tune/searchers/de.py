@@ -1,0 +1,76 @@
+"""Differential evolution, DE/rand/1/bin: Storn and Price, J. Global Optimization 11, 1997.
+
+Steady state: trial n competes for place n modulo the population's size, whose member is the best trial that did so.
+Each trial counts with the highest rung that it has reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from search_spaces.parameters import Parameters
+from service.tune.searchers.base import Observation
+from service.tune.searchers.encoding import Encoding, Rows
+from service.tune.searchers.history import by_trial, known_configurations, merit
+from service.tune.searchers.random import proposal_generator, sample_unseen
+
+__all__ = ["SEARCHER", "DifferentialEvolution"]
+
+# Children drawn for a proposal; the first whose configuration is new is proposed.
+_NUM_CHILDREN = 16
+
+
+@dataclass(frozen=True)
+class DifferentialEvolution:
+    """One objective. Choices and inactive parameters are places in [0, 1] like numbers are."""
+
+    population_size: int = 20
+    scale: float = 0.5  # F in the paper
+    crossover_rate: float = 0.9  # CR in the paper
+
+    def propose(
+        self,
+        parameters: Parameters,
+        *,
+        number: int,
+        seed: int,
+        observations: Sequence[Observation],
+        pending: Sequence[Mapping[str, Any]] = (),
+    ) -> dict[str, Any]:
+        rng = proposal_generator(seed=seed, number=number)
+        known = known_configurations(observations, pending)
+        trials = by_trial(observations)
+        members = self._members(trials)
+        if len(trials) < self.population_size or len(members) < 4:  # a child has a target and three others
+            return sample_unseen(parameters, rng, known)
+        encoding = Encoding(parameters)
+        places = list(members)
+        rows = encoding.fill(encoding.encode(member.configuration for member in members.values()), rng)
+        place = number % self.population_size
+        target = places.index(place) if place in members else int(rng.integers(len(places)))
+        children = encoding.normalise(np.vstack([self._child(rows, target, rng) for _ in range(_NUM_CHILDREN)]))
+        child = encoding.first_unknown(children, encoding.encode(known))
+        return sample_unseen(parameters, rng, known) if child is None else encoding.decode(child)
+
+    def _members(self, trials: Sequence[Observation]) -> dict[int, Observation]:
+        """The best trial of each place that has one."""
+        members: dict[int, Observation] = {}
+        for trial in trials:
+            place = trial.number % self.population_size
+            if trial.costs is not None and (place not in members or merit(trial) <= merit(members[place])):
+                members[place] = trial
+        return members
+
+    def _child(self, rows: Rows, target: int, rng: np.random.Generator) -> Rows:
+        a, b, c = rng.choice(np.delete(np.arange(len(rows)), target), 3, replace=False)
+        donor = rows[a] + self.scale * (rows[b] - rows[c])
+        columns = np.arange(rows.shape[1])
+        crosses = (rng.random(len(columns)) < self.crossover_rate) | (columns == rng.integers(len(columns)))
+        return np.clip(np.where(crosses, donor, rows[target]), 0.0, 1.0)
+
+
+SEARCHER = DifferentialEvolution()

@@ -1,0 +1,74 @@
+"""A (1+1) evolution strategy: mutants of the best trial, with a step size that follows their success.
+
+Rechenberg's one-fifth rule in the form of Kern et al., "Learning probability distributions in continuous evolutionary
+algorithms" (Natural Computing 3, 2004), section 4. Half of the numbers move in each mutant. The trials are replayed in
+their order for every proposal; each counts with the highest rung that it has reached.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from search_spaces.parameters import Parameters
+from service.tune.searchers.base import Observation
+from service.tune.searchers.encoding import Encoding
+from service.tune.searchers.history import by_trial, known_configurations, merit
+from service.tune.searchers.random import proposal_generator, sample_unseen
+
+__all__ = ["SEARCHER", "EvolutionStrategy"]
+
+# Mutants drawn for a proposal; the first whose configuration is new is proposed.
+_NUM_MUTANTS = 16
+
+
+@dataclass(frozen=True)
+class EvolutionStrategy:
+    """One objective. A choice moves with probability `step`: as steps become small, choices are kept."""
+
+    rate: float = 0.5  # the probability that a number moves
+    first_step: float = 0.15  # standard deviation of a move, as a share of the parameter's range
+    smallest_step: float = 0.005
+    largest_step: float = 0.5
+    success_factor: float = math.exp(0.8)  # one success in five keeps the step: four failures undo it
+
+    def propose(
+        self,
+        parameters: Parameters,
+        *,
+        number: int,
+        seed: int,
+        observations: Sequence[Observation],
+        pending: Sequence[Mapping[str, Any]] = (),
+    ) -> dict[str, Any]:
+        rng = proposal_generator(seed=seed, number=number)
+        known = known_configurations(observations, pending)
+        parent, step = self._replay(by_trial(observations))
+        if parent is not None:
+            encoding = Encoding(parameters)
+            rate = np.where(encoding.is_categorical, step, self.rate)
+            rows = np.repeat(encoding.encode([parent.configuration]), _NUM_MUTANTS, axis=0)
+            mutants = encoding.mutate(rows, rng, rate=rate, step=step)
+            if (mutant := encoding.first_unknown(mutants, encoding.encode(known))) is not None:
+                return encoding.decode(mutant)
+        return sample_unseen(parameters, rng, known)
+
+    def _replay(self, trials: Iterable[Observation]) -> tuple[Observation | None, float]:
+        """The best trial, None if all have failed, and the step size after all of them."""
+        parent: Observation | None = None
+        step = self.first_step
+        for trial in trials:
+            is_better = trial.costs is not None and (parent is None or merit(trial) < merit(parent))
+            if parent is not None and trial.is_proposed:
+                step *= self.success_factor if is_better else self.success_factor**-0.25
+                step = min(max(step, self.smallest_step), self.largest_step)
+            if is_better:
+                parent = trial
+        return parent, step
+
+
+SEARCHER = EvolutionStrategy()

@@ -1,0 +1,44 @@
+"""Gaussian process: expected improvement, of the hypervolume where there are several objectives. By Optuna.
+
+Jones et al., J. Global Optimization 13, 1998; Ament et al., "Unexpected improvements to expected improvement" (NeurIPS
+2023). A process is fitted for every proposal: with hundreds of parameters that takes long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from search_spaces.parameters import Parameters
+from service.tune.searchers.base import Observation
+
+__all__ = ["SEARCHER", "GpSearcher"]
+
+
+@dataclass(frozen=True)
+class GpSearcher:
+    """For spaces without conditions. Noise is fitted too; how exact each result is stays unknown to it."""
+
+    num_initial: int = 10  # trials with results before the process is used
+
+    def propose(
+        self,
+        parameters: Parameters,
+        *,
+        number: int,
+        seed: int,
+        observations: Sequence[Observation],
+        pending: Sequence[Mapping[str, Any]] = (),
+    ) -> dict[str, Any]:
+        from optuna.samplers import GPSampler
+
+        from service.tune.searchers.optuna_study import propose
+
+        def sampler_of(seed: int) -> GPSampler:
+            return GPSampler(n_startup_trials=self.num_initial, warn_independent_sampling=False, seed=seed)
+
+        return propose(sampler_of, parameters, number=number, seed=seed, observations=observations, pending=pending)
+
+
+SEARCHER = GpSearcher()

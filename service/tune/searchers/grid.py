@@ -1,0 +1,70 @@
+"""Grid search: every combination of a few values, in an order drawn by the seed, then of more values.
+
+Parameters of one role share their value, so a space of many layer groups is searched as if it had one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from search_spaces.parameters import Parameters
+from service.tune.searchers.base import Observation
+from service.tune.searchers.encoding import Encoding, Rows
+from service.tune.searchers.history import known_configurations
+from service.tune.searchers.random import proposal_generator, sample_unseen
+
+__all__ = ["SEARCHER", "GridSearcher"]
+
+# Points of a large grid that are drawn for a proposal.
+_NUM_DRAWN = 64
+
+
+@dataclass(frozen=True)
+class GridSearcher:
+    """Of the observations it uses only which configurations are known already."""
+
+    first_levels: int = 5  # values of a number: the ends of its range, and evenly between
+    finer: int = 4  # how often the distance between values is halved when a grid is exhausted
+    max_points: int = 5_000  # combinations that are listed; of a larger grid they are drawn
+
+    def propose(
+        self,
+        parameters: Parameters,
+        *,
+        number: int,
+        seed: int,
+        observations: Sequence[Observation],
+        pending: Sequence[Mapping[str, Any]] = (),
+    ) -> dict[str, Any]:
+        known = known_configurations(observations, pending)
+        rng = proposal_generator(seed=seed, number=number)
+        encoding = Encoding(parameters)
+        known_rows = encoding.encode(known)
+        for halvings in range(self.finer + 1):
+            levels = (self.first_levels - 1) * 2**halvings + 1
+            points = self._points(encoding, levels, number, seed, rng)
+            if (point := encoding.first_unknown(points, known_rows)) is not None:
+                return encoding.decode(point)
+        return sample_unseen(parameters, rng, known)
+
+    def _points(self, encoding: Encoding, levels: int, number: int, seed: int, rng: np.random.Generator) -> Rows:
+        """Points of a grid: all, in the seed's order from place `number` on, or some that are drawn."""
+        values = encoding.values_by_role(levels)
+        shape = [len(options) for options in values]
+        num_points = math.prod(shape)
+        if num_points > self.max_points:
+            picks = np.column_stack([rng.integers(size, size=_NUM_DRAWN) for size in shape])
+        else:
+            order = proposal_generator(seed=seed, number=0).permutation(num_points)
+            indices = np.roll(order, -number)
+            picks = np.column_stack(np.unravel_index(indices, shape))
+        columns = [options[pick] for options, pick in zip(values, picks.T, strict=True)]
+        return encoding.tied(np.column_stack(columns))
+
+
+SEARCHER = GridSearcher()

@@ -1,0 +1,108 @@
+"""MOEA/D-DE: Li and Zhang, IEEE TEC 13(2), 2009.
+
+Each member of the population combines the objectives under weights of its own (Tchebycheff function), and a child
+replaces members whose weights are similar. Trial n is a child of member n modulo the population's size. The trials are
+replayed in their order for every proposal; each counts with the highest rung that it has reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from search_spaces.parameters import Parameters
+from search_spaces.preferences import simplex_lattice
+from service.tune.searchers.base import Observation
+from service.tune.searchers.encoding import Encoding, Rows
+from service.tune.searchers.history import by_trial, known_configurations, violation
+from service.tune.searchers.random import proposal_generator, sample_unseen
+
+__all__ = ["SEARCHER", "MoeadSearcher"]
+
+# Children drawn for a proposal; the first whose configuration is new is proposed.
+_NUM_CHILDREN = 16
+
+# In place of a weight of 0, as is usual: the objective still breaks ties.
+_SMALLEST_WEIGHT = 1e-6
+
+
+@dataclass(frozen=True)
+class MoeadSearcher:
+    """Population, crossover and mutation as in the baseline that merging papers report; the rest as in the paper.
+
+    Choices and inactive parameters are places in [0, 1] like numbers are."""
+
+    population_size: int = 30
+    crossover_rate: float = 0.9  # CR
+    mutation_rate: float = 0.1  # the probability that a parameter mutates
+    mutation_index: float = 20.0  # eta of the polynomial mutation
+    scale: float = 0.5  # F
+    num_neighbours: int = 6  # T: a fifth of the population
+    neighbour_share: float = 0.9  # delta: the probability that parents, and members that are replaced, are neighbours
+    max_replaced: int = 2  # n_r: how many members a child replaces
+
+    def propose(
+        self,
+        parameters: Parameters,
+        *,
+        number: int,
+        seed: int,
+        observations: Sequence[Observation],
+        pending: Sequence[Mapping[str, Any]] = (),
+    ) -> dict[str, Any]:
+        rng = proposal_generator(seed=seed, number=number)
+        known = known_configurations(observations, pending)
+        scored = [trial for trial in by_trial(observations) if trial.costs is not None]
+        if len(scored) < self.population_size:
+            return sample_unseen(parameters, rng, known)
+        members, neighbours = self._replay(scored, seed=seed)
+        encoding = Encoding(parameters)
+        rows = encoding.fill(encoding.encode(member.configuration for member in members), rng)
+        place = number % self.population_size
+        children = [self._child(rows, place, neighbours[place], rng) for _ in range(_NUM_CHILDREN)]
+        child = encoding.first_unknown(encoding.normalise(np.vstack(children)), encoding.encode(known))
+        return sample_unseen(parameters, rng, known) if child is None else encoding.decode(child)
+
+    def _replay(self, scored: Sequence[Observation], *, seed: int) -> tuple[list[Observation], NDArray[np.intp]]:
+        """The member of each place after all trials, and the places nearest to each place, itself first."""
+        costs = np.array([trial.costs for trial in scored])
+        lattice = simplex_lattice(costs.shape[1], max_vectors=self.population_size)
+        weights = np.maximum(np.resize(lattice, (self.population_size, costs.shape[1])), _SMALLEST_WEIGHT)
+        distances = np.linalg.norm(weights[:, None] - weights[None], axis=2)
+        neighbours = np.argsort(distances, axis=1, kind="stable")[:, : self.num_neighbours]
+        combined = (weights * (costs - costs.min(axis=0))[:, None]).max(axis=2)  # [trial, place]
+        excess = np.array([violation(trial) for trial in scored])
+        every = np.arange(self.population_size)
+        members = np.zeros(self.population_size, dtype=np.intp)
+        for index, trial in enumerate(scored):
+            # A source or published recipe belongs to no place, nor do the draws that the population starts from.
+            is_child = trial.is_proposed and index >= self.population_size
+            rng = proposal_generator(seed=seed, number=trial.number)
+            is_near = is_child and rng.random() < self.neighbour_share
+            places = rng.permutation(neighbours[trial.number % self.population_size] if is_near else every)
+            present = members[places]
+            is_cheaper = combined[index, places] < combined[present, places]
+            is_better = (excess[index] < excess[present]) | ((excess[index] == excess[present]) & is_cheaper)
+            members[places[is_better][: self.max_replaced if is_child else None]] = index
+        return [scored[index] for index in members.tolist()], neighbours
+
+    def _child(self, rows: Rows, place: int, near: NDArray[np.intp], rng: np.random.Generator) -> Rows:
+        pool = near if rng.random() < self.neighbour_share else np.arange(len(rows))
+        a, b = rng.choice(pool[pool != place], 2, replace=False)
+        donor = rows[place] + self.scale * (rows[a] - rows[b])
+        child = np.where(rng.random(rows.shape[1]) < self.crossover_rate, donor, rows[place])
+        mutates = rng.random(rows.shape[1]) < self.mutation_rate
+        return np.clip(np.where(mutates, child + self._mutation(rows.shape[1], rng), child), 0.0, 1.0)
+
+    def _mutation(self, num: int, rng: np.random.Generator) -> Rows:
+        """Steps of the polynomial mutation (equation 3), as shares of a parameter's range."""
+        u = rng.random(num)
+        power = 1 / (self.mutation_index + 1)
+        return np.where(u < 0.5, (2 * u) ** power - 1, 1 - (2 - 2 * u) ** power)
+
+
+SEARCHER = MoeadSearcher()

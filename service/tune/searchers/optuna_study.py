@@ -1,0 +1,141 @@
+"""Proposals by Optuna's samplers: for each proposal a study in memory gets all trials anew.
+
+A trial counts with the highest rung that it has reached, a failure as the worst value observed. Samplers see earlier
+proposals without results as running trials. Akiba et al., "Optuna" (KDD 2019).
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.samplers import BaseSampler
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState
+
+from search_spaces.parameters import Categorical, Float, Integer, Parameter, Parameters
+from service.tune.searchers.base import Observation
+from service.tune.searchers.encoding import Encoding
+from service.tune.searchers.history import by_trial, known_configurations
+from service.tune.searchers.random import proposal_generator, sample_unseen
+
+__all__ = ["propose"]
+
+# When a trial ran; no sampler used here looks at it.
+_TIME = datetime(2000, 1, 1)
+
+
+def propose(
+    sampler_of: Callable[[int], BaseSampler],
+    parameters: Parameters,
+    *,
+    number: int,
+    seed: int,
+    observations: Sequence[Observation],
+    pending: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """A sampler's proposal, or a random one where it proposes what is known. `sampler_of` makes a sampler with the
+    seed given to it."""
+    rng = proposal_generator(seed=seed, number=number)
+    known = known_configurations(observations, pending)
+    trials = by_trial(observations)
+    if all(trial.costs is None for trial in trials):
+        return sample_unseen(parameters, rng, known)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        configuration = _ask(sampler_of(int(rng.integers(2**32))), parameters, trials, pending)
+    rows = Encoding(parameters)
+    is_known = rows.first_unknown(rows.encode([configuration]), rows.encode(known)) is None
+    return sample_unseen(parameters, rng, known) if is_known else configuration
+
+
+def _ask(
+    sampler: BaseSampler,
+    parameters: Parameters,
+    trials: Sequence[Observation],
+    pending: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # no word about each study
+    distributions = {parameter.name: _distribution(parameter) for parameter in parameters}
+    costs, constraints = _without_failures(trials)
+    storage = optuna.storages.InMemoryStorage()
+    study_id = storage.create_new_study([StudyDirection.MINIMIZE] * costs.shape[1], "study")
+    for index, trial in enumerate(trials):
+        told = _trial(trial.configuration, distributions, TrialState.COMPLETE, costs[index].tolist())
+        for name, value in enumerate(constraints[index].tolist()):
+            told.set_constraint(str(name), value)
+        if isinstance(sampler, optuna.samplers.BaseGASampler) and sampler.population_size:
+            generation = index // sampler.population_size
+            told.system_attrs = {**told.system_attrs, sampler._get_generation_key(): generation}
+        storage.create_new_trial(study_id, told)
+    for configuration in pending:
+        storage.create_new_trial(study_id, _trial(configuration, distributions, TrialState.RUNNING, None))
+    asked = optuna.Study("study", storage, sampler=sampler).ask()
+    return parameters.build(lambda parameter: _suggest(asked, parameter))
+
+
+def _without_failures(trials: Sequence[Observation]) -> tuple[Any, Any]:
+    """Costs [trial, objective] and constraints [trial, constraint], with the worst observed for failures."""
+    scored = [trial for trial in trials if trial.costs is not None]
+    costs = np.array([trial.costs for trial in scored])
+    constraints = np.array([trial.constraints for trial in scored])
+    worst = costs.max(axis=0), constraints.max(axis=0)
+    return (
+        np.array([worst[0] if trial.costs is None else trial.costs for trial in trials]),
+        np.array([worst[1] if trial.costs is None else trial.constraints for trial in trials]),
+    )
+
+
+class _ToldTrial(FrozenTrial):
+    """A trial that the storage may keep as it is: copying hundreds of parameters would take most of the time."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ToldTrial:
+        return copy.copy(self)
+
+
+def _trial(
+    configuration: Mapping[str, Any],
+    distributions: Mapping[str, BaseDistribution],
+    state: TrialState,
+    values: list[float] | None,
+) -> _ToldTrial:
+    return _ToldTrial(
+        number=-1,
+        trial_id=-1,
+        state=state,
+        value=None,
+        values=values,
+        datetime_start=_TIME,
+        datetime_complete=None if values is None else _TIME,
+        params=dict(configuration),
+        distributions={name: distributions[name] for name in configuration},
+        user_attrs={},
+        system_attrs={},
+        intermediate_values={},
+    )
+
+
+def _distribution(parameter: Parameter) -> BaseDistribution:
+    match parameter:
+        case Float():
+            return FloatDistribution(parameter.low, parameter.high)
+        case Integer():
+            return IntDistribution(parameter.low, parameter.high)
+        case Categorical():
+            return CategoricalDistribution(parameter.choices)
+
+
+def _suggest(trial: optuna.Trial, parameter: Parameter) -> Any:
+    match parameter:
+        case Float():
+            return trial.suggest_float(parameter.name, parameter.low, parameter.high)
+        case Integer():
+            return trial.suggest_int(parameter.name, parameter.low, parameter.high)
+        case Categorical():
+            return trial.suggest_categorical(parameter.name, parameter.choices)

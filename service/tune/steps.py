@@ -1,0 +1,85 @@
+"""Steps: what a searcher computes for its proposals beside the scores of trials, such as the gradient of a loss.
+
+A step is charged in samples, stored before the searcher sees it, and never computed again: a search that goes on after
+a kill has the steps that it had. Points are the values of all parameters of a space, in the space's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any, Self
+
+__all__ = ["CHARGES", "Step", "StepKind", "StepRequest", "StepResult"]
+
+
+class StepKind(StrEnum):
+    """LOSSES: a forward pass over reference answers. GRADIENT: with a backward pass. NOTE: a decision of the searcher,
+    which computes nothing."""
+
+    LOSSES = "losses"
+    GRADIENT = "gradient"
+    NOTE = "note"
+
+
+# Samples charged per sample of a step: a backward pass takes twice the arithmetic of a forward pass.
+CHARGES: Mapping[StepKind, int] = {StepKind.LOSSES: 1, StepKind.GRADIENT: 3, StepKind.NOTE: 0}
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """What a searcher asks for: at `point`, on the samples at `positions` by objective, the loss of each objective; for
+    a GRADIENT also the derivatives of the sum of losses times `weights` by every parameter. `label` names what it
+    belongs to; of a NOTE, `label` is its text and `decision` what was decided."""
+
+    kind: StepKind
+    label: str
+    point: tuple[float, ...] = ()
+    positions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    weights: Mapping[str, float] = field(default_factory=dict)
+    decision: str = ""
+
+    @property
+    def num_charged(self) -> int:
+        """Samples' worth."""
+        return CHARGES[self.kind] * sum(map(len, self.positions.values()))
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The mean loss of each objective, and the derivatives in the order of the point. `failure` says why there are
+    none. `recipe` is the digest of the merge that was read, `bank` the fingerprint of its sources."""
+
+    losses: Mapping[str, float] = field(default_factory=dict)
+    gradient: tuple[float, ...] = ()
+    seconds: float = 0.0
+    recipe: str = ""
+    bank: str = ""
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """Step `number` (from 0) of a study, computed for the proposal of trial `proposal`."""
+
+    number: int
+    proposal: int
+    request: StepRequest
+    result: StepResult
+
+    def to_json(self) -> dict[str, Any]:
+        return {"request": asdict(self.request), "result": asdict(self.result)}
+
+    @classmethod
+    def from_json(cls, number: int, proposal: int, document: Mapping[str, Any]) -> Self:
+        asked, found = dict(document["request"]), dict(document["result"])
+        request = StepRequest(
+            kind=StepKind(asked["kind"]),
+            label=asked["label"],
+            point=tuple(asked["point"]),
+            positions={name: tuple(positions) for name, positions in asked["positions"].items()},
+            weights=asked["weights"],
+            decision=asked["decision"],
+        )
+        return cls(number, proposal, request, StepResult(**{**found, "gradient": tuple(found["gradient"])}))

@@ -1,0 +1,42 @@
+"""Whether studies survive: 100 seeded kill -9s of a driver, a replica, the server or the head of Ray, and SIGSTOP of a
+driver and of a replica for five minutes each.
+
+HTTP server, Ray, its jobs, Serve and store are real; the replicas are fakes. Every study must end with the trials of an
+undisturbed run, and an event must tell of the replacement of what was stopped.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.end_to_end.chaos import KILLS, STOPS, run_chaos
+
+NUM_KILLS, SEED = 100, 0
+STOP_S = 300.0
+SETTINGS = {"sample_delay_s": 0.03}
+
+
+def run() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="mergesearch-bench-") as directory:
+        result = run_chaos(
+            Path(directory),
+            kills=random.Random(SEED).choices(tuple(KILLS), k=NUM_KILLS),
+            seed=SEED,
+            stops=tuple(STOPS),
+            stop_s=STOP_S,
+            FAKE_SCORER=SETTINGS,
+        )
+    is_told = all(stop["told_after_s"] is not None for stop in result["stops"])
+    return {**result, "met": not result["differing"] and is_told and sum(result["kills"].values()) >= 0.9 * NUM_KILLS}
+
+
+def show(result: dict[str, Any]) -> None:
+    kills = ", ".join(f"{number} x {part}" for part, number in sorted(result["kills"].items()))
+    print(f"kills: {kills}; {result['studies']} studies in {result['seconds']:.0f} s")
+    for stop in result["stops"]:
+        told = "never" if stop["told_after_s"] is None else f"after {stop['told_after_s']:.0f} s"
+        print(f"{stop['part']} stopped for {STOP_S:.0f} s: replacement told {told}")
+    print(f"studies that differ from an undisturbed run: {', '.join(result['differing']) or 'none'}   must be none")

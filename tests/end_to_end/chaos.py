@@ -1,0 +1,200 @@
+"""Kills and stops what works on studies, in an order drawn from a seed, and compares their trials with undisturbed
+ones.
+
+HTTP server, Ray, its jobs, Serve and the store are real; fakes score. A study follows the other until all faults were
+injected; between two of them, the study at work has stored at least one chunk.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from search_spaces.study.file import load_study
+from service.jobs.search import DATABASE
+from service.store import Store
+from service.types import StudyState
+from tests.end_to_end.server import Server, drivers, processes_of_ray, replicas, serving
+from tests.end_to_end.studies import undisturbed, write_small_study
+from tests.service.tune.harness import trial_list
+
+__all__ = ["KILLS", "STOPS", "run_chaos"]
+
+RECOVERY_S = 300.0
+POLL_S = 0.1
+
+
+def _kill_processes(find: Callable[[Server, str], Iterable[psutil.Process]]) -> Callable[[Server, str], bool]:
+    def kill(server: Server, study: str) -> bool:
+        found = list(find(server, study))
+        for process in found:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        return bool(found)
+
+    return kill
+
+
+def _kill_server(server: Server, _: str) -> bool:
+    server.kill()
+    server.start()
+    return True
+
+
+# How each part is killed; False where it was not there.
+KILLS: Mapping[str, Callable[[Server, str], bool]] = {
+    "driver": _kill_processes(lambda _, study: drivers(study)),
+    "replica": _kill_processes(lambda server, _: replicas(server)),
+    "server": _kill_server,
+    "Ray head": _kill_processes(lambda server, _: processes_of_ray(server, "gcs_server")),
+}
+
+# What is stopped by SIGSTOP, and the kind of event that shows that it was replaced.
+STOPS: Mapping[str, tuple[Callable[[Server, str], Iterable[psutil.Process]], str]] = {
+    "driver": (lambda _, study: drivers(study), "attempt"),
+    "replica": (lambda server, _: replicas(server), "replica"),
+}
+
+
+@dataclass
+class _Studies:
+    """The studies of one server, one at a time."""
+
+    server: Server
+    store: Store
+    directory: Path
+    file: Path
+
+    def __post_init__(self) -> None:
+        self.ids: list[str] = []
+
+    @property
+    def current(self) -> str:
+        """The study at work; a new one if there is none."""
+        if not self.ids or self.store.study(self.ids[-1]).state.is_finished:
+            document = load_study(self._file_of(len(self.ids))).canonical()
+            self.ids.append(self.server.submit(document))
+        return self.ids[-1]
+
+    def num_chunks(self) -> int:
+        return sum(len(self.store.evidence(study)) for study in self.ids)
+
+    def until_chunks(self, number: int) -> None:
+        """Until so many more chunks are stored, whichever studies they are of."""
+        deadline, goal = time.monotonic() + RECOVERY_S, self.num_chunks() + number
+        while self.num_chunks() < goal:
+            study = self.current
+            assert time.monotonic() < deadline, self.server.story(study)
+            time.sleep(POLL_S)
+
+    def differing(self) -> list[str]:
+        """The studies that did not end with the trials of an undisturbed run."""
+        wrong = []
+        for number, study in enumerate(self.ids):
+            record = self.store.study(study)
+            alone = self.directory / f"alone-{number}"
+            expected = undisturbed(self._file_of(number), alone, resolved=record.resolved)
+            if record.state is not StudyState.COMPLETE or trial_list(self.store, study) != expected:
+                wrong.append(study)
+        return wrong
+
+    def _file_of(self, number: int) -> Path:
+        file = self.directory / f"study-{number}.yaml"
+        if not file.exists():
+            document = yaml.safe_load(self.file.read_text())
+            document["name"] = f"chaos-{number}"
+            document["search"]["seed"] = number
+            file.write_text(yaml.safe_dump(document))
+        return file
+
+
+def run_chaos(
+    directory: Path,
+    *,
+    kills: Sequence[str],
+    stops: Sequence[str] = (),
+    stop_s: float = 0.0,
+    rungs: Sequence[int] = (20, 60, 180),
+    max_trials: int = 24,
+    max_pause_s: float = 1.0,
+    seed: int = 0,
+    **environment: Any,
+) -> dict[str, Any]:
+    """In an order drawn from `seed`, kill what `kills` names, and stop what `stops` names, for `stop_s` seconds and
+    until an event has told of its replacement. Before each fault, a chunk is stored, then up to `max_pause_s` seconds
+    pass.
+
+    Each study has `rungs` and `max_trials`. `environment` holds the settings of `tests.benchmarks.fake_serve` and
+    `fake_job`, as JSON. Returns the number of kills of each part, the studies, those that differ from an undisturbed
+    run, and what was seen of each stop."""
+    draw = random.Random(seed)
+    faults = [*(f"kill {part}" for part in kills), *(f"stop {part}" for part in stops)]
+    draw.shuffle(faults)
+    (directory / "models").mkdir()
+    file = write_small_study(directory / "models", name="chaos", rungs=rungs, max_trials=max_trials)
+    started = time.monotonic()
+    done: Counter[str] = Counter()
+    seen: list[dict[str, Any]] = []
+    settings = {name: json.dumps(value) for name, value in environment.items()}
+    with serving(["tests.benchmarks.fake_serve"], directory / "data", environment=settings) as server:
+        store = Store(f"sqlite:///{directory / 'data' / DATABASE}")
+        studies = _Studies(server, store, directory, file)
+        for fault in faults:
+            studies.until_chunks(1)
+            time.sleep(draw.uniform(0.0, max_pause_s))
+            kind, part = fault.split(" ", 1)
+            if kind == "stop":
+                seen.append({"part": part, **_stop(studies, part, stop_s)})
+            elif KILLS[part](server, studies.current):
+                done[part] += 1
+        for study in studies.ids:
+            server.wait_until_ended(study, timeout_s=RECOVERY_S)
+        differing = studies.differing()
+        store.close()
+        server.stop()
+    return {
+        "kills": dict(done),
+        "stops": seen,
+        "studies": len(studies.ids),
+        "differing": differing,
+        "seconds": time.monotonic() - started,
+    }
+
+
+def _stop(studies: _Studies, part: str, stop_s: float) -> dict[str, Any]:
+    """Stop the part. Returns after how many seconds an event told of its replacement (None: not within RECOVERY_S of
+    `stop_s`), and how many of the stopped processes were still there when they were let go on."""
+    find, kind = STOPS[part]
+    study = studies.current
+    before = _num_events(studies.store, study, kind)
+    stopped = list(find(studies.server, study))
+    for process in stopped:
+        process.send_signal(signal.SIGSTOP)
+    started, told_after_s = time.monotonic(), None
+    while (elapsed_s := time.monotonic() - started) < stop_s or (
+        told_after_s is None and elapsed_s < stop_s + RECOVERY_S
+    ):
+        if told_after_s is None and _num_events(studies.store, study, kind) > before:
+            told_after_s = elapsed_s
+        time.sleep(POLL_S)
+    left = 0
+    for process in stopped:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGCONT)
+            left += 1
+    return {"stopped": len(stopped), "told_after_s": told_after_s, "left": left}
+
+
+def _num_events(store: Store, study: str, kind: str) -> int:
+    return sum(event.kind == kind for event in store.events(study))

@@ -1,0 +1,30 @@
+"""A short version of `make bench ONLY=chaos`: whatever is killed or stopped, studies end with the trials of an
+undisturbed run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.chaos import run_chaos
+
+KILLS = {"replica": 5, "server": 3, "driver": 1, "Ray head": 1}  # the last ones take longest
+
+
+@pytest.mark.timeout(900)
+def test_ten_kills_and_two_stops_of_what_works_on_studies_leave_the_undisturbed_trials(tmp_path: Path) -> None:
+    result = run_chaos(
+        tmp_path,
+        kills=[part for part, number in KILLS.items() for _ in range(number)],
+        stops=["driver", "replica"],
+        rungs=[20, 60],
+        max_trials=20,
+        max_pause_s=0.3,
+        FAKE_SCORER={"sample_delay_s": 0.02},
+        FAKE_SERVE={"LOST_AFTER_S": 8.0},
+        FAKE_DEPLOY={"health_check_timeout_s": 1.0},
+    )
+    assert result["differing"] == [], result
+    assert sum(result["kills"].values()) >= sum(KILLS.values()) - 2, result
+    assert all(stop["stopped"] and stop["told_after_s"] is not None for stop in result["stops"]), result

@@ -1,0 +1,190 @@
+"""The layerwise space: which coefficients there are, and the recipes that they stand for."""
+
+import numpy as np
+import pytest
+
+from search_spaces.baselines import sources_and_published
+from search_spaces.errors import InvalidStudy
+from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
+from search_spaces.spaces import layerwise
+from search_spaces.spaces.base import DifferentiableSpace
+from tests.search_spaces.spaces.families import EMBEDDING, HEAD, IN_LAYERS, NORM, models, space
+
+EXPERTS = ("math", "code", "text")
+
+
+def everywhere(parameters, value):
+    return dict.fromkeys(parameters.names, value)
+
+
+def tensor(layer, suffix):
+    return f"model.layers.{layer}.{suffix}"
+
+
+@pytest.mark.parametrize(
+    ("options", "pieces"),
+    [
+        (
+            {"granularity": "tensor"},
+            [EMBEDDING, *(tensor(layer, name) for layer in range(3) for _, name in IN_LAYERS), HEAD, NORM],
+        ),
+        (
+            {"granularity": "component"},
+            ["embedding", *(f"layers.{i}.{part}" for i in range(3) for part in ("attention", "mlp", "norm")), "head"],
+        ),
+        ({"granularity": "layer"}, ["embedding", "layers.0", "layers.1", "layers.2", "head"]),
+        ({"granularity": "layer_group", "layer_groups": 2}, ["embedding", "g1", "g2", "head"]),
+    ],
+)
+def test_each_piece_has_a_coefficient_per_expert(options, pieces):
+    parameters = space("layerwise", models(num_layers=3), **options).parameters
+    assert parameters.names == tuple(f"{piece}.{expert}" for piece in pieces for expert in EXPERTS)
+    assert {(parameter.low, parameter.high, parameter.default_value) for parameter in parameters} == {
+        (-0.5, 1.5, 1 / 3)
+    }
+    assert {name: name.rpartition(".")[2] for name in parameters.names} == parameters.roles
+
+
+def test_every_tensor_is_the_base_and_the_experts_task_vectors_times_its_own_coefficients():
+    searched = space("layerwise", models(num_layers=2))
+    configuration = searched.parameters.sample(np.random.default_rng(0))
+    recipe = searched.to_recipe(configuration)
+    # In the order of fingerprints: 8math, 7code, 6text.
+    order = ("text", "code", "math")
+    for layer in (0, 1):
+        for part, suffix in IN_LAYERS:
+            name = tensor(layer, suffix)
+            merge = recipe.tensors.get(name, recipe.layers[layer].component(part))
+            assert merge == Merge(
+                "task_arithmetic",
+                tuple(Source(expert, layer) for expert in order),
+                {"lambda": tuple(configuration[f"{name}.{expert}"] for expert in order)},
+            )
+    # The component has the coefficients of its first tensor, which needs no entry of its own.
+    assert tensor(0, "self_attn.o_proj.weight") not in recipe.tensors
+    assert set(recipe.tensors) == {NORM} | {
+        tensor(layer, name) for layer in (0, 1) for name in ("self_attn.qkv_proj.weight", "mlp.up_proj.weight")
+    }
+
+
+def test_sources_and_task_arithmetic_are_contained_with_equal_digests():
+    family = models()
+    known = sources_and_published(
+        base="base", experts=EXPERTS, fingerprints=family.fingerprints, num_layers=family.num_layers
+    )
+    for granularity in ("tensor", "component", "layer", "layer_group"):
+        searched = space("layerwise", granularity=granularity)
+        found = {label: searched.from_recipe(recipe) for _, label, recipe in known}
+        assert {label for label, configuration in found.items() if configuration is None} == {
+            "uniform average",  # the same merge as task arithmetic 1/n up to rounding, by another method
+            "TIES k 0.2 lambda 1.0",
+        }
+        assert found["base"] == everywhere(searched.parameters, 0.0)
+        assert found["task arithmetic 0.3"] == everywhere(searched.parameters, 0.3)
+        assert {value for name, value in found["expert:code"].items() if name.endswith(".code")} == {1.0}
+        assert {value for name, value in found["expert:code"].items() if not name.endswith(".code")} == {0.0}
+        assert not searched.to_recipe(found["task arithmetic 1/n"]).tensors
+
+
+def test_a_recipe_beyond_the_range_or_finer_than_the_space_is_not_contained():
+    recipe = space("layerwise", range=(-1, 2)).to_recipe(
+        everywhere(space("layerwise").parameters, 0.5) | {f"{tensor(1, 'mlp.up_proj.weight')}.math": 1.75}
+    )
+    assert space("layerwise").from_recipe(recipe) is None
+    assert space("layerwise", range=(-1, 2), granularity="component").from_recipe(recipe) is None
+    assert space("layerwise", range=(-1, 2)).from_recipe(recipe)[f"{tensor(1, 'mlp.up_proj.weight')}.math"] == 1.75
+
+
+def test_ties_and_dare_keep_the_same_elements_in_every_recipe():
+    for options, fixed, seed in (
+        ({"method": "ties_peft"}, {"density": 0.2}, None),
+        ({"method": "ties_peft", "density": 0.5}, {"density": 0.5}, None),
+        ({"method": "dare_linear"}, {"density": 0.5}, 0),
+        ({"method": "dare_linear_l1", "density": 0.25, "mask_seed": 7}, {"density": 0.25}, 7),
+    ):
+        searched = space("layerwise", **options)
+        assert (searched.fixed, searched.seed) == (fixed, seed)
+        for number in range(5):
+            recipe = searched.to_recipe(searched.parameters.sample(np.random.default_rng(number)))
+            merges = [merge for merge in recipe.merges() if merge.method != "passthrough"]
+            assert {(merge.number("density"), merge.seed) for merge in merges} == {(fixed["density"], seed)}
+        assert searched.to_recipe(everywhere(searched.parameters, 0.0)).embedding.method == "passthrough"
+
+
+def test_parts_without_tensors_are_merged_as_the_rest_of_their_layer():
+    """So that equal coefficients everywhere give the published recipes, whatever the models lack."""
+    searched = space("layerwise", models(in_layers=IN_LAYERS[:-1]), granularity="component")
+    assert not any(".norm." in name for name in searched.parameters.names)
+    recipe = searched.to_recipe(everywhere(searched.parameters, 0.25))
+    assert set(recipe.merges()) == {
+        Merge("task_arithmetic", tuple(Source(e, layer) for e in ("text", "code", "math")), {"lambda": 0.25})
+        for layer in (None, 0, 1, 2, 3)
+    }
+
+
+def test_a_slot_is_the_parameter_of_an_experts_task_vector_in_a_tensor():
+    for options in ({}, {"granularity": "component"}, {"granularity": "layer"}, {"granularity": "layer_group"}):
+        family = models()
+        searched = space("layerwise", family, **options)
+        assert isinstance(searched, DifferentiableSpace)
+        before = everywhere(searched.parameters, 0.25)
+        merges = of_tensors(searched.to_recipe(before), family)
+        for name in searched.parameters.names[:: len(EXPERTS) + 1]:
+            after = of_tensors(searched.to_recipe(before | {name: 0.75}), family)
+            changed = {tensor for tensor in family.tensors if after[tensor] != merges[tensor]}
+            assert changed == {tensor for tensor in family.tensors if name in dict(searched.slots(tensor)).values()}
+            expert = next(alias for alias, parameter in searched.slots(min(changed)) if parameter == name)
+            for tensor_name in changed:
+                sources = [source.model for source in after[tensor_name].sources]
+                numbers = dict(zip(sources, after[tensor_name].per_source(searched.coefficient), strict=True))
+                assert numbers == dict.fromkeys(EXPERTS, 0.25) | {expert: 0.75}
+
+
+def of_tensors(recipe, family):
+    """The merge of each tensor."""
+    found = {}
+    for name, place in family.tensors.items():
+        parts = {"embedding": recipe.embedding, "head": recipe.head}
+        part = parts.get(place.part) or recipe.layers[place.layer].component(place.part)
+        found[name] = recipe.tensors.get(name, part)
+    return found
+
+
+def test_a_tied_head_has_the_parameters_of_the_embedding():
+    searched = space("layerwise", models(is_tied=True))
+    assert searched.slots(HEAD) == searched.slots(EMBEDDING) == tuple((e, f"{EMBEDDING}.{e}") for e in EXPERTS)
+    with pytest.raises(KeyError, match=r"model\.layers\.9"):
+        searched.slots(tensor(9, "mlp.up_proj.weight"))
+
+
+def test_auto_is_by_tensor_unless_there_are_very_many(monkeypatch):
+    assert len(space("layerwise").parameters) == len(models().tensors) * len(EXPERTS)
+    monkeypatch.setattr(layerwise, "MAX_TENSOR_COEFFICIENTS", 60)
+    assert space("layerwise").parameters.names == space("layerwise", granularity="component").parameters.names
+    assert len(space("layerwise", granularity="tensor").parameters) == len(models().tensors) * len(EXPERTS)
+
+
+def test_the_description_says_what_has_coefficients_of_its_own():
+    described = space("layerwise", models(num_layers=3)).describe()
+    assert [group.label for group in described.layer_groups] == ["layer 1", "layer 2", "layer 3"]
+    assert described.component_groups == {name: (part,) for part, name in IN_LAYERS}
+    assert described.text == "task_arithmetic, one coefficient per expert and tensor"
+    described = space("layerwise", models(num_layers=3), granularity="layer_group", layer_groups=2).describe()
+    assert [group.label for group in described.layer_groups] == ["layers 1-2", "layer 3"]
+    assert described.component_groups == {"layer": ("attention", "mlp", "norm")}
+
+
+def test_more_layer_groups_than_layers_are_refused():
+    with pytest.raises(InvalidStudy, match=r"^search_space.layer_groups: 5 for a model of 4 layers; use 1 to 4"):
+        space("layerwise", granularity="layer_group", layer_groups=5)
+    with pytest.raises(InvalidStudy, match="layer_groups: 4 for a model of 2 layers; use 1 to 2"):
+        space("layerwise", models(num_layers=2), granularity="layer_group")
+
+
+def test_a_merge_of_other_layers_is_not_contained():
+    family = models(num_layers=2)
+    crossed = Merge("task_arithmetic", (Source("math", 1),), {"lambda": 0.5})
+    outside = Merge("task_arithmetic", (Source("math"),), {"lambda": 0.5})
+    layers = (LayerRecipe(crossed, crossed, crossed),) * 2
+    recipe = Recipe(family.fingerprints, "base", layers, embedding=outside, head=outside)
+    assert space("layerwise", family).from_recipe(recipe) is None

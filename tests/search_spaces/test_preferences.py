@@ -1,0 +1,70 @@
+"""Preference vectors: the lattice on the simplex, draws from it, and a user's own."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from search_spaces.errors import InvalidPreference
+from search_spaces.preferences import dirichlet, preference_vector, simplex_lattice
+
+
+def test_a_lattice_has_every_vector_of_its_steps_once() -> None:
+    assert simplex_lattice(3, max_vectors=6).tolist() == [
+        [0.0, 0.0, 1.0],
+        [0.0, 0.5, 0.5],
+        [0.0, 1.0, 0.0],
+        [0.5, 0.0, 0.5],
+        [0.5, 0.5, 0.0],
+        [1.0, 0.0, 0.0],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_objectives", "max_vectors", "steps"),
+    [(1, 30, 1), (2, 30, 29), (2, 2, 1), (3, 30, 6), (3, 27, 5), (3, 91, 12), (5, 100, 4), (40, 30, 1)],
+)
+def test_a_lattice_has_the_most_vectors_that_fit(num_objectives: int, max_vectors: int, steps: int) -> None:
+    # Su and Geiping, section 3.3.2, for three objectives: (s + 2) over 2 vectors.
+    lattice = simplex_lattice(num_objectives, max_vectors=max_vectors)
+    assert lattice.shape == (math.comb(steps + num_objectives - 1, num_objectives - 1), num_objectives)
+    assert np.allclose(lattice.sum(axis=1), 1)
+    assert np.allclose(lattice * steps, np.round(lattice * steps))
+    assert len(np.unique(lattice, axis=0)) == len(lattice)
+
+
+def test_draws_are_preference_vectors_and_repeatable() -> None:
+    draws = [dirichlet(3, num_vectors=500, rng=np.random.default_rng(1)) for _ in range(2)]
+    assert np.array_equal(*draws)
+    assert np.allclose(draws[0].sum(axis=1), 1)
+    assert (draws[0] >= 0).all()
+    assert np.allclose(draws[0].mean(axis=0), 1 / 3, atol=0.05)
+
+
+def test_a_users_weights_are_put_in_the_objectives_order() -> None:
+    objectives = ("math", "text", "code")
+    assert preference_vector({"code": 0.4, "math": 0.6}, objectives=objectives) == (0.6, 0.0, 0.4)
+    thirds = preference_vector(dict.fromkeys(objectives, 0.333), objectives=objectives)
+    assert math.fsum(thirds) == pytest.approx(1.0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (
+            {"math": 0.6, "code": 0.6},
+            r"preference: math=0.6, code=0.6 sum to 1.2, not to 1; for the same proportions: math=0.5, code=0.5",
+        ),
+        ({"math": 3, "text": 1}, r"sum to 4, not to 1; for the same proportions: math=0.75, text=0.25"),
+        ({"math": 0.0}, r"preference: math=0 sum to 0, not to 1$"),
+        ({}, r"preference: no weights sum to 0, not to 1$"),
+        ({"math": 1.5, "code": -0.5}, r"preference: code=-0.5 is not accepted; give a number from 0 to 1"),
+        ({"math": math.nan}, r"preference: math=nan is not accepted"),
+        ({"maths": 1.0}, r"preference: 'maths' is not an objective; give weights of math, text, code"),
+    ],
+)
+def test_weights_that_are_no_preference_are_refused(weights: dict[str, float], message: str) -> None:
+    with pytest.raises(InvalidPreference, match=message):
+        preference_vector(weights, objectives=("math", "text", "code"))

@@ -1,0 +1,75 @@
+"""Which searcher a study gets, and the message where the one that it names cannot work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_spaces.errors import Problem
+from search_spaces.spaces.base import SearchSpace
+from search_spaces.study.file import Study, parse_study
+from service.studies.preflight.algorithm import Algorithm, algorithm_of
+from tests.conftest import write_choices
+from tests.search_spaces.spaces.families import space
+from workers.types import TaskSpec
+
+LFS = space("lfs")
+LAYERWISE = space("layerwise")
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> dict[str, TaskSpec]:
+    file = tmp_path / "sums.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(5)))
+    return {
+        "sums": TaskSpec({"file": str(file), "max_tokens": 4}, "exact_match"),
+        "choices": TaskSpec(str(write_choices(tmp_path)), "acc"),
+    }
+
+
+def study(algorithm: str) -> Study:
+    return parse_study(
+        {
+            "name": "s",
+            "models": {"base": "/b", "experts": {"math": "/m", "code": "/c", "text": "/t"}},
+            "search": {"algorithm": algorithm},
+            "fidelity": {"scheduler": "none"},
+            "objectives": [{"name": "sums", "task": {"file": "/x.jsonl"}, "metric": "exact_match"}],
+        }
+    )
+
+
+def chosen(algorithm: str, over: SearchSpace, tasks: dict[str, TaskSpec]) -> tuple[Algorithm, list[Problem]]:
+    problems: list[Problem] = []
+    return algorithm_of(study(algorithm), over, tasks, problems), problems
+
+
+@pytest.mark.parametrize("named", ["auto", "gradient"])
+def test_where_merges_have_gradients_and_tasks_references_auto_descends(named: str, tasks: Any) -> None:
+    found, problems = chosen(named, LAYERWISE, tasks)
+    assert (found.name, problems) == ("gradient", [])
+
+
+def test_elsewhere_auto_says_why_it_takes_smac_and_gradient_is_refused(tasks: Any, tmp_path: Path) -> None:
+    found, problems = chosen("auto", LFS, tasks)
+    assert (found.name, problems) == ("smac", [])
+    assert "a space of kind lfs have no gradients, those of layerwise have" in found.reason
+    _, problems = chosen("gradient", LFS, tasks)
+    assert any("gradient cannot be used: coefficients of a space of kind lfs" in p.message for p in problems)
+
+    (tmp_path / "other").mkdir()
+    without = write_choices(tmp_path / "other", name="without", doc_to_target="{{'none of them'}}")
+    lacking = {**tasks, "judged": TaskSpec(str(without), "acc")}
+    found, problems = chosen("auto", LAYERWISE, lacking)
+    assert (found.name, problems) == ("smac", [])
+    assert "objective 'judged' has no reference answers: task without: its target names none" in found.reason
+    _, problems = chosen("gradient", LAYERWISE, lacking)
+    assert [p.field for p in problems] == ["search.algorithm"]
+    assert "use auto or another searcher" in problems[0].message
+
+
+def test_a_searcher_that_is_named_is_taken(tasks: Any) -> None:
+    assert chosen("random", LAYERWISE, tasks) == (Algorithm("random", "the study names it"), [])

@@ -1,0 +1,130 @@
+"""What follows when an engine cannot use what preflight has accepted, or fails a check before a study's end."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from search_spaces.study.file import load_study, parse_study
+from service.errors import StudyUnusable
+from service.store import Store
+from service.studies.attempt import _reason_to_fail, execute
+from service.studies.heartbeat import Heartbeat
+from service.studies.preflight.examine import PreflightResult, examine
+from service.types import EventKind, StudyRecord, StudyState
+from tests.builders import tiny_family
+from tests.end_to_end.studies import undisturbed, write_small_study
+from tests.service.sums import sums_study, write_sums
+from tests.service.tune.harness import trial_list
+from workers.cache import CACHE_VARIABLE
+from workers.errors import EngineUnavailable, EvidenceMismatch
+from workers.serving.deployment import deploy_scorer
+from workers.serving.fake import FakeScorer
+from workers.types import CanaryReport
+
+UNUSABLE = StudyUnusable("the chat template refuses these messages")
+NO_ENGINE = EngineUnavailable("no engine to score with: models/math has changed")
+
+# vLLM is asked about models that nothing else has.
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path_factory.getbasetemp() / "findings"))
+    tiny_family(tmp_path / "models", experts=("math", "text"))
+    write_sums(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def preflight(directory: Path) -> PreflightResult:
+    return examine(parse_study(sums_study(directory / "models", data_dir=directory)))
+
+
+@pytest.fixture
+def record(directory: Path, preflight: PreflightResult) -> Iterator[StudyRecord]:
+    store = Store(f"sqlite:///{directory / 'study.db'}")
+    yield store.create_study(name="sums", document=preflight.study.canonical(), resolved=preflight.resolved())
+    store.close()
+
+
+def test_what_an_engine_refuses_although_nothing_has_changed_fails_the_study(
+    record: StudyRecord, preflight: PreflightResult
+) -> None:
+    assert _reason_to_fail(UNUSABLE, record, preflight) == str(UNUSABLE)
+    assert _reason_to_fail(EvidenceMismatch("another merge"), record, preflight) == "another merge"
+    assert _reason_to_fail(NO_ENGINE, record, preflight) is None
+
+
+@pytest.mark.parametrize("error", [UNUSABLE, NO_ENGINE])
+def test_changed_models_fail_the_study_and_absent_ones_are_waited_for(
+    record: StudyRecord, preflight: PreflightResult, directory: Path, error: Exception
+) -> None:
+    shutil.move(directory / "models" / "math", directory / "away")
+    assert _reason_to_fail(error, record, preflight) is None
+    shutil.copytree(directory / "models" / "text", directory / "models" / "math")
+    reason = str(_reason_to_fail(error, record, preflight))
+    assert "fingerprints of math have changed since it was started" in reason
+    assert reason.endswith(f"; an engine says: {error}")
+
+
+def test_changed_data_fail_the_study(record: StudyRecord, preflight: PreflightResult, directory: Path) -> None:
+    file = directory / "search.jsonl"
+    file.write_text(file.read_text().replace("1", "2"))
+    assert "tasks of sums have changed" in str(_reason_to_fail(UNUSABLE, record, preflight))
+
+
+@dataclass
+class FirstFails(FakeScorer):
+    """The first of the processes that share `directory` fails its check; the others are well."""
+
+    directory: str = ""
+
+    def __post_init__(self) -> None:
+        marker = Path(self.directory, "started")
+        self._is_first = not marker.exists()
+        marker.touch()
+
+    def check(self) -> tuple[CanaryReport, ...]:
+        if self._is_first and self._fault is None:
+            raise self._failed_check()
+        return super().check()
+
+
+def test_a_replica_that_fails_the_check_before_the_end_takes_the_study_up_again(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    from ray import serve
+
+    (tmp_path / "models").mkdir()
+    study_file = write_small_study(tmp_path / "models", name="faults", rungs=[8, 24], max_trials=4)
+    preflight = examine(load_study(study_file))
+    store = Store(f"sqlite:///{tmp_path / 'study.db'}")
+    document = preflight.study.canonical()
+    study = store.create_study(name="faults", document=document, resolved=preflight.resolved()).id
+    fake = partial(FirstFails, bank_fingerprint=preflight.family.fingerprint, directory=str(tmp_path))
+    scorer = deploy_scorer(
+        preflight.family, preflight.engine_options, name="fails-late", make_worker=fake, health_check_period_s=0.5
+    )
+    writer = store.open_attempt(study)
+    view: Any = SimpleNamespace(update=lambda _: None, note=lambda _: None)
+    heartbeat = Heartbeat(writer, 0.0)
+    execute(store, writer, preflight, scorer, work_dir=tmp_path / "ray", heartbeat=heartbeat, view=view)
+    serve.delete("fails-late")
+
+    record = store.study(study)
+    assert record.state is StudyState.COMPLETE
+    (fault,) = [event.payload for event in store.events(study, kinds=(EventKind.ENGINE_FAULT,))]
+    (again,) = [event.payload for event in store.events(study, kinds=(EventKind.SCORED_AGAIN,))]
+    assert fault["samples"] == again["samples"] > 0
+    assert len({row.replica for row in store.evidence(study)}) == 2
+    assert trial_list(store, study) == undisturbed(study_file, tmp_path / "alone", resolved=record.resolved)
+    store.close()

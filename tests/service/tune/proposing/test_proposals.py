@@ -1,0 +1,54 @@
+"""What a searcher knows of the trials that its proposal may use."""
+
+from __future__ import annotations
+
+import pytest
+
+from search_spaces.objectives import Objective
+from service.tune.proposing.proposals import observations
+from service.tune.schedulers.base import Proposal
+from service.types import Origin, RungRecord, TrialRecord, TrialState
+from tests.service.tune.harness import lfs_space, make_plan
+
+NAMES = ("math", "text")
+
+
+def rung_record(rung: int, values: tuple[float, float], errors: tuple[float | None, float | None]) -> RungRecord:
+    samples = dict.fromkeys(NAMES, (4, 12, 36)[rung])
+    return RungRecord(rung, samples, dict(zip(NAMES, values, strict=True)), dict(zip(NAMES, errors, strict=True)))
+
+
+def test_an_observation_has_its_trial_its_rung_and_the_errors_of_its_costs() -> None:
+    space = lfs_space()
+    objectives = (
+        Objective("math", "exact_match", "maximize"),
+        Objective("text", "perplexity", "minimize", (0.0, 20.0)),
+    )
+    plan = make_plan("s", objectives=objectives)
+    origin, label, recipe = plan.baselines[0]
+    configurations = [space.from_recipe(published) for _, _, published in plan.baselines]
+    configuration = next(c for c in configurations if c is not None)
+    proposed = space.to_recipe(configuration)
+    full = rung_record(2, (0.5, 5.0), (0.1, 1.0))
+    trials = {
+        0: TrialRecord(0, origin, label, TrialState.COMPLETE, recipe, configuration, rungs=(full,)),
+        7: TrialRecord(
+            7,
+            Origin.SEARCH,
+            "",
+            TrialState.PRUNED,
+            proposed,
+            configuration,
+            rungs=(rung_record(0, (1.0, 10.0), (None, 2.0)), rung_record(1, (0.75, 10.0), (0.125, 1.0))),
+        ),
+        8: TrialRecord(8, Origin.SEARCH, "", TrialState.FAIL, proposed, configuration),
+    }
+    proposal = Proposal(9, 0, visible=((0, 2), (7, 0), (7, 1)), failed=(8,), pending=(), opens=None)
+    source, low, high, failed = observations(proposal, trials, space=space, plan=plan)
+    assert (source.number, source.rung, source.fidelity, source.is_proposed) == (0, 2, 1.0, False)
+    assert (low.number, low.rung, low.fidelity, low.is_proposed) == (7, 0, pytest.approx(1 / 9), True)
+    assert low.costs == (0.0, 0.5)
+    assert low.standard_errors == (None, 0.1)
+    assert (high.number, high.rung, high.standard_errors) == (7, 1, (0.125, 0.05))
+    assert (failed.number, failed.rung, failed.costs, failed.standard_errors) == (8, 2, None, ())
+    assert {o.constraints for o in (source, low, high, failed)} == {()}

@@ -1,0 +1,195 @@
+"""Steps in a study: stored before they are used, computed once, and the same whatever dies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from search_spaces.spaces import SPACES
+from search_spaces.spaces.base import DifferentiableSpace, SearchedModels
+from search_spaces.study.sections import GradientOptions
+from service.store import Store, StudyWriter
+from service.studies.preflight.models import searched_models
+from service.tune.coordinator import Coordinator
+from service.tune.proposing.gradient_actor import GradientJob
+from service.tune.proposing.ray_proposer import RayProposer
+from service.tune.searchers.base import SearchSetting
+from service.tune.searchers.gradient import SEARCHER
+from service.tune.steps import Step, StepKind, StepRequest, StepResult
+from service.types import EventKind
+from tests.conftest import OPTIONS
+from tests.search_spaces.spaces.families import models
+from tests.service.tune.harness import FINGERPRINTS, Killed, drive, killer, make_plan, new_study, trial_list
+from workers.models.family import open_sources
+from workers.serving.fake import FakeScorer
+from workers.types import Family, TaskSpec
+
+NAMES = ("math", "text")
+GRADIENT = GradientOptions(steps=6, batch=4, points=3)
+
+
+def differentiable(known: SearchedModels) -> DifferentiableSpace:
+    space = SPACES["layerwise"](kind="layerwise", granularity="component").build(known)
+    assert isinstance(space, DifferentiableSpace)
+    return space
+
+
+def stored_steps(store: Store, study: str) -> list[Step]:
+    return [Step.from_json(row.number, row.proposal, row.document) for row in store.steps(study)]
+
+
+class Stepper:
+    """`proposals.Proposer` in the caller's thread: the gradient searcher, over the losses of a quadratic.
+
+    `observer` is called before each step is computed and after it was stored."""
+
+    def __init__(self, space: Any, steps: Sequence[Step], num_baselines: int, log: list[int], observer: Any) -> None:
+        self._parameters = space.parameters
+        self._steps = list(steps)
+        self._setting = SearchSetting(NAMES, dict.fromkeys(NAMES, 36), num_baselines, GRADIENT)
+        self._log = log
+        self._observer = observer
+        self._call: Mapping[str, Any] = {}
+
+    def submit(self, **call: Any) -> None:
+        self._call = call
+
+    def result(self, *, timeout_s: float) -> Step | dict[str, Any] | None:
+        answer = SEARCHER.advance(self._parameters, seed=0, steps=self._steps, setting=self._setting, **self._call)
+        if not isinstance(answer, StepRequest):
+            return answer
+        self._observer("step")
+        self._log.append(len(self._steps))
+        return Step(len(self._steps), self._call["number"], answer, self._computed(answer))
+
+    def stored(self, step: Step) -> None:
+        self._observer("stored")
+        self._steps.append(step)
+
+    def _computed(self, request: StepRequest) -> StepResult:
+        if request.kind is StepKind.NOTE:
+            return StepResult()
+        slope = 2 * (np.array(request.point) - 0.9)
+        losses = dict.fromkeys(NAMES, float((slope**2).sum()))
+        return StepResult(losses, tuple(slope.tolist()) if request.kind is StepKind.GRADIENT else ())
+
+
+def test_a_study_that_is_killed_at_any_step_ends_as_if_undisturbed_and_computes_no_stored_step_again(
+    tmp_path: Path,
+) -> None:
+    space = differentiable(replace(models(experts=NAMES, num_layers=4), fingerprints=FINGERPRINTS))
+
+    def attempt(store: Store, study: str, log: list[int], observer: Any = lambda _: None) -> None:
+        plan = make_plan(study, max_trials=5)
+        proposer = Stepper(space, stored_steps(store, study), len(plan.baselines), log, observer)
+        writer: StudyWriter = store.open_attempt(study)
+        drive(Coordinator(plan, space=space, store=store, writer=writer, proposer=proposer), FakeScorer())
+
+    (tmp_path / "undisturbed").mkdir()
+    expected_store, expected = new_study(tmp_path / "undisturbed")
+    attempt(expected_store, expected, [])
+    steps = stored_steps(expected_store, expected)
+    assert sum(step.request.kind is StepKind.GRADIENT for step in steps) == GRADIENT.steps
+    (note,) = expected_store.events(expected, kinds=[EventKind.SEARCH_NOTE])
+    assert note.payload["text"].startswith("gradients are")
+
+    store, study = new_study(tmp_path)
+    num_kills, log = 0, list[int]()
+    while True:
+        try:
+            attempt(store, study, log, killer(num_kills % 3))
+        except Killed:
+            num_kills += 1
+            # Stored ones are not computed again; one that was computed and not stored is.
+            assert log == sorted(log)
+            continue
+        break
+    assert num_kills > len(steps)
+    assert stored_steps(store, study) == steps
+    assert trial_list(store, study) == trial_list(expected_store, expected)
+
+
+@pytest.fixture
+def job(untied_family: Family, tmp_path: Path) -> GradientJob:
+    file = tmp_path / "sums.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) + "\n" for i in range(40)))
+    tasks = {
+        name: TaskSpec({"file": str(file), "max_tokens": 6}, "exact_match", permutation_seed=seed)
+        for seed, name in enumerate(NAMES)
+    }
+    sources = open_sources(untied_family)
+    return GradientJob(untied_family, OPTIONS, tasks, differentiable(searched_models(sources, sources.fingerprints)))
+
+
+def steps_and_proposals(job: GradientJob, *, kill_after: int | None = None) -> tuple[list[Step], list[dict[str, Any]]]:
+    """Two proposals; the gradient actor is killed after so many steps."""
+    proposer = RayProposer(
+        algorithm="gradient",
+        parameters=job.space.parameters,
+        seed=3,
+        setting=SearchSetting(NAMES, dict.fromkeys(NAMES, 40), 0, GRADIENT),
+        job=job,
+    )
+    steps: list[Step] = []
+    proposals = []
+    for number in range(2):
+        proposer.submit(number=number, observations=(), pending=())
+        while isinstance(answer := proposer.result(timeout_s=120.0), Step):
+            steps.append(answer)
+            if len(steps) == kill_after:
+                ray.kill(proposer._gradients)
+            proposer.stored(answer)
+        assert answer is not None
+        proposals.append(answer)
+    return steps, proposals
+
+
+def test_gradients_on_ray_are_the_same_again_and_after_the_actor_has_died(ray_cluster: None, job: GradientJob) -> None:
+    steps, proposals = steps_and_proposals(job)
+    assert [step.request.kind for step in steps] == [StepKind.NOTE] + [StepKind.GRADIENT] * 4
+    again, same = steps_and_proposals(job, kill_after=3)
+    assert [(step.request, step.result.losses, step.result.gradient) for step in again] == [
+        (step.request, step.result.losses, step.result.gradient) for step in steps
+    ]
+    assert same == proposals
+    gradients = [step.result for step in steps if step.request.kind is StepKind.GRADIENT]
+    assert all(any(result.gradient) and result.bank == job.family.fingerprint for result in gradients)
+    assert len({result.recipe for result in gradients}) == len(gradients)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_coefficients_of_zero_have_derivatives(job: GradientJob, value: float) -> None:
+    """A range that ends at 0 would keep them there; one expert at 1 and the others at 0 is that expert as it is."""
+    from service.tune.proposing.gradient_actor import GradientActor
+
+    point = tuple(value if name.endswith("math") else 0.0 for name in job.space.parameters.names)
+    request = StepRequest(StepKind.GRADIENT, "d", point, {"math": (0, 3)}, {"math": 1.0})
+    found = GradientActor(job).run(request).gradient
+    assert all(found)
+
+
+def test_the_gradient_is_that_of_finite_differences(job: GradientJob) -> None:
+    """By a whole parameter: over the tensors of a component, at the positions that are asked for."""
+    from service.tune.proposing.gradient_actor import GradientActor
+
+    actor = GradientActor(job)
+    point = [0.5] * len(job.space.parameters)
+    positions = {"math": (0, 3, 5), "text": (1, 2)}
+    weights = {"math": 0.7, "text": 0.3}
+    found = actor.run(StepRequest(StepKind.GRADIENT, "d", tuple(point), positions, weights)).gradient
+    place = max(range(len(point)), key=lambda i: abs(found[i]))
+
+    def loss(value: float) -> float:
+        there = tuple(value if i == place else number for i, number in enumerate(point))
+        losses = actor.run(StepRequest(StepKind.LOSSES, "d", there, positions)).losses
+        return sum(weights[name] * losses[name] for name in NAMES)
+
+    step = 0.02
+    assert found[place] == pytest.approx((loss(0.5 + step) - loss(0.5 - step)) / (2 * step), rel=0.05)

@@ -1,0 +1,109 @@
+"""Who goes on in a race, against whom, and that a resumed race ends as it did."""
+
+from __future__ import annotations
+
+import pytest
+
+from service.tune.schedulers.racing import RacingTable
+from tests.service.tune.schedulers.test_rung_table import propose, table_of
+
+LOOKS = 3
+
+
+def race(*, baselines: int = 2, max_staleness: int = 1, max_trials: int = 10) -> RacingTable:
+    table = table_of(
+        max_trials=max_trials, scheduler="racing", baselines=baselines, max_staleness=max_staleness, num_rungs=LOOKS
+    )
+    assert isinstance(table, RacingTable)
+    return table
+
+
+def scored_in_full(table: RacingTable, number: int, *costs: float) -> None:
+    """A baseline with these costs at the looks."""
+    table.know(number, {rung: (cost,) for rung, cost in enumerate(costs[:-1])})
+    table.record(number, LOOKS - 1, (costs[-1],))
+
+
+def test_a_trial_is_stopped_at_the_first_look_at_which_a_rival_is_ahead_on_the_same_samples() -> None:
+    table = race()
+    scored_in_full(table, 0, 0.9, 0.1, 0.3)
+    scored_in_full(table, 1, 0.1, 0.9, 0.5)  # ahead at the first look, but no rival: trial 0 is better in full
+    assert propose(table) == 2
+    (going_on,) = table.record(2, 0, (0.9,))
+    assert (going_on.promoted, going_on.pruned) == ((2,), ())
+    assert list(table.ready()) == [(2, 1)]
+    (stopped,) = table.record(2, 1, (0.2,))
+    assert (stopped.rung, stopped.promoted, stopped.pruned) == (1, (), (2,))
+    assert list(table.ready()) == []
+
+
+def test_a_tie_goes_on_and_whoever_ends_best_is_the_next_rival() -> None:
+    table = race(baselines=1)
+    scored_in_full(table, 0, 0.5, 0.5, 0.5)
+    assert propose(table) == 1
+    for rung, cost in enumerate((0.5, 0.5, 0.2)):
+        table.record(1, rung, (cost,))
+    assert propose(table) == 2
+    table.record(2, 0, (0.4,))  # ahead of trial 0 and of trial 1 at this look
+    (stopped,) = table.record(2, 1, (0.51,))
+    assert stopped.pruned == (2,)
+
+
+def test_of_several_objectives_all_rivals_on_the_front_count_and_only_one_that_dominates_stops() -> None:
+    table = race()
+    for number, costs in enumerate([(0.1, 0.8), (0.8, 0.1)]):
+        table.know(number, {0: costs, 1: costs})
+        table.record(number, LOOKS - 1, costs)
+    for number, costs, goes_on in [(2, (0.7, 0.7), True), (3, (0.2, 0.9), False), (4, (0.9, 0.2), False)]:
+        assert propose(table) == number
+        (decision,) = table.record(number, 0, costs)
+        assert decision.promoted == ((number,) if goes_on else ())
+        if goes_on:
+            table.record(number, 1, (0.9, 0.9))
+
+
+def test_rivals_are_trials_that_the_proposal_may_know_and_a_failure_is_none() -> None:
+    table = race(baselines=3, max_staleness=2)
+    scored_in_full(table, 0, 0.5, 0.5, 0.5)
+    table.fail(1)
+    assert propose(table) == 3
+    scored_in_full(table, 2, 0.1, 0.1, 0.1)
+    (decision,) = table.record(3, 0, (0.4,))
+    assert decision.promoted == (3,), "trial 2 is newer than what trial 3 may know"
+    table.fail(3)
+    assert propose(table) == 4
+    (decision,) = table.record(4, 0, (0.4,))
+    assert decision.pruned == (4,)
+
+
+@pytest.mark.parametrize("max_staleness", [1, 3])
+def test_results_in_the_order_of_a_resumed_search_give_the_same_decisions(max_staleness: int) -> None:
+    costs = [[(i < 2) + (i * 37 % 11 + rung * (i % 3)) / 20 for rung in range(LOOKS)] for i in range(12)]
+
+    def live() -> tuple[RacingTable, dict[int, int]]:
+        table, reached = race(baselines=2, max_staleness=max_staleness), {}
+        for number in range(2):
+            scored_in_full(table, number, *costs[number])
+        while not table.is_finished:
+            while propose(table) is not None:
+                pass
+            number, rung = next(table.ready())
+            table.record(number, rung, (costs[number][rung],))
+            reached[number] = rung
+        return table, reached
+
+    _, reached = live()
+    assert 0 < sum(rung < LOOKS - 1 for rung in reached.values()) < len(reached)
+
+    again = race(baselines=2, max_staleness=max_staleness)
+    for number in range(2, 12):
+        again.open_bracket(number - 2, first_rung=0, size=1)
+        again.add_trial(number, number - 2)
+    for number in range(2):
+        again.know(number, {rung: (cost,) for rung, cost in enumerate(costs[number][:-1])})
+    for rung in range(LOOKS):  # as the coordinator replays: rung after rung
+        for number in range(12):
+            if rung <= reached.get(number, -1) or (number < 2 and rung == LOOKS - 1):
+                again.record(number, rung, (costs[number][rung],))
+    assert again.is_finished
+    assert list(again.ready()) == []

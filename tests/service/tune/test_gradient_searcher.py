@@ -1,0 +1,196 @@
+"""The gradient searcher as a function: what it asks for, when it has a proposal, and when it gives up on gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from search_spaces.parameters import Float, Parameters
+from search_spaces.study.sections import GradientOptions
+from service.tune.searchers import Observation, get_searcher
+from service.tune.searchers.base import SearchSetting, SteppingSearcher
+from service.tune.searchers.gradient import rank_correlation
+from service.tune.steps import Step, StepKind, StepRequest, StepResult
+
+PARAMETERS = Parameters([Float(f"w{i}", -0.5, 1.5, default=0.5) for i in range(6)])
+TARGET = np.array([1.2, -0.2, 0.4, 0.9, 0.0, 1.5])
+NUM_BASELINES = 5
+SETTING = SearchSetting(
+    objectives=("math", "text"),
+    num_samples={"math": 10, "text": 7},
+    num_baselines=NUM_BASELINES,
+    options=GradientOptions(steps=12, batch=4, learning_rate=0.2, points=3),
+)
+
+
+def baselines(*, sign: float = 1.0) -> list[Observation]:
+    """Known recipes whose costs grow with the loss, or with `sign` -1 fall."""
+    found = []
+    for number in range(NUM_BASELINES):
+        point = np.full(6, number / 4)
+        cost = sign * loss_at(point)
+        found.append(
+            Observation(
+                dict(zip(PARAMETERS.names, point.tolist(), strict=True)),
+                1.0,
+                (cost, cost),
+                number=number,
+                rung=0,
+                is_proposed=False,
+            )
+        )
+    return found
+
+
+def loss_at(point: Any) -> float:
+    return float(((np.array(point) - TARGET) ** 2).sum())
+
+
+def computed(request: StepRequest) -> StepResult:
+    """The losses of a quadratic, twice as large for text, and the gradient of their weighted sum."""
+    loss = loss_at(request.point)
+    slope = 2 * (np.array(request.point) - TARGET)
+    factor = request.weights.get("math", 0.0) + 2 * request.weights.get("text", 0.0)
+    gradient = tuple((factor * slope).tolist()) if request.kind is StepKind.GRADIENT else ()
+    return StepResult({"math": loss, "text": 2 * loss}, gradient, recipe="r", bank="b")
+
+
+def propose(
+    number: int,
+    steps: list[Step],
+    *,
+    known: Sequence[Observation],
+    compute: Callable[[StepRequest], StepResult] = computed,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """The configuration of a proposal; the steps that it needs are added to `steps`."""
+    searcher = get_searcher("gradient")
+    assert isinstance(searcher, SteppingSearcher)
+    while True:
+        answer = searcher.advance(
+            PARAMETERS, number=number, seed=seed, observations=known, steps=steps, setting=SETTING
+        )
+        if not isinstance(answer, StepRequest):
+            return answer
+        result = StepResult() if answer.kind is StepKind.NOTE else compute(answer)
+        steps.append(Step.from_json(len(steps), number, Step(len(steps), number, answer, result).to_json()))
+
+
+def kinds(steps: Sequence[Step]) -> list[str]:
+    return [step.request.kind.value for step in steps]
+
+
+def test_points_of_the_descent_are_proposed_evenly_and_get_better() -> None:
+    steps: list[Step] = []
+    losses = [loss_at(list(propose(NUM_BASELINES + i, steps, known=baselines()).values())) for i in range(3)]
+    assert kinds(steps) == ["losses"] * 5 + ["note"] + ["gradient"] * 12
+    assert [step.proposal for step in steps if step.request.kind is StepKind.GRADIENT] == [5] * 4 + [6] * 4 + [7] * 4
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.3 * loss_at([0.5] * 6)
+
+
+def test_steps_are_those_of_adam_within_the_ranges() -> None:
+    steps: list[Step] = []
+    propose(NUM_BASELINES + 2, steps, known=baselines())
+    descent = [step for step in steps if step.request.kind is StepKind.GRADIENT]
+    point = torch.full((6,), 0.5, dtype=torch.float64, requires_grad=True)
+    adam = torch.optim.Adam([point], lr=0.2)
+    for number, step in enumerate(descent):
+        np.testing.assert_allclose(step.request.point, point.detach().numpy(), atol=1e-9)
+        adam.param_groups[0]["lr"] = 0.2 * (1 - number / 12 + 5e-4)
+        point.grad = torch.tensor(step.result.gradient, dtype=torch.float64)
+        adam.step()
+        with torch.no_grad():
+            point.clamp_(-0.5, 1.5)
+
+
+def test_objectives_count_alike_whatever_the_size_of_their_losses() -> None:
+    steps: list[Step] = []
+    propose(NUM_BASELINES, steps, known=baselines())
+    weights = steps[-1].request.weights
+    assert weights["math"] == pytest.approx(2 * weights["text"])
+    mean = np.mean([step.result.losses["math"] for step in steps[:5]])
+    assert weights["math"] * mean == pytest.approx(0.5)
+
+
+def test_a_minibatch_has_equal_shares_and_all_samples_are_drawn_before_one_is_drawn_again() -> None:
+    steps: list[Step] = []
+    propose(NUM_BASELINES + 2, steps, known=baselines())
+    batches = [step.request.positions for step in steps if step.request.kind is StepKind.GRADIENT]
+    assert all(len(batch["math"]) == len(batch["text"]) == 2 for batch in batches)
+    assert sorted(p for batch in batches[:5] for p in batch["math"]) == list(range(10))
+    drawn = [p for batch in batches for p in batch["text"]]
+    assert all(drawn.count(position) >= len(drawn) // 7 for position in range(7))
+    other: list[Step] = []
+    propose(NUM_BASELINES, other, known=baselines(), seed=1)
+    assert other[6].request.positions != steps[6].request.positions
+
+
+def test_samples_are_charged_three_times_for_a_gradient_and_once_for_a_comparison() -> None:
+    steps: list[Step] = []
+    propose(NUM_BASELINES, steps, known=baselines())
+    assert [step.request.num_charged for step in steps] == [17] * 5 + [0] + [12] * 4
+
+
+def test_a_search_goes_on_from_any_step_as_if_undisturbed() -> None:
+    steps: list[Step] = []
+    expected = [propose(NUM_BASELINES + i, steps, known=baselines()) for i in range(3)]
+    for cut in range(len(steps)):
+        again = steps[:cut]
+        assert [propose(NUM_BASELINES + i, again, known=baselines()) for i in range(3)] == expected
+        assert again == steps
+
+
+def test_later_proposals_are_mutants_of_the_best_trial() -> None:
+    steps: list[Step] = []
+    best = propose(NUM_BASELINES + 2, steps, known=baselines())
+    num_steps = len(steps)
+    trial = Observation(best, 1.0, (-9.0, -9.0), number=NUM_BASELINES + 2, rung=0)
+    mutant = propose(NUM_BASELINES + 3, steps, known=[*baselines(), trial])
+    assert len(steps) == num_steps
+    moved = [name for name in best if best[name] != mutant[name]]
+    assert 0 < len(moved) < len(best)
+
+
+def test_where_a_lower_loss_does_not_go_with_a_better_score_smac_proposes() -> None:
+    steps: list[Step] = []
+    known = baselines(sign=-1.0)
+    found = propose(NUM_BASELINES, steps, known=known)
+    assert kinds(steps) == ["losses"] * 5 + ["note"]
+    assert steps[-1].request.label.startswith("gradients are not used, smac proposes: losses do not go with scores")
+    assert "math -1.00, text -1.00" in steps[-1].request.label
+    smac: Any = get_searcher("smac")
+    assert found == smac.propose(PARAMETERS, number=NUM_BASELINES, seed=0, observations=known)
+    assert propose(NUM_BASELINES + 1, steps, known=known) != found
+    assert len(steps) == 6, "it is decided once"
+
+
+def test_too_few_known_recipes_say_nothing_and_the_descent_is_tried() -> None:
+    steps: list[Step] = []
+    propose(NUM_BASELINES, steps, known=baselines(sign=-1.0)[:3])
+    assert kinds(steps) == ["losses"] * 3 + ["note"] + ["gradient"] * 4
+    assert "3 known recipes are too few" in steps[3].request.label
+
+
+def test_a_loss_that_is_not_finite_ends_the_descent_and_the_local_search_goes_on() -> None:
+    def broken(request: StepRequest) -> StepResult:
+        is_third = request.kind is StepKind.GRADIENT and len(steps) == 8
+        return StepResult(failure="the loss is nan") if is_third else computed(request)
+
+    steps: list[Step] = []
+    found = [propose(NUM_BASELINES + i, steps, known=baselines(), compute=broken) for i in range(2)]
+    assert kinds(steps) == ["losses"] * 5 + ["note"] + ["gradient"] * 3
+    assert found[0] != found[1]
+    assert all(PARAMETERS[name].contains(value) for each in found for name, value in each.items())
+
+
+def test_rank_correlation_is_spearmans() -> None:
+    assert rank_correlation([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1.0)
+    assert rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)
+    assert rank_correlation([1, 2, 2, 3], [1, 3, 2, 4]) == pytest.approx(0.9486833)
+    assert rank_correlation([1, 2], [5, 5]) == 0.0
+    assert rank_correlation([], []) == 0.0

@@ -1,0 +1,244 @@
+"""Coefficient gradients: how the loss on a minibatch of reference answers changes with the coefficients of a merge.
+
+The merge is written into a transformers model by the code that writes it into engines, and one backward pass gives the
+gradient of each merged tensor. Each is reduced to one number per coefficient as it appears and then freed: there is
+never a second model of gradients.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from search_spaces.recipe import Recipe
+from search_spaces.study.sections import EngineOptions
+from workers.errors import TrialFailed
+from workers.evaluation.lm_eval import TaskEvaluator
+from workers.evaluation.prompts import Prompts
+from workers.evaluation.references import References, Target
+from workers.merging.bank import Bank
+from workers.merging.materialize import (
+    MergedTensor,
+    TensorPlan,
+    computations,
+    merge_into,
+    plan_as_stated,
+    plan_tensors,
+)
+from workers.training.losses import minibatches, sample_losses
+from workers.training.model import Place, TrainableModel
+from workers.training.reduction import derivatives, stated_coefficients
+from workers.types import Family, GradientResult, Placement, TaskSpec
+
+__all__ = ["CoefficientGradients"]
+
+# Tokens of one forward pass, padding included: bounds the memory of activations.
+MAX_TOKENS = 16_384
+
+Batch = Mapping[str, Sequence[int]]
+
+
+class CoefficientGradients:
+    """The model, the bank and the references of one family; its merges are read one at a time.
+
+    `tasks` are the objectives' by name; all of them have references (`references.lack_of_references`). `options` are
+    those of the study's engines: prompts and dtype are theirs, except that float16, in which gradients vanish, becomes
+    float32. Sums over tensors are in float32 or finer. `placement` is the bank's. `recomputes` saves the memory of
+    activations for a third more time. Equal calls give equal bits on one device with one number of threads, whatever
+    was called before.
+
+    All arguments can be pickled. Raises InvalidModel and InvalidTask.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        options: EngineOptions,
+        tasks: Mapping[str, TaskSpec],
+        *,
+        placement: Placement | str = Placement.MAPPED,
+        device: str | None = None,
+        recomputes: bool = False,
+        max_tokens: int = MAX_TOKENS,
+        cache: str | Path | None = None,
+    ) -> None:
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if place.type == "cuda":  # else cuBLAS has no deterministic products; it reads this at its first use
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        self.bank = Bank(family, placement, device=place, cache=cache)
+        if options.rank_cache:
+            self.bank.keep_ranks()
+        self.dtype = _dtype(options.dtype, place)
+        self.model = TrainableModel(self.bank, self.dtype, device=place, recomputes=recomputes)
+        references = References(TaskEvaluator(None, Prompts(self.bank.sources.result_dir, options)))
+        self._targets = {name: references.targets(spec) for name, spec in tasks.items()}
+        self._units = {name: references.unit(spec) for name, spec in tasks.items()}
+        self._max_tokens = max_tokens
+        self._held: dict[str, Hashable] = {}  # how each tensor that the model holds was computed
+
+    def loss_and_gradient(self, recipe: Recipe, batch: Batch, weights: Mapping[str, float]) -> GradientResult:
+        """The mean loss of each objective over its sample positions in `batch`, and the derivatives of
+        sum_o weights[o] loss_o by every coefficient that a merge of `recipe` states and its method has gradients by.
+
+        Raises InvalidRecipe for a merge that has none or cannot be made, TrialFailed if a loss is NaN or infinite."""
+        started = time.perf_counter()
+        self._check(batch)
+        if missing := sorted(batch.keys() - weights.keys()):
+            raise ValueError(
+                f"gradients: no weight for objective {missing[0]!r}; given are {', '.join(sorted(weights))}"
+            )
+        plan = plan_as_stated(recipe, self.bank)
+        reducers = {
+            tensor.name: _Reducer(tensor, plan, self.bank) for tensor in plan.tensors if stated_coefficients(tensor)
+        }
+        self._hold(recipe)
+        samples = self._samples(batch)
+        factors = {name: weights[name] / (self._units[name] * len(positions)) for name, positions in batch.items()}
+        with _deterministic(), self._reduced_by(reducers):
+            losses = self._read(samples, [factors[name] for name, _ in samples])
+        by_source, shared = _by_coefficient(reducers.values())
+        return GradientResult(
+            losses={name: sum(found) / len(found) for name, found in self._by_objective(batch, losses).items()},
+            num_samples=len(samples),
+            seconds=time.perf_counter() - started,
+            by_source=by_source,
+            shared=shared,
+        )
+
+    def losses(self, recipe: Recipe, batch: Batch) -> dict[str, tuple[float, ...]]:
+        """The loss of each sample, by objective in the order of `batch`, in the units of `loss_and_gradient`."""
+        self._check(batch)
+        self._hold(recipe)
+        with _deterministic(), torch.no_grad():
+            return self._by_objective(batch, self._read(self._samples(batch), None))
+
+    def _check(self, batch: Batch) -> None:
+        for name, positions in batch.items():
+            if name not in self._targets:
+                raise ValueError(f"gradients: unknown objective {name!r}; known are {', '.join(sorted(self._targets))}")
+            count = len(self._targets[name])
+            if not positions or min(positions) < 0 or max(positions) >= count:
+                raise ValueError(
+                    f"gradients: objective {name!r} at positions {list(positions)[:5]}; give some of 0 to {count - 1}"
+                )
+
+    def _samples(self, batch: Batch) -> list[tuple[str, Target]]:
+        return [(name, self._targets[name][position]) for name, positions in batch.items() for position in positions]
+
+    def _hold(self, recipe: Recipe) -> None:
+        """Write the merge into the model: the tensors that it does not hold."""
+        plan = plan_tensors(recipe, self.bank)
+        wanted = computations(plan, self.bank)
+        held, self._held = self._held, {}
+        changed = {name: memory for name, memory in self.model.memory.items() if held.get(name) != wanted[name]}
+        with torch.no_grad():
+            merge_into(plan, self.bank, changed)
+        self._held = wanted
+
+    def _read(self, samples: Sequence[tuple[str, Target]], factors: Sequence[float] | None) -> list[float]:
+        """The loss of every sample; with `factors`, also a backward pass from the sum of losses times these."""
+        targets = [target for _, target in samples]
+        found = [0.0] * len(targets)
+        for indices in minibatches(targets, self._max_tokens):
+            losses = sample_losses(self.model, [targets[i] for i in indices])
+            for i, loss in zip(indices, losses.tolist(), strict=True):
+                if not math.isfinite(loss):
+                    raise TrialFailed(f"the loss on a reference of objective {samples[i][0]!r} is {loss}")
+                found[i] = loss
+            if factors is not None and losses.requires_grad:
+                upstream = torch.tensor([factors[i] for i in indices], dtype=losses.dtype, device=losses.device)
+                torch.autograd.backward(losses, upstream)
+        return found
+
+    def _by_objective(self, batch: Batch, losses: Sequence[float]) -> dict[str, tuple[float, ...]]:
+        """The losses in their objectives' units."""
+        each = iter(losses)
+        return {name: tuple(next(each) / self._units[name] for _ in positions) for name, positions in batch.items()}
+
+    @contextmanager
+    def _reduced_by(self, reducers: Mapping[str, _Reducer]) -> Iterator[None]:
+        """Within, gradients go to the reducers and are freed; parameters without a reducer have none."""
+        hooks = []
+        leaf: Any  # torch's hooks have no types
+        for leaf, places in self.model.leaves:
+            wanted = [(place, reducers[name]) for name, place in places.items() if name in reducers]
+            leaf.requires_grad_(bool(wanted))
+            if wanted:
+                hooks.append(leaf.register_post_accumulate_grad_hook(partial(_reduce, wanted)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for leaf, _ in self.model.leaves:
+                leaf.grad = None
+
+
+class _Reducer:
+    """Adds up the derivatives by one tensor's coefficients, from the gradients of its leaves."""
+
+    def __init__(self, tensor: MergedTensor, plan: TensorPlan, bank: Bank) -> None:
+        self.tensor = tensor
+        self._plan = plan
+        self._bank = bank
+        self.found: dict[str, torch.Tensor] = {}
+
+    def add(self, gradient: torch.Tensor) -> None:
+        for name, slopes in derivatives(self.tensor, self._plan, self._bank, gradient).items():
+            self.found[name] = self.found[name] + slopes if name in self.found else slopes
+
+
+def _reduce(wanted: Sequence[tuple[Place, _Reducer]], leaf: torch.Tensor) -> None:
+    """Give the parts of the leaf's gradient to their reducers, and free it."""
+    assert leaf.grad is not None
+    gradient, leaf.grad = leaf.grad, None
+    for place, reducer in wanted:
+        reducer.add(place.of(gradient))
+
+
+Slopes = dict[str, dict[str, float]]
+
+
+def _by_coefficient(reducers: Any) -> tuple[Slopes, Slopes]:
+    by_source: Slopes = {}
+    shared: Slopes = {}
+    for reducer in reducers:
+        tensor = reducer.tensor
+        for coefficient in stated_coefficients(tensor):
+            count = len(tensor.merge.sources) if coefficient.per_model else 1
+            slopes = reducer.found[coefficient.name].tolist() if coefficient.name in reducer.found else [0.0] * count
+            if coefficient.per_model:
+                models = (source.model for source in tensor.merge.sources)
+                by_source[tensor.name] = dict(zip(models, slopes, strict=True))
+            else:
+                shared.setdefault(tensor.name, {})[coefficient.name] = slopes[0]
+    return by_source, shared
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Within, torch chooses algorithms whose results do not depend on timing; it warns where it has none."""
+    was, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    filled = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    memory.fill_uninitialized_memory = False  # takes time, for programs that read such memory
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was, warn_only=warned)
+        memory.fill_uninitialized_memory = filled
+
+
+def _dtype(asked: str, device: torch.device) -> torch.dtype:
+    if asked == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return torch.bfloat16 if asked == "bfloat16" else torch.float32

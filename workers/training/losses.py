@@ -1,0 +1,103 @@
+"""Losses by teacher forcing: targets in minibatches of similar length, read in one forward pass each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from workers.evaluation.references import Reading, Target
+from workers.training.model import TrainableModel
+
+__all__ = ["minibatches", "sample_losses"]
+
+IMPOSSIBLE = float("-inf")
+
+
+def minibatches(targets: Sequence[Target], max_tokens: int) -> Iterator[list[int]]:
+    """Indices of targets that are read together, the shortest first: at most `max_tokens` tokens with padding, or one
+    target."""
+    order = sorted(range(len(targets)), key=lambda i: (_width(targets[i].readings), i))
+    together: list[int] = []
+    num_rows = 0
+    for index in order:
+        rows, width = len(targets[index].readings), _width(targets[index].readings)
+        if together and (num_rows + rows) * width > max_tokens:
+            yield together
+            together, num_rows = [], 0
+        together.append(index)
+        num_rows += rows
+    if together:
+        yield together
+
+
+def sample_losses(model: TrainableModel, targets: Sequence[Target]) -> torch.Tensor:
+    """The loss of each target [len(targets)], in float32 and with gradients if these are on, by one forward pass."""
+    rows = [reading for target in targets for reading in target.readings]
+    places = _Places.of(rows)
+    tokens = torch.zeros(len(rows), _width(rows), dtype=torch.long)
+    for i, reading in enumerate(rows):
+        tokens[i, : len(reading.tokens)] = torch.tensor(reading.tokens)
+    logits = model.logits(tokens.to(model.device), places.num_columns).flatten(0, 1)
+    return _of_targets(targets, places.log_likelihoods(logits, len(rows)))
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where logits are scored: in the flattened [rows, num_columns], for which row, and the tokens `accepted` there."""
+
+    num_columns: int
+    index: list[int]
+    row: list[int]
+    accepted: list[tuple[int, ...]]
+
+    @classmethod
+    def of(cls, rows: Sequence[Reading]) -> _Places:
+        first = min(reading.num_context for reading in rows) - 1
+        found = cls(_width(rows) - first, [], [], [])
+        for row, reading in enumerate(rows):
+            tokens, start = reading.tokens, reading.num_context
+            wanted = [*((token,) for token in tokens[start:]), *([reading.ends] if reading.ends else [])]
+            found.index.extend(row * found.num_columns + start - 1 - first + i for i in range(len(wanted)))
+            found.row.extend([row] * len(wanted))
+            found.accepted.extend(wanted)
+        return found
+
+    def log_likelihoods(self, logits: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Of each row [num_rows], the sum over its places of the log-probability of any accepted token."""
+        device = logits.device
+        scores = logits.index_select(0, torch.tensor(self.index, device=device)).float().log_softmax(-1)
+        choices, is_given = _padded(self.accepted)
+        chosen = scores.gather(-1, choices.to(device)).masked_fill(~is_given.to(device), IMPOSSIBLE).logsumexp(-1)
+        return chosen.new_zeros(num_rows).index_add(0, torch.tensor(self.row, device=device), chosen)
+
+
+def _of_targets(targets: Sequence[Target], of_rows: torch.Tensor) -> torch.Tensor:
+    device, starts = of_rows.device, [0]
+    for target in targets:
+        starts.append(starts[-1] + len(target.readings))
+    index, is_given = _padded([tuple(range(start, stop)) for start, stop in pairwise(starts)])
+    is_right = torch.zeros_like(is_given)
+    scales = torch.ones(index.shape)
+    for i, target in enumerate(targets):
+        is_right[i, list(target.right)] = True
+        if target.scales is not None:
+            scales[i, : len(target.scales)] = torch.tensor(target.scales)
+    is_choice = torch.tensor([target.scales is not None for target in targets], device=device)
+    scores = of_rows.index_select(0, index.flatten().to(device)).view(index.shape) * scales.to(device)
+    likeliest = scores.masked_fill(~is_right.to(device), IMPOSSIBLE).max(dim=1).values
+    of_all = scores.masked_fill(~is_given.to(device), IMPOSSIBLE).logsumexp(dim=1)
+    return torch.where(is_choice, of_all, 0) - likeliest
+
+
+def _padded(rows: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows as one matrix, filled up with zeros, and where their own numbers are."""
+    width = max(map(len, rows))
+    filled = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
+    return filled, torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]
+
+
+def _width(readings: Sequence[Reading]) -> int:
+    return max(len(reading.tokens) for reading in readings)

@@ -1,0 +1,158 @@
+"""A transformers model that merges are written into, in place, and whose parameters have gradients.
+
+It knows which parameter each merged tensor is, not what a merge or a loss is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from workers.errors import InvalidModel
+from workers.merging.bank import Bank
+from workers.models.components import some_of
+
+__all__ = ["Place", "TrainableModel"]
+
+# Settings that make a forward pass random in training mode.
+RANDOM = ("drop", "jitter")
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a merged tensor is: all of a parameter, or rows `start` to `stop` - 1 of one of a mixture's experts."""
+
+    leaf: torch.nn.Parameter
+    expert: int | None = None
+    start: int = 0
+    stop: int = 0
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The place's part of a tensor of the parameter's shape."""
+        return whole if self.expert is None else whole[self.expert, self.start : self.stop]
+
+
+class TrainableModel:
+    """The model of the bank's family, in `dtype` on `device`: one copy of its weights, none of the sources'.
+
+    `memory` are the places of merged tensors by name, `leaves` the parameters with the places in them. A tied output
+    head is a leaf of its own over the embedding's memory, so that the gradients of both appear, and can be freed, one
+    after the other. With `recomputes` activations within layers are computed again in the backward pass. Raises
+    InvalidModel for a model whose tensors transformers holds in another form.
+    """
+
+    def __init__(self, bank: Bank, dtype: torch.dtype, *, device: torch.device, recomputes: bool = False) -> None:
+        self.module = _loaded(bank, dtype).to(device)
+        places = _places(self.module, bank, dtype)
+        self.memory: Mapping[str, torch.Tensor] = {
+            name: place.of(place.leaf.detach()) for name, place in places.items()
+        }
+        self.leaves: Sequence[tuple[torch.nn.Parameter, Mapping[str, Place]]] = _leaves(self.module, places)
+        self.device = device
+        # Training mode is what lets transformers compute activations again; nothing is random in it: see `_settled`.
+        self.module.train(recomputes)
+        if recomputes:
+            self.module.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def logits(self, tokens: torch.Tensor, last: int) -> torch.Tensor:
+        """The logits [rows, last, vocabulary] after the last columns of `tokens` [rows, columns]: rows are padded at
+        their ends, where causal attention never looks from an earlier token."""
+        output = self.module(input_ids=tokens, use_cache=False, logits_to_keep=last)
+        logits: torch.Tensor = output.logits[:, -last:]  # some models do not know `logits_to_keep`
+        return logits
+
+
+def _loaded(bank: Bank, dtype: torch.dtype) -> Any:
+    """The base model. transformers takes the tensors that it is given as its parameters: they are copies."""
+    import transformers
+
+    config = _settled(transformers.AutoConfig.from_pretrained(bank.sources.result_dir, trust_remote_code=False))
+    kind = getattr(transformers, config.architectures[0])
+    base = bank.sources.base_alias
+    model, found = kind.from_pretrained(
+        None,
+        config=config,
+        state_dict={name: bank.get(base, name).to("cpu", dtype, copy=True) for name in bank.base.tensors},
+        dtype=dtype,
+        attn_implementation=_attention(config),
+        output_loading_info=True,
+    )
+    if found["missing_keys"] or found["unexpected_keys"]:
+        raise InvalidModel((f"gradients: the family's tensors do not fit {config.architectures[0]}: {found}",))
+    return model
+
+
+def _settled(config: Any) -> Any:
+    """The configuration without what draws random numbers in training mode."""
+    for name, value in config.to_dict().items():
+        if isinstance(value, float) and any(word in name for word in RANDOM):
+            setattr(config, name, 0.0)
+    return config
+
+
+def _attention(config: Any) -> str | None:
+    """Eager where attention scores are capped, which fused attention silently ignores; else transformers' choice."""
+    return "eager" if getattr(config, "attn_logit_softcapping", None) else None
+
+
+def _places(module: Any, bank: Bank, dtype: torch.dtype) -> dict[str, Place]:
+    """Of every tensor of the base, whose weights the model has now. Raises InvalidModel."""
+    named = dict(module.named_parameters())
+    prefix = f"{module.base_model_prefix}."
+    found = {}
+    for name in bank.base.tensors:
+        known = name if name in named else prefix + name
+        if known in named:
+            found[name] = Place(named.pop(known))
+    base = bank.sources.base_alias
+    for name in bank.base.tensors.keys() - found.keys():
+        around = [leaf for other, leaf in named.items() if _layer(other) == _layer(name)]
+        places = list(_with_content(bank.get(base, name).to(device=module.device, dtype=dtype), around))
+        if len(places) == 1:  # two tensors of equal values are not told apart
+            found[name] = places[0]
+    if missing := bank.base.tensors.keys() - found.keys():
+        raise InvalidModel(
+            (
+                f"gradients: {type(module).__name__} holds {some_of(missing)} in another form than the model's files; "
+                "gradients by coefficients need a model without such tensors",
+            )
+        )
+    return found
+
+
+def _layer(name: str) -> str | None:
+    """The number of the layer in a tensor's name."""
+    found = re.search(r"\.(\d+)\.", name)
+    return found[1] if found else None
+
+
+def _with_content(tensor: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> Iterator[Place]:
+    """The places that have the tensor's values: transformers renames some parameters, and joins those of a mixture's
+    experts to one, some of them two matrices above each other."""
+    for leaf in parameters:
+        if leaf.shape == tensor.shape and torch.equal(leaf, tensor):
+            yield Place(leaf)
+        if leaf.dim() == 3 and tensor.dim() == 2 and leaf.shape[2] == tensor.shape[1]:
+            rows = tensor.shape[0]
+            starts = range(0, leaf.shape[1] - rows + 1, rows)
+            for place in (Place(leaf, e, start, start + rows) for e in range(len(leaf)) for start in starts):
+                part = place.of(leaf)
+                if torch.equal(part[0], tensor[0]) and torch.equal(part, tensor):
+                    yield place
+
+
+def _leaves(module: Any, places: Mapping[str, Place]) -> list[tuple[torch.nn.Parameter, Mapping[str, Place]]]:
+    by_leaf: dict[torch.nn.Parameter, dict[str, Place]] = {}
+    for name, place in places.items():
+        by_leaf.setdefault(place.leaf, {})[name] = place
+    leaves: list[tuple[torch.nn.Parameter, Mapping[str, Place]]] = list(by_leaf.items())
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    if head is not None and head.weight is embedding.weight:
+        own = torch.nn.Parameter(embedding.weight.detach())
+        leaves.append((own, by_leaf[embedding.weight]))
+        head.weight = own
+    return leaves

@@ -1,0 +1,114 @@
+"""From the gradient of one merged tensor to its derivatives by the coefficients of its merge.
+
+Of a sum of task vectors a derivative is the inner product of gradient and task vector, computed without holding the
+task vector. Other methods are differentiated through their plain function, which needs the memory of a few such
+tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from search_spaces.errors import InvalidRecipe
+from search_spaces.methods import METHODS
+from search_spaces.methods.base import Coefficient
+from search_spaces.recipe import Merge
+from workers.merging.bank import Bank
+from workers.merging.materialize import MergedTensor, TensorPlan, operands_of
+from workers.merging.methods.averages import linear_weights
+from workers.merging.methods.plain import PLAIN, Operands
+
+__all__ = ["Derivatives", "derivatives", "stated_coefficients"]
+
+# By coefficient: [number of sources], or [1] of a shared one; float64.
+Derivatives = Mapping[str, torch.Tensor]
+
+STORED = (torch.float32, torch.bfloat16, torch.float16)
+CHUNK = 1 << 22  # elements of a difference at a time, where no kernel computes
+
+
+def stated_coefficients(tensor: MergedTensor) -> tuple[Coefficient, ...]:
+    """The coefficients that the tensor's merge states and has gradients by. Raises InvalidRecipe, naming the method, if
+    it has none at all; a source as it is, is a constant."""
+    merge, declared = tensor.merge, METHODS[tensor.merge.method]
+    if not declared.gradients_by:
+        known = ", ".join(name for name, method in METHODS.items() if method.gradients_by)
+        raise InvalidRecipe(
+            f"{tensor.name}: {merge.method} has no gradient by coefficients; methods that have are {known}"
+        )
+    models = [source.model for source in merge.sources]
+    stated = tuple(c for c in declared.gradients_by if c.name in merge.coefficients)
+    if len(set(models)) < len(models) and any(c.per_model for c in stated):
+        raise InvalidRecipe(
+            f"{tensor.name}: {merge.method} has several layers of one model among its sources, {', '.join(models)}; "
+            "gradients are by model, so each may be named once"
+        )
+    return stated
+
+
+def derivatives(tensor: MergedTensor, plan: TensorPlan, bank: Bank, gradient: torch.Tensor) -> Derivatives:
+    """By each of `stated_coefficients`, from the gradient of the merged tensor."""
+    operands = operands_of(tensor, plan, bank)
+    fused = FUSED.get(tensor.merge.method)
+    if fused is not None:
+        return fused(operands, tensor.merge, gradient)
+    names = {c.name: c.per_model for c in stated_coefficients(tensor)}
+    return _through_the_function(operands, tensor.merge, gradient, names)
+
+
+def _linear(operands: Operands, merge: Merge, gradient: torch.Tensor) -> Derivatives:
+    """sum_t s_t theta_t with s_t = w_t / W: by w_j it is <G, theta_j - sum_t s_t theta_t> / W. Differences from the
+    first source are used instead of whole tensors, whose inner products would cancel."""
+    weights = merge.per_source("weight")
+    products = _projections(gradient, operands.tensors, operands.tensors[0])
+    mean = sum(share * product for share, product in zip(linear_weights(weights), products, strict=True))
+    return {"weight": (products - mean) / sum(weights)}
+
+
+def _task_arithmetic(operands: Operands, merge: Merge, gradient: torch.Tensor) -> Derivatives:
+    assert operands.base is not None
+    return {"lambda": _projections(gradient, operands.tensors, operands.base)}
+
+
+FUSED: Mapping[str, Callable[[Operands, Merge, torch.Tensor], Derivatives]] = {
+    "linear": _linear,
+    "task_arithmetic": _task_arithmetic,
+}
+
+
+def _projections(gradient: torch.Tensor, tensors: Sequence[torch.Tensor], base: torch.Tensor) -> torch.Tensor:
+    """The inner products [N] of the gradient and each tensor's difference from the base, in float64."""
+    every = [gradient, *tensors, base]
+    if all(each.device.type == "cpu" and each.is_contiguous() and each.dtype in STORED for each in every):
+        from workers.merging.kernels.reductions import projections
+
+        return torch.tensor(projections(gradient, tensors, base), dtype=torch.float64)
+    products = torch.zeros(len(tensors), dtype=torch.float64, device=gradient.device)
+    parts = (torch.split(each.flatten(), CHUNK) for each in (gradient, base, *tensors))
+    for direction, origin, *others in zip(*parts, strict=True):
+        for i, other in enumerate(others):
+            products[i] += direction.float() @ (other.float() - origin.float())
+    return products
+
+
+def _through_the_function(
+    operands: Operands, merge: Merge, gradient: torch.Tensor, per_model: Mapping[str, bool]
+) -> Derivatives:
+    """The product of the gradient and the Jacobian of the method's plain function."""
+    leaves = {
+        name: [
+            torch.tensor(number, dtype=torch.float64, requires_grad=True)
+            for number in (merge.per_source(name) if is_each else (merge.number(name),))
+        ]
+        for name, is_each in per_model.items()
+    }
+    given = {name: each if per_model[name] else each[0] for name, each in leaves.items()}
+    every = [leaf for each in leaves.values() for leaf in each]
+    with torch.enable_grad():
+        merged = PLAIN[merge.method].merge(operands.in_float32(), merge, given=given)
+    if not merged.requires_grad:  # such as the mean of one model
+        return {name: torch.zeros(len(each), dtype=torch.float64) for name, each in leaves.items()}
+    slopes = iter(torch.autograd.grad(merged, every, gradient.float(), materialize_grads=True))
+    return {name: torch.stack([next(slopes) for _ in each]) for name, each in leaves.items()}
