@@ -21,7 +21,7 @@ from service.store import BracketRecord, Store, StudyWriter
 from service.tune.crashes import Crashes
 from service.tune.evaluation import ChunkFailed, Evaluation, FailureKind
 from service.tune.plan import Plan
-from service.tune.proposing.proposals import Asking, Proposer, num_duplicates_in_a_row, observations
+from service.tune.proposing.proposals import Asking, Observations, Proposer, num_duplicates_in_a_row
 from service.tune.provenance import ProvenanceCheck
 from service.tune.rescoring import Rescoring
 from service.tune.sample_cache import SampleCache
@@ -71,6 +71,7 @@ class Coordinator:
         self._lost_actors: dict[int, int] = {}
         self._crashes = Crashes(store.events(plan.study_id))
         self._asking = Asking(proposer, writer)
+        self._observations = Observations(space, plan)
         self._holdout: deque[int] | None = None
         self._trials: dict[int, TrialRecord] = {}
         self._digests: dict[str, int] = {}
@@ -322,7 +323,7 @@ class Coordinator:
             self._observer("ask")
             self._asking.submit(
                 proposal,
-                observations(proposal, self._trials, space=self._space, plan=self.plan),
+                self._observations.of(proposal, self._trials),
                 tuple(c for n in proposal.pending if (c := self._trials[n].configuration) is not None),
             )
         found = self._asking.result(timeout_s=timeout_s)

@@ -15,7 +15,7 @@ from service.tune.searchers.base import Observation
 from service.tune.steps import Step, StepKind
 from service.types import EventKind, Origin, TrialRecord
 
-__all__ = ["Asking", "Proposer", "num_duplicates_in_a_row", "observations"]
+__all__ = ["Asking", "Observations", "Proposer", "num_duplicates_in_a_row"]
 
 
 class Proposer(Protocol):
@@ -70,33 +70,45 @@ class Asking:
             self._writer.add_event(EventKind.SEARCH_NOTE, {"trial": step.proposal, "text": step.request.label})
 
 
-def observations(
-    proposal: Proposal, trials: Mapping[int, TrialRecord], *, space: SearchSpace, plan: Plan
-) -> tuple[Observation, ...]:
-    """The results that the proposal may know, without trials that the space cannot express."""
-    full = sum(plan.rung_samples[-1].values())
-    found = []
-    for number, rung in proposal.visible:
-        trial = trials[number]
-        configuration = trial.configuration or space.from_recipe(trial.recipe)
-        if configuration is None:
-            continue
-        record = next(record for record in trial.rungs if record.rung == rung)
-        found.append(
-            Observation(
-                configuration,
-                sum(plan.rung_samples[rung].values()) / full,
-                plan.costs(record.values),
-                number=number,
-                rung=rung,
-                standard_errors=plan.cost_errors(record.standard_errors),
-                is_proposed=trial.origin is Origin.SEARCH,
+class Observations:
+    """The results that a proposal may know."""
+
+    def __init__(self, space: SearchSpace, plan: Plan) -> None:
+        self._space = space
+        self._plan = plan
+        self._full = sum(plan.rung_samples[-1].values())
+        self._baselines: dict[int, Mapping[str, Any] | None] = {}
+
+    def of(self, proposal: Proposal, trials: Mapping[int, TrialRecord]) -> tuple[Observation, ...]:
+        """Without trials that the space cannot express."""
+        plan, found = self._plan, []
+        for number, rung in proposal.visible:
+            trial = trials[number]
+            configuration = trial.configuration or self._of_baseline(trial)
+            if configuration is None:
+                continue
+            record = next(record for record in trial.rungs if record.rung == rung)
+            found.append(
+                Observation(
+                    configuration,
+                    sum(plan.rung_samples[rung].values()) / self._full,
+                    plan.costs(record.values),
+                    number=number,
+                    rung=rung,
+                    standard_errors=plan.cost_errors(record.standard_errors),
+                    is_proposed=trial.origin is Origin.SEARCH,
+                )
             )
-        )
-    for number in proposal.failed:
-        if (configuration := trials[number].configuration) is not None:
-            found.append(Observation(configuration, 1.0, None, number=number, rung=len(plan.rung_samples) - 1))
-    return tuple(found)
+        for number in proposal.failed:
+            if (configuration := trials[number].configuration) is not None:
+                found.append(Observation(configuration, 1.0, None, number=number, rung=len(plan.rung_samples) - 1))
+        return tuple(found)
+
+    def _of_baseline(self, trial: TrialRecord) -> Mapping[str, Any] | None:
+        """The configuration of a recipe that was not proposed, found once."""
+        if trial.number not in self._baselines:
+            self._baselines[trial.number] = self._space.from_recipe(trial.recipe)
+        return self._baselines[trial.number]
 
 
 def num_duplicates_in_a_row(trials: Sequence[TrialRecord], first: Mapping[str, int]) -> int:

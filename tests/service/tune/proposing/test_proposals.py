@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from search_spaces.objectives import Objective
-from service.tune.proposing.proposals import observations
+from service.tune.proposing.proposals import Observations
 from service.tune.schedulers.base import Proposal
 from service.types import Origin, RungRecord, TrialRecord, TrialState
 from tests.service.tune.harness import lfs_space, make_plan
@@ -44,7 +44,7 @@ def test_an_observation_has_its_trial_its_rung_and_the_errors_of_its_costs() -> 
         8: TrialRecord(8, Origin.SEARCH, "", TrialState.FAIL, proposed, configuration),
     }
     proposal = Proposal(9, 0, visible=((0, 2), (7, 0), (7, 1)), failed=(8,), pending=(), opens=None)
-    source, low, high, failed = observations(proposal, trials, space=space, plan=plan)
+    source, low, high, failed = Observations(space, plan).of(proposal, trials)
     assert (source.number, source.rung, source.fidelity, source.is_proposed) == (0, 2, 1.0, False)
     assert (low.number, low.rung, low.fidelity, low.is_proposed) == (7, 0, pytest.approx(1 / 9), True)
     assert low.costs == (0.0, 0.5)
