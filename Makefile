@@ -32,13 +32,13 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 demo: install
 	$(BIN)/mergesearch demo --out $(DEMO_DIR)
 
-# Ray and engines use all cores, so the tests that start them run one after the other.
+# Tests that start Ray or engines need memory and several cores: two at a time, in an order of their own.
 test: lint
-	$(PARALLEL) -m "not exclusive" $(PYTEST_ARGS)
-	$(BIN)/python -m pytest tests -m exclusive $(PYTEST_ARGS)
+	$(PARALLEL) -m "not heavy" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests --numprocesses 2 --dist loadgroup --no-loadscope-reorder -m heavy $(PYTEST_ARGS)
 
 test-fast: lint
-	$(PARALLEL) -m "not slow and not exclusive" $(PYTEST_ARGS)
+	$(PARALLEL) -m "not slow and not heavy" $(PYTEST_ARGS)
 
 lint: install
 	$(BIN)/ruff check .

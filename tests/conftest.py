@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # Before torch is imported: one thread for arithmetic, and no attempt to reach a hub.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,7 +20,7 @@ import pytest
 
 from search_spaces.study.sections import EngineOptions
 from tests.builders import tiny_family, tiny_qwen2
-from tests.tiers import needs_ray_or_engine, starts_nothing
+from tests.tiers import LANES, lane, needs_ray_or_engine, starts_nothing
 from workers.cache import CACHE_VARIABLE
 from workers.types import Family, TaskSpec
 
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from workers.engines.vllm.engine import Engine
     from workers.serving.deployment import ServeScorer
 
-ENGINE_STARTS: list[tuple[str, float]] = []
+ENGINE_STARTS: list[tuple[str, float]] = []  # of this process and, where pytest-xdist runs, of its workers
 MAX_ENGINE_STARTS = 10
+OUTPUT = "engine_starts"
 HIDDEN = 128  # four heads of 32: vLLM's CPU attention has no kernel for smaller ones
 WORKERS = Path(__file__).parents[1] / "workers"
 OPTIONS = EngineOptions(max_model_len=256, threads=1)
@@ -43,8 +44,18 @@ def record_engine_start(label: str, seconds: float) -> None:
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if needs_ray_or_engine(item.path, getattr(item, "fixturenames", ())):
-            item.add_marker("exclusive")
+        fixtures = getattr(item, "fixturenames", ())
+        if needs_ray_or_engine(item.path, fixtures):
+            item.add_marker("heavy")
+            if (name := lane(fixtures)) is not None:
+                item.add_marker(pytest.mark.xdist_group(name))
+    items.sort(key=_rank)  # stable
+
+
+def _rank(item: pytest.Item) -> int:
+    """Tests of a lane come first: they take longest."""
+    marker = item.get_closest_marker("xdist_group")
+    return LANES.index(marker.args[0]) if marker is not None else len(LANES)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -59,7 +70,7 @@ def _cache_of_findings(pytestconfig: pytest.Config) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _other_tests_start_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.node.get_closest_marker("exclusive"):
+    if request.node.get_closest_marker("heavy"):
         yield
     else:
         with starts_nothing():
@@ -73,8 +84,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.line(f"{seconds:7.1f} s  {label}")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    ENGINE_STARTS.extend(node.workeroutput.get(OUTPUT, ()))
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if len(ENGINE_STARTS) > MAX_ENGINE_STARTS and exitstatus == 0:
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output[OUTPUT] = ENGINE_STARTS
+    elif len(ENGINE_STARTS) > MAX_ENGINE_STARTS and exitstatus == 0:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

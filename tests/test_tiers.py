@@ -9,45 +9,53 @@ from typing import Any
 
 import pytest
 
-from tests.tiers import END_TO_END, needs_ray_or_engine, starts_nothing
+from tests.tiers import END_TO_END, LANES, STARTERS, lane, needs_ray_or_engine, starts_nothing
 
 HERE = Path(__file__)
 
 
 @pytest.mark.parametrize("fixture", ["engine", "scorer", "ray_cluster"])
-def test_whatever_uses_an_engine_or_ray_runs_alone(fixture: str) -> None:
+def test_whatever_uses_an_engine_or_ray_is_heavy(fixture: str) -> None:
     assert needs_ray_or_engine(HERE, ["tmp_path", fixture])
 
 
-def test_whatever_starts_commands_runs_alone() -> None:
+def test_whatever_starts_commands_is_heavy() -> None:
     assert END_TO_END.is_dir()
     assert needs_ray_or_engine(END_TO_END / "test_run.py", [])
 
 
-def test_all_else_does_not() -> None:
+def test_all_else_is_not() -> None:
     assert not needs_ray_or_engine(HERE, ["tmp_path", "monkeypatch"])
 
 
 def test_starters_are_fixtures_and_tests_are_marked_by_them(request: pytest.FixtureRequest) -> None:
     """A fixture that was renamed would no longer mark what uses it."""
     manager: Any = request.session._fixturemanager
-    for name in ("engine", "scorer", "ray_cluster"):
+    for name in STARTERS:
         assert manager.getfixturedefs(name, request.node), name
-    assert request.node.get_closest_marker("exclusive") is None
+    assert request.node.get_closest_marker("heavy") is None
     started = [item for item in request.session.items if "ray_cluster" in getattr(item, "fixturenames", ())]
-    assert all(item.get_closest_marker("exclusive") for item in started)
+    assert all(item.get_closest_marker("heavy") for item in started)
+
+
+def test_tests_of_one_run_or_engine_share_a_lane(request: pytest.FixtureRequest) -> None:
+    assert lane(["ray_cluster", "scorer"]) == lane(["scorer"]) == "scorer"
+    assert lane(["ray_cluster"]) is None
+    for item in request.session.items:
+        groups = [marker.args[0] for marker in item.iter_markers("xdist_group")]
+        assert groups == [name for name in LANES if name in getattr(item, "fixturenames", ())][:1]
 
 
 def test_another_test_that_imports_vllm_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
-    with pytest.raises(AssertionError, match="not marked exclusive started vLLM; use a fixture"), starts_nothing():
+    with pytest.raises(AssertionError, match="not marked heavy started vLLM; use a fixture"), starts_nothing():
         monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
 
 
 def test_another_test_that_starts_ray_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     ray: Any = SimpleNamespace(is_initialized=lambda: False)
     monkeypatch.setitem(sys.modules, "ray", ray)
-    with pytest.raises(AssertionError, match="not marked exclusive started Ray"), starts_nothing():
+    with pytest.raises(AssertionError, match="not marked heavy started Ray"), starts_nothing():
         ray.is_initialized = lambda: True
 
 

@@ -1,6 +1,6 @@
 """Test tiers: which tests start Ray or an engine, and the check that the others do not.
 
-`make test-fast` runs what is marked neither `slow` nor `exclusive`. Tests that start Ray or an engine are `exclusive`,
+`make test-fast` runs what is marked neither `slow` nor `heavy`. Tests that start Ray or an engine are `heavy`,
 by what they use; tests that only take long (more than about 3 s) are marked `slow` where they are.
 """
 
@@ -11,10 +11,13 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["needs_ray_or_engine", "starts_nothing"]
+__all__ = ["LANES", "lane", "needs_ray_or_engine", "starts_nothing"]
 
 # Fixtures of tests/conftest.py that start Ray or an engine; fixtures made from them count too.
 STARTERS = frozenset({"engine", "ray_cluster", "scorer"})
+
+# Fixtures that take long to make: the tests of one run in one process, one after the other. The longest come first.
+LANES = ("shipped", "scorer", "engine")
 
 # Its tests start the commands that users start.
 END_TO_END = Path(__file__).with_name("end_to_end")
@@ -23,6 +26,11 @@ END_TO_END = Path(__file__).with_name("end_to_end")
 def needs_ray_or_engine(file: Path, fixtures: Collection[str]) -> bool:
     """Whether a test in `file` starts Ray or an engine; `fixtures` are all that it uses, directly or not."""
     return not STARTERS.isdisjoint(fixtures) or END_TO_END in file.parents
+
+
+def lane(fixtures: Collection[str]) -> str | None:
+    """What tests with these fixtures share; None: each may run in any process."""
+    return next((name for name in LANES if name in fixtures), None)
 
 
 @contextmanager
@@ -34,8 +42,8 @@ def starts_nothing() -> Iterator[None]:
     yield
     started = _started() - before
     assert not started, (
-        f"a test that is not marked exclusive started {' and '.join(sorted(started))}; use a fixture "
-        f"({', '.join(sorted(STARTERS))}), or mark it (pytest.mark.exclusive)"
+        f"a test that is not marked heavy started {' and '.join(sorted(started))}; use a fixture "
+        f"({', '.join(sorted(STARTERS))}), or mark it (pytest.mark.heavy)"
     )
 
 

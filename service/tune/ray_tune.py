@@ -119,7 +119,8 @@ class _EvaluationSource(_NotPickled, Searcher):
         if len(self._evaluations) >= self._concurrency:
             return None
         idle = coordinator.num_in_flight == 0
-        evaluation = coordinator.next_evaluation(timeout_s=SEARCHER_WAIT_S if idle else 0.0)
+        with self._raised.kept():
+            evaluation = coordinator.next_evaluation(timeout_s=SEARCHER_WAIT_S if idle else 0.0)
         if evaluation is None:
             return Searcher.FINISHED if coordinator.is_finished else None
         self._evaluations[trial_id] = evaluation

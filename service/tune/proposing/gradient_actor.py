@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from search_spaces.parameters import Float
 from search_spaces.recipe import COEFFICIENT_DECIMALS
@@ -12,6 +12,9 @@ from search_spaces.study.sections import EngineOptions
 from service.tune.steps import StepKind, StepRequest, StepResult
 from workers.errors import TrialFailed
 from workers.types import Family, TaskSpec
+
+if TYPE_CHECKING:
+    from workers.training.gradients import CoefficientGradients
 
 __all__ = ["GradientActor", "GradientJob"]
 
@@ -31,17 +34,14 @@ class GradientActor:
     number of threads."""
 
     def __init__(self, job: GradientJob) -> None:
-        import torch
-
-        from workers.training.gradients import CoefficientGradients
-
-        if job.options.threads:
-            torch.set_num_threads(job.options.threads)
         self._job = job
-        self._gradients = CoefficientGradients(job.family, job.options, job.tasks)
+        self._opened: CoefficientGradients | None = None
 
     def run(self, request: StepRequest) -> StepResult:
-        """Losses, and for a GRADIENT the derivatives by every parameter. A loss that is not finite is a failure."""
+        """Losses, and for a GRADIENT the derivatives by every parameter. A loss that is not finite is a failure.
+
+        Raises InvalidModel and InvalidTask if models or task data cannot be used."""
+        gradients = self._gradients()
         space = self._job.space
         point = _without_zeros(space, request.point) if request.kind is StepKind.GRADIENT else request.point
         configuration = dict(zip(space.parameters.names, point, strict=True))
@@ -49,14 +49,27 @@ class GradientActor:
         held = StepResult(recipe=recipe.digest, bank=self._job.family.fingerprint)
         try:
             if request.kind is StepKind.LOSSES:
-                each = self._gradients.losses(recipe, request.positions)
+                each = gradients.losses(recipe, request.positions)
                 return replace(held, losses={name: sum(found) / len(found) for name, found in each.items()})
-            result = self._gradients.loss_and_gradient(recipe, request.positions, request.weights)
+            result = gradients.loss_and_gradient(recipe, request.positions, request.weights)
         except TrialFailed as error:
             return replace(held, failure=str(error))
         slopes = self._by_parameter(result.by_source)
         gradient = tuple(slopes.get(name, 0.0) for name in space.parameters.names)
         return replace(held, losses=result.losses, gradient=gradient, seconds=result.seconds)
+
+    def _gradients(self) -> CoefficientGradients:
+        """Opened by the first step: what an actor's constructor raises is taken for the death of its process."""
+        if self._opened is None:
+            import torch
+
+            from workers.training.gradients import CoefficientGradients
+
+            job = self._job
+            if job.options.threads:
+                torch.set_num_threads(job.options.threads)
+            self._opened = CoefficientGradients(job.family, job.options, job.tasks)
+        return self._opened
 
     def _by_parameter(self, by_source: Any) -> dict[str, float]:
         """The sums of the derivatives by the coefficients that are one parameter."""

@@ -16,7 +16,7 @@ from service.tune.proposing.gradient_actor import GradientActor, GradientJob
 from service.tune.searchers import get_searcher
 from service.tune.searchers.base import SearchSetting, SteppingSearcher
 from service.tune.steps import Step, StepKind, StepRequest, StepResult
-from workers.errors import EngineUnavailable
+from workers.errors import EngineUnavailable, InvalidModel, InvalidTask
 
 __all__ = ["RayProposer"]
 
@@ -54,7 +54,8 @@ class RayProposer:
     """`proposals.Proposer` on Ray actors. `steps` are those that the study has; `job` is what its gradients are of,
     None where the searcher needs none.
 
-    `result` raises EngineUnavailable if the gradient actor keeps dying, StudyFailed if it cannot work."""
+    `result` raises EngineUnavailable if the gradient actor keeps dying or cannot read its files, InvalidModel and
+    InvalidTask if it cannot use them, StudyFailed if it cannot work."""
 
     def __init__(
         self,
@@ -129,6 +130,10 @@ class RayProposer:
             self._compute(request)
             return None
         except RayTaskError as error:
+            if isinstance(error.cause, (InvalidModel, InvalidTask)):
+                raise error.cause from None
+            if isinstance(error.cause, OSError):  # files that are away for a while
+                raise EngineUnavailable(f"a gradient cannot be computed: {error.cause}") from error
             raise StudyFailed(f"a gradient cannot be computed: {error.cause or error}") from error
         self._num_deaths = 0
         return self._step(request, result)

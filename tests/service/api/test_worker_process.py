@@ -184,6 +184,7 @@ def start_child_and_nap(file: str) -> None:
 def test_what_a_call_has_started_ends_with_it(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with side_process() as process:
+            await process.call(os.getpid)  # it has started, which may take longer than the call
             with pytest.raises(TimeoutError):
                 await process.call(start_child_and_nap, str(tmp_path / "pid"), timeout_s=5.0)
             started = psutil.Process(int((tmp_path / "pid").read_text()))

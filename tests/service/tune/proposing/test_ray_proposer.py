@@ -27,6 +27,7 @@ from service.types import EventKind
 from tests.conftest import OPTIONS
 from tests.search_spaces.spaces.families import models
 from tests.service.tune.harness import FINGERPRINTS, Killed, drive, killer, make_plan, new_study, trial_list
+from workers.errors import InvalidTask
 from workers.models.family import open_sources
 from workers.serving.fake import FakeScorer
 from workers.types import Family, TaskSpec
@@ -162,6 +163,14 @@ def test_gradients_on_ray_are_the_same_again_and_after_the_actor_has_died(ray_cl
     gradients = [step.result for step in steps if step.request.kind is StepKind.GRADIENT]
     assert all(any(result.gradient) and result.bank == job.family.fingerprint for result in gradients)
     assert len({result.recipe for result in gradients}) == len(gradients)
+
+
+def test_models_and_tasks_that_the_actor_cannot_use_are_named_and_not_tried_again(
+    ray_cluster: None, job: GradientJob, tmp_path: Path
+) -> None:
+    (tmp_path / "sums.jsonl").write_text("{}\n")
+    with pytest.raises(InvalidTask, match=r"sums\.jsonl"):
+        steps_and_proposals(job)
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])

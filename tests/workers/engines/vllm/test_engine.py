@@ -271,7 +271,7 @@ def test_merge_that_cannot_be_computed_fails_the_trial_and_nothing_is_held(
     assert engine.swap(good).is_new
 
 
-@pytest.mark.exclusive
+@pytest.mark.heavy
 def test_start_that_fails_says_why_and_where_the_log_is(tmp_path: Path, untied_family: Family) -> None:
     models = []
     for model in untied_family.models:  # five heads do not divide the hidden size, which nothing but vLLM checks
