@@ -42,6 +42,8 @@ def test_tests_of_one_run_or_engine_share_a_lane(request: pytest.FixtureRequest)
     assert lane(["ray_cluster", "scorer"]) == lane(["scorer"]) == "scorer"
     assert lane(["ray_cluster"]) is None
     for item in request.session.items:
+        if item.get_closest_marker("heavy") is None:
+            continue
         groups = [marker.args[0] for marker in item.iter_markers("xdist_group")]
         assert groups == [name for name in LANES if name in getattr(item, "fixturenames", ())][:1]
 
