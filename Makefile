@@ -12,9 +12,13 @@ TORCH_BACKEND := $(if $(strip $(UV_FIND_LINKS))$(filter gpu,$(DEVICE)),,--torch-
 comma := ,
 STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 
+# Compiled modules are kept, those of tests too: each of the many processes would compile them anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 DEMO_DIR ?= runs/demo
 PYTEST_ARGS ?=
-PARALLEL = $(BIN)/python -m pytest tests --numprocesses logical --dist worksteal
+# One process more than there are cores: many tests wait for a while.
+PARALLEL = $(BIN)/python -m pytest tests --numprocesses $$(( $$(nproc) + 1 )) --dist worksteal
 
 .PHONY: install demo test test-fast lint bench clean
 .DELETE_ON_ERROR:

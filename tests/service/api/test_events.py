@@ -171,6 +171,7 @@ def test_a_hundred_watchers_lose_nothing(server: ApiServer) -> None:
         assert seen[-1][1] == "end"
 
 
+@pytest.mark.slow
 def test_progress_is_told_when_it_changes_and_only_then(server: ApiServer) -> None:
     writer = running_study(server.store)
     progress = snapshot(run_record(num_trials=3)).to_json()

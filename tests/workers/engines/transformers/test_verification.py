@@ -132,6 +132,7 @@ def test_garbage_that_scores_the_same_is_beyond_tolerance(scored: Scored, is_sto
     assert report.num_without_tokens == (0 if is_stored else 12)
 
 
+@pytest.mark.slow
 def test_other_tokens_are_beyond_tolerance_unless_transformers_finds_them_as_likely(scored: Scored) -> None:
     def with_token(index: int, token: int) -> Callable[[SampleResult], SampleResult]:
         def change(sample: SampleResult) -> SampleResult:

@@ -56,6 +56,7 @@ def compiling() -> list[Path]:
     return [file for file in files if any(name.startswith(COMPILERS) for name in imported_by(file))]
 
 
+@pytest.mark.slow
 def test_sources_have_the_compiling_modules_and_all_that_they_import() -> None:
     """A name that is compiled in must also be defined in the module that it is imported from, or a change of the module
     that defines it would pass unnoticed."""

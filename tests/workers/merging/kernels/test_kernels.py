@@ -168,7 +168,7 @@ def test_every_fused_method_is_among_those_checked() -> None:
     assert {merge.method for merge in merges(2)} == set(FUSED)
 
 
-@pytest.mark.parametrize("num_sources", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_sources", [1, 2, *(pytest.param(number, marks=pytest.mark.slow) for number in (3, 8))])
 def test_kernels_give_the_bits_of_the_plain_methods(num_sources: int, two_threads: None) -> None:
     for shape in ((1,), (7, 43), (301, 499)):
         given = operands(shape, (FLOAT32,) * (num_sources + 1))
