@@ -1,7 +1,7 @@
 """Test tiers: which tests start Ray or an engine, and the check that the others do not.
 
 `make test-fast` runs what is marked neither `slow` nor `heavy`. Tests that start Ray or an engine are `heavy`,
-by what they use; tests that only take long (more than about 3 s) are marked `slow` where they are.
+by what they use; tests that only take long (more than about 2 s) are marked `slow` where they are.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ def is_answered(http: httpx.Client, path: str) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_study_does_not_wait_for_the_results_of_another(http: httpx.Client, server: ApiServer, slow: Slow) -> None:
     other = finished_study(server.store, num_trials=3).id
 

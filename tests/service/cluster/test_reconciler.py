@@ -219,6 +219,7 @@ class Dashboard:
                 server.shutdown()
 
 
+@pytest.mark.slow
 def test_only_so_many_studies_have_a_driver_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, dashboard = Store(f"sqlite:///{tmp_path / 'studies.db'}"), Dashboard()
     studies = [store.create_study(name=f"s{i}", document={}, resolved=RESOLVED) for i in range(MAX_RUNNING + 2)]

@@ -223,6 +223,7 @@ def errors_of_processes(file: Path, begin: Callable[[sa.Connection], None]) -> l
     return found
 
 
+@pytest.mark.slow
 def test_processes_that_open_a_database_first_and_together_all_succeed(file: Path) -> None:
     studies = len(rows(file, "SELECT id FROM studies")) if file.exists() else 0
     assert errors_of_processes(file, sql._begin) == [None] * NUM_PROCESSES

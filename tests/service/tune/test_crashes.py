@@ -123,6 +123,7 @@ class KilledAtRandom(FakeScorer):
         return super().score(request)
 
 
+@pytest.mark.slow
 def test_kills_at_random_fail_no_candidate(tmp_path: Path) -> None:
     lists = []
     for name, scorer in (("quiet", FakeScorer()), ("killed", KilledAtRandom())):

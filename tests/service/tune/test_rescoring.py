@@ -255,6 +255,7 @@ def complete(store: Store, study: str, scorer: Any, *, max_trials: int) -> None:
     coordinator._writer.set_state(StudyState.COMPLETE, "the space is exhausted")
 
 
+@pytest.mark.slow
 def test_a_study_that_is_complete_is_told_of_void_samples_and_scores_them_again_when_it_is_resumed(
     tmp_path: Path, studies: tuple[Store, list[str]]
 ) -> None:

@@ -191,6 +191,7 @@ def packed(draw: st.DrawFn) -> dict[str, Any]:
     return header
 
 
+@pytest.mark.slow
 @settings(max_examples=600, deadline=None)
 @given(
     header=st.one_of(packed(), headers).map(lambda header: json.dumps(header).encode()) | st.binary(max_size=60),

@@ -150,6 +150,7 @@ def test_other_tokens_are_beyond_tolerance_unless_transformers_finds_them_as_lik
         assert {difference.what for difference in report.differences} == {"tokens"}
 
 
+@pytest.mark.slow
 def test_log_probabilities_that_are_off_are_beyond_tolerance_whatever_is_chosen(scored: Scored) -> None:
     report = scored.verify(lambda sample: sample, nats=2.0)
     assert report.num_beyond == len(report.differences) == 8 + 8, "the first of each objective"
@@ -166,6 +167,7 @@ def test_log_probabilities_that_are_off_are_beyond_tolerance_whatever_is_chosen(
     assert {difference.objective for difference in report.differences} == {"choices"}
 
 
+@pytest.mark.slow
 def test_log_probabilities_that_are_no_numbers_are_beyond_tolerance(scored: Scored) -> None:
     for nats in (float("nan"), float("inf")):
         report = scored.verify(lambda sample: sample, nats=nats)

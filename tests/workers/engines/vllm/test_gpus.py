@@ -22,6 +22,7 @@ def test_memory_that_a_killed_engine_held_is_waited_for(monkeypatch: pytest.Monk
     assert free_gpu_bytes(1, wait_s=0.0) == (40, 100), "another program's memory stays its own"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs are there")
 def test_gpus_that_are_not_there_are_told() -> None:
     with pytest.raises(EngineUnavailable, match=r"the memory of 2 GPUs cannot be read: .*CUDA"):

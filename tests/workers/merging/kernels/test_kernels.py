@@ -204,6 +204,7 @@ def test_rounding_is_torchs_for_every_kind_of_number(dtype: torch.dtype) -> None
     check(Merge("linear", (Source("a"),), {"weight": 1.0}), Operands((numbers,)), dtype)
 
 
+@pytest.mark.slow
 def test_the_number_of_threads_changes_no_bit(two_threads: None) -> None:
     given = operands((512, 513), (FLOAT32,) * 4)
     for merge in merges(3):
