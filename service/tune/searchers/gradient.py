@@ -7,7 +7,8 @@ Multi-Task Learning", 2024) learns coefficients by gradients too, of the entropy
 
 A descent starts at the defaults of the space's parameters, and some of its points become trials. Before it, the losses
 of the sources and published recipes that the space contains are compared with their scores: where a lower loss does not
-go with a better score, a descent would not help, and SMAC proposes all trials.
+go with a better score, a descent would not help, and SMAC proposes all trials. The comparison is of all of them, as the
+searcher waits for baselines.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def test_a_study_that_is_killed_at_any_step_ends_as_if_undisturbed_and_computes_
     space = differentiable(replace(models(experts=NAMES, num_layers=4), fingerprints=FINGERPRINTS))
 
     def attempt(store: Store, study: str, log: list[int], observer: Any = lambda _: None) -> None:
-        plan = make_plan(study, max_trials=5)
+        plan = make_plan(study, max_trials=5, waits_for_baselines=True)
         proposer = Stepper(space, stored_steps(store, study), len(plan.baselines), log, observer)
         writer: StudyWriter = store.open_attempt(study)
         drive(Coordinator(plan, space=space, store=store, writer=writer, proposer=proposer), FakeScorer())
@@ -96,6 +96,9 @@ def test_a_study_that_is_killed_at_any_step_ends_as_if_undisturbed_and_computes_
     expected_store, expected = new_study(tmp_path / "undisturbed")
     attempt(expected_store, expected, [])
     steps = stored_steps(expected_store, expected)
+    compared = [step for step in steps if step.request.kind is StepKind.LOSSES]
+    known = [recipe for _, _, recipe in make_plan(expected).baselines if space.from_recipe(recipe) is not None]
+    assert len(compared) == len(known) > 4, "it is compared on all baselines that the space contains"
     assert sum(step.request.kind is StepKind.GRADIENT for step in steps) == GRADIENT.steps
     (note,) = expected_store.events(expected, kinds=[EventKind.SEARCH_NOTE])
     assert note.payload["text"].startswith("gradients are")
