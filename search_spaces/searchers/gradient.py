@@ -8,4 +8,5 @@ SEARCHER = SearcherDeclaration(
     handles=frozenset({Feature.OBJECTIVES, Feature.PENDING}),
     computes_steps=True,
     waits_for_baselines=True,
+    uses_preferences=True,
 )

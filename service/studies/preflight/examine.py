@@ -117,11 +117,13 @@ class PreflightResult:
 
     def search_setting(self) -> SearchSetting:
         """What a searcher that computes steps knows of the study."""
+        given = self.study.search.preferences
         return SearchSetting(
             objectives=tuple(self.tasks),
             num_samples={name: info.num_samples for name, info in self.task_infos.items()},
             num_baselines=len(self.baselines()),
             options=self.study.search.gradient,
+            preferences=() if given is None else given.weights(tuple(self.tasks), seed=self.study.search.seed),
         )
 
     def gradient_job(self) -> GradientJob | None:
