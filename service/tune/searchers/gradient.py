@@ -202,7 +202,8 @@ def _label(number: int) -> str:
 
 def _steps_of(number: int, steps: Sequence[Step]) -> list[Step]:
     """The gradients of a descent."""
-    return [s for s in steps if s.request.kind is StepKind.GRADIENT and s.request.label == _label(number)]
+    label = _label(number)
+    return [step for step in steps if step.request.kind is StepKind.GRADIENT and step.request.label == label]
 
 
 def _numbers(parameters: Parameters) -> list[Float]:
