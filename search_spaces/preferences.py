@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from search_spaces.errors import InvalidPreference
 
-__all__ = ["Vectors", "dirichlet", "preference_vector", "simplex_lattice"]
+__all__ = ["Vectors", "dirichlet", "lattice", "lattice_size", "preference_vector", "simplex_lattice"]
 
 Vectors = NDArray[np.float64]
 
@@ -29,19 +29,30 @@ def simplex_lattice(num_objectives: int, *, max_vectors: int) -> Vectors:
 
     Su and Geiping, "Fine, I'll Merge It Myself" (2025), section 3.3.2; Das and Dennis, SIAM J. Optim. 8(3), 1998. In
     lexicographic order, the first objective's weights ascending."""
-    steps = 1
+    divisions = 1
     if num_objectives > 1:
-        while _num_vectors(num_objectives, steps + 1) <= max_vectors:
-            steps += 1
+        while lattice_size(num_objectives, divisions=divisions + 1) <= max_vectors:
+            divisions += 1
+    return lattice(num_objectives, divisions=divisions)
+
+
+def lattice(num_objectives: int, *, divisions: int) -> Vectors:
+    """All vectors whose weights are multiples of 1/divisions, in lexicographic order, the first weights ascending."""
     # A vector is a way of putting num_objectives - 1 bars between the steps: its weights are the gaps between bars.
-    last = steps + num_objectives - 1
+    last = divisions + num_objectives - 1
     vectors = [np.diff((-1, *bars, last)) - 1 for bars in itertools.combinations(range(last), num_objectives - 1)]
-    return np.array(vectors, dtype=np.float64) / steps
+    return np.array(vectors, dtype=np.float64) / divisions
 
 
-def dirichlet(num_objectives: int, *, num_vectors: int, rng: np.random.Generator) -> Vectors:
-    """Vectors drawn uniformly from all preference vectors: the Dirichlet distribution with all parameters 1."""
-    return rng.dirichlet(np.ones(num_objectives), num_vectors)
+def lattice_size(num_objectives: int, *, divisions: int) -> int:
+    """How many vectors `lattice` gives."""
+    return math.comb(divisions + num_objectives - 1, num_objectives - 1)
+
+
+def dirichlet(num_objectives: int, *, num_vectors: int, rng: np.random.Generator, alpha: float = 1.0) -> Vectors:
+    """Vectors drawn from the symmetric Dirichlet distribution: with `alpha` 1 uniformly from all preference vectors,
+    above it nearer to equal weights, below it nearer to single objectives."""
+    return rng.dirichlet(np.full(num_objectives, alpha), num_vectors)
 
 
 def preference_vector(weights: Mapping[str, float], *, objectives: Sequence[str]) -> tuple[float, ...]:
@@ -49,8 +60,9 @@ def preference_vector(weights: Mapping[str, float], *, objectives: Sequence[str]
 
     Raises InvalidPreference for an unknown objective, a weight that is negative or not finite, and a sum that is not
     one."""
+    known = frozenset(objectives)
     for name, weight in weights.items():
-        if name not in objectives:
+        if name not in known:
             raise InvalidPreference(
                 f"preference: {name!r} is not an objective; give weights of {', '.join(objectives)}"
             )
@@ -66,7 +78,3 @@ def preference_vector(weights: Mapping[str, float], *, objectives: Sequence[str]
 
 def _rescaled(weights: Mapping[str, float], total: float) -> str:
     return ", ".join(f"{name}={weight / total:.3g}" for name, weight in weights.items())
-
-
-def _num_vectors(num_objectives: int, steps: int) -> int:
-    return math.comb(steps + num_objectives - 1, num_objectives - 1)

@@ -26,13 +26,17 @@ class SearcherDeclaration:
     """`learns`: its proposals depend on results, not only on which configurations were proposed before. `reference` is
     the publication. A search that needs a feature which the searcher does not handle is refused. `alias_of` names the
     searcher that an alias stands for; None for an algorithm. A searcher that `computes_steps` needs gradients by
-    the parameters of the space."""
+    the parameters of the space. One that `waits_for_baselines` is asked for its first proposal when all source and
+    published recipes are scored. Preference vectors of a study are refused by searchers that are not
+    declared to use them (`uses_preferences`)."""
 
     learns: bool
     reference: str
     handles: frozenset[Feature]
     alias_of: str | None = None
     computes_steps: bool = False
+    waits_for_baselines: bool = False
+    uses_preferences: bool = False
 
 
 def needed_features(parameters: Parameters, *, num_objectives: int, num_constraints: int) -> frozenset[Feature]:

@@ -7,4 +7,6 @@ SEARCHER = SearcherDeclaration(
     reference="Kingma and Ba, Adam, ICLR 2015; of coefficients: Yang et al., AdaMerging, ICLR 2024",
     handles=frozenset({Feature.OBJECTIVES, Feature.PENDING}),
     computes_steps=True,
+    waits_for_baselines=True,
+    uses_preferences=True,
 )

@@ -9,8 +9,19 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from search_spaces.errors import Problem
-from search_spaces.study.sections import LINE, NAME, Fidelity, InlineTask, Models, ObjectiveSpec, SearchSpaceSpec
+from search_spaces.errors import InvalidPreference, Problem
+from search_spaces.preferences import preference_vector
+from search_spaces.study.sections import (
+    LINE,
+    MAX_PREFERENCES,
+    NAME,
+    Fidelity,
+    InlineTask,
+    Models,
+    ObjectiveSpec,
+    Search,
+    SearchSpaceSpec,
+)
 from search_spaces.study.validation import Vocabulary
 
 __all__ = ["WORDS", "ValidParts", "contradictions", "without_consequences"]
@@ -44,6 +55,7 @@ class ValidParts:
 
     models: Models | None = None
     search_space: SearchSpaceSpec | None = None
+    search: Search | None = None
     fidelity: Fidelity | None = None
     objectives: Mapping[int, ObjectiveSpec] = field(default_factory=dict)
     holdout: Mapping[int, ObjectiveSpec] = field(default_factory=dict)
@@ -68,6 +80,8 @@ def contradictions(parts: ValidParts) -> Iterator[Problem]:
         yield from _models_contradictions(parts.models)
     if parts.search_space is not None:
         yield from parts.search_space.contradictions()
+    if parts.search is not None:
+        yield from _search_contradictions(parts.search, parts.objective_names)
     if parts.fidelity is not None:
         yield from _fidelity_contradictions(parts.fidelity, parts.objectives)
     for section, specs in (("objectives", parts.objectives), ("holdout", parts.holdout)):
@@ -82,6 +96,40 @@ def _models_contradictions(models: Models) -> Iterator[Problem]:
         yield Problem("models.experts.union", 'an expert cannot be called "union"; that is a tokenizer; rename it')
     if models.tokenizer not in (accepted := ("base", "union", *models.experts)):
         yield Problem("models.tokenizer", f"{models.tokenizer} is not a model of the study; give {', '.join(accepted)}")
+
+
+def _search_contradictions(search: Search, objectives: Sequence[str]) -> Iterator[Problem]:
+    gradient = search.gradient
+    if gradient.warm_steps is not None and gradient.warm_steps > gradient.steps:
+        message = f"{gradient.warm_steps} is above steps={gradient.steps}; give at most {gradient.steps}"
+        yield Problem("search.gradient.warm_steps", message)
+    if (preferences := search.preferences) is None:
+        return
+    place = "search.preferences"
+    given = [name for name in ("lattice", "dirichlet", "vectors") if getattr(preferences, name) is not None]
+    if len(given) != 1:
+        yield Problem(place, f"has {' and '.join(given) or 'none'} of lattice, dirichlet, vectors; give one of them")
+        return
+    if len(objectives) < 2:
+        if objectives:
+            yield Problem(place, "has no effect with one objective; leave it out")
+        return
+    first: dict[tuple[float, ...], int] = {}
+    for index, vector in enumerate(preferences.vectors or ()):
+        try:
+            weights = preference_vector(vector, objectives=objectives)
+        except InvalidPreference as error:
+            yield Problem(f"{place}.vectors.{index}", str(error))
+            continue
+        if first.setdefault(weights, index) != index:
+            yield Problem(f"{place}.vectors.{index}", f"is also vectors.{first[weights]}; leave out one of the two")
+    size = preferences.size(len(objectives))
+    if size > MAX_PREFERENCES:
+        message = f"{preferences.lattice} makes more than {MAX_PREFERENCES} vectors of {len(objectives)} objectives"
+        yield Problem(f"{place}.lattice", f"{message}; give a smaller one, or dirichlet or vectors")
+    elif (num_points := max(size, gradient.points)) > search.max_trials:
+        message = f"{search.max_trials} is below the {num_points} points of {size} descents that become trials"
+        yield Problem("search.max_trials", f"{message}; give at least {num_points}, or fewer preference vectors")
 
 
 def _fidelity_contradictions(fidelity: Fidelity, objectives: Mapping[int, ObjectiveSpec]) -> Iterator[Problem]:

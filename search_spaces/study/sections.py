@@ -5,12 +5,14 @@ Contradictions between fields are found in `checks`; `file` reads a study.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
+import numpy as np
 from pydantic import Discriminator, Field, Tag
 
 from search_spaces import fidelity as ladders
+from search_spaces import preferences
 from search_spaces.searchers import SEARCHERS
 from search_spaces.section import Section
 from search_spaces.spaces import DEFAULT_KIND, SPACES
@@ -20,6 +22,7 @@ from search_spaces.study.validation import UNKNOWN_KIND
 __all__ = [
     "DEFAULT_SPACE",
     "LINE",
+    "MAX_PREFERENCES",
     "NAME",
     "Engine",
     "EngineOptions",
@@ -30,6 +33,7 @@ __all__ = [
     "Models",
     "Name",
     "ObjectiveSpec",
+    "Preferences",
     "Search",
     "SearchSpaceSpec",
     "Verify",
@@ -77,6 +81,13 @@ else:
     Algorithm = Literal[tuple(SEARCHERS)]
 
 
+# Preference vectors of one study.
+MAX_PREFERENCES = 1000
+
+# The stream of random numbers that preference vectors are drawn from.
+PREFERENCES = 3
+
+
 class GradientOptions(Section):
     steps: Annotated[int, Field(ge=1, le=100_000)] = 48
     """Gradients of one descent."""
@@ -84,8 +95,48 @@ class GradientOptions(Section):
     """Samples of one gradient, shared equally by the objectives; each is charged as three scored samples."""
     learning_rate: Annotated[float, Field(gt=0)] = 0.2
     """Adam's, at the first step of a descent; it falls linearly to almost 0."""
+    warm_steps: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    """Gradients of each descent after the first, at most `steps`. Default: a quarter of `steps`. Their learning rates
+    are those of the first one's last steps."""
     points: Annotated[int, Field(ge=1, le=1000)] = 4
-    """How many points of a descent become trials, evenly spaced; the last is its end."""
+    """How many points of the descents become trials: shared equally, evenly spaced in each; the last is its end. With
+    more descents than points, the end of each."""
+
+
+class DirichletOptions(Section):
+    count: Annotated[int, Field(ge=1, le=MAX_PREFERENCES)]
+    """How many vectors are drawn, by the study's seed."""
+    alpha: Annotated[float, Field(ge=0.01, le=1000)] = 1.0
+    """1: uniform over all vectors; above, nearer to equal weights; below, nearer to single objectives."""
+
+
+class Preferences(Section):
+    """One of the three."""
+
+    lattice: Annotated[int, Field(ge=1, le=MAX_PREFERENCES)] | None = None
+    """All vectors whose weights are multiples of 1/lattice."""
+    dirichlet: DirichletOptions | None = None
+    """Vectors drawn at random."""
+    vectors: Annotated[tuple[dict[Name, float], ...], Field(min_length=1, max_length=MAX_PREFERENCES)] | None = None
+    """Written out: weights by objective, which sum to one; those left out are 0."""
+
+    def size(self, num_objectives: int) -> int:
+        """How many vectors there are."""
+        if self.lattice is not None:
+            return preferences.lattice_size(num_objectives, divisions=self.lattice)
+        return self.dirichlet.count if self.dirichlet is not None else len(self.vectors or ())
+
+    def weights(self, objectives: Sequence[str], *, seed: int) -> tuple[tuple[float, ...], ...]:
+        """The vectors, with weights in the order of `objectives`. Raises InvalidPreference for one that is none."""
+        if self.vectors is not None:
+            return tuple(preferences.preference_vector(vector, objectives=objectives) for vector in self.vectors)
+        if self.lattice is not None:
+            found = preferences.lattice(len(objectives), divisions=self.lattice)
+        else:
+            options = self.dirichlet or DirichletOptions(count=1)
+            rng = np.random.default_rng((seed, PREFERENCES))
+            found = preferences.dirichlet(len(objectives), num_vectors=options.count, rng=rng, alpha=options.alpha)
+        return tuple(tuple(map(float, vector)) for vector in found)
 
 
 class Search(Section):
@@ -95,6 +146,8 @@ class Search(Section):
     max_trials: Annotated[int, Field(ge=1, le=1_000_000)] = 60
     """Configurations the searcher proposes; sources and published recipes come on top."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    preferences: Preferences | None = None
+    """How much each objective matters: one descent for each vector. Without it, one at equal weights."""
 
 
 class Fidelity(Section):

@@ -40,6 +40,7 @@ from workers.types import VerificationReport
 
 __all__ = [
     "EngineFigures",
+    "GradientRecord",
     "RunRecord",
     "SearchFigures",
     "holdout_documents",
@@ -82,6 +83,20 @@ class SearchFigures:
 
 
 @dataclass(frozen=True)
+class GradientRecord:
+    """A gradient that the searcher computed: the losses of its batch by objective, and the weights by which they are
+    summed. `descent` names what it belongs to, `proposal` the trial that it was computed for; `preference` is the
+    preference vector, empty without one. A `failure` says why there is no loss."""
+
+    descent: str
+    proposal: int
+    losses: Mapping[str, float]
+    weights: Mapping[str, float]
+    preference: Mapping[str, float] = field(default_factory=dict)
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """Everything that result files and report are made of.
 
@@ -106,6 +121,7 @@ class RunRecord:
     verification_reason: str | None = None
     engine: EngineFigures = field(default_factory=EngineFigures)
     search: SearchFigures = field(default_factory=SearchFigures)
+    gradients: tuple[GradientRecord, ...] = ()
     wall_clock_s: float = 0.0
     samples_per_second: float | None = None
     version: str = ""

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from search_spaces.objectives import Objective
-from service.results.files import EngineFigures, RunRecord, SearchFigures
+from service.results.files import EngineFigures, GradientRecord, RunRecord, SearchFigures
 from service.results.holdout import HeldOut, Samples, Scored, held_out_results
 from service.results.ranges import OutOfRange, out_of_range
 from service.results.selection import best_trial, held_out
-from service.store import EvidenceRecord, Store
+from service.store import EvidenceRecord, StepRecord, Store
 from service.types import Estimate, EventKind, Origin, StudyRecord, TrialRecord
 from workers.types import SampleDifference, Split, VerificationReport
 
@@ -34,6 +34,7 @@ def run_record(store: Store, study_id: str) -> RunRecord:
     verification = store.document(study_id, "verification") or {}
     searched = [row for row in evidence if row.is_of(Split.SEARCH)]
     stage = _held_out(store, study, trials, objectives)
+    steps = store.steps(study_id)
     return RunRecord(
         study=study,
         objectives=objectives,
@@ -54,7 +55,8 @@ def run_record(store: Store, study_id: str) -> RunRecord:
             num_replicas=study.document["engine"]["replicas"],
             canaries=store.document(study_id, "canaries") or {},
         ),
-        search=_search(store, study),
+        search=_search(store, study, steps),
+        gradients=_gradients(steps),
         wall_clock_s=study.wall_clock_s,
         samples_per_second=_rate(searched),
         version=version("mergesearch"),
@@ -166,14 +168,30 @@ def _engine(
     )
 
 
-def _search(store: Store, study: StudyRecord) -> SearchFigures:
-    charged = [step.charged for step in store.steps(study.id) if step.charged]  # notes cost nothing
+def _search(store: Store, study: StudyRecord, steps: Sequence[StepRecord]) -> SearchFigures:
+    charged = [step.charged for step in steps if step.charged]  # notes cost nothing
     return SearchFigures(
         algorithm=study.resolved.algorithm,
         reason=study.resolved.algorithm_reason,
         notes=tuple(event.payload["text"] for event in store.events(study.id, kinds=(EventKind.SEARCH_NOTE,))),
         steps=len(charged),
         step_samples=sum(charged),
+    )
+
+
+def _gradients(steps: Sequence[StepRecord]) -> tuple[GradientRecord, ...]:
+    """The steps that are gradients, as `service.tune.steps` stores them."""
+    gradients = [step for step in steps if step.document.get("request", {}).get("kind") == "gradient"]
+    return tuple(
+        GradientRecord(
+            descent=step.document["request"]["label"],
+            proposal=step.proposal,
+            losses=step.document["result"]["losses"],
+            weights=step.document["request"]["weights"],
+            preference=step.document["request"].get("preference", {}),
+            failure=step.document["result"]["failure"],
+        )
+        for step in gradients
     )
 
 

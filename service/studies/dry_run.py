@@ -10,6 +10,7 @@ from search_spaces.study.file import Study
 from service.disk import free_bytes, gib
 from service.studies.preflight.algorithm import GRADIENT
 from service.studies.preflight.examine import EXPORT, ExpectedSamples, PreflightResult, examine
+from service.tune.searchers.descents import descents_of
 from service.tune.steps import CHARGES, StepKind
 from workers.models.hub import is_metadata_only, named
 
@@ -164,8 +165,11 @@ def _hours(preflight: PreflightResult, num_samples: int) -> float:
 def _step_samples(preflight: PreflightResult) -> int:
     if preflight.algorithm.name != GRADIENT:
         return 0
-    options = preflight.study.search.gradient
-    return options.steps * options.batch * CHARGES[StepKind.GRADIENT]
+    setting = preflight.search_setting()
+    options = setting.options
+    descents = descents_of(options, num_objectives=len(setting.objectives), preferences=setting.preferences)
+    num_steps = sum(descent.num_steps for descent in descents)
+    return num_steps * options.batch * CHARGES[StepKind.GRADIENT]
 
 
 def _count(number: int, noun: str) -> str:

@@ -87,6 +87,7 @@ class Coordinator:
             num_baselines=len(plan.baselines),
             max_trials=plan.max_trials,
             max_staleness=plan.max_staleness,
+            waits_for_baselines=plan.waits_for_baselines,
         )
         self._replay()
         self.look_for_faults()

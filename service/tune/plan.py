@@ -19,7 +19,8 @@ class Plan:
     """What the driver evaluates, the same in all attempts at the study.
 
     `rung_samples[r]` and `holdout_samples` are the numbers of samples to score by objective, `tasks` and
-    `holdout_tasks` their tasks. `baselines` are the source and published recipes with their labels.
+    `holdout_tasks` their tasks. `baselines` are the source and published recipes with their labels; the searcher may
+    be one that is asked for nothing before all of them have ended.
     """
 
     study_id: str
@@ -37,6 +38,7 @@ class Plan:
     chunk_samples: int
     bank_fingerprint: str
     baselines: tuple[tuple[Origin, str, Recipe], ...]
+    waits_for_baselines: bool = False
 
     def costs(self, values: Mapping[str, float]) -> tuple[float, ...]:
         """What is minimised, in the order of `objectives`. Raises InvalidStudy for a value outside its objective's

@@ -31,7 +31,8 @@ CHARGES: Mapping[StepKind, int] = {StepKind.LOSSES: 1, StepKind.GRADIENT: 3, Ste
 class StepRequest:
     """What a searcher asks for: at `point`, on the samples at `positions` by objective, the loss of each objective; for
     a GRADIENT also the derivatives of the sum of losses times `weights` by every parameter. `label` names what it
-    belongs to; of a NOTE, `label` is its text and `decision` what was decided."""
+    belongs to; of a NOTE, `label` is its text and `decision` what was decided. `preference` is the preference vector of
+    a study with several: the share of each objective before losses were normalised."""
 
     kind: StepKind
     label: str
@@ -39,6 +40,7 @@ class StepRequest:
     positions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     weights: Mapping[str, float] = field(default_factory=dict)
     decision: str = ""
+    preference: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def num_charged(self) -> int:
@@ -81,5 +83,6 @@ class Step:
             positions={name: tuple(positions) for name, positions in asked["positions"].items()},
             weights=asked["weights"],
             decision=asked["decision"],
+            preference=asked.get("preference", {}),
         )
         return cls(number, proposal, request, StepResult(**{**found, "gradient": tuple(found["gradient"])}))

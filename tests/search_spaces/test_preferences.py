@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
 import pytest
 
 from search_spaces.errors import InvalidPreference
-from search_spaces.preferences import dirichlet, preference_vector, simplex_lattice
+from search_spaces.preferences import dirichlet, lattice, lattice_size, preference_vector, simplex_lattice
 
 
 def test_a_lattice_has_every_vector_of_its_steps_once() -> None:
@@ -33,6 +34,21 @@ def test_a_lattice_has_the_most_vectors_that_fit(num_objectives: int, max_vector
     assert np.allclose(lattice.sum(axis=1), 1)
     assert np.allclose(lattice * steps, np.round(lattice * steps))
     assert len(np.unique(lattice, axis=0)) == len(lattice)
+
+
+@pytest.mark.parametrize(("num_objectives", "divisions"), [(1, 5), (2, 4), (3, 3), (4, 2)])
+def test_a_lattice_of_some_divisions_has_all_their_multiples(num_objectives: int, divisions: int) -> None:
+    vectors = lattice(num_objectives, divisions=divisions)
+    counts = itertools.product(range(divisions + 1), repeat=num_objectives)
+    expected = [[count / divisions for count in each] for each in counts if sum(each) == divisions]
+    assert vectors.tolist() == expected
+    assert lattice_size(num_objectives, divisions=divisions) == len(expected)
+
+
+def test_a_large_alpha_draws_near_equal_weights_and_a_small_one_near_single_objectives() -> None:
+    near, far = (dirichlet(3, num_vectors=200, rng=np.random.default_rng(1), alpha=alpha) for alpha in (100.0, 0.05))
+    assert np.abs(near - 1 / 3).max() < 0.2
+    assert np.median(far.max(axis=1)) > 0.95
 
 
 def test_draws_are_preference_vectors_and_repeatable() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from search_spaces.objectives import Objective
 from search_spaces.recipe import COMPONENTS, LayerRecipe, Merge, Recipe, Source
-from service.results.files import EngineFigures, RunRecord
+from service.results.files import EngineFigures, GradientRecord, RunRecord
 from service.results.holdout import Scored, held_out_results
 from service.results.selection import finalists, held_out
 from service.types import Origin, RungRecord, StudyRecord, StudyState, TrialRecord, TrialState
@@ -111,6 +111,33 @@ def run_record(
         split_difference=found.split_difference,
         verifications=verifications(run),
     )
+
+
+def gradients(*, num_descents: int = 1, first_trial: int = 9, seed: int = 0) -> tuple[GradientRecord, ...]:
+    """Losses that fall, with the noise of batches: 48 gradients and 4 trials; later descents have 12 and 1, and the
+    last of them is for the first expert alone."""
+    rng = np.random.default_rng(seed)
+    level, scales = dict.fromkeys(EXPERTS, 1.3), dict(zip(EXPERTS, (1.4, 0.6, 2.1), strict=True))
+    found, trial = [], first_trial
+    for number in range(num_descents):
+        shares = (1.0, 0.0, 0.0) if 0 < number == num_descents - 1 else rng.dirichlet((3.0, 3.0, 3.0))
+        preference = dict(zip(EXPERTS, shares if num_descents > 1 else (1 / 3,) * 3, strict=True))
+        for step in range(48 if number == 0 else 12):
+            level = {
+                name: of - 0.12 * preference[name] * (of - 0.2) + 0.01 * (number > 0) for name, of in level.items()
+            }
+            used = [name for name in EXPERTS if preference[name] > 0]
+            found.append(
+                GradientRecord(
+                    descent=f"descent {number}",
+                    proposal=trial,
+                    losses={name: scales[name] * level[name] * rng.lognormal(0, 0.15) for name in used},
+                    weights={name: preference[name] / scales[name] for name in used},
+                    preference=preference if num_descents > 1 else {},
+                )
+            )
+            trial += step % 12 == 11
+    return tuple(found)
 
 
 def holdout(run: RunRecord, skills, searched, rng):

@@ -9,7 +9,10 @@ The series of its charts come from `service.results.series`; its template is rep
 - `holdout`: the section on held-out data
 - `history`: the section on every finished rung
 - `front`: the section on the Pareto front
+- `descents`: the section on descents by gradients
+- `races`: the section on who was stopped when
 - `recipe_picture`: the picture of the best recipe
+- `coefficients`: the picture of its coefficients
 - `charts`: plots, forest plots, bars and legends as HTML and SVG
 - `marks`: shapes of marks, and how many are drawn
 """

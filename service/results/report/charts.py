@@ -15,7 +15,21 @@ from typing import Literal
 
 from markupsafe import Markup, escape
 
-__all__ = ["Bar", "Interval", "Legend", "Plot", "Scale", "Shape", "forest", "legend", "nice_scale", "stacked_bar"]
+__all__ = [
+    "Bar",
+    "Cell",
+    "Interval",
+    "Legend",
+    "Levels",
+    "Plot",
+    "Scale",
+    "Shape",
+    "forest",
+    "heatmap",
+    "legend",
+    "nice_scale",
+    "stacked_bar",
+]
 
 Shape = Literal["circle", "diamond", "square", "cross"]
 
@@ -25,6 +39,9 @@ OUTLINES = {"diamond": "M-5.5 0 0-5.5 5.5 0 0 5.5Z", "square": "M-4-4H4V4H-4Z", 
 # Pixels: room for tick labels and axis title under a plot, for tick labels left of it, and above its highest point.
 BOTTOM, LEFT, TOP = 40, 46, 10
 ROW = 26
+
+# Letters of a heatmap's column names that are shown.
+MAX_HEAD = 13
 
 # Values closer together are drawn as one: a step between them would be too small for a float.
 MIN_RANGE = 1e-300
@@ -49,8 +66,19 @@ class Scale:
         return tuple(index * self.step for index in range(first, last + 1))
 
     def text(self, tick: float) -> str:
+        """How a tick is labelled."""
         decimals = max(0, -math.floor(math.log10(self.step) + 1e-9))
         return f"{tick + 0.0:,.{decimals}f}"
+
+
+@dataclass(frozen=True)
+class Levels(Scale):
+    """Named values at equal distances: the i-th of `names` is at i + 1."""
+
+    names: tuple[str, ...] = ()
+
+    def text(self, tick: float) -> str:
+        return self.names[round(tick) - 1] if 1 <= round(tick) <= len(self.names) else ""
 
 
 def nice_scale(values: Iterable[float], *, count: int = 5, bounds: tuple[float, float] | None = None) -> Scale:
@@ -120,6 +148,20 @@ class Plot:
             self.line(x1, y1, x2, y1, css=css)
             self.line(x2, y1, x2, y2, css=css)
 
+    def bar(self, x1: float, x2: float, y: float, *, css: str, style: str = "", title: str = "") -> None:
+        """A level line from x1 to x2."""
+        tip = f"<title>{escape(title)}</title>" if title else ""
+        look = f'class="{css}"' + (f' style="{style}"' if style else "")
+        at = self._y(y)
+        self._parts.append(f'<line x1="{self._x(x1)}" x2="{self._x(x2)}" y1="{at}" y2="{at}" {look}>{tip}</line>')
+
+    def curve(self, points: Sequence[tuple[float, float]], *, css: str, style: str = "") -> None:
+        """Straight lines from each of `points` to the next."""
+        look = f'class="{css}"' + (f' style="{style}"' if style else "")
+        for (x1, y1), (x2, y2) in itertools.pairwise(points):
+            ends = f'x1="{self._x(x1)}" y1="{self._y(y1)}" x2="{self._x(x2)}" y2="{self._y(y2)}"'
+            self._parts.append(f"<line {ends} {look}/>")
+
     def text(self, x: float, y: float, text: str, *, css: str = "note", dy: float = 0) -> None:
         """Beside the point (x, y), on the side where there is room."""
         # A letter takes about 2.5 % of the narrowest plots.
@@ -152,6 +194,50 @@ class Plot:
             f'<svg class="plot" height="{self.height}" aria-hidden="true">{"".join(grid)}{titles}'
             f"{''.join(self._parts)}</svg></div>"
         )
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a heatmap: `share` in [-1, 1] is its colour, from one extreme over none to the other. It spans `span`
+    columns."""
+
+    column: int
+    share: float
+    title: str
+    span: int = 1
+
+
+def heatmap(
+    rows: Sequence[tuple[str, Sequence[Cell]]], columns: Sequence[str], *, label: str, row_height: int = 18
+) -> Markup:
+    """Named rows of cells under named columns, whose names are cut where they are long."""
+    width = 12 + 7 * max((len(name) for name, _ in rows), default=0)
+    heads = [name if len(name) <= MAX_HEAD else f"{name[: MAX_HEAD - 1]}…" for name in columns]
+    top = 14 + 5 * max((len(name) for name in heads), default=0)
+    height = top + row_height * len(rows) + 4
+    share = 100 / max(1, len(columns))
+    names, parts = [], []
+    for index, (head, name) in enumerate(zip(heads, columns, strict=True)):
+        # A nested drawing moves the origin to a percentage, which a rotation cannot.
+        text = f'<text transform="rotate(-58)" x="2" y="0">{escape(head)}<title>{escape(name)}</title></text>'
+        at = (index + 0.5) * share
+        parts.append(f'<svg x="{at:.2f}%" y="{top - 6:.0f}" overflow="visible">{text}</svg>')
+    every = max(1, math.ceil(11 / row_height))
+    for index, (name, cells) in enumerate(rows):
+        y = top + row_height * index
+        if index % every == 0:
+            place = f'x="{width - 8:.0f}" y="{y + row_height / 2 + 4:.1f}"'
+            names.append(f'<text {place} text-anchor="end">{escape(name)}</text>')
+        for cell in cells:
+            place = f'x="{cell.column * share:.2f}%" width="{cell.span * share:.2f}%" y="{y}" height="{row_height}"'
+            css = "cell plus" if cell.share >= 0 else "cell minus"
+            style = f"--v:{min(1.0, abs(cell.share)):.0%}"
+            parts.append(f'<rect {place} class="{css}" style="{style}"><title>{escape(cell.title)}</title></rect>')
+    return Markup(
+        f'<div class="frame" role="img" aria-label="{escape(label)}">'
+        f'<svg width="{width:.0f}" height="{height:.0f}" aria-hidden="true" class="names">{"".join(names)}</svg>'
+        f'<svg class="plot heat" height="{height:.0f}" aria-hidden="true">{"".join(parts)}</svg></div>'
+    )
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,12 @@ from markupsafe import Markup
 from service.results.files import RunRecord, summary
 from service.results.format import duration, sample_count, search_sentences
 from service.results.report.charts import Bar, stacked_bar
+from service.results.report.coefficients import coefficients_picture
+from service.results.report.descents import descents_section
 from service.results.report.front import front_section
 from service.results.report.history import history_section
 from service.results.report.holdout import holdout_section
+from service.results.report.races import races_section
 from service.results.report.recipe_picture import recipe_picture
 from service.results.report.texts import headline, key_figures, number_text, trial_name
 from service.results.selection import best_trial
@@ -43,10 +46,13 @@ def render_report(run: RunRecord) -> str:
         search=search_sentences(document["search"]),
         holdout=holdout_section(run, best=best.number if best else None),
         history=history_section(run),
+        descents=descents_section(run),
+        races=races_section(run),
         front=front_section(run),
         recipe=None
         if best is None
         else recipe_picture(best.recipe, experts=tuple(run.study.document.get("models", {}).get("experts", ()))),
+        coefficients=coefficients_picture(run),
         savings=_savings(run),
         duration=duration,
     )

@@ -8,6 +8,9 @@ Every module here that declares a chart with `@chart` is found automatically.
 - `holdout`: held-out estimates
 - `recipe`: how the best trial is merged
 - `budget`: how far trials went, and what they cost
+- `descents`: losses over the gradients of each descent
+- `coefficients`: the best trial's coefficients by layer, component and expert
+- `races`: who was stopped when, and by which rule
 """
 
 from __future__ import annotations

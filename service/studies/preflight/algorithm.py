@@ -32,7 +32,21 @@ def algorithm_of(
     problems: list[Problem],
 ) -> Algorithm:
     """The study's searcher. `auto` is `gradient` where coefficients have gradients and all objectives have references,
-    as tests/benchmarks/bench_searchers.py shows best, and otherwise the searcher that `auto` is declared to be."""
+    as tests/benchmarks/bench_searchers.py shows best, and otherwise the searcher that `auto` is declared to be.
+    Preference vectors need one that uses them."""
+    found = _algorithm_of(study, space, tasks, problems)
+    if study.search.preferences is not None and not SEARCHERS[found.name].uses_preferences:
+        able = ", ".join(name for name, declared in SEARCHERS.items() if declared.uses_preferences)
+        message = f"{found.name} does not use preference vectors"
+        if study.search.algorithm == AUTO:
+            message += f", and auto is {found.name} here as {found.reason}"
+        problems.append(Problem("search.preferences", f"{message}; leave them out; searchers that do: {able}"))
+    return found
+
+
+def _algorithm_of(
+    study: Study, space: SearchSpace, tasks: Mapping[str, TaskSpec], problems: list[Problem]
+) -> Algorithm:
     named = study.search.algorithm
     problems += unsupported(named, space.parameters, num_objectives=len(study.objectives))
     if named not in (AUTO, GRADIENT):

@@ -17,6 +17,7 @@ from search_spaces.baselines import sources_and_published
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.fidelity import Bracket, bracket_cycle, bracket_plan
 from search_spaces.objectives import Objective
+from search_spaces.searchers import SEARCHERS
 from search_spaces.spaces.base import DifferentiableSpace, SearchSpace
 from search_spaces.study.file import Study
 from search_spaces.study.sections import EngineOptions
@@ -116,11 +117,13 @@ class PreflightResult:
 
     def search_setting(self) -> SearchSetting:
         """What a searcher that computes steps knows of the study."""
+        given = self.study.search.preferences
         return SearchSetting(
             objectives=tuple(self.tasks),
             num_samples={name: info.num_samples for name, info in self.task_infos.items()},
             num_baselines=len(self.baselines()),
             options=self.study.search.gradient,
+            preferences=() if given is None else given.weights(tuple(self.tasks), seed=self.study.search.seed),
         )
 
     def gradient_job(self) -> GradientJob | None:
@@ -130,7 +133,8 @@ class PreflightResult:
         return GradientJob(self.family, self.engine_options, dict(self.tasks), self.space)
 
     def plan(self, study_id: str, resolved: ResolvedStudy) -> Plan:
-        """The driver's plan; `resolved` is what was stored when the study was created, whose staleness it keeps."""
+        """The driver's plan; `resolved` is what was stored when the study was created, whose searcher and staleness it
+        keeps."""
         return Plan(
             study_id=study_id,
             seed=self.study.search.seed,
@@ -147,6 +151,7 @@ class PreflightResult:
             chunk_samples=CHUNK_SAMPLES,
             bank_fingerprint=self.family.fingerprint,
             baselines=self.baselines(),
+            waits_for_baselines=SEARCHERS[resolved.algorithm or self.study.search.algorithm].waits_for_baselines,
         )
 
     def baselines(self) -> tuple[tuple[Origin, str, Any], ...]:

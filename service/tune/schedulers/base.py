@@ -79,7 +79,7 @@ class RungTable(ABC):
 
     The brackets of `cycle` repeat until `max_trials` configurations are proposed. The first `num_baselines` trials are
     source and published recipes, evaluated once, at the last rung. Proposals may run `max_staleness` trials ahead of
-    evaluations.
+    evaluations; with `waits_for_baselines`, each knows the results of all source and published recipes.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class RungTable(ABC):
         num_baselines: int,
         max_trials: int,
         max_staleness: int,
+        waits_for_baselines: bool = False,
     ) -> None:
         self.last_rung = num_rungs - 1
         self._eta = eta
@@ -98,6 +99,7 @@ class RungTable(ABC):
         self._num_baselines = num_baselines
         self._max_trials = max_trials
         self._max_staleness = max_staleness
+        self._last_awaited = num_baselines - 1 if waits_for_baselines else -1
         self._entries: dict[int, Entry] = {}
         self._brackets: dict[int, Bracket] = {}
         self._members: dict[int, list[int]] = {}
@@ -201,7 +203,7 @@ class RungTable(ABC):
         number = len(self._entries)
         if number < self._num_baselines:
             raise AssertionError("sources and published trials come first")
-        visible_up_to = number - self._max_staleness
+        visible_up_to = max(number - self._max_staleness, self._last_awaited)
         known = [entry for entry in self._entries.values() if entry.number <= visible_up_to]
         if not all(entry.costs or entry.is_failed for entry in known):
             return None

@@ -3,6 +3,7 @@
 Importing this package imports no library that proposes: neither SMAC, scikit-learn, Optuna nor cmaes.
 
 - `base`: the interface, and what a searcher learns from
+- `descents`: which descents a search by gradients makes, in which order
 - `encoding`: configurations as rows of numbers
 - `history`: each trial at its highest rung, and which of two is better
 - `optuna_study`: proposals by Optuna's samplers

@@ -60,12 +60,14 @@ class Searcher(Protocol):
 @dataclass(frozen=True)
 class SearchSetting:
     """What a stepping searcher knows of its study: the objectives in order, how many search samples each has, how many
-    trials came before the first proposal, and its options."""
+    trials came before the first proposal, its options, and the study's preference vectors (weights of the objectives
+    that sum to one; none: they are equal)."""
 
     objectives: tuple[str, ...]
     num_samples: Mapping[str, int]
     num_baselines: int
     options: GradientOptions
+    preferences: tuple[tuple[float, ...], ...] = ()
 
 
 @runtime_checkable

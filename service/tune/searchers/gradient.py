@@ -5,13 +5,16 @@ at once by a few forward and backward passes. AdaMerging (Yang et al., "AdaMergi
 Multi-Task Learning", 2024) learns coefficients by gradients too, of the entropy of predictions. Adam is Kingma and Ba's
 (2015), algorithm 1.
 
-A descent starts at the defaults of the space's parameters, and some of its points become trials. Before it, the losses
-of the sources and published recipes that the space contains are compared with their scores: where a lower loss does not
-go with a better score, a descent would not help, and SMAC proposes all trials.
+A descent starts at the defaults of the space's parameters, and some of its points become trials. A study with
+preference vectors has one for each (`descents`); the local search then works for one vector after the other. Before the
+descents, the losses of the sources and published recipes that the space contains are compared with their scores: where
+a lower loss does not go with a better score, a descent would not help, and SMAC proposes all trials. All of them are
+compared, as the searcher waits for baselines.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -21,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from search_spaces.parameters import Float, Parameters
-from search_spaces.study.sections import GradientOptions
 from service.tune.searchers.base import Observation, SearchSetting
+from service.tune.searchers.descents import Descent, descents_of, place_of
 from service.tune.searchers.es import SEARCHER as LOCAL_SEARCH
 from service.tune.searchers.random import proposal_generator
 from service.tune.searchers.smac import SEARCHER as WITHOUT_GRADIENTS
@@ -40,7 +43,7 @@ USED, NOT_USED = "gradient", "smac"
 
 @dataclass(frozen=True)
 class GradientSearcher:
-    """One descent, then local search."""
+    """Descents, then local search."""
 
     beta1: float = 0.9
     beta2: float = 0.999
@@ -73,12 +76,13 @@ class GradientSearcher:
         call: dict[str, Any] = {"number": number, "seed": seed, "pending": pending}
         if decisions[0] == NOT_USED:
             return WITHOUT_GRADIENTS.propose(parameters, observations=observations, **call)
-        if (index := number - setting.num_baselines) < setting.options.points:
-            descent = [step for step in steps if step.request.kind is StepKind.GRADIENT]
-            found = self._descend(parameters, index, seed, descent, compared, setting)
+        descents = _descents(setting)
+        place = place_of(number - setting.num_baselines, descents)
+        if place is not None:
+            found = self._descend(parameters, *place, seed, steps, setting)
             if found is not None:
                 return found
-        return LOCAL_SEARCH.propose(parameters, observations=[_by_mean(o) for o in observations], **call)
+        return LOCAL_SEARCH.propose(parameters, observations=_scalar(observations, number, setting), **call)
 
     # -- whether losses say anything about scores ------------------------------------------------------------------
 
@@ -108,47 +112,67 @@ class GradientSearcher:
         if min(found.values()) >= self.min_correlation:
             return StepRequest(StepKind.NOTE, f"gradients are used: losses go with scores ({text})", decision=USED)
         reason = f"losses do not go with scores ({text}; {self.min_correlation:g} is needed)"
+        if setting.preferences:
+            reason += "; it does not use the preference vectors"
         return StepRequest(StepKind.NOTE, f"gradients are not used, smac proposes: {reason}", decision=NOT_USED)
 
-    # -- the descent -----------------------------------------------------------------------------------------------
+    # -- the descents ----------------------------------------------------------------------------------------------
 
     def _descend(
         self,
         parameters: Parameters,
-        index: int,
+        number: int,
+        point: int,
         seed: int,
-        descent: Sequence[Step],
-        compared: Sequence[Step],
+        steps: Sequence[Step],
         setting: SearchSetting,
     ) -> StepRequest | dict[str, Any] | None:
-        """The point `index` of the descent, the next gradient on the way to it, or None if the descent has failed."""
-        options = setting.options
-        wanted = _num_steps_to(index, options)
-        done = descent[:wanted]
+        """A point of descent `number`, the next gradient on the way to it, or None if the descent has failed."""
+        descent = _descents(setting)[number]
+        wanted = descent.num_steps_to(point)
+        done = _steps_of(number, steps)[:wanted]
         if any(step.result.failure is not None for step in done):
             return None
-        point = self._after(parameters, done, options)
+        reached = self._after(parameters, self._start(parameters, number, steps, setting), descent, done, setting)
         if len(done) == wanted:
-            return dict(zip(parameters.names, point.tolist(), strict=True))
+            return dict(zip(parameters.names, reached.tolist(), strict=True))
+        names = setting.objectives
+        preference = dict(zip(names, descent.preference, strict=True))
         return StepRequest(
             StepKind.GRADIENT,
-            "descent 0",
-            tuple(point.tolist()),
-            _minibatch(len(done), seed, setting),
-            _weights(compared, setting),
+            _label(number),
+            tuple(reached.tolist()),
+            _minibatch([name for name in names if preference[name] > 0], steps, seed, setting),
+            _weights(preference, steps),
+            preference=preference if setting.preferences else {},
         )
 
-    def _after(self, parameters: Parameters, descent: Sequence[Step], options: GradientOptions) -> Point:
+    def _start(self, parameters: Parameters, number: int, steps: Sequence[Step], setting: SearchSetting) -> Point:
+        """The end of the nearest earlier descent that has not failed; without one, the defaults."""
+        if done := _steps_of(number, steps):
+            return np.array(done[0].request.point)
+        descents = _descents(setting)
+        for neighbour in descents[number].neighbours:
+            before = _steps_of(neighbour, steps)
+            if before and all(step.result.failure is None for step in before):
+                start = np.array(before[0].request.point)
+                return self._after(parameters, start, descents[neighbour], before, setting)
+        return np.array([parameter.default_value for parameter in _numbers(parameters)])
+
+    def _after(
+        self, parameters: Parameters, start: Point, descent: Descent, done: Sequence[Step], setting: SearchSetting
+    ) -> Point:
         """The point after these steps: Adam's, each kept in the parameters' ranges."""
-        numbers = [parameter for parameter in parameters if isinstance(parameter, Float)]
+        numbers = _numbers(parameters)
         low, high = np.array([p.low for p in numbers]), np.array([p.high for p in numbers])
-        point = np.array([p.default_value for p in numbers])
+        point = start
         mean, square = np.zeros_like(point), np.zeros_like(point)
-        for number, step in enumerate(descent):
+        for number, step in enumerate(done):
             gradient = np.array(step.result.gradient)
             mean = self.beta1 * mean + (1 - self.beta1) * gradient
             square = self.beta2 * square + (1 - self.beta2) * gradient**2
-            rate = options.learning_rate * (1 - number / options.steps + self.last_rate)
+            passed = (descent.num_skipped + number) / setting.options.steps
+            rate = setting.options.learning_rate * (1 - passed + self.last_rate)
             direction = mean / (1 - self.beta1 ** (number + 1))
             size = np.sqrt(square / (1 - self.beta2 ** (number + 1))) + self.epsilon
             point = np.clip(point - rate * direction / size, low, high)
@@ -168,18 +192,38 @@ def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
     return float(np.corrcoef(rankdata(left), rankdata(right))[0, 1])
 
 
-def _num_steps_to(index: int, options: GradientOptions) -> int:
-    return -(-options.steps * (index + 1) // options.points)
+def _descents(setting: SearchSetting) -> tuple[Descent, ...]:
+    return descents_of(setting.options, num_objectives=len(setting.objectives), preferences=setting.preferences)
 
 
-def _minibatch(step: int, seed: int, setting: SearchSetting) -> dict[str, tuple[int, ...]]:
-    """Equal shares of all objectives, in ascending order. Every sample is drawn once before one is drawn again."""
-    share = max(1, setting.options.batch // len(setting.objectives))
+def _label(number: int) -> str:
+    return f"descent {number}"
+
+
+def _steps_of(number: int, steps: Sequence[Step]) -> list[Step]:
+    """The gradients of a descent."""
+    label = _label(number)
+    return [step for step in steps if step.request.kind is StepKind.GRADIENT and step.request.label == label]
+
+
+def _numbers(parameters: Parameters) -> list[Float]:
+    return [parameter for parameter in parameters if isinstance(parameter, Float)]
+
+
+def _minibatch(
+    names: Sequence[str], steps: Sequence[Step], seed: int, setting: SearchSetting
+) -> dict[str, tuple[int, ...]]:
+    """Equal shares of the objectives of these names, in ascending order. Every sample of an objective is drawn once, by
+    whichever descents, before one is drawn again."""
+    share = max(1, setting.options.batch // len(names))
     batch = {}
     for place, name in enumerate(setting.objectives):
+        if name not in names:
+            continue
         size = setting.num_samples[name]
+        before = sum(len(s.request.positions.get(name, ())) for s in steps if s.request.kind is StepKind.GRADIENT)
         drawn: list[int] = []
-        for position in range(step * share, (step + 1) * share):
+        for position in range(before, before + share):
             epoch, offset = divmod(position, size)
             if not drawn or offset == 0:
                 order = proposal_generator(seed=seed, number=BATCHES + epoch * 1000 + place).permutation(size)
@@ -188,18 +232,38 @@ def _minibatch(step: int, seed: int, setting: SearchSetting) -> dict[str, tuple[
     return batch
 
 
-def _weights(compared: Sequence[Step], setting: SearchSetting) -> dict[str, float]:
-    """Of each objective's loss: one over its mean over the known recipes, so that all count alike."""
+def _weights(preference: Mapping[str, float], steps: Sequence[Step]) -> dict[str, float]:
+    """Of each objective's loss: its preference over its mean loss over the known recipes, so that equal preferences
+    count alike. Objectives that do not matter are left out."""
+    compared = [s for s in steps if s.request.kind is StepKind.LOSSES and s.result.failure is None]
     weights = {}
-    for name in setting.objectives:
-        losses = [step.result.losses[name] for step in compared if step.result.failure is None]
-        scale = fmean(losses) if losses else 1.0
-        weights[name] = 1.0 / (len(setting.objectives) * max(scale, 1e-6))
+    for name, share in preference.items():
+        scale = fmean(step.result.losses[name] for step in compared) if compared else 1.0
+        if share > 0:
+            weights[name] = share / max(scale, 1e-6)
     return weights
 
 
-def _by_mean(observation: Observation) -> Observation:
-    """With the mean of the objectives' costs as the only one."""
-    if observation.costs is None:
-        return observation
-    return replace(observation, costs=(fmean(observation.costs),), standard_errors=(None,))
+def _scalar(observations: Sequence[Observation], number: int, setting: SearchSetting) -> list[Observation]:
+    """With one cost, the mean of the objectives'. With preference vectors, the mean weighted by the one whose turn it
+    is; trials of the other vectors are known, and say nothing about the size of steps."""
+    turn = _turn(number, setting)
+    weights = _descents(setting)[turn].preference
+
+    def scalar(o: Observation) -> Observation:
+        is_ours = o.is_proposed and _turn(o.number, setting) == turn
+        if o.costs is None:
+            return replace(o, is_proposed=is_ours)
+        weighted = math.fsum(w * c for w, c in zip(weights, o.costs, strict=True))
+        cost = weighted if setting.preferences else fmean(o.costs)
+        return replace(o, costs=(cost,), standard_errors=(None,), is_proposed=is_ours)
+
+    return [scalar(observation) for observation in observations]
+
+
+def _turn(number: int, setting: SearchSetting) -> int:
+    """Which descent's preference vector a proposal is for; after the descents, one after the other."""
+    descents = _descents(setting)
+    index = number - setting.num_baselines
+    place = place_of(index, descents)
+    return place[0] if place is not None else (index - sum(d.num_points for d in descents)) % len(descents)

@@ -168,7 +168,38 @@ def test_a_study_cannot_be_changed():
         ("limits.max_gpu_hours", float("inf"), "Infinity is not accepted; give a finite number"),
         ("limits.max_wall_clock_s", float("nan"), "NaN is not accepted; give a finite number"),
         ("search_space.layer_groups", 0, "0 is not accepted; give at least 1"),
+        ("search.preferences", {"latice": 2}, 'unknown key; did you mean "lattice"? known keys: lattice, dirichlet, v'),
+        ("search.preferences", {"lattice": 0}, "0 is not accepted; give at least 1"),
+        ("search.preferences", {"dirichlet": {"count": 2, "alpha": 0}}, "0 is not accepted; give at least 0.01"),
+        ("search.preferences", {"dirichlet": {}}, "is missing; give a whole number"),
+        ("search.preferences", {"vectors": []}, "is empty; give at least 1"),
+        ("search.preferences", {"vectors": [{"math": "1"}]}, '"1" is not accepted; give a number'),
         # contradictions
+        ("search.preferences", {}, "has none of lattice, dirichlet, vectors; give one of them"),
+        (
+            "search.preferences",
+            {"lattice": 2, "vectors": [{"math": 1}]},
+            "has lattice and vectors of lattice, dirichlet, vectors; give one of them",
+        ),
+        (
+            "search.preferences",
+            {"vectors": [{"math": 0.5, "text": 0.5}, {"math": 0.6, "text": 0.6}]},
+            "math=0.6, text=0.6 sum to 1.2, not to 1; for the same proportions: math=0.5, text=0.5",
+        ),
+        ("search.preferences", {"vectors": [{"mth": 1}]}, "'mth' is not an objective; give weights of math, text"),
+        (
+            "search.preferences",
+            {"vectors": [{"math": -1, "text": 2}]},
+            "math=-1 is not accepted; give a number from 0 to 1",
+        ),
+        ("search.preferences", {"vectors": [{"math": 1}, {"math": 1, "text": 0}]}, "is also vectors.0; leave out one"),
+        ("search.preferences", {"lattice": 1000}, "1000 makes more than 1000 vectors of 2 objectives; give a smaller"),
+        (
+            "search",
+            {"max_trials": 5, "preferences": {"lattice": 5}},
+            "5 is below the 6 points of 6 descents that become trials; give at least 6, or fewer preference vectors",
+        ),
+        ("search.gradient", {"steps": 8, "warm_steps": 9}, "9 is above steps=8; give at most 8"),
         ("search_space", {"range": [1, 1]}, "[1.0, 1.0] is empty; give [lowest, highest]"),
         ("search_space", {"layer_groups": 2}, "has no effect with granularity: auto; leave it out, or write"),
         ("search_space", {"density": 0.5}, "has no effect with method: task_arithmetic; leave it out"),
@@ -221,6 +252,36 @@ def test_what_is_wrong_is_named_with_the_value_and_what_is_accepted(place, value
     field, text = found[0]
     assert message in text
     assert field.split(".")[0] == place.split(".")[0]
+
+
+def test_a_preference_vector_that_is_refused_is_named():
+    vectors = [{"math": 1.0}, {"math": 0.3, "text": 0.6}, {"code": 1.0}]
+    assert [field for field, _ in problems(changed("search.preferences", {"vectors": vectors}))] == [
+        "search.preferences.vectors.1",
+        "search.preferences.vectors.2",
+    ]
+
+
+def test_one_objective_has_no_preferences():
+    document = changed("search", {"preferences": {"lattice": 2}}, SMALL)
+    assert problems(document) == [("search.preferences", "has no effect with one objective; leave it out")]
+
+
+def test_preference_vectors_are_a_lattice_draws_or_written_out():
+    def weights(seed=0, **given):
+        preferences = parse_study(changed("search.preferences", given)).search.preferences
+        found = preferences.weights(("math", "text"), seed=seed)
+        assert len(found) == preferences.size(2)
+        return found
+
+    assert weights(lattice=4) == ((0.0, 1.0), (0.25, 0.75), (0.5, 0.5), (0.75, 0.25), (1.0, 0.0))
+    assert weights(vectors=[{"text": 1}, {"math": 0.6, "text": 0.4}]) == ((0.0, 1.0), (0.6, 0.4))
+    drawn = weights(dirichlet={"count": 5})
+    assert drawn == weights(dirichlet={"count": 5})
+    assert drawn != weights(dirichlet={"count": 5}, seed=1)
+    narrow = weights(dirichlet={"count": 50, "alpha": 1000})
+    assert all(abs(first - 0.5) < 0.1 for first, _ in narrow)
+    assert weights(dirichlet={"count": 2, "alpha": 0.01})[0] != (0.5, 0.5)
 
 
 def test_an_expert_cannot_be_called_base():
@@ -288,7 +349,8 @@ def test_all_problems_are_reported_together_in_file_order():
 
 PLACES = [
     *("name", "models", "models.base", "models.experts", "models.experts.math", "search_space", "search_space.methods"),
-    *("search", "search.seed", "fidelity", "fidelity.rungs", "fidelity.max_samples", "objectives", "objectives.0"),
+    *("search", "search.seed", "search.preferences", "search.preferences.vectors"),
+    *("fidelity", "fidelity.rungs", "fidelity.max_samples", "objectives", "objectives.0"),
     *("objectives.0.task", "objectives.1.task.until", "objectives.0.range", "objectives.0.rungs", "objectives.0.cost"),
     *("holdout", "holdout.1", "engine", "engine.verify", "engine.chat_template", "limits", "unknown", "constraints"),
 ]

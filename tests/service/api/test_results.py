@@ -14,6 +14,7 @@ from service.results.files import pareto, summary, trial_document
 from service.results.load import run_record
 from service.results.report import render_report
 from service.results.selection import accuracy_objectives, best_trial, full_budget_trials
+from service.results.series import CHARTS
 from service.schemas.files import schemas
 from service.types import StudyRecord, StudyState, TrialState
 from tests.service.api.harness import ApiServer, finished_study, rung, stored_study, write_trial
@@ -102,7 +103,7 @@ def test_the_report_is_the_page_of_the_result_files_and_runs_nothing(
 
 def test_every_plot_there_is_can_be_had(get: Any, http: httpx.Client) -> None:
     plots = get("/plots")["plots"]
-    assert [plot["name"] for plot in plots] == ["history", "front", "holdout", "recipe", "budget"]
+    assert [plot["name"] for plot in plots] == list(CHARTS)
     for plot in plots:
         assert plot["title"]
         assert http.get(plot["link"]).json()["plot"] == plot["name"]

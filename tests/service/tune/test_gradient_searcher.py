@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -66,13 +67,14 @@ def propose(
     known: Sequence[Observation],
     compute: Callable[[StepRequest], StepResult] = computed,
     seed: int = 0,
+    setting: SearchSetting = SETTING,
 ) -> dict[str, Any]:
     """The configuration of a proposal; the steps that it needs are added to `steps`."""
     searcher = get_searcher("gradient")
     assert isinstance(searcher, SteppingSearcher)
     while True:
         answer = searcher.advance(
-            PARAMETERS, number=number, seed=seed, observations=known, steps=steps, setting=SETTING
+            PARAMETERS, number=number, seed=seed, observations=known, steps=steps, setting=setting
         )
         if not isinstance(answer, StepRequest):
             return answer
@@ -194,3 +196,166 @@ def test_rank_correlation_is_spearmans() -> None:
     assert rank_correlation([1, 2, 2, 3], [1, 3, 2, 4]) == pytest.approx(0.9486833)
     assert rank_correlation([1, 2], [5, 5]) == 0.0
     assert rank_correlation([], []) == 0.0
+
+
+# Several preference vectors.
+
+
+PREFERENCES = ((1.0, 0.0), (0.75, 0.25), (0.5, 0.5), (0.0, 1.0))
+SEVERAL = replace(SETTING, preferences=PREFERENCES)
+TARGETS = {"math": TARGET, "text": -TARGET / 3 + 0.5}
+
+
+def of_each(request: StepRequest) -> StepResult:
+    """Losses of which each is smallest elsewhere: those of text are twice as large."""
+    point = np.array(request.point)
+    factors = {"math": 1.0, "text": 2.0}
+    losses = {name: factors[name] * float(((point - TARGETS[name]) ** 2).sum()) for name in factors}
+    slopes = {name: factors[name] * 2 * (point - TARGETS[name]) for name in factors}
+    gradient = sum((weight * slopes[name] for name, weight in request.weights.items()), np.zeros(6))
+    return StepResult(losses, tuple(gradient.tolist()) if request.kind is StepKind.GRADIENT else (), recipe="r")
+
+
+def points_of(steps: list[Step], num_points: int = 4, **changes: Any) -> list[dict[str, Any]]:
+    def scored(o: Observation) -> Observation:
+        losses = of_each(StepRequest(StepKind.LOSSES, "", tuple(o.configuration.values()))).losses
+        return replace(o, costs=(losses["math"], losses["text"]))
+
+    known = [scored(observation) for observation in baselines()]
+    call: dict[str, Any] = {"known": known, "compute": of_each, "setting": SEVERAL, **changes}
+    return [propose(NUM_BASELINES + index, steps, **call) for index in range(num_points)]
+
+
+def gradients(steps: Sequence[Step], descent: int) -> list[Step]:
+    return [step for step in steps if step.request.label == f"descent {descent}"]
+
+
+def test_every_preference_vector_has_a_descent_from_the_end_of_its_nearest_neighbour() -> None:
+    steps: list[Step] = []
+    ends = [np.array(list(point.values())) for point in points_of(steps)]
+    assert [len(gradients(steps, number)) for number in range(5)] == [12, 3, 3, 3, 0]
+    preferences = [tuple(gradients(steps, number)[0].request.preference.values()) for number in range(4)]
+    assert preferences == [(0.5, 0.5), (0.75, 0.25), (1.0, 0.0), (0.0, 1.0)]
+    starts = [gradients(steps, number)[0].request.point for number in range(4)]
+    np.testing.assert_array_equal(starts[0], [0.5] * 6)
+    np.testing.assert_array_equal(starts[1:], [ends[0], ends[1], ends[0]])
+    for number, name in ((2, "math"), (3, "text")):
+        at = [of_each(StepRequest(StepKind.LOSSES, "", tuple(ends[i]))).losses[name] for i in (0, number)]
+        assert at[1] < at[0], "a descent for one objective alone makes it better"
+
+
+def test_an_objective_that_does_not_matter_takes_no_samples_and_the_others_all() -> None:
+    steps: list[Step] = []
+    points_of(steps)
+    for step in gradients(steps, 2):
+        assert step.request.positions.keys() == step.request.weights.keys() == {"math"}
+        assert len(step.request.positions["math"]) == SETTING.options.batch
+    drawn = [
+        position
+        for step in steps
+        if step.request.kind is StepKind.GRADIENT
+        for position in step.request.positions.get("math", ())
+    ]
+    counts = [drawn.count(position) for position in range(10)]
+    assert max(counts) - min(counts) <= 1, "over all descents, every sample is drawn before one is drawn again"
+
+
+def test_preferences_weigh_losses_in_units_of_their_means() -> None:
+    steps: list[Step] = []
+    points_of(steps)
+    scales = {name: np.mean([step.result.losses[name] for step in steps[:5]]) for name in ("math", "text")}
+    weights = gradients(steps, 1)[0].request.weights
+    assert {name: weights[name] * scales[name] for name in weights} == pytest.approx({"math": 0.75, "text": 0.25})
+
+
+def test_short_descents_have_the_learning_rates_of_the_last_steps_of_the_first() -> None:
+    steps: list[Step] = []
+    points_of(steps)
+    first, second = gradients(steps, 1)[:2]
+    moved = np.abs(np.array(second.request.point) - np.array(first.request.point))
+    # Adam's first step moves by the learning rate, wherever the range allows it.
+    rate = 0.2 * (1 - 9 / 12 + 5e-4)
+    assert moved.max() == pytest.approx(rate, rel=1e-5)
+
+
+def test_points_are_shared_by_descents_and_each_has_its_end() -> None:
+    setting = replace(SEVERAL, options=SETTING.options.model_copy(update={"points": 9, "warm_steps": 4}))
+    steps: list[Step] = []
+    points = points_of(steps, 9, setting=setting)
+    proposals = [[step.proposal - NUM_BASELINES for step in gradients(steps, number)] for number in range(4)]
+    assert proposals == [[0] * 4 + [1] * 4 + [2] * 4, [3] * 2 + [4] * 2, [5] * 2 + [6] * 2, [7] * 2 + [8] * 2]
+    assert len({tuple(point.values()) for point in points}) == 9
+
+
+def test_several_descents_go_on_from_any_step_as_if_undisturbed() -> None:
+    steps: list[Step] = []
+    expected = points_of(steps, 6)
+    for cut in range(len(steps)):
+        again = steps[:cut]
+        assert points_of(again, 6) == expected
+        assert again == steps
+
+
+def test_after_a_descent_that_failed_others_start_at_the_next_nearest_one() -> None:
+    def broken(request: StepRequest) -> StepResult:
+        return StepResult(failure="the loss is nan") if request.label == "descent 1" else of_each(request)
+
+    steps: list[Step] = []
+    ends = points_of(steps, compute=broken)
+    assert [len(gradients(steps, number)) for number in range(4)] == [12, 1, 3, 3]
+    assert gradients(steps, 2)[0].request.point == tuple(ends[0].values()), "not at the end of descent 1"
+
+    def all_broken(request: StepRequest) -> StepResult:
+        return StepResult(failure="nan") if request.label == "descent 0" else of_each(request)
+
+    steps = []
+    points_of(steps, compute=all_broken)
+    assert gradients(steps, 1)[0].request.point == (0.5,) * 6
+
+
+def test_the_local_search_works_for_one_preference_vector_after_the_other() -> None:
+    steps: list[Step] = []
+    ends = points_of(steps)
+    costs = [(0.5, 0.5), (0.2, 0.9), (0.1, 1.3), (1.3, 0.1)]
+    trials = [
+        Observation(point, 1.0, cost, number=NUM_BASELINES + index, rung=0)
+        for index, (point, cost) in enumerate(zip(ends, costs, strict=True))
+    ]
+    known = [replace(o, costs=(2.0, 2.0)) for o in baselines()]
+    for turn in range(4):
+        mutant = propose(NUM_BASELINES + 4 + turn, steps, known=[*known, *trials], setting=SEVERAL)
+        kept = [sum(mutant[name] == pytest.approx(end[name]) for name in mutant) for end in ends]
+        assert kept.index(max(kept)) == turn, "a mutant of the best trial for that preference vector"
+
+
+def test_trials_for_other_preference_vectors_do_not_change_the_size_of_steps() -> None:
+    steps: list[Step] = []
+    (point, *_) = points_of(steps)
+    first = NUM_BASELINES + 4
+    best = Observation(point, 1.0, (0.1, 0.1), number=first, rung=0)
+
+    def mutant(failures: Sequence[int]) -> dict[str, Any]:
+        worse = [replace(best, costs=(1.0, 1.0), number=first + turn) for turn in failures]
+        known = [replace(o, costs=(2.0, 2.0)) for o in baselines()]
+        return propose(first + 8, steps, known=[*known, best, *worse], setting=SEVERAL)
+
+    assert mutant([]) == mutant([1, 2, 3])
+    assert mutant([]) != mutant([4])
+
+
+def test_without_preference_vectors_steps_have_none() -> None:
+    steps: list[Step] = []
+    propose(NUM_BASELINES, steps, known=baselines())
+    assert steps[-1].request.preference == {}
+
+
+def test_steps_of_earlier_versions_are_read_without_a_preference() -> None:
+    document = Step(3, 7, StepRequest(StepKind.NOTE, "a decision", decision="gradient"), StepResult()).to_json()
+    del document["request"]["preference"]
+    assert Step.from_json(3, 7, document).request.preference == {}
+
+
+def test_where_smac_takes_over_the_note_says_that_preference_vectors_are_not_used() -> None:
+    steps: list[Step] = []
+    propose(NUM_BASELINES, steps, known=baselines(sign=-1.0), setting=SEVERAL)
+    assert steps[-1].request.label.endswith("it does not use the preference vectors")

@@ -6,7 +6,20 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from service.results.report.charts import Bar, Interval, Legend, Plot, Scale, forest, legend, nice_scale, stacked_bar
+from service.results.report.charts import (
+    Bar,
+    Cell,
+    Interval,
+    Legend,
+    Levels,
+    Plot,
+    Scale,
+    forest,
+    heatmap,
+    legend,
+    nice_scale,
+    stacked_bar,
+)
 
 
 @pytest.mark.parametrize(
@@ -73,3 +86,37 @@ def test_texts_are_escaped_everywhere():
     for svg in drawn:
         assert "<b" not in svg
         assert "&lt;b" in svg
+
+
+def test_levels_are_labelled_by_their_names():
+    scale = Levels(0, 3.3, 1, names=("30", "90", "270"))
+    assert [scale.text(tick) for tick in scale.ticks] == ["", "30", "90", "270"]
+
+
+def test_a_curve_joins_its_points_and_a_bar_is_level():
+    plot = Plot(Scale(0, 10, 1), Scale(0, 1, 1), label="a curve and a bar")
+    plot.curve([(0, 0), (5, 1), (10, 0)], css="loss", style="stroke:red")
+    plot.bar(2, 4, 0.5, css="stop", title="<b>")
+    html = plot.render()
+    assert html.count('class="loss" style="stroke:red"') == 2
+    number = '"([0-9.%]+)"'
+    x1, x2, y1, y2 = re.search(f'x1={number} x2={number} y1={number} y2={number} class="stop"', html).groups()
+    assert (x1, x2) == ("20.00%", "40.00%")
+    assert y1 == y2
+    assert "<title>&lt;b&gt;</title>" in html
+
+
+def test_a_heatmap_has_its_cells_in_place_and_cuts_long_names():
+    rows = [
+        ("embedding", [Cell(0, 1.0, "all", span=2)]),
+        ("layer 0", [Cell(0, 0.5, "a"), Cell(1, -2.0, "<b>")]),
+    ]
+    html = heatmap(rows, ["attention", "post_attention_layernorm"], label="coefficients")
+    cells = re.findall(r'<rect x="(.+?)" width="(.+?)" .+?class="(.+?)" style="--v:(.+?)"><title>(.+?)</title>', html)
+    assert cells == [
+        ("0.00%", "100.00%", "cell plus", "100%", "all"),
+        ("0.00%", "50.00%", "cell plus", "50%", "a"),
+        ("50.00%", "50.00%", "cell minus", "100%", "&lt;b&gt;"),
+    ]
+    assert "post_attenti…<title>post_attention_layernorm</title>" in html
+    assert ">layer 0</text>" in html

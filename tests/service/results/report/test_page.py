@@ -13,7 +13,7 @@ from service.results.report import render_report
 from service.results.report.marks import MAX_POINTS
 from service.results.selection import best_trial
 from service.types import Origin, StudyState, TrialState
-from tests.service.synthetic_run import run_record
+from tests.service.synthetic_run import gradients, run_record
 
 VOID = {"meta", "br", "col", "link", "img", "input", "hr"}
 
@@ -98,7 +98,7 @@ def test_every_held_out_value_is_in_the_table(run, page):
 
 def test_every_chart_says_what_it_shows_and_has_a_table(page):
     charts = [attributes for tag, attributes in page.tags if attributes.get("role") == "img"]
-    assert len(charts) == 4 + 4 + 3
+    assert len(charts) == 4 + 4 + 1 + 3 + 3  # held-out, history, races, front, coefficients
     assert all(len(chart["aria-label"]) > 20 for chart in charts)
     assert sum(tag == "table" for tag, _ in page.tags) >= 7
 
@@ -108,6 +108,46 @@ def test_history_draws_every_rung_of_every_trial(run, page):
     drawn = [a for tag, a in page.tags if tag == "circle" and "--rung" in a.get("style", "")]
     legend_entries = 3
     assert len(drawn) == 4 * rungs + legend_entries
+
+
+def test_descents_are_drawn_with_their_trials_and_their_preference_vectors(run, page):
+    assert "Descents" not in page.text
+    html = render_report(replace(run, gradients=gradients()))
+    text = Page(html).text
+    assert "One descent by 48 gradients of the loss on reference answers." in text
+    assert "next descent begins" not in text
+    assert html.count("<title>trial 9: after gradient 12, descent 0</title>") == 1
+    html = render_report(replace(run, gradients=gradients(num_descents=5)))
+    found = Page(html)
+    assert "5 descents, one for each preference vector, by 96 gradients" in found.text
+    assert "9 to 12" in found.text
+    assert html.count('class="reference"') >= 4
+    lines = [a for tag, a in found.tags if tag == "line" and a.get("class") == "loss"]
+    assert len(lines) > 3 * 40
+
+
+def test_races_say_who_was_stopped_where_and_what_that_saved(run):
+    html = render_report(run)
+    stopped = [trial for trial in run.trials if trial.state is TrialState.PRUNED]
+    saved = sum(270 - max(rung.num_samples["math"] for rung in trial.rungs) for trial in stopped)
+    text = Page(html).text
+    assert f"{len(stopped)} were stopped before the full budget, which saved {saved:,} samples" in text
+    assert "stopped: not among the best of its bracket" in text
+    drawn = re.findall(r"<title>trial (\d+): [^<]*; not among the best of its bracket</title>", html)
+    assert {int(number) for number in drawn} == {trial.number for trial in stopped}
+    full = tuple(replace(trial, rungs=trial.rungs[-1:]) for trial in run.trials if len(trial.rungs) == 3)
+    assert 'id="races"' not in render_report(replace(run, trials=full)), "with one rung nobody is stopped"
+
+
+def test_coefficients_are_drawn_for_every_expert_by_layer_and_component(run):
+    html = render_report(run)
+    best = best_trial(run.trials, run.objectives)
+    for expert in ("math", "text", "lookup"):
+        titles = re.findall(rf"<title>{expert}, layer (\d+) (attention|mlp|norm): -?\d\.\d+</title>", html)
+        methods = [
+            layer.component(name).method for layer in best.recipe.layers for name in ("attention", "mlp", "norm")
+        ]
+        assert len(titles) == sum(method != "slerp" for method in methods)
 
 
 def test_verification_failures_and_engine_are_told(run, page):

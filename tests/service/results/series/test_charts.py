@@ -13,6 +13,8 @@ from service.results.series.base import chart
 from service.results.series.history import HistoryPlot
 from tests.service.synthetic_run import run_record
 
+NAMES = ["history", "front", "holdout", "recipe", "budget", "descents", "coefficients", "races"]
+
 
 @pytest.fixture(scope="module")
 def run():
@@ -21,7 +23,7 @@ def run():
 
 def test_every_module_but_base_declares_the_chart_of_its_name():
     assert sorted([*CHARTS, "base"]) == sorted(module.name for module in pkgutil.iter_modules(series.__path__))
-    assert list(CHARTS) == ["history", "front", "holdout", "recipe", "budget"]
+    assert list(CHARTS) == NAMES
 
 
 @pytest.mark.parametrize("name", list(CHARTS))

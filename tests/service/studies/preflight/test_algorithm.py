@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from search_spaces.errors import Problem
+from search_spaces.searchers import SEARCHERS
 from search_spaces.spaces.base import SearchSpace
 from search_spaces.study.file import Study, parse_study
 from service.studies.preflight.algorithm import Algorithm, algorithm_of
@@ -30,21 +31,26 @@ def tasks(tmp_path: Path) -> dict[str, TaskSpec]:
     }
 
 
-def study(algorithm: str) -> Study:
+def study(algorithm: str, **search: Any) -> Study:
     return parse_study(
         {
             "name": "s",
             "models": {"base": "/b", "experts": {"math": "/m", "code": "/c", "text": "/t"}},
-            "search": {"algorithm": algorithm},
+            "search": {"algorithm": algorithm, **search},
             "fidelity": {"scheduler": "none"},
-            "objectives": [{"name": "sums", "task": {"file": "/x.jsonl"}, "metric": "exact_match"}],
+            "objectives": [
+                {"name": name, "task": {"file": f"/{name}.jsonl"}, "metric": "exact_match"}
+                for name in ("sums", "choices")
+            ],
         }
     )
 
 
-def chosen(algorithm: str, over: SearchSpace, tasks: dict[str, TaskSpec]) -> tuple[Algorithm, list[Problem]]:
+def chosen(
+    algorithm: str, over: SearchSpace, tasks: dict[str, TaskSpec], **search: Any
+) -> tuple[Algorithm, list[Problem]]:
     problems: list[Problem] = []
-    return algorithm_of(study(algorithm), over, tasks, problems), problems
+    return algorithm_of(study(algorithm, **search), over, tasks, problems), problems
 
 
 @pytest.mark.parametrize("named", ["auto", "gradient"])
@@ -73,3 +79,20 @@ def test_elsewhere_auto_says_why_it_takes_smac_and_gradient_is_refused(tasks: An
 
 def test_a_searcher_that_is_named_is_taken(tasks: Any) -> None:
     assert chosen("random", LAYERWISE, tasks) == (Algorithm("random", "the study names it"), [])
+
+
+def test_preference_vectors_are_refused_by_searchers_that_do_not_use_them(tasks: Any) -> None:
+    for name, declared in SEARCHERS.items():
+        if name in ("auto", "cmaes", "de", "es"):  # auto chooses; the others take one objective
+            continue
+        _, problems = chosen(name, LAYERWISE, tasks, preferences={"lattice": 2})
+        assert [problem.field for problem in problems] == ["search.preferences"] * (not declared.uses_preferences)
+    _, (problem,) = chosen("smac", LAYERWISE, tasks, preferences={"lattice": 2})
+    assert problem.message == ("smac does not use preference vectors; leave them out; searchers that do: gradient")
+
+
+def test_where_auto_finds_no_gradients_it_says_why_it_has_no_use_for_preference_vectors(tasks: Any) -> None:
+    assert chosen("auto", LAYERWISE, tasks, preferences={"lattice": 2})[1] == []
+    _, (problem,) = chosen("auto", LFS, tasks, preferences={"lattice": 2})
+    assert problem.field == "search.preferences"
+    assert "smac does not use preference vectors, and auto is smac here as gradients cannot be used" in problem.message

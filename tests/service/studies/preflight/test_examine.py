@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.fidelity import Bracket
+from search_spaces.searchers import SEARCHERS
 from search_spaces.study.file import Study, parse_study
 from search_spaces.study.sections import EngineOptions
 from service.studies.dry_run import check
@@ -253,6 +254,16 @@ def test_the_plan_keeps_the_staleness_that_the_study_began_with(root: Path) -> N
     assert plan.holdout_samples == dict.fromkeys(SIZES, HOLDOUT)
     assert plan.bank_fingerprint == found.family.fingerprint
     assert found.concurrency == 3
+
+
+def test_only_a_search_that_compares_baselines_waits_for_all_of_them(root: Path) -> None:
+    found = examined(root)
+    of = {
+        name: found.plan("s", replace(found.resolved(), algorithm=name)).waits_for_baselines
+        for name, declared in SEARCHERS.items()
+        if declared.alias_of is None
+    }
+    assert [name for name, waits in of.items() if waits] == ["gradient"]
 
 
 def test_the_engine_is_started_as_the_study_says(root: Path) -> None:

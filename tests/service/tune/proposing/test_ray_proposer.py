@@ -51,10 +51,18 @@ class Stepper:
 
     `observer` is called before each step is computed and after it was stored."""
 
-    def __init__(self, space: Any, steps: Sequence[Step], num_baselines: int, log: list[int], observer: Any) -> None:
+    def __init__(
+        self,
+        space: Any,
+        steps: Sequence[Step],
+        num_baselines: int,
+        log: list[int],
+        observer: Any,
+        preferences: tuple[tuple[float, ...], ...],
+    ) -> None:
         self._parameters = space.parameters
         self._steps = list(steps)
-        self._setting = SearchSetting(NAMES, dict.fromkeys(NAMES, 36), num_baselines, GRADIENT)
+        self._setting = SearchSetting(NAMES, dict.fromkeys(NAMES, 36), num_baselines, GRADIENT, preferences)
         self._log = log
         self._observer = observer
         self._call: Mapping[str, Any] = {}
@@ -77,19 +85,22 @@ class Stepper:
     def _computed(self, request: StepRequest) -> StepResult:
         if request.kind is StepKind.NOTE:
             return StepResult()
-        slope = 2 * (np.array(request.point) - 0.9)
+        slope = 2 * (np.array(request.point) - 0.9 * request.preference.get("math", 1.0))
         losses = dict.fromkeys(NAMES, float((slope**2).sum()))
         return StepResult(losses, tuple(slope.tolist()) if request.kind is StepKind.GRADIENT else ())
 
 
+@pytest.mark.parametrize(
+    ("preferences", "num_steps"), [((), 6), (((1.0, 0.0), (0.5, 0.5), (0.3, 0.7)), 8)], ids=["one", "several"]
+)
 def test_a_study_that_is_killed_at_any_step_ends_as_if_undisturbed_and_computes_no_stored_step_again(
-    tmp_path: Path,
+    preferences: tuple[tuple[float, ...], ...], num_steps: int, tmp_path: Path
 ) -> None:
     space = differentiable(replace(models(experts=NAMES, num_layers=4), fingerprints=FINGERPRINTS))
 
     def attempt(store: Store, study: str, log: list[int], observer: Any = lambda _: None) -> None:
-        plan = make_plan(study, max_trials=5)
-        proposer = Stepper(space, stored_steps(store, study), len(plan.baselines), log, observer)
+        plan = make_plan(study, max_trials=5, waits_for_baselines=True)
+        proposer = Stepper(space, stored_steps(store, study), len(plan.baselines), log, observer, preferences)
         writer: StudyWriter = store.open_attempt(study)
         drive(Coordinator(plan, space=space, store=store, writer=writer, proposer=proposer), FakeScorer())
 
@@ -97,7 +108,10 @@ def test_a_study_that_is_killed_at_any_step_ends_as_if_undisturbed_and_computes_
     expected_store, expected = new_study(tmp_path / "undisturbed")
     attempt(expected_store, expected, [])
     steps = stored_steps(expected_store, expected)
-    assert sum(step.request.kind is StepKind.GRADIENT for step in steps) == GRADIENT.steps
+    compared = [step for step in steps if step.request.kind is StepKind.LOSSES]
+    known = [recipe for _, _, recipe in make_plan(expected).baselines if space.from_recipe(recipe) is not None]
+    assert len(compared) == len(known) > 4, "it is compared on all baselines that the space contains"
+    assert sum(step.request.kind is StepKind.GRADIENT for step in steps) == num_steps
     (note,) = expected_store.events(expected, kinds=[EventKind.SEARCH_NOTE])
     assert note.payload["text"].startswith("gradients are")
 

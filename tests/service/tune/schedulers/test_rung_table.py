@@ -21,6 +21,7 @@ def table_of(
     num_rungs: int = 3,
     baselines: int = 0,
     max_staleness: int = 1,
+    waits_for_baselines: bool = False,
 ) -> RungTable:
     """A table with its baselines added, none of them evaluated. eta is 3."""
     table = SCHEDULERS[scheduler](
@@ -30,6 +31,7 @@ def table_of(
         num_baselines=baselines,
         max_trials=max_trials,
         max_staleness=max_staleness,
+        waits_for_baselines=waits_for_baselines,
     )
     for number in range(baselines):
         table.add_trial(number, None)
@@ -297,11 +299,48 @@ def test_a_bracket_opens_only_when_those_two_before_it_are_closed() -> None:
     assert (proposal.bracket, proposal.opens) == (2, Bracket(3, first_rung=2, num_rungs=3, eta=3))
 
 
+@pytest.mark.parametrize("scheduler", ["hyperband", "asha", "racing", "none"])
+def test_a_searcher_that_waits_for_baselines_knows_all_of_them(scheduler: Scheduler) -> None:
+    def first_known(waits_for_baselines: bool) -> tuple[int, Proposal]:
+        """How many baselines have ended when the first proposal may be asked for."""
+        table = table_of(
+            max_trials=4, scheduler=scheduler, baselines=5, max_staleness=3, waits_for_baselines=waits_for_baselines
+        )
+        for number in range(5):
+            if (proposal := table.proposal()) is not None:
+                return number, proposal
+            if number == 1:
+                table.fail(number)
+            else:
+                table.record(number, 2, (0.5,))
+        proposal = table.proposal()
+        assert proposal is not None
+        return 5, proposal
+
+    assert first_known(waits_for_baselines=False)[0] == 3
+    ended, proposal = first_known(waits_for_baselines=True)
+    assert ended == 5
+    assert (proposal.visible, proposal.failed, proposal.pending) == (((0, 2), (2, 2), (3, 2), (4, 2)), (1,), ())
+
+
+def test_only_the_baselines_are_waited_for() -> None:
+    table = table_of(max_trials=6, baselines=2, max_staleness=3, waits_for_baselines=True)
+    table.record(0, 2, (0.5,))
+    assert propose(table) is None
+    table.record(1, 2, (0.5,))
+    assert [propose(table) for _ in range(4)] == [2, 3, 4, None]  # 5 needs the result of 2
+
+
+@pytest.mark.parametrize("waits_for_baselines", [False, True])
 @pytest.mark.parametrize("max_staleness", [1, 2, 5, 9])
 @pytest.mark.parametrize("scheduler", ["hyperband", "asha", "racing"])
-def test_what_a_proposal_sees_does_not_depend_on_the_order_of_results(scheduler: Scheduler, max_staleness: int) -> None:
+def test_what_a_proposal_sees_does_not_depend_on_the_order_of_results(
+    scheduler: Scheduler, max_staleness: int, waits_for_baselines: bool
+) -> None:
+    settings: dict[str, Any] = {"max_staleness": max_staleness, "waits_for_baselines": waits_for_baselines}
+
     def seen(pick: Callable[[list[tuple[int, int]]], tuple[int, int]]) -> dict[int, Any]:
-        table, proposals = table_of(max_trials=25, scheduler=scheduler, baselines=2, max_staleness=max_staleness), {}
+        table, proposals = table_of(max_trials=25, scheduler=scheduler, baselines=2, **settings), {}
         while not table.is_finished:
             while (proposal := table.proposal()) is not None:
                 proposals[proposal.number] = proposal

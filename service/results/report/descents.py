@@ -1,0 +1,121 @@
+"""The section on descents: the losses over all gradients, and what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+from typing import Any
+
+from markupsafe import Markup
+
+from service.results.files import RunRecord
+from service.results.report.charts import Legend, Plot, Scale, legend, nice_scale
+from service.results.report.marks import MAX_ROWS, evenly
+from service.results.report.texts import number_text
+from service.results.series.descents import DescentSeries, DescentStep, descents
+
+__all__ = ["descents_section"]
+
+NUM_COLOURS = 8
+
+# A loss is drawn as the mean of so many gradients: batches differ.
+WINDOW = 4
+
+# Points of a line, and descents that the chart names.
+MAX_STEPS, MAX_NAMED = 600, 24
+
+
+def descents_section(run: RunRecord) -> dict[str, Any] | None:
+    """What the template draws of the descents; None if there was none."""
+    found = [descent for descent in descents(run).descents if descent.steps]
+    if not found:
+        return None
+    names = [objective.name for objective in run.objectives]
+    colours = {name: f"stroke:var(--c{index % NUM_COLOURS})" for index, name in enumerate(names)}
+    entries = [Legend(name, "loss", "line", style=colours[name]) for name in names]
+    if len(names) > 1:
+        entries.append(Legend("weighted sum", "record", "line"))
+    entries.append(Legend("trial", "mark front"))
+    if len(found) > 1:
+        entries.append(Legend("the next descent begins", "reference", "line"))
+    return {
+        "chart": _chart(found, names, colours),
+        "legend": legend(entries),
+        "names": names,
+        "window": WINDOW,
+        "num_gradients": found[-1].steps[-1].gradient,
+        "rows": [_row(descent, names) for descent in found[:MAX_ROWS]],
+        "num_descents": len(found),
+    }
+
+
+def _chart(found: Sequence[DescentSeries], names: Sequence[str], colours: dict[str, str]) -> Markup:
+    lines = [(descent, _smooth(descent.steps)) for descent in found]
+    values = [value for _, line in lines for _, losses, loss in line for value in (*losses.values(), loss)]
+    last = found[-1].steps[-1].gradient
+    plot = Plot(
+        Scale(0, max(last, 1), max(1.0, nice_scale((0, last), count=8).step)),
+        nice_scale([0.0, *values]),
+        label="loss of each objective over the gradients of all descents, in units of its mean over the baselines",
+        x_title="gradient",
+        y_title="loss, 1 is the mean of the baselines",
+        height=300,
+    )
+    for number, (descent, _) in enumerate(lines):
+        if number:
+            begin = descent.steps[0].gradient - 0.5
+            plot.line(begin, plot.y.low, begin, plot.y.high, css="reference")
+        if 1 < len(lines) <= MAX_NAMED:
+            plot.text(descent.steps[0].gradient - 0.5, plot.y.high, str(number), dy=4)
+    limit = max(2, MAX_STEPS // len(lines))
+    for name in names:
+        for _, line in lines:
+            points = [(gradient, losses[name]) for gradient, losses, _ in line if name in losses]
+            plot.curve(evenly(points, limit), css="loss", style=colours[name])
+    for _, line in lines if len(names) > 1 else ():
+        plot.curve(evenly([(gradient, loss) for gradient, _, loss in line], limit), css="record")
+    for descent, line in lines:
+        reached = {gradient: loss for gradient, _, loss in line}
+        for point in descent.points:
+            title = f"trial {point.trial}: after gradient {point.gradient}, {descent.name}"
+            plot.point(point.gradient, reached[point.gradient], css="mark front", title=title)
+    return plot.render()
+
+
+def _smooth(steps: Sequence[DescentStep]) -> list[tuple[int, dict[str, float], float]]:
+    """Each gradient's number, and the means over it and those before it: of each objective's loss and of the sum."""
+
+    def window(index: int) -> Sequence[DescentStep]:
+        return steps[max(0, index + 1 - WINDOW) : index + 1]
+
+    return [
+        (
+            step.gradient,
+            {name: fmean(s.relative[name] for s in window(index)) for name in step.relative},
+            fmean(s.loss for s in window(index)),
+        )
+        for index, step in enumerate(steps)
+    ]
+
+
+def _row(descent: DescentSeries, names: Sequence[str]) -> dict[str, Any]:
+    first, last = descent.steps[:WINDOW], descent.steps[-WINDOW:]
+    return {
+        "name": descent.name,
+        "preference": [number_text(descent.preference.get(name, 0.0)) for name in names],
+        "num_steps": len(descent.steps),
+        "first": fmean(step.loss for step in first),
+        "last": fmean(step.loss for step in last),
+        "trials": ", ".join(_ranges([point.trial for point in descent.points])),
+        "failure": descent.failure,
+    }
+
+
+def _ranges(numbers: Sequence[int]) -> Iterator[str]:
+    """Numbers in ascending order as text, adjacent ones as "3 to 7"."""
+    start = 0
+    for index in range(1, len(numbers) + 1):
+        if index == len(numbers) or numbers[index] != numbers[index - 1] + 1:
+            first, last = numbers[start], numbers[index - 1]
+            yield str(first) if first == last else f"{first} to {last}"
+            start = index

@@ -1,0 +1,96 @@
+"""The coefficients of the best trial: of each expert, by layer and by part of a layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from search_spaces.recipe import COMPONENTS, Merge, Recipe
+from service.results.files import RunRecord
+from service.results.selection import best_trial
+from service.results.series.base import chart
+
+__all__ = ["Coefficient", "CoefficientsPlot", "coefficients"]
+
+# What a parameter in a layer is of: "layers.0.attention", "model.layers.0.mlp.experts.3.w1.weight", "layers.0".
+IN_LAYER = re.compile(r"(?:.*?\.)?(?P<layer>\d+)(?:\.(?P<part>.+))?")
+
+
+@dataclass(frozen=True)
+class Coefficient:
+    expert: str
+    layer: Annotated[int | None, Field(description="From 0; null outside of layers.")]
+    part: Annotated[str, Field(description="A component or tensor of the layer, or of the model; empty: all of it.")]
+    value: float
+
+
+@dataclass(frozen=True)
+class CoefficientsPlot:
+    """What each expert's task vector, or for averages its weights, are multiplied with in the best trial. Merges
+    without such a number, as SLERP, are left out."""
+
+    plot: Literal["coefficients"]
+    trial: int | None
+    experts: list[str]
+    values: tuple[Coefficient, ...]
+
+
+@chart(place=7)
+def coefficients(run: RunRecord) -> CoefficientsPlot:
+    """The coefficients of the best trial by layer, component and expert."""
+    best = best_trial(run.trials, run.objectives)
+    if best is None:
+        return CoefficientsPlot("coefficients", None, [], ())
+    named = run.study.document.get("models", {}).get("experts", ())
+    experts = [*named] or [alias for alias in best.recipe.models if alias != best.recipe.base]
+    values = tuple(_searched(best.configuration or {}, experts)) or tuple(_of_recipe(best.recipe, experts))
+    return CoefficientsPlot("coefficients", best.number, experts, values)
+
+
+def _searched(configuration: Mapping[str, Any], experts: list[str]) -> Iterator[Coefficient]:
+    """Those of a configuration whose parameters are coefficients of parts of layers; nothing of another one."""
+    found = []
+    by_length = sorted(experts, key=len, reverse=True)  # an alias may have dots
+    for key, value in configuration.items():
+        expert = next((alias for alias in by_length if key.endswith(f".{alias}")), None)
+        if expert is None or not isinstance(value, float):
+            return
+        piece = key.removesuffix(f".{expert}")
+        inside = IN_LAYER.fullmatch(piece)
+        layer = None if inside is None else int(inside["layer"])
+        part = piece if inside is None else inside["part"] or ""
+        found.append(Coefficient(expert, layer, part.removesuffix(".weight"), value))
+    if any(coefficient.layer is not None for coefficient in found):
+        yield from found
+
+
+def _of_recipe(recipe: Recipe, experts: list[str]) -> Iterator[Coefficient]:
+    places: list[tuple[int | None, str, Merge]] = [(None, "embedding", recipe.embedding)]
+    for number, layer in enumerate(recipe.layers):
+        places += [(number, name, layer.component(name)) for name in COMPONENTS]
+    places.append((None, "head", recipe.head))
+    for number_of_layer, part, merge in places:
+        own = _coefficients(merge)
+        if own is not None:
+            for expert in experts:
+                yield Coefficient(expert, number_of_layer, part, own.get(expert, 0.0))
+
+
+def _coefficients(merge: Merge) -> Mapping[str, float] | None:
+    """By model: a weight of its own times a lambda, where the merge has them. None if it has neither."""
+    if merge.method == "passthrough":
+        return {merge.sources[0].model: 1.0}
+    given = [merge.coefficients[name] for name in ("weight", "lambda") if name in merge.coefficients]
+    if not given:
+        return None
+    found: dict[str, float] = {}
+    for index, source in enumerate(merge.sources):
+        value = 1.0
+        for own in given:
+            value *= own[index] if isinstance(own, tuple) else own
+        found[source.model] = found.get(source.model, 0.0) + value
+    return found

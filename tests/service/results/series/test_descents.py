@@ -1,0 +1,56 @@
+"""The losses of descents, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from service.results.files import GradientRecord
+from service.results.series.descents import descents
+from tests.service.synthetic_run import EXPERTS, gradients, run_record
+
+RUN = run_record(num_trials=12)
+
+
+def test_a_descent_has_its_losses_in_units_of_the_baselines_and_their_weighted_sum() -> None:
+    losses, preference = {"math": 3.0, "text": 0.5}, {"math": 0.75, "text": 0.25}
+    # The baselines' mean losses are 2 and 0.5.
+    weights = {"math": 0.75 / 2, "text": 0.25 / 0.5}
+    record = GradientRecord("descent 0", 9, losses, weights, preference)
+    (found,) = descents(replace(RUN, gradients=(record,))).descents
+    (step,) = found.steps
+    assert step.losses == losses
+    assert step.relative == pytest.approx({"math": 1.5, "text": 1.0})
+    assert step.loss == pytest.approx(0.75 * 1.5 + 0.25 * 1.0)
+    assert found.preference == preference
+
+
+def test_without_preference_vectors_weights_are_equal() -> None:
+    (found,) = descents(replace(RUN, gradients=gradients())).descents
+    assert found.preference == pytest.approx(dict.fromkeys(EXPERTS, 1 / 3))
+    assert [step.gradient for step in found.steps] == list(range(1, 49))
+    assert [(point.trial, point.gradient) for point in found.points] == [(9, 12), (10, 24), (11, 36), (12, 48)]
+
+
+def test_descents_follow_each_other_and_lack_what_does_not_matter() -> None:
+    found = descents(replace(RUN, gradients=gradients(num_descents=4))).descents
+    assert [descent.name for descent in found] == [f"descent {number}" for number in range(4)]
+    assert [descent.steps[0].gradient for descent in found] == [1, 49, 61, 73]
+    assert [point.trial for descent in found[1:] for point in descent.points] == [13, 14, 15]
+    assert all(step.losses.keys() == {"math"} for step in found[-1].steps)
+    assert found[-1].preference == {"math": 1.0, "text": 0.0, "lookup": 0.0}
+
+
+def test_a_descent_that_failed_says_why_and_has_the_points_before() -> None:
+    records = list(gradients()[:14])
+    records[-1] = replace(records[-1], losses={}, failure="the loss is nan")
+    (found,) = descents(replace(RUN, gradients=tuple(records))).descents
+    assert found.failure == "the loss is nan"
+    assert len(found.steps) == 13
+    assert [point.trial for point in found.points] == [9], "trial 10 is no point of it"
+
+
+def test_a_point_is_drawn_once_its_trial_is_proposed() -> None:
+    few = replace(RUN, trials=RUN.trials[:10], gradients=gradients())
+    assert [point.trial for point in descents(few).descents[0].points] == [9]
