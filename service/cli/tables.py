@@ -11,10 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from service.cli.progress import STATE_STYLES
-from service.results.format import duration, sample_count, search_sentences, sort_holdout
+from service.results.format import duration, preferred_text, sample_count, search_sentences, sort_holdout
 from service.schemas.api import StudyDocument
 from service.schemas.files import (
     EstimateDocument,
+    FindingDocument,
     ObjectiveDocument,
     ParetoDocument,
     SearchDocument,
@@ -25,6 +26,7 @@ from service.schemas.files import (
 from service.types import Origin, StudyState, TrialState
 
 __all__ = [
+    "finding_line",
     "holdout_table",
     "pareto_table",
     "search_line",
@@ -65,6 +67,8 @@ def pareto_table(document: ParetoDocument) -> Table:
             f"\nthe {len(held_out['trials'])} finalists on held-out data: hypervolume {held_out['value']:.4g} "
             f"[{low:.4g}, {high:.4g}], on search data {held_out['search']:.4g}"
         )
+    if chosen := document.get("preferred"):
+        caption += f"\n{preferred_text(chosen)}"
     table.caption = Text(caption, style="table.caption")
     return table
 
@@ -105,6 +109,11 @@ def holdout_table(document: SummaryDocument) -> Table:
     # As Text: a reason may contain characters that rich would parse as markup.
     table.caption = Text(caption, style="table.caption")
     return table
+
+
+def finding_line(document: FindingDocument) -> Text:
+    """Whether a merge is better than the single models and published recipes."""
+    return Text(f"finding:       {document['text']}")
 
 
 def search_line(document: SearchDocument) -> Text:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from search_spaces.objectives import REFERENCE_COST, Objective, hypervolume
+from service.results.finding import RivalTest, criterion, finding_text
 from service.results.holdout import FrontVolume
 from service.results.ranges import OutOfRange
 from service.results.selection import accuracy_objectives, best_trial, costs_of, criteria, pareto_front
@@ -25,6 +26,7 @@ from service.results.statistics import Z, independent_difference
 from service.schemas.files import (
     EngineDocument,
     EstimateDocument,
+    FindingDocument,
     HoldoutDocument,
     ObjectiveDocument,
     ParetoDocument,
@@ -99,6 +101,7 @@ class RunRecord:
     holdout_reference: int | None = None
     holdout_failures: tuple[tuple[int, str], ...] = ()
     holdout_volume: FrontVolume | None = None
+    rival_tests: tuple[RivalTest, ...] = ()
     selection_bias: Mapping[str, Estimate] = field(default_factory=dict)
     split_difference: Mapping[str, Estimate] = field(default_factory=dict)
     warnings: tuple[OutOfRange, ...] = ()
@@ -196,6 +199,7 @@ def summary(run: RunRecord) -> SummaryDocument:
             "values": dict(best.values),
         },
         "selection": {"best": rules.best, "promotion": rules.promotion, "difference": rules.difference},
+        "finding": _finding_document(run, best),
         "holdout": holdout_documents(run),
         "holdout_reference": run.holdout_reference,
         "holdout_failures": [{"trial": trial, "reason": reason} for trial, reason in run.holdout_failures],
@@ -306,6 +310,25 @@ def _volume_document(volume: FrontVolume | None) -> VolumeDocument | None:
     if volume is None:
         return None
     return {**_estimate_document(volume.holdout), "trials": list(volume.trials), "search": volume.search}
+
+
+def _finding_document(run: RunRecord, best: TrialRecord | None) -> FindingDocument:
+    return {
+        "text": finding_text(run.rival_tests, run.objectives, best=best, was_scored=bool(run.holdout)),
+        "criterion": criterion(run.objectives),
+        "tests": [
+            {
+                "against": "source" if test.origin is Origin.SOURCE else "published",
+                "rival": test.rival,
+                "label": test.label,
+                "differences": [
+                    {"trial": trial, "is_better": trial in test.better, **_estimate_document(difference)}
+                    for trial, difference in test.differences.items()
+                ],
+            }
+            for test in run.rival_tests
+        ],
+    }
 
 
 def _holdout_document(row: Comparison, run: RunRecord) -> HoldoutDocument:

@@ -18,9 +18,11 @@ from search_spaces.study.file import Study
 __all__ = [
     "EngineDocument",
     "EstimateDocument",
+    "FindingDocument",
     "HoldoutDocument",
     "ObjectiveDocument",
     "ParetoDocument",
+    "PreferredDocument",
     "RecipeDocument",
     "SummaryDocument",
     "TrialDocument",
@@ -136,6 +138,34 @@ class HoldoutDocument(TypedDict):
     ]
 
 
+class DifferenceDocument(EstimateDocument):
+    trial: Number
+    is_better: Annotated[bool, Field(description="The interval is above 0.")]
+
+
+class RivalTestDocument(TypedDict):
+    """The finalists that the search proposed, compared with the best of the source models or published recipes."""
+
+    against: Literal["source", "published"]
+    rival: Annotated[int, Field(ge=0, description="The trial with the best held-out value of its kind.")]
+    label: str
+    differences: Annotated[
+        list[DifferenceDocument],
+        Field(
+            description="Finalist minus rival, paired by document, larger is better, the best on search data first. "
+            "The intervals of a list hold together at 95 % (Bonferroni)."
+        ),
+    ]
+
+
+class FindingDocument(TypedDict):
+    """Whether a merge that the search proposed is better than single models and published recipes."""
+
+    text: Annotated[str, Field(description="What was found, in one sentence, also if nothing was.")]
+    criterion: Annotated[str, Field(description="The value that is compared.")]
+    tests: Annotated[list[RivalTestDocument], Field(description="Empty before the held-out stage.")]
+
+
 class VerificationDocument(TypedDict):
     status: Literal["equal", "within tolerance", "disagreement", "not verified"]
     reason: Annotated[str | None, Field(description="Why trials or samples were not compared.")]
@@ -188,6 +218,7 @@ class SummaryDocument(TypedDict):
     engine: EngineDocument
     best: BestDocument | None
     selection: SelectionDocument
+    finding: FindingDocument
     holdout: list[HoldoutDocument]
     holdout_reference: Annotated[
         int | None,
@@ -242,6 +273,18 @@ class VolumeDocument(EstimateDocument):
     search: Annotated[float, Field(description="The hypervolume of the same trials on search data.")]
 
 
+class PreferredDocument(TypedDict):
+    """The trial of the front that a user's weights of the objectives pick."""
+
+    weights: dict[str, float]
+    trial: Number
+    label: str
+    values: Values
+    split: Annotated[
+        Literal["search", "holdout"], Field(description="The data that the values, and so the choice, are of.")
+    ]
+
+
 class ParetoDocument(TypedDict):
     """pareto.json: the trials at full budget that no other one dominates."""
 
@@ -255,6 +298,7 @@ class ParetoDocument(TypedDict):
         Field(description="Of the finalists on holdout data, with a bootstrap interval; null before they were scored."),
     ]
     front: list[FrontDocument]
+    preferred: NotRequired[Annotated[PreferredDocument, Field(description="Where weights were given.")]]
 
 
 class MergeDocument(TypedDict):

@@ -8,11 +8,13 @@ from urllib.parse import urlencode
 from fastapi import APIRouter, Path, Query
 from starlette.responses import HTMLResponse, Response
 
+from search_spaces.preferences import parse_preference
 from service.api.dependencies import MAX_NUMBER, PAGE_HEADERS, Context, Services, Study, TrialNumber
 from service.api.presenters import study_path
 from service.api.problems import Json, Refusal, refusals
 from service.errors import NotFound
 from service.results.files import pareto, summary, trial_document
+from service.results.preference import choices
 from service.results.report import render_report
 from service.results.series import CHARTS
 from service.schemas.api import PlotsDocument, TrialsDocument
@@ -80,11 +82,22 @@ def get_recipe(study: Study, number: TrialNumber, services: Context) -> Response
 @router.get(
     "/studies/{study_id:segment}/pareto",
     response_model=None,
-    responses={200: {"model": ParetoDocument}, **refusals(404)},
+    responses={200: {"model": ParetoDocument}, **refusals(404, 422)},
 )
-async def get_pareto(study: Study, services: Context) -> Response:
-    """The Pareto front: the trials at full budget that no other one dominates."""
-    return Json(await services.records.result(study.id, pareto))
+async def get_pareto(
+    study: Study,
+    services: Context,
+    prefer: Annotated[
+        str | None, Query(description="Weights of the objectives that sum to 1, such as `math=0.6,code=0.4`.")
+    ] = None,
+) -> Response:
+    """The Pareto front: the trials at full budget that no other one dominates. With `prefer`, also the one of them that
+    these weights pick."""
+    document = await services.records.result(study.id, pareto)
+    if prefer is not None:
+        picked = (await services.records.result(study.id, choices)).preferred(parse_preference(prefer))
+        document = {**document, "preferred": picked}
+    return Json(document)
 
 
 @router.get(

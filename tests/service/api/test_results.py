@@ -12,6 +12,7 @@ import pytest
 
 from service.results.files import pareto, summary, trial_document
 from service.results.load import run_record
+from service.results.preference import choices
 from service.results.report import render_report
 from service.results.selection import accuracy_objectives, best_trial, full_budget_trials
 from service.schemas.files import schemas
@@ -88,6 +89,23 @@ def test_summary_and_front_are_those_of_the_result_files(get: Any, server: ApiSe
     assert get("/summary") == as_json(summary(run))
     assert get("/pareto") == as_json(pareto(run))
     jsonschema.validate(get("/summary"), schemas()["summary"])
+
+
+def test_weights_pick_a_trial_of_the_front(get: Any, http: httpx.Client, server: ApiServer, study: StudyRecord) -> None:
+    weights = {"math": 0.5, "text": 0.3, "lookup": 0.2}
+    document = get("/pareto?prefer=math%3D0.5,text%3D0.3,lookup%3D0.2")
+    expected = choices(run_record(server.store, study.id)).preferred(weights)
+    assert document.pop("preferred") == as_json(expected)
+    assert expected["trial"] in [row["trial"] for row in document["front"]]
+    assert expected["split"] == "holdout"
+    assert document == get("/pareto")
+    for prefer, message in (
+        ("math=0.6", "math=0.6 sum to 0.6, not to 1; for the same proportions: math=1"),
+        ("code=1", "'code' is not an objective; give weights of math, text, lookup"),
+        ("math", "'math' is not OBJECTIVE=WEIGHT; write math=0.6,code=0.4"),
+    ):
+        answer = http.get(f"/v1/studies/{study.id}/pareto", params={"prefer": prefer})
+        assert (answer.status_code, answer.json()["problems"]) == (422, [{"field": "prefer", "message": message}])
 
 
 def test_the_report_is_the_page_of_the_result_files_and_runs_nothing(
