@@ -148,6 +148,7 @@ def _valid_parts(document: Mapping[str, Any]) -> ValidParts:
     return ValidParts(
         models=valid(Models, document.get("models")),
         search_space=None if space is None else space.search_space,
+        search=valid(Search, document.get("search", {})),
         fidelity=valid(Fidelity, document.get("fidelity", {})),
         objectives=specs("objectives"),
         holdout=specs("holdout"),

@@ -200,10 +200,10 @@ def trials(options: argparse.Namespace) -> int:
         with _on_server(options) as server:
             return server.trials(options.run)
     from service.cli.tables import trials_table
-    from service.results.files import trial_document
+    from service.results.files import trial_documents
 
     result = _read(Path(options.run))
-    documents = [trial_document(trial) for trial in result.trials]
+    documents = trial_documents(result)
     if options.json:
         print_json(documents)
     else:

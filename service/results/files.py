@@ -10,7 +10,7 @@ import os
 import statistics
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,10 +18,18 @@ from typing import Any, Literal
 import numpy as np
 
 from search_spaces.objectives import REFERENCE_COST, Objective, hypervolume
+from service.results.feasibility import constraint_documents, sources_of, violations
 from service.results.finding import RivalTest, criterion, finding_text
 from service.results.holdout import FrontVolume
 from service.results.ranges import OutOfRange
-from service.results.selection import accuracy_objectives, best_trial, costs_of, criteria, pareto_front
+from service.results.selection import (
+    accuracy_objectives,
+    best_trial,
+    costs_of,
+    criteria,
+    full_budget_trials,
+    pareto_front,
+)
 from service.results.statistics import Z, independent_difference
 from service.schemas.files import (
     EngineDocument,
@@ -49,6 +57,7 @@ __all__ = [
     "samples_document",
     "summary",
     "trial_document",
+    "trial_documents",
     "trials_jsonl",
     "write_results",
 ]
@@ -117,7 +126,10 @@ class RunRecord:
 # -- from records to documents -----------------------------------------------------------------------------------------
 
 
-def trial_document(trial: TrialRecord) -> TrialDocument:
+def trial_document(
+    trial: TrialRecord, *, objectives: Sequence[Objective] = (), sources: Sequence[TrialRecord] = ()
+) -> TrialDocument:
+    """A trial of a study with `objectives`; `sources` are its trials, or at least those of its source models."""
     return {
         "number": trial.number,
         "origin": trial.origin.value,
@@ -138,17 +150,22 @@ def trial_document(trial: TrialRecord) -> TrialDocument:
         ],
         "values": dict(trial.values),
         "standard_errors": dict(trial.standard_errors),
+        "violations": violations(trial.values, objectives, sources),
         "samples_scored": trial.samples_scored,
         "samples_reused": trial.samples_reused,
         "timings_s": dict(trial.timings_s),
     }
 
 
-def trials_jsonl(trials: Iterable[TrialRecord]) -> str:
+def trial_documents(run: RunRecord) -> list[TrialDocument]:
+    """The trials by number."""
+    trials = sorted(run.trials, key=lambda trial: trial.number)
+    return [trial_document(trial, objectives=run.objectives, sources=sources_of(trials)) for trial in trials]
+
+
+def trials_jsonl(run: RunRecord) -> str:
     """One JSON object per line, by trial number."""
-    return "".join(
-        _json(trial_document(trial), indent=None) + "\n" for trial in sorted(trials, key=lambda trial: trial.number)
-    )
+    return "".join(_json(document, indent=None) + "\n" for document in trial_documents(run))
 
 
 def pareto(run: RunRecord) -> ParetoDocument:
@@ -165,6 +182,7 @@ def pareto(run: RunRecord) -> ParetoDocument:
                 "origin": trial.origin.value,
                 "values": dict(trial.values),
                 "standard_errors": dict(trial.standard_errors),
+                "violations": violations(trial.values, run.objectives, sources_of(run.trials)),
                 "recipe_digest": trial.recipe.digest,
             }
             for trial in front
@@ -197,8 +215,10 @@ def summary(run: RunRecord) -> SummaryDocument:
             "origin": best.origin.value,
             "recipe_digest": best.recipe.digest,
             "values": dict(best.values),
+            "violations": violations(best.values, run.objectives, sources_of(run.trials)),
         },
         "selection": {"best": rules.best, "promotion": rules.promotion, "difference": rules.difference},
+        "constraints": constraint_documents(run.objectives, full_budget_trials(run.trials)),
         "finding": _finding_document(run, best),
         "holdout": holdout_documents(run),
         "holdout_reference": run.holdout_reference,
@@ -242,7 +262,7 @@ def write_results(directory: Path, run: RunRecord, *, report: str | None = None)
     does not allow (NaN, inf); nothing is written then.
     """
     texts = {
-        "trials.jsonl": trials_jsonl(run.trials),
+        "trials.jsonl": trials_jsonl(run),
         "summary.json": _json(summary(run)) + "\n",
         "pareto.json": _json(pareto(run)) + "\n",
     }
@@ -262,6 +282,8 @@ def _objective_document(objective: Objective) -> ObjectiveDocument:
     }
     if objective.range is not None:
         document["range"] = list(objective.range)
+    if objective.constraints:
+        document["constraints"] = [constraint.text for constraint in objective.constraints]
     return document
 
 
@@ -332,6 +354,7 @@ def _finding_document(run: RunRecord, best: TrialRecord | None) -> FindingDocume
 
 
 def _holdout_document(row: Comparison, run: RunRecord) -> HoldoutDocument:
+    held_out = {row.trial: {name: e.value for name, e in row.values.items()} for row in run.holdout}
     origins = {trial.number: trial.origin for trial in run.trials}
     return {
         "label": row.label,
@@ -339,6 +362,12 @@ def _holdout_document(row: Comparison, run: RunRecord) -> HoldoutDocument:
         "origin": origins.get(row.trial, Origin.SEARCH).value,
         "values": _estimate_documents(row.values),
         "mean": None if row.mean is None else _estimate_document(row.mean),
+        "violations": violations(
+            {name: estimate.value for name, estimate in row.values.items()},
+            run.objectives,
+            sources_of(run.trials),
+            values_of=lambda trial: held_out.get(trial.number, {}),
+        ),
         "differences": _estimate_documents(row.differences),
     }
 

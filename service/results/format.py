@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from service.schemas.files import HoldoutDocument, PreferredDocument, SearchDocument
 
-__all__ = ["duration", "preferred_text", "sample_count", "search_sentences", "sort_holdout"]
+__all__ = ["duration", "preferred_text", "sample_count", "search_sentences", "sort_holdout", "violation_text"]
 
 
 def duration(seconds: float) -> str:
@@ -47,3 +47,9 @@ def search_sentences(search: SearchDocument) -> list[str]:
 def sort_holdout(rows: Iterable[HoldoutDocument]) -> list[HoldoutDocument]:
     """Highest mean first; without a mean, in the order given."""
     return sorted(rows, key=lambda row: -row["mean"]["value"] if row["mean"] else 0.0)
+
+
+def violation_text(violations: Mapping[str, float]) -> str:
+    """What a trial violates, and by how much; "" if nothing."""
+    found = (f"{constraint} by {excess:.3g}" for constraint, excess in violations.items())
+    return f"violates {', '.join(found)}" if violations else ""

@@ -16,6 +16,7 @@ from typing_extensions import TypedDict
 from search_spaces.study.file import Study
 
 __all__ = [
+    "ConstraintDocument",
     "EngineDocument",
     "EstimateDocument",
     "FindingDocument",
@@ -34,6 +35,10 @@ __all__ = [
 Values = Annotated[dict[str, float], Field(description="By objective, in the metric's own unit.")]
 StandardErrors = Annotated[
     dict[str, float | None], Field(description="By objective; null where a single sample shows no spread.")
+]
+Violations = Annotated[
+    dict[str, float],
+    Field(description="The constraints that it violates, as written, and by how much, in the metric's own unit."),
 ]
 Interval = Annotated[list[float], Field(min_length=2, max_length=2, description="95 % interval: lower, upper.")]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$", description="sha256 of the canonical recipe.")]
@@ -62,6 +67,7 @@ class TrialDocument(TypedDict):
     rungs: list[RungDocument]
     values: Annotated[dict[str, float], Field(description="At full budget; empty for trials that did not reach it.")]
     standard_errors: StandardErrors
+    violations: Annotated[Violations, Field(description="At full budget; empty for trials that did not reach it.")]
     samples_scored: Number
     samples_reused: Number
     timings_s: dict[str, float]
@@ -114,6 +120,7 @@ class BestDocument(TypedDict):
     origin: str
     recipe_digest: Digest
     values: Values
+    violations: Violations
 
 
 class EstimateDocument(TypedDict):
@@ -129,6 +136,7 @@ class HoldoutDocument(TypedDict):
     origin: str
     values: dict[str, EstimateDocument]
     mean: Annotated[EstimateDocument | None, Field(description="Unweighted mean over the accuracy objectives.")]
+    violations: Annotated[Violations, Field(description="On the holdout data.")]
     differences: Annotated[
         dict[str, EstimateDocument],
         Field(
@@ -218,6 +226,7 @@ class SummaryDocument(TypedDict):
     engine: EngineDocument
     best: BestDocument | None
     selection: SelectionDocument
+    constraints: list[ConstraintDocument]
     finding: FindingDocument
     holdout: list[HoldoutDocument]
     holdout_reference: Annotated[
@@ -257,6 +266,7 @@ class ObjectiveDocument(TypedDict):
     direction: Literal["maximize", "minimize"]
     metric: str
     range: NotRequired[Interval]
+    constraints: NotRequired[list[str]]
 
 
 class FrontDocument(TypedDict):
@@ -265,12 +275,24 @@ class FrontDocument(TypedDict):
     origin: str
     values: Values
     standard_errors: StandardErrors
+    violations: Violations
     recipe_digest: Digest
 
 
 class VolumeDocument(EstimateDocument):
     trials: Annotated[list[int], Field(description="The finalists that it is of.")]
     search: Annotated[float, Field(description="The hypervolume of the same trials on search data.")]
+
+
+class ConstraintDocument(TypedDict):
+    """A constraint, as written, and the trials at full budget that keep to it."""
+
+    constraint: str
+    bound: Annotated[
+        float | None, Field(description="At full budget on search data; null before what it is relative to is scored.")
+    ]
+    kept_by: Number
+    trials: Number
 
 
 class PreferredDocument(TypedDict):

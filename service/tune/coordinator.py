@@ -20,6 +20,7 @@ from service.results.selection import held_out
 from service.store import BracketRecord, Store, StudyWriter
 from service.tune.crashes import Crashes
 from service.tune.evaluation import ChunkFailed, Evaluation, FailureKind
+from service.tune.feasibility import Feasibility
 from service.tune.plan import Plan
 from service.tune.proposing.proposals import Asking, Proposer, num_duplicates_in_a_row, observations
 from service.tune.provenance import ProvenanceCheck
@@ -73,6 +74,7 @@ class Coordinator:
         self._asking = Asking(proposer, writer)
         self._holdout: deque[int] | None = None
         self._trials: dict[int, TrialRecord] = {}
+        self._feasibility = Feasibility(plan.objectives, self._trials)
         self._digests: dict[str, int] = {}
         self._samples = SampleCache(plan, store)
         evidence = store.evidence(plan.study_id)
@@ -86,6 +88,7 @@ class Coordinator:
             num_baselines=len(plan.baselines),
             max_trials=plan.max_trials,
             max_staleness=plan.max_staleness,
+            violation=self._feasibility.violation,
         )
         self._replay()
         self.look_for_faults()
@@ -277,10 +280,12 @@ class Coordinator:
         self._check_exhausted()
 
     def _know_at_looks(self, trial: TrialRecord) -> None:
-        """Tell the table what a source or published recipe that is scored in full has at lower rungs."""
+        """Keep what a source or published recipe that is scored in full has at lower rungs."""
         if trial.bracket is None and trial.state is TrialState.COMPLETE:
-            lower = (self._samples.rung_record(trial.recipe.digest, rung) for rung in range(self.table.last_rung))
-            self.table.know(trial.number, {record.rung: self.plan.costs(record.values) for record in lower})
+            records = (self._samples.rung_record(trial.recipe.digest, rung) for rung in range(self.table.last_rung))
+            lower = {record.rung: record.values for record in records}
+            self.table.know(trial.number, {rung: self.plan.costs(values) for rung, values in lower.items()})
+            self._feasibility.know(trial.number, lower)
 
     def _rung_of_failure(self, trial: TrialRecord) -> int:
         if trial.rungs:
@@ -312,7 +317,7 @@ class Coordinator:
 
     def _ask(self, *, timeout_s: float) -> bool:
         """Take the searcher's proposal if it is ready, else request one. Returns True if a trial was added."""
-        if self._holdout is not None:
+        if self._holdout is not None or not self._feasibility.is_known():
             return False
         if self._asking.proposal is None:
             self._check_limits()
@@ -322,7 +327,7 @@ class Coordinator:
             self._observer("ask")
             self._asking.submit(
                 proposal,
-                observations(proposal, self._trials, space=self._space, plan=self.plan),
+                observations(proposal, self._trials, self._feasibility, space=self._space, plan=self.plan),
                 tuple(c for n in proposal.pending if (c := self._trials[n].configuration) is not None),
             )
         found = self._asking.result(timeout_s=timeout_s)

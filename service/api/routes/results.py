@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Union
 from urllib.parse import urlencode
 
@@ -13,6 +14,7 @@ from service.api.dependencies import MAX_NUMBER, PAGE_HEADERS, Context, Services
 from service.api.presenters import study_path
 from service.api.problems import Json, Refusal, refusals
 from service.errors import NotFound
+from service.results.feasibility import has_constraints
 from service.results.files import pareto, summary, trial_document
 from service.results.preference import choices
 from service.results.report import render_report
@@ -56,7 +58,7 @@ def list_trials(
     page = found[:limit]
     query: dict[str, Any] = {"limit": limit, **({"state": state} if state else {})}
     more = f"{study_path(study.id)}/trials?{urlencode({'after': page[-1].number, **query})}" if found[limit:] else None
-    return Json(TrialsDocument(trials=[trial_document(trial) for trial in page], next=more))
+    return Json(TrialsDocument(trials=_documents(services, study, page), next=more))
 
 
 @router.get(
@@ -66,7 +68,7 @@ def list_trials(
 )
 def get_trial(study: Study, number: TrialNumber, services: Context) -> Response:
     """One trial."""
-    return Json(trial_document(_trial(services, study, number)))
+    return Json(_documents(services, study, [_trial(services, study, number)])[0])
 
 
 @router.get(
@@ -146,6 +148,14 @@ async def get_plot(
 ) -> Response:
     """A plot's series as numbers."""
     return Json(await services.records.result(study.id, CHARTS[name].document))
+
+
+def _documents(services: Services, study: StudyRecord, trials: Sequence[TrialRecord]) -> list[TrialDocument]:
+    objectives = study.resolved.objectives
+    # The source models are the first trials; constraints may be relative to them.
+    stop = len(study.resolved.fingerprints) if has_constraints(objectives) else 0
+    sources = services.store.trials(study.id, start=0, stop=stop) if stop else ()
+    return [trial_document(trial, objectives=objectives, sources=sources) for trial in trials]
 
 
 def _trial(services: Services, study: StudyRecord, number: int) -> TrialRecord:

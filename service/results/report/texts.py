@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from service.results.files import RunRecord
-from service.results.format import duration
+from service.results.format import duration, violation_text
 from service.results.series.front import FrontPoint
 from service.results.series.history import HistoryPoint
 from service.schemas.files import EstimateDocument, HoldoutDocument, SummaryDocument
@@ -47,6 +47,8 @@ def headline(document: SummaryDocument) -> str:
     if best is None:
         return "No trial has reached the full budget yet."
     name = f"Trial {best['trial']}" if best["origin"] == Origin.SEARCH else best["label"]
+    if text := violation_text(best["violations"]):
+        name = f"No trial keeps to all constraints. {name} {text}; it"
     rows = document["holdout"]
     mine = next((row for row in rows if row["trial"] == best["trial"]), None)
     score = None if mine is None else _score(mine)

@@ -34,7 +34,12 @@ def algorithm_of(
     """The study's searcher. `auto` is `gradient` where coefficients have gradients and all objectives have references,
     as tests/benchmarks/bench_searchers.py shows best, and otherwise the searcher that `auto` is declared to be."""
     named = study.search.algorithm
-    problems += unsupported(named, space.parameters, num_objectives=len(study.objectives))
+    problems += unsupported(
+        named,
+        space.parameters,
+        num_objectives=len(study.objectives),
+        num_constraints=len(study.search.constraints),
+    )
     if named not in (AUTO, GRADIENT):
         return Algorithm(named, "the study names it")
     lack = _lack_of_gradients(study, space, tasks)

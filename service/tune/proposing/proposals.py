@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from search_spaces.spaces.base import SearchSpace
 from service.store import StepRecord, StudyWriter
+from service.tune.feasibility import Feasibility
 from service.tune.plan import Plan
 from service.tune.schedulers.base import Proposal
 from service.tune.searchers.base import Observation
@@ -71,7 +72,12 @@ class Asking:
 
 
 def observations(
-    proposal: Proposal, trials: Mapping[int, TrialRecord], *, space: SearchSpace, plan: Plan
+    proposal: Proposal,
+    trials: Mapping[int, TrialRecord],
+    feasibility: Feasibility,
+    *,
+    space: SearchSpace,
+    plan: Plan,
 ) -> tuple[Observation, ...]:
     """The results that the proposal may know, without trials that the space cannot express."""
     full = sum(plan.rung_samples[-1].values())
@@ -90,6 +96,7 @@ def observations(
                 number=number,
                 rung=rung,
                 standard_errors=plan.cost_errors(record.standard_errors),
+                constraints=feasibility.values(number, rung),
                 is_proposed=trial.origin is Origin.SEARCH,
             )
         )

@@ -235,6 +235,19 @@ def test_the_same_study_resolves_to_the_same_and_is_stored_as_plain_data(root: P
     assert set(facts["fingerprints"]) == {"base", "math", "text"}
 
 
+def test_constraints_are_those_of_their_objectives_and_are_stored_with_them(root: Path) -> None:
+    texts = ["words >= base - 0.01", "sums >= 0.5", "words <= 0.9"]
+    resolved = examined(root, search={"max_trials": 14, "seed": 5, "constraints": texts}).resolved()
+    sums, words = resolved.objectives
+    assert [constraint.text for constraint in sums.constraints] == ["sums >= 0.5"]
+    assert [constraint.text for constraint in words.constraints] == ["words >= base - 0.01", "words <= 0.9"]
+    facts = json.loads(json.dumps(resolved.to_json()))
+    assert ResolvedStudy.from_json(facts) == resolved
+    for objective in facts["objectives"]:
+        del objective["constraints"]  # as earlier versions stored them
+    assert ResolvedStudy.from_json(facts).objectives == examined(root).objectives
+
+
 def test_what_a_study_resolves_to_follows_the_data_the_models_and_the_order_of_samples(root: Path) -> None:
     before = examined(root).resolved()
     other_data = examined(root, objectives=[objective("sums", "words"), objective("words", "words")]).resolved()

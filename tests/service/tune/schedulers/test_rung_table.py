@@ -21,6 +21,7 @@ def table_of(
     num_rungs: int = 3,
     baselines: int = 0,
     max_staleness: int = 1,
+    violation: Callable[[int, int], float] = lambda number, rung: 0.0,
 ) -> RungTable:
     """A table with its baselines added, none of them evaluated. eta is 3."""
     table = SCHEDULERS[scheduler](
@@ -30,6 +31,7 @@ def table_of(
         num_baselines=baselines,
         max_trials=max_trials,
         max_staleness=max_staleness,
+        violation=violation,
     )
     for number in range(baselines):
         table.add_trial(number, None)
