@@ -56,9 +56,9 @@ def excesses(
     found = {}
     for objective in objectives:
         for constraint in objective.constraints:
-            known = reference(constraint, objective) if constraint.reference is not None else {}
-            if known is not None and objective.name in values:
-                found[constraint] = constraint.excess(values[objective.name], known.get(objective.name, 0.0))
+            known = reference(constraint, objective) if constraint.reference is not None else {objective.name: 0.0}
+            if known is not None and objective.name in known and objective.name in values:
+                found[constraint] = constraint.excess(values[objective.name], known[objective.name])
     return found
 
 

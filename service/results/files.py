@@ -335,9 +335,10 @@ def _volume_document(volume: FrontVolume | None) -> VolumeDocument | None:
 
 
 def _finding_document(run: RunRecord, best: TrialRecord | None) -> FindingDocument:
+    objectives = [o for o in run.objectives if all(o.name in row.values for row in run.holdout)]
     return {
-        "text": finding_text(run.rival_tests, run.objectives, best=best, was_scored=bool(run.holdout)),
-        "criterion": criterion(run.objectives),
+        "text": finding_text(run.rival_tests, objectives, best=best, was_scored=bool(run.holdout)),
+        "criterion": criterion(objectives),
         "tests": [
             {
                 "against": "source" if test.origin is Origin.SOURCE else "published",

@@ -67,9 +67,11 @@ def rival_tests(
     bounds: Mapping[str, Bounds],
 ) -> tuple[RivalTest, ...]:
     """The tests against the best source model and the best published recipe; empty if no finalist was proposed.
+    Objectives without holdout data are left out.
 
     `rows` are the samples of each trial on the holdout data, the same samples for all; objectives with equal
     `documents` were scored on the same documents, and `bounds` are the ranges that no sample leaves."""
+    objectives = [o for o in objectives if all(o.name in samples for samples in rows.values())]
     proposed = [t.number for t in finalists if t.origin in (Origin.SEARCH, Origin.USER) and t.number in rows]
     ranked = [o for o in objectives if o.name in accuracy_objectives(objectives)] or list(objectives)
     factors = {o.name: _factor(o, is_share=len(ranked) > 1) for o in ranked}

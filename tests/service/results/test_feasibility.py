@@ -85,6 +85,7 @@ def test_a_violation_is_told_in_the_metrics_unit_and_added_up_as_shares_of_the_r
     assert violations({"loss": 11.0}, [loss], [base]) == {}
     assert total_violation({loss.constraints[0]: 4.0}, [loss]) == pytest.approx(0.1)
     assert violations({"loss": 15.0}, [loss], []) == {}  # the base is not scored yet
+    assert violations({"loss": 15.0}, [loss], [base], values_of=lambda _: {}) == {}  # nor on these samples
 
 
 def test_the_best_expert_is_the_one_in_that_objective() -> None:

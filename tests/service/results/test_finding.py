@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,9 +16,11 @@ from service.store import Store
 from service.tune.coordinator import Coordinator
 from service.types import Origin, TrialRecord, TrialState
 from tests.service.resolved import resolved_study
-from tests.service.results.test_holdout import recipe
+from tests.service.results.test_holdout import Study, binary, both, recipe, store
 from tests.service.tune.harness import FINGERPRINTS, InlineProposer, drive, lfs_space, make_plan
 from workers.serving.fake import FakeScorer
+
+__all__ = ["store"]
 
 MATH = Objective("math", "exact_match", "maximize")
 TEXT = Objective("text", "exact_match", "maximize")
@@ -130,6 +131,16 @@ def test_smaller_may_be_better_and_several_metrics_without_a_mean_count_by_their
     assert "shares of their ranges" in criterion((LOSS, other))
 
 
+def test_an_objective_without_holdout_data_is_left_out(store: Store) -> None:
+    study = Study(store, (MATH, TEXT))
+    study.add(0, both(binary(0.3, 1)), {"math": binary(0.3, 2)}, origin=Origin.SOURCE)
+    study.add(1, both(binary(0.8, 3)), {"math": binary(0.8, 4)})
+    finding = study.documents()[0]["finding"]
+    assert finding["criterion"] == "math"
+    assert finding["text"].startswith("Trial 1 is better than the best single model, t0 (difference +0.500")
+    assert ", in math on held-out data" in finding["text"]
+
+
 def test_two_metrics_of_the_same_documents_are_paired_by_document() -> None:
     """They agree on every sample, so their mean is known no better than each of them."""
     draw = np.random.default_rng(1)
@@ -171,10 +182,9 @@ def test_equal_candidates_are_called_better_in_at_most_one_study_of_twenty() -> 
     assert uncorrected > 0.08, "without the correction, luck would be called a finding too often"
 
 
-def test_a_study_whose_experts_equal_the_base_finds_nothing(tmp_path: Path) -> None:
+def test_a_study_whose_experts_equal_the_base_finds_nothing(store: Store) -> None:
     """Every model has the base's skills: what the search selects is luck."""
     same = dict.fromkeys(FINGERPRINTS, FINGERPRINTS["base"])
-    store = Store(f"sqlite:///{tmp_path / 'study.db'}")
     study = store.create_study(name="equal", document={"engine": {"replicas": 1}}, resolved=resolved_study()).id
     plan = make_plan(study, scheduler="none", max_trials=30, holdout_samples={"math": 200, "text": 200})
     space = lfs_space(fingerprints=same)
@@ -192,4 +202,3 @@ def test_a_study_whose_experts_equal_the_base_finds_nothing(tmp_path: Path) -> N
     text = finding_text(run.rival_tests, run.objectives, best=run.trials[0], was_scored=True)
     assert text.startswith("No merge found is better than the best single model, ")
     assert text in render_report(run)
-    store.close()
