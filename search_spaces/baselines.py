@@ -1,7 +1,8 @@
 """Recipes that every search is compared with: the sources themselves, and merges recommended in the literature.
 
-Uniform average: Wortsman et al., "Model soups" (2022). Task arithmetic: Ilharco et al. (2022), with 1/n and its
-recommended 0.3 to 0.4. TIES: Yadav et al. (2023), k = 0.2 and lambda = 1.
+Uniform average: Wortsman et al., "Model soups" (2022). Task arithmetic: Ilharco et al. (2022), with 1/n, its
+recommended 0.3 to 0.4, and 0.5, 0.7 and 1.0, so that a gain over the best of them is more than a better lambda. TIES:
+Yadav et al. (2023), k = 0.2 and lambda = 1.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def _merges(base: str, experts: tuple[str, ...]) -> Iterator[tuple[Literal["sour
         yield "source", f"expert:{source.model}", Merge("passthrough", (source,))
     share = 1 / len(experts)
     yield "published", "uniform average", Merge("linear", sources, {"weight": share})
-    for label, lambda_ in (("1/n", share), ("0.3", 0.3), ("0.4", 0.4)):
+    for label, lambda_ in (("1/n", share), *((str(number), number) for number in (0.3, 0.4, 0.5, 0.7, 1.0))):
         yield "published", f"task arithmetic {label}", Merge("task_arithmetic", sources, {"lambda": lambda_})
     yield "published", "TIES k 0.2 lambda 1.0", Merge("ties", sources, {"k": 0.2, "lambda": 1.0})
 

@@ -16,6 +16,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from search_spaces.constraints import Constraint
 from search_spaces.errors import InvalidStudy, Problem
 
 __all__ = [
@@ -24,6 +25,8 @@ __all__ = [
     "Costs",
     "Direction",
     "Objective",
+    "constrained_dominates",
+    "constrained_front",
     "crowding_distances",
     "dominates",
     "hypervolume",
@@ -45,7 +48,8 @@ SCALED_METRICS = frozenset({"bleu", "chrf", "likelihood"})
 
 @dataclass(frozen=True)
 class Objective:
-    """A metric and its direction of optimisation. `range` is [lowest, highest] of its values, by default [0, 1].
+    """A metric and its direction of optimisation. `range` is [lowest, highest] of its values, by default [0, 1];
+    `constraints` are those on its values.
 
     Raises InvalidStudy without a `range` for metrics known to leave [0, 1]: minimised ones (perplexity, for example)
     and those on another scale."""
@@ -54,6 +58,7 @@ class Objective:
     metric: str
     direction: Direction
     range: tuple[float, float] | None = None
+    constraints: tuple[Constraint, ...] = ()
 
     def __post_init__(self) -> None:
         if self.range is None and (self.direction == "minimize" or self.metric in SCALED_METRICS):
@@ -93,15 +98,38 @@ def _needs_range(claim: str) -> InvalidStudy:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A candidate for promotion: its trial's number, and its costs, None if it failed."""
+    """A candidate for promotion: its trial's number, its costs, None if it failed, and by how much it violates
+    constraints in total, 0 if it keeps to all."""
 
     number: int
     costs: Costs | None
+    violation: float = 0.0
 
 
 def dominates(costs: Costs, other: Costs) -> bool:
     """`costs` are nowhere larger than `other` and somewhere smaller."""
     return all(a <= b for a, b in zip(costs, other, strict=True)) and costs != other
+
+
+def constrained_dominates(candidate: Candidate, other: Candidate) -> bool:
+    """`candidate` violates constraints less, or both keep to them alike and its costs dominate. A failed one dominates
+    none.
+
+    Deb et al., "NSGA-II" (2002), definition 1, where of two infeasible ones with equal violation none dominates."""
+    if candidate.costs is None or other.costs is None:
+        return candidate.costs is not None and other.costs is None
+    if candidate.violation != other.violation:
+        return candidate.violation < other.violation
+    return dominates(candidate.costs, other.costs)
+
+
+def constrained_front(candidates: Sequence[Candidate]) -> tuple[bool, ...]:
+    """Whether each candidate, none of which failed, is dominated by no other (`constrained_dominates`): where some keep
+    to all constraints, only those can be on the front."""
+    least = min((candidate.violation for candidate in candidates), default=0.0)
+    kept = [c.costs for c in candidates if c.costs is not None and c.violation == least]
+    flags = iter(non_dominated(kept))
+    return tuple(c.costs is not None and c.violation == least and next(flags) for c in candidates)
 
 
 def non_dominated_ranks(costs: Sequence[Costs]) -> tuple[int, ...]:
@@ -134,14 +162,16 @@ def crowding_distances(costs: Sequence[Costs]) -> tuple[float, ...]:
 
 def promotion_order(candidates: Sequence[Candidate]) -> tuple[int, ...]:
     """Trial numbers in order of promotion: by non-dominated rank, then crowding distance (larger first), then number;
-    failed candidates last. With one objective this is the order of cost, then number."""
-    scored = [candidate for candidate in candidates if candidate.costs is not None]
+    then those that violate constraints, the least violation first; failed candidates last. With one objective and no
+    constraints this is the order of cost, then number."""
+    scored = [candidate for candidate in candidates if candidate.costs is not None and candidate.violation == 0]
     costs = [candidate.costs for candidate in scored if candidate.costs is not None]
     ranks = non_dominated_ranks(costs)
     fronts: dict[int, list[int]] = {}
     for i, rank in enumerate(ranks):
         fronts.setdefault(rank, []).append(i)
-    keys: dict[int, tuple[float, float]] = {}
+    infeasible = (c for c in candidates if c.costs is not None and c.violation > 0)
+    keys: dict[int, tuple[float, float]] = {c.number: (len(candidates), c.violation) for c in infeasible}
     for rank, front in fronts.items():
         for i, distance in zip(front, crowding_distances([costs[i] for i in front]), strict=True):
             keys[scored[i].number] = (rank, -distance)

@@ -10,13 +10,26 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from search_spaces.errors import InvalidPreference
 
-__all__ = ["Vectors", "dirichlet", "lattice", "lattice_size", "preference_vector", "simplex_lattice"]
+__all__ = [
+    "AUGMENTATION",
+    "Vectors",
+    "augmented_chebyshev",
+    "dirichlet",
+    "lattice",
+    "lattice_size",
+    "parse_preference",
+    "preference_vector",
+    "simplex_lattice",
+]
 
 Vectors = NDArray[np.float64]
+
+# The weight of the sum in the augmented Chebyshev function: Knowles 2006, section III-A.
+AUGMENTATION = 0.05
 
 # How far the sum of the weights that a user gives may be from one: 0.33, 0.33 and 0.34 are exact, three times 0.333
 # are not.
@@ -53,6 +66,37 @@ def dirichlet(num_objectives: int, *, num_vectors: int, rng: np.random.Generator
     """Vectors drawn from the symmetric Dirichlet distribution: with `alpha` 1 uniformly from all preference vectors,
     above it nearer to equal weights, below it nearer to single objectives."""
     return rng.dirichlet(np.full(num_objectives, alpha), num_vectors)
+
+
+def augmented_chebyshev(gaps: Vectors, vector: ArrayLike, *, rho: float = AUGMENTATION) -> NDArray[np.float64]:
+    """How far each candidate is from the best, [num_candidates]; smaller is better. `gaps` [num_candidates,
+    num_objectives] are distances in each objective, `vector` the weights.
+
+    The largest weighted gap, plus `rho` times their sum. Unlike that of a weighted sum, its minimum may be at any point
+    of a front, also where the front is not convex. Knowles, "ParEGO", IEEE TEC 10(1), 2006, equation 2; Su and Geiping,
+    "Fine, I'll Merge It Myself" (2025), equation 3."""
+    weighted = gaps * np.asarray(vector, dtype=np.float64)
+    joined: NDArray[np.float64] = weighted.max(axis=1) + rho * weighted.sum(axis=1)
+    return joined
+
+
+def parse_preference(text: str) -> dict[str, float]:
+    """The weights that "math=0.6,code=0.4" gives; objectives and sum are checked by `preference_vector`.
+
+    Raises InvalidPreference for text of another form and for an objective that is named twice."""
+    weights: dict[str, float] = {}
+    for part in text.split(","):
+        name, equals, number = (piece.strip() for piece in part.partition("="))
+        try:
+            weight = float(number)
+        except ValueError:
+            equals = ""
+        if not (name and equals):
+            raise InvalidPreference(f"preference: {part.strip()!r} is not OBJECTIVE=WEIGHT; write math=0.6,code=0.4")
+        if name in weights:
+            raise InvalidPreference(f"preference: {name} is given twice, {weights[name]:g} and {weight:g}")
+        weights[name] = weight
+    return weights
 
 
 def preference_vector(weights: Mapping[str, float], *, objectives: Sequence[str]) -> tuple[float, ...]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
+from search_spaces.constraints import parse_constraint
 from search_spaces.objectives import Objective
 from search_spaces.recipe import Recipe
 from workers.file_access import FileAccess
@@ -187,7 +188,10 @@ class ResolvedStudy:
             "holdout_tasks": dict(self.holdout_tasks),
             "rung_samples": [dict(samples) for samples in self.rung_samples],
             "lag": self.max_staleness,
-            "objectives": [asdict(objective) for objective in self.objectives],
+            "objectives": [
+                {**asdict(objective), "constraints": [constraint.text for constraint in objective.constraints]}
+                for objective in self.objectives
+            ],
             "version": self.version,
             "algorithm": self.algorithm,
             "algorithm_reason": self.algorithm_reason,
@@ -196,7 +200,7 @@ class ResolvedStudy:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """From `to_json`'s document; early ones have no `commits`, `access` and `algorithm`."""
+        """From `to_json`'s document; early ones have no `commits`, `access`, `algorithm` and constraints."""
         access = document.get("access")
         return cls(
             fingerprints=document["fingerprints"],
@@ -207,7 +211,13 @@ class ResolvedStudy:
             rung_samples=tuple(document["rung_samples"]),
             max_staleness=document["lag"],
             objectives=tuple(
-                Objective(o["name"], o["metric"], o["direction"], o["range"] and tuple(o["range"]))
+                Objective(
+                    o["name"],
+                    o["metric"],
+                    o["direction"],
+                    o["range"] and tuple(o["range"]),
+                    tuple(parse_constraint(text) for text in o.get("constraints", ())),
+                )
                 for o in document["objectives"]
             ),
             version=document["version"],

@@ -9,7 +9,8 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from search_spaces.errors import InvalidPreference, Problem
+from search_spaces.constraints import Constraint, contradictory, parse_constraint
+from search_spaces.errors import InvalidPreference, InvalidStudy, Problem
 from search_spaces.preferences import preference_vector
 from search_spaces.study.sections import (
     LINE,
@@ -36,10 +37,10 @@ WORDS = Vocabulary(
         "engine.backend": ("transformers",),
     },
     later_keys={
-        "constraints": "constraints are not available yet; leave them out",
+        "constraints": "constraints are options of the search; write them as search.constraints",
         **dict.fromkeys(
             ("objectives.*.cost", "holdout.*.cost"),
-            "cost objectives are not available yet; available: objectives with a task and a metric",
+            "cost objectives are not available yet: no search space changes a merge's layers or parameters",
         ),
     },
     patterns={
@@ -87,6 +88,8 @@ def contradictions(parts: ValidParts) -> Iterator[Problem]:
     for section, specs in (("objectives", parts.objectives), ("holdout", parts.holdout)):
         yield from _objective_contradictions(section, specs)
     yield from _holdout_contradictions(parts.objectives, parts.holdout, parts.objective_names)
+    if parts.search is not None:
+        yield from _constraint_contradictions(parts.search, parts)
 
 
 def _models_contradictions(models: Models) -> Iterator[Problem]:
@@ -241,6 +244,35 @@ def _holdout_contradictions(
                 f"is the search data of objective {other.name}; holdout data must be different: use another file or "
                 "split",
             )
+
+
+def _constraint_contradictions(search: Search, parts: ValidParts) -> Iterator[Problem]:
+    constraints: dict[int, Constraint] = {}
+    for index, text in enumerate(search.constraints):
+        try:
+            constraints[index] = parse_constraint(text)
+        except InvalidStudy as error:
+            yield from (Problem(f"search.constraints.{index}", problem.message) for problem in error.problems)
+    experts = None if parts.models is None else tuple(parts.models.experts)
+    for index, message in contradictory(constraints, objectives=parts.objective_names, experts=experts):
+        yield Problem(f"search.constraints.{index}", message)
+    by_name = {spec.name: spec for spec in reversed(list(parts.objectives.values()))}
+    for index, constraint in constraints.items():
+        spec = by_name.get(constraint.objective)
+        if spec is not None and (message := _unreachable(constraint, spec)):
+            yield Problem(f"search.constraints.{index}", message)
+
+
+def _unreachable(constraint: Constraint, spec: ObjectiveSpec) -> str:
+    """Why no value in the objective's range meets the constraint; "" if one may."""
+    if spec.range is not None and not spec.range[0] < spec.range[1]:
+        return ""  # told at the range
+    low, high = spec.range or (0.0, 1.0)
+    if constraint.reference is not None:
+        low, high = low - high, high - low
+    is_beyond = constraint.offset > high if constraint.relation == ">=" else constraint.offset < low
+    shown = list(spec.range or (0, 1))
+    return f"no value of {spec.name} meets {constraint.text}: its range is {shown}" if is_beyond else ""
 
 
 def _data(spec: ObjectiveSpec) -> tuple[str, str | None]:

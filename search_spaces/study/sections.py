@@ -145,6 +145,8 @@ class Search(Section):
     """Of algorithm: gradient, which auto may choose."""
     max_trials: Annotated[int, Field(ge=1, le=1_000_000)] = 60
     """Configurations the searcher proposes; sources and published recipes come on top."""
+    constraints: tuple[Line, ...] = ()
+    """Bounds that a merge must keep to: "text >= base - 0.01", "math >= 0.5"."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     preferences: Preferences | None = None
     """How much each objective matters: one descent for each vector. Without it, one at equal weights."""

@@ -34,6 +34,14 @@ EXPORT_REQUEST = {
             "default": "best",
             "description": "The trial's number, or the best trial.",
         },
+        "prefer": {
+            "anyOf": [
+                {"type": "object", "additionalProperties": {"type": "number", "minimum": 0}, "minProperties": 1},
+                {"type": "null"},
+            ],
+            "default": None,
+            "description": "Instead of a trial: weights of the objectives that sum to 1 and pick one from the front.",
+        },
         "dtype": {
             "enum": [None, "float32", "bfloat16", "float16"],
             "default": None,

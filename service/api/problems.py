@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
-from search_spaces.errors import InvalidStudy, Problem
+from search_spaces.errors import InvalidPreference, InvalidStudy, Problem
 from service.errors import Conflict, NotFound, StaleAttempt
 from service.schemas.api import FieldProblem, ProblemDocument
 
@@ -105,6 +105,9 @@ def install_handlers(app: FastAPI) -> None:
         assert isinstance(error, InvalidStudy | InvalidRequest)
         return _invalid(error.problems)
 
+    async def invalid_preference(_: Request, error: Exception) -> Response:
+        return _invalid((Problem("prefer", str(error).removeprefix("preference: ")),))
+
     async def invalid_parameters(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         problems = tuple(_problem_of(details) for details in error.errors())
@@ -147,6 +150,7 @@ def install_handlers(app: FastAPI) -> None:
     handlers: dict[type[Exception], Any] = {
         InvalidStudy: invalid_request,
         InvalidRequest: invalid_request,
+        InvalidPreference: invalid_preference,
         RequestValidationError: invalid_parameters,
         HTTPException: refused,
         Refusal: refusal,

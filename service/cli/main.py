@@ -139,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     command = server_verb("export", verbs.export, "Write a trial's merged model as safetensors.")
     command.add_argument("run", metavar="DIR|STUDY", help=RUN_OR_STUDY)
     command.add_argument("trial", metavar="TRIAL", help='trial number, or "best"')
+    _add_prefer(command)
     command.add_argument("--out", type=Path, required=True, metavar="DIR")
     command.add_argument("--dtype", choices=DTYPES, help="default: the dtype of the study's engine")
 
@@ -163,10 +164,20 @@ def _parser() -> argparse.ArgumentParser:
 
     command = server_verb("pareto", verbs.pareto, "Show a run's Pareto front.")
     command.add_argument("run", metavar="DIR|STUDY", help=RUN_OR_STUDY)
+    _add_prefer(command)
 
     command = verb("schema", verbs.schema, "Print the JSON Schema of a study file or a result file.")
     command.add_argument("name", choices=SCHEMAS)
     return parser
+
+
+def _add_prefer(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--prefer",
+        type=_preference,
+        metavar="OBJECTIVE=WEIGHT,...",
+        help="the trial of the front that these weights of the objectives pick; they sum to 1",
+    )
 
 
 class _Version(argparse.Action):
@@ -183,6 +194,16 @@ def _num_bytes(text: str) -> int:
     if match is None or float(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it as 500MB or 5GB")
     return int(float(match[1]) * {"KB": 10**3, "MB": 10**6, "GB": 10**9}[match[2]])
+
+
+def _preference(text: str) -> dict[str, float]:
+    """The weights that "math=0.6,code=0.4" gives. Raises ArgumentTypeError."""
+    from search_spaces.preferences import parse_preference
+
+    try:
+        return parse_preference(text)
+    except SearchSpaceError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _days(text: str) -> float:

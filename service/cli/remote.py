@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from service.cli.terminal import console, print_json, print_json_line, print_results
+from service.cli.terminal import console, print_export, print_json, print_json_line, print_results
 from service.client import Client, Event
 from service.errors import ServerUnreachable
 from service.types import StudyState, TrialState
@@ -98,19 +98,25 @@ class ServerVerbs:
             console().print(trials_table(documents, [objective["name"] for objective in objectives]))
         return 0
 
-    def pareto(self, reference: str) -> int:
+    def pareto(self, reference: str, *, prefer: Mapping[str, float] | None) -> int:
         from service.cli.tables import pareto_table
 
-        document = self._client.pareto(self._client.find(reference)["id"])
+        document = self._client.pareto(self._client.find(reference)["id"], prefer=prefer)
         print_json(document) if self._as_json else console().print(pareto_table(document))
         return 0
 
-    def export(self, reference: str, trial: str, out: Path, *, dtype: str | None) -> int:
+    def export(
+        self, reference: str, trial: str, out: Path, *, dtype: str | None, prefer: Mapping[str, float] | None
+    ) -> int:
         study = self._client.find(reference)
-        chosen = int(trial) if trial.isascii() and trial.isdecimal() else trial
+        number: int | str = int(trial) if trial.isascii() and trial.isdecimal() else trial
+        chosen = None
+        if prefer is not None:  # picked first, so that it can be told which trial it is
+            chosen = self._client.pareto(study["id"], prefer=prefer)["preferred"]
+            number = chosen["trial"]
         with _download_bar() as received:
-            directory = self._client.export(study["id"], chosen, out, dtype=dtype, received=received)
-        print_json({"directory": str(directory)}) if self._as_json else print(f"merged model: {directory}")
+            directory = self._client.export(study["id"], number, out, dtype=dtype, received=received)
+        print_export(directory, chosen, as_json=self._as_json)
         return 0
 
     def cancel(self, reference: str) -> int:

@@ -11,10 +11,18 @@ from rich.table import Table
 from rich.text import Text
 
 from service.cli.progress import STATE_STYLES
-from service.results.format import duration, sample_count, search_sentences, sort_holdout
+from service.results.format import (
+    duration,
+    preferred_text,
+    sample_count,
+    search_sentences,
+    sort_holdout,
+    violation_text,
+)
 from service.schemas.api import StudyDocument
 from service.schemas.files import (
     EstimateDocument,
+    FindingDocument,
     ObjectiveDocument,
     ParetoDocument,
     SearchDocument,
@@ -25,6 +33,7 @@ from service.schemas.files import (
 from service.types import Origin, StudyState, TrialState
 
 __all__ = [
+    "finding_line",
     "holdout_table",
     "pareto_table",
     "search_line",
@@ -65,6 +74,11 @@ def pareto_table(document: ParetoDocument) -> Table:
             f"\nthe {len(held_out['trials'])} finalists on held-out data: hypervolume {held_out['value']:.4g} "
             f"[{low:.4g}, {high:.4g}], on search data {held_out['search']:.4g}"
         )
+    for row in document["front"]:
+        if text := violation_text(row.get("violations", {})):
+            caption += f"\ntrial {row['trial']} {text} on search data; no trial keeps to all constraints"
+    if chosen := document.get("preferred"):
+        caption += f"\n{preferred_text(chosen)}"
     table.caption = Text(caption, style="table.caption")
     return table
 
@@ -102,9 +116,17 @@ def holdout_table(document: SummaryDocument) -> Table:
     caption = "95 % intervals; differences are paired, sample by sample"
     for failure in document["holdout_failures"]:
         caption += f"\ntrial {failure['trial']} failed on held-out data: {failure['reason']}"
+    for row in rows:
+        if text := violation_text(row.get("violations", {})):
+            caption += f"\ntrial {row['trial']} {text}"
     # As Text: a reason may contain characters that rich would parse as markup.
     table.caption = Text(caption, style="table.caption")
     return table
+
+
+def finding_line(document: FindingDocument) -> Text:
+    """Whether a merge is better than the single models and published recipes."""
+    return Text(f"finding:       {document['text']}")
 
 
 def search_line(document: SearchDocument) -> Text:
@@ -139,7 +161,8 @@ def trials_table(documents: Iterable[TrialDocument], objectives: Sequence[str]) 
         rung = trial["rungs"][-1] if trial["rungs"] else None
         cells = [f"{rung['values'][name]:.4g}" if rung else "" for name in objectives]
         # As Text: a reason may contain characters that rich would parse as markup.
-        state = Text(trial["state"].lower() + (f": {trial['reason']}" if trial["reason"] else ""))
+        reasons = [trial["reason"] or "", violation_text(trial.get("violations", {}))]
+        state = Text(": ".join(filter(None, [trial["state"].lower(), *reasons])))
         samples = sample_count(rung["samples"]) if rung else "0"
         table.add_row(str(trial["number"]), _label(trial["label"], trial["origin"]), state, samples, *cells)
     table.caption = "values at the highest rung finished; samples are per objective"

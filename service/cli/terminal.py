@@ -7,11 +7,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
 
-    from service.schemas.files import ParetoDocument, SummaryDocument
+    from service.schemas.files import ParetoDocument, PreferredDocument, SummaryDocument
 
-__all__ = ["console", "print_json", "print_json_line", "print_results"]
+__all__ = ["console", "print_export", "print_json", "print_json_line", "print_results"]
 
 # Columns where the output is not a terminal.
 WIDTH = 110
@@ -32,15 +34,29 @@ def print_json_line(document: Any) -> None:
     print(json.dumps(document), flush=True)
 
 
+def print_export(directory: Path, chosen: PreferredDocument | None, *, as_json: bool) -> None:
+    """Print where a merged model was written, and which trial weights of the objectives have `chosen`, if they did."""
+    if as_json:
+        print_json({"directory": str(directory)} | ({} if chosen is None else {"preferred": chosen}))
+        return
+    if chosen is not None:
+        from service.results.format import preferred_text
+
+        print(preferred_text(chosen))
+    print(f"merged model: {directory}")
+
+
 def print_results(pareto: ParetoDocument, summary: SummaryDocument, **places: str) -> None:
     """Print the tables of a finished study and where its files are: `places` by kind ("report")."""
-    from service.cli.tables import holdout_table, pareto_table, search_line, verification_line
+    from service.cli.tables import finding_line, holdout_table, pareto_table, search_line, verification_line
 
     out = console()
     out.print(pareto_table(pareto))
     if summary["holdout"]:
         out.print(holdout_table(summary))
-    if "search" in summary:  # servers of earlier versions send none
+    if "finding" in summary:  # servers of earlier versions send none, and no search
+        out.print(finding_line(summary["finding"]), soft_wrap=True)
+    if "search" in summary:
         out.print(search_line(summary["search"]), soft_wrap=True)
     out.print(verification_line(summary["verification"]))
     for name, place in places.items():

@@ -8,21 +8,22 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from search_spaces.errors import InvalidRecipe
+from search_spaces.errors import InvalidPreference, InvalidRecipe
 from service.cli.export_progress import ExportView
-from service.cli.terminal import console, print_json, print_results
+from service.cli.terminal import console, print_export, print_json, print_results
 from service.server import serve as serve_studies
 from workers.tiny_family import family_dir
 
 if TYPE_CHECKING:
     from service.cli.remote import ServerVerbs
     from service.results.files import RunRecord
+    from service.schemas.files import PreferredDocument
 
 __all__ = [
     "cancel",
@@ -152,11 +153,17 @@ def delete(options: argparse.Namespace) -> int:
 
 
 def export(options: argparse.Namespace) -> int:
+    if options.prefer is not None and options.trial != "best":
+        raise InvalidPreference(f'preference: weights choose the trial; give "best", not {options.trial!r}')
     if not _is_directory(options):
         with _on_server(options) as server:
-            return server.export(options.run, options.trial, options.out, dtype=options.dtype)
-    out = _export_from(Path(options.run), options.trial, options.out, dtype=options.dtype)
-    print_json({"directory": str(out)}) if options.json else print(f"merged model: {out}")
+            return server.export(options.run, options.trial, options.out, dtype=options.dtype, prefer=options.prefer)
+    trial, chosen = options.trial, None
+    if options.prefer is not None:
+        chosen = _preferred(_read(Path(options.run)), options.prefer)
+        trial = str(chosen["trial"])
+    out = _export_from(Path(options.run), trial, options.out, dtype=options.dtype)
+    print_export(out, chosen, as_json=options.json)
     return 0
 
 
@@ -193,10 +200,10 @@ def trials(options: argparse.Namespace) -> int:
         with _on_server(options) as server:
             return server.trials(options.run)
     from service.cli.tables import trials_table
-    from service.results.files import trial_document
+    from service.results.files import trial_documents
 
     result = _read(Path(options.run))
-    documents = [trial_document(trial) for trial in result.trials]
+    documents = trial_documents(result)
     if options.json:
         print_json(documents)
     else:
@@ -207,11 +214,14 @@ def trials(options: argparse.Namespace) -> int:
 def pareto(options: argparse.Namespace) -> int:
     if not _is_directory(options):
         with _on_server(options) as server:
-            return server.pareto(options.run)
+            return server.pareto(options.run, prefer=options.prefer)
     from service.cli.tables import pareto_table
     from service.results.files import pareto as pareto_document
 
-    document = pareto_document(_read(Path(options.run)))
+    result = _read(Path(options.run))
+    document = pareto_document(result)
+    if options.prefer is not None:
+        document["preferred"] = _preferred(result, options.prefer)
     print_json(document) if options.json else console().print(pareto_table(document))
     return 0
 
@@ -244,6 +254,12 @@ def _read(directory: Path) -> RunRecord:
 
     with read_run(directory) as (store, study):
         return run_record(store, study.id)
+
+
+def _preferred(result: RunRecord, weights: Mapping[str, float]) -> PreferredDocument:
+    from service.results.preference import choices
+
+    return choices(result).preferred(weights)
 
 
 def _export_from(directory: Path, trial: str, out: Path, *, dtype: str | None = None) -> Path:

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -141,18 +141,22 @@ class Client:
         out: Path | str,
         *,
         dtype: str | None = None,
+        prefer: Mapping[str, float] | None = None,
         received: Received | None = None,
     ) -> Path:
         """Export the merged model of a trial ("best" or its number), download it to the new directory `out` and return
         `out`.
 
             client.export("5f0c...", "best", "merged", dtype="bfloat16")
+            client.export("5f0c...", "best", "merged", prefer={"math": 0.6, "code": 0.4})
 
-        `dtype` None is the dtype that the study's engine scored in. The directory appears complete or not at all.
+        `dtype` None is the dtype that the study's engine scored in. `prefer` are weights of the objectives that sum to
+        one: they pick a trial of the front (`pareto` says which) in place of the best. The directory appears complete
+        or not at all.
         Raises Conflict (`out` exists, its disk is too small), ExportFailed, InvalidAnswer (the download is incomplete).
         """
         check_free(Path(out))
-        document = self._finished_export(study, trial, dtype=dtype)
+        document = self._finished_export(study, trial, dtype=dtype, prefer=prefer)
         return self._fetch(flows.download(study, document), Path(out), document["bytes"], received, threading.Event())
 
     def _fetch(
@@ -270,11 +274,12 @@ class AsyncClient:
         out: Path | str,
         *,
         dtype: str | None = None,
+        prefer: Mapping[str, float] | None = None,
         received: Received | None = None,
     ) -> Path:
         """As `Client.export`; files are written, and `received` is called, in a thread."""
         check_free(Path(out))
-        document = await self._finished_export(study, trial, dtype=dtype)
+        document = await self._finished_export(study, trial, dtype=dtype, prefer=prefer)
         call, stop = flows.download(study, document), threading.Event()
         try:
             with Client(self.url, timeout_s=self._timeout_s) as client:

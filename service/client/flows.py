@@ -182,12 +182,17 @@ def summary(study: str) -> Flow[SummaryDocument]:
     return cast("SummaryDocument", (yield from _json(Call("GET", path_of(study, "summary")))))
 
 
-def pareto(study: str) -> Flow[ParetoDocument]:
-    """The Pareto front of the study, as in `pareto.json` of a run.
+def pareto(study: str, *, prefer: Mapping[str, float] | None = None) -> Flow[ParetoDocument]:
+    """The Pareto front of the study, as in `pareto.json` of a run. With `prefer`, weights of the objectives that sum to
+    one, `preferred` is the trial that they pick.
 
-    [row["trial"] for row in client.pareto("5f0c...")["front"]]
+        [row["trial"] for row in client.pareto("5f0c...")["front"]]
+        client.pareto("5f0c...", prefer={"math": 0.6, "code": 0.4})["preferred"]["trial"]
+
+    Raises RequestRefused for other weights.
     """
-    return cast("ParetoDocument", (yield from _json(Call("GET", path_of(study, "pareto")))))
+    query = {} if prefer is None else {"prefer": ",".join(f"{name}={weight!r}" for name, weight in prefer.items())}
+    return cast("ParetoDocument", (yield from _json(Call("GET", path_of(study, "pareto"), query))))
 
 
 def report(study: str) -> Flow[str]:
@@ -245,9 +250,12 @@ def recipe(study: str, number: int) -> Flow[RecipeDocument]:
 # -- exports -----------------------------------------------------------------------------------------------------------
 
 
-def finished_export(study: str, trial: str | int, *, dtype: str | None) -> Flow[ExportDocument]:
-    """The export of a trial, once the server has written it. Raises ExportFailed."""
-    content = json.dumps({"trial": trial, "dtype": dtype}).encode()
+def finished_export(
+    study: str, trial: str | int, *, dtype: str | None, prefer: Mapping[str, float] | None
+) -> Flow[ExportDocument]:
+    """The export of a trial, or of the one that `prefer` picks, once the server has written it. Raises ExportFailed."""
+    asked = {"trial": trial, "dtype": dtype, **({} if prefer is None else {"prefer": dict(prefer)})}
+    content = json.dumps(asked).encode()
     call = Call("POST", path_of(study, "exports"), {}, {"Content-Type": "application/json"}, content)
     export = cast("ExportDocument", (yield from _json(call)))
     pause_s = 0.1

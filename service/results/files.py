@@ -10,7 +10,7 @@ import os
 import statistics
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,13 +18,23 @@ from typing import Any, Literal
 import numpy as np
 
 from search_spaces.objectives import REFERENCE_COST, Objective, hypervolume
+from service.results.feasibility import constraint_documents, sources_of, violations
+from service.results.finding import RivalTest, criterion, finding_text
 from service.results.holdout import FrontVolume
 from service.results.ranges import OutOfRange
-from service.results.selection import accuracy_objectives, best_trial, costs_of, criteria, pareto_front
+from service.results.selection import (
+    accuracy_objectives,
+    best_trial,
+    costs_of,
+    criteria,
+    full_budget_trials,
+    pareto_front,
+)
 from service.results.statistics import Z, independent_difference
 from service.schemas.files import (
     EngineDocument,
     EstimateDocument,
+    FindingDocument,
     HoldoutDocument,
     ObjectiveDocument,
     ParetoDocument,
@@ -48,6 +58,7 @@ __all__ = [
     "samples_document",
     "summary",
     "trial_document",
+    "trial_documents",
     "trials_jsonl",
     "write_results",
 ]
@@ -114,6 +125,7 @@ class RunRecord:
     holdout_reference: int | None = None
     holdout_failures: tuple[tuple[int, str], ...] = ()
     holdout_volume: FrontVolume | None = None
+    rival_tests: tuple[RivalTest, ...] = ()
     selection_bias: Mapping[str, Estimate] = field(default_factory=dict)
     split_difference: Mapping[str, Estimate] = field(default_factory=dict)
     warnings: tuple[OutOfRange, ...] = ()
@@ -130,7 +142,10 @@ class RunRecord:
 # -- from records to documents -----------------------------------------------------------------------------------------
 
 
-def trial_document(trial: TrialRecord) -> TrialDocument:
+def trial_document(
+    trial: TrialRecord, *, objectives: Sequence[Objective] = (), sources: Sequence[TrialRecord] = ()
+) -> TrialDocument:
+    """A trial of a study with `objectives`; `sources` are its trials, or at least those of its source models."""
     return {
         "number": trial.number,
         "origin": trial.origin.value,
@@ -151,17 +166,22 @@ def trial_document(trial: TrialRecord) -> TrialDocument:
         ],
         "values": dict(trial.values),
         "standard_errors": dict(trial.standard_errors),
+        "violations": violations(trial.values, objectives, sources),
         "samples_scored": trial.samples_scored,
         "samples_reused": trial.samples_reused,
         "timings_s": dict(trial.timings_s),
     }
 
 
-def trials_jsonl(trials: Iterable[TrialRecord]) -> str:
+def trial_documents(run: RunRecord) -> list[TrialDocument]:
+    """The trials by number."""
+    trials = sorted(run.trials, key=lambda trial: trial.number)
+    return [trial_document(trial, objectives=run.objectives, sources=sources_of(trials)) for trial in trials]
+
+
+def trials_jsonl(run: RunRecord) -> str:
     """One JSON object per line, by trial number."""
-    return "".join(
-        _json(trial_document(trial), indent=None) + "\n" for trial in sorted(trials, key=lambda trial: trial.number)
-    )
+    return "".join(_json(document, indent=None) + "\n" for document in trial_documents(run))
 
 
 def pareto(run: RunRecord) -> ParetoDocument:
@@ -178,6 +198,7 @@ def pareto(run: RunRecord) -> ParetoDocument:
                 "origin": trial.origin.value,
                 "values": dict(trial.values),
                 "standard_errors": dict(trial.standard_errors),
+                "violations": violations(trial.values, run.objectives, sources_of(run.trials)),
                 "recipe_digest": trial.recipe.digest,
             }
             for trial in front
@@ -210,8 +231,11 @@ def summary(run: RunRecord) -> SummaryDocument:
             "origin": best.origin.value,
             "recipe_digest": best.recipe.digest,
             "values": dict(best.values),
+            "violations": violations(best.values, run.objectives, sources_of(run.trials)),
         },
         "selection": {"best": rules.best, "promotion": rules.promotion, "difference": rules.difference},
+        "constraints": constraint_documents(run.objectives, full_budget_trials(run.trials)),
+        "finding": _finding_document(run, best),
         "holdout": holdout_documents(run),
         "holdout_reference": run.holdout_reference,
         "holdout_failures": [{"trial": trial, "reason": reason} for trial, reason in run.holdout_failures],
@@ -254,7 +278,7 @@ def write_results(directory: Path, run: RunRecord, *, report: str | None = None)
     does not allow (NaN, inf); nothing is written then.
     """
     texts = {
-        "trials.jsonl": trials_jsonl(run.trials),
+        "trials.jsonl": trials_jsonl(run),
         "summary.json": _json(summary(run)) + "\n",
         "pareto.json": _json(pareto(run)) + "\n",
     }
@@ -274,6 +298,8 @@ def _objective_document(objective: Objective) -> ObjectiveDocument:
     }
     if objective.range is not None:
         document["range"] = list(objective.range)
+    if objective.constraints:
+        document["constraints"] = [constraint.text for constraint in objective.constraints]
     return document
 
 
@@ -324,7 +350,28 @@ def _volume_document(volume: FrontVolume | None) -> VolumeDocument | None:
     return {**_estimate_document(volume.holdout), "trials": list(volume.trials), "search": volume.search}
 
 
+def _finding_document(run: RunRecord, best: TrialRecord | None) -> FindingDocument:
+    objectives = [o for o in run.objectives if all(o.name in row.values for row in run.holdout)]
+    return {
+        "text": finding_text(run.rival_tests, objectives, best=best, was_scored=bool(run.holdout)),
+        "criterion": criterion(objectives),
+        "tests": [
+            {
+                "against": "source" if test.origin is Origin.SOURCE else "published",
+                "rival": test.rival,
+                "label": test.label,
+                "differences": [
+                    {"trial": trial, "is_better": trial in test.better, **_estimate_document(difference)}
+                    for trial, difference in test.differences.items()
+                ],
+            }
+            for test in run.rival_tests
+        ],
+    }
+
+
 def _holdout_document(row: Comparison, run: RunRecord) -> HoldoutDocument:
+    held_out = {row.trial: {name: e.value for name, e in row.values.items()} for row in run.holdout}
     origins = {trial.number: trial.origin for trial in run.trials}
     return {
         "label": row.label,
@@ -332,6 +379,12 @@ def _holdout_document(row: Comparison, run: RunRecord) -> HoldoutDocument:
         "origin": origins.get(row.trial, Origin.SEARCH).value,
         "values": _estimate_documents(row.values),
         "mean": None if row.mean is None else _estimate_document(row.mean),
+        "violations": violations(
+            {name: estimate.value for name, estimate in row.values.items()},
+            run.objectives,
+            sources_of(run.trials),
+            values_of=lambda trial: held_out.get(trial.number, {}),
+        ),
         "differences": _estimate_documents(row.differences),
     }
 

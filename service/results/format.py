@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from service.schemas.files import HoldoutDocument, SearchDocument
+from service.schemas.files import HoldoutDocument, PreferredDocument, SearchDocument
 
-__all__ = ["duration", "sample_count", "search_sentences", "sort_holdout"]
+__all__ = ["duration", "preferred_text", "sample_count", "search_sentences", "sort_holdout", "violation_text"]
 
 
 def duration(seconds: float) -> str:
@@ -17,6 +17,16 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def preferred_text(document: PreferredDocument) -> str:
+    """Which trial was picked and by what, as a line for people."""
+    number = document["trial"]
+    name = document["label"] if document["label"] == f"trial {number}" else f"trial {number}, {document['label']}"
+    values = ", ".join(f"{key} {value:.3f}" for key, value in document["values"].items())
+    weights = ",".join(f"{key}={weight:g}" for key, weight in document["weights"].items())
+    data = "held-out data" if document["split"] == "holdout" else "search data"
+    return f"preferred by {weights}: {name}, {values} on {data}"
 
 
 def sample_count(samples: Mapping[str, int]) -> str:
@@ -37,3 +47,9 @@ def search_sentences(search: SearchDocument) -> list[str]:
 def sort_holdout(rows: Iterable[HoldoutDocument]) -> list[HoldoutDocument]:
     """Highest mean first; without a mean, in the order given."""
     return sorted(rows, key=lambda row: -row["mean"]["value"] if row["mean"] else 0.0)
+
+
+def violation_text(violations: Mapping[str, float]) -> str:
+    """What a trial violates, and by how much; "" if nothing."""
+    found = (f"{constraint} by {excess:.3g}" for constraint, excess in violations.items())
+    return f"violates {', '.join(found)}" if violations else ""

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from search_spaces.objectives import Objective, hypervolume
+from service.results.finding import RivalTest, rival_tests
 from service.results.selection import accuracy_objectives, best_trial, costs_of_values, finalists, held_out
 from service.results.statistics import (
     bootstrap,
@@ -54,6 +55,8 @@ class HeldOut:
     `rows` hold every finalist, source and published recipe that was scored, with differences "this row minus
     `reference`": the best trial, or where that failed the next finalist. `failures` are (trial, reason).
 
+    `tests` compare the proposed finalists with the best source model and the best published recipe.
+
     `selection_bias` and `split_difference` are by objective and, under "mean", of the mean of the accuracy objectives.
     Their sum is the best trial's value on search data minus its value on holdout data. `split_difference` is the same
     of the baselines' mean, which nothing selected: how much easier the search data are. `selection_bias` is the rest:
@@ -63,6 +66,7 @@ class HeldOut:
     rows: tuple[Comparison, ...] = ()
     reference: int | None = None
     failures: tuple[tuple[int, str], ...] = ()
+    tests: tuple[RivalTest, ...] = ()
     selection_bias: Mapping[str, Estimate] = field(default_factory=dict)
     split_difference: Mapping[str, Estimate] = field(default_factory=dict)
     volume: FrontVolume | None = None
@@ -84,7 +88,8 @@ def held_out_results(
     """
     rows = _complete(held_out(trials, objectives), holdout.samples, [objective.name for objective in objectives])
     failed = {number: reason for number, reason in (failures or {}).items() if number not in rows}
-    reference = next((trial.number for trial in finalists(trials, objectives) if trial.number not in failed), None)
+    final = finalists(trials, objectives)
+    reference = next((trial.number for trial in final if trial.number not in failed), None)
     if not rows or (reference is not None and reference not in rows):
         return HeldOut(failures=tuple(sorted(failed.items())))
     bounds = _bounds(objectives, rows.values())
@@ -105,6 +110,7 @@ def held_out_results(
         ),
         reference=reference,
         failures=tuple(sorted(failed.items())),
+        tests=rival_tests(final, trials, objectives, rows, documents=holdout.documents, bounds=bounds),
         selection_bias=bias,
         split_difference=difference,
         volume=_front_volume(trials, objectives, rows, documents=holdout.documents, seed=seed),

@@ -44,6 +44,7 @@ def run_record(store: Store, study_id: str) -> RunRecord:
         holdout_reference=stage.results.reference,
         holdout_failures=stage.results.failures,
         holdout_volume=stage.results.volume,
+        rival_tests=stage.results.tests,
         selection_bias=stage.results.selection_bias,
         split_difference=stage.results.split_difference,
         warnings=_warnings(store, study_id, trials, objectives, stage),

@@ -1,7 +1,7 @@
 """Which trials count as results: the front, the best, and the finalists of the held-out stage.
 
-Only trials evaluated at the full budget count, sources and published recipes included. Holdout data never
-select anything.
+Only trials evaluated at the full budget count, sources and published recipes included. Trials that keep to all
+constraints come before those that do not, whatever their values. Holdout data never select anything.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from search_spaces.objectives import Costs, Objective, non_dominated
+from search_spaces.constraints import Constraint
+from search_spaces.objectives import Candidate, Costs, Objective, constrained_front
+from service.results.feasibility import Values, excesses, has_constraints, reference_of, total_violation
 from service.types import Origin, TrialRecord, TrialState
 
 __all__ = [
@@ -60,6 +62,10 @@ def criteria(objectives: Sequence[Objective]) -> Criteria:
             "promotion keeps every trade-off between the objectives alive, the best of one of them included, so a "
             "promoted trial need not have the highest mean, and a trial with a higher mean may not be promoted"
         )
+    if has_constraints(objectives):
+        kept = ", ".join(constraint.text for objective in objectives for constraint in objective.constraints)
+        best += f", of trials that keep to {kept}"
+        promotion = f"trials that keep to {kept} first, by {promotion}; then the others, the least violation first"
     return Criteria(best=f"{best} on search data, among trials at full budget", promotion=promotion, difference=why)
 
 
@@ -70,8 +76,11 @@ def full_budget_trials(trials: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]
 
 def best_trial(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) -> TrialRecord | None:
     """The trial with the highest mean of the accuracy objectives on search data (without any: the lowest mean cost),
-    the first of equals. None before a trial has reached the full budget."""
-    return min(full_budget_trials(trials), key=lambda trial: _merit(trial, objectives), default=None)
+    the first of equals. Where no trial keeps to all constraints, the one that violates them least. None before a trial
+    has reached the full budget."""
+    trials = full_budget_trials(trials)
+    violation = _violations(trials, objectives)
+    return min(trials, key=lambda trial: (violation[trial.number], *_merit(trial, objectives)), default=None)
 
 
 def finalists(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) -> tuple[TrialRecord, ...]:
@@ -81,13 +90,29 @@ def finalists(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) ->
 
 
 def pareto_front(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) -> tuple[TrialRecord, ...]:
-    """Full-budget trials that none dominates, by number; of trials with the same recipe only the first."""
+    """Full-budget trials that none dominates, by number; of trials with the same recipe only the first.
+
+    Only trials that keep to all constraints, or where there are none, those that violate them least."""
+    trials = full_budget_trials(trials)
+    violation = _violations(trials, objectives)
     candidates: dict[str, TrialRecord] = {}
-    for trial in sorted(full_budget_trials(trials), key=lambda trial: trial.number):
+    for trial in sorted(trials, key=lambda trial: trial.number):
         candidates.setdefault(trial.recipe.digest, trial)
-    trials = tuple(candidates.values())
-    is_on_front = non_dominated([costs_of(trial, objectives) for trial in trials])
-    return tuple(itertools.compress(trials, is_on_front))
+    found = [Candidate(t.number, costs_of(t, objectives), violation[t.number]) for t in candidates.values()]
+    return tuple(itertools.compress(candidates.values(), constrained_front(found)))
+
+
+def _violations(trials: Sequence[TrialRecord], objectives: Sequence[Objective]) -> dict[int, float]:
+    """By how much each of the `trials` at full budget violates constraints in total."""
+    if not has_constraints(objectives):
+        return dict.fromkeys((trial.number for trial in trials), 0.0)
+    references = {c: reference_of(c, o, trials) for o in objectives for c in o.constraints}
+
+    def of(constraint: Constraint, _: Objective) -> Values | None:
+        trial = references[constraint]
+        return None if trial is None else trial.values
+
+    return {t.number: total_violation(excesses(t.values, objectives, of), objectives) for t in trials}
 
 
 def _merit(trial: TrialRecord, objectives: Sequence[Objective]) -> tuple[float, int]:

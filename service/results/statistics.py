@@ -1,8 +1,8 @@
 """Means, paired differences and their 95 % intervals, from values of single samples.
 
-Every interval is two-sided with 95 % nominal coverage. Metrics that are 0 or 1 on each sample get intervals that stay
-inside the metric's range and keep a width at 0 % and 100 %; other metrics get Student's t. Values are larger or
-smaller is better as their metric says: nothing here knows the direction.
+Every interval is two-sided, with 95 % nominal coverage unless another `level` is given. Metrics that are 0 or 1 on each
+sample get intervals that stay inside the metric's range and keep a width at 0 % and 100 %; other metrics get Student's
+t. Values are larger or smaller is better as their metric says: nothing here knows the direction.
 
 Sources:
     Wilson 1927, "Probable inference, the law of succession, and statistical inference", JASA 22 (one proportion;
@@ -27,6 +27,8 @@ from scipy import special
 from service.types import Comparison, Estimate
 
 __all__ = [
+    "LEVEL",
+    "Bounds",
     "bootstrap",
     "compare",
     "correlations",
@@ -80,12 +82,15 @@ def estimate(values: ArrayLike, *, bounds: Bounds | None = None) -> Estimate:
     return Estimate(mean, standard_error, n, (ci95[0], ci95[1]))
 
 
-def paired_difference(values: ArrayLike, reference: ArrayLike, *, bounds: Bounds | None = None) -> Estimate:
+def paired_difference(
+    values: ArrayLike, reference: ArrayLike, *, bounds: Bounds | None = None, level: float = LEVEL
+) -> Estimate:
     """The mean of `values - reference`, sample by sample, with its standard error and 95 % interval.
 
     Both hold one value per sample, the same samples in the same order. Where both lie on the bounds ((0, 1) unless
     given), the interval is Bonett and Price's: two candidates that agree on every sample differ by 0 with an interval
-    that narrows as samples grow. Others get Student's t of the differences.
+    that narrows as samples grow. Others get Student's t of the differences. At a `level` of 1 - 0.05 / m, the intervals
+    of m differences hold together with a probability of 95 %.
 
     Raises ValueError on unequal lengths and as `estimate` does.
     """
@@ -104,10 +109,10 @@ def paired_difference(values: ArrayLike, reference: ArrayLike, *, bounds: Bounds
 
     standard_error = float(differences.std(ddof=1)) / math.sqrt(n)
     if is_two_valued:
-        limits = _bonett_price(int((differences > 0).sum()), int((differences < 0).sum()), n)
+        limits = _bonett_price(int((differences > 0).sum()), int((differences < 0).sum()), n, level)
         ci95 = (width * limits[0], width * limits[1])
     else:
-        ci95 = _students_t(mean, standard_error, n)
+        ci95 = _students_t(mean, standard_error, n, level)
         if bounds is not None:
             ci95 = (max(-width, ci95[0]), min(width, ci95[1]))
     return Estimate(mean, standard_error, n, ci95)
@@ -284,14 +289,14 @@ def _wilson(proportion: float, n: int) -> tuple[float, float]:
     return max(0.0, min(proportion, centre - half)), min(1.0, max(proportion, centre + half))
 
 
-def _bonett_price(num_better: int, num_worse: int, n: int) -> tuple[float, float]:
+def _bonett_price(num_better: int, num_worse: int, n: int, level: float) -> tuple[float, float]:
     """Bonett and Price's interval: Wald's, after one more discordant pair of each kind."""
     better, worse = (num_better + 1) / (n + 2), (num_worse + 1) / (n + 2)
     centre = better - worse
-    half = Z * math.sqrt((better + worse - centre**2) / (n + 2))
+    half = float(special.ndtri(0.5 + level / 2)) * math.sqrt((better + worse - centre**2) / (n + 2))
     return max(-1.0, centre - half), min(1.0, centre + half)
 
 
-def _students_t(mean: float, standard_error: float, n: int) -> tuple[float, float]:
-    half = float(special.stdtrit(n - 1, 0.5 + LEVEL / 2)) * standard_error
+def _students_t(mean: float, standard_error: float, n: int, level: float = LEVEL) -> tuple[float, float]:
+    half = float(special.stdtrit(n - 1, 0.5 + level / 2)) * standard_error
     return mean - half, mean + half

@@ -13,7 +13,7 @@ from pydantic import Field
 # pydantic reads typing's own TypedDict only from Python 3.12 on.
 from typing_extensions import TypedDict
 
-from service.schemas.files import Number, State, TrialDocument, Values
+from service.schemas.files import Number, PreferredDocument, State, TrialDocument, Values
 
 __all__ = [
     "DeletedDocument",
@@ -119,6 +119,9 @@ class ExportDocument(TypedDict):
     created_at: Time
     bytes: Annotated[int | None, Field(description="Total size of its files, once it is COMPLETE.")]
     links: Annotated[dict[str, str], Field(description="self, and download once it is COMPLETE.")]
+    preferred: NotRequired[
+        Annotated[PreferredDocument, Field(description="Where the request gave weights: which trial they picked.")]
+    ]
 
 
 class DeletedDocument(TypedDict):

@@ -16,11 +16,14 @@ from typing_extensions import TypedDict
 from search_spaces.study.file import Study
 
 __all__ = [
+    "ConstraintDocument",
     "EngineDocument",
     "EstimateDocument",
+    "FindingDocument",
     "HoldoutDocument",
     "ObjectiveDocument",
     "ParetoDocument",
+    "PreferredDocument",
     "RecipeDocument",
     "SummaryDocument",
     "TrialDocument",
@@ -32,6 +35,10 @@ __all__ = [
 Values = Annotated[dict[str, float], Field(description="By objective, in the metric's own unit.")]
 StandardErrors = Annotated[
     dict[str, float | None], Field(description="By objective; null where a single sample shows no spread.")
+]
+Violations = Annotated[
+    dict[str, float],
+    Field(description="The constraints that it violates, as written, and by how much, in the metric's own unit."),
 ]
 Interval = Annotated[list[float], Field(min_length=2, max_length=2, description="95 % interval: lower, upper.")]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$", description="sha256 of the canonical recipe.")]
@@ -60,6 +67,7 @@ class TrialDocument(TypedDict):
     rungs: list[RungDocument]
     values: Annotated[dict[str, float], Field(description="At full budget; empty for trials that did not reach it.")]
     standard_errors: StandardErrors
+    violations: Annotated[Violations, Field(description="At full budget; empty for trials that did not reach it.")]
     samples_scored: Number
     samples_reused: Number
     timings_s: dict[str, float]
@@ -112,6 +120,7 @@ class BestDocument(TypedDict):
     origin: str
     recipe_digest: Digest
     values: Values
+    violations: Violations
 
 
 class EstimateDocument(TypedDict):
@@ -127,6 +136,7 @@ class HoldoutDocument(TypedDict):
     origin: str
     values: dict[str, EstimateDocument]
     mean: Annotated[EstimateDocument | None, Field(description="Unweighted mean over the accuracy objectives.")]
+    violations: Annotated[Violations, Field(description="On the holdout data.")]
     differences: Annotated[
         dict[str, EstimateDocument],
         Field(
@@ -134,6 +144,34 @@ class HoldoutDocument(TypedDict):
             'as "mean".'
         ),
     ]
+
+
+class DifferenceDocument(EstimateDocument):
+    trial: Number
+    is_better: Annotated[bool, Field(description="The interval is above 0.")]
+
+
+class RivalTestDocument(TypedDict):
+    """The finalists that the search proposed, compared with the best of the source models or published recipes."""
+
+    against: Literal["source", "published"]
+    rival: Annotated[int, Field(ge=0, description="The trial with the best held-out value of its kind.")]
+    label: str
+    differences: Annotated[
+        list[DifferenceDocument],
+        Field(
+            description="Finalist minus rival, paired by document, larger is better, the best on search data first. "
+            "The intervals of a list hold together at 95 % (Bonferroni)."
+        ),
+    ]
+
+
+class FindingDocument(TypedDict):
+    """Whether a merge that the search proposed is better than single models and published recipes."""
+
+    text: Annotated[str, Field(description="What was found, in one sentence, also if nothing was.")]
+    criterion: Annotated[str, Field(description="The value that is compared.")]
+    tests: Annotated[list[RivalTestDocument], Field(description="Empty before the held-out stage.")]
 
 
 class VerificationDocument(TypedDict):
@@ -188,6 +226,8 @@ class SummaryDocument(TypedDict):
     engine: EngineDocument
     best: BestDocument | None
     selection: SelectionDocument
+    constraints: list[ConstraintDocument]
+    finding: FindingDocument
     holdout: list[HoldoutDocument]
     holdout_reference: Annotated[
         int | None,
@@ -226,6 +266,7 @@ class ObjectiveDocument(TypedDict):
     direction: Literal["maximize", "minimize"]
     metric: str
     range: NotRequired[Interval]
+    constraints: NotRequired[list[str]]
 
 
 class FrontDocument(TypedDict):
@@ -234,12 +275,36 @@ class FrontDocument(TypedDict):
     origin: str
     values: Values
     standard_errors: StandardErrors
+    violations: Violations
     recipe_digest: Digest
 
 
 class VolumeDocument(EstimateDocument):
     trials: Annotated[list[int], Field(description="The finalists that it is of.")]
     search: Annotated[float, Field(description="The hypervolume of the same trials on search data.")]
+
+
+class ConstraintDocument(TypedDict):
+    """A constraint, as written, and the trials at full budget that keep to it."""
+
+    constraint: str
+    bound: Annotated[
+        float | None, Field(description="At full budget on search data; null before what it is relative to is scored.")
+    ]
+    kept_by: Number
+    trials: Number
+
+
+class PreferredDocument(TypedDict):
+    """The trial of the front that a user's weights of the objectives pick."""
+
+    weights: dict[str, float]
+    trial: Number
+    label: str
+    values: Values
+    split: Annotated[
+        Literal["search", "holdout"], Field(description="The data that the values, and so the choice, are of.")
+    ]
 
 
 class ParetoDocument(TypedDict):
@@ -255,6 +320,7 @@ class ParetoDocument(TypedDict):
         Field(description="Of the finalists on holdout data, with a bootstrap interval; null before they were scored."),
     ]
     front: list[FrontDocument]
+    preferred: NotRequired[Annotated[PreferredDocument, Field(description="Where weights were given.")]]
 
 
 class MergeDocument(TypedDict):

@@ -22,6 +22,7 @@ from service.studies.preflight.models import check_unchanged
 from service.studies.progress import ProgressReporter, ProgressSnapshot
 from service.studies.verification import verify_trials
 from service.tune.coordinator import Coordinator
+from service.tune.plan import Baseline, baselines_of
 from service.tune.steps import Step
 from service.types import Origin, StudyRecord, StudyState, TrialRecord, TrialState
 from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, InvalidModel, InvalidTask
@@ -60,8 +61,9 @@ def execute(
     resolved = store.study(study_id).resolved
     writer.set_state(StudyState.RUNNING)
     try:
+        plan = preflight.plan(study_id, resolved, baselines=_baselines(store, study_id, preflight))
         coordinator = Coordinator(
-            preflight.plan(study_id, resolved),
+            plan,
             space=preflight.space,
             store=store,
             writer=writer,
@@ -69,7 +71,7 @@ def execute(
                 algorithm=resolved.algorithm or preflight.study.search.algorithm,
                 parameters=preflight.space.parameters,
                 seed=preflight.study.search.seed,
-                setting=preflight.search_setting(),
+                setting=preflight.search_setting(num_baselines=len(plan.baselines)),
                 steps=[Step.from_json(row.number, row.proposal, row.document) for row in store.steps(study_id)],
                 job=preflight.gradient_job(),
             ),
@@ -125,6 +127,11 @@ def execute(
     except KeyboardInterrupt:
         writer.set_state(StudyState.STOPPED, "interrupted")
         raise
+
+
+def _baselines(store: Store, study_id: str, preflight: PreflightResult) -> tuple[Baseline, ...]:
+    has_begun = bool(store.brackets(study_id) or store.steps(study_id))
+    return baselines_of(store.trials(study_id), preflight.baselines(), has_begun=has_begun)
 
 
 class _EngineWatch:

@@ -165,7 +165,7 @@ def _hours(preflight: PreflightResult, num_samples: int) -> float:
 def _step_samples(preflight: PreflightResult) -> int:
     if preflight.algorithm.name != GRADIENT:
         return 0
-    setting = preflight.search_setting()
+    setting = preflight.search_setting(num_baselines=len(preflight.baselines()))
     options = setting.options
     descents = descents_of(options, num_objectives=len(setting.objectives), preferences=setting.preferences)
     num_steps = sum(descent.num_steps for descent in descents)

@@ -7,6 +7,7 @@
 - `steps`: what a searcher computes for its proposals beside the scores of trials
 - `crashes`: how often engines crashed with a chunk, and when that is its candidate's fault
 - `plan`: what a study evaluates, fixed for all its attempts
+- `feasibility`: whether trials keep to the constraints, rung by rung
 - `evaluation`: the unit of work
 - `sample_cache`: which samples are scored
 - `rescoring`: samples of engines that failed a check, taken out and scored again

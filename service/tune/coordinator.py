@@ -20,12 +20,13 @@ from service.results.selection import held_out
 from service.store import BracketRecord, Store, StudyWriter
 from service.tune.crashes import Crashes
 from service.tune.evaluation import ChunkFailed, Evaluation, FailureKind
+from service.tune.feasibility import Feasibility
 from service.tune.plan import Plan
 from service.tune.proposing.proposals import Asking, Observations, Proposer, num_duplicates_in_a_row
 from service.tune.provenance import ProvenanceCheck
 from service.tune.rescoring import Rescoring
 from service.tune.sample_cache import SampleCache
-from service.tune.schedulers import SCHEDULERS
+from service.tune.schedulers import rung_table
 from service.tune.schedulers.base import Decision, Proposal
 from service.types import EventKind, Origin, TrialRecord, TrialState
 from workers.errors import EngineFault
@@ -71,24 +72,17 @@ class Coordinator:
         self._lost_actors: dict[int, int] = {}
         self._crashes = Crashes(store.events(plan.study_id))
         self._asking = Asking(proposer, writer)
-        self._observations = Observations(space, plan)
         self._holdout: deque[int] | None = None
         self._trials: dict[int, TrialRecord] = {}
+        self._feasibility = Feasibility(plan.objectives, self._trials)
+        self._observations = Observations(space, plan, self._feasibility)
         self._digests: dict[str, int] = {}
         self._samples = SampleCache(plan, store)
         evidence = store.evidence(plan.study_id)
         self._provenance = ProvenanceCheck(plan.bank_fingerprint, evidence)
         self._replicas = {row.replica for row in evidence}
         self._rescoring = Rescoring(plan.study_id, store, writer, self._samples)
-        self.table = SCHEDULERS[plan.scheduler](
-            num_rungs=len(plan.rung_samples),
-            eta=plan.eta,
-            cycle=plan.cycle,
-            num_baselines=len(plan.baselines),
-            max_trials=plan.max_trials,
-            max_staleness=plan.max_staleness,
-            waits_for_baselines=plan.waits_for_baselines,
-        )
+        self.table = rung_table(plan, violation=self._feasibility.violation)
         self._replay()
         self.look_for_faults()
 
@@ -279,10 +273,12 @@ class Coordinator:
         self._check_exhausted()
 
     def _know_at_looks(self, trial: TrialRecord) -> None:
-        """Tell the table what a source or published recipe that is scored in full has at lower rungs."""
+        """Keep what a source or published recipe that is scored in full has at lower rungs."""
         if trial.bracket is None and trial.state is TrialState.COMPLETE:
-            lower = (self._samples.rung_record(trial.recipe.digest, rung) for rung in range(self.table.last_rung))
-            self.table.know(trial.number, {record.rung: self.plan.costs(record.values) for record in lower})
+            records = (self._samples.rung_record(trial.recipe.digest, rung) for rung in range(self.table.last_rung))
+            lower = {record.rung: record.values for record in records}
+            self.table.know(trial.number, {rung: self.plan.costs(values) for rung, values in lower.items()})
+            self._feasibility.know(trial.number, lower)
 
     def _rung_of_failure(self, trial: TrialRecord) -> int:
         if trial.rungs:
@@ -314,7 +310,7 @@ class Coordinator:
 
     def _ask(self, *, timeout_s: float) -> bool:
         """Take the searcher's proposal if it is ready, else request one. Returns True if a trial was added."""
-        if self._holdout is not None:
+        if self._holdout is not None or not self._feasibility.is_known():
             return False
         if self._asking.proposal is None:
             self._check_limits()

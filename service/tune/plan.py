@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from search_spaces.fidelity import Bracket, Scheduler
 from search_spaces.objectives import Objective
 from search_spaces.recipe import Recipe
-from service.types import Origin
+from service.types import Origin, TrialRecord
 from workers.types import TaskSpec
 
-__all__ = ["Plan"]
+__all__ = ["Baseline", "Plan", "baselines_of"]
+
+Baseline: TypeAlias = tuple[Origin, str, Recipe]
+"""A source or published recipe: its origin, its label, the recipe."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Plan:
     max_staleness: int
     chunk_samples: int
     bank_fingerprint: str
-    baselines: tuple[tuple[Origin, str, Recipe], ...]
+    baselines: tuple[Baseline, ...]
     waits_for_baselines: bool = False
 
     def costs(self, values: Mapping[str, float]) -> tuple[float, ...]:
@@ -49,3 +53,16 @@ class Plan:
         """The standard errors of `costs`, given those of the values; None where unknown."""
         found = ((standard_errors.get(objective.name), objective.bounds) for objective in self.objectives)
         return tuple(None if error is None else error / (high - low) for error, (low, high) in found)
+
+
+def baselines_of(trials: Sequence[TrialRecord], known: Sequence[Baseline], *, has_begun: bool) -> tuple[Baseline, ...]:
+    """The baselines of a study with the stored `trials`, in the order of their numbers; `known` are those of a new one.
+
+    A search that `has_begun` keeps those that it began with, whatever this version's list is: they are the first
+    trials, and all numbers follow from how many they are."""
+    stored = sorted((t for t in trials if t.origin in (Origin.SOURCE, Origin.PUBLISHED)), key=lambda t: t.number)
+    found = tuple((trial.origin, trial.label, trial.recipe) for trial in stored)
+    if has_begun:
+        return found
+    digests = {trial.recipe.digest for trial in stored}
+    return found + tuple(baseline for baseline in known if baseline[2].digest not in digests)

@@ -51,7 +51,7 @@ def test_the_plan_of_the_quickstart_says_which_searcher_auto_is_and_what_its_gra
 ) -> None:
     plan = check(EXAMPLES / "quickstart.yaml", tmp_path / "run", capsys)
     assert "search    gradient: merges in this space have gradients, and all objectives have reference answers" in plan
-    assert "samples   10,530 in the search, about 39,000 held out, gradients charged as up to 6,912\n" in plan
+    assert "samples   12,960 in the search, about 48,000 held out, gradients charged as up to 6,912\n" in plan
 
 
 @pytest.mark.slow

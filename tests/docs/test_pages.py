@@ -145,7 +145,7 @@ def test_a_study_that_is_not_valid_is_noticed() -> None:
 
 
 def test_pages_show_both_kinds_of_yaml() -> None:
-    assert len(list(studies_in(page_of("docs/studies.md")))) == 2
+    assert len(list(studies_in(page_of("docs/studies.md")))) == 3
     blocks = page_of("docs/merging.md").blocks_in("yaml")
     assert blocks == [(EXAMPLES / "mergekit.yml").read_text()]
 

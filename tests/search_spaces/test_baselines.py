@@ -19,6 +19,9 @@ def test_sources_come_first_then_published_merges_of_all_experts():
         ("published", "task arithmetic 1/n"),
         ("published", "task arithmetic 0.3"),
         ("published", "task arithmetic 0.4"),
+        ("published", "task arithmetic 0.5"),
+        ("published", "task arithmetic 0.7"),
+        ("published", "task arithmetic 1.0"),
         ("published", "TIES k 0.2 lambda 1.0"),
     ]
     assert all(len(recipe.layers) == 3 for _, _, recipe in recipes)
@@ -30,6 +33,8 @@ def test_numbers_are_the_published_ones():
     assert by_label["uniform average"].head.per_source("weight") == (0.5, 0.5)
     assert by_label["task arithmetic 1/n"].head.number("lambda") == 0.5
     assert by_label["task arithmetic 0.3"].layers[2].mlp.number("lambda") == 0.3
+    assert by_label["task arithmetic 0.7"].head.number("lambda") == 0.7
+    assert by_label["task arithmetic 1.0"].head.number("lambda") == 1.0
     assert by_label["TIES k 0.2 lambda 1.0"].embedding.coefficients == {"k": 0.2, "lambda": 1.0}
     assert by_label["expert:text"].layers[1].norm.method == "passthrough"
 
@@ -47,6 +52,8 @@ def test_with_one_expert_its_average_and_its_whole_task_vector_are_the_expert():
         "expert:math",
         "task arithmetic 0.3",
         "task arithmetic 0.4",
+        "task arithmetic 0.5",
+        "task arithmetic 0.7",
         "TIES k 0.2 lambda 1.0",
     ]
 

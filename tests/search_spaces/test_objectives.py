@@ -1,5 +1,6 @@
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,8 @@ from search_spaces.errors import InvalidStudy
 from search_spaces.objectives import (
     Candidate,
     Objective,
+    constrained_dominates,
+    constrained_front,
     crowding_distances,
     dominates,
     hypervolume,
@@ -176,3 +179,38 @@ def test_hypervolume_in_four_objectives_is_that_of_the_grid_cells_covered(costs)
         if any(all(cost <= low for cost, (low, _) in zip(point, cell, strict=True)) for point in costs):
             covered += math.prod(width for _, width in cell)
     assert hypervolume(costs) == pytest.approx(covered)
+
+
+# Constraints.
+
+
+def test_those_that_keep_to_constraints_are_promoted_first_and_then_the_least_violation() -> None:
+    candidates = [
+        Candidate(1, (0.1,), violation=0.3),
+        Candidate(2, (0.9,)),
+        Candidate(3, None),
+        Candidate(4, (0.5,), violation=0.1),
+        Candidate(5, (0.4,)),
+        Candidate(6, (0.2,), violation=0.3),
+    ]
+    assert promotion_order(candidates) == (5, 2, 4, 1, 6, 3)
+
+
+def test_a_front_with_constraints_has_only_those_that_violate_them_least() -> None:
+    good, better, cheap = Candidate(1, (0.5, 0.5)), Candidate(2, (0.4, 0.4)), Candidate(3, (0.1, 0.1), violation=0.2)
+    assert constrained_front([good, cheap, better]) == (False, False, True)
+    worse = Candidate(4, (0.0, 0.0), violation=0.5)
+    assert constrained_front([worse, cheap]) == (False, True)
+    assert constrained_front([]) == ()
+
+
+def test_domination_looks_at_violations_before_costs() -> None:
+    kept, cheap = Candidate(1, (0.5,)), Candidate(2, (0.1,), violation=0.2)
+    failed = Candidate(3, None)
+    assert constrained_dominates(kept, cheap)
+    assert not constrained_dominates(cheap, kept)
+    assert constrained_dominates(cheap, replace(cheap, violation=0.3))
+    assert constrained_dominates(replace(cheap, costs=(0.05,)), cheap)
+    assert constrained_dominates(cheap, failed)
+    assert not constrained_dominates(failed, cheap)
+    assert not constrained_dominates(failed, failed)

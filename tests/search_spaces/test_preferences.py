@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from search_spaces.errors import InvalidPreference
-from search_spaces.preferences import dirichlet, lattice, lattice_size, preference_vector, simplex_lattice
+from search_spaces.preferences import (
+    augmented_chebyshev,
+    dirichlet,
+    lattice,
+    lattice_size,
+    parse_preference,
+    preference_vector,
+    simplex_lattice,
+)
 
 
 def test_a_lattice_has_every_vector_of_its_steps_once() -> None:
@@ -84,3 +92,51 @@ def test_a_users_weights_are_put_in_the_objectives_order() -> None:
 def test_weights_that_are_no_preference_are_refused(weights: dict[str, float], message: str) -> None:
     with pytest.raises(InvalidPreference, match=message):
         preference_vector(weights, objectives=("math", "text", "code"))
+
+
+# What weights pick.
+
+
+def test_every_point_of_a_front_can_be_picked_also_where_it_is_not_convex() -> None:
+    """The middle of this front is above the line between its ends: no weighted sum is smallest there."""
+    gaps = np.array([[0.0, 1.0], [0.6, 0.6], [1.0, 0.0]])
+    shares = np.linspace(0, 1, 21)
+    picked = {int(np.argmin(augmented_chebyshev(gaps, (share, 1 - share)))) for share in shares}
+    by_sum = {int(np.argmin(gaps @ (share, 1 - share))) for share in shares}
+    assert (picked, by_sum) == ({0, 1, 2}, {0, 2})
+
+
+def test_the_function_is_the_largest_weighted_gap_and_a_little_of_their_sum() -> None:
+    found = augmented_chebyshev(np.array([[0.2, 0.5], [0.4, 0.0]]), (0.75, 0.25), rho=0.1)
+    assert found == pytest.approx([0.15 + 0.1 * (0.15 + 0.125), 0.3 + 0.1 * 0.3])
+
+
+def test_of_two_with_the_same_largest_gap_the_one_with_the_smaller_sum_is_nearer() -> None:
+    near, far = augmented_chebyshev(np.array([[0.5, 0.1], [0.5, 0.4]]), (0.5, 0.5))
+    assert near < far
+
+
+# What people write.
+
+
+def test_weights_are_read_as_they_are_written() -> None:
+    assert parse_preference("math=0.6,code=0.4") == {"math": 0.6, "code": 0.4}
+    assert parse_preference(" math = 1 ") == {"math": 1.0}
+    assert parse_preference("a.b-c=5e-1,d=.5") == {"a.b-c": 0.5, "d": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"'' is not OBJECTIVE=WEIGHT; write math=0.6,code=0.4"),
+        ("math", r"'math' is not OBJECTIVE=WEIGHT"),
+        ("=0.5", r"'=0.5' is not OBJECTIVE=WEIGHT"),
+        ("math=much", r"'math=much' is not OBJECTIVE=WEIGHT"),
+        ("math=0.6,", r"'' is not OBJECTIVE=WEIGHT"),
+        ("math=0.6;code=0.4", r"'math=0.6;code=0.4' is not OBJECTIVE=WEIGHT"),
+        ("math=0.6,math=0.4", r"math is given twice, 0.6 and 0.4"),
+    ],
+)
+def test_what_are_no_weights_is_quoted(text: str, message: str) -> None:
+    with pytest.raises(InvalidPreference, match=message):
+        parse_preference(text)

@@ -107,6 +107,7 @@ def run_record(
         holdout=found.rows,
         holdout_reference=found.reference,
         holdout_volume=found.volume,
+        rival_tests=found.tests,
         selection_bias=found.selection_bias,
         split_difference=found.split_difference,
         verifications=verifications(run),

@@ -17,14 +17,17 @@ from service.api.problems import InvalidRequest, Json, Refusal, refusals
 from service.api.requests import JSON_TYPES, read_body, sent_as_json
 from service.errors import Conflict, NotFound
 from service.results.files import RunRecord
+from service.results.preference import choices
 from service.results.selection import best_trial
 from service.schemas.api import DeletedDocument, ExportDocument, ExportsDocument
+from service.schemas.files import PreferredDocument
 from service.types import ExportRecord, ExportState, StudyRecord, StudyState
 
 __all__ = ["router"]
 
 router = APIRouter(tags=["exports"])
 
+MAX_WEIGHT = 10**6
 DTYPES = ("float32", "bfloat16", "float16")
 EXPORT_BODY = {
     "requestBody": {
@@ -63,17 +66,26 @@ Export = Annotated[ExportRecord, Depends(_export)]
     openapi_extra=EXPORT_BODY,
 )
 async def create_export(request: Request, study: Study, services: Context, sender: Sender) -> Response:
-    """Write the merged model of a trial for download. The same trial in the same dtype is one export."""
+    """Write the merged model of a trial for download. The same trial in the same dtype is one export.
+
+    `preferred` is in the response where weights were given."""
     sent_as_json(request.headers, accepted=JSON_TYPES)
-    trial, dtype = _asked(await read_body(request))
+    trial, dtype, weights = _asked(await read_body(request))
     if study.state is not StudyState.COMPLETE:
         raise Conflict(f"study {study.name!r} is {study.state.value}; models are exported once it is COMPLETE")
-    best, num_trials = await services.records.result(study.id, _choices)
-    number = _chosen(study, trial, best=best, num_trials=num_trials)
+    picked: PreferredDocument | None = None
+    if weights is None:
+        best, num_trials = await services.records.result(study.id, _choices)
+        number = _chosen(study, trial, best=best, num_trials=num_trials)
+    else:
+        picked = (await services.records.result(study.id, choices)).preferred(weights)
+        number = picked["trial"]
     if dtype is None:
         dtype = await services.preflight.engine_dtype(study.document, client=sender.name)
     record = await services.exports.request(study.id, trial=number, dtype=dtype)
     document = await run_in_threadpool(_document, services, record)
+    if picked is not None:
+        document["preferred"] = picked
     return Json(document, status_code=202, headers={"Location": export_path(record)})
 
 
@@ -144,23 +156,33 @@ def _document(services: Services, export: ExportRecord) -> ExportDocument:
     return export_document(export, services.exports.directory(export))
 
 
-def _asked(content: bytes) -> tuple[Any, str | None]:
-    """Trial and dtype of a request. Raises InvalidRequest with every problem."""
+def _asked(content: bytes) -> tuple[Any, str | None, dict[str, float] | None]:
+    """Trial, dtype and weights of a request. Raises InvalidRequest with every problem."""
     try:
         document = parse_document(content, "the request's body", is_json=True)
     except InvalidStudy as error:
         raise InvalidRequest(error.problems) from error
-    problems = [
-        Problem(key, "unknown key; known keys: trial, dtype") for key in document if key not in ("trial", "dtype")
-    ]
-    trial, dtype = document.get("trial", "best"), document.get("dtype")
+    known = ("trial", "dtype", "prefer")
+    problems = [Problem(key, f"unknown key; known keys: {', '.join(known)}") for key in document if key not in known]
+    trial, dtype, weights = document.get("trial", "best"), document.get("dtype"), document.get("prefer")
     if trial != "best" and (type(trial) is not int or trial < 0):
         problems.append(Problem("trial", f'{trial!r:.60} is not accepted; give "best" or the number of a trial'))
     if dtype is not None and dtype not in DTYPES:
         problems.append(Problem("dtype", f"{dtype!r:.60} is not known; available: null, {', '.join(DTYPES)}"))
+    if weights is not None and not _are_weights(weights):
+        problems.append(Problem("prefer", f'{weights!r:.60} is not accepted; give {{"OBJECTIVE": WEIGHT}}'))
+    elif weights is not None and trial != "best":
+        problems.append(Problem("prefer", f"weights choose the trial; leave out trial, which is {trial!r:.60}"))
     if problems:
         raise InvalidRequest(tuple(problems))
-    return trial, dtype
+    return trial, dtype, weights
+
+
+def _are_weights(value: Any) -> bool:
+    """Whether it maps objectives to numbers that a float can hold."""
+    if not isinstance(value, dict):
+        return False
+    return all(type(w) is float or (type(w) is int and abs(w) < MAX_WEIGHT) for w in value.values())
 
 
 def _choices(record: RunRecord) -> tuple[int | None, int]:

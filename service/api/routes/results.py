@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Union
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Path, Query
 from starlette.responses import HTMLResponse, Response
 
+from search_spaces.preferences import parse_preference
 from service.api.dependencies import MAX_NUMBER, PAGE_HEADERS, Context, Services, Study, TrialNumber
 from service.api.presenters import study_path
 from service.api.problems import Json, Refusal, refusals
 from service.errors import NotFound
+from service.results.feasibility import has_constraints
 from service.results.files import pareto, summary, trial_document
+from service.results.preference import choices
 from service.results.report import render_report
 from service.results.series import CHARTS
 from service.schemas.api import PlotsDocument, TrialsDocument
@@ -54,7 +58,7 @@ def list_trials(
     page = found[:limit]
     query: dict[str, Any] = {"limit": limit, **({"state": state} if state else {})}
     more = f"{study_path(study.id)}/trials?{urlencode({'after': page[-1].number, **query})}" if found[limit:] else None
-    return Json(TrialsDocument(trials=[trial_document(trial) for trial in page], next=more))
+    return Json(TrialsDocument(trials=_documents(services, study, page), next=more))
 
 
 @router.get(
@@ -64,7 +68,7 @@ def list_trials(
 )
 def get_trial(study: Study, number: TrialNumber, services: Context) -> Response:
     """One trial."""
-    return Json(trial_document(_trial(services, study, number)))
+    return Json(_documents(services, study, [_trial(services, study, number)])[0])
 
 
 @router.get(
@@ -80,11 +84,22 @@ def get_recipe(study: Study, number: TrialNumber, services: Context) -> Response
 @router.get(
     "/studies/{study_id:segment}/pareto",
     response_model=None,
-    responses={200: {"model": ParetoDocument}, **refusals(404)},
+    responses={200: {"model": ParetoDocument}, **refusals(404, 422)},
 )
-async def get_pareto(study: Study, services: Context) -> Response:
-    """The Pareto front: the trials at full budget that no other one dominates."""
-    return Json(await services.records.result(study.id, pareto))
+async def get_pareto(
+    study: Study,
+    services: Context,
+    prefer: Annotated[
+        str | None, Query(description="Weights of the objectives that sum to 1, such as `math=0.6,code=0.4`.")
+    ] = None,
+) -> Response:
+    """The Pareto front: the trials at full budget that no other one dominates. With `prefer`, also the one of them that
+    these weights pick."""
+    document = await services.records.result(study.id, pareto)
+    if prefer is not None:
+        picked = (await services.records.result(study.id, choices)).preferred(parse_preference(prefer))
+        document = {**document, "preferred": picked}
+    return Json(document)
 
 
 @router.get(
@@ -133,6 +148,14 @@ async def get_plot(
 ) -> Response:
     """A plot's series as numbers."""
     return Json(await services.records.result(study.id, CHARTS[name].document))
+
+
+def _documents(services: Services, study: StudyRecord, trials: Sequence[TrialRecord]) -> list[TrialDocument]:
+    objectives = study.resolved.objectives
+    # The source models are the first trials; constraints may be relative to them.
+    stop = len(study.resolved.fingerprints) if has_constraints(objectives) else 0
+    sources = services.store.trials(study.id, start=0, stop=stop) if stop else ()
+    return [trial_document(trial, objectives=objectives, sources=sources) for trial in trials]
 
 
 def _trial(services: Services, study: StudyRecord, number: int) -> TrialRecord:

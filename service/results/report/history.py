@@ -8,8 +8,9 @@ from typing import Any
 
 from markupsafe import Markup
 
+from service.results.feasibility import sources_of, violations
 from service.results.files import RunRecord
-from service.results.format import sample_count
+from service.results.format import sample_count, violation_text
 from service.results.report.charts import Legend, Plot, Scale, legend, nice_scale
 from service.results.report.marks import MAX_POINTS, MAX_ROWS, SHAPES, evenly
 from service.results.report.texts import number_text, point_name
@@ -54,6 +55,10 @@ def history_section(run: RunRecord) -> dict[str, Any] | None:
         "legend": legend(entries),
         "names": [objective.name for objective in run.objectives],
         "rows": trials[:MAX_ROWS],
+        "violations": {
+            trial.number: violation_text(violations(trial.values, run.objectives, sources_of(trials)))
+            for trial in trials[:MAX_ROWS]
+        },
         "num_rows_left": max(0, len(trials) - MAX_ROWS),
         "num_left_out": max(0, sum(len(trial.rungs) for trial in run.trials) - MAX_POINTS),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from service.results.files import RunRecord
-from service.results.format import sort_holdout
+from service.results.format import sort_holdout, violation_text
 from service.results.report.charts import Interval, Legend, forest, legend, nice_scale
 from service.results.report.texts import interval_text, row_name
 from service.results.series.holdout import holdout
@@ -49,7 +49,10 @@ def holdout_section(run: RunRecord, *, best: int | None) -> dict[str, Any] | Non
     return {
         "names": names,
         "has_mean": has_mean,
-        "rows": [{"name": row_name(row), "is_best": row["trial"] == best, **row} for row in rows],
+        "rows": [
+            {"name": row_name(row), "is_best": row["trial"] == best, "note": violation_text(row["violations"]), **row}
+            for row in rows
+        ],
         "difference_key": "mean" if has_mean else names[0],
         "reference": reference,
         "compared_with": "best" if reference in (None, best) else f"trial {reference}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from service.results.report.recipe_picture import recipe_picture
 from service.results.report.texts import headline, key_figures, number_text, trial_name
 from service.results.selection import best_trial
 from service.results.series.budget import budget
+from service.schemas.files import ConstraintDocument
 from service.types import Origin
 
 __all__ = ["render_report"]
@@ -42,7 +44,7 @@ def render_report(run: RunRecord) -> str:
         headline=headline(document),
         key_figures=key_figures(run, document),
         created=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.study.created_at)),
-        settings=_settings(run),
+        settings=_settings(run, document["constraints"]),
         search=search_sentences(document["search"]),
         holdout=holdout_section(run, best=best.number if best else None),
         history=history_section(run),
@@ -72,7 +74,7 @@ def _template() -> jinja2.Template:
     return environment.get_template("report.html.j2")
 
 
-def _settings(run: RunRecord) -> list[tuple[str, str]]:
+def _settings(run: RunRecord, constraints: Sequence[ConstraintDocument]) -> list[tuple[str, str]]:
     document = run.study.document
     space, search, fidelity = (document.get(key, {}) for key in ("search_space", "search", "fidelity"))
     rungs = {rung.rung: sample_count(rung.num_samples) for trial in run.trials for rung in trial.rungs}
@@ -82,6 +84,7 @@ def _settings(run: RunRecord) -> list[tuple[str, str]]:
         ("scheduler", fidelity.get("scheduler")),
         ("rungs", " / ".join(rungs[rung] for rung in sorted(rungs)) + " samples" if rungs else None),
         ("seed", search.get("seed")),
+        ("constraints", ", ".join(row["constraint"] for row in constraints)),
         ("version", run.version),
     ]
     return [(name, str(value)) for name, value in found if value not in (None, "")]

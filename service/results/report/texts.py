@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from service.results.files import RunRecord
-from service.results.format import duration
+from service.results.format import duration, violation_text
 from service.results.series.front import FrontPoint
 from service.results.series.history import HistoryPoint
 from service.schemas.files import EstimateDocument, HoldoutDocument, SummaryDocument
@@ -44,47 +42,21 @@ def _score(row: HoldoutDocument) -> EstimateDocument | None:
 
 
 def headline(document: SummaryDocument) -> str:
-    """What the run found, in one or two sentences."""
+    """What the run found, in two sentences."""
     best = document["best"]
     if best is None:
         return "No trial has reached the full budget yet."
     name = f"Trial {best['trial']}" if best["origin"] == Origin.SEARCH else best["label"]
-    if best["origin"] == Origin.SOURCE:
-        name = f"No merge beat the single model {best['label']}: it"
+    if text := violation_text(best["violations"]):
+        name = f"No trial keeps to all constraints. {name} {text}; it"
     rows = document["holdout"]
     mine = next((row for row in rows if row["trial"] == best["trial"]), None)
     score = None if mine is None else _score(mine)
     if mine is None or score is None:
         values = ", ".join(f"{key} {number_text(value)}" for key, value in best["values"].items())
-        return f"{name} is best on search data: {values}. Nothing was scored on held-out data yet."
+        return f"{name} is best on search data: {values}. {document['finding']['text']}"
     kind = "a mean of " if len(mine["values"]) > 1 else ""
-    rivals = [
-        text
-        for origin, what in ((Origin.SOURCE, "best single model"), (Origin.PUBLISHED, "best published recipe"))
-        if origin != best["origin"] and (text := _rival(rows, origin, what, best["trial"]))
-    ]
-    end = f": {' and '.join(rivals).rstrip(',')} (95 % intervals, paired)." if rivals else "."
-    return f"{name} reaches {kind}{number_text(score['value'])} on held-out data{end}"
-
-
-def _rival(rows: Sequence[HoldoutDocument], origin: Origin, what: str, best: int) -> str:
-    """How far the best trial is from the best row of `origin`, with the paired interval turned to "best minus row"."""
-    scored = [(score["value"], row) for row in rows if row["origin"] == origin and (score := _score(row))]
-    rival = max((pair for pair in scored if pair[1]["trial"] != best), key=lambda pair: pair[0], default=None)
-    if rival is None:
-        return ""
-    differences = rival[1]["differences"]
-    difference = differences.get("mean") or next(iter(differences.values()), None)
-    if difference is None:
-        return ""
-    value, low, high = -difference["value"], -difference["ci95"][1], -difference["ci95"][0]
-    where = f"the {what}, {rival[1]['label']}"
-    if low > 0:
-        return f"{number_text(value)} [{number_text(low)}, {number_text(high)}] above {where},"
-    if high < 0:
-        return f"{number_text(-value)} [{number_text(-high)}, {number_text(-low)}] below {where},"
-    limits = f"[{number_text(low, signed=True)}, {number_text(high, signed=True)}]"
-    return f"not distinguishable from {where}, difference {limits},"
+    return f"{name} reaches {kind}{number_text(score['value'])} on held-out data. {document['finding']['text']}"
 
 
 def key_figures(run: RunRecord, document: SummaryDocument) -> list[tuple[str, str, str]]:

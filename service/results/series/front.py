@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from service.results.feasibility import sources_of, violations
 from service.results.files import RunRecord, pareto
 from service.results.selection import best_trial, full_budget_trials
 from service.results.series.base import chart
-from service.schemas.files import Number, ObjectiveDocument, StandardErrors, Values, VolumeDocument
+from service.schemas.files import Number, ObjectiveDocument, StandardErrors, Values, Violations, VolumeDocument
 
 __all__ = ["FrontPlot", "FrontPoint", "front"]
 
@@ -20,6 +21,7 @@ class FrontPoint:
     origin: str
     values: Values
     standard_errors: StandardErrors
+    violations: Violations
     is_on_front: bool
     is_best: bool
 
@@ -55,6 +57,7 @@ def front(run: RunRecord) -> FrontPlot:
                 origin=trial.origin.value,
                 values=dict(trial.values),
                 standard_errors=dict(trial.standard_errors),
+                violations=violations(trial.values, run.objectives, sources_of(run.trials)),
                 is_on_front=trial.number in numbers,
                 is_best=trial is best,
             )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from search_spaces.objectives import Objective
+from service.results.feasibility import sources_of, violations
 from service.results.files import RunRecord
 from service.results.selection import accuracy_objectives
 from service.results.series.base import chart
@@ -43,7 +44,10 @@ class HistorySeries:
     name: Annotated[str, Field(description='An objective, or "mean": of the accuracy objectives.')]
     direction: Literal["maximize", "minimize"]
     points: tuple[HistoryPoint, ...]
-    record: Annotated[tuple[RecordPoint, ...], Field(description="Trials that were the best so far at full budget.")]
+    record: Annotated[
+        tuple[RecordPoint, ...],
+        Field(description="Trials that were the best so far at full budget, of those that keep to all constraints."),
+    ]
 
 
 @dataclass(frozen=True)
@@ -60,14 +64,19 @@ def history(run: RunRecord) -> HistoryPlot:
     """Every finished rung by trial number, for the mean of the accuracy objectives and for each objective."""
     trials = sorted(run.trials, key=lambda trial: trial.number)
     averaged = accuracy_objectives(run.objectives)
-    series = [_series(trials, (objective.name,), objective) for objective in run.objectives]
+    sources = sources_of(trials)
+    left_out = {trial.number for trial in trials if violations(trial.values, run.objectives, sources)}
+    series = [_series(trials, (objective.name,), objective, left_out) for objective in run.objectives]
     if len(averaged) > 1:
-        series.insert(0, _series(trials, averaged, Objective("mean", "mean", "maximize")))
+        series.insert(0, _series(trials, averaged, Objective("mean", "mean", "maximize"), left_out))
     failed = tuple(trial.number for trial in trials if trial.state is TrialState.FAIL)
     return HistoryPlot("history", tuple(series), failed)
 
 
-def _series(trials: Sequence[TrialRecord], names: Sequence[str], objective: Objective) -> HistorySeries:
+def _series(
+    trials: Sequence[TrialRecord], names: Sequence[str], objective: Objective, left_out: Collection[int]
+) -> HistorySeries:
+    """`left_out` are the trials that set no record."""
     points: list[HistoryPoint] = []
     record: list[RecordPoint] = []
     for trial in trials:
@@ -86,6 +95,8 @@ def _series(trials: Sequence[TrialRecord], names: Sequence[str], objective: Obje
                 most_samples=max(samples),
             )
             points.append(point)
+            if point.trial in left_out:
+                continue
             if point.is_full and (not record or objective.is_better(point.value, record[-1].value)):
                 record.append(RecordPoint(trial.number, point.value))
     return HistorySeries(objective.name, objective.direction, tuple(points), tuple(record))

@@ -48,7 +48,12 @@ def _algorithm_of(
     study: Study, space: SearchSpace, tasks: Mapping[str, TaskSpec], problems: list[Problem]
 ) -> Algorithm:
     named = study.search.algorithm
-    problems += unsupported(named, space.parameters, num_objectives=len(study.objectives))
+    problems += unsupported(
+        named,
+        space.parameters,
+        num_objectives=len(study.objectives),
+        num_constraints=len(study.search.constraints),
+    )
     if named not in (AUTO, GRADIENT):
         return Algorithm(named, "the study names it")
     lack = _lack_of_gradients(study, space, tasks)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from search_spaces.baselines import sources_and_published
 from search_spaces.errors import InvalidStudy, Problem
@@ -28,7 +27,7 @@ from service.studies.preflight.files import check_files
 from service.studies.preflight.models import check_engine, check_models, check_weights, searched_models, start_probe
 from service.studies.preflight.resources import MemoryPlan, check_devices, check_memory, plan_memory
 from service.studies.preflight.tasks import check_prompts, check_tasks, objectives_of
-from service.tune.plan import Plan
+from service.tune.plan import Baseline, Plan
 from service.tune.proposing.gradient_actor import GradientJob
 from service.tune.searchers.base import SearchSetting
 from service.types import Origin, ResolvedStudy
@@ -115,13 +114,13 @@ class PreflightResult:
             algorithm_reason=self.algorithm.reason,
         )
 
-    def search_setting(self) -> SearchSetting:
+    def search_setting(self, *, num_baselines: int) -> SearchSetting:
         """What a searcher that computes steps knows of the study."""
         given = self.study.search.preferences
         return SearchSetting(
             objectives=tuple(self.tasks),
             num_samples={name: info.num_samples for name, info in self.task_infos.items()},
-            num_baselines=len(self.baselines()),
+            num_baselines=num_baselines,
             options=self.study.search.gradient,
             preferences=() if given is None else given.weights(tuple(self.tasks), seed=self.study.search.seed),
         )
@@ -132,9 +131,9 @@ class PreflightResult:
             return None
         return GradientJob(self.family, self.engine_options, dict(self.tasks), self.space)
 
-    def plan(self, study_id: str, resolved: ResolvedStudy) -> Plan:
+    def plan(self, study_id: str, resolved: ResolvedStudy, *, baselines: tuple[Baseline, ...] | None = None) -> Plan:
         """The driver's plan; `resolved` is what was stored when the study was created, whose searcher and staleness it
-        keeps."""
+        keeps. `baselines` are those of a study that goes on; None: those of a new one."""
         return Plan(
             study_id=study_id,
             seed=self.study.search.seed,
@@ -150,12 +149,12 @@ class PreflightResult:
             max_staleness=resolved.max_staleness,
             chunk_samples=CHUNK_SAMPLES,
             bank_fingerprint=self.family.fingerprint,
-            baselines=self.baselines(),
+            baselines=self.baselines() if baselines is None else baselines,
             waits_for_baselines=SEARCHERS[resolved.algorithm or self.study.search.algorithm].waits_for_baselines,
         )
 
-    def baselines(self) -> tuple[tuple[Origin, str, Any], ...]:
-        """Source and published recipes, scored before the search."""
+    def baselines(self) -> tuple[Baseline, ...]:
+        """The source and published recipes of a new study, scored before the search."""
         aliases = tuple(expert.alias for expert in self.family.experts)
         found = sources_and_published(
             base=self.family.base.alias,

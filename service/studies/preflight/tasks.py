@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from search_spaces.constraints import parse_constraint
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.objectives import Objective
 from search_spaces.study.file import InlineTask, ObjectiveSpec, Study
@@ -91,12 +92,14 @@ def check_prompts(study: Study, directory: str, problems: list[Problem]) -> None
 def objectives_of(study: Study, infos: Mapping[str, TaskInfo], problems: list[Problem]) -> tuple[Objective, ...]:
     """The objectives whose tasks could be built, each with its direction."""
     objectives = []
+    constraints = [parse_constraint(text) for text in study.search.constraints]
     for index, spec in enumerate(study.objectives):
         if spec.name not in infos:
             continue
         direction = spec.direction or ("maximize" if infos[spec.name].higher_is_better else "minimize")
         try:
-            objectives.append(Objective(spec.name, spec.metric, direction, spec.range))
+            own = tuple(constraint for constraint in constraints if constraint.objective == spec.name)
+            objectives.append(Objective(spec.name, spec.metric, direction, spec.range, own))
         except InvalidStudy as error:
             problems.extend(Problem(f"objectives.{index}", problem.message) for problem in error.problems)
     return tuple(objectives)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from search_spaces.spaces.base import SearchSpace
 from service.store import StepRecord, StudyWriter
+from service.tune.feasibility import Feasibility
 from service.tune.plan import Plan
 from service.tune.schedulers.base import Proposal
 from service.tune.searchers.base import Observation
@@ -73,9 +74,10 @@ class Asking:
 class Observations:
     """The results that a proposal may know."""
 
-    def __init__(self, space: SearchSpace, plan: Plan) -> None:
+    def __init__(self, space: SearchSpace, plan: Plan, feasibility: Feasibility) -> None:
         self._space = space
         self._plan = plan
+        self._feasibility = feasibility
         self._full = sum(plan.rung_samples[-1].values())
         self._baselines: dict[int, Mapping[str, Any] | None] = {}
 
@@ -96,6 +98,7 @@ class Observations:
                     number=number,
                     rung=rung,
                     standard_errors=plan.cost_errors(record.standard_errors),
+                    constraints=self._feasibility.values(number, rung),
                     is_proposed=trial.origin is Origin.SEARCH,
                 )
             )

@@ -7,14 +7,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from search_spaces.fidelity import Scheduler
+from service.tune.plan import Plan
 from service.tune.schedulers.base import RungTable
 from service.tune.schedulers.racing import RacingTable
 from service.tune.schedulers.successive_halving import AshaTable, HyperbandTable
 
-__all__ = ["SCHEDULERS"]
+__all__ = ["SCHEDULERS", "rung_table"]
 
 SCHEDULERS: Mapping[Scheduler, type[RungTable]] = {
     "hyperband": HyperbandTable,
@@ -22,3 +23,17 @@ SCHEDULERS: Mapping[Scheduler, type[RungTable]] = {
     "racing": RacingTable,
     "none": HyperbandTable,  # with one rung: there is nothing to promote
 }
+
+
+def rung_table(plan: Plan, *, violation: Callable[[int, int], float]) -> RungTable:
+    """The table of a study's scheduler, without trials. `violation` is that of `RungTable`."""
+    return SCHEDULERS[plan.scheduler](
+        num_rungs=len(plan.rung_samples),
+        eta=plan.eta,
+        cycle=plan.cycle,
+        num_baselines=len(plan.baselines),
+        max_trials=plan.max_trials,
+        max_staleness=plan.max_staleness,
+        waits_for_baselines=plan.waits_for_baselines,
+        violation=violation,
+    )

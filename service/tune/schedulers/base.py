@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from search_spaces.fidelity import Bracket
@@ -79,7 +79,9 @@ class RungTable(ABC):
 
     The brackets of `cycle` repeat until `max_trials` configurations are proposed. The first `num_baselines` trials are
     source and published recipes, evaluated once, at the last rung. Proposals may run `max_staleness` trials ahead of
-    evaluations; with `waits_for_baselines`, each knows the results of all source and published recipes.
+    evaluations; with `waits_for_baselines`, each knows the results of all source and published recipes. `violation`
+    says by how much a trial violates constraints at a rung that it has a result of; it is asked when a decision is made
+    on a proposed trial.
     """
 
     def __init__(
@@ -92,7 +94,9 @@ class RungTable(ABC):
         max_trials: int,
         max_staleness: int,
         waits_for_baselines: bool = False,
+        violation: Callable[[int, int], float] = lambda number, rung: 0.0,
     ) -> None:
+        self._violation = violation
         self.last_rung = num_rungs - 1
         self._eta = eta
         self._cycle = tuple(cycle)
@@ -283,13 +287,16 @@ class RungTable(ABC):
             return []
         decided = [self._entries[number] for number in itertools.islice(rung.members, rung.num_decided)]
         scored = [entry for entry in decided if rung.index in entry.costs]
-        order = promotion_order([Candidate(entry.number, entry.costs[rung.index]) for entry in scored])
+        order = promotion_order([self._candidate(entry, rung.index, entry.costs[rung.index]) for entry in scored])
         promoted = [number for number in order[:num_best] if number not in above.members]
         for number in promoted:
             above.members[number] = cause
             self._entries[number].is_waiting = False
             self._entries[number].next_rung = above.index
         return promoted
+
+    def _candidate(self, entry: Entry, rung: int, costs: tuple[float, ...]) -> Candidate:
+        return Candidate(entry.number, costs, self._violation(entry.number, rung))
 
     def _prune(self, rung: Rung) -> tuple[int, ...]:
         entries = [self._entries[number] for number in rung.members]

@@ -10,17 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from search_spaces.objectives import dominates, non_dominated
+from search_spaces.objectives import Candidate, constrained_dominates, constrained_front
 from service.tune.schedulers.base import Decision, Entry, RungTable
 
 __all__ = ["RacingTable"]
 
-Costs = tuple[float, ...]
-
 
 class RacingTable(RungTable):
     """Each trial is a bracket of its own, and goes on while no rival is ahead of it on the samples of the look: no
-    rival has a smaller cost, or with several objectives, none dominates it.
+    rival has a smaller cost, or with several objectives, none dominates it; with constraints, one that violates them
+    less is ahead.
 
     The rivals of trial n are the non-dominated of the trials up to n - max_staleness that were scored in full; its
     proposal waits until those have ended, and sees all their results. So a race does not depend on the order in which
@@ -34,7 +33,8 @@ class RacingTable(RungTable):
                 if rung.is_closed or rung.index not in entry.costs or not self._are_known(entry.number):
                     continue
                 rung.is_closed = True
-                if any(dominates(theirs, entry.costs[rung.index]) for theirs in self._rivals(entry.number, rung.index)):
+                own = self._candidate(entry, rung.index, entry.costs[rung.index])
+                if any(constrained_dominates(rival, own) for rival in self._rivals(entry.number, rung.index)):
                     entry.is_waiting, entry.is_finished = False, True
                     decisions.append(Decision(bracket, rung.index, (), (entry.number,)))
                     break
@@ -53,17 +53,18 @@ class RacingTable(RungTable):
         """Whether all that may be rivals have ended."""
         return all(e.is_finished for e in self._entries.values() if e.number <= number - self._max_staleness)
 
-    def _rivals(self, number: int, rung: int) -> Iterator[Costs]:
-        """Their costs at the look."""
-        full = {
-            other.number: other.costs[self.last_rung]
+    def _rivals(self, number: int, rung: int) -> Iterator[Candidate]:
+        """As they are at the look."""
+        full = [
+            self._candidate(other, self.last_rung, other.costs[self.last_rung])
             for other in self._entries.values()
             if other.number <= number - self._max_staleness and self.last_rung in other.costs
-        }
-        for rival, is_best in zip(full, non_dominated(list(full.values())), strict=True):
-            costs = {**self._at_looks.get(rival, {}), **self._entries[rival].costs}
+        ]
+        for rival, is_best in zip(full, constrained_front(full), strict=True):
+            entry = self._entries[rival.number]
+            costs = {**self._at_looks.get(rival.number, {}), **entry.costs}
             if is_best and rung in costs:
-                yield costs[rung]
+                yield self._candidate(entry, rung, costs[rung])
 
     def _num_promoted_early(self, num_decided: int) -> int:
         return 0

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from search_spaces.parameters import Parameters
-from search_spaces.preferences import simplex_lattice
+from search_spaces.preferences import augmented_chebyshev, simplex_lattice
 from service.tune.searchers.base import Observation
 from service.tune.searchers.encoding import Encoding, Rows
 from service.tune.searchers.history import violation
@@ -41,7 +41,6 @@ class SmacSearcher:
     # made no difference beyond the spread between seeds.
     random_share: float = 0.1
     num_trees: int = 10
-    rho: float = 0.05  # weight of the sum in ParEGO's scalarisation, as in the paper
     max_weight_vectors: int = 100  # of the lattice from which ParEGO draws one for each proposal
     # Candidates for the largest expected improvement. Further local search from the best of them made results worse:
     # the forest is accurate near scored configurations only.
@@ -115,8 +114,7 @@ class SmacSearcher:
             joined = shares[:, 0]
         else:
             lattice = simplex_lattice(num_objectives, max_vectors=self.max_weight_vectors)
-            weighted = shares * lattice[rng.integers(len(lattice))]
-            joined = weighted.max(axis=1) + self.rho * weighted.sum(axis=1)
+            joined = augmented_chebyshev(shares, lattice[rng.integers(len(lattice))])
         excess = np.array([violation(observation) for observation in observations])
         if not excess.any():
             return joined

@@ -139,7 +139,22 @@ def test_a_study_cannot_be_changed():
         ),
         ("search_space.methods.0", "fisher", '"fisher" is not known; available: task_arithmetic, ties'),
         ("engine.backend", "transformers", '"transformers" is not available yet; available: vllm'),
-        ("constraints", ["text >= base - 0.01"], "constraints are not available yet; leave them out"),
+        (
+            "constraints",
+            ["text >= base - 0.01"],
+            "constraints are options of the search; write them as search.constraints",
+        ),
+        ("search.constraints", "text >= base", '"text >= base" is not accepted; give a list'),
+        ("search.constraints", ["text >= 0.5", "text"], "'text' is no constraint; write OBJECTIVE >= BOUND"),
+        ("search.constraints", ["general >= 0.5"], "general is not an objective; give one of"),
+        ("search.constraints", ["math >= expert:code"], "code is not an expert; give one of math, text"),
+        ("search.constraints", ["math >= 0.9", "math <= 0.1"], "no value meets both math >= 0.9 and math <= 0.1"),
+        ("search.constraints", ["math >= 1.5"], "no value of math meets math >= 1.5: its range is [0, 1]"),
+        (
+            "search.constraints",
+            ["math >= base + 1.5"],
+            "no value of math meets math >= base + 1.5: its range",
+        ),
         # wrong types: the value and what is accepted
         ("name", "../x", '"../x" is not accepted; give 1 to 63 letters, digits, dots, dashes or underscores'),
         ("name", "", '"" is not accepted; give 1 to 63 letters'),
@@ -318,7 +333,7 @@ def test_a_cost_objective_is_refused_without_complaints_about_what_it_lacks():
     assert problems(changed("objectives.2", {"name": "depth", "cost": "layers"})) == [
         (
             "objectives.2.cost",
-            "cost objectives are not available yet; available: objectives with a task and a metric",
+            "cost objectives are not available yet: no search space changes a merge's layers or parameters",
         )
     ]
 

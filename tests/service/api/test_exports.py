@@ -15,6 +15,8 @@ import pytest
 
 from search_spaces.study.file import load_study
 from service.api.export_queue import Tar, export_id
+from service.results.load import run_record
+from service.results.preference import choices
 from service.store import Store
 from service.studies.export import export_trial
 from service.studies.preflight.examine import examine
@@ -97,6 +99,45 @@ def test_the_best_trial_is_downloaded_as_export_writes_it(
     assert http.post(path, json={"trial": 6}).json() == export
 
 
+def test_weights_name_the_trial_that_is_exported(http: httpx.Client, server: ApiServer) -> None:
+    record = finished_study(server.store, num_trials=6)
+    path = f"/v1/studies/{record.id}/exports"
+    expected = choices(run_record(server.store, record.id)).preferred({"math": 0.75, "text": 0.25})
+    name = export_id(record.id, expected["trial"], "bfloat16")
+    server.store.add_export(ExportRecord(name, record.id, expected["trial"], "bfloat16", ExportState.WAITING, 1.0))
+    asked = http.post(path, json={"prefer": {"math": 0.75, "text": 0.25}, "dtype": "bfloat16"})
+    assert asked.status_code == 202
+    document = asked.json()
+    assert (document["id"], document["trial"]) == (name, expected["trial"])
+    assert document["preferred"] == json.loads(json.dumps(expected))
+    assert "preferred" not in http.get(f"{path}/{name}").json()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"prefer": {"math": 0.6}}, "math=0.6 sum to 0.6, not to 1; for the same proportions: math=1"),
+        ({"prefer": {"code": 1.0}}, "'code' is not an objective; give weights of math, text, lookup"),
+        ({"prefer": {"math": -1, "text": 2}}, "math=-1 is not accepted; give a number from 0 to 1"),
+        ({"prefer": {}}, "no weights sum to 0, not to 1"),
+        ({"prefer": "math=1"}, """'math=1' is not accepted; give {"OBJECTIVE": WEIGHT}"""),
+        ({"prefer": {"math": True}}, """{'math': True} is not accepted; give {"OBJECTIVE": WEIGHT}"""),
+        ({"prefer": {"math": 10**400}}, None),
+        ({"prefer": {"math": 1.0}, "trial": 3}, "weights choose the trial; leave out trial, which is 3"),
+    ],
+)
+def test_what_are_no_weights_is_refused(
+    http: httpx.Client, server: ApiServer, body: dict[str, Any], message: str | None
+) -> None:
+    record = finished_study(server.store, num_trials=3)
+    answer = http.post(f"/v1/studies/{record.id}/exports", json=body)
+    assert answer.status_code == 422
+    (problem,) = answer.json()["problems"]
+    assert problem["field"] == "prefer"
+    assert message is None or problem["message"] == message
+    assert server.store.exports(record.id) == ()
+
+
 @pytest.mark.slow
 def test_an_export_that_failed_may_be_tried_again_and_says_why_it_failed(http: httpx.Client, server: ApiServer) -> None:
     record = finished_study(server.store, num_trials=3)  # its fingerprints are of no real files
@@ -124,7 +165,7 @@ def test_an_export_that_failed_may_be_tried_again_and_says_why_it_failed(http: h
         ({"trial": float("nan")}, "trial", 'nan is not accepted; give "best" or the number of a trial'),
         ({"dtype": "int8"}, "dtype", "'int8' is not known; available: null, float32, bfloat16, float16"),
         ({"dtype": []}, "dtype", "[] is not known; available: null, float32, bfloat16, float16"),
-        ({"out": "/etc"}, "out", "unknown key; known keys: trial, dtype"),
+        ({"out": "/etc"}, "out", "unknown key; known keys: trial, dtype, prefer"),
     ],
 )
 def test_wrong_requests_are_refused_by_field(

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import jsonschema
 import pytest
 
-from service.results.files import pareto, summary, trial_document
+from search_spaces.constraints import parse_constraint
+from search_spaces.study.file import Study
+from service.results.files import pareto, summary, trial_document, trial_documents
 from service.results.load import run_record
+from service.results.preference import choices
 from service.results.report import render_report
 from service.results.selection import accuracy_objectives, best_trial, full_budget_trials
 from service.results.series import CHARTS
 from service.schemas.files import schemas
 from service.types import StudyRecord, StudyState, TrialState
-from tests.service.api.harness import ApiServer, finished_study, rung, stored_study, write_trial
+from tests.service.api.harness import ApiServer, document, finished_study, resolved, rung, stored_study, write_trial
 from tests.service.synthetic_run import run_record as made_up
 
 
@@ -84,11 +88,46 @@ def test_a_trial_and_its_recipe(get: Any, server: ApiServer, study: StudyRecord)
     jsonschema.validate(get("/trials/17/recipe"), schemas()["recipe"])
 
 
+def test_a_trial_says_which_constraints_it_violates(http: httpx.Client, server: ApiServer) -> None:
+    made = made_up(num_trials=3)
+    study = Study.model_validate(document("constrained"))
+    constraint = parse_constraint("text >= base + 0.05")
+    objectives = [replace(o, constraints=(constraint,) * (o.name == "text")) for o in made.objectives]
+    record = server.store.create_study(
+        name="constrained", document=study.canonical(), resolved=replace(resolved(study), objectives=tuple(objectives))
+    )
+    writer = server.store.open_attempt(record.id)
+    for trial in made.trials:
+        write_trial(writer, trial)
+    expected = as_json(trial_documents(run_record(server.store, record.id)))
+    assert expected[0]["violations"] == {"text >= base + 0.05": pytest.approx(0.05)}
+    assert http.get(f"/v1/studies/{record.id}/trials").json()["trials"] == expected
+    assert http.get(f"/v1/studies/{record.id}/trials?after=3&limit=2").json()["trials"] == expected[4:6]
+    assert http.get(f"/v1/studies/{record.id}/trials/0").json() == expected[0]
+
+
 def test_summary_and_front_are_those_of_the_result_files(get: Any, server: ApiServer, study: StudyRecord) -> None:
     run = run_record(server.store, study.id)
     assert get("/summary") == as_json(summary(run))
     assert get("/pareto") == as_json(pareto(run))
     jsonschema.validate(get("/summary"), schemas()["summary"])
+
+
+def test_weights_pick_a_trial_of_the_front(get: Any, http: httpx.Client, server: ApiServer, study: StudyRecord) -> None:
+    weights = {"math": 0.5, "text": 0.3, "lookup": 0.2}
+    document = get("/pareto?prefer=math%3D0.5,text%3D0.3,lookup%3D0.2")
+    expected = choices(run_record(server.store, study.id)).preferred(weights)
+    assert document.pop("preferred") == as_json(expected)
+    assert expected["trial"] in [row["trial"] for row in document["front"]]
+    assert expected["split"] == "holdout"
+    assert document == get("/pareto")
+    for prefer, message in (
+        ("math=0.6", "math=0.6 sum to 0.6, not to 1; for the same proportions: math=1"),
+        ("code=1", "'code' is not an objective; give weights of math, text, lookup"),
+        ("math", "'math' is not OBJECTIVE=WEIGHT; write math=0.6,code=0.4"),
+    ):
+        answer = http.get(f"/v1/studies/{study.id}/pareto", params={"prefer": prefer})
+        assert (answer.status_code, answer.json()["problems"]) == (422, [{"field": "prefer", "message": message}])
 
 
 def test_the_report_is_the_page_of_the_result_files_and_runs_nothing(

@@ -37,6 +37,7 @@ def test_the_schema_of_the_study_file_accepts_the_study(place: Workplace) -> Non
         (["run"], "the following arguments are required: STUDY, --out"),
         ([], "the following arguments are required: COMMAND"),
         (["run", "x", "--out", "y", "--export", "worst"], "invalid choice: 'worst'"),
+        (["export", "x", "best", "--out", "y", "--prefer", "math"], "'math' is not OBJECTIVE=WEIGHT"),
         (["export", "x", "best", "--out", "y", "--dtype", "int8"], "invalid choice: 'int8'"),
     ],
 )

@@ -146,7 +146,7 @@ def test_trials_and_front_are_shown_as_those_of_a_run(site: Site, finished: str,
     assert "trial label state samples sums" in lines
     assert "2 expert:text complete 36 0.2" in lines
     assert "8 trial:8 fail: NaN logits 0" in lines
-    assert "7 TIES k 0.2 lambda 1.0 0.7 ±0.01" in [
+    assert "7 task arithmetic 0.7 0.7 ±0.01" in [
         words(line) for line in terminal.shown("pareto", finished).splitlines()
     ]
 
@@ -191,6 +191,21 @@ def test_export_fetches_the_model(site: Site, finished: str, terminal: ServerTer
     )
     other = tmp_path / "other"
     assert terminal.document("export", finished, "1", "--out", other) == {"directory": str(other)}
+
+
+def test_weights_pick_the_trial_on_the_server(
+    site: Site, finished: str, terminal: ServerTerminal, tmp_path: Path
+) -> None:
+    out = tmp_path / "merged"
+    told, place = terminal.shown("export", finished, "best", "--prefer", "sums=1", "--out", out).splitlines()
+    assert told.startswith("preferred by sums=1: trial 7, task arithmetic 0.7, sums ")
+    assert told.endswith(" on held-out data")
+    assert place == f"merged model: {out}"
+    assert site.store.exports(finished)[-1].trial == 7
+    assert terminal.document("pareto", finished, "--prefer", "sums=1")["preferred"]["trial"] == 7
+    assert "prefer: sums=0.5 sum to 0.5, not to 1" in terminal.refused(
+        "export", finished, "best", "--prefer", "sums=0.5", "--out", tmp_path / "other"
+    )
 
 
 def test_what_cannot_be_exported_is_refused(

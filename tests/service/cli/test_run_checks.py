@@ -34,7 +34,7 @@ def test_check_prints_the_plan_and_starts_and_leaves_nothing(place: Workplace) -
     assert "models    base + 2 experts of" in out
     assert "rungs     4 -> 12 -> 36 samples of each objective, 1 objective; scheduler: hyperband\n" in out
     assert re.search(r"^disk      0\.0 GiB for an exported model, \d+\.\d GiB free$", out, re.MULTILINE)
-    assert "trials    8 sources and published recipes, 6 searched" in out
+    assert "trials    10 sources and published recipes, 6 searched" in out
     assert "search    random: the study names it\n" in out
     assert not place.run_dir.exists()
 
@@ -44,7 +44,7 @@ def test_check_as_json_holds_the_same_plan(place: Workplace) -> None:
     plan = json.loads(out)
     assert code == 0
     assert plan["rungs"] == [{"sums": 4}, {"sums": 12}, {"sums": 36}]
-    assert plan["trials"] == {"extras": 8, "search": 6}
+    assert plan["trials"] == {"extras": 10, "search": 6}
     assert plan["memory_bytes"]["needed"] == plan["memory_bytes"]["bank"] + plan["memory_bytes"]["engines"]
     assert plan["hours"] > 0
     assert (plan["algorithm"], plan["step_samples"]) == ("random", 0)

@@ -110,6 +110,34 @@ def test_export_writes_the_trial_that_is_named_and_refuses_others(place: Workpla
     assert f"{out}: exists and is not an export of recipe" in place.refused("export", place.run_dir, "2", "--out", out)
 
 
+def test_weights_pick_the_trial_that_is_shown_and_exported(place: Workplace) -> None:
+    place.begin(scored=True)
+    out, told = (
+        place.directory / "merged",
+        "preferred by sums=1: trial 7, task arithmetic 0.7, sums 0.700 on search data",
+    )
+    code, stdout, _ = place.run("pareto", place.run_dir, "--prefer", "sums=1")
+    assert (code, told in " ".join(stdout.split())) == (0, True)
+    code, stdout, _ = place.run("export", place.run_dir, "best", "--prefer", "sums=1", "--out", out)
+    assert (code, stdout) == (0, f"{told}\nmerged model: {out}\n")
+    code, stdout, _ = place.run("export", place.run_dir, "best", "--prefer", "sums=1", "--out", out, "--json")
+    document = json.loads(stdout)
+    assert (document["directory"], document["preferred"]["trial"]) == (str(out), 7)
+    assert document["preferred"]["values"] == {"sums": 0.7}
+
+
+def test_what_are_no_weights_is_refused(place: Workplace) -> None:
+    place.begin(scored=True)
+    command = ("export", place.run_dir, "best", "--out", place.directory / "merged", "--prefer")
+    assert place.refused(*command, "sums=0.6") == (
+        "preference: sums=0.6 sum to 0.6, not to 1; for the same proportions: sums=1"
+    )
+    assert "'math' is not an objective; give weights of sums" in place.refused(*command, "math=1")
+    other = ("export", place.run_dir, "3", "--out", place.directory / "merged", "--prefer", "sums=1")
+    assert place.refused(*other) == "preference: weights choose the trial; give \"best\", not '3'"
+    assert not (place.directory / "merged").exists()
+
+
 def test_export_refuses_sources_that_have_changed(place: Workplace) -> None:
     expert = place.copied("math")
     place.begin(scored=True)

@@ -327,6 +327,15 @@ def test_an_exported_model_is_the_trial_that_was_named(site: Site, finished: str
     assert [path.name for path in tmp_path.iterdir()] == ["merged"]
 
 
+def test_weights_pick_the_trial_that_is_exported(site: Site, finished: str, ask: Asker, tmp_path: Path) -> None:
+    picked = ask("pareto", finished, prefer={"sums": 1.0})["preferred"]
+    assert (picked["trial"], picked["split"]) == (7, "holdout")
+    out = ask("export", finished, "best", tmp_path / "merged", prefer={"sums": 1.0})
+    assert site.store.trial(finished, 7).recipe.digest in (out / "recipe.json").read_text()
+    with pytest.raises(RequestRefused, match=r"prefer: sums=0.5 sum to 0.5, not to 1"):
+        ask("export", finished, "best", tmp_path / "other", prefer={"sums": 0.5})
+
+
 def test_what_cannot_be_exported_is_refused(site: Site, finished: str, ask: Asker, tmp_path: Path) -> None:
     running = site.begin(site.new_name()).study_id
     for study, trial, dtype, status, message in (

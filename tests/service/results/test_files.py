@@ -84,7 +84,7 @@ def test_numbers_that_json_lacks_are_refused_before_anything_is_written(run, tmp
 
 def test_a_trial_line_holds_its_rungs_and_values(run):
     trial = next(t for t in run.trials if t.origin is Origin.SEARCH and t.state is TrialState.COMPLETE)
-    line = json.loads(trials_jsonl(run.trials).splitlines()[trial.number])
+    line = json.loads(trials_jsonl(run).splitlines()[trial.number])
     assert line["number"] == trial.number
     assert line["recipe_digest"] == trial.recipe.digest
     assert [rung["samples"]["math"] for rung in line["rungs"]] == list(RUNGS)
@@ -260,5 +260,5 @@ def test_tables_show_front_holdout_and_trials(run):
     assert len(rows) >= 4
     assert all("[" in row for row in rows)
     assert "minus best" in "\n".join(held_out)
-    trials = shown(trials_table(map(json.loads, trials_jsonl(run.trials).splitlines()), ["math", "text", "lookup"]))
+    trials = shown(trials_table(map(json.loads, trials_jsonl(run).splitlines()), ["math", "text", "lookup"]))
     assert "fail: NaN in the logits" in trials

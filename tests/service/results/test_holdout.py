@@ -79,7 +79,7 @@ class Study:
         first, second = (json.loads(json.dumps(document, allow_nan=False)) for document in (summary(run), pareto(run)))
         jsonschema.validate(first, schemas()["summary"])
         jsonschema.validate(second, schemas()["pareto"])
-        for line in trials_jsonl(run.trials).splitlines():
+        for line in trials_jsonl(run).splitlines():
             jsonschema.validate(json.loads(line), schemas()["trial"])
         return first, second, render_report(run)
 

@@ -158,6 +158,19 @@ def test_later_proposals_are_mutants_of_the_best_trial() -> None:
     assert 0 < len(moved) < len(best)
 
 
+def test_mutants_are_of_the_best_trial_that_keeps_to_the_constraints() -> None:
+    steps: list[Step] = []
+    points = [propose(NUM_BASELINES + i, steps, known=baselines()) for i in range(3)]
+    known = [replace(observation, constraints=(0.1,)) for observation in baselines()]
+    for i, (cost, constraint) in enumerate(((-7.0, -0.1), (-8.0, 0.0), (-9.0, 0.2))):
+        trial = Observation(points[i], 1.0, (cost, cost), number=NUM_BASELINES + i, rung=0, constraints=(constraint,))
+        known.append(trial)
+    mutant = propose(NUM_BASELINES + 3, steps, known=known)
+    kept = [sum(mutant[name] == point[name] for name in point) for point in points]
+    assert kept[1] > 0
+    assert max(kept[0], kept[2]) < kept[1]
+
+
 def test_where_a_lower_loss_does_not_go_with_a_better_score_smac_proposes() -> None:
     steps: list[Step] = []
     known = baselines(sign=-1.0)

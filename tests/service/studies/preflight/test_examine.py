@@ -178,21 +178,21 @@ def test_the_last_rung_may_be_as_large_as_the_smallest_data_and_no_larger(root: 
 
 
 def test_expected_samples_are_those_counted_by_hand(root: Path) -> None:
-    """Both objectives together: rungs of 8, 24 and 72 samples; eight source and published recipes pay 72 each.
+    """Both objectives together: rungs of 8, 24 and 72 samples; ten source and published recipes pay 72 each.
 
     Nine configurations start at 8 (72), three go on for 16 more (48), one for 48 more: 168. Five start at 24 (120) and
-    one goes on for 48 more: 168. Held out: eight recipes and about four finalists on 2 x 20 samples."""
+    one goes on for 48 more: 168. Held out: ten recipes and about four finalists on 2 x 20 samples."""
     found = examined(root)
-    assert len(found.baselines()) == 8
-    assert found.expected_samples() == ExpectedSamples(8 * 72 + 168 + 168, 12 * 40, 22 * 72)
+    assert len(found.baselines()) == 10
+    assert found.expected_samples() == ExpectedSamples(10 * 72 + 168 + 168, 14 * 40, 24 * 72)
 
 
 @pytest.mark.parametrize(
     ("max_trials", "search"),
     [
-        (11, 8 * 72 + 168 + (2 * 24 + 48)),  # the second bracket is cut to two
-        (17, 8 * 72 + 168 + 168 + 3 * 72),
-        (20, 8 * 72 + 168 + 168 + 3 * 72 + (3 * 8 + 16 + 48)),  # and the first comes again, cut to three
+        (11, 10 * 72 + 168 + (2 * 24 + 48)),  # the second bracket is cut to two
+        (17, 10 * 72 + 168 + 168 + 3 * 72),
+        (20, 10 * 72 + 168 + 168 + 3 * 72 + (3 * 8 + 16 + 48)),  # and the first comes again, cut to three
     ],
 )
 def test_expected_samples_of_cut_and_repeated_brackets(root: Path, max_trials: int, search: int) -> None:
@@ -203,18 +203,18 @@ def test_asha_is_expected_to_promote_one_in_eta_of_all_trials(root: Path) -> Non
     """Fourteen start at 8 samples, four go on for 16 more, one for 48 more."""
     fidelity = {"scheduler": "asha", "min_samples": 4, "max_samples": 36}
     expected = examined(root, fidelity=fidelity).expected_samples()
-    assert expected.search == 8 * 72 + 14 * 8 + 4 * 16 + 48
+    assert expected.search == 10 * 72 + 14 * 8 + 4 * 16 + 48
 
 
 def test_without_a_scheduler_every_trial_pays_for_all_samples(root: Path) -> None:
     expected = examined(root, fidelity={"scheduler": "none"}, holdout=[]).expected_samples()
-    assert expected == ExpectedSamples(search=22 * 78, holdout=0, full_budget=22 * 78)
+    assert expected == ExpectedSamples(search=24 * 78, holdout=0, full_budget=24 * 78)
 
 
 def test_sources_and_published_recipes_come_first_and_are_of_this_family(root: Path) -> None:
     found = examined(root)
     origins = [origin for origin, _, _ in found.baselines()]
-    assert origins == [Origin.SOURCE] * 3 + [Origin.PUBLISHED] * 5
+    assert origins == [Origin.SOURCE] * 3 + [Origin.PUBLISHED] * 7
     assert [label for _, label, _ in found.baselines()][:4] == ["base", "expert:math", "expert:text", "uniform average"]
     for _, _, recipe in found.baselines():
         assert len(recipe.layers) == 3
@@ -234,6 +234,19 @@ def test_the_same_study_resolves_to_the_same_and_is_stored_as_plain_data(root: P
         ("words", "exact_match", "maximize"),
     ]
     assert set(facts["fingerprints"]) == {"base", "math", "text"}
+
+
+def test_constraints_are_those_of_their_objectives_and_are_stored_with_them(root: Path) -> None:
+    texts = ["words >= base - 0.01", "sums >= 0.5", "words <= 0.9"]
+    resolved = examined(root, search={"max_trials": 14, "seed": 5, "constraints": texts}).resolved()
+    sums, words = resolved.objectives
+    assert [constraint.text for constraint in sums.constraints] == ["sums >= 0.5"]
+    assert [constraint.text for constraint in words.constraints] == ["words >= base - 0.01", "words <= 0.9"]
+    facts = json.loads(json.dumps(resolved.to_json()))
+    assert ResolvedStudy.from_json(facts) == resolved
+    for objective in facts["objectives"]:
+        del objective["constraints"]  # as earlier versions stored them
+    assert ResolvedStudy.from_json(facts).objectives == examined(root).objectives
 
 
 def test_what_a_study_resolves_to_follows_the_data_the_models_and_the_order_of_samples(root: Path) -> None:
@@ -438,25 +451,25 @@ def test_heads_are_shared_out_evenly_between_devices(root: Path, monkeypatch: py
 
 def test_the_printed_plan_says_what_was_found(root: Path) -> None:
     plan = check(study_of(root), root)
-    assert plan.samples == ExpectedSamples(search=912, holdout=480, full_budget=1584)
+    assert plan.samples == ExpectedSamples(search=1056, holdout=560, full_budget=1728)
     assert plan.memory_bytes["needed"] == plan.memory_bytes["bank"] + plan.memory_bytes["engines"]
     assert 0 < plan.hours < 1
     text = plan.to_text()
     assert "rungs     4 -> 12 -> 36 samples of each objective, 2 objectives; scheduler: hyperband" in text
-    assert "samples   912 in the search (42% fewer than 1,584 at full budget), about 480 held out" in text
+    assert "samples   1,056 in the search (39% fewer than 1,728 at full budget), about 560 held out" in text
     assert "min, by this machine's arithmetic speed" in text
 
 
 def test_a_plan_without_holdout_or_scheduler_promises_neither(root: Path) -> None:
     text = check(study_of(root, fidelity={"scheduler": "none"}, holdout=[]), root).to_text()
-    assert "samples   1,716 in the search, none held out" in text
+    assert "samples   1,872 in the search, none held out" in text
     assert "rungs     sums 40, words 38 samples; scheduler: none" in text
 
 
 def test_a_plan_under_asha_promises_no_more_than_is_known(root: Path) -> None:
     fidelity = {"scheduler": "asha", "min_samples": 4, "max_samples": 36}
     text = check(study_of(root, fidelity=fidelity), root).to_text()
-    assert "samples   at least 800 in the search (at most 49% fewer than 1,584 at full budget)" in text
+    assert "samples   at least 944 in the search (at most 45% fewer than 1,728 at full budget)" in text
 
 
 def test_an_adapter_is_an_expert_that_takes_the_memory_of_its_matrices(root: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from search_spaces.constraints import parse_constraint
 from search_spaces.objectives import Objective
+from service.tune.feasibility import Feasibility
 from service.tune.proposing.proposals import Observations
 from service.tune.schedulers.base import Proposal
 from service.types import Origin, RungRecord, TrialRecord, TrialState
@@ -21,8 +23,8 @@ def rung_record(rung: int, values: tuple[float, float], errors: tuple[float | No
 def test_an_observation_has_its_trial_its_rung_and_the_errors_of_its_costs() -> None:
     space = lfs_space()
     objectives = (
-        Objective("math", "exact_match", "maximize"),
-        Objective("text", "perplexity", "minimize", (0.0, 20.0)),
+        Objective("math", "exact_match", "maximize", None, (parse_constraint("math >= 0.875"),)),
+        Objective("text", "perplexity", "minimize", (0.0, 20.0), (parse_constraint("text <= base"),)),
     )
     plan = make_plan("s", objectives=objectives)
     origin, label, recipe = plan.baselines[0]
@@ -31,7 +33,7 @@ def test_an_observation_has_its_trial_its_rung_and_the_errors_of_its_costs() -> 
     proposed = space.to_recipe(configuration)
     full = rung_record(2, (0.5, 5.0), (0.1, 1.0))
     trials = {
-        0: TrialRecord(0, origin, label, TrialState.COMPLETE, recipe, configuration, rungs=(full,)),
+        0: TrialRecord(0, origin, label, TrialState.COMPLETE, recipe, configuration, rungs=(full,), values=full.values),
         7: TrialRecord(
             7,
             Origin.SEARCH,
@@ -44,11 +46,15 @@ def test_an_observation_has_its_trial_its_rung_and_the_errors_of_its_costs() -> 
         8: TrialRecord(8, Origin.SEARCH, "", TrialState.FAIL, proposed, configuration),
     }
     proposal = Proposal(9, 0, visible=((0, 2), (7, 0), (7, 1)), failed=(8,), pending=(), opens=None)
-    source, low, high, failed = Observations(space, plan).of(proposal, trials)
+    feasibility = Feasibility(plan.objectives, trials)
+    feasibility.know(0, {0: {"math": 0.5, "text": 12.0}, 1: {"math": 0.5, "text": 7.0}})
+    source, low, high, failed = Observations(space, plan, feasibility).of(proposal, trials)
     assert (source.number, source.rung, source.fidelity, source.is_proposed) == (0, 2, 1.0, False)
     assert (low.number, low.rung, low.fidelity, low.is_proposed) == (7, 0, pytest.approx(1 / 9), True)
     assert low.costs == (0.0, 0.5)
     assert low.standard_errors == (None, 0.1)
     assert (high.number, high.rung, high.standard_errors) == (7, 1, (0.125, 0.05))
     assert (failed.number, failed.rung, failed.costs, failed.standard_errors) == (8, 2, None, ())
-    assert {o.constraints for o in (source, low, high, failed)} == {()}
+    # As shares of the ranges, and the base's text on the samples of the same rung.
+    assert (source.constraints, failed.constraints) == ((0.375, 0.0), ())
+    assert (low.constraints, high.constraints) == ((-0.125, -0.1), (0.125, 0.15))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from service.tune.schedulers.racing import RacingTable
@@ -10,9 +12,14 @@ from tests.service.tune.schedulers.test_rung_table import propose, table_of
 LOOKS = 3
 
 
-def race(*, baselines: int = 2, max_staleness: int = 1, max_trials: int = 10) -> RacingTable:
+def race(*, baselines: int = 2, max_staleness: int = 1, max_trials: int = 10, **options: Any) -> RacingTable:
     table = table_of(
-        max_trials=max_trials, scheduler="racing", baselines=baselines, max_staleness=max_staleness, num_rungs=LOOKS
+        max_trials=max_trials,
+        scheduler="racing",
+        baselines=baselines,
+        max_staleness=max_staleness,
+        num_rungs=LOOKS,
+        **options,
     )
     assert isinstance(table, RacingTable)
     return table
@@ -107,3 +114,16 @@ def test_results_in_the_order_of_a_resumed_search_give_the_same_decisions(max_st
                 again.record(number, rung, (costs[number][rung],))
     assert again.is_finished
     assert list(again.ready()) == []
+
+
+def test_with_constraints_whoever_violates_them_less_is_ahead() -> None:
+    violation = {(0, 2): 0.0, (0, 0): 0.0, (1, 2): 0.4, (1, 0): 0.4, (2, 0): 0.1, (3, 0): 0.0}
+    table = race(violation=lambda number, rung: violation[number, rung])
+    scored_in_full(table, 0, 0.5, 0.5, 0.5)
+    scored_in_full(table, 1, 0.1, 0.1, 0.1)  # the best values, and no rival: it violates a constraint
+    assert propose(table) == 2
+    (stopped,) = table.record(2, 0, (0.2,))
+    assert stopped.pruned == (2,)
+    assert propose(table) == 3
+    (going_on,) = table.record(3, 0, (0.45,))
+    assert going_on.promoted == (3,)

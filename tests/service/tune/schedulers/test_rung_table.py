@@ -22,6 +22,7 @@ def table_of(
     baselines: int = 0,
     max_staleness: int = 1,
     waits_for_baselines: bool = False,
+    violation: Callable[[int, int], float] = lambda number, rung: 0.0,
 ) -> RungTable:
     """A table with its baselines added, none of them evaluated. eta is 3."""
     table = SCHEDULERS[scheduler](
@@ -32,6 +33,7 @@ def table_of(
         max_trials=max_trials,
         max_staleness=max_staleness,
         waits_for_baselines=waits_for_baselines,
+        violation=violation,
     )
     for number in range(baselines):
         table.add_trial(number, None)

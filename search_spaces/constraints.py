@@ -1,0 +1,90 @@
+"""Constraints: bounds that the value of an objective must keep to, such as "general >= base - 0.01" or "math >= 0.5".
+
+A bound is a number, or relative to what the base model, an expert or the best expert has in the same objective, on the
+same samples. Numbers are in the metric's own unit.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from search_spaces.errors import InvalidStudy, Problem
+
+__all__ = ["BASE", "BEST_EXPERT", "EXPERT", "Constraint", "contradictory", "parse_constraint"]
+
+BASE, BEST_EXPERT = "base", "best expert"
+# Of the label of an expert's trial.
+EXPERT = "expert:"
+
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?"
+_CONSTRAINT = re.compile(
+    rf"(?P<objective>{_NAME}) ?(?P<relation>>=|<=) ?"
+    rf"(?:(?P<number>[+-]?{_NUMBER})"
+    rf"|(?P<reference>{BASE}|{BEST_EXPERT}|{EXPERT}{_NAME})(?: ?(?P<sign>[+-]) ?(?P<margin>{_NUMBER}))?)"
+)
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """The objective's value is at least (>=) or at most (<=) `offset`, plus the value of `reference` where there is
+    one: "base", "best expert" or "expert:ALIAS". `text` is how it is written and shown."""
+
+    text: str
+    objective: str
+    relation: Literal[">=", "<="]
+    reference: str | None
+    offset: float
+
+    def excess(self, value: float, reference_value: float = 0.0) -> float:
+        """By how much `value` violates it, in the metric's unit; it holds where this is at most 0. Rounded, so that a
+        value on the bound keeps to it however the bound was computed."""
+        gap = self.offset + reference_value - value
+        return round(gap if self.relation == ">=" else -gap, 12)
+
+
+def parse_constraint(text: str) -> Constraint:
+    """The constraint that `text` states. Raises InvalidStudy if it states none."""
+    plain = " ".join(text.split())
+    found = _CONSTRAINT.fullmatch(plain)
+    number = found and (found["number"] or (found["sign"] or "+") + (found["margin"] or "0"))
+    if found is None or not math.isfinite(float(number or 0)):
+        raise InvalidStudy(
+            (
+                Problem(
+                    "",
+                    f"{text!r:.80} is no constraint; write OBJECTIVE >= BOUND or OBJECTIVE <= BOUND; a bound is a "
+                    "number, or base, best expert or expert:ALIAS, with or without a margin: math >= base - 0.01",
+                ),
+            )
+        )
+    relation: Literal[">=", "<="] = ">=" if found["relation"] == ">=" else "<="
+    return Constraint(plain, found["objective"], relation, found["reference"], float(number or 0))
+
+
+def contradictory(
+    constraints: Mapping[int, Constraint], *, objectives: Sequence[str], experts: Sequence[str] | None
+) -> Iterator[tuple[int, str]]:
+    """What is wrong between `constraints`, by position, and the names of a study; None: its experts are not known."""
+    seen: dict[Constraint, int] = {}
+    for index, constraint in constraints.items():
+        if objectives and constraint.objective not in objectives:
+            yield index, f"{constraint.objective} is not an objective; give one of {', '.join(objectives)}"
+        alias = (constraint.reference or "").removeprefix(EXPERT)
+        if experts is not None and constraint.reference not in (None, BASE, BEST_EXPERT) and alias not in experts:
+            yield (
+                index,
+                f"{alias} is not an expert; give one of {', '.join(experts)}, and a space around + and - after it",
+            )
+        if constraint in seen:
+            yield index, f"{constraint.text} is also search.constraints.{seen[constraint]}; give it once"
+        seen.setdefault(constraint, index)
+    for index, lower in constraints.items():
+        for other, upper in constraints.items():
+            same = (lower.objective, lower.reference) == (upper.objective, upper.reference)
+            if same and (lower.relation, upper.relation) == (">=", "<=") and lower.offset > upper.offset:
+                yield max(index, other), f"no value meets both {lower.text} and {upper.text}; change one of them"

@@ -1,0 +1,107 @@
+"""Whether trials keep to the constraints of their study's objectives, and by how much they violate them.
+
+A bound that is relative to a source model is compared on the same samples, so it follows that model's value there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from search_spaces.constraints import BEST_EXPERT, EXPERT, Constraint
+from search_spaces.objectives import Objective
+from service.schemas.files import ConstraintDocument
+from service.types import Origin, TrialRecord
+
+__all__ = [
+    "Values",
+    "constraint_documents",
+    "excesses",
+    "has_constraints",
+    "reference_of",
+    "sources_of",
+    "total_violation",
+    "violations",
+]
+
+Values = Mapping[str, float]
+
+
+def has_constraints(objectives: Sequence[Objective]) -> bool:
+    return any(objective.constraints for objective in objectives)
+
+
+def sources_of(trials: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
+    """The trials of the source models."""
+    return tuple(trial for trial in trials if trial.origin is Origin.SOURCE)
+
+
+def reference_of(constraint: Constraint, objective: Objective, trials: Sequence[TrialRecord]) -> TrialRecord | None:
+    """The source model that the constraint's bound is relative to: of `trials` at full budget, None where it is none of
+    them, or the bound is a number. The best expert is the one with the best value there, the first of equals."""
+    scored = [t for t in trials if t.origin is Origin.SOURCE and objective.name in t.values]
+    if constraint.reference == BEST_EXPERT:
+        experts = [trial for trial in scored if trial.label.startswith(EXPERT)]
+        cost = {trial.number: objective.cost_of_stored(trial.values[objective.name]) for trial in experts}
+        return min(experts, key=lambda trial: (cost[trial.number], trial.number), default=None)
+    return next((trial for trial in scored if trial.label == constraint.reference), None)
+
+
+def excesses(
+    values: Values, objectives: Sequence[Objective], reference: Callable[[Constraint, Objective], Values | None]
+) -> dict[Constraint, float]:
+    """By how much `values` violate each constraint, in the metric's unit; it holds where this is at most 0.
+
+    `reference` gives the values of what a bound is relative to, on the same samples; None: they are not known, and the
+    constraint is left out."""
+    found = {}
+    for objective in objectives:
+        for constraint in objective.constraints:
+            known = reference(constraint, objective) if constraint.reference is not None else {objective.name: 0.0}
+            if known is not None and objective.name in known and objective.name in values:
+                found[constraint] = constraint.excess(values[objective.name], known[objective.name])
+    return found
+
+
+def violations(
+    values: Values,
+    objectives: Sequence[Objective],
+    trials: Sequence[TrialRecord],
+    *,
+    values_of: Callable[[TrialRecord], Values] = lambda trial: trial.values,
+) -> dict[str, float]:
+    """The constraints that `values` violate, as written, each with the excess in the metric's unit.
+
+    `trials` are the study's, or at least its source models; `values_of` gives theirs on the same samples, by default
+    those at full budget."""
+
+    def reference(constraint: Constraint, objective: Objective) -> Values | None:
+        found = reference_of(constraint, objective, trials)
+        return None if found is None else values_of(found)
+
+    return {c.text: excess for c, excess in excesses(values, objectives, reference).items() if excess > 0}
+
+
+def constraint_documents(objectives: Sequence[Objective], trials: Sequence[TrialRecord]) -> list[ConstraintDocument]:
+    """Each constraint with its bound, and how many of `trials`, those at full budget, keep to it."""
+    documents: list[ConstraintDocument] = []
+    for objective in objectives:
+        for constraint in objective.constraints:
+            source = reference_of(constraint, objective, trials)
+            is_known = constraint.reference is None or source is not None
+            bound = constraint.offset + (0.0 if source is None else source.values[objective.name])
+            kept = [t for t in trials if constraint.text not in violations(t.values, [objective], trials)]
+            documents.append(
+                {
+                    "constraint": constraint.text,
+                    "bound": bound if is_known else None,
+                    "kept_by": len(kept) if is_known else 0,
+                    "trials": len(trials),
+                }
+            )
+    return documents
+
+
+def total_violation(excess: Mapping[Constraint, float], objectives: Sequence[Objective]) -> float:
+    """The sum of the excesses above 0, each as a share of its objective's range; 0 where all constraints hold."""
+    widths = {objective.name: objective.bounds[1] - objective.bounds[0] for objective in objectives}
+    return sum(max(0.0, value) / widths[constraint.objective] for constraint, value in excess.items())

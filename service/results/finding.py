@@ -1,0 +1,148 @@
+"""What the held-out stage found: whether a merge that the search proposed is better than the best source model and the
+best published recipe.
+
+Every finalist that the search proposed is compared with both, sample by sample, in the value that names the best trial.
+The more finalists, the likelier one of them is lucky, so the intervals of their differences hold together: each is at
+the level 1 - 0.05 / finalists. A merge counts as better where its interval is above 0, so if none is better than a
+rival, the probability of claiming one is at most 5 %.
+
+Sources:
+    Dunn 1961, "Multiple comparisons among means", JASA 56 (Bonferroni's correction of intervals).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from search_spaces.objectives import Objective
+from service.results.selection import accuracy_objectives
+from service.results.statistics import LEVEL, Bounds, correlations, mean_of, paired_difference
+from service.types import Estimate, Origin, TrialRecord
+
+__all__ = ["RivalTest", "criterion", "finding_text", "rival_tests"]
+
+Samples = Mapping[str, NDArray[np.float64]]
+
+RIVALS = {Origin.SOURCE: "single model", Origin.PUBLISHED: "published recipe"}
+
+
+@dataclass(frozen=True)
+class RivalTest:
+    """The finalists that the search proposed, compared with the best row of an `origin` on the holdout data.
+
+    The rival is the best of its kind on the holdout data themselves: its luck there works against the merges.
+    `differences` are finalist minus rival by trial, the best on search data first; larger is better, and their
+    intervals hold together at 95 %."""
+
+    origin: Origin
+    rival: int
+    label: str
+    differences: Mapping[int, Estimate]
+
+    @property
+    def better(self) -> tuple[int, ...]:
+        """The finalists that are better than the rival, the best on search data first."""
+        return tuple(number for number, difference in self.differences.items() if difference.ci95[0] > 0)
+
+
+def criterion(objectives: Sequence[Objective]) -> str:
+    """In words, what is compared."""
+    names = accuracy_objectives(objectives)
+    if len(objectives) == 1 or len(names) == 1:
+        return names[0] if names else objectives[0].name
+    return f"the mean of {', '.join(names)}" if names else "the mean over all objectives, as shares of their ranges"
+
+
+def rival_tests(
+    finalists: Sequence[TrialRecord],
+    trials: Sequence[TrialRecord],
+    objectives: Sequence[Objective],
+    rows: Mapping[int, Samples],
+    *,
+    documents: Mapping[str, str],
+    bounds: Mapping[str, Bounds],
+) -> tuple[RivalTest, ...]:
+    """The tests against the best source model and the best published recipe; empty if no finalist was proposed.
+    Objectives without holdout data are left out.
+
+    `rows` are the samples of each trial on the holdout data, the same samples for all; objectives with equal
+    `documents` were scored on the same documents, and `bounds` are the ranges that no sample leaves."""
+    objectives = [o for o in objectives if all(o.name in samples for samples in rows.values())]
+    proposed = [t.number for t in finalists if t.origin in (Origin.SEARCH, Origin.USER) and t.number in rows]
+    ranked = [o for o in objectives if o.name in accuracy_objectives(objectives)] or list(objectives)
+    factors = {o.name: _factor(o, is_share=len(ranked) > 1) for o in ranked}
+    merits = {number: {name: f * samples[name] for name, f in factors.items()} for number, samples in rows.items()}
+    limits = {name: _ordered(f * bounds[name][0], f * bounds[name][1]) for name, f in factors.items() if name in bounds}
+    tests = []
+    for origin in RIVALS:
+        rivals = [trial for trial in trials if trial.origin is origin and trial.number in merits]
+        if not proposed or not rivals:
+            continue
+        rival = max(rivals, key=lambda trial: float(np.mean([v.mean() for v in merits[trial.number].values()])))
+        level = 1 - (1 - LEVEL) / len(proposed)
+        differences = {
+            number: _difference(merits[number], merits[rival.number], documents, limits, level) for number in proposed
+        }
+        tests.append(RivalTest(origin, rival.number, rival.label, differences))
+    return tuple(tests)
+
+
+def finding_text(
+    tests: Sequence[RivalTest], objectives: Sequence[Objective], *, best: TrialRecord | None, was_scored: bool
+) -> str:
+    """What was found, in one sentence. `best` is the best trial on search data, `was_scored`: on the holdout data."""
+    if best is None or not was_scored:
+        return "Whether a merge is better than the single models and published recipes was not tested on held-out data."
+    if not tests:
+        return f"No merge found is better than {best.label}: no trial that the search proposed is among the finalists."
+    clauses: list[tuple[str | None, str, str]] = []
+    for test in tests:
+        rival = f"the best {RIVALS[test.origin]}, {test.label}"
+        subject = next(iter(test.better or test.differences))
+        name = f"trial {subject}"
+        shown = _shown(test.differences[subject])
+        if not test.better:
+            clauses.append((None, rival, f"({name}: {shown})"))
+        else:
+            clauses.append((name, rival, f"({shown})"))
+    text = ""
+    before: str | None = ""
+    for subject_name, rival, shown in clauses:
+        if subject_name == before:
+            text += f" {'and' if subject_name else 'nor'} than {rival} {shown}"
+        else:
+            joint = "" if before == "" else " but " if (subject_name is None) != (before is None) else " and "
+            text += f"{joint}{subject_name or 'no merge found'} is better than {rival} {shown}"
+        before = subject_name
+    count = len(tests[0].differences)
+    corrected = f" and corrected for {count} finalists" if count > 1 else ""
+    text += f", in {criterion(objectives)} on held-out data; intervals are paired by document{corrected}."
+    return text[0].upper() + text[1:]
+
+
+def _ordered(one: float, other: float) -> Bounds:
+    return min(one, other), max(one, other)
+
+
+def _factor(objective: Objective, *, is_share: bool) -> float:
+    """What values are multiplied by, so that larger is better; `is_share`: in units of the objective's range."""
+    low, high = objective.bounds
+    return (1 if objective.direction == "maximize" else -1) / (high - low if is_share else 1)
+
+
+def _difference(
+    first: Samples, second: Samples, documents: Mapping[str, str], bounds: Mapping[str, Bounds], level: float
+) -> Estimate:
+    names = list(first)
+    estimates = [paired_difference(first[n], second[n], bounds=bounds.get(n), level=level) for n in names]
+    data = [documents.get(name, name) for name in names]
+    return mean_of(estimates, correlation=correlations([first[n] - second[n] for n in names], data))
+
+
+def _shown(difference: Estimate) -> str:
+    low, high = difference.ci95
+    return f"difference {difference.value:+.3f}, 95 % interval {low:.3f} to {high:.3f}"

@@ -1,0 +1,72 @@
+"""The model that a user's weights of the objectives pick from the Pareto front of a study.
+
+Each objective counts as the gap to its best value on the front, as a share of the objective's range (0 to 1 where the
+study states none), not of the front's: there a difference that is noise would count as much as a large one, if it were
+the front's only one. Gaps are joined by the augmented Chebyshev function, as in ParEGO.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from search_spaces.objectives import Objective
+from search_spaces.preferences import augmented_chebyshev, preference_vector
+from service.errors import NotFound
+from service.results.files import RunRecord
+from service.results.selection import costs_of_values, pareto_front
+from service.schemas.files import PreferredDocument
+from service.types import Origin
+from workers.types import Split
+
+__all__ = ["Choices", "choices"]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The trials of a front that may be picked, with their values on `split`, by number."""
+
+    objectives: tuple[Objective, ...]
+    split: Split
+    labels: Mapping[int, str]
+    values: Mapping[int, Mapping[str, float]]
+
+    def preferred(self, weights: Mapping[str, float]) -> PreferredDocument:
+        """The trial that `weights` of the objectives pick; of equal ones the first.
+
+        Raises InvalidPreference (see `preference_vector`), and NotFound if no trial has reached the full budget."""
+        vector = preference_vector(weights, objectives=[objective.name for objective in self.objectives])
+        if not self.values:
+            raise NotFound("no trial has reached the full budget yet, so there is none to prefer")
+        numbers = sorted(self.values)
+        costs = np.array([costs_of_values(self.values[number], self.objectives) for number in numbers])
+        gaps = costs - costs.min(axis=0)
+        distances = augmented_chebyshev(gaps, vector).round(12).tolist()
+        totals = gaps.sum(axis=1).tolist()  # objectives of weight 0 decide between equals
+        trial = min(zip(distances, totals, numbers, strict=True))[2]
+        return {
+            "weights": dict(weights),
+            "trial": trial,
+            "label": self.labels[trial],
+            "values": dict(self.values[trial]),
+            "split": self.split.value,
+        }
+
+
+def choices(run: RunRecord) -> Choices:
+    """The front, with held-out values where its trials have them; else with those on search data.
+
+    Of a front with more trials than are scored on the holdout data, only those may be picked."""
+    front = pareto_front(run.trials, run.objectives)
+    names = {objective.name for objective in run.objectives}
+    rows = {row.trial: {name: e.value for name, e in row.values.items()} for row in run.holdout}
+    held_out = {trial.number: rows[trial.number] for trial in front if set(rows.get(trial.number, ())) == names}
+    on_search: dict[int, Mapping[str, float]] = {trial.number: trial.values for trial in front}
+    return Choices(
+        run.objectives,
+        Split.HOLDOUT if held_out else Split.SEARCH,
+        {trial.number: f"trial {trial.number}" if trial.origin is Origin.SEARCH else trial.label for trial in front},
+        held_out or on_search,
+    )

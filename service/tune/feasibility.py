@@ -1,0 +1,93 @@
+"""The constraints of a study while its search runs: whether trials keep to them, rung by rung.
+
+A bound relative to a source model is compared on the samples of the rung, of which that model's values are known once
+it was scored in full. Until then nothing is proposed, so that no decision depends on when that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+from search_spaces.constraints import BEST_EXPERT, EXPERT, Constraint
+from search_spaces.objectives import Objective
+from service.errors import StudyFailed
+from service.results.feasibility import Values, excesses, reference_of, total_violation
+from service.types import Origin, TrialRecord, TrialState
+
+__all__ = ["Feasibility"]
+
+
+class Feasibility:
+    """Of the trials of one search; `trials` is the coordinator's own mapping, by number."""
+
+    def __init__(self, objectives: Sequence[Objective], trials: Mapping[int, TrialRecord]) -> None:
+        self._objectives = objectives
+        self._trials = trials
+        self._at_looks: dict[int, Mapping[int, Values]] = {}
+        self._violations: dict[tuple[int, int], float] = {}
+        self._is_known = False
+
+    def know(self, number: int, values: Mapping[int, Values]) -> None:
+        """What a trial that is evaluated at the last rung only has at the lower ones, by rung."""
+        self._at_looks[number] = dict(values)
+
+    def is_known(self) -> bool:
+        """Whether all that bounds are relative to has been scored.
+
+        Raises StudyFailed if it cannot be, because it has failed."""
+        relative = [c for o in self._objectives for c in o.constraints if c.reference is not None]
+        self._is_known = self._is_known or all(map(self._is_scored, relative))
+        return self._is_known
+
+    def values(self, number: int, rung: int) -> tuple[float, ...]:
+        """The constraints of a trial at a rung that it has a result of, in the order of the objectives: each as a share
+        of its objective's range, at most 0 where it holds."""
+        found = self._excesses(number, rung)
+        widths = {objective.name: objective.bounds[1] - objective.bounds[0] for objective in self._objectives}
+        return tuple(excess / widths[constraint.objective] for constraint, excess in found.items())
+
+    def violation(self, number: int, rung: int) -> float:
+        """By how much a trial violates them in total at a rung that it has a result of; 0 if it keeps to all."""
+        if not any(objective.constraints for objective in self._objectives):
+            return 0.0
+        if (number, rung) not in self._violations:
+            self._violations[number, rung] = total_violation(self._excesses(number, rung), self._objectives)
+        return self._violations[number, rung]
+
+    def _excesses(self, number: int, rung: int) -> dict[Constraint, float]:
+        def reference(constraint: Constraint, _: Objective) -> Values | None:
+            source = self._references.get(constraint)
+            return None if source is None else self._values(source, rung)
+
+        return excesses(self._values(number, rung), self._objectives, reference)
+
+    def _values(self, number: int, rung: int) -> Values:
+        stored = {record.rung: record.values for record in self._trials[number].rungs}
+        return {**self._at_looks.get(number, {}), **stored}[rung]
+
+    @cached_property
+    def _references(self) -> dict[Constraint, int]:
+        """The trial of the source that each relative bound is relative to. Asked for once all are scored."""
+        found = {}
+        for objective in self._objectives:
+            for constraint in objective.constraints:
+                trial = reference_of(constraint, objective, tuple(self._trials.values()))
+                if trial is not None:
+                    found[constraint] = trial.number
+        return found
+
+    def _is_scored(self, constraint: Constraint) -> bool:
+        is_any = constraint.reference == BEST_EXPERT
+        named = [
+            trial
+            for trial in self._trials.values()
+            if trial.origin is Origin.SOURCE
+            and (trial.label.startswith(EXPERT) if is_any else trial.label == constraint.reference)
+        ]
+        if not all(trial.state.is_finished for trial in named):
+            return False
+        if not any(trial.state is TrialState.COMPLETE for trial in named):
+            reason = next((trial.reason for trial in named if trial.reason), "no such source model was scored")
+            raise StudyFailed(f"search.constraints: {constraint.text}: {constraint.reference} has no score: {reason}")
+        return True
