@@ -85,10 +85,11 @@ def front_spec(family: str, seed: int) -> SearchSpec:
     return SearchSpec(family, "skills", "auto-front", seed, search, fidelity=_full(FULL), budget=budget)
 
 
-def rival_spec(family: str, seed: int, goal: str, searcher: str) -> SearchSpec:
-    trials, samples = (SINGLE_EVALUATIONS, EVALUATION) if goal == "mean" else (FRONT_EVALUATIONS, FULL)
-    search = {"algorithm": searcher, "max_trials": trials}
-    return SearchSpec(family, goal, searcher, seed, search, space=RIVAL_SPACE, fidelity=_full(samples))
+def rival_spec(family: str, seed: int, goal: str, searcher: str, evaluations: int) -> SearchSpec:
+    """A black-box searcher; the first trials of a longer search are those of a shorter one."""
+    search = {"algorithm": searcher, "max_trials": evaluations}
+    name, samples = f"{searcher}-{evaluations}", EVALUATION if goal == "mean" else FULL
+    return SearchSpec(family, goal, name, seed, search, space=RIVAL_SPACE, fidelity=_full(samples))
 
 
 def _full(samples: int) -> dict[str, Any]:
@@ -126,12 +127,14 @@ def demo(families: Sequence[str], seeds: range) -> dict[str, Any]:
     alone = np.broadcast_to(scan["judged"], winners.shape)
     rows = []
     for searcher in SINGLE_RIVALS:
-        found = [done(bench, rival_spec("shipped", seed, "mean", searcher)) for seed in seeds]
-        best = [run.best(DEMO_BUDGET) for run in found]
+        found = [
+            done(bench, rival_spec("shipped", seed, "mean", searcher, DEMO_BUDGET // EVALUATION)) for seed in seeds
+        ]
+        best = [run.best() for run in found]
         values = np.stack([judged(bench, run, trial) for run, trial in zip(found, best, strict=True)])
         rows.append({
             "searcher": searcher,
-            "spent": found[0].until(DEMO_BUDGET)[-1].spent,
+            "spent": found[0].spent,
             **summary(values, [trial.mean for trial in best]),
             "known_recipes": sum(trial.origin != "search" for trial in best),
             "auto_minus": interval([winners], [values]),
@@ -149,6 +152,7 @@ def demo(families: Sequence[str], seeds: range) -> dict[str, Any]:
 def single(families: Sequence[str], seeds: range) -> dict[str, Any]:
     ours: dict[int, list[NDArray[np.bool_]]] = {budget: [] for budget in SINGLE_BUDGETS}
     theirs: list[NDArray[np.bool_]] = []
+    best_rivals: dict[str, str] = {}
     rows: list[dict[str, Any]] = []
     for name in families:
         bench = Bench.of(name)
@@ -159,14 +163,14 @@ def single(families: Sequence[str], seeds: range) -> dict[str, Any]:
             ours[budget].append(table[f"auto {budget}"])
             rows.append(row_of(name, "auto", budget, runs, table[f"auto {budget}"]))
         for searcher in SINGLE_RIVALS:
-            runs = [done(bench, rival_spec(name, seed, "mean", searcher)) for seed in seeds]
+            runs = [done(bench, rival_spec(name, seed, "mean", searcher, SINGLE_EVALUATIONS)) for seed in seeds]
             table[searcher] = judge_all(bench, runs)
             rows.append(row_of(name, searcher, SINGLE_EVALUATIONS, runs, table[searcher]))
-        best = max(SINGLE_RIVALS, key=lambda searcher: table[searcher].mean())
-        theirs.append(table[best])
-        rows[-1]["best_rival"] = best
+        best_rivals[name] = max(SINGLE_RIVALS, key=lambda searcher: table[searcher].mean())
+        theirs.append(table[best_rivals[name]])
     return {
         "rows": rows,
+        "best_rivals": best_rivals,
         "auto_minus_best_rival": {
             str(budget): {
                 "all": interval(ours[budget], theirs),
@@ -185,7 +189,9 @@ def front(families: Sequence[str], seeds: range) -> dict[str, Any]:
         bench = Bench.of(name)
         runs = {"auto": [done(bench, front_spec(name, seed)) for seed in seeds]}
         for searcher in FRONT_RIVALS:
-            runs[searcher] = [done(bench, rival_spec(name, seed, "skills", searcher)) for seed in seeds]
+            runs[searcher] = [
+                done(bench, rival_spec(name, seed, "skills", searcher, FRONT_EVALUATIONS)) for seed in seeds
+            ]
         for index, seed in enumerate(seeds):
             target = volume(runs["random"][index].trials)
             spent = samples_to_reach(runs["auto"][index], target)
@@ -349,6 +355,7 @@ def show_single(part: dict[str, Any]) -> None:
             f"| {row['family']} | {row['searcher']} | {row['evaluations']} | {row['search']:.3f} | "
             f"{_with_spread(row)} | {row['known_recipes']} of {len(row['by_seed'])} |"
         )
+    print(f"best rivals: {part['best_rivals']}")
     for budget, found in part["auto_minus_best_rival"].items():
         print(f"auto after {budget} minus the best rival after {SINGLE_EVALUATIONS}: "
               + ", ".join(f"{name} {_interval(each)}" for name, each in found.items()))  # fmt: skip

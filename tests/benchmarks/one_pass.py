@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -81,15 +82,16 @@ class _Batch:
 class OnePass:
     """Implements what a coordinator asks of `workers.types.Scorer`. One merge at a time; float32, on CPU.
 
-    Answers are remembered: equal requests of several searches are computed once."""
+    What was scored once is read from files in `memory`, so a search that was interrupted is soon where it was."""
 
-    def __init__(self, family: Family, options: EngineOptions) -> None:
+    def __init__(self, family: Family, options: EngineOptions, *, memory: Path) -> None:
+        self._memory = memory / family.fingerprint[:16]
+        self._memory.mkdir(parents=True, exist_ok=True)
         self._bank = Bank(family, Placement.MAPPED)
         self._model = TrainableModel(self._bank, torch.float32, device=self._bank.device)
         self._references = References(TaskEvaluator(None, Prompts(self._bank.sources.result_dir, options)))
         self._batches: dict[tuple[str, int, int], list[_Batch]] = {}
         self._held: Mapping[str, Hashable] = {}
-        self._known: dict[tuple[str, str, int, int], NDArray[np.bool_]] = {}
         self.num_swaps = 0
 
     def score(self, request: ScoreRequest) -> ScoreResult:
@@ -115,11 +117,14 @@ class OnePass:
 
     def exact_matches(self, recipe: Recipe, task: TaskSpec, start: int, stop: int) -> NDArray[np.bool_]:
         """Whether each sample at positions `start` to `stop` - 1 is answered right [stop - start]."""
-        key = recipe.digest, task.digest, start, stop
-        if key not in self._known:
+        file = self._memory / f"{recipe.digest[:32]}-{task.digest[:16]}-{start}-{stop}.npy"
+        if not file.exists():
             self._hold(recipe)
-            self._known[key] = self._read(self._prepared(task, start, stop), stop - start)
-        return self._known[key]
+            found = self._read(self._prepared(task, start, stop), stop - start)
+            np.save(file.with_suffix(".part.npy"), found)
+            file.with_suffix(".part.npy").rename(file)
+        known: NDArray[np.bool_] = np.load(file)
+        return known
 
     def num_samples(self, task: TaskSpec) -> int:
         return len(self._references.targets(task))

@@ -148,7 +148,7 @@ class Bench:
 
     @cached_property
     def scorer(self) -> OnePass:
-        return OnePass(self.judge.family, self.judge.engine_options)
+        return OnePass(self.judge.family, self.judge.engine_options, memory=CACHE / "scores")
 
     @property
     def fingerprint(self) -> str:
@@ -173,13 +173,7 @@ class Bench:
 
     def judged(self, recipe: Recipe) -> NDArray[np.bool_]:
         """Which judge items the merge answers right: [skills, items]."""
-        file = CACHE / "judge" / self.fingerprint[:16] / f"{recipe.digest[:32]}.npy"
-        if not file.exists():
-            rows = [self._all(recipe, task) for task in self.judge.tasks.values()]
-            file.parent.mkdir(parents=True, exist_ok=True)
-            np.save(file, np.stack(rows))
-        found: NDArray[np.bool_] = np.load(file)
-        return found
+        return np.stack([self._all(recipe, task) for task in self.judge.tasks.values()])
 
     def searched(self, recipe: Recipe, seed: int) -> NDArray[np.bool_]:
         """Which search items it answers right, all of every skill."""

@@ -111,7 +111,7 @@ def test_one_pass_scores_as_greedy_decoding_does(tmp_path: Path) -> None:
     family = open_family(root / "base", {s: root / "experts" / s for s in SHIPPED}, cache=tmp_path)
     known = sources_and_published(base="base", experts=SHIPPED, fingerprints=family.fingerprints, num_layers=8)
     options = EngineOptions(max_model_len=64)
-    scorer = OnePass(family, options)
+    scorer = OnePass(family, options, memory=tmp_path / "scores")
     tasks = {
         skill: TaskSpec({"file": str(root / "tasks" / f"{skill}_search.jsonl"), "max_tokens": 9}, "exact_match")
         for skill in SHIPPED
@@ -127,3 +127,7 @@ def test_one_pass_scores_as_greedy_decoding_does(tmp_path: Path) -> None:
         ]
         assert 0 < sum(s.value for s in found.samples) < len(found.samples)
     assert scorer.num_swaps == 2
+    assert scorer.score(ScoreRequest("test", recipe, spans)).samples == found.samples  # remembered
+    again = OnePass(family, options, memory=tmp_path / "scores")
+    assert again.score(ScoreRequest("test", recipe, spans)).samples == found.samples
+    assert again.num_swaps == 0
