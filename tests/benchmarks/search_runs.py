@@ -270,9 +270,10 @@ class Bench:
 
 @cache
 def code_of(algorithm: str) -> str:
-    """A digest of the code that decides what a searcher proposes: its module, and what that imports of the search."""
+    """A digest of the code that decides a search's trials: the searcher's module and the coordinator, and what these
+    import of the search."""
     name = "gradient" if algorithm == "auto" else algorithm
-    modules = [f"service.tune.searchers.{name}"]
+    modules = [f"service.tune.searchers.{name}", "service.tune.coordinator"]
     if name == "gradient":
         modules += ["service.tune.proposing.gradient_actor", "workers.training.gradients"]
     content = "".join(path.read_text() for path in sorted(_closure(modules)))
@@ -283,10 +284,11 @@ def _closure(modules: Sequence[str]) -> set[Path]:
     found: set[Path] = set()
     waiting = list(modules)
     while waiting:
-        path = ROOT / (waiting.pop().replace(".", "/") + ".py")
-        if path.exists() and path not in found:
-            found.add(path)
-            waiting += _imports(path)
+        place = ROOT / waiting.pop().replace(".", "/")
+        for path in (place.with_suffix(".py"), place / "__init__.py"):
+            if path.exists() and path not in found:
+                found.add(path)
+                waiting += _imports(path)
     return found
 
 

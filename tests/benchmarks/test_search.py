@@ -91,6 +91,10 @@ def test_autos_single_objective_searches_stay_within_their_budget() -> None:
 def test_stored_searches_are_those_of_the_code_that_runs() -> None:
     paths = {path.stem for path in search_runs._closure(["service.tune.searchers.gradient"])}
     assert {"gradient", "es", "smac", "random", "steps", "history"} <= paths
+    assert "coordinator" not in paths
+    assert {"successive_halving", "racing", "proposals"} <= {
+        path.stem for path in search_runs._closure(["service.tune.coordinator"])
+    }
     assert code_of("random") != code_of("gradient") == code_of("auto")
 
 
