@@ -95,6 +95,10 @@ class Run:
     def until(self, budget: float) -> tuple[Trial, ...]:
         return tuple(trial for trial in self.trials if trial.spent <= budget)
 
+    def proposed(self) -> Run:
+        """Without source and published recipes."""
+        return replace(self, trials=tuple(trial for trial in self.trials if trial.origin == "search"))
+
     def best(self, budget: float = np.inf) -> Trial:
         """The trial with the best mean on search data by then, a source or published recipe included, as in a study."""
         return max(self.until(budget), key=lambda trial: (round(trial.mean, 12), -trial.number))
