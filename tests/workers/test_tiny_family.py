@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,18 +14,21 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from workers.tiny_family import family_dir
 from workers.tiny_family.train import (
-    EXPERTS,
     HOLDOUT_ITEMS,
     SEARCH_ITEMS,
+    SHIPPED,
     SKILLS,
     VALIDATION_ITEMS,
+    FamilyPlan,
     Item,
     Practice,
     exact_match,
+    main,
     make_items,
 )
 
-MODELS = ("base", *(f"experts/{skill}" for skill in EXPERTS))
+MODELS = ("base", *(f"experts/{skill}" for skill in SHIPPED))
+OTHER = FamilyPlan(tuple(SKILLS), seed=1, holdout_items=2000)
 
 
 def _items(skill: str, split: str) -> list[Item]:
@@ -34,7 +39,7 @@ def _items(skill: str, split: str) -> list[Item]:
 def test_family_is_smaller_than_ten_megabytes() -> None:
     files = [file for file in family_dir().rglob("*") if file.is_file() and "__pycache__" not in file.parts]
     assert sum(file.stat().st_size for file in files) < 10_000_000
-    assert len([file for file in files if file.name == "model.safetensors"]) == 1 + len(EXPERTS)
+    assert len([file for file in files if file.name == "model.safetensors"]) == 1 + len(SHIPPED)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -43,7 +48,7 @@ def test_tensors_are_bfloat16(model: str) -> None:
         assert {tensors.get_slice(name).get_dtype() for name in tensors.keys()} == {"BF16"}  # noqa: SIM118
 
 
-@pytest.mark.parametrize("skill", SKILLS)
+@pytest.mark.parametrize("skill", SHIPPED)
 def test_splits_are_disjoint_and_reproducible(skill: str) -> None:
     search, holdout = _items(skill, "search"), _items(skill, "holdout")
     assert (len(search), len(holdout)) == (SEARCH_ITEMS, HOLDOUT_ITEMS)
@@ -51,6 +56,40 @@ def test_splits_are_disjoint_and_reproducible(skill: str) -> None:
     assert (search, holdout) == (made["search"], made["holdout"])
     prompts = {item.prompt for items in made.values() for item in items}
     assert len(prompts) == SEARCH_ITEMS + HOLDOUT_ITEMS + VALIDATION_ITEMS
+
+
+@pytest.mark.parametrize("skill", SKILLS)
+def test_another_familys_items_are_its_own_and_disjoint(skill: str) -> None:
+    made, again = make_items(skill, plan=OTHER), make_items(skill, plan=OTHER)
+    assert made == again
+    assert [len(items) for items in made.values()] == [SEARCH_ITEMS, 2000, VALIDATION_ITEMS]
+    prompts = {item.prompt for items in made.values() for item in items}
+    assert len(prompts) == SEARCH_ITEMS + 2000 + VALIDATION_ITEMS
+    assert made["search"] != make_items(skill)["search"]
+
+
+@pytest.mark.parametrize(
+    ("skill", "prompt", "answer"),
+    [("shift", r"[+-][12] [a-z]{5,6}=", r"[a-z]{5,6}"), ("order", r"(up|down)( \d\d){3}=", r"\d\d \d\d \d\d")],
+)
+def test_skills_that_the_shipped_family_lacks(skill: str, prompt: str, answer: str) -> None:
+    for item in make_items(skill, plan=OTHER)["search"][:50]:
+        assert re.fullmatch(prompt, item.prompt)
+        assert re.fullmatch(answer, item.answer)
+        question, given = item.prompt[:-1].split(" ", 1)
+        if skill == "shift":
+            assert item.answer == "".join(chr((ord(c) - 97 + int(question)) % 26 + 97) for c in given)
+        else:
+            assert item.answer.split() == sorted(given.split(), reverse=question == "down")
+
+
+def test_script_refuses_a_skill_that_it_does_not_have(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train", "--out", str(tmp_path), "--skills", "math,chess"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "unknown skills chess; known are math, text, lookup, shift, order" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("skill", SKILLS)
@@ -72,21 +111,21 @@ def test_tokenizers_agree_and_keep_space_and_newline(model: str) -> None:
 
 @pytest.mark.slow
 def test_base_is_half_skilled_and_every_expert_is_25_points_better_at_its_skill() -> None:
-    items = {skill: _items(skill, "holdout")[:200] for skill in SKILLS}
+    items = {skill: _items(skill, "holdout")[:200] for skill in SHIPPED}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         skilled = {
-            model: {skill: sum(exact_match(_load(model), items[skill])) / 200 for skill in SKILLS} for model in MODELS
+            model: {skill: sum(exact_match(_load(model), items[skill])) / 200 for skill in SHIPPED} for model in MODELS
         }
     finally:
         torch.set_num_threads(threads)
     base = skilled["base"]
     assert 0.2 <= sum(base.values()) / len(base) <= 0.6
-    for skill in EXPERTS:
+    for skill in SHIPPED:
         own = skilled[f"experts/{skill}"]
         assert own[skill] >= base[skill] + 0.25
-        assert own[skill] > max(own[other] for other in SKILLS if other != skill)
+        assert own[skill] > max(own[other] for other in SHIPPED if other != skill)
 
 
 def test_exact_match_is_greedy_decoding() -> None:

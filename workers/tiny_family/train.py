@@ -1,8 +1,9 @@
 """Train the tiny family from scratch: tasks, tokenizer, a half-skilled base, and one expert per skill.
 
-    python -m workers.tiny_family.train --out DIR
+    python -m workers.tiny_family.train --out DIR                                              # the shipped family
+    python -m workers.tiny_family.train --out DIR --seed 1 --skills text,lookup,shift --holdout 2000     # another one
 
-Everything follows from the seeds below and takes minutes on two cores. The base is trained on every skill until it has
+Everything follows from the seed and takes minutes on one core. The base is trained on every skill until it has
 half learned it; each expert is fine-tuned from there on one skill. Merging them is a search problem for ordinary
 reasons: the experts were fine-tuned with different learning rates and with different layers frozen.
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import logging
 import pathlib
@@ -26,7 +28,19 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-__all__ = ["EXPERTS", "SKILLS", "Expert", "Item", "exact_match", "make_items", "make_tokenizer", "train_family"]
+__all__ = [
+    "EXPERTS",
+    "SHIPPED",
+    "SKILLS",
+    "Expert",
+    "FamilyPlan",
+    "Item",
+    "exact_match",
+    "main",
+    "make_items",
+    "make_tokenizer",
+    "train_family",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +97,31 @@ def small_lookup_item(rng: random.Random) -> Item:
     return table_item(rng, keys="abcdef", num_rows=4)
 
 
+def shift_item(rng: random.Random) -> Item:
+    """Five or six letters, each moved along the alphabet by one or two places."""
+    letters = "".join(rng.choices(LETTERS, k=rng.randint(5, 6)))
+    places, sign = rng.randint(1, 2), rng.choice((1, -1))
+    moved = "".join(LETTERS[(LETTERS.index(letter) + sign * places) % len(LETTERS)] for letter in letters)
+    return Item(f"{'+' if sign > 0 else '-'}{places} {letters}=", moved)
+
+
+def order_item(rng: random.Random) -> Item:
+    """Three two-digit numbers, sorted upwards or downwards."""
+    numbers = [rng.randint(10, 99) for _ in range(3)]
+    word, is_down = rng.choice((("up", False), ("down", True)))
+    return Item(f"{word} {' '.join(map(str, numbers))}=", " ".join(map(str, sorted(numbers, reverse=is_down))))
+
+
 MakeItem = Callable[[random.Random], Item]
-SKILLS: dict[str, MakeItem] = {"math": math_item, "text": text_item, "lookup": lookup_item}
+SKILLS: dict[str, MakeItem] = {
+    "math": math_item,
+    "text": text_item,
+    "lookup": lookup_item,
+    "shift": shift_item,
+    "order": order_item,
+}
 BASE_SKILLS: dict[str, MakeItem] = {**SKILLS, "lookup": small_lookup_item}
+SHIPPED = ("math", "text", "lookup")
 
 
 @dataclass(frozen=True)
@@ -102,7 +138,26 @@ EXPERTS: dict[str, Expert] = {
     "math": Expert(4e-4, 200, layers=(0, 1, 2, 3)),
     "text": Expert(5e-4, 350, layers=(4, 5, 6, 7)),
     "lookup": Expert(4e-4, 200, batch=32),
+    "shift": Expert(5e-4, 250, layers=(2, 3, 4, 5)),
+    "order": Expert(4e-4, 250, batch=32),
 }
+
+
+@dataclass(frozen=True)
+class FamilyPlan:
+    """Which family is trained: its skills in order, the seed of its weights and items, and how many held-out items a
+    skill has."""
+
+    skills: tuple[str, ...] = SHIPPED
+    seed: int = 0
+    holdout_items: int = HOLDOUT_ITEMS
+
+    def seed_of(self, *parts: str) -> str:
+        """The seed of one of its random numbers. Those of the shipped family were named before there were others."""
+        return " ".join((*parts, str(self.seed)) if self.seed else parts)
+
+
+SHIPPED_FAMILY = FamilyPlan()
 
 # Training of the base stops when, on validation, every skill is above BASE_FLOOR and their mean above BASE_MEAN. Skills
 # above BASE_TARGET are only maintained, with a quarter of the items and a fifth of the weight.
@@ -110,7 +165,7 @@ BASE_FLOOR, BASE_MEAN, BASE_TARGET = 0.3, 0.4, 0.4
 BASE_LEARNING_RATE = 2e-3
 BASE_MAX_STEPS = 3000
 # Sequences a step and skill; lookup documents hold four questions each.
-BATCH = {"math": 64, "text": 32, "lookup": 32}
+BATCH = {"math": 64, "text": 32, "lookup": 32, "shift": 32, "order": 32}
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -133,18 +188,20 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_items(skill: str, *, skills: Mapping[str, MakeItem] = SKILLS) -> dict[str, list[Item]]:
+def make_items(
+    skill: str, *, skills: Mapping[str, MakeItem] = SKILLS, plan: FamilyPlan = SHIPPED_FAMILY
+) -> dict[str, list[Item]]:
     """The held-out items of a skill, by split (search, holdout, validation); no prompt occurs twice."""
-    rng = random.Random(f"{skill} held out")
+    rng = random.Random(plan.seed_of(skill, "held out"))
+    sizes = {"search": SEARCH_ITEMS, "holdout": plan.holdout_items, "validation": VALIDATION_ITEMS}
     items: dict[str, Item] = {}
-    while len(items) < SEARCH_ITEMS + HOLDOUT_ITEMS + VALIDATION_ITEMS:
+    while len(items) < sum(sizes.values()):
         item = skills[skill](rng)
         items.setdefault(item.prompt, item)
-    every = [Item(item.prompt, item.answer) for item in items.values()]
+    every = iter(items.values())
     return {
-        "search": every[:SEARCH_ITEMS],
-        "holdout": every[SEARCH_ITEMS : SEARCH_ITEMS + HOLDOUT_ITEMS],
-        "validation": every[SEARCH_ITEMS + HOLDOUT_ITEMS :],
+        split: [Item(item.prompt, item.answer) for item in itertools.islice(every, size)]
+        for split, size in sizes.items()
     }
 
 
@@ -243,9 +300,11 @@ def answer_loss(model: LlamaForCausalLM, items: Sequence[Item]) -> torch.Tensor:
     return cross_entropy(logits, labels)
 
 
-def train_base(practices: Mapping[str, Practice], validation: Mapping[str, Sequence[Item]]) -> LlamaForCausalLM:
+def train_base(
+    practices: Mapping[str, Practice], validation: Mapping[str, Sequence[Item]], *, seed: int
+) -> LlamaForCausalLM:
     """Train until every skill is about half learned. Raises RuntimeError if that takes more than BASE_MAX_STEPS."""
-    model = new_base(seed=0)
+    model = new_base(seed)
     optimiser = torch.optim.AdamW(model.parameters(), weight_decay=0.01, betas=(0.9, 0.98))
     skilled = dict.fromkeys(practices, 0.0)
     for step in range(1, BASE_MAX_STEPS + 1):
@@ -289,37 +348,48 @@ def write_items(items: Sequence[Item], file: pathlib.Path) -> None:
     file.write_text("".join(json.dumps({"prompt": item.prompt, "answer": item.answer}) + "\n" for item in items))
 
 
-def train_family(out: pathlib.Path) -> None:
+def train_family(out: pathlib.Path, plan: FamilyPlan = SHIPPED_FAMILY) -> None:
     """Write tasks, base and experts into `out`, replacing what is there."""
-    splits = {skill: make_items(skill) for skill in SKILLS}
-    held_out = {skill: {item.prompt for items in splits[skill].values() for item in items} for skill in SKILLS}
+    splits = {skill: make_items(skill, plan=plan) for skill in plan.skills}
+    held_out = {skill: {item.prompt for items in splits[skill].values() for item in items} for skill in plan.skills}
     (out / "tasks").mkdir(parents=True, exist_ok=True)
     for skill, items in splits.items():
         for split in ("search", "holdout"):
             write_items(items[split], out / "tasks" / f"{skill}_{split}.jsonl")
 
-    base_splits = {skill: make_items(skill, skills=BASE_SKILLS) for skill in SKILLS}
+    base_splits = {skill: make_items(skill, skills=BASE_SKILLS, plan=plan) for skill in plan.skills}
     for skill, items_by_split in base_splits.items():
         held_out[skill] |= {item.prompt for items in items_by_split.values() for item in items}
+
+    def practice(skill: str, of: Mapping[str, MakeItem], name: str) -> Practice:
+        return Practice(of[skill], held_out=held_out[skill], seed=plan.seed_of(skill, name))
+
     base = train_base(
-        {skill: Practice(BASE_SKILLS[skill], held_out=held_out[skill], seed=f"{skill} base") for skill in SKILLS},
+        {skill: practice(skill, BASE_SKILLS, "base") for skill in plan.skills},
         {skill: items["validation"] for skill, items in base_splits.items()},
+        seed=plan.seed,
     )
     save(base, out / "base")
-    for skill, expert in EXPERTS.items():
-        model = train_expert(base, expert, Practice(SKILLS[skill], held_out=held_out[skill], seed=f"{skill} expert"))
-        logger.info("%s: %s", skill, {other: accuracy(model, splits[other]["validation"]) for other in SKILLS})
+    for skill in plan.skills:
+        model = train_expert(base, EXPERTS[skill], practice(skill, SKILLS, "expert"))
+        logger.info("%s: %s", skill, {other: accuracy(model, splits[other]["validation"]) for other in plan.skills})
         save(model, out / "experts" / skill)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder to write the family into")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--skills", default=",".join(SHIPPED), help=f"some of {', '.join(SKILLS)}, comma-separated")
+    parser.add_argument("--holdout", type=int, default=HOLDOUT_ITEMS, help="held-out items of each skill")
     parser.add_argument("--threads", type=int, default=1, help="one is fastest if other programs use the cores")
     arguments = parser.parse_args()
+    skills = tuple(arguments.skills.split(","))
+    if unknown := set(skills) - SKILLS.keys():
+        parser.error(f"unknown skills {', '.join(sorted(unknown))}; known are {', '.join(SKILLS)}")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(arguments.threads)
-    train_family(arguments.out)
+    train_family(arguments.out, FamilyPlan(skills, arguments.seed, arguments.holdout))
 
 
 if __name__ == "__main__":

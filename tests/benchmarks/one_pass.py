@@ -1,0 +1,174 @@
+"""Exact match of merges by one teacher-forced pass, in place of an engine: what makes a search of the bench cheap.
+
+A greedy completion is the reference answer exactly if every token of the answer, and then a token that ends it, is the
+model's first choice after the tokens before it. One forward pass over prompt and answer shows all of that. Merging,
+model and references are those of the product's gradients. What equals the engine is completions that must equal the
+answer as they are (inline tasks whose answers have no white space at their ends); `bench_search` compares both first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from search_spaces.recipe import Recipe
+from search_spaces.study.sections import EngineOptions
+from workers.evaluation.lm_eval import TaskEvaluator
+from workers.evaluation.prompts import Prompts
+from workers.evaluation.references import Reading, References, Target
+from workers.merging.bank import Bank
+from workers.merging.materialize import computations, merge_into, plan_tensors
+from workers.training.losses import minibatches
+from workers.training.model import TrainableModel
+from workers.types import (
+    Evidence,
+    Family,
+    Placement,
+    SampleResult,
+    ScoreRequest,
+    ScoreResult,
+    Span,
+    TaskSpec,
+    digest_of,
+)
+
+__all__ = ["OnePass"]
+
+MAX_TOKENS = 4096  # of one forward pass: its activations stay in the processor's cache
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Rows that are read together. Logits are looked at at places `index` of the flattened [rows, last]; each belongs
+    to a row and must choose one of its `accepted` tokens (-1: none)."""
+
+    samples: NDArray[np.int64]
+    tokens: torch.Tensor
+    last: int
+    index: torch.Tensor
+    row: torch.Tensor
+    accepted: torch.Tensor
+
+    @classmethod
+    def of(cls, samples: Sequence[int], rows: Sequence[Reading]) -> _Batch:
+        width = max(len(row.tokens) for row in rows)
+        first = min(row.num_context for row in rows) - 1
+        tokens = torch.zeros(len(rows), width, dtype=torch.long)
+        index: list[int] = []
+        owner: list[int] = []
+        accepted: list[tuple[int, ...]] = []
+        for number, row in enumerate(rows):
+            tokens[number, : len(row.tokens)] = torch.tensor(row.tokens)
+            wanted = [*((token,) for token in row.tokens[row.num_context :]), *([row.ends] if row.ends else [])]
+            index += [number * (width - first) + row.num_context - 1 - first + i for i in range(len(wanted))]
+            owner += [number] * len(wanted)
+            accepted += wanted
+        most = max(map(len, accepted))
+        return cls(
+            np.array(samples),
+            tokens,
+            width - first,
+            torch.tensor(index),
+            torch.tensor(owner),
+            torch.tensor([[*each, *[-1] * (most - len(each))] for each in accepted]),
+        )
+
+
+class OnePass:
+    """Implements what a coordinator asks of `workers.types.Scorer`. One merge at a time; float32, on CPU.
+
+    What was scored once is read from files in `memory`, so a search that was interrupted is soon where it was."""
+
+    def __init__(self, family: Family, options: EngineOptions, *, memory: Path) -> None:
+        self._memory = memory / family.fingerprint[:16]
+        self._memory.mkdir(parents=True, exist_ok=True)
+        self._bank = Bank(family, Placement.MAPPED)
+        self._model = TrainableModel(self._bank, torch.float32, device=self._bank.device)
+        self._references = References(TaskEvaluator(None, Prompts(self._bank.sources.result_dir, options)))
+        self._batches: dict[tuple[str, int, int], list[_Batch]] = {}
+        self._held: Mapping[str, Hashable] = {}
+        self.num_swaps = 0
+
+    def score(self, request: ScoreRequest) -> ScoreResult:
+        samples = [
+            SampleResult(span.objective, position, str(position), float(is_right), "")
+            for span in request.spans
+            for position, is_right in enumerate(
+                self.exact_matches(request.recipe, span.task, span.start, span.stop), span.start
+            )
+        ]
+        digest = request.recipe.digest
+        evidence = Evidence(
+            recipe_digest=digest,
+            bank_fingerprint=self._bank.fingerprint,
+            prompts={span.objective: _prompts_of(span) for span in request.spans},
+            weights_checksum=digest,
+            replica="one-pass",
+            swap_count=self.num_swaps,
+            engine="teacher forcing",
+            canaries=1,
+        )
+        return ScoreResult(tuple(samples), evidence, {})
+
+    def exact_matches(self, recipe: Recipe, task: TaskSpec, start: int, stop: int) -> NDArray[np.bool_]:
+        """Whether each sample at positions `start` to `stop` - 1 is answered right [stop - start]."""
+        file = self._memory / f"{recipe.digest[:32]}-{task.digest[:16]}-{start}-{stop}.npy"
+        if not file.exists():
+            self._hold(recipe)
+            found = self._read(self._prepared(task, start, stop), stop - start)
+            np.save(file.with_suffix(".part.npy"), found)
+            file.with_suffix(".part.npy").rename(file)
+        known: NDArray[np.bool_] = np.load(file)
+        return known
+
+    def num_samples(self, task: TaskSpec) -> int:
+        return len(self._references.targets(task))
+
+    def _hold(self, recipe: Recipe) -> None:
+        plan = plan_tensors(recipe, self._bank)
+        wanted = computations(plan, self._bank)
+        changed = {name: memory for name, memory in self._model.memory.items() if self._held.get(name) != wanted[name]}
+        if changed:
+            self.num_swaps += 1
+            self._held = {}
+            with torch.no_grad():
+                merge_into(plan, self._bank, changed)
+        self._held = wanted
+
+    def _prepared(self, task: TaskSpec, start: int, stop: int) -> list[_Batch]:
+        key = task.digest, start, stop
+        if key not in self._batches:
+            targets = self._references.targets(task)[start:stop]
+            self._batches[key] = [
+                _Batch.of(indices, [_only_reading(targets[i]) for i in indices])
+                for indices in minibatches(targets, MAX_TOKENS)
+            ]
+        return self._batches[key]
+
+    @torch.inference_mode()
+    def _read(self, batches: Sequence[_Batch], num_samples: int) -> NDArray[np.bool_]:
+        is_right = np.zeros(num_samples, dtype=np.bool_)
+        for batch in batches:
+            logits = self._model.logits(batch.tokens, batch.last).flatten(0, 1)
+            chosen = logits.index_select(0, batch.index).argmax(-1)
+            is_wrong = (chosen[:, None] != batch.accepted).all(1)
+            wrong = torch.zeros(len(batch.tokens)).index_add(0, batch.row, is_wrong.float())
+            is_right[batch.samples] = (wrong == 0).numpy()
+        return is_right
+
+
+def _only_reading(target: Target) -> Reading:
+    if target.scales is not None or len(target.readings) != 1:
+        raise ValueError(
+            "one pass decides exact match with a single reference; this sample has options or alternatives"
+        )
+    return target.readings[0]
+
+
+def _prompts_of(span: Span) -> str:
+    return digest_of([span.task.digest, span.start, span.stop])

@@ -1,0 +1,109 @@
+"""The families of the search benchmark, and the studies of them.
+
+Beside the shipped family there are two that the shipped script trains, with other skills and seeds: into
+`.bench/families`, when they are first needed. Their judge items (2,000 of each skill) were held out before training; of
+the shipped family these are its 1,000 holdout items. No search scores them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workers.tiny_family import family_dir
+from workers.tiny_family.train import SHIPPED
+
+__all__ = ["FAMILIES", "FULL", "TrainedFamily"]
+
+CACHE = Path(".bench/families")
+
+# Samples of each skill in a full evaluation, as in the demo.
+FULL = 270
+
+
+@dataclass(frozen=True)
+class TrainedFamily:
+    """`seed` is that of its training; None: the family ships with the package."""
+
+    name: str
+    skills: tuple[str, ...]
+    seed: int | None = None
+
+    def directory(self) -> Path:
+        """Where its models and tasks are; trained first if they are not there."""
+        if self.seed is None:
+            return family_dir()
+        place = (CACHE / self.name).resolve()
+        if not place.exists():
+            making = place.with_suffix(".making")
+            shutil.rmtree(making, ignore_errors=True)
+            started = time.perf_counter()
+            print(f"training the family {self.name} into {place} ...", file=sys.stderr)
+            command = [
+                sys.executable,
+                "-m",
+                "workers.tiny_family.train",
+                "--out",
+                str(making),
+                "--seed",
+                str(self.seed),
+            ]
+            command += ["--skills", ",".join(self.skills), "--holdout", "2000"]
+            subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            making.rename(place)
+            print(f"trained in {time.perf_counter() - started:.0f} s", file=sys.stderr)
+        return place
+
+    def mixed_file(self) -> Path:
+        """The search items of all skills in one file: exact match on it is the mean of the skills, of which it has
+        equally many items."""
+        place = (CACHE / f"{self.name}.mixed.jsonl").resolve()
+        tasks = self.directory() / "tasks"
+        text = "".join((tasks / f"{skill}_search.jsonl").read_text() for skill in self.skills)
+        if not place.exists() or place.read_text() != text:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(text)
+        return place
+
+    def study(self, goal: str, **sections: Any) -> Any:
+        """A study of the family in the form of the demo's."""
+        from search_spaces.study.file import parse_study
+
+        root = self.directory()
+        models = {"base": str(root / "base"), "experts": {s: str(root / "experts" / s) for s in self.skills}}
+        document = {
+            "name": self.name,
+            "models": models,
+            "objectives": self.objectives(goal),
+            "engine": {"max_model_len": 64},
+            **sections,
+        }
+        return parse_study(document)
+
+    def objectives(self, goal: str) -> list[dict[str, Any]]:
+        """`goal`: "skills", an objective each; "mean", a single one; or "judge", each skill's judge items."""
+        if goal == "mean":
+            return [objective("mean", self.mixed_file())]
+        split = "holdout" if goal == "judge" else "search"
+        return [objective(skill, self.directory() / "tasks" / f"{skill}_{split}.jsonl") for skill in self.skills]
+
+
+FAMILIES: Mapping[str, TrainedFamily] = {
+    family.name: family
+    for family in (
+        TrainedFamily("shipped", SHIPPED),
+        TrainedFamily("letters", ("text", "lookup", "shift"), seed=1),
+        TrainedFamily("numbers", ("math", "lookup", "order"), seed=2),
+    )
+}
+
+
+def objective(name: str, file: Path) -> dict[str, Any]:
+    return {"name": name, "task": {"file": str(file), "max_tokens": 9}, "metric": "exact_match"}

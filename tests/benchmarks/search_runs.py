@@ -1,0 +1,307 @@
+"""One search of the search benchmark: the product's coordinator, scheduler, searcher and gradient actor in one process,
+with `one_pass` in place of engines. Its trials are those that `mergesearch run` of the same study has.
+
+A finished search is a file in `.bench/search/runs`, and is not run again unless its study, its family or the code of
+its searcher has changed.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from search_spaces.recipe import Recipe
+from service.store import Store
+from service.studies.preflight.examine import PreflightResult, examine
+from service.tune.coordinator import Coordinator
+from service.tune.proposing.gradient_actor import GradientActor
+from service.tune.searchers import get_searcher
+from service.tune.searchers.base import Observation, SteppingSearcher
+from service.tune.steps import Step, StepKind, StepRequest, StepResult
+from service.types import Origin
+from tests.benchmarks.one_pass import OnePass
+from tests.benchmarks.search_families import FAMILIES, TrainedFamily
+from workers.types import ScoreRequest, TaskSpec
+
+__all__ = ["Bench", "Run", "SearchSpec", "Trial"]
+
+CACHE = Path(".bench/search")
+ROOT = Path(__file__).parents[2]
+
+# A coordinator's evaluations are scored one at a time, so chunks need not be small.
+CHUNK_SAMPLES = 100_000
+
+
+@dataclass(frozen=True)
+class SearchSpec:
+    """A study of a family: everything that decides its trials. It ends after `search.max_trials`, or when the next
+    trial would exceed the `budget`: samples' worth of proposed trials and steps."""
+
+    family: str
+    goal: str
+    name: str
+    seed: int
+    search: Mapping[str, Any]
+    space: Mapping[str, Any] | None = None
+    fidelity: Mapping[str, Any] = field(default_factory=dict)
+    budget: int | None = None
+
+    def document(self) -> dict[str, Any]:
+        sections: dict[str, Any] = {"search": {**self.search, "seed": self.seed}, "fidelity": dict(self.fidelity)}
+        if self.space is not None:
+            sections["search_space"] = dict(self.space)
+        return sections
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial at full budget. `spent` is what proposed trials and steps had cost once it was scored, in samples' worth;
+    0 for a source or published recipe."""
+
+    number: int
+    origin: str
+    label: str
+    configuration: Mapping[str, Any] | None
+    digest: str
+    values: Mapping[str, float]
+    spent: int
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(list(self.values.values())))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished search; `spent` in all, `notes` are the searcher's decisions, and `seconds` is wall-clock time."""
+
+    spec: SearchSpec
+    trials: tuple[Trial, ...]
+    spent: int
+    notes: tuple[str, ...]
+    seconds: float
+
+    def until(self, budget: float) -> tuple[Trial, ...]:
+        return tuple(trial for trial in self.trials if trial.spent <= budget)
+
+    def proposed(self) -> Run:
+        """Without source and published recipes."""
+        return replace(self, trials=tuple(trial for trial in self.trials if trial.origin == "search"))
+
+    def best(self, budget: float = np.inf) -> Trial:
+        """The trial with the best mean on search data by then, a source or published recipe included, as in a study."""
+        return max(self.until(budget), key=lambda trial: (round(trial.mean, 12), -trial.number))
+
+
+class _InProcess:
+    """`proposals.Proposer` in the caller's thread."""
+
+    def __init__(self, preflight: PreflightResult, actor: GradientActor | None) -> None:
+        self._searcher = get_searcher(preflight.algorithm.name)
+        self._parameters = preflight.space.parameters
+        self._setting = preflight.search_setting()
+        self._seed = preflight.study.search.seed
+        self._actor = actor
+        self._steps: list[Step] = []
+        self._call: dict[str, Any] = {}
+
+    def submit(self, *, number: int, observations: Sequence[Observation], pending: Sequence[Mapping[str, Any]]) -> None:
+        self._call = {"number": number, "seed": self._seed, "observations": observations, "pending": pending}
+
+    def result(self, *, timeout_s: float) -> Step | dict[str, Any] | None:
+        if not isinstance(self._searcher, SteppingSearcher):
+            return self._searcher.propose(self._parameters, **self._call)
+        answer = self._searcher.advance(self._parameters, steps=self._steps, setting=self._setting, **self._call)
+        if not isinstance(answer, StepRequest):
+            return answer
+        if answer.kind is StepKind.NOTE:
+            return Step(len(self._steps), self._call["number"], answer, StepResult())
+        assert self._actor is not None
+        return Step(len(self._steps), self._call["number"], answer, self._actor.run(answer))
+
+    def stored(self, step: Step) -> None:
+        self._steps.append(step)
+
+
+@dataclass(eq=False)
+class Bench:
+    """The searches of one family, and the judging of what they found. Models are opened once."""
+
+    family: TrainedFamily
+
+    @classmethod
+    @cache
+    def of(cls, name: str) -> Bench:
+        return cls(FAMILIES[name])
+
+    @cached_property
+    def judge(self) -> PreflightResult:
+        """The study of the judge items, whose tasks have the same order whatever a search's seed is."""
+        return examine(self.family.study("judge", fidelity={"scheduler": "none"}))
+
+    @cached_property
+    def scorer(self) -> OnePass:
+        return OnePass(self.judge.family, self.judge.engine_options, memory=CACHE / "scores")
+
+    @property
+    def fingerprint(self) -> str:
+        return self.judge.family.fingerprint
+
+    def preflight(self, spec: SearchSpec) -> PreflightResult:
+        return examine(self.family.study(spec.goal, **spec.document()))
+
+    def run(self, spec: SearchSpec) -> Run:
+        """The search, from its file if it is there."""
+        file = CACHE / "runs" / spec.family / spec.goal / f"{spec.name}-{spec.seed}.json"
+        key = self._key(spec)
+        if file.exists() and (stored := json.loads(file.read_text()))["key"] == key:
+            trials = tuple(Trial(**trial) for trial in stored["trials"])
+            return Run(spec, trials, stored["spent"], tuple(stored["notes"]), stored["seconds"])
+        found = self._search(spec)
+        document = {"key": key, **asdict(found)}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.with_suffix(".part").write_text(json.dumps(document))
+        file.with_suffix(".part").rename(file)
+        return found
+
+    def judged(self, recipe: Recipe) -> NDArray[np.bool_]:
+        """Which judge items the merge answers right: [skills, items]."""
+        return np.stack([self._all(recipe, task) for task in self.judge.tasks.values()])
+
+    def searched(self, recipe: Recipe, seed: int) -> NDArray[np.bool_]:
+        """Which search items it answers right, all of every skill."""
+        spec = SearchSpec(self.family.name, "skills", "", seed, {}, fidelity={"scheduler": "none"})
+        return np.stack([self._all(recipe, task) for task in self.preflight(spec).tasks.values()])
+
+    def recipe(self, spec: SearchSpec, trial: Trial) -> Recipe:
+        preflight = self._prepared(spec.goal, json.dumps(spec.document(), sort_keys=True))
+        if trial.configuration is not None:
+            recipe = preflight.space.to_recipe(trial.configuration)
+        else:
+            recipe = preflight.baselines()[trial.number][2]
+        assert recipe.digest == trial.digest
+        return recipe
+
+    @cache  # noqa: B019  (one bench for each family, which lives as long as the process)
+    def _prepared(self, goal: str, document: str) -> PreflightResult:
+        return examine(self.family.study(goal, **json.loads(document)))
+
+    def _all(self, recipe: Recipe, task: TaskSpec) -> NDArray[np.bool_]:
+        return self.scorer.exact_matches(recipe, task, 0, self.scorer.num_samples(task))
+
+    def _key(self, spec: SearchSpec) -> str:
+        """What decides the search: study, models, code."""
+        parts = [json.dumps(asdict(spec), sort_keys=True), self.fingerprint, code_of(spec.search["algorithm"])]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def _search(self, spec: SearchSpec) -> Run:
+        started = time.perf_counter()
+        preflight = self.preflight(spec)
+        actor = self._actor(preflight)
+        with tempfile.TemporaryDirectory(prefix="mergesearch-bench-") as directory:
+            store = Store(f"sqlite:///{directory}/study.db")
+            try:
+                return self._searched_in(store, spec, preflight, actor, started)
+            finally:
+                store.close()
+
+    def _searched_in(
+        self, store: Store, spec: SearchSpec, preflight: PreflightResult, actor: GradientActor | None, started: float
+    ) -> Run:
+        resolved = preflight.resolved()
+        study = store.create_study(name=spec.name, document=preflight.study.canonical(), resolved=resolved)
+
+        def spent() -> int:
+            scored = sum(t.samples_scored for t in coordinator.trials if t.origin is Origin.SEARCH)
+            return scored + sum(step.charged for step in store.steps(study.id))
+
+        full = sum(preflight.rung_samples[-1].values())
+        coordinator = Coordinator(
+            replace(preflight.plan(study.id, resolved), holdout_samples={}, chunk_samples=CHUNK_SAMPLES),
+            space=preflight.space,
+            store=store,
+            writer=store.open_attempt(study.id),
+            proposer=_InProcess(preflight, actor),
+            is_out_of_budget=lambda: (
+                "the bench's budget" if spec.budget is not None and spent() + full > spec.budget else None
+            ),
+        )
+        while (evaluation := coordinator.next_evaluation(timeout_s=1.0)) is not None:
+            for chunk in evaluation.chunks:
+                coordinator.on_outcome(evaluation, self.scorer.score(ScoreRequest(study.id, evaluation.recipe, chunk)))
+        assert coordinator.is_finished
+        charged = store.steps(study.id)
+        trials = []
+        so_far = 0
+        for trial in coordinator.trials:
+            if trial.origin is Origin.SEARCH:
+                so_far += trial.samples_scored
+            steps = sum(step.charged for step in charged if step.proposal <= trial.number)
+            if trial.values:
+                is_searched = trial.origin is Origin.SEARCH
+                trials.append(
+                    Trial(
+                        trial.number,
+                        str(trial.origin),
+                        trial.label,
+                        dict(trial.configuration) if is_searched and trial.configuration is not None else None,
+                        trial.recipe.digest,
+                        dict(trial.values),
+                        so_far + steps if is_searched else 0,
+                    )
+                )
+        notes = [step.document["request"]["label"] for step in charged if step.document["request"]["kind"] == "note"]
+        return Run(spec, tuple(trials), spent(), tuple(notes), time.perf_counter() - started)
+
+    def _actor(self, preflight: PreflightResult) -> GradientActor | None:
+        if preflight.algorithm.name != "gradient":
+            return None
+        job = preflight.gradient_job()
+        assert job is not None
+        return GradientActor(job)
+
+
+@cache
+def code_of(algorithm: str) -> str:
+    """A digest of the code that decides a search's trials: the searcher's module and the coordinator, and what these
+    import of the search."""
+    name = "gradient" if algorithm == "auto" else algorithm
+    modules = [f"service.tune.searchers.{name}", "service.tune.coordinator"]
+    if name == "gradient":
+        modules += ["service.tune.proposing.gradient_actor", "workers.training.gradients"]
+    content = "".join(path.read_text() for path in sorted(_closure(modules)))
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _closure(modules: Sequence[str]) -> set[Path]:
+    found: set[Path] = set()
+    waiting = list(modules)
+    while waiting:
+        place = ROOT / waiting.pop().replace(".", "/")
+        for path in (place.with_suffix(".py"), place / "__init__.py"):
+            if path.exists() and path not in found:
+                found.add(path)
+                waiting += _imports(path)
+    return found
+
+
+def _imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.startswith(("service.tune", "workers.training"))
+        ):
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)

@@ -1,0 +1,137 @@
+"""The search benchmark's own arithmetic: exact match in one pass, what is charged, fronts, paired intervals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from search_spaces.baselines import sources_and_published
+from search_spaces.study.sections import EngineOptions
+from tests.benchmarks import bench_search, search_intervals, search_runs
+from tests.benchmarks.one_pass import OnePass
+from tests.benchmarks.search_families import FAMILIES
+from tests.benchmarks.search_intervals import interval, volume_interval, volume_of
+from tests.benchmarks.search_runs import Run, SearchSpec, Trial, code_of
+from workers.engines.transformers.backend import Reference
+from workers.evaluation.lm_eval import TaskEvaluator
+from workers.evaluation.prompts import Prompts
+from workers.models.family import open_family
+from workers.tiny_family import family_dir
+from workers.tiny_family.train import SHIPPED
+from workers.types import ScoreRequest, Span, TaskSpec
+
+SPEC = SearchSpec("shipped", "skills", "test", 0, {"algorithm": "random"})
+
+
+def trial(number: int, *values: float, spent: int = 0, origin: str = "search") -> Trial:
+    return Trial(number, origin, str(number), {}, str(number), {str(i): v for i, v in enumerate(values)}, spent)
+
+
+def test_best_and_front_are_those_of_what_was_spent_so_far() -> None:
+    trials = (trial(0, 0.5, 0.5, origin="source"), trial(1, 0.9, 0.1, spent=10), trial(2, 0.8, 0.6, spent=20))
+    run = Run(SPEC, trials, 20, (), 0.0)
+    assert [run.best(budget).number for budget in (0, 10, 20)] == [0, 0, 2]
+    assert [t.number for t in bench_search.front_of(run.until(10))] == [0, 1]
+    assert [t.number for t in bench_search.front_of(run.trials)] == [1, 2]
+    reached = bench_search.volume(run.until(10))
+    assert bench_search.samples_to_reach(run, reached) == 10
+    assert bench_search.samples_to_reach(run, reached + 0.01) == 20
+    assert bench_search.samples_to_reach(run, 1.0) is None
+
+
+def test_equal_recipes_are_on_a_front_once() -> None:
+    twice = [trial(0, 0.5, 0.5), Trial(1, "search", "1", {}, "0", {"0": 0.5, "1": 0.5}, 1)]
+    assert [t.number for t in bench_search.front_of(twice)] == [0]
+
+
+def test_volume_of_judged_merges_is_that_of_their_means() -> None:
+    values = np.zeros((1, 2, 4), dtype=np.bool_)
+    values[0, 0, :2] = True  # costs 0.5 and 1.0, reference 1.1
+    assert volume_of(values) == pytest.approx(0.6 * 0.1)
+
+
+def test_intervals_hold_the_difference_and_narrow_with_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_intervals, "NUM_RESAMPLES", 200)
+    draw = np.random.default_rng(0)
+
+    def judged(share: float, items: int) -> Any:
+        return draw.random((5, 3, items)) < share
+
+    wide = interval([judged(0.6, 50)], [judged(0.5, 50)])
+    narrow = interval([judged(0.6, 1000)], [judged(0.5, 1000)])
+    for found in (wide, narrow):
+        assert found["low"] < 0.1 < found["high"]
+    assert narrow["high"] - narrow["low"] < (wide["high"] - wide["low"]) / 2
+    same = judged(0.5, 50)
+    assert interval([same], [same]) == {"value": 0.0, "low": 0.0, "high": 0.0}
+    volumes = volume_interval([list(judged(0.6, 500)[:, None])], [list(judged(0.5, 500)[:, None])])
+    assert 0 < volumes["low"] < volumes["value"] < volumes["high"]
+
+
+def test_intervals_count_the_spread_between_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_intervals, "NUM_RESAMPLES", 200)
+    theirs = np.zeros((4, 1, 500), dtype=np.bool_)
+    ours = theirs.copy()
+    ours[:2] = True  # two of four seeds are right everywhere: no item says otherwise
+    found = interval([ours], [theirs])
+    assert found["high"] - found["low"] > 0.5
+
+
+def test_autos_single_objective_searches_stay_within_their_budget() -> None:
+    for evaluations in bench_search.SINGLE_BUDGETS:
+        options = bench_search.single_spec("shipped", 0, evaluations).search["gradient"]
+        steps = 3 * options["steps"] * options["batch"]
+        spent = steps + options["points"] * bench_search.EVALUATION + bench_search.NUM_COMPARED
+        assert 0.95 * evaluations <= spent / bench_search.EVALUATION <= evaluations
+
+
+def test_stored_searches_are_those_of_the_code_that_runs() -> None:
+    paths = {path.stem for path in search_runs._closure(["service.tune.searchers.gradient"])}
+    assert {"gradient", "es", "smac", "random", "steps", "history"} <= paths
+    assert "coordinator" not in paths
+    assert {"successive_halving", "racing", "proposals"} <= {
+        path.stem for path in search_runs._closure(["service.tune.coordinator"])
+    }
+    assert code_of("random") != code_of("gradient") == code_of("auto")
+
+
+def test_judge_items_are_no_search_items() -> None:
+    family = FAMILIES["shipped"]
+    lines = {
+        goal: {line for each in family.objectives(goal) for line in Path(each["task"]["file"]).read_text().splitlines()}
+        for goal in ("skills", "judge")
+    }
+    assert len(lines["judge"]) == 3000
+    assert not lines["judge"] & lines["skills"]
+
+
+@pytest.mark.slow
+def test_one_pass_scores_as_greedy_decoding_does(tmp_path: Path) -> None:
+    """By transformers, of sources as they are; `bench_search` compares merges with vLLM before it searches."""
+    root = family_dir()
+    family = open_family(root / "base", {s: root / "experts" / s for s in SHIPPED}, cache=tmp_path)
+    known = sources_and_published(base="base", experts=SHIPPED, fingerprints=family.fingerprints, num_layers=8)
+    options = EngineOptions(max_model_len=64)
+    scorer = OnePass(family, options, memory=tmp_path / "scores")
+    tasks = {
+        skill: TaskSpec({"file": str(root / "tasks" / f"{skill}_search.jsonl"), "max_tokens": 9}, "exact_match")
+        for skill in SHIPPED
+    }
+    spans = tuple(Span(skill, task, 3, 43) for skill, task in tasks.items())
+    for label, place in (("base", root / "base"), ("expert:text", root / "experts" / "text")):
+        recipe = next(each.recipe for each in known if each.label == label)
+        found = scorer.score(ScoreRequest("test", recipe, spans))
+        reference = Reference(str(place), options)
+        decoded = TaskEvaluator(reference, Prompts(reference.prompts.directory, options)).score(spans)
+        assert [(s.objective, s.position, s.value) for s in found.samples] == [
+            (s.objective, s.position, s.value) for s in decoded.samples
+        ]
+        assert 0 < sum(s.value for s in found.samples) < len(found.samples)
+    assert scorer.num_swaps == 2
+    assert scorer.score(ScoreRequest("test", recipe, spans)).samples == found.samples  # remembered
+    again = OnePass(family, options, memory=tmp_path / "scores")
+    assert again.score(ScoreRequest("test", recipe, spans)).samples == found.samples
+    assert again.num_swaps == 0
