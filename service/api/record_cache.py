@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 
-from service.results.files import RunRecord
 from service.results.load import run_record
+from service.results.record import RunRecord
 from service.store import Store
 
 __all__ = ["RunRecords"]

@@ -22,7 +22,7 @@ from workers.tiny_family import family_dir
 
 if TYPE_CHECKING:
     from service.cli.remote import ServerVerbs
-    from service.results.files import RunRecord
+    from service.results.record import RunRecord
     from service.schemas.files import PreferredDocument
 
 __all__ = [

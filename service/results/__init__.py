@@ -1,7 +1,8 @@
 """The results of a study, computed from stored records alone.
 
 - `load`: reads everything about a run from the store
-- `files`: the record of a run, and the result files made from it
+- `record`: the record of a run, from which all else is made
+- `files`: the result files
 - `selection`: which trials are best, on the front, or finalists
 - `feasibility`: what trials violate of their study's constraints
 - `holdout`: the held-out stage: rows, selection bias, hypervolume

@@ -11,7 +11,7 @@ import statistics
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,9 +19,9 @@ import numpy as np
 
 from search_spaces.objectives import REFERENCE_COST, Objective, hypervolume
 from service.results.feasibility import constraint_documents, sources_of, violations
-from service.results.finding import RivalTest, criterion, finding_text
+from service.results.finding import criterion, finding_text
 from service.results.holdout import FrontVolume
-from service.results.ranges import OutOfRange
+from service.results.record import EngineFigures, RunRecord
 from service.results.selection import (
     accuracy_objectives,
     best_trial,
@@ -45,14 +45,10 @@ from service.schemas.files import (
     VerificationDocument,
     VolumeDocument,
 )
-from service.types import Comparison, Estimate, Origin, StudyRecord, TrialRecord, TrialState
+from service.types import Comparison, Estimate, Origin, TrialRecord, TrialState
 from workers.types import VerificationReport
 
 __all__ = [
-    "EngineFigures",
-    "GradientRecord",
-    "RunRecord",
-    "SearchFigures",
     "holdout_documents",
     "pareto",
     "samples_document",
@@ -62,81 +58,6 @@ __all__ = [
     "trials_jsonl",
     "write_results",
 ]
-
-
-@dataclass(frozen=True)
-class EngineFigures:
-    """What the engines of a run were (program, dtype, size and place of the source weights) and did: starts, recipe
-    swaps with the seconds of each, and the share of the search's wall-clock in which an engine was scoring or swapping
-    (None if not measured).
-
-    `samples_not_checked` counts the samples that were scored after the last canary that their engine passed, None
-    before the study's end; `skipped` are the reasons of canaries that could not be made then."""
-
-    starts: int = 0
-    kinds: tuple[str, ...] = ()
-    swap_s: tuple[float, ...] = ()
-    busy_fraction: float | None = None
-    samples_not_checked: int | None = None
-    skipped: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class SearchFigures:
-    """The searcher of a study, why it was chosen (None in early studies), what it noted on the way, and the steps that
-    it computed for its proposals: `step_samples` is what they are charged, in samples."""
-
-    algorithm: str | None = None
-    reason: str | None = None
-    notes: tuple[str, ...] = ()
-    steps: int = 0
-    step_samples: int = 0
-
-
-@dataclass(frozen=True)
-class GradientRecord:
-    """A gradient that the searcher computed: the losses of its batch by objective, and the weights by which they are
-    summed. `descent` names what it belongs to, `proposal` the trial that it was computed for; `preference` is the
-    preference vector, empty without one. A `failure` says why there is no loss."""
-
-    descent: str
-    proposal: int
-    losses: Mapping[str, float]
-    weights: Mapping[str, float]
-    preference: Mapping[str, float] = field(default_factory=dict)
-    failure: str | None = None
-
-
-@dataclass(frozen=True)
-class RunRecord:
-    """Everything that result files and report are made of.
-
-    `full_budget` is the sample count per objective at the last rung; `samples_per_second` is of the search, None if
-    nothing was scored. `holdout` are the rows of the held-out stage, with differences "this row minus
-    `holdout_reference`"; these and what follows from the same samples are described in `service.results.holdout`.
-    `verification_reason` says why no trial was to be verified.
-    """
-
-    study: StudyRecord
-    objectives: tuple[Objective, ...]
-    trials: tuple[TrialRecord, ...]
-    full_budget: Mapping[str, int]
-    holdout: tuple[Comparison, ...] = ()
-    holdout_reference: int | None = None
-    holdout_failures: tuple[tuple[int, str], ...] = ()
-    holdout_volume: FrontVolume | None = None
-    rival_tests: tuple[RivalTest, ...] = ()
-    selection_bias: Mapping[str, Estimate] = field(default_factory=dict)
-    split_difference: Mapping[str, Estimate] = field(default_factory=dict)
-    warnings: tuple[OutOfRange, ...] = ()
-    verifications: tuple[VerificationReport, ...] = ()
-    verification_reason: str | None = None
-    engine: EngineFigures = field(default_factory=EngineFigures)
-    search: SearchFigures = field(default_factory=SearchFigures)
-    gradients: tuple[GradientRecord, ...] = ()
-    wall_clock_s: float = 0.0
-    samples_per_second: float | None = None
-    version: str = ""
 
 
 # -- from records to documents -----------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from search_spaces.objectives import Objective
-from service.results.files import EngineFigures, GradientRecord, RunRecord, SearchFigures
 from service.results.holdout import HeldOut, Samples, Scored, held_out_results
 from service.results.ranges import OutOfRange, out_of_range
+from service.results.record import EngineFigures, GradientRecord, RunRecord, SearchFigures
 from service.results.selection import best_trial, held_out
 from service.store import EvidenceRecord, StepRecord, Store
 from service.types import Estimate, EventKind, Origin, StudyRecord, TrialRecord

@@ -15,7 +15,7 @@ import numpy as np
 from search_spaces.objectives import Objective
 from search_spaces.preferences import augmented_chebyshev, preference_vector
 from service.errors import NotFound
-from service.results.files import RunRecord
+from service.results.record import RunRecord
 from service.results.selection import costs_of_values, pareto_front
 from service.schemas.files import PreferredDocument
 from service.types import Origin

@@ -14,8 +14,9 @@ from search_spaces.study.file import Study, same_but_limits
 from service.cluster.session import check_reachable, ray_session
 from service.disk import locked
 from service.errors import Conflict, NotFound
-from service.results.files import RunRecord, write_results
+from service.results.files import write_results
 from service.results.load import run_record
+from service.results.record import RunRecord
 from service.results.report import render_report
 from service.store import Store
 from service.studies.attempt import execute

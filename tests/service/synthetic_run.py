@@ -10,8 +10,8 @@ import numpy as np
 
 from search_spaces.objectives import Objective
 from search_spaces.recipe import COMPONENTS, LayerRecipe, Merge, Recipe, Source
-from service.results.files import EngineFigures, GradientRecord, RunRecord
 from service.results.holdout import Scored, held_out_results
+from service.results.record import EngineFigures, GradientRecord, RunRecord
 from service.results.selection import finalists, held_out
 from service.types import Origin, RungRecord, StudyRecord, StudyState, TrialRecord, TrialState
 from tests.service.resolved import resolved_study

@@ -16,8 +16,8 @@ from service.api.presenters import export_document, export_path
 from service.api.problems import InvalidRequest, Json, Refusal, refusals
 from service.api.requests import JSON_TYPES, read_body, sent_as_json
 from service.errors import Conflict, NotFound
-from service.results.files import RunRecord
 from service.results.preference import choices
+from service.results.record import RunRecord
 from service.results.selection import best_trial
 from service.schemas.api import DeletedDocument, ExportDocument, ExportsDocument
 from service.schemas.files import PreferredDocument

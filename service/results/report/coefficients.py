@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from service.results.files import RunRecord
+from service.results.record import RunRecord
 from service.results.report.charts import Cell, heatmap
 from service.results.report.marks import evenly
 from service.results.series.coefficients import Coefficient, coefficients

@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from service.results.files import RunRecord
+from service.results.record import RunRecord
 from service.results.report.charts import Legend, Plot, Scale, legend, nice_scale
 from service.results.report.marks import MAX_ROWS, evenly
 from service.results.report.texts import number_text

@@ -10,7 +10,7 @@ from typing import Any
 from markupsafe import Markup
 
 from search_spaces.objectives import Costs, Objective, dominates
-from service.results.files import RunRecord
+from service.results.record import RunRecord
 from service.results.report.charts import Interval, Legend, Plot, forest, legend, nice_scale
 from service.results.report.marks import MAX_POINTS, MAX_ROWS, SHAPES, evenly
 from service.results.report.texts import number_text, point_name

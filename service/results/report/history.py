@@ -9,8 +9,8 @@ from typing import Any
 from markupsafe import Markup
 
 from service.results.feasibility import sources_of, violations
-from service.results.files import RunRecord
 from service.results.format import sample_count, violation_text
+from service.results.record import RunRecord
 from service.results.report.charts import Legend, Plot, Scale, legend, nice_scale
 from service.results.report.marks import MAX_POINTS, MAX_ROWS, SHAPES, evenly
 from service.results.report.texts import number_text, point_name

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from service.results.files import RunRecord
 from service.results.format import sort_holdout, violation_text
+from service.results.record import RunRecord
 from service.results.report.charts import Interval, Legend, forest, legend, nice_scale
 from service.results.report.texts import interval_text, row_name
 from service.results.series.holdout import holdout

@@ -11,8 +11,9 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from service.results.files import RunRecord, summary
+from service.results.files import summary
 from service.results.format import duration, sample_count, search_sentences
+from service.results.record import RunRecord
 from service.results.report.charts import Bar, stacked_bar
 from service.results.report.coefficients import coefficients_picture
 from service.results.report.descents import descents_section

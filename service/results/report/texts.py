@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from service.results.files import RunRecord
 from service.results.format import duration, violation_text
+from service.results.record import RunRecord
 from service.results.series.front import FrontPoint
 from service.results.series.history import HistoryPoint
 from service.schemas.files import EstimateDocument, HoldoutDocument, SummaryDocument

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter
 
-from service.results.files import RunRecord
+from service.results.record import RunRecord
 
 __all__ = ["Chart", "chart"]
 

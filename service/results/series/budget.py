@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from service.results.files import RunRecord, samples_document
+from service.results.files import samples_document
+from service.results.record import RunRecord
 from service.results.series.base import chart
 from service.schemas.files import Number
 from service.types import Origin

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from search_spaces.recipe import COMPONENTS, Merge, Recipe
-from service.results.files import RunRecord
+from service.results.record import RunRecord
 from service.results.selection import best_trial
 from service.results.series.base import chart
 

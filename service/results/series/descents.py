@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from service.results.files import GradientRecord, RunRecord
+from service.results.record import GradientRecord, RunRecord
 from service.results.series.base import chart
 from service.schemas.files import Number
 

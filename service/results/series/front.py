@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from service.results.feasibility import sources_of, violations
-from service.results.files import RunRecord, pareto
+from service.results.files import pareto
+from service.results.record import RunRecord
 from service.results.selection import best_trial, full_budget_trials
 from service.results.series.base import chart
 from service.schemas.files import Number, ObjectiveDocument, StandardErrors, Values, Violations, VolumeDocument

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from search_spaces.objectives import Objective
 from service.results.feasibility import sources_of, violations
-from service.results.files import RunRecord
+from service.results.record import RunRecord
 from service.results.selection import accuracy_objectives
 from service.results.series.base import chart
 from service.schemas.files import Number

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from service.results.files import RunRecord
+from service.results.record import RunRecord
 from service.results.selection import accuracy_objectives
 from service.results.series.base import chart
 from service.schemas.files import Number

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from search_spaces.recipe import COMPONENTS, LayerRecipe, Merge
-from service.results.files import RunRecord
+from service.results.record import RunRecord
 from service.results.selection import best_trial
 from service.results.series.base import chart
 from service.schemas.files import Number

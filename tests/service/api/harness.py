@@ -11,7 +11,7 @@ from search_spaces.objectives import Objective
 from search_spaces.study.file import Study
 from service.api import create_app
 from service.api.preflight_process import Preflight, PreflightOutcome, read_request
-from service.results.files import RunRecord
+from service.results.record import RunRecord
 from service.results.selection import held_out
 from service.store import Store, StudyWriter
 from service.studies.progress import ProgressSnapshot

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from service.results.files import RunRecord
 from service.results.load import run_record
+from service.results.record import RunRecord
 from service.store import Store
 from tests.service.api.harness import ApiServer, finished_study, stored_study
 

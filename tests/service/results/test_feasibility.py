@@ -15,7 +15,8 @@ from search_spaces.constraints import parse_constraint
 from search_spaces.objectives import Objective
 from service.cli.tables import holdout_table, pareto_table, trials_table
 from service.results.feasibility import total_violation, violations
-from service.results.files import RunRecord, pareto, summary, trial_documents, trials_jsonl
+from service.results.files import pareto, summary, trial_documents, trials_jsonl
+from service.results.record import RunRecord
 from service.results.report import render_report
 from service.results.selection import best_trial, criteria, finalists, full_budget_trials, pareto_front
 from service.results.series.history import history

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from service.results.files import GradientRecord, SearchFigures
 from service.results.load import run_record
+from service.results.record import GradientRecord, SearchFigures
 from service.store import StepRecord, Store
 from service.tune.steps import Step, StepKind, StepRequest, StepResult
 from service.types import EventKind

@@ -10,9 +10,9 @@ import pytest
 from search_spaces.errors import InvalidPreference
 from search_spaces.objectives import Objective
 from service.errors import NotFound
-from service.results.files import RunRecord
 from service.results.format import preferred_text
 from service.results.preference import choices
+from service.results.record import RunRecord
 from service.results.selection import pareto_front
 from service.types import Comparison, Estimate, TrialState
 from tests.service.results.test_holdout import recipe

@@ -8,7 +8,8 @@ import pytest
 
 from search_spaces.objectives import Objective
 from search_spaces.recipe import Merge, Source
-from service.results.files import EngineFigures, SearchFigures, summary
+from service.results.files import summary
+from service.results.record import EngineFigures, SearchFigures
 from service.results.report import render_report
 from service.results.report.marks import MAX_POINTS
 from service.results.selection import best_trial

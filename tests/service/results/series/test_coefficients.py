@@ -7,7 +7,7 @@ from typing import Any
 
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from search_spaces.spaces import SPACES
-from service.results.files import RunRecord
+from service.results.record import RunRecord
 from service.results.selection import best_trial
 from service.results.series.coefficients import Coefficient, coefficients
 from tests.search_spaces.spaces.families import models

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from service.results.files import GradientRecord
+from service.results.record import GradientRecord
 from service.results.series.descents import descents
 from tests.service.synthetic_run import EXPERTS, gradients, run_record
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from service.results.files import RunRecord
+from service.results.record import RunRecord
 from service.results.series.races import races
 from service.types import Origin, TrialState
 from tests.service.synthetic_run import RUNGS, run_record
