@@ -105,7 +105,12 @@ class _Feed:
             chunk = b""
             if self._floor is not None and cursor < self._floor:
                 floor = self._floor
-                events = await self._in_thread(self._read, cursor)
+                try:
+                    events = await self._in_thread(self._read, cursor)
+                except Exception:  # the next round retries
+                    logger.exception("events of study %s could not be read", self._study_id)
+                    await asyncio.sleep(self._poll_s)
+                    continue
                 cursor = events[-1].id if events else floor
                 if events:
                     yield b"".join(map(_frame_of, events))

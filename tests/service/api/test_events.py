@@ -311,7 +311,10 @@ def test_studies_do_not_hear_of_each_other(store: Store) -> None:
     asyncio.run(scenario())
 
 
-def test_a_database_that_fails_for_a_while_costs_no_event(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_at_once", [True, False], ids=["while it begins", "later"])
+def test_a_database_that_fails_for_a_while_costs_no_event(
+    store: Store, monkeypatch: pytest.MonkeyPatch, is_at_once: bool
+) -> None:
     writer = running_study(store)
     hub = EventHub(store, poll_s=0.01)
     events, failures = store.events, iter(range(5))
@@ -323,7 +326,7 @@ def test_a_database_that_fails_for_a_while_costs_no_event(store: Store, monkeypa
 
     async def scenario() -> None:
         watching = asyncio.create_task(read(hub, writer.study_id))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.0 if is_at_once else 0.05)
         monkeypatch.setattr(store, "events", failing)
         writer.add_event("tick", {})
         writer.set_state(StudyState.COMPLETE)
