@@ -26,7 +26,7 @@ from workers.types import Split
 
 LFS_STUDY = Path(__file__).parents[2] / "docs" / "examples" / "lfs.yaml"
 SEEDS = (0, 1, 2)
-MUST, GOAL = 0.6, 0.85
+MUST, GOAL = 0.8, 0.85
 
 
 def run() -> dict[str, Any]:
