@@ -17,6 +17,8 @@ from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Generation, Prompts
 from workers.types import SampleResult, Span, TaskSpec, VerificationReport
 
+pytestmark = pytest.mark.slow  # transformers generates in each
+
 OPTIONS = EngineOptions(max_model_len=128)
 
 
@@ -25,7 +27,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(str(tiny_llama(tmp_path_factory.mktemp("llama"), 4)), OPTIONS)
 
 
-@pytest.mark.slow
 def test_verification_lists_each_difference_with_how_near_the_choice_was(
     reference: Reference, tmp_path: Path, choices: TaskSpec
 ) -> None:
@@ -132,7 +133,6 @@ def test_garbage_that_scores_the_same_is_beyond_tolerance(scored: Scored, is_sto
     assert report.num_without_tokens == (0 if is_stored else 12)
 
 
-@pytest.mark.slow
 def test_other_tokens_are_beyond_tolerance_unless_transformers_finds_them_as_likely(scored: Scored) -> None:
     def with_token(index: int, token: int) -> Callable[[SampleResult], SampleResult]:
         def change(sample: SampleResult) -> SampleResult:
@@ -150,7 +150,6 @@ def test_other_tokens_are_beyond_tolerance_unless_transformers_finds_them_as_lik
         assert {difference.what for difference in report.differences} == {"tokens"}
 
 
-@pytest.mark.slow
 def test_log_probabilities_that_are_off_are_beyond_tolerance_whatever_is_chosen(scored: Scored) -> None:
     report = scored.verify(lambda sample: sample, nats=2.0)
     assert report.num_beyond == len(report.differences) == 8 + 8, "the first of each objective"
@@ -167,7 +166,6 @@ def test_log_probabilities_that_are_off_are_beyond_tolerance_whatever_is_chosen(
     assert {difference.objective for difference in report.differences} == {"choices"}
 
 
-@pytest.mark.slow
 def test_log_probabilities_that_are_no_numbers_are_beyond_tolerance(scored: Scored) -> None:
     for nats in (float("nan"), float("inf")):
         report = scored.verify(lambda sample: sample, nats=nats)
