@@ -58,7 +58,13 @@ FRONT_BUDGETS = (20, 60)  # full evaluations' worth at which hypervolumes are co
 DEMO_BUDGET = 12_000
 SINGLE_BUDGETS = (8, 5)  # must, goal: full evaluations' worth
 
-NUM_COMPARED = 7 * 16  # samples on which the gradient searcher compares losses with scores, of one objective
+NUM_COMPARED = 10 * 16  # samples of an objective on which the gradient searcher compares losses with scores
+
+# Preference vectors, gradients of the first descent and trials of `auto` on three objectives, which use up each budget.
+FRONT_OPTIONS = {
+    20: {"lattice": 2, "steps": 28, "points": 8},
+    60: {"lattice": 4, "steps": 48, "points": 20},
+}
 LAMBDAS = tuple(round(0.05 * i, 2) for i in range(1, 31))
 
 
@@ -79,8 +85,14 @@ def single_spec(family: str, seed: int, evaluations: int) -> SearchSpec:
 
 
 def front_spec(family: str, seed: int, evaluations: int) -> SearchSpec:
-    """`auto` on three objectives, with its defaults."""
-    search = {"algorithm": "auto", "max_trials": evaluations}
+    """`auto` on three objectives: a descent for each preference vector of a lattice."""
+    options = FRONT_OPTIONS[evaluations]
+    search = {
+        "algorithm": "auto",
+        "max_trials": options["points"],
+        "gradient": {"steps": options["steps"], "points": options["points"]},
+        "preferences": {"lattice": options["lattice"]},
+    }
     budget = evaluations * EVALUATION
     return SearchSpec(family, "skills", f"auto-{evaluations}", seed, search, fidelity=_full(FULL), budget=budget)
 

@@ -110,7 +110,7 @@ class _InProcess:
     def __init__(self, preflight: PreflightResult, actor: GradientActor | None) -> None:
         self._searcher = get_searcher(preflight.algorithm.name)
         self._parameters = preflight.space.parameters
-        self._setting = preflight.search_setting()
+        self._setting = preflight.search_setting(num_baselines=len(preflight.baselines()))
         self._seed = preflight.study.search.seed
         self._actor = actor
         self._steps: list[Step] = []

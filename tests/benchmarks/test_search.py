@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from search_spaces.baselines import sources_and_published
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.sections import EngineOptions, Search
+from service.tune.searchers.descents import descents_of
 from tests.benchmarks import bench_search, search_intervals, search_runs
 from tests.benchmarks.one_pass import OnePass
 from tests.benchmarks.search_families import FAMILIES
@@ -85,6 +86,18 @@ def test_autos_single_objective_searches_stay_within_their_budget() -> None:
         options = bench_search.single_spec("shipped", 0, evaluations).search["gradient"]
         steps = 3 * options["steps"] * options["batch"]
         spent = steps + options["points"] * bench_search.EVALUATION + bench_search.NUM_COMPARED
+        assert 0.95 * evaluations <= spent / bench_search.EVALUATION <= evaluations
+
+
+def test_autos_searches_of_a_front_use_up_their_budgets() -> None:
+    for evaluations in bench_search.FRONT_BUDGETS:
+        search = Search.model_validate(bench_search.front_spec("shipped", 0, evaluations).search)
+        assert search.preferences is not None
+        vectors = search.preferences.weights(("math", "text", "lookup"), seed=0)
+        descents = descents_of(search.gradient, num_objectives=3, preferences=vectors)
+        assert sum(descent.num_points for descent in descents) == search.max_trials
+        steps = sum(descent.num_steps for descent in descents)
+        spent = 3 * 48 * steps + search.max_trials * bench_search.EVALUATION + 3 * bench_search.NUM_COMPARED
         assert 0.95 * evaluations <= spent / bench_search.EVALUATION <= evaluations
 
 

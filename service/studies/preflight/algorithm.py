@@ -32,7 +32,7 @@ def algorithm_of(
     problems: list[Problem],
 ) -> Algorithm:
     """The study's searcher. `auto` is `gradient` where coefficients have gradients and all objectives have references,
-    as tests/benchmarks/bench_searchers.py shows best, and otherwise the searcher that `auto` is declared to be.
+    as tests/benchmarks/bench_search.py shows best, and otherwise the searcher that `auto` is declared to be.
     Preference vectors need one that uses them."""
     found = _algorithm_of(study, space, tasks, problems)
     if study.search.preferences is not None and not SEARCHERS[found.name].uses_preferences:
