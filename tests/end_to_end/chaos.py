@@ -99,14 +99,17 @@ class _Studies:
             time.sleep(POLL_S)
 
     def differing(self) -> list[str]:
-        """The studies that did not end with the trials of an undisturbed run."""
+        """The studies that did not end with the trials of an undisturbed run, and in what they differ."""
         wrong = []
         for number, study in enumerate(self.ids):
             record = self.store.study(study)
             alone = self.directory / f"alone-{number}"
             expected = undisturbed(self._file_of(number), alone, resolved=record.resolved)
-            if record.state is not StudyState.COMPLETE or trial_list(self.store, study) != expected:
-                wrong.append(study)
+            trials = trial_list(self.store, study)
+            if record.state is not StudyState.COMPLETE or trials != expected:
+                pairs = zip(trials, expected, strict=False)
+                unequal = [(ours[0], str(ours[3]), ours[-1]) for ours, other in pairs if ours != other]
+                wrong.append(f"{study} {record.state} {record.reason}; {len(unequal)} trials differ: {unequal[:2]}")
         return wrong
 
     def _file_of(self, number: int) -> Path:
