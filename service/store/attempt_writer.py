@@ -269,7 +269,7 @@ class StudyWriter:
         """Store, for all studies, that an engine failed a check after it had passed `canaries`. A replica has one
         fault.
 
-        Those with a driver learn of it by themselves; those that are COMPLETE already are told here."""
+        Those with a driver learn of it by themselves; those that are COMPLETE already get an event here."""
         row = {"replica": replica, "canaries": canaries, "reason": reason, "time": time.time()}
         with self._transaction() as connection:
             added = connection.execute(insert(connection, schema.engine_faults).on_conflict_do_nothing(), row)

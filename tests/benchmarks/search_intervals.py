@@ -19,8 +19,8 @@ NUM_RESAMPLES_OF_VOLUMES = 300  # each computes two hypervolumes for every famil
 
 
 def interval(ours: Sequence[NDArray[np.bool_]], theirs: Sequence[NDArray[np.bool_]]) -> dict[str, float]:
-    """The mean over families of ours minus theirs, each [seeds, skills, items], with its 95 % interval: a bootstrap in
-    which both the seeds and the judge items of each skill are drawn again, the same ones for both sides."""
+    """The mean over families of `ours` minus `theirs`, each [seeds, skills, items], with its 95 % interval: a bootstrap
+    in which both the seeds and the judge items of each skill are drawn again, the same ones for both sides."""
     differences = [a.astype(np.float64) - b for a, b in zip(ours, theirs, strict=True)]
 
     def drawn(draw: np.random.Generator) -> float:

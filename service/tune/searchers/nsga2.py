@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from search_spaces.parameters import Parameters
 from service.tune.searchers.base import Observation
 
-__all__ = ["SEARCHER", "Nsga2Searcher"]
+__all__ = ["SEARCHER", "NsgaSearcher"]
 
 
 @dataclass(frozen=True)
-class Nsga2Searcher:
+class NsgaSearcher:
     """For spaces without conditions. Choices are crossed uniformly, and mutate to any other."""
 
+    sampler: Literal["NSGAIISampler", "NSGAIIISampler"]
     population_size: int = 20
 
     def propose(
@@ -31,20 +32,22 @@ class Nsga2Searcher:
         observations: Sequence[Observation],
         pending: Sequence[Mapping[str, Any]] = (),
     ) -> dict[str, Any]:
-        from optuna.samplers import NSGAIISampler
+        import optuna.samplers
         from optuna.samplers.nsgaii import PolynomialMutation, SBXCrossover
 
         from service.tune.searchers.optuna_study import propose
 
-        def sampler_of(seed: int) -> NSGAIISampler:
-            return NSGAIISampler(
+        def sampler_of(seed: int) -> optuna.samplers.BaseSampler:
+            kind = getattr(optuna.samplers, self.sampler)
+            sampler: optuna.samplers.BaseSampler = kind(
                 population_size=self.population_size,
                 crossover=SBXCrossover(),
                 mutation=PolynomialMutation(),
                 seed=seed,
             )
+            return sampler
 
         return propose(sampler_of, parameters, number=number, seed=seed, observations=observations, pending=pending)
 
 
-SEARCHER = Nsga2Searcher()
+SEARCHER = NsgaSearcher("NSGAIISampler")

@@ -4,47 +4,8 @@ Deb and Jain, IEEE TEC 18(4), 2014. A generation is the next trials that fill it
 rebuilt for every proposal.
 """
 
-from __future__ import annotations
+from service.tune.searchers.nsga2 import NsgaSearcher
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+__all__ = ["SEARCHER"]
 
-from search_spaces.parameters import Parameters
-from service.tune.searchers.base import Observation
-
-__all__ = ["SEARCHER", "Nsga3Searcher"]
-
-
-@dataclass(frozen=True)
-class Nsga3Searcher:
-    """For spaces without conditions. Choices are crossed uniformly, and mutate to any other."""
-
-    population_size: int = 20
-
-    def propose(
-        self,
-        parameters: Parameters,
-        *,
-        number: int,
-        seed: int,
-        observations: Sequence[Observation],
-        pending: Sequence[Mapping[str, Any]] = (),
-    ) -> dict[str, Any]:
-        from optuna.samplers import NSGAIIISampler
-        from optuna.samplers.nsgaii import PolynomialMutation, SBXCrossover
-
-        from service.tune.searchers.optuna_study import propose
-
-        def sampler_of(seed: int) -> NSGAIIISampler:
-            return NSGAIIISampler(
-                population_size=self.population_size,
-                crossover=SBXCrossover(),
-                mutation=PolynomialMutation(),
-                seed=seed,
-            )
-
-        return propose(sampler_of, parameters, number=number, seed=seed, observations=observations, pending=pending)
-
-
-SEARCHER = Nsga3Searcher()
+SEARCHER = NsgaSearcher("NSGAIIISampler")

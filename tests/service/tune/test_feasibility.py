@@ -1,4 +1,4 @@
-"""Constraints while a search runs: who is promoted, what searchers are told, and that nothing depends on timing."""
+"""Constraints while a search runs: who is promoted, what searchers know, and that nothing depends on timing."""
 
 from __future__ import annotations
 
