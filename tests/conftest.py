@@ -170,11 +170,11 @@ def engine(untied_family: Family) -> Iterator[Engine]:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """A local Ray of this session's own."""
+    """A local Ray of this session's own. Its dashboard hands out the logs of processes that died."""
     import ray
 
     def start() -> None:
-        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+        ray.init("local", num_cpus=2, include_dashboard=True, log_to_driver=False, logging_level="error")
 
     try:
         start()

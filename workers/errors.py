@@ -16,7 +16,10 @@ All of them cross process boundaries: constructor arguments are exactly what `su
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 __all__ = [
+    "CrashKind",
     "EngineCrashed",
     "EngineFault",
     "EngineUnavailable",
@@ -72,18 +75,33 @@ class EngineUnavailable(WorkerError, RuntimeError):
     """No engine could be started; the message says why and where its log is."""
 
 
+class CrashKind(StrEnum):
+    """How an engine crashed. ERROR: it raised the error of the message, or a fatal signal (SIGSEGV, SIGABRT) ended its
+    process. HANG: it made no progress. EXIT: its process ended without a trace, as it does when it is killed from
+    outside or by the kernel for want of memory."""
+
+    ERROR = "error"
+    HANG = "hang"
+    EXIT = "exit"
+
+
 class EngineCrashed(EngineUnavailable):
     """An engine raised an error, or its process ended, while it worked on this request; it is not used again.
 
-    `scored_others`: the replica had scored another recipe since its start. `has_error`: the engine itself raised the
-    error of the message; otherwise its process ended or stood still, as it does too when it is killed from outside.
+    `scored_others`: the replica had scored another recipe since its start.
     """
 
-    def __init__(self, message: str, replica: str = "", scored_others: bool = False, has_error: bool = True) -> None:
-        super().__init__(message, replica, scored_others, has_error)
+    def __init__(
+        self,
+        message: str,
+        replica: str = "",
+        scored_others: bool = False,
+        kind: CrashKind = CrashKind.ERROR,
+    ) -> None:
+        super().__init__(message, replica, scored_others, kind)
         self.replica = replica
         self.scored_others = scored_others
-        self.has_error = has_error
+        self.kind = kind
 
     def __str__(self) -> str:
         return str(self.args[0])

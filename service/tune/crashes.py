@@ -1,9 +1,9 @@
 """Crashes of engines, counted by chunk: when is a candidate their cause?
 
-If an engine raises an error twice with the same chunk, the second time after another recipe was scored, the candidate
-is the cause. A process that ends tells less: a kill from outside looks the same. That must happen three times with the
-same chunk, so that kills at random do not fail candidates: each hits one chunk, and the same one again only in the
-seconds in which it is scored again.
+If an engine raises an error (or dies of a fatal signal such as SIGSEGV) twice with the same chunk, the second time
+after another recipe was scored, the candidate is the cause. Other crashes tell less, and more of them are needed: three
+if the engine made no progress; six if its process ended without a trace, because a kill from outside looks the same.
+A chunk whose replica was killed is scored again first, so kills at random do hit the same chunk several times.
 """
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 from service.store import EventRecord
 from service.tune.evaluation import ChunkFailed, Evaluation, FailureKind
 from service.types import EventKind
+from workers.errors import CrashKind
 from workers.types import Span
 
 __all__ = ["Crashes"]
 
 log = logging.getLogger(__name__)
 
-MAX_ERRORS = 2
-MAX_CRASHES = 3
+# So many crashes of a kind with the same chunk are enough; of several kinds, their shares are added.
+ENOUGH: Mapping[CrashKind, int] = {CrashKind.ERROR: 2, CrashKind.HANG: 3, CrashKind.EXIT: 6}
 
 # After this many crashes with a chunk on engines that had scored nothing else, no engine can be had.
 MAX_UNPROVEN = 6
@@ -52,7 +54,7 @@ class Crashes:
             "chunk": _chunk(crash.chunk),
             "replica": crash.replica,
             "scored_others": crash.scored_others,
-            "has_error": crash.has_error,
+            "kind": crash.kind.value,
             "reason": failed.reason,
         }
         count = self._add(event)
@@ -73,13 +75,19 @@ class Crashes:
 
 
 def _consequence(crashes: Sequence[Mapping[str, Any]], reason: str) -> ChunkFailed | None:
-    enough = len(crashes) >= MAX_CRASHES or sum(crash["has_error"] for crash in crashes) >= MAX_ERRORS
+    enough = sum(Fraction(1, ENOUGH[_kind(crash)]) for crash in crashes) >= 1
     if enough and crashes[-1]["scored_others"]:
         text = f"its engine crashed {len(crashes)} times with the same samples, at last after another recipe was scored"
         return ChunkFailed(FailureKind.TRIAL, f"{text}: {reason}")
     if sum(not crash["scored_others"] for crash in crashes) >= MAX_UNPROVEN:
         return ChunkFailed(FailureKind.ENGINE, reason)
     return None
+
+
+def _kind(crash: Mapping[str, Any]) -> CrashKind:
+    if "kind" in crash:
+        return CrashKind(crash["kind"])
+    return CrashKind.ERROR if crash["has_error"] else CrashKind.EXIT  # stored without a kind
 
 
 def _chunk(spans: Sequence[Span]) -> list[list[str | int]]:

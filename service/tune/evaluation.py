@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from search_spaces.recipe import Recipe
 from service.errors import StudyUnusable
-from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch
+from workers.errors import CrashKind, EngineFault, EngineUnavailable, EvidenceMismatch
 from workers.types import ScoreResult, Span, Split
 
 __all__ = ["ChunkFailed", "Crash", "Evaluation", "FailureKind"]
@@ -59,12 +59,12 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True)
 class Crash:
-    """An engine that crashed with a chunk; `scored_others` and `has_error` as in workers.errors.EngineCrashed."""
+    """An engine that crashed with a chunk; `scored_others` and `kind` as in workers.errors.EngineCrashed."""
 
     chunk: tuple[Span, ...]
     replica: str
     scored_others: bool
-    has_error: bool
+    kind: CrashKind
 
 
 @dataclass(frozen=True)

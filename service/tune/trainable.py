@@ -76,7 +76,7 @@ class EvaluationTrainable(tune.Trainable):
         except EngineCrashed as error:  # unless the coordinator stops the evaluation, the same chunk is sent again
             self._next_chunk -= 1
             self._crashes += 1
-            crash = Crash(chunk, error.replica, error.scored_others, error.has_error)
+            crash = Crash(chunk, error.replica, error.scored_others, error.kind)
             outcome = ChunkFailed(FailureKind.CRASH, str(error), crash=crash)
         except EngineUnavailable as error:
             outcome = ChunkFailed(FailureKind.ENGINE, str(error))

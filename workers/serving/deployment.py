@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from search_spaces.recipe import Recipe
 from search_spaces.study.sections import EngineOptions
 from workers.engines.vllm.environment import engine_environment
-from workers.errors import EngineCrashed, EngineUnavailable, EvidenceMismatch, RequestFailed, WorkerError
+from workers.errors import CrashKind, EngineCrashed, EngineUnavailable, EvidenceMismatch, RequestFailed, WorkerError
 from workers.serving.current_chunk import chunk_id, current_chunk
 from workers.serving.replica import EngineWorker, ScoringReplica, Worker
 from workers.serving.watchdog import TIME_LIMITS, TimeLimits
@@ -47,6 +47,9 @@ MAX_ONGOING_REQUESTS = 3
 
 # A request that fails beside the engine is sent this often; the next replica may have what this one lacks.
 MAX_TRIES = 3
+
+# The end of a replica's error log that is searched for a fatal signal; its stack traces follow the line.
+FATAL_LINES = 1000
 
 # Only one process of the cluster at a time starts Serve or deploys; this is the name of the Ray actor that it holds.
 DEPLOYING = "deploying"
@@ -322,13 +325,27 @@ def _raise_if_scoring(request: ScoreRequest, error: RayActorError) -> None:
     current = current_chunk(error.actor_id)
     if current is None or current.chunk != chunk_id(request):
         return
-    why = f"was replaced: {current.overdue}" if current.overdue else "ended while it scored the chunk"
+    kind, why = CrashKind.EXIT, "ended while it scored the chunk"
+    if current.overdue:
+        kind, why = CrashKind.HANG, f"was replaced: {current.overdue}"
+    elif fatal_error := _fatal_error(error.actor_id):
+        kind, why = CrashKind.ERROR, f"{why}: {fatal_error}"
     raise EngineCrashed(
-        f"{current.replica} {why}; its log is {current.log_file}",
-        current.replica,
-        current.scored_others,
-        has_error=False,
+        f"{current.replica} {why}; its log is {current.log_file}", current.replica, current.scored_others, kind
     ) from error
+
+
+def _fatal_error(actor: str | None) -> str | None:
+    """Python's report of the signal that ended the process of this Ray actor (hex), "Fatal Python error: Segmentation
+    fault" for example. None without one, after SIGKILL for example, and where its log cannot be read."""
+    from ray.util.state import get_log
+
+    try:
+        lines = "".join(get_log(actor_id=actor, suffix="err", tail=FATAL_LINES, timeout=10)).splitlines()
+    except Exception as error:  # it raises whatever its HTTP client raises
+        log.warning("the log of the replica with Ray actor %s was not read: %s", actor, error)
+        return None
+    return next((line for line in reversed(lines) if line.startswith("Fatal Python error: ")), None)
 
 
 @functools.lru_cache(maxsize=8)

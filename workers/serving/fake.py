@@ -7,6 +7,7 @@ merge is not an expert. Driver, store and scheduler are tested with it.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import math
@@ -63,7 +64,7 @@ class FakeScorer:
     exits_at_call: int | None = None
     unavailable_calls: int = 0
     crashing: Collection[str] = ()
-    crash_by: Literal["error", "exit", "hang"] = "error"
+    crash_by: Literal["error", "signal", "exit", "hang"] = "error"
     garbles: bool = False
     fails_canary_at: int | None = None
     wrong_since: int | None = None
@@ -216,6 +217,8 @@ class FakeScorer:
         return len(self.calls()) + 1 if self.log_file is not None else self._calls
 
     def _crash(self) -> None:
+        if self.crash_by == "signal":
+            ctypes.string_at(0)  # SIGSEGV in this thread
         if self.crash_by == "exit":
             os._exit(70)
         if self.crash_by == "hang":

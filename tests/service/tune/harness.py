@@ -147,7 +147,7 @@ def score(scorer: Scorer, evaluation: Evaluation, chunk: int) -> Any:
     except (InvalidModel, InvalidTask) as error:
         return ChunkFailed(FailureKind.STUDY, str(error))
     except EngineCrashed as error:
-        crash = Crash(evaluation.chunks[chunk], error.replica, error.scored_others, error.has_error)
+        crash = Crash(evaluation.chunks[chunk], error.replica, error.scored_others, error.kind)
         return ChunkFailed(FailureKind.CRASH, str(error), crash=crash)
     except EngineUnavailable as error:
         return ChunkFailed(FailureKind.ENGINE, str(error))

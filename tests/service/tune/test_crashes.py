@@ -8,21 +8,24 @@ from typing import Any
 
 import pytest
 
-from service.store import Store
+from service.store import EventRecord, Store
 from service.tune.coordinator import Coordinator
+from service.tune.crashes import Crashes
 from service.tune.evaluation import ChunkFailed, Crash, Evaluation, FailureKind
 from service.types import EventKind, TrialState
 from tests.service.tune.harness import coordinator_of, drive, new_study, trial_list
-from workers.errors import EngineCrashed, EngineUnavailable
+from workers.errors import CrashKind, EngineCrashed, EngineUnavailable
 from workers.serving.fake import FakeScorer
 from workers.types import ScoreRequest, ScoreResult
 
+ERROR, HANG, EXIT = CrashKind.ERROR, CrashKind.HANG, CrashKind.EXIT
 
-def crash(evaluation: Evaluation, *, has_error: bool = True, scored_others: bool = True, chunk: int = 0) -> ChunkFailed:
+
+def crash(
+    evaluation: Evaluation, *, kind: CrashKind = ERROR, scored_others: bool = True, chunk: int = 0
+) -> ChunkFailed:
     reason = f"replica-{chunk}: CUDA error"
-    return ChunkFailed(
-        FailureKind.CRASH, reason, crash=Crash(evaluation.chunks[chunk], "replica", scored_others, has_error)
-    )
+    return ChunkFailed(FailureKind.CRASH, reason, crash=Crash(evaluation.chunks[chunk], "replica", scored_others, kind))
 
 
 def first(coordinator: Coordinator) -> Evaluation:
@@ -51,27 +54,42 @@ def test_a_recipe_that_crashes_its_engine_twice_fails_and_the_study_goes_on(tmp_
 @pytest.mark.parametrize(
     ("crashes", "fails"),
     [
-        ([(True, True), (True, True)], True),
-        ([(True, False), (True, True)], True),
-        ([(True, True), (True, False)], False),  # the second engine had shown nothing yet
-        ([(False, True), (False, True)], False),  # as two kills from outside
-        ([(True, True), (False, True)], False),  # one of them may be a kill
-        ([(False, True), (False, True), (False, True)], True),
-        ([(False, True), (False, True), (False, False)], False),
+        ([(ERROR, True)] * 2, True),
+        ([(ERROR, False), (ERROR, True)], True),
+        ([(ERROR, True), (ERROR, False)], False),  # the second engine had shown nothing yet
+        ([(HANG, True)] * 2, False),
+        ([(HANG, True)] * 3, True),
+        ([(EXIT, True)] * 5, False),  # as five kills from outside
+        ([(EXIT, True)] * 6, True),
+        ([(EXIT, True)] * 5 + [(EXIT, False)], False),
+        ([(ERROR, True)] + [(EXIT, True)] * 2, False),
+        ([(ERROR, True)] + [(EXIT, True)] * 3, True),
+        ([(HANG, True)] * 2 + [(EXIT, True)] * 2, True),
     ],
 )
-def test_the_candidate_fails_after_two_errors_or_three_ends_of_the_process(
-    tmp_path: Path, crashes: list[tuple[bool, bool]], fails: bool
+def test_the_candidate_fails_after_two_errors_three_hangs_or_six_ends_of_the_process(
+    tmp_path: Path, crashes: list[tuple[CrashKind, bool]], fails: bool
 ) -> None:
     store, study = new_study(tmp_path)
     coordinator = coordinator_of(store, study)
     evaluation = first(coordinator)
     done = [
-        coordinator.on_outcome(evaluation, crash(evaluation, has_error=has_error, scored_others=scored_others))
-        for has_error, scored_others in crashes
+        coordinator.on_outcome(evaluation, crash(evaluation, kind=kind, scored_others=scored_others))
+        for kind, scored_others in crashes
     ]
     assert done == [*[False] * (len(crashes) - 1), fails]
     assert (store.trial(study, evaluation.trial).state is TrialState.FAIL) == fails
+
+
+def test_crashes_stored_without_a_kind_count_as_errors_or_ends_of_the_process(tmp_path: Path) -> None:
+    store, study = new_study(tmp_path)
+    evaluation = first(coordinator_of(store, study))
+    for has_error, fails in ((False, False), (True, True)):
+        event, _ = Crashes(()).add(evaluation, crash(evaluation))
+        del event["kind"]
+        stored = EventRecord(0, 0.0, EventKind.CRASH, {**event, "has_error": has_error})
+        _, failure = Crashes([stored]).add(evaluation, crash(evaluation))
+        assert (failure is not None) == fails
 
 
 def test_crashes_with_other_samples_count_apart(tmp_path: Path) -> None:
@@ -109,24 +127,26 @@ def test_engines_that_crash_before_they_scored_anything_are_not_there(tmp_path: 
 
 
 class KilledAtRandom(FakeScorer):
-    """One chunk in ten ends with the kill of its replica; every replica had scored other recipes before."""
+    """A share of the chunks ends with the kill of its replica; every replica had scored other recipes before."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: float) -> None:
         super().__init__()
+        self.share = share
         self.kills = random.Random(1)
         self.num_kills = 0
 
     def score(self, request: ScoreRequest) -> ScoreResult:
-        if self.kills.random() < 0.1:
+        if self.kills.random() < self.share:
             self.num_kills += 1
-            raise EngineCrashed("its process ended", "replica", scored_others=True, has_error=False)
+            raise EngineCrashed("its process ended", "replica", scored_others=True, kind=EXIT)
         return super().score(request)
 
 
 @pytest.mark.slow
-def test_kills_at_random_fail_no_candidate(tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", [0.1, 0.3])
+def test_kills_at_random_fail_no_candidate(tmp_path: Path, share: float) -> None:
     lists = []
-    for name, scorer in (("quiet", FakeScorer()), ("killed", KilledAtRandom())):
+    for name, scorer in (("quiet", FakeScorer()), ("killed", KilledAtRandom(share))):
         (tmp_path / name).mkdir()
         store, study = new_study(tmp_path / name)
         drive(coordinator_of(store, study, chunk_samples=10), scorer)

@@ -88,7 +88,7 @@ def test_the_driver_starts_with_the_trial_actors_that_it_gets(ray_cluster: None,
 
 
 @pytest.mark.slow
-def test_a_recipe_that_ends_its_replicas_fails_and_the_study_goes_on(
+def test_a_recipe_whose_replicas_die_of_a_fatal_signal_fails_and_the_study_goes_on(
     ray_cluster: None, tied_family: Family, tmp_path: Path
 ) -> None:
     from ray import serve
@@ -99,7 +99,7 @@ def test_a_recipe_that_ends_its_replicas_fails_and_the_study_goes_on(
         tied_family,
         OPTIONS,
         name="fake-crashing",
-        make_worker=partial(FakeScorer, crashing=(recipe.digest,), crash_by="exit"),
+        make_worker=partial(FakeScorer, crashing=(recipe.digest,), crash_by="signal"),
         health_check_period_s=0.5,
     )
     failed = run(store, study, replace(scorer, deadline_s=30.0, poll_s=0.5), tmp_path)
@@ -109,6 +109,7 @@ def test_a_recipe_that_ends_its_replicas_fails_and_the_study_goes_on(
     assert [trial.label for trial in trials if trial.state is TrialState.FAIL] == [label]
     assert all(trial.state.is_finished for trial in trials)
     crashes = events(store, study, "crash")
-    assert [crash["crashes"] for crash in crashes] == [1, 2, 3]
-    assert len({crash["replica"] for crash in crashes}) == 3
+    assert [(crash["crashes"], crash["kind"]) for crash in crashes] == [(1, "error"), (2, "error")]
+    assert "ended while it scored the chunk: Fatal Python error: Segmentation fault" in crashes[-1]["reason"]
+    assert len({crash["replica"] for crash in crashes}) == 2
     assert crashes[-1]["scored_others"]

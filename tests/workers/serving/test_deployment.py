@@ -15,7 +15,15 @@ import pytest
 from search_spaces.study.sections import Engine, EngineOptions
 from tests.conftest import OPTIONS
 from tests.workers.recipes import arithmetic
-from workers.errors import EngineCrashed, EngineFault, EngineUnavailable, InvalidModel, InvalidTask, TrialFailed
+from workers.errors import (
+    CrashKind,
+    EngineCrashed,
+    EngineFault,
+    EngineUnavailable,
+    InvalidModel,
+    InvalidTask,
+    TrialFailed,
+)
 from workers.serving.deployment import ServeScorer, app_name, deploy_scorer
 from workers.serving.fake import FakeScorer
 from workers.serving.watchdog import TimeLimits
@@ -127,7 +135,7 @@ def test_replica_killed_in_a_counted_chunk_says_so_and_a_chunk_that_waited_is_sc
         ) as caught:
             scored.result(timeout=60)
         assert waiting.result(timeout=60).evidence.replica != f"fake-{process}"
-    assert (caught.value.replica, caught.value.has_error) == (f"fake-{process}", False)
+    assert (caught.value.replica, caught.value.kind) == (f"fake-{process}", CrashKind.EXIT)
 
 
 def test_stopped_replica_is_replaced_and_its_chunks_scored_again(fake: ServeScorer, tied_family: Family) -> None:
@@ -158,8 +166,11 @@ def test_replica_whose_engine_stands_still_is_replaced(ray_cluster: None, tied_f
     )
     scorer = replace(scorer, deadline_s=120.0, poll_s=0.5)
     (process,) = scorer.statistics()["processes"]
-    with pytest.raises(EngineCrashed, match=rf"fake-{process} was replaced: it has worked on a chunk of 20 samples"):
+    with pytest.raises(
+        EngineCrashed, match=rf"fake-{process} was replaced: it has worked on a chunk of 20 samples"
+    ) as caught:
         scorer.score(replace(hanging, crashes=0))
+    assert caught.value.kind is CrashKind.HANG
     assert scorer.score(request(tied_family, 0.3)).evidence.replica != f"fake-{process}"
     serve.delete("fake-hanging")
 

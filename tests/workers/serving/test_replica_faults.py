@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
-from workers.errors import EngineCrashed, EngineUnavailable, TrialFailed, WorkerError
+from workers.errors import CrashKind, EngineCrashed, EngineUnavailable, TrialFailed, WorkerError
 from workers.serving.fake import FakeScorer
 from workers.serving.replica import ScoringReplica
 from workers.serving.watchdog import TimeLimits, Watchdog
@@ -77,7 +77,7 @@ def test_an_error_of_the_engine_ends_the_replica_and_later_requests_do_not_reach
     replica = ScoringReplica(lambda: FakeScorer(crashing=[recipe(0.3).digest]))
     with pytest.raises(EngineCrashed, match=r"this recipe crashes the engine; its log is ") as caught:
         asyncio.run(replica.score(request(0.3)))
-    assert caught.value.has_error
+    assert caught.value.kind is CrashKind.ERROR
     assert not caught.value.scored_others
     assert not is_healthy(replica)
     with pytest.raises(EngineUnavailable, match="this recipe crashes the engine") as later:
