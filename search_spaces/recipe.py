@@ -30,7 +30,9 @@ COMPONENTS: tuple[Component, ...] = ("attention", "mlp", "norm")
 # less are the same merge.
 COEFFICIENT_DECIMALS = 6
 
-FORMAT = "mergesearch-recipe/1"
+# Format 2 is of recipes with a method that cuts at a rank (`MergeMethod.cuts_at_rank`): of elements of equal magnitude
+# as many are kept as the rank says. In format 1 all of them were.
+FORMAT, FORMAT_OF_CUTS = "mergesearch-recipe/1", "mergesearch-recipe/2"
 
 
 @dataclass(frozen=True, order=True)
@@ -190,6 +192,8 @@ class Recipe:
     whose merge differs from their component's. `tokenizer` is the merged model's vocabulary, by which the rows of
     embeddings are aligned: "base", "union", or the alias of another model. With a vocabulary other than the base's,
     `models` keeps models that no merge uses, because the vocabulary depends on them.
+
+    `keeps_equal`: methods that cut at a rank keep all elements of the magnitude at that rank, as in format 1.
     """
 
     models: Mapping[str, str]
@@ -199,8 +203,11 @@ class Recipe:
     head: Merge
     tensors: Mapping[str, Merge] = field(default_factory=dict)
     tokenizer: str = "base"
+    keeps_equal: bool = False
 
     def __post_init__(self) -> None:
+        if self.keeps_equal and not self._cuts_at_rank():
+            object.__setattr__(self, "keeps_equal", False)
         object.__setattr__(self, "models", dict(sorted(self.models.items())))
         object.__setattr__(self, "tensors", dict(sorted(self.tensors.items())))
         used = {self.base} | {source.model for merge in self.merges() for source in merge.sources}
@@ -220,6 +227,10 @@ class Recipe:
         """Every merge of the recipe, layer by layer, then embedding and head, then those of single tensors."""
         in_layers = tuple(layer.component(name) for layer in self.layers for name in COMPONENTS)
         return (*in_layers, self.embedding, self.head, *self.tensors.values())
+
+    def _cuts_at_rank(self) -> bool:
+        methods = {merge.method for merge in self.merges()}
+        return any(METHODS[method].cuts_at_rank for method in methods if method in METHODS)
 
     def check(self) -> None:
         """Raise InvalidRecipe, with the place, unless every merge is valid for its method."""
@@ -276,7 +287,7 @@ class Recipe:
 
     def to_json(self) -> dict[str, Any]:
         document = {
-            "format": FORMAT,
+            "format": FORMAT if self.keeps_equal or not self._cuts_at_rank() else FORMAT_OF_CUTS,
             "models": dict(self.models),
             "base": self.base,
             "embedding": self.embedding.to_json(),
@@ -293,8 +304,8 @@ class Recipe:
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """The inverse of `to_json`. Raises InvalidRecipe, with the reason, for any other document."""
         found = document.get("format") if isinstance(document, Mapping) else document
-        if found != FORMAT:
-            raise InvalidRecipe(f"recipe: format is {found!r}; this version reads {FORMAT!r}")
+        if found not in (FORMAT, FORMAT_OF_CUTS):
+            raise InvalidRecipe(f"recipe: format is {found!r}; this version reads {FORMAT!r} and {FORMAT_OF_CUTS!r}")
         try:
             return cls(
                 models={str(alias): str(print_) for alias, print_ in document["models"].items()},
@@ -304,6 +315,7 @@ class Recipe:
                 head=Merge.from_json(document["head"]),
                 tensors={str(name): Merge.from_json(merge) for name, merge in document.get("tensors", {}).items()},
                 tokenizer=str(document.get("tokenizer", "base")),
+                keeps_equal=found == FORMAT,
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise InvalidRecipe(f"recipe: missing or malformed: {error!r}") from error

@@ -95,10 +95,11 @@ class MergeMethod:
 
     `source` is a paper, program or page, `variant` says what distinguishes the method from others of a similar name and
     from other implementations. `is_ordered`: its sources have different roles, so their order is kept. `takes_seed`: it
-    draws random masks. `drops_zeros` names the coefficient whose zero removes a source's influence; `base_at_zero` the
-    one whose zero leaves the base; `first_at_zero` the one whose zero leaves the first source; `is_itself_alone` says
-    that a single source is returned as it is. `constraint` says what is wrong with numbers that are each within their
-    ranges.
+    draws random masks. `cuts_at_rank`: what it does with an element depends on the rank of a magnitude or variance, so
+    equal ones need an order. `drops_zeros` names the coefficient whose zero removes a source's influence;
+    `base_at_zero` the one whose zero leaves the base; `first_at_zero` the one whose zero leaves the first source;
+    `is_itself_alone` says that a single source is returned as it is. `constraint` says what is wrong with numbers that
+    are each within their ranges.
 
     `mergekit` is the counterpart that computes the same tensors; None if mergekit has none. `mergekit_difference`
     completes "NAME ...": why recipes of the method are not exported, except where the counterpart is exact.
@@ -113,6 +114,7 @@ class MergeMethod:
     max_sources: int | None = None
     is_ordered: bool = False
     takes_seed: bool = False
+    cuts_at_rank: bool = False
     drops_zeros: str | None = None
     base_at_zero: str | None = None
     first_at_zero: str | None = None

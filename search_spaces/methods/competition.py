@@ -31,6 +31,7 @@ SCE = MergeMethod(
     ),
     coefficients=(SELECT_TOPK,),
     needs_base=True,
+    cuts_at_rank=True,
     mergekit_difference="differs in mergekit where task vectors are small and where signs cancel",
 )
 
@@ -38,11 +39,12 @@ SCE_MERGEKIT = MergeMethod(
     name="sce_mergekit",
     source="mergekit",
     variant=(
-        "`sce`, but equal weights where mean squares sum to less than 1e-6, + where signs cancel; keeps all "
-        "variances equal to the smallest kept"
+        "`sce`, but equal weights where mean squares sum to less than 1e-6, + where signs cancel; of "
+        "equal variances at the cut, those kept are drawn by hash"
     ),
     coefficients=(SELECT_TOPK,),
     needs_base=True,
+    cuts_at_rank=True,
     mergekit=Counterpart("sce", (Parameter("select_topk", default=1.0),), "recipe"),
     mergekit_difference="differs in mergekit where variances are equal",
 )
@@ -80,6 +82,7 @@ PCB = MergeMethod(
     variant="the paper's equations; balanced per tensor",
     coefficients=PCB_COEFFICIENTS,
     needs_base=True,
+    cuts_at_rank=True,
     base_at_zero="lambda",
 )
 
@@ -107,6 +110,7 @@ CONSENSUS_TIES = MergeMethod(
     variant="mask of the merged task vector of `ties`; k per tensor",
     coefficients=(LAMBDA, K, MASK_LAMBDAS, AGREEMENT),
     needs_base=True,
+    cuts_at_rank=True,
     base_at_zero="lambda",
 )
 

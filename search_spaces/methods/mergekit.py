@@ -28,7 +28,9 @@ __all__ = [
 Scalar = float | bool
 CoefficientValue = float | tuple[float, ...]
 
-EQUAL_MAGNITUDES = "keeps all magnitudes equal to the smallest kept; mergekit drops some of them in no defined order"
+EQUAL_MAGNITUDES = (
+    "of equal magnitudes at the cut, those kept are drawn by hash; mergekit takes them in no defined order"
+)
 
 
 @dataclass(frozen=True)

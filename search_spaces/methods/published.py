@@ -49,6 +49,7 @@ TIES = MergeMethod(
     variant="the paper's: signs without weights, zero where they cancel, mean of those that agree; k per tensor",
     coefficients=(LAMBDA, K),
     needs_base=True,
+    cuts_at_rank=True,
     base_at_zero="lambda",
     mergekit_difference="differs in mergekit where signs cancel and where magnitudes are equal",
 )

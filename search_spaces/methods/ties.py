@@ -25,6 +25,7 @@ TIES_MAJORITY = MergeMethod(
     variant="`ties`, but where signs cancel, the tensor's majority sign is elected",
     coefficients=(LAMBDA, K),
     needs_base=True,
+    cuts_at_rank=True,
     base_at_zero="lambda",
 )
 
@@ -34,6 +35,7 @@ TIES_SUM = MergeMethod(
     variant="`ties`, but the sum of those that agree; k per tensor, not of the whole model",
     coefficients=(LAMBDA, K),
     needs_base=True,
+    cuts_at_rank=True,
     base_at_zero="lambda",
 )
 
@@ -46,6 +48,7 @@ TIES_WEIGHTED = MergeMethod(
     ),
     coefficients=(WEIGHTS, DENSITIES, LAMBDA_OR_1, normalize(1)),
     needs_base=True,
+    cuts_at_rank=True,
     drops_zeros="weight",
     base_at_zero="lambda",
     mergekit=generalized("ties", elected("density"), normalize=True, rescale=False, exact_at={"density": 1.0}),
@@ -58,6 +61,7 @@ TIES_PEFT = MergeMethod(
     variant="`ties` with weights in the mean only, divided by the number that agree, + where signs cancel",
     coefficients=(WEIGHTS, DENSITIES),
     needs_base=True,
+    cuts_at_rank=True,
     base_at_zero="weight",
 )
 
@@ -68,6 +72,7 @@ M3_TIES = MergeMethod(
     # Scaling factor 0.5 to 2: M3, section 4.1; retained share 0.5 to 0.9: its Table 3.
     coefficients=(replace(SHARES, low=0), LAMBDA.searched_in(0.5, 2.0), K.searched_in(0.5, 0.9)),
     needs_base=True,
+    cuts_at_rank=True,
     base_at_zero="lambda",
     constraint=weights_do_not_cancel,
 )

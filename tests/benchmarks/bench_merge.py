@@ -122,13 +122,15 @@ def measure_many(directory: Path) -> dict[str, Any]:
     from search_spaces.recipe import Merge, Source
     from workers.merging.kernels import merge_stored
     from workers.merging.methods.plain import Operands
+    from workers.merging.order_statistics import TieOrder
     from workers.merging.statistics import magnitude_table
 
     torch.set_num_threads(THREADS)
     base, out = torch.randn(MANY_ELEMENTS), torch.zeros(MANY_ELEMENTS)
     tensors = [base + 0.01 * torch.randn(MANY_ELEMENTS) for _ in range(MANY)]
-    tables = tuple(magnitude_table(tensor, base) for tensor in tensors)
-    stored = Operands(tuple(tensors), base, magnitudes=tables, keys=tuple(range(MANY)))
+    orders = tuple(map(TieOrder, range(MANY)))
+    tables = tuple(magnitude_table(tensor, base, order) for tensor, order in zip(tensors, orders, strict=True))
+    stored = Operands(tuple(tensors), base, magnitudes=tables, keys=tuple(range(MANY)), orders=orders)
     methods: dict[str, tuple[int, dict[str, float], int | None]] = {
         "linear": (MANY + 1, {"weight": 0.3}, None),
         "task_arithmetic": (MANY + 2, {"lambda": 0.3}, None),

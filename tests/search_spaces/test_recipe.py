@@ -131,6 +131,21 @@ def test_scale_and_alignment_are_part_of_the_digest_and_of_json():
     assert Recipe.from_json(json.loads(json.dumps(scaled.to_json()))) == scaled
 
 
+def test_recipes_that_cut_at_a_rank_have_a_format_of_their_own_and_those_of_format_1_stay_what_they_are():
+    linear = recipe(merge("linear", "math", "text", weight=0.5))
+    cut = recipe(merge("ties", "math", "text", k=0.2, **{"lambda": 1.0}))
+    assert linear.to_json()["format"] == "mergesearch-recipe/1"
+    assert cut.to_json()["format"] == "mergesearch-recipe/2"
+    assert Recipe.from_json(cut.to_json()) == cut
+    old = Recipe.from_json(cut.to_json() | {"format": "mergesearch-recipe/1"})
+    assert old.keeps_equal
+    assert old.digest != cut.digest
+    assert old.canonical().to_json()["format"] == "mergesearch-recipe/1"
+    assert Recipe.from_json(linear.to_json()).digest == linear.digest, "nothing of it depends on equal magnitudes"
+    whole = recipe(merge("ties", "math", "text", k=0.2, **{"lambda": 0.0}))
+    assert whole.digest == recipe(merge("passthrough", "base")).digest, "the canonical form has no cut"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

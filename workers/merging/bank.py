@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from workers.errors import InvalidModel
+from workers.merging.masks import mask_key
 from workers.merging.methods.arithmetic import Products, cosine_of
 from workers.merging.methods.averages import Importance
-from workers.merging.order_statistics import MagnitudeTable
+from workers.merging.order_statistics import MagnitudeTable, TieOrder
 from workers.merging.recent import Recent, recent_bytes
 from workers.merging.statistics import importance_of, inner_products, magnitude_table, row_ranks, variance_table
 from workers.models.checkpoints import Checkpoint
@@ -34,6 +35,8 @@ Key = tuple[str, str]  # alias and tensor name
 # Host memory is allocated in pieces of this size, because torch rounds pinned allocations up to a power of two.
 CHUNK_BYTES = 1 << 30
 ALIGNMENT = 64  # bytes
+# Of the keys that order equal elements; no seed of a recipe's masks is negative.
+ORDER_SEED = -1
 
 
 class Bank:
@@ -154,7 +157,7 @@ class Bank:
         """The table of the variances between task vectors, kept while recent; None for tensors without elements."""
 
         def made() -> MagnitudeTable:
-            return variance_table([self._on_cpu(source) for source in sources], self._on_cpu(base))
+            return variance_table([self._on_cpu(source) for source in sources], self._on_cpu(base), self.order(base))
 
         if 0 in self._source(*base).shape:
             return None
@@ -168,11 +171,20 @@ class Bank:
         unknown = [source for source, table in tables.items() if table is None]
         if unknown:
             with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-                made = threads.map(lambda source: magnitude_table(self._on_cpu(source), self._on_cpu(base)), unknown)
+                made = threads.map(
+                    lambda source: magnitude_table(self._on_cpu(source), self._on_cpu(base), self.order(source)),
+                    unknown,
+                )
                 tables |= dict(zip(unknown, made, strict=True))
             if self._keeps_statistics:
                 self._magnitudes |= {(source, base): table for source, table in tables.items() if table is not None}
         return tuple(tables[source] for source in sources)
+
+    def order(self, key: Key) -> TieOrder:
+        """The order of elements of equal magnitude in a source's task vector, or of equal variance from this base. It
+        depends on the model's content and the tensor's name."""
+        alias, name = key
+        return TieOrder(mask_key(ORDER_SEED, self.family.fingerprints[alias], name))
 
     def merge_on(self, device: torch.device | str) -> None:
         """Compute on this device from now on, wherever the sources are. Statistics whose bits depend on the
@@ -199,7 +211,7 @@ class Bank:
         for source in sources:
             ranks = self._ranks.get((source, base))
             if ranks is None:
-                ranks = row_ranks(self._on_cpu(source), self._on_cpu(base))
+                ranks = row_ranks(self._on_cpu(source), self._on_cpu(base), self.order(source))
                 if self._keeps_ranks:
                     self._ranks[source, base] = ranks
             # torch has few operations on unsigned tensors for CUDA.

@@ -57,11 +57,10 @@ def threshold(probability: float) -> int:
     return min(scale, max(0, round(probability * scale))) * 2**32 // scale
 
 
-def hashes(key: int, start: int, stop: int, *, device: torch.device | str = "cpu") -> torch.Tensor:
-    """The hashes, in [0, 2^32), of elements start to stop - 1: int64 [stop - start]."""
+def hashes(key: int, index: torch.Tensor) -> torch.Tensor:
+    """The hashes, in [0, 2^32), of the elements with these indices (int64): int64. Below 2^32 no two are equal."""
     k0, k1 = key_words(key)
     first, second = MULTIPLIERS
-    index = torch.arange(start, stop, dtype=torch.int64, device=device)
     x = (index & MASK_32).mul_(STEP - 2**32).add_(k0).bitwise_and_(MASK_32)
     x ^= x >> 16
     x.mul_(first).bitwise_and_(MASK_32)
@@ -79,7 +78,7 @@ def keep(
     kept = torch.empty(torch.Size(shape), dtype=torch.bool, device=device)
     flat, bound = kept.view(-1), threshold(probability)
     for start, stop in _chunks(flat.numel()):
-        torch.lt(hashes(key, start, stop, device=device), bound, out=flat[start:stop])
+        torch.lt(hashes(key, _indices(start, stop, device)), bound, out=flat[start:stop])
     return kept
 
 
@@ -91,8 +90,12 @@ def keep_each(key: int, probabilities: torch.Tensor) -> torch.Tensor:
     flat, chances = kept.view(-1), probabilities.reshape(-1)
     for start, stop in _chunks(flat.numel()):
         bounds = (chances[start:stop] * 2.0**32).long()
-        torch.lt(hashes(key, start, stop, device=probabilities.device), bounds, out=flat[start:stop])
+        torch.lt(hashes(key, _indices(start, stop, probabilities.device)), bounds, out=flat[start:stop])
     return kept
+
+
+def _indices(start: int, stop: int, device: torch.device | str) -> torch.Tensor:
+    return torch.arange(start, stop, dtype=torch.int64, device=device)
 
 
 def _chunks(num_elements: int) -> Iterator[tuple[int, int]]:

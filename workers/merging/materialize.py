@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -22,7 +22,7 @@ from workers.merging.masks import mask_key
 from workers.merging.methods.arithmetic import Products
 from workers.merging.methods.averages import Importance
 from workers.merging.methods.plain import PLAIN, Operands
-from workers.merging.order_statistics import MagnitudeTable
+from workers.merging.order_statistics import MagnitudeTable, TieOrder
 from workers.models.components import some_of
 from workers.models.vocabulary import BASE, UNION
 
@@ -134,7 +134,8 @@ def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]
     """For every tensor that `merged_tensors` gives, what it is computed from and how: equal values, equal bits."""
     plan = plan_tensors(recipe, bank)
     base = plan.aliases[plan.recipe.base]
-    return {tensor.name: _computation(tensor, base, plan.aliases) for tensor in plan.tensors}
+    keeps_equal = plan.recipe.keeps_equal
+    return {tensor.name: (*_computation(tensor, base, plan.aliases), keeps_equal) for tensor in plan.tensors}
 
 
 def check_recipe(recipe: Recipe, bank: Bank) -> None:
@@ -253,7 +254,7 @@ def _vocabulary(tokenizer: str, fingerprints: Mapping[str, str]) -> str:
     return tokenizer if tokenizer in (BASE, UNION) else fingerprints[tokenizer]
 
 
-def _computation(tensor: MergedTensor, base: str, aliases: Mapping[str, str]) -> Hashable:
+def _computation(tensor: MergedTensor, base: str, aliases: Mapping[str, str]) -> tuple[Hashable, ...]:
     merge = tensor.merge
     sources = tuple((aliases[source.model], source.layer) for source in merge.sources)
     return merge.method, tuple(merge.coefficients.items()), merge.seed, tensor.suffix, sources, base
@@ -272,6 +273,7 @@ class _Computation:
     products: Products | None
     importance: Importance | None
     variances: MagnitudeTable | None
+    keeps_equal: bool
 
     @classmethod
     def of(cls, tensor: MergedTensor, plan: TensorPlan, bank: Bank) -> Self:
@@ -301,6 +303,7 @@ class _Computation:
             bank.products(sources, base if declared.needs_base else None) if "products" in uses else None,
             bank.importance(*sources) if "importance" in uses else None,
             bank.variances(sources, base) if "variances" in uses else None,
+            recipe.keeps_equal,
         )
 
     @property
@@ -315,7 +318,8 @@ class _Computation:
         if self.is_copy:
             return bank.get(*self.sources[0]).to(dtype)
         operands = self.operands(bank)
-        if is_fused(merge, operands, dtype):
+        # The kernels cut as format 2 does.
+        if is_fused(merge, operands, dtype) and not self.keeps_equal:
             merged = into(self.tensor.name, shape) if into else torch.empty(shape, dtype=dtype, device=bank.device)
             merge_stored(merge, operands, merged)
             return merged
@@ -334,6 +338,16 @@ class _Computation:
             products=self.products,
             importance=self.importance,
             variances=self.variances,
-            ranks=bank.ranks(self.sources, self.base) if has_ranks and self.base is not None else None,
+            ranks=self._ranks(bank) if has_ranks else None,
+            orders=tuple(self._order(bank, source) for source in self.sources),
+            order=None if self.base is None else self._order(bank, self.base),
             name=self.tensor.name,
         )
+
+    def _ranks(self, bank: Bank) -> tuple[torch.Tensor, ...] | None:
+        if self.base is None or self.keeps_equal:  # the bank's ranks are those of format 2
+            return None
+        return bank.ranks(self.sources, self.base)
+
+    def _order(self, bank: Bank, key: Key) -> TieOrder:
+        return replace(bank.order(key), keeps_equal=self.keeps_equal)

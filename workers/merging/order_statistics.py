@@ -1,7 +1,11 @@
 """Order statistics of a task vector's magnitudes: a small table that narrows any rank to a few elements.
 
-A table is computed once from the sources. No merge sorts after that: the exact magnitude of a rank is found among the
-few elements that the table leaves. `workers.merging.statistics` computes tables of tensors.
+Elements are ordered by magnitude, and equal magnitudes by the hash of their index (`workers.merging.masks`), with a key
+of the source's own. So there are no ties, and a rank keeps exactly its number of elements, of which no position is
+preferred. In bfloat16 equal magnitudes are the rule: a tenth of all elements may have the magnitude at a threshold.
+
+A table is computed once from the sources. No merge sorts after that: the exact place of a rank is found among the few
+elements that the table leaves. `workers.merging.statistics` computes tables of tensors.
 """
 
 from __future__ import annotations
@@ -13,80 +17,166 @@ from typing import Self
 import numpy as np
 import torch
 
-__all__ = ["SPACING", "MagnitudeTable", "Trim"]
+from workers.merging.masks import hashes
 
-# The table holds one magnitude in SPACING: 9 bytes for 128 elements, and a rank lies among at most 127 of them.
+__all__ = [
+    "ALL",
+    "LARGEST_HASH",
+    "NOTHING",
+    "SPACING",
+    "MagnitudeTable",
+    "Place",
+    "TieOrder",
+    "Trim",
+    "magnitude_keys",
+    "place_of_rank",
+]
+
+# The table holds one element in SPACING: 8 bytes for 128 elements, and a rank lies among at most 127 of them.
 SPACING = 128
+LARGEST_HASH = 2**32 - 1
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """A place in the order of a tensor's elements: a magnitude, and the hash of an element that has it."""
+
+    magnitude: float
+    hash: int
+
+    @property
+    def key(self) -> int:
+        """The place as one number, as of `magnitude_keys`."""
+        return int(np.float32(self.magnitude).view(np.uint32)) << 32 | self.hash
+
+    def reached_by(self, magnitudes: torch.Tensor, order: TieOrder) -> torch.Tensor:
+        """Bool: which elements of a tensor are at this place or above."""
+        equal = (magnitudes == self.magnitude).flatten()
+        reached = (magnitudes > self.magnitude).flatten()
+        at = equal.nonzero().flatten()
+        reached[at] = order.hashes_at(at) >= self.hash
+        return reached.view(magnitudes.shape)
+
+
+@dataclass(frozen=True)
+class TieOrder:
+    """How elements of equal magnitude are ordered: by the hashes of `key`. With `keeps_equal`, all elements whose
+    magnitude equals that at a rank have the rank: recipes of format 1 are merged so."""
+
+    key: int
+    keeps_equal: bool = False
+
+    def hashes_at(self, positions: torch.Tensor) -> torch.Tensor:
+        """The hashes of the elements at these positions: int64."""
+        return hashes(self.key, positions)
+
+    def lowest(self, place: Place) -> Place:
+        """The place from which on elements count, if those at `place` do."""
+        return Place(place.magnitude, 0) if self.keeps_equal else place
+
+    def above(self, place: Place) -> Place:
+        """The lowest place above `place`, if elements at `place` count."""
+        if self.keeps_equal or place.hash == LARGEST_HASH:
+            return Place(float(np.nextafter(np.float32(place.magnitude), np.float32(np.inf))), 0)
+        return Place(place.magnitude, place.hash + 1)
 
 
 @dataclass(frozen=True)
 class Trim:
-    """The magnitude of a given rank: `high` if `low` equals it; else one of the magnitudes strictly between the two,
-    fewer than `SPACING`, of which `num_smaller` precede it in ascending order."""
+    """Where a rank lies: at `high` if `low` equals it; else strictly between the two, where fewer than `SPACING`
+    elements are, of which `num_smaller` precede it in ascending order."""
 
-    low: float
-    high: float
+    low: Place
+    high: Place
     num_smaller: int = 0
+
+    @classmethod
+    def at(cls, place: Place) -> Self:
+        return cls(place, place)
+
+
+# No magnitude is below 0, and none is above infinity: these keep all elements and none.
+ALL = Trim.at(Place(0.0, 0))
+NOTHING = Trim.at(Place(float("inf"), LARGEST_HASH))
 
 
 class MagnitudeTable:
-    """Every 128th of the ascending magnitudes and the largest; for each, how many elements are no larger, and how many
-    of the up to 128 elements before it are equal to it."""
+    """Every 128th element in ascending order, and the last: `magnitudes` and `tie_hashes`, of `num_elements`, of which
+    `num_zeros` are zero."""
 
-    def __init__(self, cuts: np.ndarray, no_larger: np.ndarray, equal_before: np.ndarray) -> None:
-        self._cuts = cuts
-        self._no_larger = no_larger
-        self._equal_before = equal_before
+    def __init__(self, magnitudes: np.ndarray, tie_hashes: np.ndarray, num_elements: int, num_zeros: int) -> None:
+        self._magnitudes = magnitudes
+        self._hashes = tie_hashes
+        self._num_elements = num_elements
+        self.num_not_zero = num_elements - num_zeros
 
     @classmethod
-    def of_ascending(cls, ascending: Iterable[np.ndarray]) -> Self:
-        """The table of float32 magnitudes that come in ascending order, in pieces; equal ones are in one piece.
-
-        There is at least one piece, and none is empty. A piece is not used after the next is taken.
-        """
-        cuts, no_larger, smaller = [], [], []
-        total = 0
-        for ordered in ascending:
-            cut = ordered[-total % SPACING :: SPACING].copy()
-            cuts.append(cut)
-            no_larger.append(np.searchsorted(ordered, cut, side="right") + total)
-            smaller.append(np.searchsorted(ordered, cut) + total)
-            largest, num_smaller = ordered[-1:].copy(), np.searchsorted(ordered, ordered[-1:]) + total
-            total += ordered.size
-        counts = np.concatenate([*no_larger, [total]])
-        places = np.arange(len(counts)) * SPACING
-        equal_before = (places - np.concatenate([*smaller, num_smaller])).clip(0, SPACING)
-        return cls(
-            np.concatenate([*cuts, largest]),
-            counts.astype(np.uint32 if total < 2**32 else np.uint64),
-            equal_before.astype(np.uint8),
-        )
+    def of_ascending(cls, ascending: Iterable[tuple[np.ndarray, np.ndarray]]) -> Self:
+        """The table of float32 magnitudes and uint32 hashes that come in ascending order, in pieces. There is at least
+        one piece, and none is empty. A piece is not used after the next is taken."""
+        magnitudes, tie_hashes = [], []
+        total = num_zeros = 0
+        for sizes, marks in ascending:
+            cut = slice(-total % SPACING, None, SPACING)
+            magnitudes.append(sizes[cut].copy())
+            tie_hashes.append(marks[cut].copy())
+            last = sizes[-1:].copy(), marks[-1:].copy()
+            num_zeros += int(np.searchsorted(sizes, 0, side="right"))
+            total += sizes.size
+        return cls(np.concatenate([*magnitudes, last[0]]), np.concatenate([*tie_hashes, last[1]]), total, num_zeros)
 
     @property
     def num_bytes(self) -> int:
-        return self._cuts.nbytes + self._no_larger.nbytes + self._equal_before.nbytes
-
-    @property
-    def num_not_zero(self) -> int:
-        zeros = self._no_larger[0] if self._cuts[0] == 0 else 0
-        return int(self._no_larger[-1]) - int(zeros)
+        return self._magnitudes.nbytes + self._hashes.nbytes
 
     def trim(self, rank: int) -> Trim:
-        """Where the `rank`-th largest magnitude lies; ranks are from 1 to the number of elements."""
-        position = int(self._no_larger[-1]) - rank  # in ascending order
-        cut = position // SPACING
-        low, high = float(self._cuts[cut]), float(self._cuts[cut + 1])
-        num_smaller = position - int(self._no_larger[cut])
-        if num_smaller < 0:
-            return Trim(low, low)
-        if (cut + 1) * SPACING - position <= int(self._equal_before[cut + 1]):
-            return Trim(high, high)
-        return Trim(low, high, num_smaller)
+        """Where the element of the `rank`-th largest magnitude is; ranks are from 1 to the number of elements."""
+        cut, after = divmod(self._num_elements - rank, SPACING)
+        low = self._place(cut)
+        if after == 0:
+            return Trim.at(low)
+        high = self._place(cut + 1)
+        if cut + 1 == len(self._magnitudes) - 1 and rank == 1:
+            return Trim.at(high)
+        return Trim(low, high, after - 1)
 
-    def of_rank(self, rank: int, tau: torch.Tensor) -> torch.Tensor:
-        """The `rank`-th largest magnitude of `tau`, the task vector of this table; float32, no dimensions."""
+    def place(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Place:
+        """The place of the `rank`-th largest of `sizes`, the magnitudes (float32) of which this is the table."""
         trim = self.trim(rank)
-        if trim.low < trim.high:
-            sizes = tau.abs()
-            return sizes[(sizes > trim.low) & (sizes < trim.high)].sort().values[trim.num_smaller]
-        return torch.tensor(trim.high, dtype=torch.float32, device=tau.device)
+        if trim.low == trim.high:
+            return trim.high
+        flat = sizes.flatten()
+        at = ((flat >= trim.low.magnitude) & (flat <= trim.high.magnitude)).nonzero().flatten()
+        keys = (flat[at].view(torch.int32).long() << 32) | order.hashes_at(at)
+        return _place(int(keys[(keys > trim.low.key) & (keys < trim.high.key)].sort().values[trim.num_smaller]))
+
+    def _place(self, cut: int) -> Place:
+        return Place(float(self._magnitudes[cut]), int(self._hashes[cut]))
+
+
+def place_of_rank(sizes: torch.Tensor, rank: int, order: TieOrder, table: MagnitudeTable | None = None) -> Place:
+    """The place of the `rank`-th largest of `sizes`, magnitudes in float32, from 1; `table` is their table if known."""
+    if table is not None:
+        return table.place(rank, sizes, order)
+    flat = sizes.flatten()
+    magnitude = torch.kthvalue(flat, flat.numel() - rank + 1).values
+    at = (flat == magnitude).nonzero().flatten()
+    num_larger = int(torch.count_nonzero(flat > magnitude))
+    found = order.hashes_at(at).sort(descending=True).values[rank - 1 - num_larger]
+    return Place(float(magnitude), int(found))
+
+
+# A place as one number: the bits of a float32 that is not negative are ordered as the number is.
+
+
+def magnitude_keys(sizes: torch.Tensor, order: TieOrder) -> torch.Tensor:
+    """The places of all elements as one number each, by their magnitudes in float32: int64, of the shape of `sizes`.
+    With `keeps_equal`, elements of equal magnitude have equal numbers."""
+    keys = sizes.float().contiguous().view(torch.int32).long() << 32
+    if not order.keeps_equal:
+        keys |= order.hashes_at(torch.arange(sizes.numel(), device=sizes.device)).view(sizes.shape)
+    return keys
+
+
+def _place(key: int) -> Place:
+    return Place(float(np.uint32(key >> 32).view(np.float32)), key & LARGEST_HASH)

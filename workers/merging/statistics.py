@@ -17,7 +17,7 @@ from workers.merging.methods.arithmetic import inner_products as plain_inner_pro
 from workers.merging.methods.averages import Importance
 from workers.merging.methods.competition import variance
 from workers.merging.methods.sparsify import row_width
-from workers.merging.order_statistics import MagnitudeTable
+from workers.merging.order_statistics import LARGEST_HASH, MagnitudeTable, TieOrder, magnitude_keys
 
 __all__ = ["importance_of", "inner_products", "magnitude_table", "row_ranks", "variance_table"]
 
@@ -43,31 +43,31 @@ def importance_of(first: torch.Tensor, second: torch.Tensor) -> Importance:
     return averages.importance_of(first, second, _importances_at)
 
 
-def magnitude_table(source: torch.Tensor, base: torch.Tensor) -> MagnitudeTable:
+def magnitude_table(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> MagnitudeTable:
     """The table of |source - base|, in float32, of at least one element."""
-    if source.is_cuda:
-        return MagnitudeTable.of_ascending([_sorted((source.float() - base.float()).abs_())])
+    if source.is_cuda or source.numel() >= 2**32:
+        return MagnitudeTable.of_ascending([_sorted((source.float() - base.float()).abs_(), order)])
     from workers.merging.kernels.sorting import ascending_magnitudes
 
-    return MagnitudeTable.of_ascending(ascending_magnitudes(source, base))
+    return MagnitudeTable.of_ascending(ascending_magnitudes(source, base, order.key))
 
 
-def variance_table(sources: Sequence[torch.Tensor], base: torch.Tensor) -> MagnitudeTable:
+def variance_table(sources: Sequence[torch.Tensor], base: torch.Tensor, order: TieOrder) -> MagnitudeTable:
     """The table of the variances between task vectors (`methods.competition.variance`), of at least one element."""
-    if base.is_cuda:
-        return MagnitudeTable.of_ascending([_sorted(variance(sources, base))])
+    if base.is_cuda or base.numel() >= 2**32:
+        return MagnitudeTable.of_ascending([_sorted(variance(sources, base), order)])
     from workers.merging.kernels.sorting import ascending_variances
 
-    return MagnitudeTable.of_ascending(ascending_variances(sources, base))
+    return MagnitudeTable.of_ascending(ascending_variances(sources, base, order.key))
 
 
-def row_ranks(source: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+def row_ranks(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> torch.Tensor:
     """The rank of each element among the magnitudes of its row of source - base, from 0, the smallest, of two tensors
     on CPU: in their shape, uint16 if rows are short enough for it, else int32."""
     from workers.merging.kernels.sorting import ranks_in_rows
 
     ranks = torch.empty(source.shape, dtype=torch.uint16 if row_width(source) <= 2**16 else torch.int32)
-    ranks_in_rows(source, base, ranks, row_width(source))
+    ranks_in_rows(source, base, order.key, ranks, row_width(source))
     return ranks
 
 
@@ -85,5 +85,6 @@ def _importances_at(
     return [found[place] for place in places]
 
 
-def _sorted(numbers: torch.Tensor) -> np.ndarray:
-    return numbers.flatten().sort().values.cpu().numpy()
+def _sorted(numbers: torch.Tensor, order: TieOrder) -> tuple[np.ndarray, np.ndarray]:
+    keys = magnitude_keys(numbers.flatten(), order).sort().values.cpu()
+    return (keys >> 32).int().view(torch.float32).numpy(), (keys & LARGEST_HASH).numpy().astype(np.uint32)

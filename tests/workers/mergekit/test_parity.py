@@ -184,7 +184,7 @@ CASES: list[tuple[str, Coefficients, str, Mapping[str, Any], bool, int]] = [
     ),
 ]  # fmt: skip
 
-# Where elements tie in magnitude, these keep or rank others than mergekit: a deviation, tested below.
+# Of elements of equal magnitude these keep or rank others than mergekit, as many of them: tested below.
 CUTTING = {"ties_weighted", "breadcrumbs", "breadcrumbs_ties", "sce", "sce_mergekit", "della_l1", "della_linear_l1"}
 
 
@@ -261,12 +261,33 @@ def test_deviation_linear_refuses_weights_that_sum_to_zero() -> None:
     assert not theirs("linear", None, experts[:2], {"weight": (0.5, -0.5)}).isfinite().all()
 
 
-def test_deviation_equal_magnitudes_are_kept_together() -> None:
-    base = torch.zeros(6)
-    expert = tensor([1.0, 1.0, 1.0, -1.0, 0.5, 0.25])
-    mine = ours("ties_weighted", base, [expert], {"weight": 1.0, "density": 0.34})
-    assert mine.tolist() == [1.0, 1.0, 1.0, -1.0, 0.0, 0.0]
-    assert int((theirs("ties", base, [expert], {"weight": (1.0,), "density": 0.34}) != 0).sum()) == 2
+def finetuned(count: int) -> tuple[Tensor, list[Tensor]]:
+    """A base and experts in bfloat16, with changes a hundredth of the weights: few distinct magnitudes."""
+    generator = torch.Generator().manual_seed(7)
+    base = 0.02 * torch.randn(200, 250, generator=generator)
+    experts = [base + 2e-4 * torch.randn(200, 250, generator=generator) for _ in range(count)]
+    return base.bfloat16(), [expert.bfloat16() for expert in experts]
+
+
+@pytest.mark.parametrize("density", [0.05, 0.2, 0.5])
+def test_of_equal_magnitudes_both_keep_the_stated_share_and_only_they_may_differ(density: float) -> None:
+    base, experts = finetuned(3)
+    taus = [expert.float() - base.float() for expert in experts]
+    for expert, tau in zip(experts, taus, strict=True):
+        results = (
+            ours("ties_weighted", base, [expert], {"weight": 1.0, "density": density}),
+            theirs("ties", base, [expert], {"weight": (1.0,), "density": density}),
+        )
+        kept = min(round(density * tau.numel()), int(torch.count_nonzero(tau)))
+        assert [int((result != base.float()).sum()) for result in results] == [kept, kept]
+    cuts = [tau.abs().flatten().sort(descending=True).values[round(density * tau.numel()) - 1] for tau in taus]
+    is_tied = torch.stack([tau.abs() == cut for tau, cut in zip(taus, cuts, strict=True)])
+    assert float(is_tied.float().mean()) > 0.001, "equal magnitudes are the rule"
+    mine = ours("ties_weighted", base, experts, {"weight": W, "density": density})
+    other = theirs("ties", base, experts, {"weight": W, "density": density})
+    differs = ~torch.isclose(mine, other, rtol=1e-6, atol=1e-6)
+    assert differs.any()
+    assert not (differs & ~is_tied.any(dim=0)).any()
 
 
 def test_deviation_the_number_kept_is_exact() -> None:

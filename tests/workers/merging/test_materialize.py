@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -80,6 +81,37 @@ def test_tensors_come_embedding_first_layer_by_layer_head_last(untied: Bank) -> 
     assert max(layers) == 4
 
 
+def test_recipes_of_format_1_keep_all_elements_of_the_magnitude_at_the_cut(untied: Bank) -> None:
+    """Those of format 2 keep the stated share exactly."""
+    name = "model.layers.1.mlp.down_proj.weight"
+    sizes = (untied.get("math", name).float() - untied.get("base", name).float()).abs()
+    ordered = sizes.flatten().sort(descending=True).values
+    rank = int((ordered[1:] == ordered[:-1]).nonzero()[0]) + 1  # the next element has the same magnitude
+    k = math.ceil(rank / sizes.numel() * 1e6) / 1e6
+
+    def kept(recipe: Recipe) -> torch.Tensor:
+        merged = dict(merged_tensors(recipe, untied, torch.float32, names={name}))[name]
+        return merged != untied.get("base", name).float()
+
+    def trimmed(layer: int | None) -> Merge:
+        return Merge("ties", (Source("math", layer),), {"lambda": 1.0, "k": k})
+
+    now = recipe_of(untied.family, trimmed)
+    old = Recipe.from_json(now.to_json() | {"format": "mergesearch-recipe/1"})
+    assert int(kept(now).sum()) == rank
+    assert torch.equal(kept(old), sizes >= ordered[rank - 1])
+    assert int(kept(old).sum()) > rank
+    assert computations(old, untied)[name] != computations(now, untied)[name]
+
+
+def test_of_equal_magnitudes_those_kept_depend_on_content_not_on_aliases_or_partners(untied: Bank) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+    order = untied.order(("math", name))
+    assert order == untied.order(("math", name)) != untied.order(("text", name))
+    assert order != untied.order(("math", "model.layers.2.mlp.down_proj.weight"))
+    assert order.key == mask_key(-1, untied.family.fingerprints["math"], name)
+
+
 def test_names_and_shapes_are_known_before_the_tensors(tied: Bank) -> None:
     recipe = slerp(tied.family, 0.4)
     merged = dict(merged_tensors(recipe, tied, torch.float32))
@@ -113,7 +145,10 @@ def test_each_component_is_merged_by_its_own_merge(tied: Bank) -> None:
     bias = "model.layers.1.self_attn.k_proj.bias"
     assert torch.equal(merged[bias], linear(operands(bias), [share["linear"][alias] for alias in order]))
     weight = "model.layers.2.mlp.down_proj.weight"
-    assert torch.equal(merged[weight], ties(operands(weight), tied.get("base", weight), lambda_=0.7, k=0.3))
+    orders = [tied.order((alias, weight)) for alias in order]
+    assert torch.equal(
+        merged[weight], ties(operands(weight), tied.get("base", weight), lambda_=0.7, k=0.3, orders=orders)
+    )
     norm = "model.layers.0.post_attention_layernorm.weight"
     expected = task_arithmetic(operands(norm), tied.get("base", norm), [share["task"][alias] for alias in order])
     assert torch.equal(merged[norm], expected)

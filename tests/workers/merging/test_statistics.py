@@ -9,7 +9,9 @@ from workers.merging import statistics
 from workers.merging.methods import averages
 from workers.merging.methods.arithmetic import cosine, cosine_of
 from workers.merging.methods.competition import variance
+from workers.merging.order_statistics import TieOrder
 
+ORDER = TieOrder(11)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -34,10 +36,10 @@ def test_tables_find_every_rank_of_magnitudes_and_variances(dtype: torch.dtype) 
     base, source = pair((9, 111), dtype)
     tau = source.float() - base.float()
     ordered = tau.abs().flatten().sort(descending=True).values
-    table = statistics.magnitude_table(source, base)
+    table = statistics.magnitude_table(source, base, ORDER)
     variances = variance([source, base * 2], base)
     spread = variances.flatten().sort(descending=True).values
-    variance_table = statistics.variance_table([source, base * 2], base)
+    variance_table = statistics.variance_table([source, base * 2], base, ORDER)
     for rank in range(1, tau.numel() + 1):
-        assert table.of_rank(rank, tau) == ordered[rank - 1]
-        assert variance_table.of_rank(rank, variances) == spread[rank - 1]
+        assert table.place(rank, tau.abs(), ORDER).magnitude == ordered[rank - 1]
+        assert variance_table.place(rank, variances, ORDER).magnitude == spread[rank - 1]

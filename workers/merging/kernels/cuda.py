@@ -15,8 +15,8 @@ import triton.language as tl
 
 from workers.merging.kernels import rules
 from workers.merging.kernels.lowering.averages import Nearswap
-from workers.merging.masks import MULTIPLIERS, STEP
-from workers.merging.order_statistics import SPACING
+from workers.merging.masks import MULTIPLIERS, STEP, hashes
+from workers.merging.order_statistics import SPACING, Place
 
 __all__ = ["merge"]
 
@@ -57,19 +57,25 @@ def _ties_of(
     sparse: rules.Trimmed, lambda_: float, xs: tuple[torch.Tensor, ...], base: torch.Tensor, out: torch.Tensor
 ) -> None:
     """The pass collects undecided elements; they are merged again with the exact thresholds."""
-    lambdas, lows, highs = (_floats(numbers, out) for numbers in ([lambda_], sparse.lows, sparse.highs))
+    lambdas, places = _floats([lambda_], out), _places(sparse, out)
     found = torch.full((len(xs) * SPACING,), -1, dtype=torch.int64, device=out.device)
     most = found.numel()
     count = torch.zeros(1, dtype=torch.int32, device=out.device)
-    _launch(_ties, out.numel(), base, xs, lows, highs, lambdas, out, found, count, most, out.numel(), False)
+    _launch(_ties, out.numel(), base, xs, *places, lambdas, out, found, count, most, out.numel(), False)
     at = found.clamp(min=0)
     exact = []
-    for tensor, low, high, rank in zip(xs, *sparse, strict=True):
-        magnitudes = (tensor.view(-1)[at].float() - base.view(-1)[at].float()).abs_()
-        is_between = (found >= 0) & (magnitudes > low) & (magnitudes < high)
-        exact.append(magnitudes.masked_fill_(~is_between, high).sort().values[rank])
-    thresholds = torch.stack(exact)
-    _launch(_ties, found.numel(), base, xs, thresholds, thresholds, lambdas, out, found, count, most, most, True)
+    for s, tensor in enumerate(xs):
+        sizes = (tensor.view(-1)[at].float() - base.view(-1)[at].float()).abs_()
+        key = sparse.k1s[s] << 32 | sparse.k0s[s]
+        keys = (sizes.view(torch.int32).long() << 32) | hashes(key, at)
+        low = Place(sparse.lows[s], sparse.low_hashes[s]).key
+        high = Place(sparse.highs[s], sparse.high_hashes[s]).key
+        is_between = (found >= 0) & (keys > low) & (keys < high)
+        exact.append(keys.masked_fill_(~is_between, high).sort().values[sparse.ranks[s]])
+    reached = torch.stack(exact)
+    magnitudes, marks = (reached >> 32).int().view(torch.float32), reached & 0xFFFFFFFF
+    places = (magnitudes, marks, magnitudes, marks, places[-1])
+    _launch(_ties, found.numel(), base, xs, *places, lambdas, out, found, count, most, most, True)
 
 
 @triton.jit
@@ -133,7 +139,10 @@ def _task_arithmetic(base, xs, lambdas, out, size, BLOCK: tl.constexpr):  # type
 
 
 @triton.jit
-def _ties(base, xs, lows, highs, lambdas, out, found, count, most, size, AT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _ties(  # type: ignore[no-untyped-def]
+    base, xs, lows, low_hashes, highs, high_hashes, keys, lambdas, out, found, count, most, size,
+    AT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """All elements; the positions of undecided ones are written to `found`, which has `most` places. With `AT` only the
     elements at those positions in `found` that are not negative."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -146,13 +155,21 @@ def _ties(base, xs, lows, highs, lambdas, out, found, count, most, size, AT: tl.
     is_undecided = tl.zeros_like(b) > 0
     for s in tl.static_range(len(xs)):
         tau = tl.load(xs[s] + i, mask=is_inside, other=0).to(tl.float32) - b
-        is_undecided = is_undecided | ((tl.abs(tau) > tl.load(lows + s)) & (tl.abs(tau) < tl.load(highs + s)))
-        total += tl.where(tl.abs(tau) >= tl.load(highs + s), tau, 0.0)
+        size_, mark = tl.abs(tau), _hashed(i, keys + 2 * s)
+        low, high = tl.load(lows + s), tl.load(highs + s)
+        low_hash, high_hash = tl.load(low_hashes + s).to(tl.uint32), tl.load(high_hashes + s).to(tl.uint32)
+        is_above = (size_ > low) | ((size_ == low) & (mark > low_hash))
+        is_below = (size_ < high) | ((size_ == high) & (mark < high_hash))
+        is_undecided = is_undecided | (is_above & is_below)
+        total += tl.where((size_ > high) | ((size_ == high) & (mark >= high_hash)), tau, 0.0)
     elected = tl.where(total > 0, 1.0, tl.where(total < 0, -1.0, 0.0))
     merged, number = tl.zeros_like(b), tl.zeros_like(b)
     for s in tl.static_range(len(xs)):
         tau = tl.load(xs[s] + i, mask=is_inside, other=0).to(tl.float32) - b
-        agreeing = tl.where(tl.abs(tau) >= tl.load(highs + s), tau * elected, 0.0)
+        size_, mark = tl.abs(tau), _hashed(i, keys + 2 * s)
+        high, high_hash = tl.load(highs + s), tl.load(high_hashes + s).to(tl.uint32)
+        is_kept = (size_ > high) | ((size_ == high) & (mark >= high_hash))
+        agreeing = tl.where(is_kept, tau * elected, 0.0)
         merged += tl.where(agreeing > 0, agreeing, 0.0)
         number += tl.where(agreeing > 0, 1.0, 0.0)
     result = tl.div_rn(merged * elected, tl.maximum(number, 1.0)) * tl.load(lambdas) + b
@@ -198,14 +215,29 @@ def _dare_ties(base, xs, masks, scales, lambdas, out, size, BLOCK: tl.constexpr)
 @triton.jit
 def _is_kept(i, mask):  # type: ignore[no-untyped-def]
     """`workers.merging.masks` for i below 2^32; `mask` points to the key's two words and the threshold less one."""
-    x = i.to(tl.uint32) * tl.cast(WEYL, tl.uint32) + tl.load(mask).to(tl.uint32)
+    return _hashed(i, mask) <= tl.load(mask + 2).to(tl.uint32)
+
+
+@triton.jit
+def _hashed(i, key):  # type: ignore[no-untyped-def]
+    """The hash of `workers.merging.masks` for i below 2^32; `key` points to the key's two words."""
+    x = i.to(tl.uint32) * tl.cast(WEYL, tl.uint32) + tl.load(key).to(tl.uint32)
     x = (x ^ (x >> 16)) * tl.cast(FIRST, tl.uint32)
-    x = ((x ^ (x >> 15)) + tl.load(mask + 1).to(tl.uint32)) * tl.cast(SECOND, tl.uint32)
-    return (x ^ (x >> 16)) <= tl.load(mask + 2).to(tl.uint32)
+    x = ((x ^ (x >> 15)) + tl.load(key + 1).to(tl.uint32)) * tl.cast(SECOND, tl.uint32)
+    return x ^ (x >> 16)
 
 
 def _floats(numbers: Sequence[float], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.float32, device=like.device)
+
+
+def _places(sparse: rules.Trimmed, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The bounds of each source's threshold, as magnitudes and hashes, and the words of its key."""
+    keys = torch.tensor(list(zip(sparse.k0s, sparse.k1s, strict=True)), dtype=torch.int64, device=like.device)
+    low_hashes, high_hashes = (
+        torch.tensor(marks, dtype=torch.int64, device=like.device) for marks in (sparse.low_hashes, sparse.high_hashes)
+    )
+    return _floats(sparse.lows, like), low_hashes, _floats(sparse.highs, like), high_hashes, keys
 
 
 def _masks(sparse: rules.Dropped, like: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ __all__ = [
     "is_kept",
     "larger",
     "positive",
+    "reaches",
     "rounded",
     "sign",
     "stores_done",
@@ -201,8 +202,17 @@ def positive(number: Any) -> Any:
 
 
 @numba.njit(**IN_PLACE)
-def is_between(size: Any, low: Any, high: Any) -> Any:
-    return SOME if (size > low) & (size < high) else NONE
+def reaches(size: Any, mark: Any, low: Any, low_hash: Any) -> Any:
+    """Whether an element of this magnitude and hash is at the place (low, low_hash) or above."""
+    return (size > low) | ((size == low) & (mark >= low_hash))
+
+
+@numba.njit(**IN_PLACE)
+def is_between(size: Any, mark: Any, low: Any, low_hash: Any, high: Any, high_hash: Any) -> Any:
+    """SOME if an element of this magnitude and hash is strictly between two places, else NONE."""
+    is_above = (size > low) | ((size == low) & (mark > low_hash))
+    is_below = (size < high) | ((size == high) & (mark < high_hash))
+    return SOME if is_above & is_below else NONE
 
 
 @numba.njit(**IN_PLACE)

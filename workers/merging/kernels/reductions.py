@@ -16,13 +16,15 @@ import torch
 from workers.merging.kernels import rules
 from workers.merging.kernels.arguments import as_array, as_arrays, typed
 from workers.merging.kernels.compilation import compiled
-from workers.merging.kernels.elements import BLOCK, NONE, SOME, ZERO, is_between, value, variance_of
+from workers.merging.kernels.elements import BLOCK, NONE, SOME, ZERO, hashed, is_between, reaches, value, variance_of
 from workers.merging.kernels.sparsity import kept
 from workers.merging.kernels.threads import pieces, run
 from workers.merging.kernels.thresholds import decided
+from workers.merging.kernels.thresholds import undecided as undecided_at
+from workers.merging.masks import key_words
 from workers.merging.methods.arithmetic import BLOCK as SUMMED
 from workers.merging.methods.arithmetic import PARTS
-from workers.merging.order_statistics import SPACING, Trim
+from workers.merging.order_statistics import SPACING, Place, TieOrder, Trim
 
 __all__ = ["inner_product", "kept_norms", "projections", "shared_counts", "variable_squares", "weighted_words"]
 
@@ -64,12 +66,14 @@ def kept_norms(
     return norms
 
 
-def variable_squares(trim: Trim, tensors: Tensors, base: torch.Tensor) -> tuple[float, list[float]]:
-    """The exact threshold of the variance, which lies where `trim` says, and for each source the sum of tau^2 over the
-    elements whose variance reaches it."""
+def variable_squares(trim: Trim, order: TieOrder, tensors: Tensors, base: torch.Tensor) -> tuple[Place, list[float]]:
+    """The exact place in the order of variances, which lies where `trim` says, and for each source the sum of tau^2
+    over the elements at it or above."""
     b, xs = as_array(base), as_arrays(tensors)
     sums = np.empty((len(xs), -(-b.size // SUMMED)))
-    rule = rules.Variable(trim.low, trim.high, trim.num_smaller, (1.0,) * len(xs))
+    low, high = trim.low, trim.high
+    bounds = low.magnitude, low.hash, high.magnitude, high.hash, trim.num_smaller
+    rule = rules.Variable(*bounds, *key_words(order.key), (1.0,) * len(xs))
     parts = pieces(b.size, SUMMED)
     found = np.empty((len(parts), SPACING), np.int64)
     counts = run(
@@ -81,7 +85,7 @@ def variable_squares(trim: Trim, tensors: Tensors, base: torch.Tensor) -> tuple[
         rule = decided(rule, b, xs, positions)
         starts = np.unique(positions // SUMMED) * SUMMED
         _variable_squares_at(typed(rule), b, xs, sums, found[0], starts)
-    return rule.high, [math.fsum(row) for row in sums]
+    return Place(rule.high, rule.high_hash), [math.fsum(row) for row in sums]
 
 
 def shared_counts(epsilon: float, tensors: Tensors, base: torch.Tensor) -> list[tuple[int, int]]:
@@ -154,14 +158,15 @@ def _variable_squares(rule: Any, base: Any, xs: Any, sums: Any, found: Any, star
         for row in range(begin, end, U64(LANES)):
             undecided, row_end = NONE, min(row + U64(LANES), end)
             for i in range(row, row_end):
-                variance = variance_of(base, xs, i)
-                undecided |= is_between(variance, rule.low, rule.high)
+                variance, mark = variance_of(base, xs, i), hashed(i, rule.k0, rule.k1)
+                undecided |= is_between(variance, mark, rule.low, rule.low_hash, rule.high, rule.high_hash)
+                is_kept = reaches(variance, mark, rule.high, rule.high_hash)
                 for s in range(len(xs)):
-                    tau = np.float64(value(xs[s][i]) - value(base[i]) if variance >= rule.high else ZERO)
+                    tau = np.float64(value(xs[s][i]) - value(base[i]) if is_kept else ZERO)
                     lanes[s, i - row] += tau * tau
             if undecided > NONE:
                 for i in range(row, row_end):
-                    if is_between(variance_of(base, xs, i), rule.low, rule.high) > NONE:
+                    if undecided_at(rule, base, xs, i) > NONE:
                         found[num_found] = i
                         num_found += 1
         for s in range(len(xs)):

@@ -49,22 +49,33 @@ class Whole(NamedTuple):
 
 
 class Trimmed(NamedTuple):
-    """The elements whose magnitude is at least a threshold: `high` if `low` equals it, else the one at `ranks` (from 0,
-    ascending) of the magnitudes strictly between `low` and `high`, which the pass collects."""
+    """The elements at a place (`order_statistics.Place`) or above: at `highs` with `high_hashes` if `lows` with
+    `low_hashes` equal it, else at the one of `ranks` (from 0, ascending) of the places strictly between the two, which
+    the pass collects. `k0s` and `k1s` are the words of the keys of hashes."""
 
     lows: Numbers
+    low_hashes: Words
     highs: Numbers
+    high_hashes: Words
     ranks: Words
+    k0s: Words
+    k1s: Words
 
 
 class Between(NamedTuple):
-    """`Trimmed`, and of these the elements whose magnitude is at most a second threshold, given likewise."""
+    """`Trimmed`, and of these the elements at a second place or below, given likewise."""
 
     lows: Numbers
+    low_hashes: Words
     highs: Numbers
+    high_hashes: Words
     ranks: Words
+    k0s: Words
+    k1s: Words
     top_lows: Numbers
+    top_low_hashes: Words
     top_highs: Numbers
+    top_high_hashes: Words
     top_ranks: Words
 
 
@@ -172,11 +183,15 @@ class SharedOut(NamedTuple):
 
 class Variable(NamedTuple):
     """b plus the mean, weighted by w_s, of the tau_s that have the sign of their sum, if the variance of all tau_s is
-    at least a threshold, given as in `Trimmed`; else b."""
+    at a place or above in the order of variances, given as in `Trimmed`; else b."""
 
     low: float
+    low_hash: int
     high: float
+    high_hash: int
     rank: int
+    k0: int
+    k1: int
     weights: Numbers
 
 
@@ -184,8 +199,12 @@ class VariableElection(NamedTuple):
     """`Variable`, but + is elected if the sum is zero, and the divisor is at least `least`."""
 
     low: float
+    low_hash: int
     high: float
+    high_hash: int
     rank: int
+    k0: int
+    k1: int
     weights: Numbers
     least: float
 

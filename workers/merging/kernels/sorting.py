@@ -1,4 +1,8 @@
-"""Numbers computed from the elements of tensors, sorted in pieces, so that sorting takes a bounded memory."""
+"""Numbers computed from the elements of tensors, sorted in pieces, so that sorting takes a bounded memory.
+
+Equal numbers are ordered by the hashes of their elements, as `workers.merging.order_statistics` says: sorted are words
+of 64 bits, the bits of a float32 above those of the hash.
+"""
 
 from __future__ import annotations
 
@@ -11,49 +15,66 @@ from numba.extending import overload
 
 from workers.merging.kernels.arguments import as_array, as_arrays
 from workers.merging.kernels.compilation import compiled
-from workers.merging.kernels.elements import bits_of, value, variance_of
+from workers.merging.kernels.elements import bits_of, hashed, value, variance_of
 from workers.merging.kernels.threads import pieces, run
+from workers.merging.masks import key_words
 
 __all__ = ["ascending_importances", "ascending_magnitudes", "ascending_variances", "ranks_in_rows"]
 
 # A tensor is sorted in about PARTS parts, with one pass over the tensor for each: in more if a part were larger than
 # PART elements, in one if a part were smaller than SMALL.
-PARTS, PART, SMALL = 2, 1 << 24, 1 << 20
+PARTS, PART, SMALL = 4, 1 << 23, 1 << 19
 # Parts are cut into ranges of about this many elements, which are sorted within the second-level cache.
 RANGE = 1 << 16
 # Numbers that are not negative have the order of their bits. The bits above LOWER are the bucket; a range is buckets.
 LOWER = 16
-DIGIT = 11  # bits: three digits are the 31 bits of such a number, and 2048 counters stay in the first cache
+DIGIT = 11  # bits: six digits are a word, and their counters stay in the second cache
+DIGITS = 6
 
 U32, U64 = np.uint32, np.uint64
 SIGN = U32(1 << 31)
 
 
-def ascending_magnitudes(source: torch.Tensor, base: torch.Tensor) -> Iterator[np.ndarray]:
-    """|source - base|, in float32, of two tensors on CPU: ascending within and across pieces, equal ones in one piece.
+def ascending_magnitudes(source: torch.Tensor, base: torch.Tensor, key: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """|source - base|, in float32, of two tensors on CPU, and the elements' hashes by `key` (`masks.hashes`), uint32:
+    ascending within and across pieces, equal magnitudes by their hashes.
 
     A piece is valid until the next is taken.
     """
-    return _ascending(_Magnitude(as_array(source), as_array(base)))
+    return map(_split, _ascending(_Magnitude(as_array(source), as_array(base), *_words(key))))
 
 
-def ascending_variances(sources: Sequence[torch.Tensor], base: torch.Tensor) -> Iterator[np.ndarray]:
+def ascending_variances(
+    sources: Sequence[torch.Tensor], base: torch.Tensor, key: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The variance of each element between the task vectors, in pieces as of `ascending_magnitudes`."""
-    return _ascending(_Variance(as_array(base), as_arrays(sources)))
+    return map(_split, _ascending(_Variance(as_array(base), as_arrays(sources), *_words(key))))
 
 
 def ascending_importances(first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor) -> Iterator[np.ndarray]:
-    """|second - first| times their row's number, of any sign, in pieces as of `ascending_magnitudes`."""
-    for keys in _ascending(_Importance(as_array(first), as_array(second), as_array(rows))):
-        bits = keys.view(np.uint32)
+    """|second - first| times their row's number, of any sign: ascending within and across pieces.
+
+    A piece is valid until the next is taken."""
+    for words in _ascending(_Importance(as_array(first), as_array(second), as_array(rows))):
+        bits = (words >> U64(32)).astype(np.uint32)
         yield np.where(bits & SIGN, bits & ~SIGN, ~bits).view(np.float32)
 
 
-def ranks_in_rows(source: torch.Tensor, base: torch.Tensor, ranks: torch.Tensor, width: int) -> None:
+def ranks_in_rows(source: torch.Tensor, base: torch.Tensor, key: int, ranks: torch.Tensor, width: int) -> None:
     """Write to `ranks` the rank of each element among the magnitudes of its row of source - base, from 0, the smallest,
-    in rows of `width`; of equal magnitudes the earlier is the smaller."""
+    in rows of `width`; equal magnitudes by their hashes."""
     x, b, places = as_array(source.contiguous()), as_array(base.contiguous()), ranks.view(-1).numpy()
-    run(_ranks_in_rows, [(x, b, places, width, *part) for part in pieces(x.size, width)])
+    run(_ranks_in_rows, [(x, b, *_words(key), places, width, *part) for part in pieces(x.size, width)])
+
+
+def _split(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers and the hashes of sorted words."""
+    return (words >> U64(32)).astype(np.uint32).view(np.float32), words.astype(np.uint32)
+
+
+def _words(key: int) -> tuple[np.uint32, np.uint32]:
+    k0, k1 = key_words(key)
+    return U32(k0), U32(k1)
 
 
 # Kinds of numbers to sort; `like` has as many elements as there are numbers.
@@ -62,11 +83,15 @@ def ranks_in_rows(source: torch.Tensor, base: torch.Tensor, ranks: torch.Tensor,
 class _Magnitude(NamedTuple):
     like: Any
     base: Any
+    k0: Any
+    k1: Any
 
 
 class _Variance(NamedTuple):
     like: Any
     xs: Any
+    k0: Any
+    k1: Any
 
 
 class _Importance(NamedTuple):
@@ -79,15 +104,15 @@ def _ascending(numbers: Any) -> Iterator[np.ndarray]:
     counts = _bucket_counts(numbers)
     parts = _groups(counts, min(PART, max(SMALL, numbers.like.size // PARTS)))
     # One buffer for all parts: a piece that was handed out still refers to it while the next part is made.
-    buffer = np.empty(max(counts[first:stop].sum() for first, stop in parts), np.uint32)
+    buffer = np.empty(max(counts[first:stop].sum() for first, stop in parts), np.uint64)
     for first, stop in parts:
         ranges = _groups(counts[first:stop], RANGE)
         range_of = np.repeat(np.arange(len(ranges)), [end - begin for begin, end in ranges])
         ends = np.cumsum([counts[first + begin : first + end].sum() for begin, end in ranges])
-        bits = _partition(numbers, first, range_of, np.append(0, ends), buffer)
-        other = np.empty(max(np.diff(ends, prepend=0)), np.uint32)
+        words = _partition(numbers, first, range_of, np.append(0, ends), buffer)
+        other = np.empty(max(np.diff(ends, prepend=0)), np.uint64)
         for start, end in zip([0, *ends], ends, strict=False):
-            yield _radix_sorted(bits[start:end], other[: end - start]).view(np.float32)
+            yield _radix_sorted(words[start:end], other[: end - start])
 
 
 def _groups(counts: np.ndarray, size: int) -> list[tuple[int, int]]:
@@ -122,6 +147,23 @@ def _importance_bits(numbers: Any, i: Any) -> Any:
     return U32(~bits) if bits & SIGN else U32(bits | SIGN)
 
 
+def _hash(numbers: Any, i: Any) -> Any:
+    raise NotImplementedError("only in compiled code")
+
+
+@overload(_hash)
+def _hash_of(numbers: Any, i: Any) -> Any:
+    return _no_hash if numbers.instance_class is _Importance else _hash_by_key
+
+
+def _hash_by_key(numbers: Any, i: Any) -> Any:
+    return hashed(i, numbers.k0, numbers.k1)
+
+
+def _no_hash(numbers: Any, i: Any) -> Any:
+    return U32(0)
+
+
 @compiled
 def _bucket_counts(numbers: Any) -> Any:
     counts = np.zeros(1 << (32 - LOWER), np.int64)
@@ -131,25 +173,26 @@ def _bucket_counts(numbers: Any) -> Any:
 
 
 @compiled
-def _partition(numbers: Any, first: int, range_of: Any, starts: Any, bits: Any) -> Any:
-    """`bits`, with the bits of the numbers in those buckets from `first` on that have a range, range by range."""
+def _partition(numbers: Any, first: int, range_of: Any, starts: Any, words: Any) -> Any:
+    """`words`, with those of the numbers in the buckets from `first` on that have a range, range by range."""
     places = starts.astype(np.uint64)
     for i in range(U64(0), U64(numbers.like.size)):
-        word = _bits(numbers, i)
-        bucket = np.int64(word >> U32(LOWER)) - first
+        bits = _bits(numbers, i)
+        bucket = np.int64(bits >> U32(LOWER)) - first
         if 0 <= bucket < range_of.size:
             place = places[range_of[bucket]]
-            bits[place] = word
+            words[place] = U64(bits) << U64(32) | U64(_hash(numbers, i))
             places[range_of[bucket]] = place + U64(1)
-    return bits
+    return words
 
 
 @compiled
-def _ranks_in_rows(x: Any, b: Any, ranks: Any, width: int, start: int, stop: int) -> None:
-    """Sort the positions in each row by magnitude: a stable sort in three passes, by one digit each."""
+def _ranks_in_rows(x: Any, b: Any, k0: Any, k1: Any, ranks: Any, width: int, start: int, stop: int) -> None:
+    """Sort the positions in each row by magnitude: a stable sort in three passes, by one digit each; then each run of
+    equal magnitudes by its hashes."""
     mask, size = U32((1 << DIGIT) - 1), U64(width)
     keys, order, other = np.empty(width, np.uint32), np.empty(width, np.uint32), np.empty(width, np.uint32)
-    counts = np.empty((3, 1 << DIGIT), np.int64)
+    counts, marks = np.empty((3, 1 << DIGIT), np.int64), np.empty(width, np.uint64)
     for row in range(U64(start), U64(stop), size):
         counts[:] = 0
         for i in range(U64(0), size):
@@ -165,33 +208,46 @@ def _ranks_in_rows(x: Any, b: Any, ranks: Any, width: int, start: int, stop: int
                 counts[digit, j] = place
                 place += count
             for i in range(U64(0), size):
-                at = (keys[order[i]] >> U32(DIGIT * digit)) & mask
-                if digit == 2:
-                    ranks[row + U64(order[i])] = counts[digit, at]
-                else:
-                    other[U64(counts[digit, at])] = order[i]
-                counts[digit, at] += 1
+                digit_of = (keys[order[i]] >> U32(DIGIT * digit)) & mask
+                other[U64(counts[digit, digit_of])] = order[i]
+                counts[digit, digit_of] += 1
             order, other = other, order
+        first = 0  # of a run
+        for i in range(1, width + 1):
+            if i == width or keys[order[i]] != keys[order[first]]:
+                if i - first > 1:
+                    equal = marks[first:i]
+                    for j in range(first, i):
+                        marks[j] = U64(hashed(row + U64(order[j]), k0, k1)) << U64(32) | U64(order[j])
+                    equal.sort()
+                    for j in range(first, i):
+                        order[j] = U32(marks[j] & U64(0xFFFFFFFF))
+                first = i
+        for at in range(U64(0), size):
+            ranks[row + U64(order[at])] = at
 
 
 @compiled
-def _radix_sorted(keys: Any, other: Any) -> Any:
-    """`keys` in ascending order, in the memory of one of the two."""
-    size = U64(keys.size)
-    mask = U32((1 << DIGIT) - 1)
-    counts = np.zeros((3, 1 << DIGIT), np.int64)
+def _radix_sorted(words: Any, other: Any) -> Any:
+    """`words` in ascending order, in the memory of one of the two. A digit that all words share takes no pass."""
+    size = U64(words.size)
+    mask = U64((1 << DIGIT) - 1)
+    counts = np.zeros((DIGITS, 1 << DIGIT), np.uint32)
     for i in range(U64(0), size):
-        key = keys[i]
-        for digit in range(3):
-            counts[digit, (key >> U32(DIGIT * digit)) & mask] += 1
-    for digit in range(3):
+        word = words[i]
+        for digit in range(DIGITS):
+            counts[digit, (word >> U64(DIGIT * digit)) & mask] += U32(1)
+    for digit in range(DIGITS):
+        shift = U64(DIGIT * digit)
+        if U64(counts[digit, (words[0] >> shift) & mask]) == size:
+            continue
         places = np.zeros(1 << DIGIT, np.uint64)
         for j in range(1, 1 << DIGIT):
             places[j] = places[j - 1] + U64(counts[digit, j - 1])
         for i in range(U64(0), size):
-            key = keys[i]
-            place = (key >> U32(DIGIT * digit)) & mask
-            other[places[place]] = key
+            word = words[i]
+            place = (word >> shift) & mask
+            other[places[place]] = word
             places[place] += U64(1)
-        keys, other = other, keys
-    return keys
+        words, other = other, words
+    return words

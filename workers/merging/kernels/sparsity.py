@@ -10,7 +10,7 @@ from numba.extending import overload
 
 from workers.merging.kernels import rules
 from workers.merging.kernels.compilation import IN_PLACE
-from workers.merging.kernels.elements import ONE, ZERO, hashed, is_kept
+from workers.merging.kernels.elements import ONE, ZERO, hashed, is_kept, reaches
 
 __all__ = ["kept"]
 
@@ -32,11 +32,15 @@ def _whole(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
 
 
 def _trimmed(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
-    return tau if abs(tau) >= sparse.highs[s] else ZERO
+    mark = hashed(i, sparse.k0s[s], sparse.k1s[s])
+    return tau if reaches(abs(tau), mark, sparse.highs[s], sparse.high_hashes[s]) else ZERO
 
 
 def _between(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
-    return tau if (abs(tau) >= sparse.highs[s]) & (abs(tau) <= sparse.top_lows[s]) else ZERO
+    size, mark = abs(tau), hashed(i, sparse.k0s[s], sparse.k1s[s])
+    top, top_hash = sparse.top_lows[s], sparse.top_low_hashes[s]
+    is_low_enough = (size < top) | ((size == top) & (mark <= top_hash))
+    return tau if reaches(size, mark, sparse.highs[s], sparse.high_hashes[s]) & is_low_enough else ZERO
 
 
 def _dropped(sparse: Any, tau: Any, s: Any, i: Any) -> Any:

@@ -14,12 +14,12 @@ from numba.extending import overload
 
 from workers.merging.kernels import rules
 from workers.merging.kernels.compilation import IN_PLACE, compiled
-from workers.merging.kernels.elements import NONE, is_between, value, variance_of
+from workers.merging.kernels.elements import NONE, hashed, is_between, value, variance_of
 from workers.merging.order_statistics import SPACING
 
 __all__ = ["decided", "most_undecided", "undecided"]
 
-U64 = np.uint64
+U32, U64 = np.uint32, np.uint64
 
 
 def undecided(rule: Any, base: Any, xs: Any, i: Any) -> Any:
@@ -40,21 +40,33 @@ def _never_undecided(rule: Any, base: Any, xs: Any, i: Any) -> Any:
 def _undecided_trim(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     b, found = value(base[i]), NONE
     for s in range(len(xs)):
-        found |= is_between(abs(value(xs[s][i]) - b), rule.sparse.lows[s], rule.sparse.highs[s])
+        sparse = rule.sparse
+        found |= is_between(
+            abs(value(xs[s][i]) - b),
+            hashed(i, sparse.k0s[s], sparse.k1s[s]),
+            sparse.lows[s],
+            sparse.low_hashes[s],
+            sparse.highs[s],
+            sparse.high_hashes[s],
+        )
     return found
 
 
 def _undecided_between(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     b, found = value(base[i]), NONE
     for s in range(len(xs)):
-        size = abs(value(xs[s][i]) - b)
-        found |= is_between(size, rule.sparse.lows[s], rule.sparse.highs[s])
-        found |= is_between(size, rule.sparse.top_lows[s], rule.sparse.top_highs[s])
+        sparse = rule.sparse
+        size, mark = abs(value(xs[s][i]) - b), hashed(i, sparse.k0s[s], sparse.k1s[s])
+        found |= is_between(size, mark, sparse.lows[s], sparse.low_hashes[s], sparse.highs[s], sparse.high_hashes[s])
+        found |= is_between(
+            size, mark, sparse.top_lows[s], sparse.top_low_hashes[s], sparse.top_highs[s], sparse.top_high_hashes[s]
+        )
     return found
 
 
 def _undecided_variance(rule: Any, base: Any, xs: Any, i: Any) -> Any:
-    return is_between(variance_of(base, xs, i), rule.low, rule.high)
+    mark = hashed(i, rule.k0, rule.k1)
+    return is_between(variance_of(base, xs, i), mark, rule.low, rule.low_hash, rule.high, rule.high_hash)
 
 
 UNDECIDED: dict[type, Callable[..., Any]] = {
@@ -76,23 +88,36 @@ def most_undecided(rule: Any) -> int:
 
 
 def decided(rule: Any, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: np.ndarray) -> Any:
-    """The rule with exact thresholds, from the elements at `positions`: all that were undecided."""
+    """The rule with exact places, from the elements at `positions`: all that were undecided."""
     if isinstance(rule, rules.Variable | rules.VariableElection):
-        variances = _variances_at(base, xs, positions)
-        exact = _of_rank(variances, rule.low, rule.high, rule.rank)
-        return rule._replace(low=exact, high=exact)
+        own = _hashes_at(positions, U32(rule.k0), U32(rule.k1))
+        cut = rule.low, rule.low_hash, rule.high, rule.high_hash, rule.rank
+        low, low_hash = _of_rank(_variances_at(base, xs, positions), own, cut)
+        return rule._replace(low=low, low_hash=low_hash, high=low, high_hash=low_hash)
     sparse = rule.sparse
     sizes = [_magnitudes_at(base, x, positions) for x in xs]
-    bottom = tuple(map(_of_rank, sizes, sparse.lows, sparse.highs, sparse.ranks))
-    sparse = sparse._replace(lows=bottom, highs=bottom)
+    marks = [_hashes_at(positions, U32(k0), U32(k1)) for k0, k1 in zip(sparse.k0s, sparse.k1s, strict=True)]
+    cuts = zip(sparse.lows, sparse.low_hashes, sparse.highs, sparse.high_hashes, sparse.ranks, strict=True)
+    at, at_hash = zip(*(_of_rank(*each) for each in zip(sizes, marks, cuts, strict=True)), strict=True)
+    sparse = sparse._replace(lows=at, low_hashes=at_hash, highs=at, high_hashes=at_hash)
     if isinstance(sparse, rules.Between):
-        top = tuple(map(_of_rank, sizes, sparse.top_lows, sparse.top_highs, sparse.top_ranks))
-        sparse = sparse._replace(top_lows=top, top_highs=top)
+        lows, highs = (sparse.top_lows, sparse.top_low_hashes), (sparse.top_highs, sparse.top_high_hashes)
+        cuts = zip(*lows, *highs, sparse.top_ranks, strict=True)
+        at, at_hash = zip(*(_of_rank(*each) for each in zip(sizes, marks, cuts, strict=True)), strict=True)
+        sparse = sparse._replace(top_lows=at, top_low_hashes=at_hash, top_highs=at, top_high_hashes=at_hash)
     return rule._replace(sparse=sparse)
 
 
-def _of_rank(sizes: np.ndarray, low: float, high: float, rank: int) -> float:
-    return high if low == high else float(np.sort(sizes[(sizes > low) & (sizes < high)])[rank])
+def _of_rank(sizes: np.ndarray, marks: np.ndarray, cut: tuple[float, int, float, int, int]) -> tuple[float, int]:
+    """The magnitude and the hash of the place of a rank between two places; the second if they are equal."""
+    low, low_hash, high, high_hash, rank = cut
+    if (low, low_hash) == (high, high_hash):
+        return high, high_hash
+    is_above = (sizes > low) | ((sizes == low) & (marks > low_hash))
+    is_below = (sizes < high) | ((sizes == high) & (marks < high_hash))
+    places = np.flatnonzero(is_above & is_below)
+    at = places[np.lexsort((marks[places], sizes[places]))[rank]]
+    return float(sizes[at]), int(marks[at])
 
 
 @compiled
@@ -110,3 +135,11 @@ def _variances_at(base: Any, xs: Any, positions: Any) -> Any:
     for at in range(positions.size):
         variances[at] = variance_of(base, xs, U64(positions[at]))
     return variances
+
+
+@compiled
+def _hashes_at(positions: Any, k0: Any, k1: Any) -> Any:
+    marks = np.empty(positions.size, np.uint32)
+    for at in range(positions.size):
+        marks[at] = hashed(U64(positions[at]), k0, k1)
+    return marks

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from search_spaces.recipe import COEFFICIENT_DECIMALS
-from workers.merging.order_statistics import MagnitudeTable
 
 __all__ = [
     "Products",
@@ -20,7 +19,6 @@ __all__ = [
     "cosine_of",
     "dot",
     "inner_products",
-    "magnitude_of_rank",
     "norm",
     "num_kept",
     "row_cosines",
@@ -104,13 +102,6 @@ def share_of(share: float, num_elements: int) -> int:
     """floor(share * num_elements), in exact arithmetic on the share's six decimals."""
     scale: int = 10**COEFFICIENT_DECIMALS
     return round(share * scale) * num_elements // scale
-
-
-def magnitude_of_rank(tau: torch.Tensor, rank: int, magnitudes: MagnitudeTable | None = None) -> torch.Tensor:
-    """The `rank`-th largest magnitude of `tau`, from 1; `magnitudes` is the table of its magnitudes if known."""
-    if magnitudes is not None:
-        return magnitudes.of_rank(rank, tau)
-    return torch.kthvalue(tau.abs().flatten(), tau.numel() - rank + 1).values
 
 
 def _inner_product(first: torch.Tensor, second: torch.Tensor, base: torch.Tensor | None) -> float:

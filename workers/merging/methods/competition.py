@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from workers.merging.methods import consensus
-from workers.merging.methods.arithmetic import dot, magnitude_of_rank, num_kept, share_of, total
+from workers.merging.methods.arithmetic import dot, num_kept, share_of, total
 from workers.merging.methods.registry import merges
-from workers.merging.methods.task_vectors import Magnitudes, trimmed_task_vectors
-from workers.merging.order_statistics import MagnitudeTable
+from workers.merging.methods.task_vectors import Magnitudes, Orders, each_order, trimmed_task_vectors
+from workers.merging.order_statistics import MagnitudeTable, TieOrder, place_of_rank
 
 __all__ = [
     "consensus_ta",
@@ -30,6 +30,7 @@ __all__ = [
     "wudi",
 ]
 
+ANY_ORDER = TieOrder(0)
 # PCB-Merging's code clips magnitudes to their quantiles at this share from both ends.
 PCB_CLIPPED = 0.0001
 # Below this sum of mean squares mergekit's SCE uses equal weights.
@@ -40,15 +41,21 @@ ADAM_BETAS, ADAM_EPSILON = (0.9, 0.999), 1e-8
 
 @merges("sce")
 def sce(
-    tensors: Sequence[torch.Tensor], base: torch.Tensor, *, select_topk: float, variances: MagnitudeTable | None = None
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    *,
+    select_topk: float,
+    variances: MagnitudeTable | None = None,
+    order: TieOrder = ANY_ORDER,
 ) -> torch.Tensor:
     """SCE (FuseChat, arXiv:2408.07990): select the share of elements that vary most between the task vectors (of those
     that vary at all), calculate each model's weight as its mean square over the tensor, erase the elements whose sign
     is not that of the sum; theta_pre + sum_t w_t tau_t / sum_t w_t over the elements that are left. The result is the
-    base where the sum is zero or nothing is selected. `variances` is the table of the elements' variances if known."""
+    base where the sum is zero or nothing is selected. `variances` is the table of the elements' variances if
+    known, `order` that of equal variances."""
     taus = [tensor - base for tensor in tensors]
     if select_topk < 1:
-        dropped = ~_most_variable(taus, select_topk, variances)
+        dropped = ~_most_variable(taus, select_topk, order, variances)
         taus = [tau.masked_fill_(dropped, 0) for tau in taus]
     weights = sce_weights([dot(tau, tau) for tau in taus])
     elected = taus[0].clone()
@@ -65,13 +72,18 @@ def sce(
 
 @merges("sce_mergekit")
 def sce_mergekit(
-    tensors: Sequence[torch.Tensor], base: torch.Tensor, *, select_topk: float, variances: MagnitudeTable | None = None
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    *,
+    select_topk: float,
+    variances: MagnitudeTable | None = None,
+    order: TieOrder = ANY_ORDER,
 ) -> torch.Tensor:
     """`sce`, but weights are equal if mean squares sum to less than 1e-6, + is elected where the sum is zero, and the
     divisor is at least 1e-6 (mergekit)."""
     taus = [tensor - base for tensor in tensors]
     if select_topk < 1:
-        dropped = ~_most_variable(taus, select_topk, variances)
+        dropped = ~_most_variable(taus, select_topk, order, variances)
         taus = [tau.masked_fill_(dropped, 0) for tau in taus]
     weights = sce_mergekit_weights([dot(tau, tau) for tau in taus], base.numel())
     elected = taus[0].clone()
@@ -115,20 +127,22 @@ def ramplus_tl(
 
 
 @merges("pcb")
-def pcb(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, density: float) -> torch.Tensor:
+def pcb(
+    tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, density: float, orders: Orders = None
+) -> torch.Tensor:
     """PCB-Merging as published (arXiv:2410.02396): with Norm scaling a tensor to [0, 1] and N models,
     beta_i = Softmax(N Norm(tau_i^2)) * sum_j Softmax(Norm(tau_i tau_j)), all but the `density` largest of each beta_i
     set to zero; theta_pre + lambda sum_i beta_i tau_i / sum_i beta_i, the base where all beta_i are zero."""
     taus = [tensor - base for tensor in tensors]
     betas = []
-    for tau in taus:
+    for tau, order in zip(taus, each_order(orders, tensors), strict=True):
         within = _softmax(_unit_range(tau * tau).mul_(len(taus)))
         between = torch.zeros_like(tau)
         for other in taus:
             between += _softmax(_unit_range(tau * other))
         beta = within.mul_(between)
-        smallest_kept = magnitude_of_rank(beta, num_kept(density, beta.numel()))
-        betas.append(beta.masked_fill_(beta < smallest_kept, 0))
+        smallest = order.lowest(place_of_rank(beta, num_kept(density, beta.numel()), order))
+        betas.append(beta.masked_fill_(~smallest.reached_by(beta, order), 0))
     return _balanced(taus, betas, lambda_, base)
 
 
@@ -186,9 +200,10 @@ def consensus_ties(
     mask_lambdas: Sequence[float],
     agreement: int,
     magnitudes: Magnitudes = None,
+    orders: Orders = None,
 ) -> torch.Tensor:
     """`consensus_ta` with TIES' merged task vector (eq. 6 to 8, without lambda) instead of the sum."""
-    merged = consensus.disjoint_mean(trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes))
+    merged = consensus.disjoint_mean(trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders))
     taus = [tensor - base for tensor in tensors]
     return _agreed(merged, taus, mask_lambdas, agreement).mul_(lambda_).add_(base)
 
@@ -242,13 +257,15 @@ def variance(tensors: Sequence[torch.Tensor], base: torch.Tensor) -> torch.Tenso
     return _variance([tensor.float() - base.float() for tensor in tensors])
 
 
-def _most_variable(taus: Sequence[torch.Tensor], share: float, known: MagnitudeTable | None) -> torch.Tensor:
-    """Bool: the share of largest variances between task vectors, of those not zero, and all that equal the smallest."""
+def _most_variable(
+    taus: Sequence[torch.Tensor], share: float, order: TieOrder, known: MagnitudeTable | None
+) -> torch.Tensor:
+    """Bool: the share of largest variances between task vectors, of those not zero."""
     variances = _variance(taus)
     count = num_selected(share, int(torch.count_nonzero(variances)))
     if count == 0:
         return torch.zeros_like(variances, dtype=torch.bool)
-    return variances >= magnitude_of_rank(variances, count, known)
+    return order.lowest(place_of_rank(variances, count, order, known)).reached_by(variances, order)
 
 
 def _variance(taus: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 A function receives the tensors, the base if its method needs one, and its coefficients by name, in the plural if they
 are one per source (`lambdas`, but `lambda_`); `keys` if it draws masks. Statistics that it has parameters for (`cos`,
-`importance`, `magnitudes`, `products`, `ranks`, `variances`) are passed where they are known, and the tensor's `name`
-to those that have messages about it.
+`importance`, `magnitudes`, `products`, `ranks`, `variances`) are passed where they are known, the orders of equal
+elements (`orders`, `order`) to those that cut at a rank, and the tensor's `name` to those that have messages about it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from workers.merging import methods
 from workers.merging.methods.arithmetic import Products
 from workers.merging.methods.averages import Importance
 from workers.merging.methods.registry import FUNCTIONS
-from workers.merging.order_statistics import MagnitudeTable
+from workers.merging.order_statistics import MagnitudeTable, TieOrder
 
 __all__ = ["PLAIN", "Operands", "PlainMethod", "Statistic", "merge_tensors"]
 
@@ -40,7 +40,8 @@ class Operands:
     methods that draw masks. The rest depends only on the sources and may be known from an earlier merge: `cosine` and
     `importance` of the first two tensors, for each source its `magnitudes`, the table of |source - base|, the inner
     `products` of all pairs of tensors, or with a base of task vectors, the table of the `variances` between these, and
-    the `ranks` of their magnitudes in each row.
+    the `ranks` of their magnitudes in each row. `orders` are the orders of elements of equal magnitude in each source,
+    and `order` that of elements of equal variance; without them, any that are repeatable.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -52,6 +53,8 @@ class Operands:
     importance: Importance | None = None
     variances: MagnitudeTable | None = None
     ranks: tuple[torch.Tensor, ...] | None = None
+    orders: tuple[TieOrder, ...] | None = None
+    order: TieOrder | None = None
     name: str = ""
 
     def in_float32(self) -> Operands:
@@ -63,12 +66,13 @@ class Operands:
 @dataclass(frozen=True)
 class PlainMethod:
     """A declared method with the function that computes it; `uses` are the statistics that the function takes;
-    `is_told_name`: it takes the tensor's name."""
+    `is_told_name`: it takes the tensor's name; `order_parameter`: what it takes of the orders of equal elements."""
 
     declared: MergeMethod
     function: Callable[..., torch.Tensor]
     uses: frozenset[Statistic]
     is_told_name: bool
+    order_parameter: Literal["orders", "order"] | None
 
     @property
     def name(self) -> str:
@@ -93,6 +97,8 @@ class PlainMethod:
             arguments["keys"] = operands.keys
         for statistic in self.uses:
             arguments[_parameter(statistic)] = getattr(operands, statistic)
+        if self.order_parameter and (order := getattr(operands, self.order_parameter)) is not None:
+            arguments[self.order_parameter] = order
         if self.is_told_name:
             arguments["name"] = operands.name
         if not self.declared.needs_base:
@@ -131,7 +137,12 @@ def _plain_methods() -> Iterator[PlainMethod]:
     for name, declared in METHODS.items():
         parameters = inspect.signature(FUNCTIONS[name]).parameters
         uses = (statistic for statistic in get_args(Statistic) if _parameter(statistic) in parameters)
-        yield PlainMethod(declared, FUNCTIONS[name], frozenset(uses), "name" in parameters)
+        order: Literal["orders", "order"] | None = None
+        if "orders" in parameters:
+            order = "orders"
+        elif "order" in parameters:
+            order = "order"
+        yield PlainMethod(declared, FUNCTIONS[name], frozenset(uses), "name" in parameters, order)
 
 
 PLAIN: Mapping[str, PlainMethod] = {method.name: method for method in _plain_methods()}

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from workers.merging import masks
-from workers.merging.methods.arithmetic import magnitude_of_rank, num_kept, share_of, total
-from workers.merging.order_statistics import MagnitudeTable
+from workers.merging.methods.arithmetic import num_kept, share_of, total
+from workers.merging.order_statistics import MagnitudeTable, TieOrder, magnitude_keys, place_of_rank
 
 __all__ = [
     "cut_both_ends",
@@ -28,31 +28,28 @@ __all__ = [
 NO_NORM = 1e-7
 
 
-def trimmed(tau: torch.Tensor, k: float, magnitudes: MagnitudeTable | None = None) -> torch.Tensor:
-    """`tau` with zeros except for its `num_kept(k, n)` largest magnitudes and all that equal the smallest of them
-    (eq. 6; arXiv:2306.01708)."""
+def trimmed(tau: torch.Tensor, k: float, order: TieOrder, magnitudes: MagnitudeTable | None = None) -> torch.Tensor:
+    """`tau` with zeros except for its `num_kept(k, n)` largest magnitudes (eq. 6; arXiv:2306.01708)."""
     rank = num_kept(k, tau.numel())
     if rank == tau.numel():
         return tau
-    smallest_kept = magnitude_of_rank(tau, rank, magnitudes)
-    if smallest_kept == 0:
-        return tau
-    # hardshrink keeps what is strictly larger than its bound.
-    return torch.nn.functional.hardshrink(tau, float(smallest_kept.nextafter(torch.zeros_like(smallest_kept))))
+    sizes = tau.abs()
+    smallest = order.lowest(place_of_rank(sizes, rank, order, magnitudes))
+    return tau.masked_fill_(~smallest.reached_by(sizes, order), 0)
 
 
 def cut_both_ends(
-    tau: torch.Tensor, density: float, gamma: float, magnitudes: MagnitudeTable | None = None
+    tau: torch.Tensor, density: float, gamma: float, order: TieOrder, magnitudes: MagnitudeTable | None = None
 ) -> torch.Tensor:
     """`tau` without its floor(gamma n) largest magnitudes and with the floor(density n) largest of the others, at least
-    one, and all that equal the largest or the smallest of these (Model Breadcrumbs, arXiv:2312.06795,
-    where the two percentiles are 1 - gamma and 1 - gamma - density)."""
+    one (Model Breadcrumbs, arXiv:2312.06795, where the two percentiles are 1 - gamma and 1 - gamma - density)."""
     ranks = cut_ranks(density, gamma, tau.numel())
     if ranks is None:
         return tau
-    largest, smallest = (magnitude_of_rank(tau, rank, magnitudes) for rank in ranks)
     sizes = tau.abs()
-    return tau.masked_fill_((sizes > largest) | (sizes < smallest), 0)
+    largest, smallest = (place_of_rank(sizes, rank, order, magnitudes) for rank in ranks)
+    is_cut = ~order.lowest(smallest).reached_by(sizes, order)
+    return tau.masked_fill_(is_cut | order.above(largest).reached_by(sizes, order), 0)
 
 
 def cut_ranks(density: float, gamma: float, num_elements: int) -> tuple[int, int] | None:
@@ -72,6 +69,7 @@ def magnitude_sampled(
     density: float,
     epsilon: float,
     key: int,
+    order: TieOrder,
     *,
     is_symmetric: bool = False,
     rescale: bool = True,
@@ -82,10 +80,10 @@ def magnitude_sampled(
 
     The paper's epsilon is twice this one, and its drop probability is p_min + epsilon r / n for ranks r from 0, the
     largest: the smallest element stays a step above density - epsilon. `is_symmetric` divides by n - 1 (mergekit).
-    Equal magnitudes are ranked by position, the earlier as the smaller. A tensor with fewer than two dimensions is one
-    row. `ranks` are the ranks of the magnitudes in their rows, from 0, the smallest, if known.
+    Equal magnitudes are ranked by `order`; in recipes of format 1 by position, the earlier as the smaller. A tensor
+    with fewer than two dimensions is one row. `ranks` are the ranks in their rows, from 0, the smallest, if known.
     """
-    ranks = _sorted_ranks(tau) if ranks is None else ranks
+    ranks = _sorted_ranks(tau, order) if ranks is None else ranks
     origin, start, step = probability_by_rank(row_width(tau), density, epsilon, is_symmetric=is_symmetric)
     probabilities = (ranks.double() - origin).abs_().mul_(step).add_(start)
     kept = masks.keep_each(key, probabilities)
@@ -106,12 +104,13 @@ def probability_by_rank(width: int, density: float, epsilon: float, *, is_symmet
     return (0, density - epsilon, 2 * epsilon / (width - 1)) if width > 1 else (0, density, 0.0)
 
 
-def _sorted_ranks(tau: torch.Tensor) -> torch.Tensor:
+def _sorted_ranks(tau: torch.Tensor, order: TieOrder) -> torch.Tensor:
     """The rank of each element's magnitude in its row, from 0, the smallest: int64, of the shape of `tau`."""
     rows = tau.reshape(1, -1) if tau.dim() < 2 else tau
-    order = rows.abs().sort(dim=-1, stable=True).indices
-    ranks = torch.empty_like(order)
-    ranks.scatter_(-1, order, torch.arange(rows.shape[-1], device=tau.device).expand_as(order))
+    keys = magnitude_keys(rows.abs(), order)
+    places = keys.sort(dim=-1, stable=True).indices
+    ranks = torch.empty_like(places)
+    ranks.scatter_(-1, places, torch.arange(rows.shape[-1], device=tau.device).expand_as(places))
     return ranks.reshape(tau.shape)
 
 

@@ -2,6 +2,7 @@
 
 Equation numbers are those of "Automated Model Merging", section A.2, unless another source is named. `magnitudes` are
 for each source the table of |source - base|, and `ranks` the ranks of these magnitudes in their rows, if known.
+`orders` are how elements of equal magnitude are ordered in each source.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from workers.merging.methods import consensus
 from workers.merging.methods.registry import merges
 from workers.merging.methods.scalars import fsum
 from workers.merging.methods.sparsify import cut_both_ends, dropped, magnitude_sampled, match_l1_norm, trimmed
-from workers.merging.order_statistics import MagnitudeTable
+from workers.merging.order_statistics import MagnitudeTable, TieOrder
 
 __all__ = [
     "Magnitudes",
+    "Orders",
     "breadcrumbs",
     "breadcrumbs_ties",
     "dare_linear",
@@ -28,6 +30,7 @@ __all__ = [
     "della_l1",
     "della_linear",
     "della_linear_l1",
+    "each_order",
     "m3_dare",
     "m3_lambdas",
     "m3_ties",
@@ -41,6 +44,7 @@ __all__ = [
 ]
 
 Magnitudes = Sequence[MagnitudeTable | None] | None
+Orders = Sequence[TieOrder] | None
 Ranks = Sequence[torch.Tensor] | None
 
 
@@ -58,34 +62,51 @@ def task_arithmetic(tensors: Sequence[torch.Tensor], base: torch.Tensor, lambdas
 
 @merges("ties")
 def ties(
-    tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, k: float, magnitudes: Magnitudes = None
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    *,
+    lambda_: float,
+    k: float,
+    magnitudes: Magnitudes = None,
+    orders: Orders = None,
 ) -> torch.Tensor:
     """TIES-Merging, eq. 6 to 9 (arXiv:2306.01708): trim, elect signs, average those that agree, scale.
 
-    Trimming is per tensor and keeps the `num_kept(k, n)` largest magnitudes, and all that equal the smallest of them,
-    so no order affects the result. Signs are elected unweighted; where the trimmed task vectors cancel there is no
-    elected sign and the result is the base.
+    Trimming is per tensor and keeps the `num_kept(k, n)` largest magnitudes. Signs are elected unweighted; where the
+    trimmed task vectors cancel there is no elected sign and the result is the base.
     """
-    taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes)
+    taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_mean(taus).mul_(lambda_).add_(base)  # eq. 9
 
 
 @merges("ties_majority")
 def ties_majority(
-    tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, k: float, magnitudes: Magnitudes = None
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    *,
+    lambda_: float,
+    k: float,
+    magnitudes: Magnitudes = None,
+    orders: Orders = None,
 ) -> torch.Tensor:
     """`ties`, but where the trimmed task vectors cancel, those with the sign of the tensor's majority of elected signs
     are kept (MergeLM, which "Automated Model Merging" and M3 build on)."""
-    taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes)
+    taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_majority_mean(taus).mul_(lambda_).add_(base)
 
 
 @merges("ties_sum")
 def ties_sum(
-    tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, k: float, magnitudes: Magnitudes = None
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    *,
+    lambda_: float,
+    k: float,
+    magnitudes: Magnitudes = None,
+    orders: Orders = None,
 ) -> torch.Tensor:
     """`ties`, but those that agree are added, not averaged (MergeBench, "sum")."""
-    taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes)
+    taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_sum(taus).mul_(lambda_).add_(base)
 
 
@@ -99,10 +120,11 @@ def ties_weighted(
     lambda_: float,
     normalize: bool,
     magnitudes: Magnitudes = None,
+    orders: Orders = None,
 ) -> torch.Tensor:
     """`ties` with weights: they count in the election of signs (+ if it is a draw) and in the mean, which is divided by
     the weights of those that agree, unless `normalize` is 0 (mergekit's TIES)."""
-    taus = trimmed_task_vectors(tensors, base, densities, magnitudes)
+    taus = trimmed_task_vectors(tensors, base, densities, magnitudes, orders)
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
 
 
@@ -114,10 +136,11 @@ def ties_peft(
     weights: Sequence[float],
     densities: Sequence[float],
     magnitudes: Magnitudes = None,
+    orders: Orders = None,
 ) -> torch.Tensor:
     """`ties` with weights that do not count in the election of signs (+ if it is a draw): the weighted sum of those
     that agree, divided by their number (PEFT, GENOME)."""
-    taus = trimmed_task_vectors(tensors, base, densities, magnitudes)
+    taus = trimmed_task_vectors(tensors, base, densities, magnitudes, orders)
     return consensus.disjoint_weighted_mean(taus, weights).add_(base)
 
 
@@ -130,6 +153,7 @@ def m3_ties(
     lambda_: float,
     k: float,
     magnitudes: Magnitudes = None,
+    orders: Orders = None,
 ) -> torch.Tensor:
     """Mixup Model Merge inside TIES (M3, appendix H): trim and elect as `ties`; a parameter that several task vectors
     keep is interpolated with their weights, one that a single task vector keeps is kept as it is; times lambda.
@@ -137,7 +161,7 @@ def m3_ties(
     The paper has two models with weights w and 1 - w; with more, the weights of those that keep the parameter are
     divided by their sum. Where that is zero the base stays.
     """
-    taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes)
+    taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_interpolation(taus, weights).mul_(lambda_).add_(base)
 
 
@@ -242,13 +266,14 @@ def della(
     epsilons: Sequence[float],
     keys: Sequence[int],
     ranks: Ranks = None,
+    orders: Orders = None,
 ) -> torch.Tensor:
     """DELLA (arXiv:2406.11617): MagPrune (`sparsify.magnitude_sampled`) divided by each element's probability, then
     signs, mean and lambda as in `ties`."""
     taus = [
-        magnitude_sampled(tensor - base, density, epsilon, key, ranks=known)
-        for tensor, density, epsilon, key, known in zip(
-            tensors, densities, epsilons, keys, _each(ranks, tensors), strict=True
+        magnitude_sampled(tensor - base, density, epsilon, key, order, ranks=known)
+        for tensor, density, epsilon, key, order, known in zip(
+            tensors, densities, epsilons, keys, each_order(orders, tensors), _each(ranks, tensors), strict=True
         )
     ]
     return consensus.disjoint_mean(taus).mul_(lambda_).add_(base)
@@ -266,13 +291,14 @@ def della_l1(
     normalize: bool,
     keys: Sequence[int],
     ranks: Ranks = None,
+    orders: Orders = None,
 ) -> torch.Tensor:
     """MagPrune with symmetric probabilities, scaled to the sum of magnitudes, instead of the trimming of
     `ties_weighted` (mergekit's della)."""
     taus = [
-        _sampled_l1(tensor - base, density, epsilon, key, known)
-        for tensor, density, epsilon, key, known in zip(
-            tensors, densities, epsilons, keys, _each(ranks, tensors), strict=True
+        _sampled_l1(tensor - base, density, epsilon, key, order, known)
+        for tensor, density, epsilon, key, order, known in zip(
+            tensors, densities, epsilons, keys, each_order(orders, tensors), _each(ranks, tensors), strict=True
         )
     ]
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
@@ -288,12 +314,13 @@ def della_linear(
     epsilons: Sequence[float],
     keys: Sequence[int],
     ranks: Ranks = None,
+    orders: Orders = None,
 ) -> torch.Tensor:
     """DELLA without the election of signs (arXiv:2406.11617): theta_pre + sum_t lambda_t MagPrune(tau_t)."""
     merged = base.clone()
-    each = zip(tensors, lambdas, densities, epsilons, keys, _each(ranks, tensors), strict=True)
-    for tensor, lambda_, density, epsilon, key, known in each:
-        merged += magnitude_sampled(tensor - base, density, epsilon, key, ranks=known).mul_(lambda_)
+    given = zip(densities, epsilons, keys, each_order(orders, tensors), strict=True)
+    for tensor, lambda_, each, known in zip(tensors, lambdas, given, _each(ranks, tensors), strict=True):
+        merged += magnitude_sampled(tensor - base, *each, ranks=known).mul_(lambda_)
     return merged
 
 
@@ -307,12 +334,13 @@ def della_linear_l1(
     epsilons: Sequence[float],
     keys: Sequence[int],
     ranks: Ranks = None,
+    orders: Orders = None,
 ) -> torch.Tensor:
     """`della_linear` with the probabilities and the rescaling of `della_l1` (mergekit's della_linear)."""
     merged = base.clone()
-    each = zip(tensors, lambdas, densities, epsilons, keys, _each(ranks, tensors), strict=True)
-    for tensor, lambda_, density, epsilon, key, known in each:
-        merged += _sampled_l1(tensor - base, density, epsilon, key, known).mul_(lambda_)
+    given = zip(densities, epsilons, keys, each_order(orders, tensors), strict=True)
+    for tensor, lambda_, each, known in zip(tensors, lambdas, given, _each(ranks, tensors), strict=True):
+        merged += _sampled_l1(tensor - base, *each, known).mul_(lambda_)
     return merged
 
 
@@ -325,11 +353,12 @@ def breadcrumbs(
     densities: Sequence[float],
     gammas: Sequence[float],
     magnitudes: Magnitudes = None,
+    orders: Orders = None,
 ) -> torch.Tensor:
     """Model Breadcrumbs (arXiv:2312.06795): theta_pre + sum_t lambda_t times the task vectors without their
     largest (share gamma) and smallest elements (`sparsify.cut_both_ends`). The paper has one lambda."""
     merged = base.clone()
-    crumbs = _breadcrumbs(tensors, base, densities, gammas, magnitudes)
+    crumbs = _breadcrumbs(tensors, base, densities, gammas, magnitudes, orders)
     for tau, lambda_ in zip(crumbs, lambdas, strict=True):
         merged += tau.mul_(lambda_)
     return merged
@@ -346,20 +375,31 @@ def breadcrumbs_ties(
     lambda_: float,
     normalize: bool,
     magnitudes: Magnitudes = None,
+    orders: Orders = None,
 ) -> torch.Tensor:
     """Breadcrumbs instead of the trimming of `ties_weighted` (mergekit's breadcrumbs_ties)."""
-    taus = _breadcrumbs(tensors, base, densities, gammas, magnitudes)
+    taus = _breadcrumbs(tensors, base, densities, gammas, magnitudes, orders)
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
 
 
 def trimmed_task_vectors(
-    tensors: Sequence[torch.Tensor], base: torch.Tensor, shares: Sequence[float], magnitudes: Magnitudes = None
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    shares: Sequence[float],
+    magnitudes: Magnitudes = None,
+    orders: Orders = None,
 ) -> list[torch.Tensor]:
     """theta_t - theta_pre, each with only the share of its largest magnitudes."""
     known = magnitudes or (None,) * len(tensors)
     return [
-        trimmed(tensor - base, share, sorted_) for tensor, share, sorted_ in zip(tensors, shares, known, strict=True)
+        trimmed(tensor - base, share, order, table)
+        for tensor, share, order, table in zip(tensors, shares, each_order(orders, tensors), known, strict=True)
     ]
+
+
+def each_order(orders: Orders, tensors: Sequence[torch.Tensor]) -> Sequence[TieOrder]:
+    """The order of equal magnitudes in each source; where none is given, one of its own for each place."""
+    return [TieOrder(place) for place in range(len(tensors))] if orders is None else orders
 
 
 def _breadcrumbs(
@@ -368,11 +408,12 @@ def _breadcrumbs(
     densities: Sequence[float],
     gammas: Sequence[float],
     magnitudes: Magnitudes,
+    orders: Orders,
 ) -> list[torch.Tensor]:
     known = magnitudes or (None,) * len(tensors)
+    shares = zip(densities, gammas, each_order(orders, tensors), strict=True)
     return [
-        cut_both_ends(tensor - base, density, gamma, sorted_)
-        for tensor, density, gamma, sorted_ in zip(tensors, densities, gammas, known, strict=True)
+        cut_both_ends(tensor - base, *each, table) for tensor, each, table in zip(tensors, shares, known, strict=True)
     ]
 
 
@@ -381,9 +422,11 @@ def _dropped_l1(tau: torch.Tensor, density: float, key: int) -> torch.Tensor:
 
 
 def _sampled_l1(
-    tau: torch.Tensor, density: float, epsilon: float, key: int, ranks: torch.Tensor | None
+    tau: torch.Tensor, density: float, epsilon: float, key: int, order: TieOrder, ranks: torch.Tensor | None
 ) -> torch.Tensor:
-    sampled = magnitude_sampled(tau.clone(), density, epsilon, key, is_symmetric=True, rescale=False, ranks=ranks)
+    sampled = magnitude_sampled(
+        tau.clone(), density, epsilon, key, order, is_symmetric=True, rescale=False, ranks=ranks
+    )
     return match_l1_norm(sampled, tau)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ def check_all(sizes: tuple[int, ...], device: str) -> int:
     """Compare every fused method, for each size and dtype; returns how many comparisons were made."""
     from tests.workers.merging.kernels.test_kernels import bits, given_to, merges, operands
     from workers.merging.kernels import FUSED, ON_CUDA, cuda
-    from workers.merging.methods.plain import PLAIN, Operands
+    from workers.merging.methods.plain import PLAIN
 
     compared = 0
     for num_sources, dtype in ((2, torch.float32), (3, torch.bfloat16), (5, torch.float32)):
@@ -24,7 +25,7 @@ def check_all(sizes: tuple[int, ...], device: str) -> int:
             stored = operands((size,), (dtype,) * (num_sources + 1))
             assert stored.base is not None
             tensors, base = tuple(tensor.to(device) for tensor in stored.tensors), stored.base.to(device)
-            given = Operands(tensors, base, stored.cosine, stored.magnitudes, stored.keys)
+            given = replace(stored, tensors=tensors, base=base)
             for merge in merges(num_sources):
                 # The interpreter rounds to bfloat16 towards zero, a device to nearest.
                 to = dtype if device == "cuda" else torch.float32
@@ -33,7 +34,7 @@ def check_all(sizes: tuple[int, ...], device: str) -> int:
                     continue
                 taken = given_to(merge, given)
                 cuda.merge(FUSED[merge.method](merge, taken), taken.tensors, base, found)
-                alone = Operands(taken.tensors, base, stored.cosine, None, stored.keys).in_float32()
+                alone = replace(taken, magnitudes=None).in_float32()
                 expected = PLAIN[merge.method].merge(alone, merge).to(to)
                 assert torch.equal(bits(found), bits(expected)), (merge, size, int((found != expected).sum()))
                 compared += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,9 +21,10 @@ from workers.merging.kernels.sorting import ascending_importances, ascending_mag
 from workers.merging.methods.arithmetic import cosine_of, num_kept, total
 from workers.merging.methods.competition import variance
 from workers.merging.methods.plain import PLAIN, Operands
-from workers.merging.order_statistics import SPACING
+from workers.merging.order_statistics import SPACING, TieOrder, magnitude_keys, place_of_rank
 from workers.merging.statistics import importance_of, inner_products, magnitude_table, row_ranks, variance_table
 
+ORDER = TieOrder(2**63 + 12345)
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 LAMBDAS = (0.3, -0.2, 0.7, 0.11, 0.6, 0.05, 0.9, 0.4)
 # One of each way to make task vectors sparse and those of two sources: what an element is read from and rounded to has
@@ -116,13 +118,15 @@ def operands(shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], seed: int 
 
 
 def with_statistics(tensors: tuple[torch.Tensor, ...], base: torch.Tensor) -> Operands:
-    tables = tuple(magnitude_table(tensor, base) for tensor in tensors)
+    orders = tuple(TieOrder(place) for place in range(len(tensors)))
+    tables = tuple(magnitude_table(tensor, base, order) for tensor, order in zip(tensors, orders, strict=True))
     keys = tuple(masks.mask_key(3, f"m{i}", "weight") for i in range(len(tensors)))
     is_pair = len(tensors) == 2
     cos, importance = (cosine_of(inner_products(tensors), 0, 1), importance_of(*tensors)) if is_pair else (None, None)
-    variances = variance_table(tensors, base)
-    ranks = tuple(row_ranks(tensor, base) for tensor in tensors)
-    return Operands(tensors, base, cos, tables, keys, importance=importance, variances=variances, ranks=ranks)
+    variances = variance_table(tensors, base, ORDER)
+    ranks = tuple(row_ranks(tensor, base, order) for tensor, order in zip(tensors, orders, strict=True))
+    known = Operands(tensors, base, cos, tables, keys, importance=importance, variances=variances, ranks=ranks)
+    return replace(known, orders=orders, order=ORDER)
 
 
 def given_to(merge: Merge, stored: Operands) -> Operands:
@@ -136,7 +140,10 @@ def given_to(merge: Merge, stored: Operands) -> Operands:
 
 def plain(merge: Merge, given: Operands, dtype: torch.dtype) -> torch.Tensor:
     """By the plain method, which sorts for itself."""
-    alone = Operands(given_to(merge, given).tensors, given.base, keys=given.keys).in_float32()
+    alone = Operands(
+        given_to(merge, given).tensors, given.base, keys=given.keys, orders=given.orders, order=given.order
+    )
+    alone = alone.in_float32()
     return PLAIN[merge.method].merge(alone, merge).to(dtype)
 
 
@@ -279,15 +286,20 @@ def test_any_rank_is_found_among_fewer_than_the_tables_spacing(
     if num_distinct:
         source = (source * num_distinct).round() / num_distinct
     ordered = source.abs().sort().values
-    table = magnitude_table(source, base)
+    order = TieOrder(seed)
+    table = magnitude_table(source, base, order)
     rank = num_kept(round(share, 6), size)
-    trim = table.trim(rank)
-    between = ordered[(ordered > trim.low) & (ordered < trim.high)]
+    trim, keys = table.trim(rank), magnitude_keys(source.abs(), order)
+    between = keys[(keys > trim.low.key) & (keys < trim.high.key)].sort().values
     assert len(between) < SPACING
-    assert ordered[-rank] == (trim.high if trim.low == trim.high else between[trim.num_smaller])
+    expected = int(keys.sort().values[-rank])
+    assert expected == (trim.high.key if trim.low == trim.high else between[trim.num_smaller])
     assert table.num_not_zero == int(torch.count_nonzero(ordered))
-    assert table.of_rank(rank, source) == ordered[-rank] == torch.kthvalue(source.abs(), size - rank + 1).values
-    assert table.num_bytes <= 9 * (size / SPACING + 2)
+    found = table.place(rank, source.abs(), order)
+    assert found == place_of_rank(source.abs(), rank, order)
+    assert (found.key, found.magnitude) == (expected, ordered[-rank])
+    assert int(found.reached_by(source.abs(), order).sum()) == rank
+    assert table.num_bytes <= 8 * (size / SPACING + 2)
 
 
 def test_sums_are_those_of_torch_in_another_order() -> None:
@@ -307,7 +319,7 @@ def test_variances_and_importances_are_sorted_as_torch_sorts_them(dtype: torch.d
     given = operands((300, 20), (dtype,) * 4)
     assert given.base is not None
     expected = variance(given.tensors, given.base).flatten().sort().values
-    found = [torch.from_numpy(piece.copy()) for piece in ascending_variances(given.tensors, given.base)]
+    found = [torch.from_numpy(piece) for piece, _ in ascending_variances(given.tensors, given.base, 0)]
     assert torch.equal(torch.cat(found), expected)
     rows = torch.randn(300, generator=torch.Generator().manual_seed(1))
     first, second = given.tensors[:2]
@@ -317,13 +329,13 @@ def test_variances_and_importances_are_sorted_as_torch_sorts_them(dtype: torch.d
 
 
 @pytest.mark.parametrize("shape", [(1,), (7,), (70_000,), (3, 70_000), (300, 20), (4, 5, 6)])
-def test_ranks_in_rows_are_those_of_a_stable_sort(shape: tuple[int, ...]) -> None:
+def test_ranks_in_rows_are_those_of_a_sort_by_magnitude_and_hash(shape: tuple[int, ...]) -> None:
     given = operands(shape, (FLOAT32, BFLOAT16))  # so short a mantissa leaves many equal
     assert given.base is not None
     base = given.base.bfloat16().float()
     sizes = (given.tensors[0].float() - base).abs().reshape(1 if len(shape) == 1 else -1, shape[-1])
-    places = sizes.sort(dim=-1, stable=True).indices.sort(dim=-1).indices
-    assert torch.equal(row_ranks(given.tensors[0], base).long(), places.reshape(shape))
+    places = magnitude_keys(sizes, ORDER).sort(dim=-1).indices.sort(dim=-1).indices
+    assert torch.equal(row_ranks(given.tensors[0], base, ORDER).long(), places.reshape(shape))
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
@@ -331,12 +343,13 @@ def test_magnitudes_are_sorted_in_parts(dtype: torch.dtype, monkeypatch: pytest.
     given = operands((40_000,), (dtype, dtype))
     given.tensors[0][:9000] = given.base[:9000]  # type: ignore[index]
     assert given.base is not None
-    expected = (given.tensors[0].float() - given.base.float()).abs().sort().values
+    expected = magnitude_keys((given.tensors[0].float() - given.base.float()).abs(), ORDER).sort().values
     for part, size in ((1 << 20, 1 << 20), (1 << 20, 3000), (7000, 500), (1, 1)):
         monkeypatch.setattr("workers.merging.kernels.sorting.PART", part)
         monkeypatch.setattr("workers.merging.kernels.sorting.RANGE", size)
-        pieces = [torch.from_numpy(piece.copy()) for piece in ascending_magnitudes(given.tensors[0], given.base)]
-        assert torch.equal(torch.cat(pieces), expected)
+        pieces = ascending_magnitudes(given.tensors[0], given.base, ORDER.key)
+        keys = [sizes.view(np.uint32).astype(np.int64) << 32 | marks for sizes, marks in pieces]
+        assert torch.equal(torch.from_numpy(np.concatenate(keys)), expected)
 
 
 def test_what_has_no_kernel_is_left_to_the_plain_methods() -> None:

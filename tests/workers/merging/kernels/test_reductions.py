@@ -13,7 +13,7 @@ from workers.merging.kernels import reductions, rules
 from workers.merging.methods.arithmetic import BLOCK, CHUNK, dot, inner_products, total
 from workers.merging.methods.competition import variance
 from workers.merging.methods.sparsify import dropped
-from workers.merging.order_statistics import Trim
+from workers.merging.order_statistics import ALL, TieOrder, place_of_rank
 from workers.merging.statistics import inner_products as fast_inner_products
 from workers.merging.statistics import variance_table
 
@@ -94,11 +94,13 @@ def test_squares_of_variable_elements_are_those_of_torch(num_sources: int) -> No
     for size in SIZES:
         base, sources = tensors_near(size, (torch.float32,) * (num_sources + 1))
         variances = variance(sources, base)
-        table = variance_table(sources, base)
+        table, order = variance_table(sources, base, TieOrder(5)), TieOrder(5)
         for rank in {1, (size + 1) // 2, size}:
-            threshold, squares = reductions.variable_squares(table.trim(rank), sources, base)
-            assert threshold == float(variances.sort(descending=True).values[rank - 1])
-            taus = [(source - base).masked_fill(variances < threshold, 0) for source in sources]
+            place, squares = reductions.variable_squares(table.trim(rank), order, sources, base)
+            assert place == place_of_rank(variances, rank, order)
+            is_kept = place.reached_by(variances, order)
+            assert int(is_kept.sum()) == rank
+            taus = [(source - base).masked_fill(~is_kept, 0) for source in sources]
             assert squares == [dot(tau, tau) for tau in taus]
             for square, tau in zip(squares, taus, strict=True):
                 check_sum(square, tau.double() ** 2)
@@ -107,7 +109,7 @@ def test_squares_of_variable_elements_are_those_of_torch(num_sources: int) -> No
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_squares_are_those_of_stored_tensors(dtype: torch.dtype) -> None:
     base, sources = tensors_near(3 * BLOCK + 513, (dtype,) * 3)
-    _, squares = reductions.variable_squares(Trim(0.0, 0.0), sources, base)
+    _, squares = reductions.variable_squares(ALL, TieOrder(0), sources, base)
     for square, source in zip(squares, sources, strict=True):
         check_sum(square, (source.float() - base.float()).double() ** 2)
 

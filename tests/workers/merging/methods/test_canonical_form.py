@@ -14,6 +14,7 @@ from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from tests.workers.merging.methods.examples import EXAMPLES
 from workers.merging.masks import mask_key
 from workers.merging.methods.plain import Operands, merge_tensors
+from workers.merging.order_statistics import TieOrder
 
 Numbers = Mapping[str, float | tuple[float, ...]]
 
@@ -100,7 +101,8 @@ def merged(merge: Merge, models: Mapping[str, Tensor]) -> Tensor:
     keys = tuple(mask_key(merge.seed or 0, source.model, "weight") for source in merge.sources)
     tensors = tuple(models[source.model] for source in merge.sources)
     base = models["base"] if declared.needs_base else None
-    return merge_tensors(merge, Operands(tensors, base, keys=keys if declared.takes_seed else None))
+    orders = tuple(TieOrder(mask_key(-1, source.model, "weight")) for source in merge.sources)
+    return merge_tensors(merge, Operands(tensors, base, keys=keys if declared.takes_seed else None, orders=orders))
 
 
 @every_method

@@ -78,10 +78,12 @@ def test_ties_elects_signs_by_mass_and_not_by_count() -> None:
     assert torch.equal(merged, tensor([-5.0]))
 
 
-def test_ties_keeps_all_magnitudes_that_equal_the_smallest_kept() -> None:
+def test_ties_keeps_its_share_of_the_magnitudes_that_equal_the_smallest_kept() -> None:
     base = torch.zeros(5)
     tau = tensor([3.0, -2.0, 2.0, 2.0, 1.0])
-    assert torch.equal(ties([tau], base, lambda_=1.0, k=0.4), tensor([3.0, -2.0, 2.0, 2.0, 0.0]))
+    kept = ties([tau], base, lambda_=1.0, k=0.4)
+    assert sorted(kept.abs().tolist()) == [0.0, 0.0, 0.0, 2.0, 3.0]
+    assert torch.equal(ties([tau], base, lambda_=1.0, k=0.8), tensor([3.0, -2.0, 2.0, 2.0, 0.0]))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from workers.merging.masks import mask_key
 from workers.merging.methods.plain import PLAIN, Operands, merge_tensors
 from workers.merging.methods.registry import FUNCTIONS, merges
 from workers.merging.methods.table import table
+from workers.merging.order_statistics import TieOrder
 from workers.merging.statistics import magnitude_table
 
 # Coefficients of an average of equals: it is what it was.
@@ -215,9 +216,15 @@ def test_known_magnitudes_change_no_bit(name: str) -> None:
         tuple(Source(model) for model in "abc"),
         {c.name: EXAMPLES[c.name] for c in declared.coefficients if c.name in EXAMPLES},
     )
-    known = tuple(magnitude_table(expert, base) for expert in experts)
+    known = tuple(magnitude_table(expert, base, TieOrder(place)) for place, expert in enumerate(experts))
     result = PLAIN[name].merge(Operands(tuple(experts), base, magnitudes=known), merge)
     assert torch.equal(result, merged(name, experts, base))
+
+
+def test_a_method_is_declared_to_cut_at_a_rank_if_its_function_takes_the_order_of_equal_elements() -> None:
+    cutting = {name for name, method in PLAIN.items() if method.order_parameter is not None}
+    assert cutting == {name for name, method in METHODS.items() if method.cuts_at_rank}
+    assert {"ties", "breadcrumbs", "della", "sce", "pcb", "consensus_ties"} <= cutting
 
 
 def test_a_merge_that_its_method_does_not_take_is_refused() -> None:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from search_spaces.methods import METHODS
 from search_spaces.recipe import Merge
-from workers.merging.kernels.rules import Rule, Trimmed
+from workers.merging.kernels.rules import Numbers, Rule, Trimmed, Words
+from workers.merging.masks import key_words
 from workers.merging.methods.arithmetic import Products, num_kept
 from workers.merging.methods.plain import Operands
 from workers.merging.order_statistics import MagnitudeTable, Trim
 
 __all__ = [
-    "ALL",
-    "NOTHING",
     "RULES",
     "Fused",
     "Lowering",
@@ -28,12 +26,10 @@ __all__ = [
     "products",
     "reductions",
     "trimmed",
+    "words_of_orders",
 ]
 
 Lowering = Callable[[Merge, Operands], Rule]
-
-# No magnitude is below 0, and none is above infinity: these keep all elements and none.
-ALL, NOTHING = Trim(0.0, 0.0), Trim(math.inf, math.inf)
 
 
 @dataclass(frozen=True)
@@ -66,12 +62,24 @@ def fuses(name: str, *, is_on_cuda: bool = False) -> Callable[[Lowering], Loweri
 def trimmed(stored: Operands, shares: Sequence[float]) -> Trimmed:
     """The elements of largest magnitude of each task vector, of the sources' `shares`."""
     ranks = [num_kept(share, stored.tensors[0].numel()) for share in shares]
-    return Trimmed(*bounds(table.trim(rank) for table, rank in zip(magnitudes(stored), ranks, strict=True)))
+    cuts = bounds(table.trim(rank) for table, rank in zip(magnitudes(stored), ranks, strict=True))
+    return Trimmed(*cuts, *words_of_orders(stored))
 
 
-def bounds(trims: Iterable[Trim]) -> tuple[tuple[float, ...], tuple[float, ...], tuple[int, ...]]:
-    lows, highs, ranks = zip(*((trim.low, trim.high, trim.num_smaller) for trim in trims), strict=True)
-    return lows, highs, ranks
+def bounds(trims: Iterable[Trim]) -> tuple[Numbers, Words, Numbers, Words, Words]:
+    """Of each source: low, its hash, high, its hash, rank."""
+    rows = [
+        (trim.low.magnitude, trim.low.hash, trim.high.magnitude, trim.high.hash, trim.num_smaller) for trim in trims
+    ]
+    lows, low_hashes, highs, high_hashes, ranks = zip(*rows, strict=True)
+    return lows, low_hashes, highs, high_hashes, ranks
+
+
+def words_of_orders(stored: Operands) -> tuple[Words, Words]:
+    """Of each source the words of the key by which equal magnitudes are ordered."""
+    assert stored.orders is not None, "not given the orders of the sources"
+    k0s, k1s = zip(*(key_words(order.key) for order in stored.orders), strict=True)
+    return k0s, k1s
 
 
 def magnitudes(stored: Operands) -> tuple[MagnitudeTable, ...]:

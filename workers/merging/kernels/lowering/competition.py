@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from search_spaces.recipe import Merge
-from workers.merging.kernels.lowering.base import ALL, NOTHING, fuses, reductions, trimmed
+from workers.merging.kernels.lowering.base import fuses, reductions, trimmed
 from workers.merging.kernels.rules import Agreed, Rule, SharedOut, Variable, VariableElection, Whole
+from workers.merging.masks import key_words
 from workers.merging.methods.competition import (
     NO_SQUARES,
     num_selected,
@@ -13,21 +14,22 @@ from workers.merging.methods.competition import (
     sce_weights,
 )
 from workers.merging.methods.plain import Operands
+from workers.merging.order_statistics import ALL, NOTHING
 
 __all__: list[str] = []
 
 
 @fuses("sce")
 def _sce(merge: Merge, stored: Operands) -> Rule:
-    threshold, squares = _variable_squares(merge, stored)
-    return Variable(threshold, threshold, 0, tuple(sce_weights(squares)))
+    selected, squares = _variable_squares(merge, stored)
+    return Variable(*selected, tuple(sce_weights(squares)))
 
 
 @fuses("sce_mergekit")
 def _sce_mergekit(merge: Merge, stored: Operands) -> Rule:
-    threshold, squares = _variable_squares(merge, stored)
+    selected, squares = _variable_squares(merge, stored)
     weights = sce_mergekit_weights(squares, stored.tensors[0].numel())
-    return VariableElection(threshold, threshold, 0, tuple(weights), NO_SQUARES)
+    return VariableElection(*selected, tuple(weights), NO_SQUARES)
 
 
 @fuses("ram", is_on_cuda=True)
@@ -53,11 +55,16 @@ def _consensus_ties(merge: Merge, stored: Operands) -> Rule:
     return Agreed(sparse, merge.number("lambda"), merge.per_source("mask_lambda"), merge.number("agreement"))
 
 
-def _variable_squares(merge: Merge, stored: Operands) -> tuple[float, list[float]]:
-    """The variance from which on an element is selected, and the sums of squares of every tau's selected elements."""
+def _variable_squares(
+    merge: Merge, stored: Operands
+) -> tuple[tuple[float, int, float, int, int, int, int], list[float]]:
+    """The fields of a rule that say from which place on an element is selected, and the sums of squares of every tau's
+    selected elements."""
     select_topk, table = merge.number("select_topk"), stored.variances
     assert table is not None, f"{merge.method} was not given the variances"
+    assert stored.order is not None, f"{merge.method} was not given the order of equal variances"
     count = num_selected(select_topk, table.num_not_zero)
     trim = ALL if select_topk == 1 else table.trim(count) if count else NOTHING
-    found: tuple[float, list[float]] = reductions().variable_squares(trim, stored.tensors, stored.base)
-    return found
+    place, squares = reductions().variable_squares(trim, stored.order, stored.tensors, stored.base)
+    at = place.magnitude, place.hash
+    return (*at, *at, 0, *key_words(stored.order.key)), squares

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from search_spaces.recipe import Merge
-from workers.merging.kernels.lowering.base import ALL, NOTHING, bounds, fuses, magnitudes, reductions
-from workers.merging.kernels.rules import Between, Dropped, Mean, Rule, Sampled, Sum, Weighted
+from workers.merging.kernels.lowering.base import bounds, fuses, magnitudes, reductions, words_of_orders
+from workers.merging.kernels.rules import Between, Dropped, Mean, Rule, Sampled, Sum, Trimmed, Weighted
 from workers.merging.masks import key_words, threshold
 from workers.merging.methods.plain import Operands
 from workers.merging.methods.sparsify import cut_ranks, l1_ratio, probability_by_rank, row_width
 from workers.merging.methods.task_vectors import m3_lambdas
+from workers.merging.order_statistics import ALL, NOTHING
 
 __all__: list[str] = []
 
@@ -88,7 +89,8 @@ def _between(merge: Merge, stored: Operands) -> Between:
         ranks = cut_ranks(density, gamma, stored.tensors[0].numel())
         top.append(table.trim(ranks[0]) if ranks else NOTHING)
         bottom.append(table.trim(ranks[1]) if ranks else ALL)
-    return Between(*bounds(bottom), *bounds(top))
+    trimmed = Trimmed(*bounds(bottom), *words_of_orders(stored))
+    return Between(*trimmed, *bounds(top))
 
 
 def _dropped(merge: Merge, stored: Operands, scales: Sequence[float]) -> Dropped:
