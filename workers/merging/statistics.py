@@ -17,7 +17,7 @@ from workers.merging.methods.arithmetic import inner_products as plain_inner_pro
 from workers.merging.methods.averages import Importance
 from workers.merging.methods.competition import variance
 from workers.merging.methods.sparsify import row_width
-from workers.merging.order_statistics import LARGEST_HASH, MagnitudeTable, TieOrder, magnitude_keys
+from workers.merging.order_statistics import LARGEST_MARK, MagnitudeTable, TieOrder, magnitude_keys
 
 __all__ = ["importance_of", "inner_products", "magnitude_table", "row_ranks", "variance_table"]
 
@@ -49,7 +49,7 @@ def magnitude_table(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -
         return MagnitudeTable.of_ascending([_sorted((source.float() - base.float()).abs_(), order)])
     from workers.merging.kernels.sorting import ascending_magnitudes
 
-    return MagnitudeTable.of_ascending(ascending_magnitudes(source, base, order.key))
+    return MagnitudeTable.of_ascending(ascending_magnitudes(source, base, order.factor))
 
 
 def variance_table(sources: Sequence[torch.Tensor], base: torch.Tensor, order: TieOrder) -> MagnitudeTable:
@@ -58,7 +58,7 @@ def variance_table(sources: Sequence[torch.Tensor], base: torch.Tensor, order: T
         return MagnitudeTable.of_ascending([_sorted(variance(sources, base), order)])
     from workers.merging.kernels.sorting import ascending_variances
 
-    return MagnitudeTable.of_ascending(ascending_variances(sources, base, order.key))
+    return MagnitudeTable.of_ascending(ascending_variances(sources, base, order.factor))
 
 
 def row_ranks(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> torch.Tensor:
@@ -67,7 +67,7 @@ def row_ranks(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> torc
     from workers.merging.kernels.sorting import ranks_in_rows
 
     ranks = torch.empty(source.shape, dtype=torch.uint16 if row_width(source) <= 2**16 else torch.int32)
-    ranks_in_rows(source, base, order.key, ranks, row_width(source))
+    ranks_in_rows(source, base, order.factor, ranks, row_width(source))
     return ranks
 
 
@@ -87,4 +87,4 @@ def _importances_at(
 
 def _sorted(numbers: torch.Tensor, order: TieOrder) -> tuple[np.ndarray, np.ndarray]:
     keys = magnitude_keys(numbers.flatten(), order).sort().values.cpu()
-    return (keys >> 32).int().view(torch.float32).numpy(), (keys & LARGEST_HASH).numpy().astype(np.uint32)
+    return (keys >> 32).int().view(torch.float32).numpy(), (keys & LARGEST_MARK).numpy().astype(np.uint32)

@@ -16,7 +16,7 @@ import triton.language as tl
 from workers.merging.kernels import rules
 from workers.merging.kernels.lowering.averages import Nearswap
 from workers.merging.masks import MULTIPLIERS, STEP, hashes
-from workers.merging.order_statistics import SPACING, Place
+from workers.merging.order_statistics import LARGEST_MARK, SPACING, Place
 
 __all__ = ["merge"]
 
@@ -46,7 +46,7 @@ def merge(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: to
         case rules.Mean(rules.Dropped() as sparse, lambda_):
             numbers = _masks(sparse, out), _floats(sparse.scales, out), _floats([lambda_], out)
             _launch(_dare_ties, size, base, xs, *numbers, out, size)
-        case rules.Mean(rules.Trimmed() as sparse, lambda_):
+        case rules.Mean(rules.Trimmed() | rules.TrimmedTied() as sparse, lambda_):
             assert base is not None
             _ties_of(sparse, lambda_, xs, base, out)
         case _:
@@ -54,7 +54,11 @@ def merge(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: to
 
 
 def _ties_of(
-    sparse: rules.Trimmed, lambda_: float, xs: tuple[torch.Tensor, ...], base: torch.Tensor, out: torch.Tensor
+    sparse: rules.Trimmed | rules.TrimmedTied,
+    lambda_: float,
+    xs: tuple[torch.Tensor, ...],
+    base: torch.Tensor,
+    out: torch.Tensor,
 ) -> None:
     """The pass collects undecided elements; they are merged again with the exact thresholds."""
     lambdas, places = _floats([lambda_], out), _places(sparse, out)
@@ -66,14 +70,13 @@ def _ties_of(
     exact = []
     for s, tensor in enumerate(xs):
         sizes = (tensor.view(-1)[at].float() - base.view(-1)[at].float()).abs_()
-        key = sparse.k1s[s] << 32 | sparse.k0s[s]
-        keys = (sizes.view(torch.int32).long() << 32) | hashes(key, at)
-        low = Place(sparse.lows[s], sparse.low_hashes[s]).key
-        high = Place(sparse.highs[s], sparse.high_hashes[s]).key
+        keys = (sizes.view(torch.int32).long() << 32) | (hashes(0, at) * sparse.factors[s]) & LARGEST_MARK
+        low = Place(sparse.lows[s], sparse.low_marks[s]).key
+        high = Place(sparse.highs[s], sparse.high_marks[s]).key
         is_between = (found >= 0) & (keys > low) & (keys < high)
         exact.append(keys.masked_fill_(~is_between, high).sort().values[sparse.ranks[s]])
     reached = torch.stack(exact)
-    magnitudes, marks = (reached >> 32).int().view(torch.float32), reached & 0xFFFFFFFF
+    magnitudes, marks = (reached >> 32).int().view(torch.float32), reached & LARGEST_MARK
     places = (magnitudes, marks, magnitudes, marks, places[-1])
     _launch(_ties, found.numel(), base, xs, *places, lambdas, out, found, count, most, most, True)
 
@@ -140,7 +143,7 @@ def _task_arithmetic(base, xs, lambdas, out, size, BLOCK: tl.constexpr):  # type
 
 @triton.jit
 def _ties(  # type: ignore[no-untyped-def]
-    base, xs, lows, low_hashes, highs, high_hashes, keys, lambdas, out, found, count, most, size,
+    base, xs, lows, low_marks, highs, high_marks, factors, lambdas, out, found, count, most, size,
     AT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """All elements; the positions of undecided ones are written to `found`, which has `most` places. With `AT` only the
@@ -155,20 +158,20 @@ def _ties(  # type: ignore[no-untyped-def]
     is_undecided = tl.zeros_like(b) > 0
     for s in tl.static_range(len(xs)):
         tau = tl.load(xs[s] + i, mask=is_inside, other=0).to(tl.float32) - b
-        size_, mark = tl.abs(tau), _hashed(i, keys + 2 * s)
+        size_, mark = tl.abs(tau), _marked(i, factors + s)
         low, high = tl.load(lows + s), tl.load(highs + s)
-        low_hash, high_hash = tl.load(low_hashes + s).to(tl.uint32), tl.load(high_hashes + s).to(tl.uint32)
-        is_above = (size_ > low) | ((size_ == low) & (mark > low_hash))
-        is_below = (size_ < high) | ((size_ == high) & (mark < high_hash))
+        low_mark, high_mark = tl.load(low_marks + s).to(tl.uint32), tl.load(high_marks + s).to(tl.uint32)
+        is_above = (size_ > low) | ((size_ == low) & (mark > low_mark))
+        is_below = (size_ < high) | ((size_ == high) & (mark < high_mark))
         is_undecided = is_undecided | (is_above & is_below)
-        total += tl.where((size_ > high) | ((size_ == high) & (mark >= high_hash)), tau, 0.0)
+        total += tl.where((size_ > high) | ((size_ == high) & (mark >= high_mark)), tau, 0.0)
     elected = tl.where(total > 0, 1.0, tl.where(total < 0, -1.0, 0.0))
     merged, number = tl.zeros_like(b), tl.zeros_like(b)
     for s in tl.static_range(len(xs)):
         tau = tl.load(xs[s] + i, mask=is_inside, other=0).to(tl.float32) - b
-        size_, mark = tl.abs(tau), _hashed(i, keys + 2 * s)
-        high, high_hash = tl.load(highs + s), tl.load(high_hashes + s).to(tl.uint32)
-        is_kept = (size_ > high) | ((size_ == high) & (mark >= high_hash))
+        size_, mark = tl.abs(tau), _marked(i, factors + s)
+        high, high_mark = tl.load(highs + s), tl.load(high_marks + s).to(tl.uint32)
+        is_kept = (size_ > high) | ((size_ == high) & (mark >= high_mark))
         agreeing = tl.where(is_kept, tau * elected, 0.0)
         merged += tl.where(agreeing > 0, agreeing, 0.0)
         number += tl.where(agreeing > 0, 1.0, 0.0)
@@ -215,15 +218,22 @@ def _dare_ties(base, xs, masks, scales, lambdas, out, size, BLOCK: tl.constexpr)
 @triton.jit
 def _is_kept(i, mask):  # type: ignore[no-untyped-def]
     """`workers.merging.masks` for i below 2^32; `mask` points to the key's two words and the threshold less one."""
-    return _hashed(i, mask) <= tl.load(mask + 2).to(tl.uint32)
+    return _hashed(i, tl.load(mask).to(tl.uint32), tl.load(mask + 1).to(tl.uint32)) <= tl.load(mask + 2).to(tl.uint32)
 
 
 @triton.jit
-def _hashed(i, key):  # type: ignore[no-untyped-def]
-    """The hash of `workers.merging.masks` for i below 2^32; `key` points to the key's two words."""
-    x = i.to(tl.uint32) * tl.cast(WEYL, tl.uint32) + tl.load(key).to(tl.uint32)
+def _marked(i, factor):  # type: ignore[no-untyped-def]
+    """The mark of `workers.merging.order_statistics` for i below 2^32."""
+    zero = tl.cast(0, tl.uint32)
+    return _hashed(i, zero, zero) * tl.load(factor).to(tl.uint32)
+
+
+@triton.jit
+def _hashed(i, k0, k1):  # type: ignore[no-untyped-def]
+    """The hash of `workers.merging.masks` for i below 2^32."""
+    x = i.to(tl.uint32) * tl.cast(WEYL, tl.uint32) + k0
     x = (x ^ (x >> 16)) * tl.cast(FIRST, tl.uint32)
-    x = ((x ^ (x >> 15)) + tl.load(key + 1).to(tl.uint32)) * tl.cast(SECOND, tl.uint32)
+    x = ((x ^ (x >> 15)) + k1) * tl.cast(SECOND, tl.uint32)
     return x ^ (x >> 16)
 
 
@@ -231,13 +241,13 @@ def _floats(numbers: Sequence[float], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.float32, device=like.device)
 
 
-def _places(sparse: rules.Trimmed, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The bounds of each source's threshold, as magnitudes and hashes, and the words of its key."""
-    keys = torch.tensor(list(zip(sparse.k0s, sparse.k1s, strict=True)), dtype=torch.int64, device=like.device)
-    low_hashes, high_hashes = (
-        torch.tensor(marks, dtype=torch.int64, device=like.device) for marks in (sparse.low_hashes, sparse.high_hashes)
+def _places(sparse: rules.Trimmed | rules.TrimmedTied, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The bounds of each source's threshold, as magnitudes and marks, and the factor of marks."""
+    low_marks, high_marks, factors = (
+        torch.tensor(words, dtype=torch.int64, device=like.device)
+        for words in (sparse.low_marks, sparse.high_marks, sparse.factors)
     )
-    return _floats(sparse.lows, like), low_hashes, _floats(sparse.highs, like), high_hashes, keys
+    return _floats(sparse.lows, like), low_marks, _floats(sparse.highs, like), high_marks, factors
 
 
 def _masks(sparse: rules.Dropped, like: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,10 @@ __all__ = [
     "hashed",
     "is_between",
     "is_kept",
+    "is_within",
     "larger",
+    "marked",
+    "passes",
     "positive",
     "reaches",
     "rounded",
@@ -202,17 +205,33 @@ def positive(number: Any) -> Any:
 
 
 @numba.njit(**IN_PLACE)
-def reaches(size: Any, mark: Any, low: Any, low_hash: Any) -> Any:
-    """Whether an element of this magnitude and hash is at the place (low, low_hash) or above."""
-    return (size > low) | ((size == low) & (mark >= low_hash))
+def is_within(size: Any, low: Any, high: Any) -> Any:
+    """SOME if a magnitude is strictly between two others, else NONE."""
+    return SOME if (size > low) & (size < high) else NONE
 
 
 @numba.njit(**IN_PLACE)
-def is_between(size: Any, mark: Any, low: Any, low_hash: Any, high: Any, high_hash: Any) -> Any:
-    """SOME if an element of this magnitude and hash is strictly between two places, else NONE."""
-    is_above = (size > low) | ((size == low) & (mark > low_hash))
-    is_below = (size < high) | ((size == high) & (mark < high_hash))
-    return SOME if is_above & is_below else NONE
+def reaches(size: Any, mark: Any, low: Any, low_mark: Any) -> Any:
+    """Whether an element of this magnitude and mark is at the place (low, low_mark) or above."""
+    return size >= (low if mark >= low_mark else following(low))
+
+
+@numba.njit(**IN_PLACE)
+def passes(size: Any, mark: Any, low: Any, low_mark: Any) -> Any:
+    """Whether an element of this magnitude and mark is above the place (low, low_mark)."""
+    return size >= (low if mark > low_mark else following(low))
+
+
+@numba.njit(**IN_PLACE)
+def is_between(size: Any, mark: Any, low: Any, low_mark: Any, high: Any, high_mark: Any) -> Any:
+    """SOME if an element of this magnitude and mark is strictly between two places, else NONE."""
+    return SOME if passes(size, mark, low, low_mark) & (not reaches(size, mark, high, high_mark)) else NONE
+
+
+@numba.njit(**IN_PLACE)
+def following(size: Any) -> Any:
+    """The next larger number after one that is not negative; of infinity NaN, which nothing reaches."""
+    return _float(U32(bits_of(size) + U32(1)))
 
 
 @numba.njit(**IN_PLACE)
@@ -224,6 +243,12 @@ def sign(number: Any) -> Any:
 def is_kept(i: Any, k0: Any, k1: Any, bound: Any) -> Any:
     """`workers.merging.masks` for i below 2^32; `bound` is the threshold less one."""
     return hashed(i, k0, k1) <= bound
+
+
+@numba.njit(**IN_PLACE)
+def marked(i: Any, factor: Any) -> Any:
+    """The mark of `workers.merging.order_statistics` for i below 2^32. Its hash is computed once for all sources."""
+    return U32(hashed(i, U32(0), U32(0)) * factor)
 
 
 @numba.njit(**IN_PLACE)

@@ -14,7 +14,7 @@ from numba.extending import overload
 
 from workers.merging.kernels import rules
 from workers.merging.kernels.compilation import IN_PLACE
-from workers.merging.kernels.elements import ONE, ZERO, hashed, larger, positive, reaches, sign, value, variance_of
+from workers.merging.kernels.elements import ONE, ZERO, larger, marked, positive, reaches, sign, value, variance_of
 from workers.merging.kernels.sparsity import kept
 
 __all__ = ["computes", "element"]
@@ -159,7 +159,7 @@ def _shared_out(rule: Any, base: Any, xs: Any, i: Any) -> Any:
 @computes(rules.Variable)
 def _variable(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     b = value(base[i])
-    is_kept = reaches(variance_of(base, xs, i), hashed(i, rule.k0, rule.k1), rule.high, rule.high_hash)
+    is_kept = reaches(variance_of(base, xs, i), marked(i, rule.factor), rule.high, rule.high_mark)
     total = ZERO
     for s in range(len(xs)):
         total += value(xs[s][i]) - b if is_kept else ZERO
@@ -175,7 +175,7 @@ def _variable(rule: Any, base: Any, xs: Any, i: Any) -> Any:
 @computes(rules.VariableElection)
 def _variable_election(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     b = value(base[i])
-    keeps = reaches(variance_of(base, xs, i), hashed(i, rule.k0, rule.k1), rule.high, rule.high_hash)
+    keeps = reaches(variance_of(base, xs, i), marked(i, rule.factor), rule.high, rule.high_mark)
     total = ZERO
     for s in range(len(xs)):
         total += value(xs[s][i]) - b if keeps else ZERO

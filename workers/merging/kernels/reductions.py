@@ -16,12 +16,11 @@ import torch
 from workers.merging.kernels import rules
 from workers.merging.kernels.arguments import as_array, as_arrays, typed
 from workers.merging.kernels.compilation import compiled
-from workers.merging.kernels.elements import BLOCK, NONE, SOME, ZERO, hashed, is_between, reaches, value, variance_of
+from workers.merging.kernels.elements import BLOCK, NONE, SOME, ZERO, is_between, marked, reaches, value, variance_of
 from workers.merging.kernels.sparsity import kept
 from workers.merging.kernels.threads import pieces, run
 from workers.merging.kernels.thresholds import decided
 from workers.merging.kernels.thresholds import undecided as undecided_at
-from workers.merging.masks import key_words
 from workers.merging.methods.arithmetic import BLOCK as SUMMED
 from workers.merging.methods.arithmetic import PARTS
 from workers.merging.order_statistics import SPACING, Place, TieOrder, Trim
@@ -72,8 +71,8 @@ def variable_squares(trim: Trim, order: TieOrder, tensors: Tensors, base: torch.
     b, xs = as_array(base), as_arrays(tensors)
     sums = np.empty((len(xs), -(-b.size // SUMMED)))
     low, high = trim.low, trim.high
-    bounds = low.magnitude, low.hash, high.magnitude, high.hash, trim.num_smaller
-    rule = rules.Variable(*bounds, *key_words(order.key), (1.0,) * len(xs))
+    bounds = low.magnitude, low.mark, high.magnitude, high.mark, trim.num_smaller
+    rule = rules.Variable(*bounds, order.factor, (1.0,) * len(xs))
     parts = pieces(b.size, SUMMED)
     found = np.empty((len(parts), SPACING), np.int64)
     counts = run(
@@ -85,7 +84,7 @@ def variable_squares(trim: Trim, order: TieOrder, tensors: Tensors, base: torch.
         rule = decided(rule, b, xs, positions)
         starts = np.unique(positions // SUMMED) * SUMMED
         _variable_squares_at(typed(rule), b, xs, sums, found[0], starts)
-    return Place(rule.high, rule.high_hash), [math.fsum(row) for row in sums]
+    return Place(rule.high, rule.high_mark), [math.fsum(row) for row in sums]
 
 
 def shared_counts(epsilon: float, tensors: Tensors, base: torch.Tensor) -> list[tuple[int, int]]:
@@ -158,9 +157,9 @@ def _variable_squares(rule: Any, base: Any, xs: Any, sums: Any, found: Any, star
         for row in range(begin, end, U64(LANES)):
             undecided, row_end = NONE, min(row + U64(LANES), end)
             for i in range(row, row_end):
-                variance, mark = variance_of(base, xs, i), hashed(i, rule.k0, rule.k1)
-                undecided |= is_between(variance, mark, rule.low, rule.low_hash, rule.high, rule.high_hash)
-                is_kept = reaches(variance, mark, rule.high, rule.high_hash)
+                variance, mark = variance_of(base, xs, i), marked(i, rule.factor)
+                undecided |= is_between(variance, mark, rule.low, rule.low_mark, rule.high, rule.high_mark)
+                is_kept = reaches(variance, mark, rule.high, rule.high_mark)
                 for s in range(len(xs)):
                     tau = np.float64(value(xs[s][i]) - value(base[i]) if is_kept else ZERO)
                     lanes[s, i - row] += tau * tau

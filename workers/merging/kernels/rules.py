@@ -15,6 +15,7 @@ __all__ = [
     "Agreed",
     "AgreeingSum",
     "Between",
+    "BetweenTied",
     "Doubles",
     "Dropped",
     "Important",
@@ -29,6 +30,7 @@ __all__ = [
     "TaskSum",
     "Tensors",
     "Trimmed",
+    "TrimmedTied",
     "Variable",
     "VariableElection",
     "Weighted",
@@ -49,33 +51,60 @@ class Whole(NamedTuple):
 
 
 class Trimmed(NamedTuple):
-    """The elements at a place (`order_statistics.Place`) or above: at `highs` with `high_hashes` if `lows` with
-    `low_hashes` equal it, else at the one of `ranks` (from 0, ascending) of the places strictly between the two, which
-    the pass collects. `k0s` and `k1s` are the words of the keys of hashes."""
+    """The elements at a place (`order_statistics.Place`) or above: at `highs` with `high_marks` if `lows` with
+    `low_marks` equal it, else at the one of `ranks` (from 0, ascending) of the places strictly between the two, which
+    the pass collects. `factors` are those of marks.
+
+    No other element has the magnitude of one of the places, so that the pass needs no marks."""
 
     lows: Numbers
-    low_hashes: Words
+    low_marks: Words
     highs: Numbers
-    high_hashes: Words
+    high_marks: Words
     ranks: Words
-    k0s: Words
-    k1s: Words
+    factors: Words
+
+
+class TrimmedTied(NamedTuple):
+    """`Trimmed`, where other elements have the magnitude of a place."""
+
+    lows: Numbers
+    low_marks: Words
+    highs: Numbers
+    high_marks: Words
+    ranks: Words
+    factors: Words
 
 
 class Between(NamedTuple):
     """`Trimmed`, and of these the elements at a second place or below, given likewise."""
 
     lows: Numbers
-    low_hashes: Words
+    low_marks: Words
     highs: Numbers
-    high_hashes: Words
+    high_marks: Words
     ranks: Words
-    k0s: Words
-    k1s: Words
+    factors: Words
     top_lows: Numbers
-    top_low_hashes: Words
+    top_low_marks: Words
     top_highs: Numbers
-    top_high_hashes: Words
+    top_high_marks: Words
+    top_ranks: Words
+
+
+class BetweenTied(NamedTuple):
+    """`Between`, where other elements have the magnitude of a place."""
+
+    lows: Numbers
+    low_marks: Words
+    highs: Numbers
+    high_marks: Words
+    ranks: Words
+    factors: Words
+    top_lows: Numbers
+    top_low_marks: Words
+    top_highs: Numbers
+    top_high_marks: Words
     top_ranks: Words
 
 
@@ -102,7 +131,7 @@ class Sampled(NamedTuple):
     scales: Numbers
 
 
-Sparsity = Whole | Trimmed | Between | Dropped | Sampled
+Sparsity = Whole | Trimmed | TrimmedTied | Between | BetweenTied | Dropped | Sampled
 
 
 class WeightedSum(NamedTuple):
@@ -186,12 +215,11 @@ class Variable(NamedTuple):
     at a place or above in the order of variances, given as in `Trimmed`; else b."""
 
     low: float
-    low_hash: int
+    low_mark: int
     high: float
-    high_hash: int
+    high_mark: int
     rank: int
-    k0: int
-    k1: int
+    factor: int
     weights: Numbers
 
 
@@ -199,12 +227,11 @@ class VariableElection(NamedTuple):
     """`Variable`, but + is elected if the sum is zero, and the divisor is at least `least`."""
 
     low: float
-    low_hash: int
+    low_mark: int
     high: float
-    high_hash: int
+    high_mark: int
     rank: int
-    k0: int
-    k1: int
+    factor: int
     weights: Numbers
     least: float
 

@@ -1,7 +1,7 @@
 """Numbers computed from the elements of tensors, sorted in pieces, so that sorting takes a bounded memory.
 
-Equal numbers are ordered by the hashes of their elements, as `workers.merging.order_statistics` says: sorted are words
-of 64 bits, the bits of a float32 above those of the hash.
+Equal numbers are ordered by the marks of their elements, as `workers.merging.order_statistics` says: sorted are words
+of 64 bits, the bits of a float32 above those of the mark.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from numba.extending import overload
 
 from workers.merging.kernels.arguments import as_array, as_arrays
 from workers.merging.kernels.compilation import compiled
-from workers.merging.kernels.elements import bits_of, hashed, value, variance_of
+from workers.merging.kernels.elements import bits_of, marked, value, variance_of
 from workers.merging.kernels.threads import pieces, run
-from workers.merging.masks import key_words
 
 __all__ = ["ascending_importances", "ascending_magnitudes", "ascending_variances", "ranks_in_rows"]
 
@@ -35,20 +34,22 @@ U32, U64 = np.uint32, np.uint64
 SIGN = U32(1 << 31)
 
 
-def ascending_magnitudes(source: torch.Tensor, base: torch.Tensor, key: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """|source - base|, in float32, of two tensors on CPU, and the elements' hashes by `key` (`masks.hashes`), uint32:
-    ascending within and across pieces, equal magnitudes by their hashes.
+def ascending_magnitudes(
+    source: torch.Tensor, base: torch.Tensor, factor: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """|source - base|, in float32, of two tensors on CPU, and the elements' marks by `factor` (`order_statistics`),
+    uint32: ascending within and across pieces, equal magnitudes by their marks.
 
     A piece is valid until the next is taken.
     """
-    return map(_split, _ascending(_Magnitude(as_array(source), as_array(base), *_words(key))))
+    return map(_split, _ascending(_Magnitude(as_array(source), as_array(base), U32(factor))))
 
 
 def ascending_variances(
-    sources: Sequence[torch.Tensor], base: torch.Tensor, key: int
+    sources: Sequence[torch.Tensor], base: torch.Tensor, factor: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The variance of each element between the task vectors, in pieces as of `ascending_magnitudes`."""
-    return map(_split, _ascending(_Variance(as_array(base), as_arrays(sources), *_words(key))))
+    return map(_split, _ascending(_Variance(as_array(base), as_arrays(sources), U32(factor))))
 
 
 def ascending_importances(first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor) -> Iterator[np.ndarray]:
@@ -60,21 +61,16 @@ def ascending_importances(first: torch.Tensor, second: torch.Tensor, rows: torch
         yield np.where(bits & SIGN, bits & ~SIGN, ~bits).view(np.float32)
 
 
-def ranks_in_rows(source: torch.Tensor, base: torch.Tensor, key: int, ranks: torch.Tensor, width: int) -> None:
+def ranks_in_rows(source: torch.Tensor, base: torch.Tensor, factor: int, ranks: torch.Tensor, width: int) -> None:
     """Write to `ranks` the rank of each element among the magnitudes of its row of source - base, from 0, the smallest,
-    in rows of `width`; equal magnitudes by their hashes."""
+    in rows of `width`; equal magnitudes by their marks."""
     x, b, places = as_array(source.contiguous()), as_array(base.contiguous()), ranks.view(-1).numpy()
-    run(_ranks_in_rows, [(x, b, *_words(key), places, width, *part) for part in pieces(x.size, width)])
+    run(_ranks_in_rows, [(x, b, U32(factor), places, width, *part) for part in pieces(x.size, width)])
 
 
 def _split(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers and the hashes of sorted words."""
+    """The numbers and the marks of sorted words."""
     return (words >> U64(32)).astype(np.uint32).view(np.float32), words.astype(np.uint32)
-
-
-def _words(key: int) -> tuple[np.uint32, np.uint32]:
-    k0, k1 = key_words(key)
-    return U32(k0), U32(k1)
 
 
 # Kinds of numbers to sort; `like` has as many elements as there are numbers.
@@ -83,15 +79,13 @@ def _words(key: int) -> tuple[np.uint32, np.uint32]:
 class _Magnitude(NamedTuple):
     like: Any
     base: Any
-    k0: Any
-    k1: Any
+    factor: Any
 
 
 class _Variance(NamedTuple):
     like: Any
     xs: Any
-    k0: Any
-    k1: Any
+    factor: Any
 
 
 class _Importance(NamedTuple):
@@ -147,20 +141,20 @@ def _importance_bits(numbers: Any, i: Any) -> Any:
     return U32(~bits) if bits & SIGN else U32(bits | SIGN)
 
 
-def _hash(numbers: Any, i: Any) -> Any:
+def _mark(numbers: Any, i: Any) -> Any:
     raise NotImplementedError("only in compiled code")
 
 
-@overload(_hash)
-def _hash_of(numbers: Any, i: Any) -> Any:
-    return _no_hash if numbers.instance_class is _Importance else _hash_by_key
+@overload(_mark)
+def _mark_of(numbers: Any, i: Any) -> Any:
+    return _no_mark if numbers.instance_class is _Importance else _mark_by_factor
 
 
-def _hash_by_key(numbers: Any, i: Any) -> Any:
-    return hashed(i, numbers.k0, numbers.k1)
+def _mark_by_factor(numbers: Any, i: Any) -> Any:
+    return marked(i, numbers.factor)
 
 
-def _no_hash(numbers: Any, i: Any) -> Any:
+def _no_mark(numbers: Any, i: Any) -> Any:
     return U32(0)
 
 
@@ -181,15 +175,15 @@ def _partition(numbers: Any, first: int, range_of: Any, starts: Any, words: Any)
         bucket = np.int64(bits >> U32(LOWER)) - first
         if 0 <= bucket < range_of.size:
             place = places[range_of[bucket]]
-            words[place] = U64(bits) << U64(32) | U64(_hash(numbers, i))
+            words[place] = U64(bits) << U64(32) | U64(_mark(numbers, i))
             places[range_of[bucket]] = place + U64(1)
     return words
 
 
 @compiled
-def _ranks_in_rows(x: Any, b: Any, k0: Any, k1: Any, ranks: Any, width: int, start: int, stop: int) -> None:
+def _ranks_in_rows(x: Any, b: Any, factor: Any, ranks: Any, width: int, start: int, stop: int) -> None:
     """Sort the positions in each row by magnitude: a stable sort in three passes, by one digit each; then each run of
-    equal magnitudes by its hashes."""
+    equal magnitudes by its marks."""
     mask, size = U32((1 << DIGIT) - 1), U64(width)
     keys, order, other = np.empty(width, np.uint32), np.empty(width, np.uint32), np.empty(width, np.uint32)
     counts, marks = np.empty((3, 1 << DIGIT), np.int64), np.empty(width, np.uint64)
@@ -218,7 +212,7 @@ def _ranks_in_rows(x: Any, b: Any, k0: Any, k1: Any, ranks: Any, width: int, sta
                 if i - first > 1:
                     equal = marks[first:i]
                     for j in range(first, i):
-                        marks[j] = U64(hashed(row + U64(order[j]), k0, k1)) << U64(32) | U64(order[j])
+                        marks[j] = U64(marked(row + U64(order[j]), factor)) << U64(32) | U64(order[j])
                     equal.sort()
                     for j in range(first, i):
                         order[j] = U32(marks[j] & U64(0xFFFFFFFF))

@@ -10,7 +10,7 @@ from numba.extending import overload
 
 from workers.merging.kernels import rules
 from workers.merging.kernels.compilation import IN_PLACE
-from workers.merging.kernels.elements import ONE, ZERO, hashed, is_kept, reaches
+from workers.merging.kernels.elements import ONE, ZERO, hashed, is_kept, marked, passes, reaches
 
 __all__ = ["kept"]
 
@@ -32,15 +32,22 @@ def _whole(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
 
 
 def _trimmed(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
-    mark = hashed(i, sparse.k0s[s], sparse.k1s[s])
-    return tau if reaches(abs(tau), mark, sparse.highs[s], sparse.high_hashes[s]) else ZERO
+    return tau if abs(tau) >= sparse.highs[s] else ZERO
+
+
+def _trimmed_tied(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
+    mark = marked(i, sparse.factors[s])
+    return tau if reaches(abs(tau), mark, sparse.highs[s], sparse.high_marks[s]) else ZERO
 
 
 def _between(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
-    size, mark = abs(tau), hashed(i, sparse.k0s[s], sparse.k1s[s])
-    top, top_hash = sparse.top_lows[s], sparse.top_low_hashes[s]
-    is_low_enough = (size < top) | ((size == top) & (mark <= top_hash))
-    return tau if reaches(size, mark, sparse.highs[s], sparse.high_hashes[s]) & is_low_enough else ZERO
+    return tau if (abs(tau) >= sparse.highs[s]) & (abs(tau) <= sparse.top_lows[s]) else ZERO
+
+
+def _between_tied(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
+    size, mark = abs(tau), marked(i, sparse.factors[s])
+    is_above = passes(size, mark, sparse.top_lows[s], sparse.top_low_marks[s])
+    return tau if reaches(size, mark, sparse.highs[s], sparse.high_marks[s]) & (not is_above) else ZERO
 
 
 def _dropped(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
@@ -59,7 +66,9 @@ def _sampled(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
 KEPT: dict[type, Callable[..., Any]] = {
     rules.Whole: _whole,
     rules.Trimmed: _trimmed,
+    rules.TrimmedTied: _trimmed_tied,
     rules.Between: _between,
+    rules.BetweenTied: _between_tied,
     rules.Dropped: _dropped,
     rules.Sampled: _sampled,
 }

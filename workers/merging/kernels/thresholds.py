@@ -14,7 +14,7 @@ from numba.extending import overload
 
 from workers.merging.kernels import rules
 from workers.merging.kernels.compilation import IN_PLACE, compiled
-from workers.merging.kernels.elements import NONE, hashed, is_between, value, variance_of
+from workers.merging.kernels.elements import NONE, is_between, is_within, marked, value, variance_of
 from workers.merging.order_statistics import SPACING
 
 __all__ = ["decided", "most_undecided", "undecided"]
@@ -40,38 +40,48 @@ def _never_undecided(rule: Any, base: Any, xs: Any, i: Any) -> Any:
 def _undecided_trim(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     b, found = value(base[i]), NONE
     for s in range(len(xs)):
-        sparse = rule.sparse
-        found |= is_between(
-            abs(value(xs[s][i]) - b),
-            hashed(i, sparse.k0s[s], sparse.k1s[s]),
-            sparse.lows[s],
-            sparse.low_hashes[s],
-            sparse.highs[s],
-            sparse.high_hashes[s],
-        )
+        found |= is_within(abs(value(xs[s][i]) - b), rule.sparse.lows[s], rule.sparse.highs[s])
+    return found
+
+
+def _undecided_trim_tied(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    b, found, sparse = value(base[i]), NONE, rule.sparse
+    for s in range(len(xs)):
+        size, mark = abs(value(xs[s][i]) - b), marked(i, sparse.factors[s])
+        found |= is_between(size, mark, sparse.lows[s], sparse.low_marks[s], sparse.highs[s], sparse.high_marks[s])
     return found
 
 
 def _undecided_between(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     b, found = value(base[i]), NONE
     for s in range(len(xs)):
-        sparse = rule.sparse
-        size, mark = abs(value(xs[s][i]) - b), hashed(i, sparse.k0s[s], sparse.k1s[s])
-        found |= is_between(size, mark, sparse.lows[s], sparse.low_hashes[s], sparse.highs[s], sparse.high_hashes[s])
+        size = abs(value(xs[s][i]) - b)
+        found |= is_within(size, rule.sparse.lows[s], rule.sparse.highs[s])
+        found |= is_within(size, rule.sparse.top_lows[s], rule.sparse.top_highs[s])
+    return found
+
+
+def _undecided_between_tied(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    b, found, sparse = value(base[i]), NONE, rule.sparse
+    for s in range(len(xs)):
+        size, mark = abs(value(xs[s][i]) - b), marked(i, sparse.factors[s])
+        found |= is_between(size, mark, sparse.lows[s], sparse.low_marks[s], sparse.highs[s], sparse.high_marks[s])
         found |= is_between(
-            size, mark, sparse.top_lows[s], sparse.top_low_hashes[s], sparse.top_highs[s], sparse.top_high_hashes[s]
+            size, mark, sparse.top_lows[s], sparse.top_low_marks[s], sparse.top_highs[s], sparse.top_high_marks[s]
         )
     return found
 
 
 def _undecided_variance(rule: Any, base: Any, xs: Any, i: Any) -> Any:
-    mark = hashed(i, rule.k0, rule.k1)
-    return is_between(variance_of(base, xs, i), mark, rule.low, rule.low_hash, rule.high, rule.high_hash)
+    mark = marked(i, rule.factor)
+    return is_between(variance_of(base, xs, i), mark, rule.low, rule.low_mark, rule.high, rule.high_mark)
 
 
 UNDECIDED: dict[type, Callable[..., Any]] = {
     rules.Trimmed: _undecided_trim,
+    rules.TrimmedTied: _undecided_trim_tied,
     rules.Between: _undecided_between,
+    rules.BetweenTied: _undecided_between_tied,
     rules.Variable: _undecided_variance,
     rules.VariableElection: _undecided_variance,
 }
@@ -82,39 +92,49 @@ def most_undecided(rule: Any) -> int:
     if isinstance(rule, rules.Variable | rules.VariableElection):
         return SPACING
     sparse = getattr(rule, "sparse", None)
-    if isinstance(sparse, rules.Trimmed | rules.Between):
-        return SPACING * len(sparse.lows) * (2 if isinstance(sparse, rules.Between) else 1)
+    if isinstance(sparse, rules.Trimmed | rules.TrimmedTied):
+        return SPACING * len(sparse.lows)
+    if isinstance(sparse, rules.Between | rules.BetweenTied):
+        return 2 * SPACING * len(sparse.lows)
     return 0
 
 
 def decided(rule: Any, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: np.ndarray) -> Any:
     """The rule with exact places, from the elements at `positions`: all that were undecided."""
     if isinstance(rule, rules.Variable | rules.VariableElection):
-        own = _hashes_at(positions, U32(rule.k0), U32(rule.k1))
-        cut = rule.low, rule.low_hash, rule.high, rule.high_hash, rule.rank
-        low, low_hash = _of_rank(_variances_at(base, xs, positions), own, cut)
-        return rule._replace(low=low, low_hash=low_hash, high=low, high_hash=low_hash)
+        own = _marks_at(positions, U32(rule.factor))
+        cut = rule.low, rule.low_mark, rule.high, rule.high_mark, rule.rank
+        low, low_mark = _of_rank(_variances_at(base, xs, positions), own, cut)
+        return rule._replace(low=low, low_mark=low_mark, high=low, high_mark=low_mark)
     sparse = rule.sparse
     sizes = [_magnitudes_at(base, x, positions) for x in xs]
-    marks = [_hashes_at(positions, U32(k0), U32(k1)) for k0, k1 in zip(sparse.k0s, sparse.k1s, strict=True)]
-    cuts = zip(sparse.lows, sparse.low_hashes, sparse.highs, sparse.high_hashes, sparse.ranks, strict=True)
-    at, at_hash = zip(*(_of_rank(*each) for each in zip(sizes, marks, cuts, strict=True)), strict=True)
-    sparse = sparse._replace(lows=at, low_hashes=at_hash, highs=at, high_hashes=at_hash)
-    if isinstance(sparse, rules.Between):
-        lows, highs = (sparse.top_lows, sparse.top_low_hashes), (sparse.top_highs, sparse.top_high_hashes)
+    marks = [_marks_at(positions, U32(factor)) for factor in sparse.factors]
+    cuts = zip(sparse.lows, sparse.low_marks, sparse.highs, sparse.high_marks, sparse.ranks, strict=True)
+    found = [_of_rank(*each) for each in zip(sizes, marks, cuts, strict=True)]
+    at, at_mark = zip(*found, strict=True)
+    sparse = sparse._replace(lows=at, low_marks=at_mark, highs=at, high_marks=at_mark)
+    if isinstance(sparse, rules.Between | rules.BetweenTied):
+        lows, highs = (sparse.top_lows, sparse.top_low_marks), (sparse.top_highs, sparse.top_high_marks)
         cuts = zip(*lows, *highs, sparse.top_ranks, strict=True)
-        at, at_hash = zip(*(_of_rank(*each) for each in zip(sizes, marks, cuts, strict=True)), strict=True)
-        sparse = sparse._replace(top_lows=at, top_low_hashes=at_hash, top_highs=at, top_high_hashes=at_hash)
+        found += (top := [_of_rank(*each) for each in zip(sizes, marks, cuts, strict=True)])
+        at, at_mark = zip(*top, strict=True)
+        sparse = sparse._replace(top_lows=at, top_low_marks=at_mark, top_highs=at, top_high_marks=at_mark)
+    # Every element that may have the magnitude of one of the places is among these.
+    if any(np.count_nonzero(each == place) > 1 for each in sizes for place, _ in found):
+        sparse = TIED.get(type(sparse), type(sparse))(*sparse)
     return rule._replace(sparse=sparse)
 
 
+TIED: dict[type, type] = {rules.Trimmed: rules.TrimmedTied, rules.Between: rules.BetweenTied}
+
+
 def _of_rank(sizes: np.ndarray, marks: np.ndarray, cut: tuple[float, int, float, int, int]) -> tuple[float, int]:
-    """The magnitude and the hash of the place of a rank between two places; the second if they are equal."""
-    low, low_hash, high, high_hash, rank = cut
-    if (low, low_hash) == (high, high_hash):
-        return high, high_hash
-    is_above = (sizes > low) | ((sizes == low) & (marks > low_hash))
-    is_below = (sizes < high) | ((sizes == high) & (marks < high_hash))
+    """The magnitude and the mark of the place of a rank between two places; the second if they are equal."""
+    low, low_mark, high, high_mark, rank = cut
+    if (low, low_mark) == (high, high_mark):
+        return high, high_mark
+    is_above = (sizes > low) | ((sizes == low) & (marks > low_mark))
+    is_below = (sizes < high) | ((sizes == high) & (marks < high_mark))
     places = np.flatnonzero(is_above & is_below)
     at = places[np.lexsort((marks[places], sizes[places]))[rank]]
     return float(sizes[at]), int(marks[at])
@@ -138,8 +158,8 @@ def _variances_at(base: Any, xs: Any, positions: Any) -> Any:
 
 
 @compiled
-def _hashes_at(positions: Any, k0: Any, k1: Any) -> Any:
+def _marks_at(positions: Any, factor: Any) -> Any:
     marks = np.empty(positions.size, np.uint32)
     for at in range(positions.size):
-        marks[at] = hashed(U64(positions[at]), k0, k1)
+        marks[at] = marked(U64(positions[at]), factor)
     return marks

@@ -9,8 +9,7 @@ from typing import Any
 
 from search_spaces.methods import METHODS
 from search_spaces.recipe import Merge
-from workers.merging.kernels.rules import Numbers, Rule, Trimmed, Words
-from workers.merging.masks import key_words
+from workers.merging.kernels.rules import Numbers, Rule, Trimmed, TrimmedTied, Words
 from workers.merging.methods.arithmetic import Products, num_kept
 from workers.merging.methods.plain import Operands
 from workers.merging.order_statistics import MagnitudeTable, Trim
@@ -21,12 +20,12 @@ __all__ = [
     "Lowering",
     "bounds",
     "cosine",
+    "factors",
     "fuses",
     "magnitudes",
     "products",
     "reductions",
     "trimmed",
-    "words_of_orders",
 ]
 
 Lowering = Callable[[Merge, Operands], Rule]
@@ -59,27 +58,27 @@ def fuses(name: str, *, is_on_cuda: bool = False) -> Callable[[Lowering], Loweri
     return register
 
 
-def trimmed(stored: Operands, shares: Sequence[float]) -> Trimmed:
+def trimmed(stored: Operands, shares: Sequence[float]) -> Trimmed | TrimmedTied:
     """The elements of largest magnitude of each task vector, of the sources' `shares`."""
     ranks = [num_kept(share, stored.tensors[0].numel()) for share in shares]
-    cuts = bounds(table.trim(rank) for table, rank in zip(magnitudes(stored), ranks, strict=True))
-    return Trimmed(*cuts, *words_of_orders(stored))
+    trims = [table.trim(rank) for table, rank in zip(magnitudes(stored), ranks, strict=True)]
+    kind = TrimmedTied if any(trim.is_tied for trim in trims) else Trimmed
+    return kind(*bounds(trims), factors(stored))
 
 
 def bounds(trims: Iterable[Trim]) -> tuple[Numbers, Words, Numbers, Words, Words]:
-    """Of each source: low, its hash, high, its hash, rank."""
+    """Of each source: low, its mark, high, its mark, rank."""
     rows = [
-        (trim.low.magnitude, trim.low.hash, trim.high.magnitude, trim.high.hash, trim.num_smaller) for trim in trims
+        (trim.low.magnitude, trim.low.mark, trim.high.magnitude, trim.high.mark, trim.num_smaller) for trim in trims
     ]
-    lows, low_hashes, highs, high_hashes, ranks = zip(*rows, strict=True)
-    return lows, low_hashes, highs, high_hashes, ranks
+    lows, low_marks, highs, high_marks, ranks = zip(*rows, strict=True)
+    return lows, low_marks, highs, high_marks, ranks
 
 
-def words_of_orders(stored: Operands) -> tuple[Words, Words]:
-    """Of each source the words of the key by which equal magnitudes are ordered."""
+def factors(stored: Operands) -> Words:
+    """The factor of each source by which equal magnitudes are ordered."""
     assert stored.orders is not None, "not given the orders of the sources"
-    k0s, k1s = zip(*(key_words(order.key) for order in stored.orders), strict=True)
-    return k0s, k1s
+    return tuple(order.factor for order in stored.orders)
 
 
 def magnitudes(stored: Operands) -> tuple[MagnitudeTable, ...]:

@@ -11,6 +11,7 @@ from workers.merging.kernels.rules import (
     Rule,
     Sum,
     Trimmed,
+    TrimmedTied,
     Weighted,
     WeightedMean,
     Whole,
@@ -51,5 +52,5 @@ def _m3_ties(merge: Merge, stored: Operands) -> Rule:
     return Interpolation(_largest(merge, stored), merge.per_source("weight"), merge.number("lambda"))
 
 
-def _largest(merge: Merge, stored: Operands) -> Trimmed:
+def _largest(merge: Merge, stored: Operands) -> Trimmed | TrimmedTied:
     return trimmed(stored, [merge.number("k")] * len(stored.tensors))
