@@ -150,6 +150,7 @@ class PreflightResult:
             chunk_samples=CHUNK_SAMPLES,
             bank_fingerprint=self.family.fingerprint,
             baselines=self.baselines() if baselines is None else baselines,
+            error_rate=self.study.fidelity.bound_error_rate,
             waits_for_baselines=SEARCHERS[resolved.algorithm or self.study.search.algorithm].waits_for_baselines,
         )
 
