@@ -153,6 +153,14 @@ class Search(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     preferences: Preferences | None = None
     """How much each objective matters: one descent for each vector. Without it, one at equal weights."""
+    fit_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Of algorithm: gradient: the share of each objective's samples that gradients are computed on. Below 1, trials
+    are scored and compared on the others alone; with 1, gradients and scores are of all samples."""
+
+    def num_scored(self, num_samples: int) -> int:
+        """How many of an objective's samples trials are scored on: the first ones in the order of the study's seed; the
+        others are fitted. 0 or `num_samples` where `fit_share` leaves one of the two parts without a sample."""
+        return num_samples if self.fit_share == 1 else num_samples - round(self.fit_share * num_samples)
 
 
 class Fidelity(Section):

@@ -472,3 +472,25 @@ def test_steps_of_earlier_versions_are_read_without_completions() -> None:
     del document["request"]["completions"], document["result"]["completions"]
     step = Step.from_json(3, 7, document)
     assert (step.request.completions, step.result.completions) == ((), {})
+
+
+# A share of the samples to fit.
+
+
+def test_losses_and_gradients_are_of_the_samples_to_fit_alone() -> None:
+    setting = replace(SETTING, first_fitted={"math": 6, "text": 4})
+    steps: list[Step] = []
+    propose(NUM_BASELINES + 2, steps, known=baselines(), setting=setting)
+    assert steps[0].request.positions == {"math": (6, 7, 8, 9), "text": (4, 5, 6)}
+    batches = [step.request.positions for step in steps if step.request.kind is StepKind.GRADIENT]
+    assert sorted(p for batch in batches[:2] for p in batch["math"]) == [6, 7, 8, 9]
+    assert {p for batch in batches for p in batch["text"]} == {4, 5, 6}
+
+
+def test_where_no_source_is_scored_on_the_samples_to_fit_completions_are_not_asked_for() -> None:
+    steps: list[Step] = []
+    setting = replace(SETTING, first_fitted={"math": 6, "text": 4})
+    propose(NUM_BASELINES, steps, known=baselines(sign=-1.0), setting=setting)
+    assert kinds(steps) == ["losses"] * 5 + ["note"]
+    assert steps[-1].request.label.endswith("and no source is scored on the samples that are fitted")
+    assert steps[-1].request.decision == "smac"
