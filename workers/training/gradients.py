@@ -152,9 +152,8 @@ class CoefficientGradients:
             lacking = [position for position in positions if position not in known[name].at]
             if lacking or not positions:
                 has = "a completion" if name in completions else "a reference"
-                shown = f"{list(lacking or positions)[:5]}"
-                message = f"gradients: objective {name!r} at positions {shown}; give some of 0 to {max(known[name].at)}"
-                raise ValueError(f"{message} with {has}")
+                message = f"gradients: objective {name!r} at positions {list(lacking or positions)[:5]}; give some of"
+                raise ValueError(f"{message} 0 to {max(known[name].at, default=0)} with {has}")
         return found
 
     def _hold(self, recipe: Recipe) -> None:

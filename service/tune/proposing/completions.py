@@ -25,7 +25,8 @@ class SourceCompletions:
 
     A completion is correct where the sample has the best value of its objective's range. Samples that are options of a
     multiple choice have none, nor have those of several completions, of which single ones may be wrong, and those
-    that were stored without tokens."""
+    that were stored without tokens. Samples of an engine that failed a check are scored again and keep their values; if
+    their tokens differ, a later attempt reads the new ones."""
 
     def __init__(self, store: Store, study_id: str, objectives: Sequence[Objective]) -> None:
         self._store = store
