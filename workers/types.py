@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from search_spaces.recipe import Recipe
 from workers.file_access import FileAccess
@@ -15,6 +15,7 @@ from workers.file_access import FileAccess
 __all__ = [
     "CHUNKS_IN_FLIGHT_PER_REPLICA",
     "CanaryReport",
+    "Completions",
     "Evidence",
     "Family",
     "GradientResult",
@@ -32,6 +33,9 @@ __all__ = [
     "VerificationReport",
     "digest_of",
 ]
+
+Completions: TypeAlias = Mapping[str, Mapping[int, tuple[int, ...]]]
+"""By objective and sample position: the tokens that a model generated, the one that ended them included."""
 
 # What a study keeps in flight per replica: one chunk being scored, one waiting at the replica, one on its way.
 CHUNKS_IN_FLIGHT_PER_REPLICA = 3

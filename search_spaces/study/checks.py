@@ -157,6 +157,12 @@ def _fidelity_contradictions(fidelity: Fidelity, objectives: Mapping[int, Object
             _ = fidelity.rung_samples
         except ValueError as error:
             yield Problem("fidelity.min_samples" if low is not None else "fidelity", str(error))
+    if fidelity.rule == "bound" and fidelity.scheduler != "racing":
+        message = f"bound is a rule of scheduler: racing and has no effect with {fidelity.scheduler}; leave it out"
+        yield Problem("fidelity.rule", message)
+    if fidelity.error_rate is not None and fidelity.rule != "bound":
+        message = f"has no effect with rule: {fidelity.rule}; write rule: bound, or leave it out"
+        yield Problem("fidelity.error_rate", message)
     yield from _length_contradictions(fidelity, objectives)
 
 
@@ -253,6 +259,9 @@ def _constraint_contradictions(search: Search, parts: ValidParts) -> Iterator[Pr
             constraints[index] = parse_constraint(text)
         except InvalidStudy as error:
             yield from (Problem(f"search.constraints.{index}", problem.message) for problem in error.problems)
+    if search.constraints and parts.fidelity is not None and parts.fidelity.rule == "bound":
+        message = "bound compares objectives and not constraints, which this study has; write behind"
+        yield Problem("fidelity.rule", message)
     experts = None if parts.models is None else tuple(parts.models.experts)
     for index, message in contradictory(constraints, objectives=parts.objective_names, experts=experts):
         yield Problem(f"search.constraints.{index}", message)

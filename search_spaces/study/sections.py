@@ -88,6 +88,9 @@ MAX_PREFERENCES = 1000
 PREFERENCES = 3
 
 
+DEFAULT_ERROR_RATE = 0.05
+
+
 class GradientOptions(Section):
     steps: Annotated[int, Field(ge=1, le=100_000)] = 48
     """Gradients of one descent."""
@@ -150,6 +153,14 @@ class Search(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     preferences: Preferences | None = None
     """How much each objective matters: one descent for each vector. Without it, one at equal weights."""
+    fit_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Of algorithm: gradient: the share of each objective's samples that gradients are computed on. Below 1, trials
+    are scored and compared on the others alone; with 1, gradients and scores are of all samples."""
+
+    def num_scored(self, num_samples: int) -> int:
+        """How many of an objective's samples trials are scored on: the first ones in the order of the study's seed; the
+        others are fitted. 0 or `num_samples` where `fit_share` leaves one of the two parts without a sample."""
+        return num_samples if self.fit_share == 1 else num_samples - round(self.fit_share * num_samples)
 
 
 class Fidelity(Section):
@@ -164,6 +175,18 @@ class Fidelity(Section):
     """One configuration in eta is promoted, to about eta times the samples. Default: 3."""
     rungs: Rungs | None = None
     """The rungs written out, instead of min_samples and max_samples."""
+    rule: Literal["behind", "bound"] = "behind"
+    """When scheduler: racing stops a trial. behind: as soon as a better one is ahead of it; bound: when it is behind by
+    a bound that holds at all looks."""
+    error_rate: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Of rule: bound: how likely a trial of the study is stopped wrongly. Default: 0.05."""
+
+    @property
+    def bound_error_rate(self) -> float | None:
+        """The error rate of rule: bound, or its default; None for another rule."""
+        if self.rule != "bound":
+            return None
+        return DEFAULT_ERROR_RATE if self.error_rate is None else self.error_rate
 
     @property
     def reduction_factor(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.metadata import version
@@ -170,13 +171,16 @@ def _engine(
 
 
 def _search(store: Store, study: StudyRecord, steps: Sequence[StepRecord]) -> SearchFigures:
-    charged = [step.charged for step in steps if step.charged]  # notes cost nothing
+    charged = [step for step in steps if step.charged]  # notes cost nothing
+    charges = Counter[int]()
+    for step in charged:
+        charges[step.proposal] += step.charged
     return SearchFigures(
         algorithm=study.resolved.algorithm,
         reason=study.resolved.algorithm_reason,
         notes=tuple(event.payload["text"] for event in store.events(study.id, kinds=(EventKind.SEARCH_NOTE,))),
         steps=len(charged),
-        step_samples=sum(charged),
+        charges=dict(charges),
     )
 
 

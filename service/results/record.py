@@ -35,13 +35,19 @@ class EngineFigures:
 @dataclass(frozen=True)
 class SearchFigures:
     """The searcher of a study, why it was chosen (None in early studies), what it noted on the way, and the steps that
-    it computed for its proposals: `step_samples` is what they are charged, in samples."""
+    it computed for its proposals: `charges` is what they are charged, in samples, by the trial that they were computed
+    for."""
 
     algorithm: str | None = None
     reason: str | None = None
     notes: tuple[str, ...] = ()
     steps: int = 0
-    step_samples: int = 0
+    charges: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def step_samples(self) -> int:
+        """What all steps are charged, in samples."""
+        return sum(self.charges.values())
 
 
 @dataclass(frozen=True)

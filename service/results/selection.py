@@ -20,6 +20,7 @@ __all__ = [
     "Criteria",
     "accuracy_objectives",
     "best_trial",
+    "candidates",
     "costs_of",
     "costs_of_values",
     "criteria",
@@ -93,13 +94,21 @@ def pareto_front(trials: Iterable[TrialRecord], objectives: Sequence[Objective])
     """Full-budget trials that none dominates, by number; of trials with the same recipe only the first.
 
     Only trials that keep to all constraints, or where there are none, those that violate them least."""
+    found = candidates(trials, objectives)
+    on_front = constrained_front([candidate for _, candidate in found])
+    return tuple(trial for trial, _ in itertools.compress(found, on_front))
+
+
+def candidates(
+    trials: Iterable[TrialRecord], objectives: Sequence[Objective]
+) -> tuple[tuple[TrialRecord, Candidate], ...]:
+    """The full-budget trials by number, as candidates for the front; of trials with the same recipe only the first."""
     trials = full_budget_trials(trials)
     violation = _violations(trials, objectives)
-    candidates: dict[str, TrialRecord] = {}
+    first: dict[str, TrialRecord] = {}
     for trial in sorted(trials, key=lambda trial: trial.number):
-        candidates.setdefault(trial.recipe.digest, trial)
-    found = [Candidate(t.number, costs_of(t, objectives), violation[t.number]) for t in candidates.values()]
-    return tuple(itertools.compress(candidates.values(), constrained_front(found)))
+        first.setdefault(trial.recipe.digest, trial)
+    return tuple((t, Candidate(t.number, costs_of(t, objectives), violation[t.number])) for t in first.values())
 
 
 def _violations(trials: Sequence[TrialRecord], objectives: Sequence[Objective]) -> dict[int, float]:

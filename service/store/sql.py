@@ -223,7 +223,7 @@ class Store:
     def consecutive_failures(self, study_id: str) -> int:
         """How many drivers in a row, up to the last one, ended or failed to start without storing a result.
 
-        A stored chunk is a result. Drivers that only waited are not counted (`consecutive_waits`)."""
+        A stored chunk or step is a result. Drivers that only waited are not counted (`consecutive_waits`)."""
         setbacks = self._setbacks(study_id)
         failures = [kind for kind, then in pairwise([*setbacks, ""]) if EventKind.WAITING not in (kind, then)]
         study = self.study(study_id)
@@ -236,17 +236,18 @@ class Store:
 
     def _setbacks(self, study_id: str) -> list[str]:
         """The kinds of the SETBACK_EVENTS since the last result, in order."""
-        events, evidence = schema.events, schema.evidence
+        events, evidence, steps = schema.events, schema.evidence, schema.search_steps
         of_study = events.c.study == study_id
         last_result = (
             sa.select(sa.func.coalesce(sa.func.max(events.c.id), 0))
             .where(of_study & events.c.kind.in_(RESULT_EVENTS))
             .scalar_subquery()
         )
-        last_chunk = sa.select(evidence.c.finished_at).where(evidence.c.study == study_id)
+        chunk = sa.select(evidence.c.finished_at).where(evidence.c.study == study_id).order_by(evidence.c.id.desc())
+        step = sa.select(steps.c.time).where(steps.c.study == study_id).order_by(steps.c.number.desc())
         with self._reads.connect() as connection:
-            scored_at = connection.execute(last_chunk.order_by(evidence.c.id.desc()).limit(1)).scalar() or 0.0
-            since = of_study & (events.c.id > last_result) & (events.c.time > scored_at)
+            stored_at = max(connection.execute(of.limit(1)).scalar() or 0.0 for of in (chunk, step))
+            since = of_study & (events.c.id > last_result) & (events.c.time > stored_at)
             kinds = sa.select(events.c.kind).where(since & events.c.kind.in_(SETBACK_EVENTS)).order_by(events.c.id)
             return list(connection.execute(kinds).scalars())
 

@@ -23,6 +23,7 @@ from service.studies.progress import ProgressReporter, ProgressSnapshot
 from service.studies.verification import verify_trials
 from service.tune.coordinator import Coordinator
 from service.tune.plan import Baseline, baselines_of
+from service.tune.proposing.completions import SourceCompletions
 from service.tune.steps import Step
 from service.types import Origin, StudyRecord, StudyState, TrialRecord, TrialState
 from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, InvalidModel, InvalidTask
@@ -74,6 +75,7 @@ def execute(
                 setting=preflight.search_setting(num_baselines=len(plan.baselines)),
                 steps=[Step.from_json(row.number, row.proposal, row.document) for row in store.steps(study_id)],
                 job=preflight.gradient_job(),
+                completions=SourceCompletions(store, study_id, preflight.objectives),
             ),
             observer=observer,
             is_out_of_budget=lambda: _exhausted_limit(preflight.study, heartbeat.wall_clock_s),

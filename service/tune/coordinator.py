@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from search_spaces.errors import InvalidStudy, SearchSpaceError
 from search_spaces.spaces.base import SearchSpace
 from service.errors import StudyFailed
@@ -82,7 +85,7 @@ class Coordinator:
         self._provenance = ProvenanceCheck(plan.bank_fingerprint, evidence)
         self._replicas = {row.replica for row in evidence}
         self._rescoring = Rescoring(plan.study_id, store, writer, self._samples)
-        self.table = rung_table(plan, violation=self._feasibility.violation)
+        self.table = rung_table(plan, violation=self._feasibility.violation, differences=self._differences)
         self._replay()
         self.look_for_faults()
 
@@ -369,6 +372,10 @@ class Coordinator:
             self._writer.resize_bracket(bracket, self.table.size(bracket))
             self._apply(self.table.decide(bracket))
 
+    def _differences(self, number: int, rival: int, rung: int) -> tuple[NDArray[np.float64], ...]:
+        digests = (self._trials[trial].recipe.digest for trial in (number, rival))
+        return self._samples.cost_differences(*digests, rung=rung)
+
     # -- evaluations -----------------------------------------------------------------------------------------------
 
     def _ready(self) -> list[tuple[int, int, Split]]:
@@ -425,7 +432,7 @@ class Coordinator:
             if not pruned:
                 continue
             self._observer("promotion")
-            reason = f"not promoted from rung {decision.rung}"
+            reason = decision.reason or f"not promoted from rung {decision.rung}"
             self._writer.finish_trials(pruned, TrialState.PRUNED, reason)
             for number in pruned:
                 self._trials[number] = replace(self._trials[number], state=TrialState.PRUNED, reason=reason)

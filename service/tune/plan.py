@@ -24,7 +24,8 @@ class Plan:
 
     `rung_samples[r]` and `holdout_samples` are the numbers of samples to score by objective, `tasks` and
     `holdout_tasks` their tasks. `baselines` are the source and published recipes with their labels; the searcher may
-    be one that is asked for nothing before all of them have ended.
+    be one that is asked for nothing before all of them have ended. `error_rate` is that of the bound by which a race
+    stops trials; None: those that are behind are stopped.
     """
 
     study_id: str
@@ -43,6 +44,7 @@ class Plan:
     bank_fingerprint: str
     baselines: tuple[Baseline, ...]
     waits_for_baselines: bool = False
+    error_rate: float | None = None
 
     def costs(self, values: Mapping[str, float]) -> tuple[float, ...]:
         """What is minimised, in the order of `objectives`. Raises InvalidStudy for a value outside its objective's

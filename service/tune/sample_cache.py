@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+from numpy.typing import NDArray
+
+from search_spaces.objectives import Objective
 from service.results.statistics import estimate
 from service.store import Store
 from service.tune.plan import Plan
@@ -22,6 +26,7 @@ class SampleCache:
 
     def __init__(self, plan: Plan, store: Store) -> None:
         self._plan = plan
+        self._void: dict[tuple[str, str, int], float] = {}  # of the search, until they are added again
         self._values = {split: store.sample_values(plan.study_id, split) for split in Split}
         self.num_scored = sum(len(p) for by in self._values.values() for o in by.values() for p in o.values())
 
@@ -33,7 +38,9 @@ class SampleCache:
 
     def take_out(self, digest: str, split: Split, objective: str, position: int) -> None:
         """Forget a stored sample: it is missing until it is added again."""
-        del self._values[split][digest][objective][position]
+        value = self._values[split][digest][objective].pop(position)
+        if split == Split.SEARCH:
+            self._void[digest, objective, position] = value
         self.num_scored -= 1
 
     def missing(self, digest: str, rung: int, split: Split) -> list[Span]:
@@ -66,6 +73,19 @@ class SampleCache:
                 found = estimate(scored)
                 values[objective], standard_errors[objective] = found.value, found.standard_error
         return RungRecord(rung, dict(samples), values, standard_errors)
+
+    def cost_differences(self, digest: str, rival: str, *, rung: int) -> tuple[NDArray[np.float64], ...]:
+        """By objective, the cost of a recipe minus that of its `rival` on each sample of a rung [samples], in [-1, 1],
+        and in the order of the samples, all of which both must have. Costs outside [0, 1] count as the nearest of
+        these. Samples that were taken out count as they were, as in the decisions that were made with them."""
+
+        def costs(recipe: str, objective: Objective) -> NDArray[np.float64]:
+            known, name = self._values[Split.SEARCH][recipe][objective.name], objective.name
+            positions = range(self._plan.rung_samples[rung][name])
+            values = [known[p] if p in known else self._void[recipe, name, p] for p in positions]
+            return np.clip([objective.cost_of_stored(value) for value in values], 0.0, 1.0)
+
+        return tuple(costs(digest, objective) - costs(rival, objective) for objective in self._plan.objectives)
 
     def _targets(self, rung: int, split: Split) -> tuple[Mapping[str, int], Mapping[str, TaskSpec]]:
         if split == Split.HOLDOUT:

@@ -15,16 +15,23 @@ __all__ = ["CHARGES", "Step", "StepKind", "StepRequest", "StepResult"]
 
 
 class StepKind(StrEnum):
-    """LOSSES: a forward pass over reference answers. GRADIENT: with a backward pass. NOTE: a decision of the searcher,
-    which computes nothing."""
+    """LOSSES: a forward pass over reference answers. GRADIENT: with a backward pass. COMPLETIONS: which of the study's
+    samples have a source's own correct completion, read from what is stored. NOTE: a decision of the searcher, which
+    computes nothing."""
 
     LOSSES = "losses"
     GRADIENT = "gradient"
+    COMPLETIONS = "completions"
     NOTE = "note"
 
 
 # Samples charged per sample of a step: a backward pass takes twice the arithmetic of a forward pass.
-CHARGES: Mapping[StepKind, int] = {StepKind.LOSSES: 1, StepKind.GRADIENT: 3, StepKind.NOTE: 0}
+CHARGES: Mapping[StepKind, int] = {
+    StepKind.LOSSES: 1,
+    StepKind.GRADIENT: 3,
+    StepKind.COMPLETIONS: 0,
+    StepKind.NOTE: 0,
+}
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,8 @@ class StepRequest:
     """What a searcher asks for: at `point`, on the samples at `positions` by objective, the loss of each objective; for
     a GRADIENT also the derivatives of the sum of losses times `weights` by every parameter. `label` names what it
     belongs to; of a NOTE, `label` is its text and `decision` what was decided. `preference` is the preference vector of
-    a study with several: the share of each objective before losses were normalised."""
+    a study with several: the share of each objective before losses were normalised. `completions` names the objectives
+    whose references are the sources' own correct completions; those of a COMPLETIONS step are asked for."""
 
     kind: StepKind
     label: str
@@ -41,6 +49,7 @@ class StepRequest:
     weights: Mapping[str, float] = field(default_factory=dict)
     decision: str = ""
     preference: Mapping[str, float] = field(default_factory=dict)
+    completions: tuple[str, ...] = ()
 
     @property
     def num_charged(self) -> int:
@@ -51,7 +60,9 @@ class StepRequest:
 @dataclass(frozen=True)
 class StepResult:
     """The mean loss of each objective, and the derivatives in the order of the point. `failure` says why there are
-    none. `recipe` is the digest of the merge that was read, `bank` the fingerprint of its sources."""
+    none. `recipe` is the digest of the merge that was read, `bank` the fingerprint of its sources. `completions`: of
+    each objective asked for, sample positions in ascending order, each with the number of the source whose completion
+    is the reference there."""
 
     losses: Mapping[str, float] = field(default_factory=dict)
     gradient: tuple[float, ...] = ()
@@ -59,6 +70,7 @@ class StepResult:
     recipe: str = ""
     bank: str = ""
     failure: str | None = None
+    completions: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -84,5 +96,11 @@ class Step:
             weights=asked["weights"],
             decision=asked["decision"],
             preference=asked.get("preference", {}),
+            completions=tuple(asked.get("completions", ())),
         )
-        return cls(number, proposal, request, StepResult(**{**found, "gradient": tuple(found["gradient"])}))
+        completions = {
+            name: tuple((position, source) for position, source in pairs)
+            for name, pairs in found.get("completions", {}).items()
+        }
+        gradient = tuple(found["gradient"])
+        return cls(number, proposal, request, StepResult(**{**found, "gradient": gradient, "completions": completions}))

@@ -74,7 +74,7 @@ def measure_time_here(name: str, directory: str) -> dict[str, Any]:
     family = shipped_family(Path(directory)) if name == "shipped" else merge_family.open_made(Path(directory))
     trained = opened(family, Path(directory))
     batch = {"sums": range(SAMPLES)}
-    readings = [target.readings[0] for target in trained._targets["sums"][:SAMPLES]]
+    readings = [target.readings[0] for target in tuple(trained._of_tasks["sums"].at.values())[:SAMPLES]]
     tokens = torch.zeros(len(readings), max(len(reading.tokens) for reading in readings), dtype=torch.long)
     labels = torch.full_like(tokens, -100)
     for row, reading in enumerate(readings):
@@ -121,7 +121,7 @@ def measure_memory_here(directory: str) -> dict[str, Any]:
     gc.collect()
     before = process_memory.status("RssAnon")
     trained = opened(family, Path(directory))
-    recipe, targets = per_tensor(trained, 1), trained._targets["sums"][:SAMPLES_IN_MEMORY]
+    recipe, targets = per_tensor(trained, 1), tuple(trained._of_tasks["sums"].at.values())[:SAMPLES_IN_MEMORY]
     held = process_memory.status("RssAnon")
     with process_memory.Highest() as forward:
         losses = sample_losses(trained.model, targets)

@@ -25,6 +25,7 @@ from search_spaces.recipe import Recipe
 from service.store import Store
 from service.studies.preflight.examine import PreflightResult, examine
 from service.tune.coordinator import Coordinator
+from service.tune.proposing.completions import SourceCompletions
 from service.tune.proposing.gradient_actor import GradientActor
 from service.tune.searchers import get_searcher
 from service.tune.searchers.base import Observation, SteppingSearcher
@@ -107,12 +108,13 @@ class Run:
 class _InProcess:
     """`proposals.Proposer` in the caller's thread."""
 
-    def __init__(self, preflight: PreflightResult, actor: GradientActor | None) -> None:
+    def __init__(self, preflight: PreflightResult, actor: GradientActor | None, completions: SourceCompletions) -> None:
         self._searcher = get_searcher(preflight.algorithm.name)
         self._parameters = preflight.space.parameters
         self._setting = preflight.search_setting(num_baselines=len(preflight.baselines()))
         self._seed = preflight.study.search.seed
         self._actor = actor
+        self._completions = completions
         self._steps: list[Step] = []
         self._call: dict[str, Any] = {}
 
@@ -128,6 +130,10 @@ class _InProcess:
         if answer.kind is StepKind.NOTE:
             return Step(len(self._steps), self._call["number"], answer, StepResult())
         assert self._actor is not None
+        if answer.kind is StepKind.COMPLETIONS:
+            found = self._completions.find(answer)
+            self._actor.use_completions(self._completions.read(found.completions))
+            return Step(len(self._steps), self._call["number"], answer, found)
         return Step(len(self._steps), self._call["number"], answer, self._actor.run(answer))
 
     def stored(self, step: Step) -> None:
@@ -232,7 +238,7 @@ class Bench:
             space=preflight.space,
             store=store,
             writer=store.open_attempt(study.id),
-            proposer=_InProcess(preflight, actor),
+            proposer=_InProcess(preflight, actor, SourceCompletions(store, study.id, preflight.objectives)),
             is_out_of_budget=lambda: (
                 "the bench's budget" if spec.budget is not None and spent() + full > spec.budget else None
             ),

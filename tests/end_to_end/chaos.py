@@ -1,8 +1,9 @@
 """Kills and stops what works on studies, in an order drawn from a seed, and compares their trials with undisturbed
 ones.
 
-HTTP server, Ray, its jobs, Serve and the store are real; fakes score. A study follows the other until all faults were
-injected; between two of them, the study at work has stored at least one chunk.
+HTTP server, Ray, its jobs, Serve, the gradient actor and the store are real; fakes score. A study follows the other
+until all faults were injected; between two of them, the study at work has stored at least one chunk, or one step of its
+searcher.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ from tests.end_to_end.server import Server, drivers, processes_of_ray, replicas,
 from tests.end_to_end.studies import undisturbed, write_small_study
 from tests.service.tune.harness import trial_list
 
-__all__ = ["KILLS", "STOPS", "run_chaos"]
+__all__ = ["GRADIENT_KILLS", "KILLS", "STOPS", "on_the_server", "run_chaos"]
+
+# Results of a study, in the order of their numbers: those of its trials, and the steps of its searcher.
+Results = list[tuple[Any, ...]]
 
 RECOVERY_S = 300.0
 POLL_S = 0.1
@@ -60,6 +64,13 @@ KILLS: Mapping[str, Callable[[Server, str], bool]] = {
     "Ray head": _kill_processes(lambda server, _: processes_of_ray(server, "gcs_server")),
 }
 
+# The same in studies that compute gradients.
+GRADIENT_KILLS: Mapping[str, Callable[[Server, str], bool]] = {
+    "driver": KILLS["driver"],
+    "replica": KILLS["replica"],
+    "gradient actor": _kill_processes(lambda server, _: processes_of_ray(server, "ray::GradientActor")),
+}
+
 # What is stopped by SIGSTOP, and the kind of event that shows that it was replaced.
 STOPS: Mapping[str, tuple[Callable[[Server, str], Iterable[psutil.Process]], str]] = {
     "driver": (lambda _, study: drivers(study), "attempt"),
@@ -75,6 +86,7 @@ class _Studies:
     store: Store
     directory: Path
     file: Path
+    undisturbed: Callable[[_Studies, int], Results]
 
     def __post_init__(self) -> None:
         self.ids: list[str] = []
@@ -83,36 +95,45 @@ class _Studies:
     def current(self) -> str:
         """The study at work; a new one if there is none."""
         if not self.ids or self.store.study(self.ids[-1]).state.is_finished:
-            document = load_study(self._file_of(len(self.ids))).canonical()
+            document = load_study(self.file_of(len(self.ids))).canonical()
             self.ids.append(self.server.submit(document))
         return self.ids[-1]
 
-    def num_chunks(self) -> int:
-        return sum(len(self.store.evidence(study)) for study in self.ids)
+    def num_stored(self) -> int:
+        return sum(len(self.store.evidence(study)) + len(self.store.steps(study)) for study in self.ids)
 
-    def until_chunks(self, number: int) -> None:
-        """Until so many more chunks are stored, whichever studies they are of."""
-        deadline, goal = time.monotonic() + RECOVERY_S, self.num_chunks() + number
-        while self.num_chunks() < goal:
+    def until_stored(self, number: int) -> None:
+        """Until so many more chunks or steps are stored, whichever studies they are of."""
+        deadline, goal = time.monotonic() + RECOVERY_S, self.num_stored() + number
+        while self.num_stored() < goal:
             study = self.current
             assert time.monotonic() < deadline, self.server.story(study)
             time.sleep(POLL_S)
+
+    def kill(self, part: str, *, patience_s: float) -> bool:
+        """Kill the part, waiting for it for so long if it is not there; False if it did not come."""
+        deadline = time.monotonic() + patience_s
+        kill = {**KILLS, **GRADIENT_KILLS}[part]
+        while not kill(self.server, self.current):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(POLL_S)
+        return True
 
     def differing(self) -> list[str]:
         """The studies that did not end with the trials of an undisturbed run, and in what they differ."""
         wrong = []
         for number, study in enumerate(self.ids):
             record = self.store.study(study)
-            alone = self.directory / f"alone-{number}"
-            expected = undisturbed(self._file_of(number), alone, resolved=record.resolved)
-            trials = trial_list(self.store, study)
-            if record.state is not StudyState.COMPLETE or trials != expected:
-                pairs = zip(trials, expected, strict=False)
+            expected = self.undisturbed(self, number)
+            found = results_of(self.store, study)
+            if record.state is not StudyState.COMPLETE or found != expected:
+                pairs = zip(found, expected, strict=False)
                 unequal = [(ours[0], str(ours[3]), ours[-1]) for ours, other in pairs if ours != other]
-                wrong.append(f"{study} {record.state} {record.reason}; {len(unequal)} trials differ: {unequal[:2]}")
+                wrong.append(f"{study} {record.state} {record.reason}; {len(unequal)} results differ: {unequal[:2]}")
         return wrong
 
-    def _file_of(self, number: int) -> Path:
+    def file_of(self, number: int) -> Path:
         file = self.directory / f"study-{number}.yaml"
         if not file.exists():
             document = yaml.safe_load(self.file.read_text())
@@ -120,6 +141,30 @@ class _Studies:
             document["search"]["seed"] = number
             file.write_text(yaml.safe_dump(document))
         return file
+
+
+def results_of(store: Store, study: str) -> Results:
+    """What a study that was disturbed must share with another one."""
+
+    def step(document: Mapping[str, Any]) -> dict[str, Any]:
+        return {**document, "result": {**document["result"], "seconds": None}}
+
+    steps = [(row.number, row.proposal, row.charged, step(row.document), "a step") for row in store.steps(study)]
+    return [*trial_list(store, study), *steps]
+
+
+def in_this_process(studies: _Studies, number: int) -> Results:
+    """The study without a server, Ray or Tune: for searchers that compute no steps."""
+    resolved = studies.store.study(studies.ids[number]).resolved
+    return undisturbed(studies.file_of(number), studies.directory / f"alone-{number}", resolved=resolved)
+
+
+def on_the_server(studies: _Studies, number: int) -> Results:
+    """The study once more, on the same server, whose gradients have as many threads."""
+    document = load_study(studies.file_of(number)).canonical()
+    study = studies.server.submit({**document, "name": f"alone-{number}"})
+    studies.server.wait_until_ended(study, timeout_s=RECOVERY_S)
+    return results_of(studies.store, study)
 
 
 def run_chaos(
@@ -130,40 +175,47 @@ def run_chaos(
     stop_s: float = 0.0,
     rungs: Sequence[int] = (20, 60, 180),
     max_trials: int = 24,
+    write_study: Callable[..., Path] = write_small_study,
+    undisturbed: Callable[[_Studies, int], Results] = in_this_process,
+    patience_s: float = 0.0,
     max_pause_s: float = 1.0,
     seed: int = 0,
     **environment: Any,
 ) -> dict[str, Any]:
     """In an order drawn from `seed`, kill what `kills` names, and stop what `stops` names, for `stop_s` seconds and
-    until an event has told of its replacement. Before each fault, a chunk is stored, then up to `max_pause_s` seconds
-    pass.
+    until an event has told of its replacement. Before each fault, a chunk or a step is stored, then up to `max_pause_s`
+    seconds pass; what is to be killed and is not there is waited for `patience_s` seconds.
 
-    Each study has `rungs` and `max_trials`. `environment` holds the settings of `tests.benchmarks.fake_serve` and
-    `fake_job`, as JSON. Returns the number of kills of each part, the studies, those that differ from an undisturbed
-    run, and what was seen of each stop."""
+    Each study has `rungs` and `max_trials`, and is written by `write_study`; `undisturbed` is how one is run again.
+    `environment` holds the settings of `tests.benchmarks.fake_serve` and `fake_job`, as JSON. Returns the number of
+    kills of each part, the studies, those that differ from an undisturbed run, how many gradients each one computed,
+    and what was seen of each stop."""
     draw = random.Random(seed)
     faults = [*(f"kill {part}" for part in kills), *(f"stop {part}" for part in stops)]
     draw.shuffle(faults)
     (directory / "models").mkdir()
-    file = write_small_study(directory / "models", name="chaos", rungs=rungs, max_trials=max_trials)
+    file = write_study(directory / "models", name="chaos", rungs=rungs, max_trials=max_trials)
     started = time.monotonic()
     done: Counter[str] = Counter()
     seen: list[dict[str, Any]] = []
     settings = {name: json.dumps(value) for name, value in environment.items()}
     with serving(["tests.benchmarks.fake_serve"], directory / "data", environment=settings) as server:
         store = Store(f"sqlite:///{directory / 'data' / DATABASE}")
-        studies = _Studies(server, store, directory, file)
+        studies = _Studies(server, store, directory, file, undisturbed)
         for fault in faults:
-            studies.until_chunks(1)
+            studies.until_stored(1)
             time.sleep(draw.uniform(0.0, max_pause_s))
             kind, part = fault.split(" ", 1)
             if kind == "stop":
                 seen.append({"part": part, **_stop(studies, part, stop_s)})
-            elif KILLS[part](server, studies.current):
+            elif studies.kill(part, patience_s=patience_s):
                 done[part] += 1
         for study in studies.ids:
             server.wait_until_ended(study, timeout_s=RECOVERY_S)
         differing = studies.differing()
+        gradients = [
+            sum(row.document["request"]["kind"] == "gradient" for row in store.steps(study)) for study in studies.ids
+        ]
         store.close()
         server.stop()
     return {
@@ -171,6 +223,7 @@ def run_chaos(
         "stops": seen,
         "studies": len(studies.ids),
         "differing": differing,
+        "gradients": gradients,
         "seconds": time.monotonic() - started,
     }
 

@@ -54,6 +54,24 @@ def write_small_study(directory: Path, *, name: str, rungs: Sequence[int], max_t
     return file
 
 
+def write_gradient_study(directory: Path, *, name: str, rungs: Sequence[int], max_trials: int) -> Path:
+    """The same searched by gradients of its tiny models: as the fake's scores have nothing to do with their losses, the
+    sources' completions are the references of some of the studies, by their seeds."""
+    file = write_small_study(directory, name=name, rungs=rungs, max_trials=max_trials)
+    lines = (json.dumps({"prompt": f"{i}+3=", "answer": str(i + 3)}) + "\n" for i in range(rungs[-1]))
+    (directory / "search.jsonl").write_text("".join(lines))
+    document = yaml.safe_load(file.read_text())
+    document["search_space"] = {"kind": "layerwise"}
+    document["search"] = {
+        "algorithm": "gradient",
+        "max_trials": max_trials,
+        "gradient": {"steps": 6 * max_trials, "batch": 16, "points": max_trials - 2},
+    }
+    document["fidelity"]["scheduler"] = "racing"
+    file.write_text(yaml.safe_dump(document))
+    return file
+
+
 def shipped_study(directory: Path, *, name: str, seed: int) -> dict[str, Any]:
     """On the shipped family: three searched trials beside the sources and published ones, each on 270 samples of each
     of three skills. Twenty held-out samples a skill, in `directory`: what is proven is scoring, not selection."""

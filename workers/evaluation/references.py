@@ -81,6 +81,18 @@ class References:
             known = self._units[spec.digest] = sum(target.size for target in targets) / len(targets)
         return known
 
+    def of_completion(self, spec: TaskSpec, position: int, tokens: Sequence[int]) -> Target:
+        """The target that a model's own completion of a sample is, `tokens` with the one that ended it.
+
+        Raises InvalidTask if the sample is not completed but chooses an option."""
+        (request, *_) = self._evaluator.requests(spec, position)
+        if not isinstance(request, Generation):
+            raise InvalidTask(f"task {spec.task}, sample {position}: its answer is an option, not a completion")
+        ends = self._ends(request.stop)
+        is_ended = tokens[-1] in ends  # any other end is as good
+        scored = tokens[:-1] if is_ended else tokens
+        return _alternatives([Reading((*request.tokens, *scored), len(request.tokens), ends if is_ended else ())])
+
     def _target(self, spec: TaskSpec, position: int) -> Target:
         built = self._evaluator.task(spec)
         subtask = built.subtasks[built.order[position][0]]

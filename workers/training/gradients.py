@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from workers.merging.materialize import (
 from workers.training.losses import minibatches, sample_losses
 from workers.training.model import Place, TrainableModel
 from workers.training.reduction import derivatives, stated_coefficients
-from workers.types import Family, GradientResult, Placement, TaskSpec
+from workers.types import Completions, Family, GradientResult, Placement, TaskSpec
 
 __all__ = ["CoefficientGradients"]
 
@@ -78,19 +79,35 @@ class CoefficientGradients:
             self.bank.keep_ranks()
         self.dtype = _dtype(options.dtype, place)
         self.model = TrainableModel(self.bank, self.dtype, device=place, recomputes=recomputes)
-        references = References(TaskEvaluator(None, Prompts(self.bank.sources.result_dir, options)))
-        self._targets = {name: references.targets(spec) for name, spec in tasks.items()}
-        self._units = {name: references.unit(spec) for name, spec in tasks.items()}
+        self._references = References(TaskEvaluator(None, Prompts(self.bank.sources.result_dir, options)))
+        self._tasks = dict(tasks)
+        self._of_tasks = {
+            name: _Targets(dict(enumerate(self._references.targets(spec))), self._references.unit(spec))
+            for name, spec in tasks.items()
+        }
+        self._of_completions: dict[str, _Targets] = {}
         self._max_tokens = max_tokens
         self._held: dict[str, Hashable] = {}  # how each tensor that the model holds was computed
 
-    def loss_and_gradient(self, recipe: Recipe, batch: Batch, weights: Mapping[str, float]) -> GradientResult:
+    def set_completions(self, completions: Completions) -> None:
+        """Completions that calls may ask for as references, in place of those that were set before. Their losses are
+        in units of their own mean number of scored tokens. Raises InvalidTask for an objective without completions."""
+        found = {}
+        for name, tokens in completions.items():
+            each = {p: self._references.of_completion(self._tasks[name], p, tokens[p]) for p in sorted(tokens)}
+            found[name] = _Targets(each, sum(target.size for target in each.values()) / max(1, len(each)))
+        self._of_completions = found
+
+    def loss_and_gradient(
+        self, recipe: Recipe, batch: Batch, weights: Mapping[str, float], *, completions: Collection[str] = ()
+    ) -> GradientResult:
         """The mean loss of each objective over its sample positions in `batch`, and the derivatives of
         sum_o weights[o] loss_o by every coefficient that a merge of `recipe` states and its method has gradients by.
 
-        Raises InvalidRecipe for a merge that has none or cannot be made, TrialFailed if a loss is NaN or infinite."""
+        The references of the objectives named in `completions` are those of `set_completions`. Raises InvalidRecipe for
+        a merge that has none or cannot be made, TrialFailed if a loss is NaN or infinite."""
         started = time.perf_counter()
-        self._check(batch)
+        targets = self._targets(batch, completions)
         if missing := sorted(batch.keys() - weights.keys()):
             raise ValueError(
                 f"gradients: no weight for objective {missing[0]!r}; given are {', '.join(sorted(weights))}"
@@ -100,38 +117,44 @@ class CoefficientGradients:
             tensor.name: _Reducer(tensor, plan, self.bank) for tensor in plan.tensors if stated_coefficients(tensor)
         }
         self._hold(recipe)
-        samples = self._samples(batch)
-        factors = {name: weights[name] / (self._units[name] * len(positions)) for name, positions in batch.items()}
+        samples = _samples(batch, targets)
+        factors = {name: weights[name] / (targets[name].unit * len(positions)) for name, positions in batch.items()}
         with _deterministic(), self._reduced_by(reducers):
             losses = self._read(samples, [factors[name] for name, _ in samples])
+        each = _by_objective(batch, losses, targets)
         by_source, shared = _by_coefficient(reducers.values())
         return GradientResult(
-            losses={name: sum(found) / len(found) for name, found in self._by_objective(batch, losses).items()},
+            losses={name: sum(found) / len(found) for name, found in each.items()},
             num_samples=len(samples),
             seconds=time.perf_counter() - started,
             by_source=by_source,
             shared=shared,
         )
 
-    def losses(self, recipe: Recipe, batch: Batch) -> dict[str, tuple[float, ...]]:
+    def losses(
+        self, recipe: Recipe, batch: Batch, *, completions: Collection[str] = ()
+    ) -> dict[str, tuple[float, ...]]:
         """The loss of each sample, by objective in the order of `batch`, in the units of `loss_and_gradient`."""
-        self._check(batch)
+        targets = self._targets(batch, completions)
         self._hold(recipe)
         with _deterministic(), torch.no_grad():
-            return self._by_objective(batch, self._read(self._samples(batch), None))
+            return _by_objective(batch, self._read(_samples(batch, targets), None), targets)
 
-    def _check(self, batch: Batch) -> None:
+    def _targets(self, batch: Batch, completions: Collection[str]) -> dict[str, _Targets]:
+        """Of each objective of the batch, which has a target for each of its positions."""
+        found = {}
         for name, positions in batch.items():
-            if name not in self._targets:
-                raise ValueError(f"gradients: unknown objective {name!r}; known are {', '.join(sorted(self._targets))}")
-            count = len(self._targets[name])
-            if not positions or min(positions) < 0 or max(positions) >= count:
-                raise ValueError(
-                    f"gradients: objective {name!r} at positions {list(positions)[:5]}; give some of 0 to {count - 1}"
-                )
-
-    def _samples(self, batch: Batch) -> list[tuple[str, Target]]:
-        return [(name, self._targets[name][position]) for name, positions in batch.items() for position in positions]
+            known = self._of_completions if name in completions else self._of_tasks
+            if name not in known:
+                what = "objective without completions" if name in completions else "unknown objective"
+                raise ValueError(f"gradients: {what} {name!r}; known are {', '.join(sorted(known))}")
+            found[name] = known[name]
+            lacking = [position for position in positions if position not in known[name].at]
+            if lacking or not positions:
+                has = "a completion" if name in completions else "a reference"
+                message = f"gradients: objective {name!r} at positions {list(lacking or positions)[:5]}; give some of"
+                raise ValueError(f"{message} 0 to {max(known[name].at, default=0)} with {has}")
+        return found
 
     def _hold(self, recipe: Recipe) -> None:
         """Write the merge into the model: the tensors that it does not hold."""
@@ -158,11 +181,6 @@ class CoefficientGradients:
                 torch.autograd.backward(losses, upstream)
         return found
 
-    def _by_objective(self, batch: Batch, losses: Sequence[float]) -> dict[str, tuple[float, ...]]:
-        """The losses in their objectives' units."""
-        each = iter(losses)
-        return {name: tuple(next(each) / self._units[name] for _ in positions) for name, positions in batch.items()}
-
     @contextmanager
     def _reduced_by(self, reducers: Mapping[str, _Reducer]) -> Iterator[None]:
         """Within, gradients go to the reducers and are freed; parameters without a reducer have none."""
@@ -180,6 +198,26 @@ class CoefficientGradients:
                 hook.remove()
             for leaf, _ in self.model.leaves:
                 leaf.grad = None
+
+
+@dataclass(frozen=True)
+class _Targets:
+    """The references of one objective by sample position, and what their losses are divided by."""
+
+    at: Mapping[int, Target]
+    unit: float
+
+
+def _samples(batch: Batch, targets: Mapping[str, _Targets]) -> list[tuple[str, Target]]:
+    return [(name, targets[name].at[position]) for name, positions in batch.items() for position in positions]
+
+
+def _by_objective(
+    batch: Batch, losses: Sequence[float], targets: Mapping[str, _Targets]
+) -> dict[str, tuple[float, ...]]:
+    """The losses in their objectives' units."""
+    each = iter(losses)
+    return {name: tuple(next(each) / targets[name].unit for _ in positions) for name, positions in batch.items()}
 
 
 class _Reducer:

@@ -9,6 +9,7 @@ The series of its charts come from `service.results.series`; its template is rep
 - `holdout`: the section on held-out data
 - `history`: the section on every finished rung
 - `front`: the section on the Pareto front
+- `hypervolume`: the picture of its volume over the samples spent
 - `descents`: the section on descents by gradients
 - `races`: the section on who was stopped when
 - `recipe_picture`: the picture of the best recipe

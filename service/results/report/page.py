@@ -20,6 +20,7 @@ from service.results.report.descents import descents_section
 from service.results.report.front import front_section
 from service.results.report.history import history_section
 from service.results.report.holdout import holdout_section
+from service.results.report.hypervolume import hypervolume_picture
 from service.results.report.races import races_section
 from service.results.report.recipe_picture import recipe_picture
 from service.results.report.texts import headline, key_figures, number_text, trial_name
@@ -52,6 +53,7 @@ def render_report(run: RunRecord) -> str:
         descents=descents_section(run),
         races=races_section(run),
         front=front_section(run),
+        hypervolume=hypervolume_picture(run),
         recipe=None
         if best is None
         else recipe_picture(best.recipe, experts=tuple(run.study.document.get("models", {}).get("experts", ()))),

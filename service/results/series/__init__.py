@@ -11,6 +11,7 @@ Every module here that declares a chart with `@chart` is found automatically.
 - `descents`: losses over the gradients of each descent
 - `coefficients`: the best trial's coefficients by layer, component and expert
 - `races`: who was stopped when, and by which rule
+- `hypervolume`: that of the front, over the samples spent
 """
 
 from __future__ import annotations

@@ -35,12 +35,16 @@ def algorithm_of(
     as tests/benchmarks/bench_search.py shows best, and otherwise the searcher that `auto` is declared to be.
     Preference vectors need one that uses them."""
     found = _algorithm_of(study, space, tasks, problems)
-    if study.search.preferences is not None and not SEARCHERS[found.name].uses_preferences:
-        able = ", ".join(name for name, declared in SEARCHERS.items() if declared.uses_preferences)
-        message = f"{found.name} does not use preference vectors"
-        if study.search.algorithm == AUTO:
-            message += f", and auto is {found.name} here as {found.reason}"
-        problems.append(Problem("search.preferences", f"{message}; leave them out; searchers that do: {able}"))
+    declared = SEARCHERS[found.name]
+    why = f", and auto is {found.name} here as {found.reason}" if study.search.algorithm == AUTO else ""
+    if study.search.preferences is not None and not declared.uses_preferences:
+        able = ", ".join(name for name, each in SEARCHERS.items() if each.uses_preferences)
+        message = f"{found.name} does not use preference vectors{why}; leave them out; searchers that do: {able}"
+        problems.append(Problem("search.preferences", message))
+    if study.search.fit_share < 1 and not declared.computes_steps:
+        able = ", ".join(name for name, each in SEARCHERS.items() if each.computes_steps)
+        message = f"{found.name} fits no samples, and would leave a share of them out{why}; searchers that do: {able}"
+        problems.append(Problem("search.fit_share", message))
     return found
 
 

@@ -117,12 +117,14 @@ class PreflightResult:
     def search_setting(self, *, num_baselines: int) -> SearchSetting:
         """What a searcher that computes steps knows of the study."""
         given = self.study.search.preferences
+        scored = {name: self.study.search.num_scored(info.num_samples) for name, info in self.task_infos.items()}
         return SearchSetting(
             objectives=tuple(self.tasks),
             num_samples={name: info.num_samples for name, info in self.task_infos.items()},
             num_baselines=num_baselines,
             options=self.study.search.gradient,
             preferences=() if given is None else given.weights(tuple(self.tasks), seed=self.study.search.seed),
+            first_fitted=scored if self.study.search.fit_share < 1 else {},
         )
 
     def gradient_job(self) -> GradientJob | None:
@@ -150,6 +152,7 @@ class PreflightResult:
             chunk_samples=CHUNK_SAMPLES,
             bank_fingerprint=self.family.fingerprint,
             baselines=self.baselines() if baselines is None else baselines,
+            error_rate=self.study.fidelity.bound_error_rate,
             waits_for_baselines=SEARCHERS[resolved.algorithm or self.study.search.algorithm].waits_for_baselines,
         )
 
@@ -256,21 +259,23 @@ def _examine_fidelity(
 ) -> tuple[tuple[Mapping[str, int], ...], tuple[Bracket, ...]]:
     fidelity = study.fidelity
     counts = {spec.name: fidelity.rungs_of(spec) for spec in study.objectives}
+    scored = {name: study.search.num_scored(info.num_samples) for name, info in infos.items()}
     for index, spec in enumerate(study.objectives):
-        full, info = counts[spec.name][-1], infos.get(spec.name)
-        if info is not None and full is not None and info.num_samples < full:
+        if spec.name not in infos:
+            continue
+        full, size, rest = counts[spec.name][-1], infos[spec.name].num_samples, scored[spec.name]
+        share = study.search.fit_share
+        if share < 1 and not 0 < rest < size:
+            what = "to score" if rest == 0 else "to fit"
+            message = f"{share:g} of the {size} samples of objective {spec.name!r} leaves none {what}"
+            problems.append(Problem("search.fit_share", message))
+        elif full is not None and rest < full:
             place = "fidelity.rungs" if fidelity.rungs else "fidelity.max_samples"
-            problems.append(
-                Problem(
-                    f"objectives.{index}.rungs" if spec.rungs else place,
-                    f"{full} samples requested, objective {spec.name!r} has {info.num_samples}; "
-                    f"use at most {info.num_samples}",
-                )
-            )
+            has = f"{size}" if rest == size else f"{size}, of which search.fit_share={share:g} leaves {rest} to score"
+            message = f"{full} samples requested, objective {spec.name!r} has {has}; use at most {rest}"
+            problems.append(Problem(f"objectives.{index}.rungs" if spec.rungs else place, message))
     num_rungs = len(counts[study.objectives[0].name])
-    samples = tuple(
-        {name: counts[name][rung] or info.num_samples for name, info in infos.items()} for rung in range(num_rungs)
-    )
+    samples = tuple({name: counts[name][rung] or scored[name] for name in infos} for rung in range(num_rungs))
     cycle = bracket_cycle(
         fidelity.scheduler,
         num_rungs=num_rungs,

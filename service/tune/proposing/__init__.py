@@ -2,5 +2,6 @@
 
 - `proposals`: the results that a proposal may use, the protocol of what computes proposals, and the storing of steps
 - `ray_proposer`: the searcher on Ray, in a process of its own
+- `completions`: the sources' own correct completions, as references
 - `gradient_actor`: what computes a searcher's steps: losses and gradients by the parameters of a space
 """

@@ -11,7 +11,7 @@ from search_spaces.spaces.base import DifferentiableSpace
 from search_spaces.study.sections import EngineOptions
 from service.tune.steps import StepKind, StepRequest, StepResult
 from workers.errors import TrialFailed
-from workers.types import Family, TaskSpec
+from workers.types import Completions, Family, TaskSpec
 
 if TYPE_CHECKING:
     from workers.training.gradients import CoefficientGradients
@@ -36,6 +36,11 @@ class GradientActor:
     def __init__(self, job: GradientJob) -> None:
         self._job = job
         self._opened: CoefficientGradients | None = None
+        self._completions: Completions | None = None  # those that are not set yet
+
+    def use_completions(self, completions: Completions) -> None:
+        """Those that requests name as references from now on."""
+        self._completions = completions
 
     def run(self, request: StepRequest) -> StepResult:
         """Losses, and for a GRADIENT the derivatives by every parameter. A loss that is not finite is a failure.
@@ -49,9 +54,11 @@ class GradientActor:
         held = StepResult(recipe=recipe.digest, bank=self._job.family.fingerprint)
         try:
             if request.kind is StepKind.LOSSES:
-                each = gradients.losses(recipe, request.positions)
+                each = gradients.losses(recipe, request.positions, completions=request.completions)
                 return replace(held, losses={name: sum(found) / len(found) for name, found in each.items()})
-            result = gradients.loss_and_gradient(recipe, request.positions, request.weights)
+            result = gradients.loss_and_gradient(
+                recipe, request.positions, request.weights, completions=request.completions
+            )
         except TrialFailed as error:
             return replace(held, failure=str(error))
         slopes = self._by_parameter(result.by_source)
@@ -59,7 +66,8 @@ class GradientActor:
         return replace(held, losses=result.losses, gradient=gradient, seconds=result.seconds)
 
     def _gradients(self) -> CoefficientGradients:
-        """Opened by the first step: what an actor's constructor raises is taken for the death of its process."""
+        """Opened by the first step: what an actor's constructor raises is taken for the death of its process, and
+        nobody asks what `use_completions` raises."""
         if self._opened is None:
             import torch
 
@@ -69,6 +77,9 @@ class GradientActor:
             if job.options.threads:
                 torch.set_num_threads(job.options.threads)
             self._opened = CoefficientGradients(job.family, job.options, job.tasks)
+        if self._completions is not None:
+            self._opened.set_completions(self._completions)
+            self._completions = None
         return self._opened
 
     def _by_parameter(self, by_source: Any) -> dict[str, float]:

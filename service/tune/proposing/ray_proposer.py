@@ -12,6 +12,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from search_spaces.parameters import Parameters
 from service.errors import StudyFailed
+from service.tune.proposing.completions import Chosen, SourceCompletions
 from service.tune.proposing.gradient_actor import GradientActor, GradientJob
 from service.tune.searchers import get_searcher
 from service.tune.searchers.base import SearchSetting, SteppingSearcher
@@ -52,7 +53,7 @@ class _SearcherActor:
 
 class RayProposer:
     """`proposals.Proposer` on Ray actors. `steps` are those that the study has; `job` is what its gradients are of,
-    None where the searcher needs none.
+    None where the searcher needs none; `completions` are those of the study's sources.
 
     `result` raises EngineUnavailable if the gradient actor keeps dying or cannot read its files, InvalidModel and
     InvalidTask if it cannot use them, StudyFailed if it cannot work."""
@@ -66,10 +67,16 @@ class RayProposer:
         setting: SearchSetting,
         steps: Sequence[Step] = (),
         job: GradientJob | None = None,
+        completions: SourceCompletions | None = None,
     ) -> None:
         self._searcher: Any = _SearcherActor.remote(algorithm, parameters, setting, steps)  # type: ignore[attr-defined]
         self._seed = seed
         self._job = job
+        self._completions = completions
+        self._chosen: Chosen = {}
+        for step in steps:
+            if step.request.kind is StepKind.COMPLETIONS:
+                self._chosen = step.result.completions
         self._num_steps = len(steps)
         self._call: dict[str, Any] = {}
         self._pending: Any = None
@@ -102,6 +109,12 @@ class RayProposer:
             return answer
         if answer.kind is StepKind.NOTE:
             return self._step(answer, StepResult())
+        if answer.kind is StepKind.COMPLETIONS:
+            assert self._completions is not None, "the searcher asks for completions, and the study has no sources"
+            found = self._completions.find(answer)
+            self._chosen = found.completions
+            self._give_completions()
+            return self._step(answer, found)
         self._compute(answer)
         return None
 
@@ -113,8 +126,14 @@ class RayProposer:
             num_gpus = 1 if ray.available_resources().get("GPU", 0) >= 1 else 0
             kind: Any = ray.remote(GradientActor)
             self._gradients = kind.options(num_cpus=ACTOR_CPUS, num_gpus=num_gpus).remote(self._job)
+            self._give_completions()
         self._request = request
         self._pending = self._gradients.run.remote(request)
+
+    def _give_completions(self) -> None:
+        """Calls of an actor run in their order, so its next step may name them as references."""
+        if self._gradients is not None and self._completions is not None and self._chosen:
+            self._gradients.use_completions.remote(self._completions.read(self._chosen))
 
     def _computed(self, request: StepRequest) -> Step | None:
         """The step that was computed; None if its actor died, and another computes it."""

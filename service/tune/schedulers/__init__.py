@@ -3,15 +3,20 @@
 - `base`: the table of rungs and brackets that every scheduler keeps
 - `successive_halving`: Hyperband, ASHA, and one rung without promotion
 - `racing`: comparisons with the best trials on the same samples
+- `bound`: when a trial is behind another one, but for a known error rate
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
 
 from search_spaces.fidelity import Scheduler
 from service.tune.plan import Plan
 from service.tune.schedulers.base import RungTable
+from service.tune.schedulers.bound import Bound
 from service.tune.schedulers.racing import RacingTable
 from service.tune.schedulers.successive_halving import AshaTable, HyperbandTable
 
@@ -25,8 +30,18 @@ SCHEDULERS: Mapping[Scheduler, type[RungTable]] = {
 }
 
 
-def rung_table(plan: Plan, *, violation: Callable[[int, int], float]) -> RungTable:
-    """The table of a study's scheduler, without trials. `violation` is that of `RungTable`."""
+def rung_table(
+    plan: Plan,
+    *,
+    violation: Callable[[int, int], float],
+    differences: Callable[[int, int, int], Sequence[NDArray[Any]]],
+) -> RungTable:
+    """The table of a study's scheduler, without trials. `violation` is that of `RungTable`, `differences` that of
+    `Bound`."""
+    own: dict[str, Any] = {}
+    if plan.error_rate is not None:
+        populations = tuple(plan.rung_samples[-1][objective.name] for objective in plan.objectives)
+        own["bound"] = Bound(differences, populations, plan.error_rate)
     return SCHEDULERS[plan.scheduler](
         num_rungs=len(plan.rung_samples),
         eta=plan.eta,
@@ -36,4 +51,5 @@ def rung_table(plan: Plan, *, violation: Callable[[int, int], float]) -> RungTab
         max_staleness=plan.max_staleness,
         waits_for_baselines=plan.waits_for_baselines,
         violation=violation,
+        **own,
     )

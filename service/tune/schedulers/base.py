@@ -66,12 +66,14 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Decision:
-    """A decision at a rung of a bracket: the trials promoted to the next rung, and the trials that end as pruned."""
+    """A decision at a rung of a bracket: the trials promoted to the next rung, and the trials that end as pruned;
+    `reason` says why where a scheduler has several rules."""
 
     bracket: int
     rung: int
     promoted: tuple[int, ...]
     pruned: tuple[int, ...]
+    reason: str = ""
 
 
 class RungTable(ABC):

@@ -2,16 +2,19 @@
 
 A look is a rung: a fixed number of samples of every objective. Birattari et al., "A racing algorithm for configuring
 metaheuristics" (2002), stop a candidate at a statistical test; here it is stopped as soon as it is behind, which keeps
-a worse candidate from costing more than a few samples, at the risk of losing a better one that begins badly.
+a worse candidate from costing more than a few samples, at the risk of losing a better one that begins badly. With a
+`Bound`, it is stopped when that risk is known to be small.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 from search_spaces.objectives import Candidate, constrained_dominates, constrained_front
 from service.tune.schedulers.base import Decision, Entry, RungTable
+from service.tune.schedulers.bound import Bound
 
 __all__ = ["RacingTable"]
 
@@ -19,12 +22,16 @@ __all__ = ["RacingTable"]
 class RacingTable(RungTable):
     """Each trial is a bracket of its own, and goes on while no rival is ahead of it on the samples of the look: no
     rival has a smaller cost, or with several objectives, none dominates it; with constraints, one that violates them
-    less is ahead.
+    less is ahead. With a `bound`, the trial is stopped when a rival is ahead of it by that bound.
 
     The rivals of trial n are the non-dominated of the trials up to n - max_staleness that were scored in full; its
     proposal waits until those have ended, and sees all their results. So a race does not depend on the order in which
     results arrive.
     """
+
+    def __init__(self, *, bound: Bound | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._bound = bound
 
     def decide(self, bracket: int) -> tuple[Decision, ...]:
         decisions = []
@@ -33,16 +40,23 @@ class RacingTable(RungTable):
                 if rung.is_closed or rung.index not in entry.costs or not self._are_known(entry.number):
                     continue
                 rung.is_closed = True
-                own = self._candidate(entry, rung.index, entry.costs[rung.index])
-                if any(constrained_dominates(rival, own) for rival in self._rivals(entry.number, rung.index)):
+                if self._is_behind(entry, rung.index, tuple(self._rivals(entry.number, rung.index))):
                     entry.is_waiting, entry.is_finished = False, True
-                    decisions.append(Decision(bracket, rung.index, (), (entry.number,)))
+                    reason = "" if self._bound is None else self._bound.reason(rung.index)
+                    decisions.append(Decision(bracket, rung.index, (), (entry.number,), reason))
                     break
                 above.members[entry.number] = entry.number
                 if entry.is_waiting and entry.next_rung == rung.index:
                     entry.is_waiting, entry.next_rung = False, above.index
                     decisions.append(Decision(bracket, rung.index, (entry.number,), ()))
         return tuple(decisions)
+
+    def _is_behind(self, entry: Entry, rung: int, rivals: Sequence[Candidate]) -> bool:
+        if self._bound is None:
+            own = self._candidate(entry, rung, entry.costs[rung])
+            return any(constrained_dominates(rival, own) for rival in rivals)
+        shares = {"candidate": entry.number - self._num_baselines + 1, "num_rivals": len(rivals)}
+        return any(self._bound.is_behind(entry.number, rival.number, rung, **shares) for rival in rivals)
 
     def _decide_for(self, entry: Entry) -> tuple[Decision, ...]:
         # When a search is resumed, results come in another order: those of rivals after those of the races.

@@ -61,13 +61,19 @@ class Searcher(Protocol):
 class SearchSetting:
     """What a stepping searcher knows of its study: the objectives in order, how many search samples each has, how many
     trials came before the first proposal, its options, and the study's preference vectors (weights of the objectives
-    that sum to one; none: they are equal)."""
+    that sum to one; none: they are equal). `first_fitted`: by objective the first of the sample positions to fit, where
+    these are not all; trials are scored on those before."""
 
     objectives: tuple[str, ...]
     num_samples: Mapping[str, int]
     num_baselines: int
     options: GradientOptions
     preferences: tuple[tuple[float, ...], ...] = ()
+    first_fitted: Mapping[str, int] = field(default_factory=dict)
+
+    def fitted(self, name: str) -> range:
+        """The positions of the objective's samples that losses and gradients may be of."""
+        return range(self.first_fitted.get(name, 0), self.num_samples[name])
 
 
 @runtime_checkable

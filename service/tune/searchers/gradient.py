@@ -7,9 +7,10 @@ Multi-Task Learning", 2024) learns coefficients by gradients too, of the entropy
 
 A descent starts at the defaults of the space's parameters, and some of its points become trials. A study with
 preference vectors has one for each (`descents`); the local search then works for one vector after the other. Before the
-descents, the losses of the sources and published recipes that the space contains are compared with their scores: where
-a lower loss does not go with a better score, a descent would not help, and SMAC proposes all trials. All of them are
-compared, as the searcher waits for baselines.
+descents, the losses of the sources and published recipes that the space contains are compared with their scores. Where
+a lower loss does not go with a better score (as with bare answers as references of a task that is reasoned about), the
+sources' own correct completions are tried as references; where these say nothing either, a descent would not help, and
+SMAC proposes all trials. All known recipes are compared, as the searcher waits for baselines.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class GradientSearcher:
     num_compared: int = 16
     min_correlation: float = 0.3
     min_recipes: int = 4
+    # Of fewer correct completions a loss is too noisy to compare.
+    min_completions: int = 8
 
     def advance(
         self,
@@ -66,13 +69,10 @@ class GradientSearcher:
         steps: Sequence[Step] = (),
         setting: SearchSetting,
     ) -> StepRequest | dict[str, Any]:
-        compared = [step for step in steps if step.request.kind is StepKind.LOSSES]
         decisions = [step.request.decision for step in steps if step.request.kind is StepKind.NOTE]
         if not decisions:
             known = [o for o in observations if not o.is_proposed and o.costs is not None]
-            if len(compared) < len(known):
-                return self._comparison(parameters, known[len(compared)], setting)
-            return self._decision(known, compared, setting)
+            return self._compare(parameters, known, steps, setting)
         call: dict[str, Any] = {"number": number, "seed": seed, "pending": pending}
         if decisions[0] == NOT_USED:
             return WITHOUT_GRADIENTS.propose(parameters, observations=observations, **call)
@@ -86,35 +86,62 @@ class GradientSearcher:
 
     # -- whether losses say anything about scores ------------------------------------------------------------------
 
-    def _comparison(self, parameters: Parameters, known: Observation, setting: SearchSetting) -> StepRequest:
-        """The losses of a known recipe on the first search samples."""
-        positions = {
-            name: tuple(range(min(self.num_compared, setting.num_samples[name]))) for name in setting.objectives
-        }
-        point = tuple(float(known.configuration[parameter.name]) for parameter in parameters)
-        return StepRequest(StepKind.LOSSES, f"trial {known.number}", point, positions)
-
-    def _decision(self, known: Sequence[Observation], compared: Sequence[Step], setting: SearchSetting) -> StepRequest:
+    def _compare(
+        self, parameters: Parameters, known: Sequence[Observation], steps: Sequence[Step], setting: SearchSetting
+    ) -> StepRequest:
+        """The next step towards the decision, or the decision: the losses of the known recipes on the tasks' references
+        first, then on the sources' own correct completions for the objectives where those do not go with scores."""
+        first = _comparisons(steps, on_completions=False)
+        if len(first) < len(known):
+            return self._comparison(parameters, known[len(first)], {n: setting.fitted(n) for n in setting.objectives})
         if len(known) < self.min_recipes:
             reason = f"{len(known)} known recipes are too few to compare losses with scores"
             return StepRequest(StepKind.NOTE, f"gradients are used: {reason}", decision=USED)
-        found: dict[str, float] = {}
-        for index, name in enumerate(setting.objectives):
-            pairs = [
-                (step.result.losses[name], o.costs[index])
-                for step, o in zip(compared, known, strict=True)
-                if step.result.failure is None and o.costs is not None
-            ]
-            found[name] = rank_correlation([loss for loss, _ in pairs], [cost for _, cost in pairs])
-        text = f"rank correlation over {len(known)} known recipes: " + ", ".join(
-            f"{name} {value:.2f}" for name, value in found.items()
-        )
-        if min(found.values()) >= self.min_correlation:
+        found = _correlations(known, first, setting)
+        text = f"rank correlation over {len(known)} known recipes: {_listed(found)}"
+        failing = tuple(name for name, value in found.items() if value < self.min_correlation)
+        if not failing:
             return StepRequest(StepKind.NOTE, f"gradients are used: losses go with scores ({text})", decision=USED)
         reason = f"losses do not go with scores ({text}; {self.min_correlation:g} is needed)"
-        if setting.preferences:
-            reason += "; it does not use the preference vectors"
-        return StepRequest(StepKind.NOTE, f"gradients are not used, smac proposes: {reason}", decision=NOT_USED)
+        if setting.first_fitted:
+            return _refusal(f"{reason}, and no source is scored on the samples that are fitted", setting)
+        completed = _completed(steps)
+        if completed is None:
+            return StepRequest(StepKind.COMPLETIONS, "correct completions of the sources", completions=failing)
+        few = {name: len(pairs) for name, pairs in completed.items() if len(pairs) < self.min_completions}
+        if few:
+            counts = ", ".join(f"{name} {count}" for name, count in few.items())
+            lack = f"the sources have too few correct completions ({counts}; {self.min_completions} are needed)"
+            return _refusal(f"{reason}, and {lack}", setting)
+        second = _comparisons(steps, on_completions=True)
+        if len(second) < len(known):
+            places = {name: [position for position, _ in pairs] for name, pairs in completed.items()}
+            return self._comparison(parameters, known[len(second)], places, completions=failing)
+        again = _correlations(known, second, setting)
+        if min(again.values()) < self.min_correlation:
+            return _refusal(
+                f"{reason}, nor do those on the sources' own correct completions ({_listed(again)})", setting
+            )
+        counts = ", ".join(f"{name} on {len(pairs)} samples" for name, pairs in completed.items())
+        label = (
+            f"gradients are used, with the sources' own correct completions as references of {counts}: losses on them "
+            f"go with scores ({_listed(again)}), those on the tasks' reference answers do not ({text}; "
+            f"{self.min_correlation:g} is needed)"
+        )
+        return StepRequest(StepKind.NOTE, label, decision=USED)
+
+    def _comparison(
+        self,
+        parameters: Parameters,
+        known: Observation,
+        places: Mapping[str, Sequence[int]],
+        *,
+        completions: tuple[str, ...] = (),
+    ) -> StepRequest:
+        """The losses of a known recipe on the first of these sample positions."""
+        positions = {name: tuple(each[: self.num_compared]) for name, each in places.items()}
+        point = tuple(float(known.configuration[parameter.name]) for parameter in parameters)
+        return StepRequest(StepKind.LOSSES, f"trial {known.number}", point, positions, completions=completions)
 
     # -- the descents ----------------------------------------------------------------------------------------------
 
@@ -138,13 +165,15 @@ class GradientSearcher:
             return dict(zip(parameters.names, reached.tolist(), strict=True))
         names = setting.objectives
         preference = dict(zip(names, descent.preference, strict=True))
+        batch = _minibatch([name for name in names if preference[name] > 0], steps, seed, setting)
         return StepRequest(
             StepKind.GRADIENT,
             _label(number),
             tuple(reached.tolist()),
-            _minibatch([name for name in names if preference[name] > 0], steps, seed, setting),
+            batch,
             _weights(preference, steps),
             preference=preference if setting.preferences else {},
+            completions=tuple(name for name in _completed(steps) or () if name in batch),
         )
 
     def _start(self, parameters: Parameters, number: int, steps: Sequence[Step], setting: SearchSetting) -> Point:
@@ -192,6 +221,42 @@ def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
     return float(np.corrcoef(rankdata(left), rankdata(right))[0, 1])
 
 
+def _comparisons(steps: Sequence[Step], *, on_completions: bool) -> list[Step]:
+    found = [step for step in steps if step.request.kind is StepKind.LOSSES]
+    return [step for step in found if bool(step.request.completions) is on_completions]
+
+
+def _completed(steps: Sequence[Step]) -> Mapping[str, Sequence[tuple[int, int]]] | None:
+    """The completions that were found, by objective: once there are descents, these are the references. None: they
+    were not asked for."""
+    found = [step.result.completions for step in steps if step.request.kind is StepKind.COMPLETIONS]
+    return found[0] if found else None
+
+
+def _correlations(known: Sequence[Observation], compared: Sequence[Step], setting: SearchSetting) -> dict[str, float]:
+    """Of the objectives that were compared, how well losses go with costs."""
+    found = {}
+    for index, name in enumerate(setting.objectives):
+        if name in compared[0].request.positions:
+            pairs = [
+                (step.result.losses[name], o.costs[index])
+                for step, o in zip(compared, known, strict=True)
+                if step.result.failure is None and o.costs is not None
+            ]
+            found[name] = rank_correlation([loss for loss, _ in pairs], [cost for _, cost in pairs])
+    return found
+
+
+def _listed(correlations: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.2f}" for name, value in correlations.items())
+
+
+def _refusal(reason: str, setting: SearchSetting) -> StepRequest:
+    if setting.preferences:
+        reason += "; it does not use the preference vectors"
+    return StepRequest(StepKind.NOTE, f"gradients are not used, smac proposes: {reason}", decision=NOT_USED)
+
+
 def _descents(setting: SearchSetting) -> tuple[Descent, ...]:
     return descents_of(setting.options, num_objectives=len(setting.objectives), preferences=setting.preferences)
 
@@ -216,18 +281,20 @@ def _minibatch(
     """Equal shares of the objectives of these names, in ascending order. Every sample of an objective is drawn once, by
     whichever descents, before one is drawn again."""
     share = max(1, setting.options.batch // len(names))
+    completed = _completed(steps) or {}
     batch = {}
     for place, name in enumerate(setting.objectives):
         if name not in names:
             continue
-        size = setting.num_samples[name]
+        places = [position for position, _ in completed[name]] if name in completed else setting.fitted(name)
+        size = len(places)
         before = sum(len(s.request.positions.get(name, ())) for s in steps if s.request.kind is StepKind.GRADIENT)
         drawn: list[int] = []
         for position in range(before, before + share):
             epoch, offset = divmod(position, size)
             if not drawn or offset == 0:
                 order = proposal_generator(seed=seed, number=BATCHES + epoch * 1000 + place).permutation(size)
-            drawn.append(int(order[offset]))
+            drawn.append(places[int(order[offset])])
         batch[name] = tuple(sorted(drawn))
     return batch
 
@@ -235,9 +302,10 @@ def _minibatch(
 def _weights(preference: Mapping[str, float], steps: Sequence[Step]) -> dict[str, float]:
     """Of each objective's loss: its preference over its mean loss over the known recipes, so that equal preferences
     count alike. Objectives that do not matter are left out."""
-    compared = [s for s in steps if s.request.kind is StepKind.LOSSES and s.result.failure is None]
+    completed = _completed(steps) or {}
     weights = {}
     for name, share in preference.items():
+        compared = [s for s in _comparisons(steps, on_completions=name in completed) if s.result.failure is None]
         scale = fmean(step.result.losses[name] for step in compared) if compared else 1.0
         if share > 0:
             weights[name] = share / max(scale, 1e-6)

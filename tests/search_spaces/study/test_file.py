@@ -245,6 +245,10 @@ def test_a_study_cannot_be_changed():
         ("objectives.0.rungs", [], "is empty; give at least 1"),
         ("objectives.0.rungs", [1, 0, 3], "0 is not accepted; give at least 1"),
         ("objectives.0.rungs", [1, 3, 2], "[1, 3, 2] does not increase; give each rung more samples than the last"),
+        ("fidelity.rule", "bound", "bound is a rule of scheduler: racing and has no effect with hyperband; leave"),
+        ("fidelity.rule", "sure", '"sure" is not known; available: behind, bound'),
+        ("fidelity.error_rate", 0.1, "has no effect with rule: behind; write rule: bound, or leave it out"),
+        ("fidelity.error_rate", 1.0, "1.0 is not accepted; give less than 1"),
         ("objectives.0.rungs", [1, 2], "[1, 2] differs in length from [30, 90, 270] of fidelity; all objectives need"),
         ("holdout.0.rungs", [1, 2, 3], "held-out data are scored whole, not rung by rung; leave it out"),
         (
@@ -275,6 +279,15 @@ def test_a_preference_vector_that_is_refused_is_named():
         "search.preferences.vectors.1",
         "search.preferences.vectors.2",
     ]
+
+
+def test_a_race_by_the_bound_has_no_constraints():
+    race = changed("fidelity", {"scheduler": "racing", "rungs": [30, 90], "rule": "bound"})
+    assert parse_study(race).fidelity.bound_error_rate == 0.05
+    assert parse_study(changed("fidelity.error_rate", 0.2, race)).fidelity.bound_error_rate == 0.2
+    assert parse_study(changed("fidelity.rule", "behind", race)).fidelity.bound_error_rate is None
+    message = "bound compares objectives and not constraints, which this study has; write behind"
+    assert problems(changed("search.constraints", ["text >= base"], race)) == [("fidelity.rule", message)]
 
 
 def test_one_objective_has_no_preferences():

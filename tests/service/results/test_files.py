@@ -233,7 +233,8 @@ def test_terminal_says_which_searcher_proposed_why_and_at_what_cost(run):
         return search_line(summary(replace(run, search=search))["search"]).plain
 
     scored = sum(trial.samples_scored for trial in run.trials if trial.origin is Origin.SEARCH)
-    descent = SearchFigures("gradient", "there are references", ("gradients are used",), steps=52, step_samples=7104)
+    charges = {9: 7000, 10: 104}
+    descent = SearchFigures("gradient", "there are references", ("gradients are used",), steps=52, charges=charges)
     assert text(descent).splitlines() == [
         "search:        gradient: there are references",
         "               gradients are used",

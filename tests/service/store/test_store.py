@@ -465,6 +465,16 @@ def test_a_stored_chunk_is_a_result_too(store: Store, writer: StudyWriter) -> No
     assert store.consecutive_failures(writer.study_id) == 2
 
 
+def test_a_stored_step_of_the_searcher_is_a_result_too(store: Store, writer: StudyWriter) -> None:
+    for number in range(4):
+        attempt = store.open_attempt(writer.study_id)
+        attempt.add_step(StepRecord(number, 9, 48, {}))
+        assert store.consecutive_failures(writer.study_id) == 0
+    store.open_attempt(writer.study_id)
+    store.open_attempt(writer.study_id)
+    assert store.consecutive_failures(writer.study_id) == 2
+
+
 def test_drivers_that_wait_are_counted_apart_until_a_result_is_stored(store: Store, writer: StudyWriter) -> None:
     study = writer.study_id
     writer.set_waiting("no engine")

@@ -163,6 +163,36 @@ def test_killed_at_any_step_and_run_again_gives_the_undisturbed_trial_list(
 
 
 @pytest.mark.slow
+def test_a_race_by_the_bound_is_resumed_as_it_was_and_says_why_trials_were_stopped(tmp_path: Path) -> None:
+    names = ("math", "text")
+    race: dict[str, Any] = {
+        "scheduler": "racing",
+        "rung_samples": tuple(dict.fromkeys(names, size) for size in (40, 120, 360)),
+        "error_rate": 0.5,
+        "chunk_samples": 200,
+        "holdout_samples": {},
+        "max_trials": 10,
+    }
+    store, study, _ = finished_study(tmp_path / "undisturbed", **race)
+    expected = trial_list(store, study)
+    searched = [trial for trial in store.trials(study) if trial.origin is Origin.SEARCH]
+    reasons = {trial.reason for trial in searched if trial.state is TrialState.PRUNED}
+    assert {f"behind at rung {rung}, by the bound for an error rate of 0.5" for rung in (0, 1)} >= reasons > set()
+    assert any(trial.state is TrialState.COMPLETE for trial in searched)
+    (tmp_path / "one").mkdir()
+    store, study = new_study(tmp_path / "one")
+    for kill_at in range(1000):
+        try:
+            coordinator = coordinator_of(store, study, observer=killer(7 + kill_at % 5), **race)
+            drive(coordinator, FakeScorer(), order_seed=kill_at)
+        except Killed:
+            continue
+        break
+    assert kill_at > 5
+    assert trial_list(store, study) == expected
+
+
+@pytest.mark.slow
 def test_no_stored_sample_is_scored_twice_whatever_was_killed(tmp_path: Path) -> None:
     store, study = new_study(tmp_path)
     log = tmp_path / "scored.jsonl"

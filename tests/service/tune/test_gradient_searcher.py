@@ -53,6 +53,8 @@ def loss_at(point: Any) -> float:
 
 def computed(request: StepRequest) -> StepResult:
     """The losses of a quadratic, twice as large for text, and the gradient of their weighted sum."""
+    if request.kind is StepKind.COMPLETIONS:
+        return StepResult(completions=dict.fromkeys(request.completions, ()))
     loss = loss_at(request.point)
     slope = 2 * (np.array(request.point) - TARGET)
     factor = request.weights.get("math", 0.0) + 2 * request.weights.get("text", 0.0)
@@ -175,13 +177,14 @@ def test_where_a_lower_loss_does_not_go_with_a_better_score_smac_proposes() -> N
     steps: list[Step] = []
     known = baselines(sign=-1.0)
     found = propose(NUM_BASELINES, steps, known=known)
-    assert kinds(steps) == ["losses"] * 5 + ["note"]
+    assert kinds(steps) == ["losses"] * 5 + ["completions", "note"]
     assert steps[-1].request.label.startswith("gradients are not used, smac proposes: losses do not go with scores")
     assert "math -1.00, text -1.00" in steps[-1].request.label
+    assert "too few correct completions (math 0, text 0; 8 are needed)" in steps[-1].request.label
     smac: Any = get_searcher("smac")
     assert found == smac.propose(PARAMETERS, number=NUM_BASELINES, seed=0, observations=known)
     assert propose(NUM_BASELINES + 1, steps, known=known) != found
-    assert len(steps) == 6, "it is decided once"
+    assert len(steps) == 7, "it is decided once"
 
 
 def test_too_few_known_recipes_say_nothing_and_the_descent_is_tried() -> None:
@@ -372,3 +375,122 @@ def test_where_smac_takes_over_the_note_says_that_preference_vectors_are_not_use
     steps: list[Step] = []
     propose(NUM_BASELINES, steps, known=baselines(sign=-1.0), setting=SEVERAL)
     assert steps[-1].request.label.endswith("it does not use the preference vectors")
+
+
+# The sources' own correct completions as references.
+
+# The sources answer text right at these positions.
+COMPLETED = {"text": ((0, 0), (2, 0), (3, 1), (4, 1), (5, 0), (6, 2), (8, 2), (9, 1))}
+LARGER = replace(SETTING, num_samples={"math": 10, "text": 12})
+
+
+def of_completions(sign: float, completed: Any = None) -> Callable[[StepRequest], StepResult]:
+    """Losses on the references of text that fall where its costs grow; on completions times `sign`."""
+
+    def compute(request: StepRequest) -> StepResult:
+        if request.kind is StepKind.COMPLETIONS:
+            assert request.completions == ("text",), "those whose references do not predict scores"
+            return StepResult(completions=COMPLETED if completed is None else completed)
+        result = computed(request)
+        if request.kind is StepKind.LOSSES:
+            loss = sign * result.losses["text"] * 5 if request.completions else -result.losses["text"]
+            losses = {name: loss if name == "text" else result.losses[name] for name in request.positions}
+            return replace(result, losses=losses)
+        return result
+
+    return compute
+
+
+def with_completions(num_points: int = 3, **changes: Any) -> tuple[list[Step], list[dict[str, Any]]]:
+    steps: list[Step] = []
+    call: dict[str, Any] = {"known": baselines(), "compute": of_completions(1.0), "setting": LARGER, **changes}
+    return steps, [propose(NUM_BASELINES + i, steps, **call) for i in range(num_points)]
+
+
+def test_where_references_say_nothing_the_sources_own_correct_completions_are_tried() -> None:
+    steps, _ = with_completions()
+    assert kinds(steps) == ["losses"] * 5 + ["completions"] + ["losses"] * 5 + ["note"] + ["gradient"] * 12
+    assert [step.request.num_charged for step in steps][:12] == [22] * 5 + [0] + [8] * 5 + [0]
+    assert steps[6].request.positions == {"text": (0, 2, 3, 4, 5, 6, 8, 9)}
+    assert steps[11].request.decision == "gradient"
+    assert steps[11].request.label == (
+        "gradients are used, with the sources' own correct completions as references of text on 8 samples: losses on "
+        "them go with scores (text 1.00), those on the tasks' reference answers do not (rank correlation over 5 known "
+        "recipes: math 1.00, text -1.00; 0.3 is needed)"
+    )
+
+
+def test_descents_then_draw_from_the_samples_that_have_a_correct_completion() -> None:
+    steps, _ = with_completions()
+    batches = [step.request for step in steps if step.request.kind is StepKind.GRADIENT]
+    assert all(batch.completions == ("text",) for batch in batches)
+    drawn = [position for batch in batches for position in batch.positions["text"]]
+    assert sorted(drawn[:8]) == [position for position, _ in COMPLETED["text"]]
+    assert sorted(set(drawn)) == sorted(drawn[:8])
+    assert {p for batch in batches for p in batch.positions["math"]} == set(range(10))
+    # In units of the losses that are made smaller.
+    scales = {"math": np.mean([step.result.losses["math"] for step in steps[:5]])}
+    scales["text"] = np.mean([step.result.losses["text"] for step in steps[6:11]])
+    assert {name: weight * scales[name] for name, weight in batches[0].weights.items()} == pytest.approx(
+        {"math": 0.5, "text": 0.5}
+    )
+
+
+def test_where_completions_say_nothing_either_smac_proposes() -> None:
+    steps, (found, *_) = with_completions(compute=of_completions(-1.0))
+    assert kinds(steps) == ["losses"] * 5 + ["completions"] + ["losses"] * 5 + ["note"]
+    assert steps[-1].request.label.startswith("gradients are not used, smac proposes: losses do not go with scores (")
+    assert steps[-1].request.label.endswith("nor do those on the sources' own correct completions (text -1.00)")
+    smac: Any = get_searcher("smac")
+    assert found == smac.propose(PARAMETERS, number=NUM_BASELINES, seed=0, observations=baselines())
+
+
+def test_where_the_sources_have_too_few_correct_completions_smac_proposes() -> None:
+    steps, _ = with_completions(1, compute=of_completions(1.0, {"text": COMPLETED["text"][:7]}))
+    assert kinds(steps) == ["losses"] * 5 + ["completions", "note"]
+    message = "the sources have too few correct completions (text 7; 8 are needed)"
+    assert steps[-1].request.label.endswith(message)
+    assert steps[-1].request.decision == "smac"
+
+
+def test_a_search_with_completions_goes_on_from_any_step_as_if_undisturbed() -> None:
+    steps, expected = with_completions()
+
+    def again(request: StepRequest) -> StepResult:
+        """The store would say something else now."""
+        return of_completions(1.0)(request) if request.kind is not StepKind.COMPLETIONS else StepResult()
+
+    for cut in range(6, len(steps)):
+        left = steps[:cut]
+        call: dict[str, Any] = {"known": baselines(), "compute": again, "setting": LARGER}
+        assert [propose(NUM_BASELINES + i, left, **call) for i in range(3)] == expected
+        assert left == steps
+
+
+def test_steps_of_earlier_versions_are_read_without_completions() -> None:
+    document = Step(3, 7, StepRequest(StepKind.NOTE, "a decision", decision="gradient"), StepResult()).to_json()
+    del document["request"]["completions"], document["result"]["completions"]
+    step = Step.from_json(3, 7, document)
+    assert (step.request.completions, step.result.completions) == ((), {})
+
+
+# A share of the samples to fit.
+
+
+def test_losses_and_gradients_are_of_the_samples_to_fit_alone() -> None:
+    setting = replace(SETTING, first_fitted={"math": 6, "text": 4})
+    steps: list[Step] = []
+    propose(NUM_BASELINES + 2, steps, known=baselines(), setting=setting)
+    assert steps[0].request.positions == {"math": (6, 7, 8, 9), "text": (4, 5, 6)}
+    batches = [step.request.positions for step in steps if step.request.kind is StepKind.GRADIENT]
+    assert sorted(p for batch in batches[:2] for p in batch["math"]) == [6, 7, 8, 9]
+    assert {p for batch in batches for p in batch["text"]} == {4, 5, 6}
+
+
+def test_where_no_source_is_scored_on_the_samples_to_fit_completions_are_not_asked_for() -> None:
+    steps: list[Step] = []
+    setting = replace(SETTING, first_fitted={"math": 6, "text": 4})
+    propose(NUM_BASELINES, steps, known=baselines(sign=-1.0), setting=setting)
+    assert kinds(steps) == ["losses"] * 5 + ["note"]
+    assert steps[-1].request.label.endswith("and no source is scored on the samples that are fitted")
+    assert steps[-1].request.decision == "smac"

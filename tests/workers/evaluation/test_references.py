@@ -78,6 +78,25 @@ def test_a_generating_task_is_read_with_its_delimiter_and_stops(prompts: Prompts
     assert long.ends == ()
 
 
+def test_a_models_own_completion_is_read_as_it_was_generated(
+    prompts: Prompts, sums: TaskSpec, choices: TaskSpec
+) -> None:
+    found = references(prompts)
+    (reference,) = found.targets(sums)[0].readings
+    answer = tuple(prompts.encode("12 is it", special_tokens=False))
+    ended = found.of_completion(sums, 0, (*answer, reference.ends[0]))
+    assert ended.readings == (
+        Reading((*reference.tokens[: reference.num_context], *answer), reference.num_context, reference.ends),
+    )
+    assert (ended.right, ended.scales) == ((0,), None)
+    (cut,) = found.of_completion(sums, 0, answer).readings
+    assert (cut.tokens, cut.ends) == (ended.readings[0].tokens, ()), (
+        "after the last token that was allowed nothing is read"
+    )
+    with pytest.raises(InvalidTask, match="sample 0: its answer is an option, not a completion"):
+        found.of_completion(choices, 0, answer)
+
+
 def test_several_answers_are_alternatives(prompts: Prompts, tmp_path: Path) -> None:
     rows: list[dict[str, object]] = [{"question": "?", "answers": ["two", "2", "two"]}]
     task = yaml_task(tmp_path, rows, doc_to_target="answers")

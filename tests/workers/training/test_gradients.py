@@ -91,7 +91,7 @@ def by_autograd(trained: CoefficientGradients, recipe: Recipe) -> tuple[float, d
     model = AutoModelForCausalLM.from_pretrained(bank.family.base.directory, dtype=torch.float32)
     loss = torch.zeros(())
     for name, positions in BATCH.items():
-        targets = trained._targets[name]
+        targets = tuple(trained._of_tasks[name].at.values())
         size = sum(reading.num_scored for target in targets for reading in target.readings) / len(targets)
         for position in positions:
             (reading,) = targets[position].readings
@@ -278,11 +278,35 @@ def test_sources_as_they_are_have_no_derivative(tied: CoefficientGradients) -> N
     check_against_autograd(tied, scaled)
 
 
+def test_completions_are_read_in_place_of_the_tasks_references(tied: CoefficientGradients) -> None:
+    family, recipe = tied.bank.family, arithmetic(tied.bank.family, 0.4, 0.2)
+    expected = tied.losses(recipe, BATCH)
+    # The references themselves as completions, ended by a token: those of positions 3 and 4 only.
+    readings = {position: tied._of_tasks["names"].at[position].readings[0] for position in (4, 3)}
+    tokens = {p: (*reading.tokens[reading.num_context :], *reading.ends[:1]) for p, reading in readings.items()}
+    tied.set_completions({"names": tokens})
+    found = tied.losses(recipe, {"names": (3, 4)}, completions=["names"])
+    unit = sum(reading.num_scored for reading in readings.values()) / 2
+    factor = tied._of_tasks["names"].unit / unit
+    assert found["names"] == pytest.approx([loss * factor for loss in expected["names"][:2]], rel=1e-5)
+    # Others, with derivatives of their own, and the task's references where they are not asked for.
+    tied.set_completions({"names": {3: tokens[4], 4: tokens[3]}})
+    own = tied.loss_and_gradient(recipe, {"names": (3, 4)}, WEIGHTS)
+    other = tied.loss_and_gradient(recipe, {"names": (3, 4)}, WEIGHTS, completions=["names"])
+    assert own.losses["names"] == pytest.approx(sum(expected["names"][:2]) / 2, rel=1e-5)
+    assert other.losses["names"] > own.losses["names"]
+    assert other.by_source != own.by_source
+    with pytest.raises(ValueError, match=r"'names' at positions \[5\]; give some of 0 to 4 with a completion"):
+        tied.losses(arithmetic(family, 0.4, 0.2), {"names": (3, 5)}, completions=["names"])
+    with pytest.raises(ValueError, match="objective without completions 'sums'; known are names"):
+        tied.losses(arithmetic(family, 0.4, 0.2), BATCH, completions=["sums"])
+
+
 @pytest.mark.parametrize(
     ("batch", "weights", "message"),
     [
         ({"code": [0]}, {"code": 1.0}, "unknown objective 'code'; known are names, sums"),
-        ({"names": [0, 20]}, {"names": 1.0}, r"objective 'names' at positions \[0, 20\]; give some of 0 to 19"),
+        ({"names": [0, 20]}, {"names": 1.0}, r"objective 'names' at positions \[20\]; give some of 0 to 19"),
         ({"names": []}, {"names": 1.0}, r"objective 'names' at positions \[\]; give some of 0 to 19"),
         ({"names": [0]}, {"sums": 1.0}, "no weight for objective 'names'; given are sums"),
     ],

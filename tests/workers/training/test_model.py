@@ -37,7 +37,7 @@ def test_merges_are_read_as_transformers_reads_them(tmp_path: Path, model_type: 
     recipe = arithmetic(family, 0.4, 0.7)
     found = trained.losses(recipe, {"count": range(8)})["count"]
     model = merged_model(recipe, trained.bank, dtype="float32")
-    targets = trained._targets["count"]
+    targets = tuple(trained._of_tasks["count"].at.values())
     unit = sum(target.size for target in targets) / len(targets)
     for loss, target in zip(found, targets, strict=True):
         (reading,) = target.readings

@@ -97,7 +97,7 @@ def test_every_held_out_value_is_in_the_table(run, page):
 
 def test_every_chart_says_what_it_shows_and_has_a_table(page):
     charts = [attributes for tag, attributes in page.tags if attributes.get("role") == "img"]
-    assert len(charts) == 4 + 4 + 1 + 3 + 3  # held-out, history, races, front, coefficients
+    assert len(charts) == 4 + 4 + 1 + 3 + 1 + 3  # held-out, history, races, front, hypervolume, coefficients
     assert all(len(chart["aria-label"]) > 20 for chart in charts)
     assert sum(tag == "table" for tag, _ in page.tags) >= 7
 
@@ -167,7 +167,7 @@ def test_verification_failures_and_engine_are_told(run, page):
 
 
 def test_the_searcher_its_reason_and_its_cost_are_told(run):
-    search = SearchFigures("gradient", "there are references", ("losses go with scores",), steps=52, step_samples=7104)
+    search = SearchFigures("gradient", "there are references", ("losses go with scores",), steps=52, charges={9: 7104})
     page = render_report(replace(run, search=search))
     for text in ("gradient: there are references", "losses go with scores", "charged as 7,104 samples"):
         assert text in page

@@ -42,6 +42,8 @@ def test_the_rule_is_the_schedulers_unless_the_reason_names_another() -> None:
     assert rules(under("asha", "not promoted from rung 1")) == {"not among the best of the rung"}
     assert rules(under("other", "not promoted from rung 1")) == {"not promoted"}
     assert rules(under("racing", "surely behind trial 3 at rung 1")) == {"surely behind trial 3"}
+    bound = "by the bound for an error rate of 0.05"
+    assert rules(under("racing", f"behind at rung 1, {bound}")) == {f"behind, {bound}"}
     assert rules(under("racing", None)) == {"behind one of the best on the same samples"}
 
 

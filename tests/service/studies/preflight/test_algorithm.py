@@ -91,6 +91,20 @@ def test_preference_vectors_are_refused_by_searchers_that_do_not_use_them(tasks:
     assert problem.message == ("smac does not use preference vectors; leave them out; searchers that do: gradient")
 
 
+def test_samples_to_fit_are_refused_by_searchers_that_fit_none(tasks: Any) -> None:
+    assert chosen("auto", LAYERWISE, tasks, fit_share=0.5)[1] == []
+    assert chosen("smac", LAYERWISE, tasks, fit_share=1.0)[1] == []
+    for name, over, part in (
+        ("smac", LAYERWISE, "leave a share of them out; searchers"),
+        ("auto", LFS, "and auto is smac here as gr"),
+    ):
+        _, (problem,) = chosen(name, over, tasks, fit_share=0.5)
+        assert problem.field == "search.fit_share"
+        assert "smac fits no samples, and would leave a share of them out" in problem.message
+        assert part in problem.message
+        assert problem.message.endswith("; searchers that do: gradient")
+
+
 def test_where_auto_finds_no_gradients_it_says_why_it_has_no_use_for_preference_vectors(tasks: Any) -> None:
     assert chosen("auto", LAYERWISE, tasks, preferences={"lattice": 2})[1] == []
     _, (problem,) = chosen("auto", LFS, tasks, preferences={"lattice": 2})

@@ -279,6 +279,39 @@ def test_only_a_search_that_compares_baselines_waits_for_all_of_them(root: Path)
     assert [name for name, waits in of.items() if waits] == ["gradient"]
 
 
+def test_a_share_of_the_samples_is_fitted_and_trials_are_scored_on_the_others_alone(root: Path) -> None:
+    fitted: dict[str, Any] = {"search_space": {"kind": "layerwise"}, "search": {"max_trials": 14, "fit_share": 0.25}}
+    found = examined(root, **fitted, fidelity={"scheduler": "none"})
+    assert found.algorithm.name == "gradient"
+    rest = {"sums": 30, "words": 28}  # of 40 and 38
+    assert found.rung_samples == (rest,)
+    setting = found.search_setting(num_baselines=9)
+    parts = {name: (set(range(rest[name])), set(setting.fitted(name))) for name in SIZES}
+    assert all(scored | fit == set(range(SIZES[name])) for name, (scored, fit) in parts.items())
+    assert not any(scored & fit for scored, fit in parts.values())
+    found = examined(root, **fitted, fidelity={"scheduler": "racing", "rungs": [5, 28], "rule": "bound"})
+    plan = found.plan("s", found.resolved())
+    assert plan.rung_samples == (dict.fromkeys(SIZES, 5), dict.fromkeys(SIZES, 28))
+    assert plan.error_rate == 0.05
+
+    with pytest.raises(InvalidStudy) as caught:
+        examined(root, **fitted, fidelity={"scheduler": "none", "max_samples": 29})
+    message = "29 samples requested, objective 'words' has 38, of which search.fit_share=0.25 leaves 28 to score"
+    assert f"fidelity.max_samples: {message}; use at most 28" in str(caught.value)
+    for share, what in ((0.99, "score"), (0.01, "fit")):
+        fitted["search"] = {"fit_share": share}
+        message = rf"search\.fit_share: {share} of the 40 .* 'sums' leaves none to {what}"
+        with pytest.raises(InvalidStudy, match=message):
+            examined(root, **fitted, fidelity={"scheduler": "none"})
+
+
+def test_by_default_all_samples_are_fitted_and_scored(root: Path) -> None:
+    found = examined(root, search_space={"kind": "layerwise"}, fidelity={"scheduler": "none"})
+    assert found.rung_samples == (SIZES,)
+    setting = found.search_setting(num_baselines=9)
+    assert {name: setting.fitted(name) for name in SIZES} == {name: range(size) for name, size in SIZES.items()}
+
+
 def test_the_engine_is_started_as_the_study_says(root: Path) -> None:
     engine = {"max_model_len": 50, "dtype": "float16", "add_bos_token": False, "system_prompt": "be brief"}
     assert examined(root, engine=engine).engine_options == EngineOptions(

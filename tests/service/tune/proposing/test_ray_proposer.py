@@ -144,14 +144,18 @@ def job(untied_family: Family, tmp_path: Path) -> GradientJob:
     return GradientJob(untied_family, OPTIONS, tasks, differentiable(searched_models(sources, sources.fingerprints)))
 
 
-def steps_and_proposals(job: GradientJob, *, kill_after: int | None = None) -> tuple[list[Step], list[dict[str, Any]]]:
-    """Two proposals; the gradient actor is killed after so many steps."""
+def steps_and_proposals(
+    job: GradientJob, *, kill_after: int | None = None, before: Sequence[Step] = (), completions: Any = None
+) -> tuple[list[Step], list[dict[str, Any]]]:
+    """Two proposals of a study with the steps `before`; the gradient actor is killed after so many more."""
     proposer = RayProposer(
         algorithm="gradient",
         parameters=job.space.parameters,
         seed=3,
         setting=SearchSetting(NAMES, dict.fromkeys(NAMES, 40), 0, GRADIENT),
+        steps=before,
         job=job,
+        completions=completions,
     )
     steps: list[Step] = []
     proposals = []
@@ -167,10 +171,26 @@ def steps_and_proposals(job: GradientJob, *, kill_after: int | None = None) -> t
     return steps, proposals
 
 
+class KnownCompletions:
+    """`SourceCompletions` of a study whose sources answer "9" to the first samples of math."""
+
+    def find(self, request: StepRequest) -> StepResult:
+        raise AssertionError("they were found before")
+
+    def read(self, chosen: Mapping[str, Sequence[tuple[int, int]]]) -> dict[str, dict[int, tuple[int, ...]]]:
+        return {name: {position: (57 + source,) for position, source in pairs} for name, pairs in chosen.items()}
+
+
 def test_gradients_on_ray_are_the_same_again_and_after_the_actor_has_died(ray_cluster: None, job: GradientJob) -> None:
-    steps, proposals = steps_and_proposals(job)
+    """With completions that the study had found before it went on."""
+    found = StepResult(completions={"math": tuple((position, position % 2) for position in range(10))})
+    before = [Step(0, 0, StepRequest(StepKind.COMPLETIONS, "", completions=("math",)), found)]
+    steps, proposals = steps_and_proposals(job, before=before, completions=KnownCompletions())
     assert [step.request.kind for step in steps] == [StepKind.NOTE] + [StepKind.GRADIENT] * 4
-    again, same = steps_and_proposals(job, kill_after=3)
+    assert [step.number for step in steps] == [1, 2, 3, 4, 5]
+    assert all(step.request.completions == ("math",) for step in steps[1:])
+    assert all(max(step.request.positions["math"]) < 10 for step in steps[1:])
+    again, same = steps_and_proposals(job, before=before, completions=KnownCompletions(), kill_after=3)
     assert [(step.request, step.result.losses, step.result.gradient) for step in again] == [
         (step.request, step.result.losses, step.result.gradient) for step in steps
     ]
@@ -178,6 +198,20 @@ def test_gradients_on_ray_are_the_same_again_and_after_the_actor_has_died(ray_cl
     gradients = [step.result for step in steps if step.request.kind is StepKind.GRADIENT]
     assert all(any(result.gradient) and result.bank == job.family.fingerprint for result in gradients)
     assert len({result.recipe for result in gradients}) == len(gradients)
+
+
+def test_an_actor_reads_completions_only_where_a_step_asks_for_them(job: GradientJob) -> None:
+    from service.tune.proposing.gradient_actor import GradientActor
+
+    actor = GradientActor(job)
+    point = (0.5,) * len(job.space.parameters)
+    request = StepRequest(StepKind.LOSSES, "d", point, {"math": (0, 3), "text": (1,)})
+    expected = actor.run(request).losses
+    actor.use_completions({"math": {0: (57,), 3: (60, 61)}})
+    assert actor.run(request).losses == expected
+    found = actor.run(replace(request, completions=("math",))).losses
+    assert found["text"] == expected["text"]
+    assert found["math"] != expected["math"]
 
 
 def test_models_and_tasks_that_the_actor_cannot_use_are_named_and_not_tried_again(

@@ -1,0 +1,77 @@
+"""The hypervolume of the front over the samples spent, for studies of several objectives."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from search_spaces.objectives import REFERENCE_COST, Candidate, constrained_front
+from search_spaces.objectives import hypervolume as volume_of
+from service.results.record import RunRecord
+from service.results.selection import candidates
+from service.results.series.base import chart
+from service.schemas.files import Number
+from service.types import Origin
+
+__all__ = ["HypervolumePlot", "HypervolumePoint", "hypervolume"]
+
+
+@dataclass(frozen=True)
+class HypervolumePoint:
+    trial: Number
+    label: str
+    origin: str
+    spent: Annotated[int, Field(description="Samples' worth of all trials and steps up to this trial, by number.")]
+    hypervolume: Annotated[float, Field(ge=0, description="Of the front of the trials up to this one.")]
+
+
+@dataclass(frozen=True)
+class HypervolumePlot:
+    """The hypervolume after each trial at full budget; no points with a single objective."""
+
+    plot: Literal["hypervolume"]
+    reference_point: list[float]
+    baselines_spent: Annotated[int, Field(description="Samples scored for source and published recipes.")]
+    points: tuple[HypervolumePoint, ...]
+
+
+@chart(place=9)
+def hypervolume(run: RunRecord) -> HypervolumePlot:
+    """The hypervolume of the front on search data, over the samples spent."""
+    baselines = (Origin.SOURCE, Origin.PUBLISHED)
+    return HypervolumePlot(
+        plot="hypervolume",
+        reference_point=[REFERENCE_COST] * len(run.objectives),
+        baselines_spent=sum(trial.samples_scored for trial in run.trials if trial.origin in baselines),
+        points=_points(run) if len(run.objectives) > 1 else (),
+    )
+
+
+def _points(run: RunRecord) -> tuple[HypervolumePoint, ...]:
+    spent = _spent(run)
+    front: list[Candidate] = []
+    volume = 0.0
+    points = []
+    for trial, candidate in candidates(run.trials, run.objectives):
+        found = _front([*front, candidate])
+        if found != front:
+            front, volume = found, volume_of([of.costs for of in found if of.costs is not None])
+        points.append(
+            HypervolumePoint(trial.number, trial.label, trial.origin.value, spent[trial.number], volume),
+        )
+    return tuple(points)
+
+
+def _front(found: Sequence[Candidate]) -> list[Candidate]:
+    return list(itertools.compress(found, constrained_front(found)))
+
+
+def _spent(run: RunRecord) -> dict[int, int]:
+    """By trial, what it and those before it were scored on, and what steps were charged for their proposals."""
+    trials = sorted(run.trials, key=lambda trial: trial.number)
+    each = [trial.samples_scored + run.search.charges.get(trial.number, 0) for trial in trials]
+    return {trial.number: total for trial, total in zip(trials, itertools.accumulate(each), strict=True)}

@@ -1,0 +1,65 @@
+"""The sources' own correct completions among the stored samples: references where a task's own say nothing about its
+metric."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from search_spaces.objectives import Objective
+from service.store import Store
+from service.tune.steps import StepRequest, StepResult
+from service.types import Origin, TrialRecord, TrialState
+from workers.types import Completions, Split
+
+__all__ = ["Chosen", "SourceCompletions"]
+
+Chosen = Mapping[str, Sequence[tuple[int, int]]]
+"""By objective: sample positions, and the number of the source whose completion is the reference there."""
+
+# A cost that is that of the best value but for rounding.
+ROUNDING = 1e-9
+
+
+class SourceCompletions:
+    """Reads the search samples of one study's sources, all of them scored in full.
+
+    A completion is correct where the sample has the best value of its objective's range. Samples that are options of a
+    multiple choice have none, nor have those of several completions, of which single ones may be wrong, and those
+    that were stored without tokens. Samples of an engine that failed a check are scored again and keep their values; if
+    their tokens differ, a later attempt reads the new ones."""
+
+    def __init__(self, store: Store, study_id: str, objectives: Sequence[Objective]) -> None:
+        self._store = store
+        self._study_id = study_id
+        self._objectives = {objective.name: objective for objective in objectives}
+
+    def find(self, request: StepRequest) -> StepResult:
+        """Of each objective that is asked for, the positions that have one; the first correct source, by number."""
+        found: dict[str, dict[int, int]] = {name: {} for name in request.completions}
+        for source in self._sources():
+            for name, tokens in self._correct(source, found.keys()).items():
+                for position in tokens:
+                    found[name].setdefault(position, source.number)
+        return StepResult(completions={name: tuple(sorted(chosen.items())) for name, chosen in found.items()})
+
+    def read(self, chosen: Chosen) -> Completions:
+        """The completions that were found."""
+        wanted = {number for pairs in chosen.values() for _, number in pairs}
+        of = {s.number: self._correct(s, chosen.keys()) for s in self._sources() if s.number in wanted}
+        return {
+            name: {position: of[number][name][position] for position, number in pairs} for name, pairs in chosen.items()
+        }
+
+    def _sources(self) -> list[TrialRecord]:
+        trials = self._store.trials(self._study_id)
+        return [t for t in trials if t.origin is Origin.SOURCE and t.state is TrialState.COMPLETE]
+
+    def _correct(self, source: TrialRecord, names: Collection[str]) -> Completions:
+        found: dict[str, dict[int, tuple[int, ...]]] = {name: {} for name in names}
+        for sample in self._store.samples(self._study_id, source.recipe.digest, Split.SEARCH):
+            if sample.objective not in found or sample.tokens is None or len(sample.tokens) != 1:
+                continue
+            is_correct = self._objectives[sample.objective].cost_of_stored(sample.value) <= ROUNDING
+            if is_correct and sample.tokens[0]:
+                found[sample.objective][sample.position] = sample.tokens[0]
+        return found
