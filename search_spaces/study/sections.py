@@ -287,12 +287,16 @@ class EngineOptions(Engine):
 
     threads: int = 0
     """Threads for arithmetic on CPU; 0: all cores but one."""
+    max_layers: int = 0
+    """Layers of the longest merge, for an engine whose merges may have any number and order of layers; 0: every merge
+    has as many layers as the base."""
     seed: int = 0
     """vLLM's seed."""
 
     def document(self) -> dict[str, Any]:
         """The options by name, as plain data. Engines with equal documents are interchangeable."""
-        return self.model_dump(exclude=set(NOT_OF_ONE_ENGINE))
+        excluded = NOT_OF_ONE_ENGINE if self.max_layers else NOT_OF_ONE_ENGINE | {"max_layers"}
+        return self.model_dump(exclude=set(excluded))
 
 
 class Limits(Section):

@@ -29,6 +29,7 @@ from workers.mergekit.config import DTYPES, read_configuration, split_adapter
 from workers.mergekit.importer import to_recipe
 from workers.models.family import ResolvedFamily, resolve_family, resolve_model
 from workers.models.hub import HUB_ID, named
+from workers.models.merged_files import merged_config
 
 if TYPE_CHECKING:
     from workers.mergekit.config import MergekitConfig
@@ -188,7 +189,6 @@ def _prepared(file: Path, directories: Mapping[str, Path], dtype: str | None, **
     """`fetching`: the further arguments of `_bank`."""
 
     from workers.merging.materialize import check_recipe
-    from workers.models.merged_files import merged_config
 
     document = _read(file)
     try:

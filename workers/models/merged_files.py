@@ -19,7 +19,7 @@ from workers.models.config import LAYERS_WITHOUT_EXPERTS, of_each_layer
 from workers.models.tokenizers import TOKENIZER_FILES, load_tokenizer
 from workers.models.vocabulary import UNION, Alignment, added_tokens, token_ids
 
-__all__ = ["make_result_dir", "merged_config"]
+__all__ = ["WINDOWED", "make_result_dir", "merged_config"]
 
 GENERATION_CONFIG = "generation_config.json"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ import pytest
 import torch
 
 from search_spaces.errors import InvalidRecipe
-from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
+from search_spaces.recipe import LayerRecipe, Recipe
 from tests.builders import tiny_family, tiny_llama, tiny_qwen2
 from tests.layouts import LAYOUTS, layout_family
-from tests.workers.recipes import arithmetic
+from tests.workers.recipes import arithmetic, copied, path
 from workers.engines.transformers.backend import logprobs, merged_model
 from workers.merging.bank import Bank
 from workers.merging.materialize import check_recipe, computations, merge_into, merged_names, merged_tensors
@@ -24,17 +23,6 @@ from workers.types import Family
 
 SCALES = (0.5, 1.5, 0.8, 1.3, 0.6, 1.4)
 SHIPPED = Path(__file__).parents[3] / "workers" / "tiny_family"
-
-
-def copied(model: str, layer: int | None) -> Merge:
-    return Merge("passthrough", (Source(model, layer),))
-
-
-def path(family: Family, steps: Sequence[tuple[str, int]], scales: Sequence[float] = SCALES) -> Recipe:
-    """Whole layers of models, with the scales in turn; embedding and head are the base's."""
-    merges = [copied(*step) for step in steps]
-    layers = tuple(LayerRecipe(m, m, m, scale=scales[i % len(scales)]) for i, m in enumerate(merges))
-    return Recipe(family.fingerprints, family.base.alias, layers, copied("base", None), copied("base", None))
 
 
 def scaled_stream(recipe: Recipe, bank: Bank) -> Any:
@@ -79,7 +67,7 @@ def test_without_eps_folded_scales_are_scales_of_the_stream(
         tmp_path, build=build, experts=("math", "text"), tied=tied, noise=0.05, rms_norm_eps=1e-12, **settings
     )
     bank = Bank(family, cache=tmp_path)
-    assert apart(path(family, STEPS), bank) < 2e-5
+    assert apart(path(family, STEPS, SCALES), bank) < 2e-5
     assert apart(path(family, STEPS, scales=(0.5,)), bank) < 2e-5, "the stream ends at 1/256 of its size"
 
 
@@ -99,7 +87,7 @@ def test_on_the_shipped_family_the_two_forms_agree(tmp_path: Path) -> None:
         SHIPPED / "base", {name: SHIPPED / "experts" / name for name in ("math", "text")}, cache=tmp_path
     )
     steps = [("math", 0), ("math", 1), ("text", 1), ("base", 2), ("math", 3), ("math", 4), ("text", 5), ("math", 6)]
-    assert apart(path(family, steps), Bank(family, cache=tmp_path)) < 1e-4
+    assert apart(path(family, steps, SCALES), Bank(family, cache=tmp_path)) < 1e-4
 
 
 def test_only_the_ends_of_later_branches_are_divided(untied_family: Family, tmp_path: Path) -> None:
@@ -152,4 +140,4 @@ def test_every_type_that_is_folded_is_exact(model_type: str, tmp_path: Path) -> 
     bank = Bank(family, cache=tmp_path)
     suffixes = {place.suffix for place in bank.layout.places.values() if place.layer is not None}
     assert len({suffix.split(".")[1] for suffix in suffixes if ends_a_branch(suffix)}) == 2
-    assert apart(path(family, STEPS), bank) < 2e-5
+    assert apart(path(family, STEPS, SCALES), bank) < 2e-5
