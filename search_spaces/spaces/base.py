@@ -43,7 +43,8 @@ class SearchedModels:
 
     `fingerprints` are those of `base` and `experts`; `tensors` are the merged model's, by name and in the order in
     which they are merged: embedding, layer by layer, head. A tied output head is the embedding, and not among them;
-    `tied` maps its name, if the base's files have it, to the embedding's. `tokenizer` is every recipe's."""
+    `tied` maps its name, if the base's files have it, to the embedding's. `tokenizer` is every recipe's. `max_layers`
+    is how many layers a merge may have, where the study says."""
 
     base: str
     experts: tuple[str, ...]
@@ -52,6 +53,7 @@ class SearchedModels:
     tensors: Mapping[str, TensorPlace]
     tied: Mapping[str, str] = field(default_factory=dict)
     tokenizer: str = "base"
+    max_layers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,12 @@ class SpaceSection(Section, ABC):
     @abstractmethod
     def merge_methods(self) -> tuple[str, ...]:
         """The merge methods that recipes of the space may use, beside passthrough."""
+
+    @property
+    def changes_layers(self) -> bool:
+        """Whether merges have layers of any number and order: costs in layers are those of such a space, and a limit
+        of layers belongs to it."""
+        return False
 
     @abstractmethod
     def contradictions(self) -> Iterator[Problem]:

@@ -32,7 +32,7 @@ MAX_NAMES = 20
 
 WORDS = Vocabulary(
     later_values={
-        "search_space.kind": ("dis", "sfs", "hm3"),
+        "search_space.kind": ("hm3",),
         "search.algorithm": ("hm3",),
         "engine.backend": ("transformers",),
     },

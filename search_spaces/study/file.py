@@ -119,11 +119,13 @@ def parse_study(document: Mapping[str, Any], directory: Path | None = None) -> S
 def same_but_limits(stored: Study, given: Study) -> tuple[str, ...]:
     """The dotted fields in which `given` differs from `stored`; empty if `given` may resume `stored`.
 
-    `limits` may differ, and `search.max_trials` may be larger."""
+    `limits` may differ, and `search.max_trials` may be larger. A limit of layers that belongs to the search space may
+    not."""
     before, after = _flat(stored.canonical()), _flat(given.canonical())
     absent = object()
     changed = {name for name in before.keys() | after.keys() if before.get(name, absent) != after.get(name, absent)}
-    changed = {name for name in changed if not name.startswith("limits.")}
+    of_space = {"limits.max_layers"} if given.search_space.changes_layers else set()
+    changed = {name for name in changed if not name.startswith("limits.") or name in of_space}
     if given.search.max_trials > stored.search.max_trials:
         changed.discard("search.max_trials")
     return tuple(sorted(changed))

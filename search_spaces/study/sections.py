@@ -299,4 +299,5 @@ class Limits(Section):
     max_gpu_hours: Annotated[float, Field(gt=0)] | None = None
     max_wall_clock_s: Annotated[float, Field(gt=0)] | None = None
     max_layers: Annotated[int, Field(ge=1)] | None = None
-    """Layers a merged model may have."""
+    """Layers a merged model may have. Where the space changes layers, no merge has more; default there: 1.25 times the
+    sources'."""

@@ -331,6 +331,8 @@ class Coordinator:
 
     def _propose(self, proposal: Proposal, configuration: Mapping[str, Any], ask_s: float) -> None:
         try:
+            self._space.parameters.check(configuration)
+            configuration = self._space.parameters.repair(configuration)
             recipe = self._space.to_recipe(configuration)
         except SearchSpaceError as error:
             raise StudyFailed(f"trial {proposal.number}: the searcher left the search space: {error}") from error

@@ -284,11 +284,11 @@ def _examine_space(
     study: Study, sources: ResolvedFamily, fingerprints: Mapping[str, str], problems: list[Problem]
 ) -> SearchSpace | None:
     num_layers, max_layers = sources.layout.num_layers, study.limits.max_layers
-    if max_layers is not None and num_layers > max_layers:
+    if max_layers is not None and num_layers > max_layers and not study.search_space.changes_layers:
         message = f"{max_layers} is below the {num_layers} layers that every merge of this study has"
         problems.append(Problem("limits.max_layers", message))
     try:
-        return study.search_space.build(searched_models(sources, fingerprints))
+        return study.search_space.build(searched_models(sources, fingerprints, max_layers=max_layers))
     except InvalidStudy as error:
         problems.extend(error.problems)
         return None

@@ -101,8 +101,10 @@ def check_weights(
     return sources
 
 
-def searched_models(sources: ResolvedFamily, fingerprints: Mapping[str, str]) -> SearchedModels:
-    """What a search space may know of these models."""
+def searched_models(
+    sources: ResolvedFamily, fingerprints: Mapping[str, str], *, max_layers: int | None = None
+) -> SearchedModels:
+    """What a search space may know of these models, of which a merge may have `max_layers` layers."""
     layout, sizes = sources.layout, {name: math.prod(header.shape) for name, header in sources.base.tensors.items()}
     base, *experts = sources.checkpoints
     parts: list[tuple[Part, int | None]] = [("embedding", None)]
@@ -122,6 +124,7 @@ def searched_models(sources: ResolvedFamily, fingerprints: Mapping[str, str]) ->
         tensors=tensors,
         tied={layout.tied_head: embedding} if layout.tied_head and embedding else {},
         tokenizer=sources.tokenizer,
+        max_layers=max_layers,
     )
 
 

@@ -130,7 +130,7 @@ def test_a_study_cannot_be_changed():
         ("engine.dtype", "fp16", '"fp16" is not known; available: auto, float32, bfloat16, float16'),
         ("search_space.component_groups", 2, "2 is not known; available: 1, 3"),
         # not available yet
-        *(("search_space.kind", kind, f'"{kind}" is not available yet; available: {KINDS}') for kind in ("dis", "hm3")),
+        ("search_space.kind", "hm3", f'"hm3" is not available yet; available: {KINDS}'),
         ("search.algorithm", "hm3", f'"hm3" is not available yet; available: {AVAILABLE}'),
         (
             "fidelity.scheduler",
@@ -323,9 +323,9 @@ def test_an_alias_that_is_no_name_is_refused():
 
 
 def test_another_kind_of_space_is_refused_without_complaints_about_its_keys():
-    space = {"kind": "dis", "depth_granularity": 1, "repeats": 1, "scales": True}
+    space = {"kind": "hm3", "max_path_length": 40, "min_path_length": 8, "alignment": "mlp"}
     assert problems(changed("search_space", space)) == [
-        ("search_space.kind", f'"dis" is not available yet; available: {KINDS}')
+        ("search_space.kind", f'"hm3" is not available yet; available: {KINDS}')
     ]
 
 
@@ -541,6 +541,13 @@ def test_the_same_study_may_go_on_with_other_limits_and_more_trials():
     study = parse_study(DOCUMENT)
     for place, value in (("limits.max_gpu_hours", 1), ("limits", ...), ("search.max_trials", 61)):
         assert same_but_limits(study, parse_study(changed(place, value))) == ()
+
+
+def test_another_limit_of_layers_makes_another_study_where_the_space_changes_layers():
+    paths = changed("limits.max_layers", 60, changed("search_space", {"kind": "dis"}))
+    study = parse_study(changed("search_space", {"kind": "dis"}))
+    assert same_but_limits(study, parse_study(paths)) == ("limits.max_layers",)
+    assert same_but_limits(parse_study(DOCUMENT), parse_study(changed("limits.max_layers", 60))) == ()
 
 
 def test_another_study_is_told_by_the_fields_that_differ():
