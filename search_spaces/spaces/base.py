@@ -15,6 +15,7 @@ from search_spaces.section import Section
 __all__ = [
     "DifferentiableSpace",
     "LayerGroup",
+    "LayeredSpace",
     "Part",
     "SearchSpace",
     "SearchedModels",
@@ -109,6 +110,16 @@ class SearchSpace(Protocol):
 
     def describe(self) -> SpaceDescription:
         """The division of the model that reports draw."""
+        ...
+
+
+@runtime_checkable
+class LayeredSpace(SearchSpace, Protocol):
+    """A space whose merges have layers of any number and order."""
+
+    @property
+    def max_layers(self) -> int:
+        """The most layers that a merge has."""
         ...
 
 

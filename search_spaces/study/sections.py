@@ -13,6 +13,7 @@ from pydantic import Discriminator, Field, Tag
 
 from search_spaces import fidelity as ladders
 from search_spaces import preferences
+from search_spaces.costs import Cost
 from search_spaces.searchers import SEARCHERS
 from search_spaces.section import Section
 from search_spaces.spaces import DEFAULT_KIND, SPACES
@@ -24,6 +25,8 @@ __all__ = [
     "LINE",
     "MAX_PREFERENCES",
     "NAME",
+    "AnyObjective",
+    "CostSpec",
     "Engine",
     "EngineOptions",
     "Fidelity",
@@ -239,6 +242,27 @@ class ObjectiveSpec(Section):
     """The metric's lowest and highest value, where these are not 0 and 1."""
     rungs: Rungs | None = None
     """Samples of this objective at each rung, where the numbers of fidelity do not fit; as many rungs."""
+
+
+class CostSpec(Section):
+    """An objective that needs no data: less is better, and the value follows from the recipe."""
+
+    name: Name
+    cost: Cost
+    """layers: how many layers the merge has; parameters: how many parameters. In spaces that change them."""
+
+
+def _tag_of_objective(value: object) -> str:
+    is_cost = isinstance(value, CostSpec) or (isinstance(value, Mapping) and "cost" in value)
+    return "<cost>" if is_cost else "<task>"
+
+
+if TYPE_CHECKING:
+    AnyObjective = ObjectiveSpec | CostSpec
+else:
+    AnyObjective = Annotated[
+        Annotated[ObjectiveSpec, Tag("<task>")] | Annotated[CostSpec, Tag("<cost>")], Discriminator(_tag_of_objective)
+    ]
 
 
 class Verify(Section):
