@@ -186,10 +186,9 @@ class _Job:
 
 def _prepared(file: Path, directories: Mapping[str, Path], dtype: str | None, **fetching: Any) -> _Job:
     """`fetching`: the further arguments of `_bank`."""
-    import torch
 
-    from workers.export.checkpoint import merged_config
     from workers.merging.materialize import check_recipe
+    from workers.models.merged_files import merged_config
 
     document = _read(file)
     try:
@@ -198,7 +197,7 @@ def _prepared(file: Path, directories: Mapping[str, Path], dtype: str | None, **
         else:
             job = _of_recipe(document, directories, **fetching)
         check_recipe(job.recipe, job.bank)
-        merged_config(job.recipe, job.bank, torch.float32)
+        merged_config(job.recipe, job.bank.base, dtype="float32")
     except InvalidRecipe as error:
         raise InvalidRecipe("\n".join(f"{file}: {line}" for line in str(error).splitlines())) from error
     _ = job.bank.sources.result_dir  # raises InvalidModel if the models' tokenizers cannot be combined

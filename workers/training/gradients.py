@@ -193,6 +193,7 @@ class _Reducer:
 
     def add(self, gradient: torch.Tensor) -> None:
         for name, slopes in derivatives(self.tensor, self._plan, self._bank, gradient).items():
+            slopes = slopes * self.tensor.factor
             self.found[name] = self.found[name] + slopes if name in self.found else slopes
 
 
