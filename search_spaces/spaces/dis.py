@@ -4,7 +4,8 @@ Model Merging" (2025), sections 3.2.2, 4.1 and 5.2, Tables 12 to 14.
 No weights are merged: a merge is a path through layers of the sources. The base's L layers are divided into L / D
 blocks of D adjacent layers. Each block of the merge is any choice of the D layers at its place in M models, each up to
 R times, in any order. A block that uses none keeps the base's layers (layer retention) or, as an option, is left out.
-What the last layer of a block hands on is multiplied by the block's scale. The embedding is that of the first layer's
+What the last layer of a block hands on is multiplied by the block's scale; that of the last block has no influence, as
+the final norm follows. The embedding is that of the first layer's
 model, the final norm and the output head are those of the last layer's.
 
 The scales lie in [0.5, 1.5], where the published code has 0 to 2. Its paths may be too deep, and these trials are lost

@@ -105,7 +105,7 @@ class DisPaths:
             yield from (
                 Float(name, 0.0, 1.0, default=(place + 0.5) / self.num_copies) for place, name in enumerate(names.keys)
             )
-            if self.has_scales:
+            if names.scale is not None:
                 yield Float(names.scale, *SCALES, default=1.0)
 
     @cached_property
@@ -124,7 +124,8 @@ class DisPaths:
             bits=tuple(f"{prefix}.use.{copy}" for copy in copies),
             order=f"{prefix}.order" if not has_keys and self.num_orders > 1 else None,
             keys=tuple(f"{prefix}.key.{copy}" for copy in copies) if has_keys else (),
-            scale=f"{prefix}.scale",
+            # What the last block hands on goes into the final norm, which takes any scale off again.
+            scale=f"{prefix}.scale" if self.has_scales and block + 1 < self.num_blocks else None,
         )
 
     # From configurations to blocks and back.
@@ -141,8 +142,8 @@ class DisPaths:
                 path = tuple(slot // self.repeats for slot in slots if bits[slot])
             else:
                 path = _used(bits, configuration[names.order] if names.order else 0, self.num_candidates, self.repeats)
-            spelled.append(Block(path, configuration[names.scale] if self.has_scales else 1.0))
-        return tuple(self._tidy(block) for block in self._fitted(spelled))
+            spelled.append(Block(path, 1.0 if names.scale is None else configuration[names.scale]))
+        return self._tidy(self._fitted(spelled))
 
     def configuration(self, blocks: Sequence[Block]) -> dict[str, Any]:
         """The configuration of blocks as `blocks` gives them."""
@@ -154,7 +155,7 @@ class DisPaths:
                 found[names.order] = place
             if names.keys:
                 found |= zip(names.keys, self._keys(order), strict=True)
-            if self.has_scales:
+            if names.scale is not None:
                 found[names.scale] = block.scale
         return found
 
@@ -187,8 +188,8 @@ class DisPaths:
             path = tuple(number for number in numbers if number is not None)
             if len(path) < len(numbers):  # the base's, which only an empty block has
                 path = ()
-            found.append(self._tidy(Block(path, scale)))
-        blocks = tuple(found)
+            found.append(Block(path, scale))
+        blocks = self._tidy(found)
         has_room = all(block.path.count(number) <= self.repeats for block in blocks for number in block.path)
         in_range = all(SCALES[0] <= block.scale <= SCALES[1] for block in blocks)
         return blocks if has_room and in_range and self.layers(blocks) == list(layers) else None
@@ -213,11 +214,15 @@ class DisPaths:
             next_copy[candidate] += 1
         return keys
 
-    def _tidy(self, block: Block) -> Block:
-        path, scale = block.path, round(block.scale, COEFFICIENT_DECIMALS)
-        if self.retains and self.base in self.models and path == self.own(self.base):
-            path = ()
-        return Block(path, scale if path or self.retains else 1.0)
+    def _tidy(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
+        """Of the blocks with the same meaning, those that are used: scales without influence are 1."""
+        base = self.own(self.base) if self.retains and self.base in self.models else None
+        paths = [() if block.path == base else block.path for block in blocks]
+        last = max((index for index, path in enumerate(paths) if path or self.retains), default=0)
+        return tuple(
+            Block(path, round(block.scale, COEFFICIENT_DECIMALS) if index < last and (path or self.retains) else 1.0)
+            for index, (path, block) in enumerate(zip(paths, blocks, strict=True))
+        )
 
     def _fitted(self, blocks: Sequence[Block]) -> list[Block]:
         """`blocks` with as many layers as are allowed: of the others, which go is drawn by a seed that is a function of
@@ -256,7 +261,7 @@ class DisPaths:
         changed = rng.permutation(self.num_blocks)[:num_changed].tolist()
         for index, size in zip(changed, self._sizes(num_changed, rng), strict=True):
             blocks[index] = Block(self._drawn_path(size, rng), self._drawn_scale(rng))
-        return self.configuration([self._tidy(block) for block in self._fitted(blocks)])
+        return self.configuration(self._tidy(self._fitted(blocks)))
 
     def _sizes(self, num_changed: int, rng: np.random.Generator) -> list[int]:
         """Numbers of layers of the changed blocks. What they are in total is drawn first."""
@@ -290,7 +295,7 @@ class _Names:
     bits: tuple[str, ...]
     order: str | None
     keys: tuple[str, ...]
-    scale: str
+    scale: str | None
 
 
 def num_orders(num_candidates: int, repeats: int) -> int:
