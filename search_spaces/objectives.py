@@ -17,6 +17,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from search_spaces.constraints import Constraint
+from search_spaces.costs import Cost
 from search_spaces.errors import InvalidStudy, Problem
 
 __all__ = [
@@ -49,7 +50,8 @@ SCALED_METRICS = frozenset({"bleu", "chrf", "likelihood"})
 @dataclass(frozen=True)
 class Objective:
     """A metric and its direction of optimisation. `range` is [lowest, highest] of its values, by default [0, 1];
-    `constraints` are those on its values.
+    `constraints` are those on its values. One with a `cost_of_recipe` has no samples: its metric is the
+    cost's name, and its values are exact.
 
     Raises InvalidStudy without a `range` for metrics known to leave [0, 1]: minimised ones (perplexity, for example)
     and those on another scale."""
@@ -59,6 +61,7 @@ class Objective:
     direction: Direction
     range: tuple[float, float] | None = None
     constraints: tuple[Constraint, ...] = ()
+    cost_of_recipe: Cost | None = None
 
     def __post_init__(self) -> None:
         if self.range is None and (self.direction == "minimize" or self.metric in SCALED_METRICS):

@@ -217,6 +217,7 @@ class ResolvedStudy:
                     o["direction"],
                     o["range"] and tuple(o["range"]),
                     tuple(parse_constraint(text) for text in o.get("constraints", ())),
+                    o.get("cost_of_recipe"),
                 )
                 for o in document["objectives"]
             ),

@@ -13,6 +13,7 @@ from pydantic import Discriminator, Field, Tag
 
 from search_spaces import fidelity as ladders
 from search_spaces import preferences
+from search_spaces.costs import Cost
 from search_spaces.searchers import SEARCHERS
 from search_spaces.section import Section
 from search_spaces.spaces import DEFAULT_KIND, SPACES
@@ -24,6 +25,8 @@ __all__ = [
     "LINE",
     "MAX_PREFERENCES",
     "NAME",
+    "AnyObjective",
+    "CostSpec",
     "Engine",
     "EngineOptions",
     "Fidelity",
@@ -241,6 +244,27 @@ class ObjectiveSpec(Section):
     """Samples of this objective at each rung, where the numbers of fidelity do not fit; as many rungs."""
 
 
+class CostSpec(Section):
+    """An objective that needs no data: less is better, and the value follows from the recipe."""
+
+    name: Name
+    cost: Cost
+    """layers: how many layers the merge has; parameters: how many parameters. In spaces that change them."""
+
+
+def _tag_of_objective(value: object) -> str:
+    is_cost = isinstance(value, CostSpec) or (isinstance(value, Mapping) and "cost" in value)
+    return "<cost>" if is_cost else "<task>"
+
+
+if TYPE_CHECKING:
+    AnyObjective = ObjectiveSpec | CostSpec
+else:
+    AnyObjective = Annotated[
+        Annotated[ObjectiveSpec, Tag("<task>")] | Annotated[CostSpec, Tag("<cost>")], Discriminator(_tag_of_objective)
+    ]
+
+
 class Verify(Section):
     trials: Annotated[int, Field(ge=1)] = 3
     samples: Annotated[int, Field(ge=1)] = 16
@@ -303,4 +327,5 @@ class Limits(Section):
     max_gpu_hours: Annotated[float, Field(gt=0)] | None = None
     max_wall_clock_s: Annotated[float, Field(gt=0)] | None = None
     max_layers: Annotated[int, Field(ge=1)] | None = None
-    """Layers a merged model may have."""
+    """Layers a merged model may have. Where the space changes layers, no merge has more; default there: 1.25 times the
+    sources'."""

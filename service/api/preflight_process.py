@@ -208,12 +208,11 @@ def _no_files(study: Study) -> Iterator[Problem]:
 
 def _task_files(study: Study) -> Iterator[tuple[str, str]]:
     """The files that a study names as tasks, each with its place."""
-    for section, specs in (("objectives", study.objectives), ("holdout", study.holdout)):
-        for index, spec in enumerate(specs):
-            if isinstance(spec.task, InlineTask):
-                yield f"{section}.{index}.task.file", spec.task.file
-            elif spec.task.endswith((".yaml", ".yml")):
-                yield f"{section}.{index}.task", spec.task
+    for place, spec in study.with_tasks():
+        if isinstance(spec.task, InlineTask):
+            yield f"{place}.task.file", spec.task.file
+        elif spec.task.endswith((".yaml", ".yml")):
+            yield f"{place}.task", spec.task
 
 
 def _relative(value: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from search_spaces.recipe import Recipe
 from service.results.statistics import estimate
 from service.store import Store
 from service.tune.plan import Plan
@@ -52,10 +53,11 @@ class SampleCache:
         """These positions, in order, by objective, in chunks of at most the plan's size."""
         return _chunks(_spans(positions, self._targets(-1, split)[1]), self._plan.chunk_samples)
 
-    def rung_record(self, digest: str, rung: int) -> RungRecord:
-        """The estimates of a finished rung of the search. All its samples must be stored."""
+    def rung_record(self, recipe: Recipe, rung: int) -> RungRecord:
+        """The estimates of a finished rung of the search, and what follows from the recipe. All its samples must be
+        stored."""
         samples = self._plan.rung_samples[rung]
-        known = self._values[Split.SEARCH][digest]
+        known = self._values[Split.SEARCH][recipe.digest]
         values: dict[str, float] = {}
         standard_errors: dict[str, float | None] = {}
         for objective, stop in samples.items():
@@ -65,7 +67,8 @@ class SampleCache:
             else:
                 found = estimate(scored)
                 values[objective], standard_errors[objective] = found.value, found.standard_error
-        return RungRecord(rung, dict(samples), values, standard_errors)
+        exact = self._plan.recipe_values(recipe)
+        return RungRecord(rung, dict(samples), values | exact, standard_errors | dict.fromkeys(exact, 0.0))
 
     def _targets(self, rung: int, split: Split) -> tuple[Mapping[str, int], Mapping[str, TaskSpec]]:
         if split == Split.HOLDOUT:

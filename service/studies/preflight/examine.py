@@ -13,18 +13,26 @@ from importlib.metadata import version
 from pathlib import Path
 
 from search_spaces.baselines import sources_and_published
+from search_spaces.costs import ModelSize
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.fidelity import Bracket, bracket_cycle, bracket_plan
 from search_spaces.objectives import Objective
 from search_spaces.searchers import SEARCHERS
-from search_spaces.spaces.base import DifferentiableSpace, SearchSpace
+from search_spaces.spaces.base import DifferentiableSpace, LayeredSpace, SearchSpace
 from search_spaces.study.file import Study
 from search_spaces.study.sections import EngineOptions
 from service.disk import lack_of_space
 from service.studies.preflight.algorithm import GRADIENT, Algorithm, algorithm_of
 from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
 from service.studies.preflight.files import check_files
-from service.studies.preflight.models import check_engine, check_models, check_weights, searched_models, start_probe
+from service.studies.preflight.models import (
+    check_engine,
+    check_models,
+    check_weights,
+    model_size,
+    searched_models,
+    start_probe,
+)
 from service.studies.preflight.resources import MemoryPlan, check_devices, check_memory, plan_memory
 from service.studies.preflight.tasks import check_prompts, check_tasks, objectives_of
 from service.tune.plan import Baseline, Plan
@@ -89,6 +97,8 @@ class PreflightResult:
     """A message for the user about how vLLM runs the models; "" if there is none."""
     access: FileAccess | None = None
     """Which files the study may read; None: all."""
+    size: ModelSize | None = None
+    """What costs of recipes are made of; None where merges do not differ in them."""
 
     @property
     def concurrency(self) -> int:
@@ -150,6 +160,7 @@ class PreflightResult:
             chunk_samples=CHUNK_SAMPLES,
             bank_fingerprint=self.family.fingerprint,
             baselines=self.baselines() if baselines is None else baselines,
+            size=self.size,
             waits_for_baselines=SEARCHERS[resolved.algorithm or self.study.search.algorithm].waits_for_baselines,
         )
 
@@ -203,15 +214,18 @@ def examine(
     located = locate_family(study.models.base, study.models.experts)
     probe = start_probe(located)
     sources = check_models(located, study, problems)
-    tasks, infos = check_tasks(study.objectives, "objectives", study, problems, access=access)
-    holdout_tasks, holdout_infos = check_tasks(study.holdout, "holdout", study, problems, access=access)
-    objectives = objectives_of(study, infos, problems)
+    tasks, infos = check_tasks(study.scored_objectives, "objectives", study, problems, access=access)
+    holdout = dict(enumerate(study.holdout))
+    holdout_tasks, holdout_infos = check_tasks(holdout, "holdout", study, problems, access=access)
     rung_samples, cycle = _examine_fidelity(study, infos, problems)
     check_devices(study, sources, problems)
     algorithm: Algorithm | None = None
+    size: ModelSize | None = None
     if sources is not None:
         export_bytes = sources.num_parameters * DTYPE_BYTES[engine_dtype(study)]
         searched = _examine_space(study, sources, dict.fromkeys(sources.checkpoints, ""), problems)
+        if isinstance(searched, LayeredSpace):
+            size = model_size(sources, searched.max_layers)
         if searched is not None:
             algorithm = algorithm_of(study, searched, tasks, problems)
         computes_gradients = algorithm is not None and algorithm.name == GRADIENT
@@ -220,6 +234,7 @@ def examine(
         check_memory(memory, problems)
         if export_dir is not None and (lack := lack_of_space(export_dir, export_bytes)):
             problems.append(Problem("", f"--export: {lack}"))
+    objectives = objectives_of(study, infos, size, problems)
     engine_note = check_engine(study, probe, problems)
     if problems or sources is None:
         raise InvalidStudy(tuple(problems))
@@ -248,6 +263,7 @@ def examine(
         algorithm=algorithm,
         engine_note=engine_note,
         access=access,
+        size=size,
     )
 
 
@@ -255,8 +271,8 @@ def _examine_fidelity(
     study: Study, infos: Mapping[str, TaskInfo], problems: list[Problem]
 ) -> tuple[tuple[Mapping[str, int], ...], tuple[Bracket, ...]]:
     fidelity = study.fidelity
-    counts = {spec.name: fidelity.rungs_of(spec) for spec in study.objectives}
-    for index, spec in enumerate(study.objectives):
+    counts = {spec.name: fidelity.rungs_of(spec) for spec in study.scored_objectives.values()}
+    for index, spec in study.scored_objectives.items():
         full, info = counts[spec.name][-1], infos.get(spec.name)
         if info is not None and full is not None and info.num_samples < full:
             place = "fidelity.rungs" if fidelity.rungs else "fidelity.max_samples"
@@ -267,7 +283,7 @@ def _examine_fidelity(
                     f"use at most {info.num_samples}",
                 )
             )
-    num_rungs = len(counts[study.objectives[0].name])
+    num_rungs = len(next(iter(counts.values())))
     samples = tuple(
         {name: counts[name][rung] or info.num_samples for name, info in infos.items()} for rung in range(num_rungs)
     )
@@ -284,11 +300,11 @@ def _examine_space(
     study: Study, sources: ResolvedFamily, fingerprints: Mapping[str, str], problems: list[Problem]
 ) -> SearchSpace | None:
     num_layers, max_layers = sources.layout.num_layers, study.limits.max_layers
-    if max_layers is not None and num_layers > max_layers:
+    if max_layers is not None and num_layers > max_layers and not study.search_space.changes_layers:
         message = f"{max_layers} is below the {num_layers} layers that every merge of this study has"
         problems.append(Problem("limits.max_layers", message))
     try:
-        return study.search_space.build(searched_models(sources, fingerprints))
+        return study.search_space.build(searched_models(sources, fingerprints, max_layers=max_layers))
     except InvalidStudy as error:
         problems.extend(error.problems)
         return None

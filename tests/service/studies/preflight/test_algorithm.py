@@ -66,6 +66,10 @@ def test_elsewhere_auto_says_why_it_takes_smac_and_gradient_is_refused(tasks: An
     _, problems = chosen("gradient", LFS, tasks)
     assert any("gradient cannot be used: coefficients of a space of kind lfs" in p.message for p in problems)
 
+    found, problems = chosen("auto", space("dis"), tasks)
+    assert (found.name, problems) == ("smac", [])
+    assert "which layers a merge has, and in which order, are discrete choices, which have no gradients" in found.reason
+
     (tmp_path / "other").mkdir()
     without = write_choices(tmp_path / "other", name="without", doc_to_target="{{'none of them'}}")
     lacking = {**tasks, "judged": TaskSpec(str(without), "acc")}
