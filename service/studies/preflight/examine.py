@@ -39,6 +39,7 @@ from service.tune.plan import Baseline, Plan
 from service.tune.proposing.gradient_actor import GradientJob
 from service.tune.searchers.base import SearchSetting
 from service.types import Origin, ResolvedStudy
+from workers.engines.vllm.paths.geometry import path_problems
 from workers.file_access import FileAccess
 from workers.models.family import ResolvedFamily, locate_family
 from workers.types import CHUNKS_IN_FLIGHT_PER_REPLICA, Family, TaskInfo, TaskSpec
@@ -106,7 +107,11 @@ class PreflightResult:
 
     @property
     def engine_options(self) -> EngineOptions:
-        return self.study.engine.options
+        """Of engines whose merges may have other layers than the base where the study's space has such merges."""
+        options = self.study.engine.options
+        if not isinstance(self.space, LayeredSpace):
+            return options
+        return options.model_copy(update={"max_layers": self.space.max_layers})
 
     def resolved(self) -> ResolvedStudy:
         return ResolvedStudy(
@@ -224,14 +229,19 @@ def examine(
     if sources is not None:
         export_bytes = sources.num_parameters * DTYPE_BYTES[engine_dtype(study)]
         searched = _examine_space(study, sources, dict.fromkeys(sources.checkpoints, ""), problems)
+        max_layers = 0
         if isinstance(searched, LayeredSpace):
-            size = model_size(sources, searched.max_layers)
+            max_layers = searched.max_layers
+            size = model_size(sources, max_layers)
+            problems += [Problem("models", text) for text in path_problems(sources)]
         if searched is not None:
             algorithm = algorithm_of(study, searched, tasks, problems)
         computes_gradients = algorithm is not None and algorithm.name == GRADIENT
-        memory = plan_memory(study, sources, available_bytes, computes_gradients=computes_gradients)
+        memory = plan_memory(
+            study, sources, available_bytes, computes_gradients=computes_gradients, max_layers=max_layers
+        )
         check_prompts(study, sources.result_dir, problems)
-        check_memory(memory, problems)
+        check_memory(memory, problems, max_layers=max_layers)
         if export_dir is not None and (lack := lack_of_space(export_dir, export_bytes)):
             problems.append(Problem("", f"--export: {lack}"))
     objectives = objectives_of(study, infos, size, problems)
