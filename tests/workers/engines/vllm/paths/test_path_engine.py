@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from workers.engines.transformers.verification import verify
 from workers.engines.vllm.engine import Engine, base_recipe
 from workers.engines.vllm.paths.geometry import PATH_TYPES
 from workers.engines.vllm.paths.pool import Step
+from workers.engines.vllm.paths.sizes import widest_layer_bytes
 from workers.engines.vllm.plugin import PACK
 from workers.engines.vllm.worker_extension import family_to_json, open_bank
 from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, TrialFailed
@@ -197,3 +200,49 @@ def test_every_type_of_model_that_is_accepted_has_a_layer(path_engine: Engine) -
     from workers.engines.vllm.paths.model import LAYER_OF
 
     assert tuple(LAYER_OF) == PATH_TYPES
+
+
+def test_on_a_gpu_the_pool_is_what_fits_and_vllm_runs_eagerly(
+    path_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM itself stays out of it: what it would be given on a GPU is looked at."""
+    from vllm.platforms import current_platform
+
+    asked: dict[str, Any] = {}
+    configs: list[dict[str, Any]] = []
+    family = path_engine.family
+
+    class Asked:
+        llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
+
+        def __init__(self, **options: Any) -> None:
+            asked.update(options)
+            configs.append(json.loads((Path(options["hf_config_path"]) / "config.json").read_text()))
+
+        def collective_rpc(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+            return [{"digest": base_recipe(family).digest, "swaps": 1, "checksum": ""}]
+
+    monkeypatch.setattr("vllm.LLM", Asked)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda platform: False)
+    for module in ("engine", "startup.contents"):
+        monkeypatch.setattr(f"workers.engines.vllm.{module}.free_host_bytes", lambda: 0)
+    options = OPTIONS.model_copy(update={"max_layers": MAX_LAYERS})
+    layers = num_layers(family)
+    value = 2  # bytes, in bfloat16
+    fixed = 3 << 30  # context and activations
+    layer = widest_layer_bytes(path_engine._sources, value)
+    for spare, expected in ((1 << 30, 3 * layers + MAX_LAYERS), (4 << 20, None)):
+        total = int((fixed + spare) / 0.92)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda total=total: (total, total))
+        Engine(family, options).close()
+        assert (asked["enforce_eager"], asked["load_format"]) == (True, "dummy")
+        pool = configs[-1]["num_hidden_layers"]
+        assert configs[-1]["mergesearch_max_layers"] == MAX_LAYERS
+        assert MAX_LAYERS <= pool <= 3 * layers + MAX_LAYERS
+        assert expected in (None, pool)
+        assert set(configs[-1].get("layer_types", ["full_attention"] * pool)) == {"full_attention"}
+        assert len(configs[-1].get("layer_types", ["full_attention"] * pool)) == pool
+        assert asked["gpu_memory_utilization"] * total >= (2 << 30) + pool * layer
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (fixed, fixed))
+    with pytest.raises(EngineUnavailable, match=r"paths of up to 9 layers: one layer takes .*the GPU has room"):
+        Engine(family, options)
