@@ -13,7 +13,7 @@ from pydantic import Discriminator, Field, Tag
 
 from search_spaces import fidelity as ladders
 from search_spaces import preferences
-from search_spaces.costs import Cost
+from search_spaces.objectives import Cost
 from search_spaces.searchers import SEARCHERS
 from search_spaces.section import Section
 from search_spaces.spaces import DEFAULT_KIND, SPACES
