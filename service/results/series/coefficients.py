@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from search_spaces.recipe import COMPONENTS, Merge, Recipe
+from search_spaces.spaces import SPACES
 from service.results.record import RunRecord
 from service.results.selection import best_trial
 from service.results.series.base import chart
@@ -47,7 +48,10 @@ def coefficients(run: RunRecord) -> CoefficientsPlot:
         return CoefficientsPlot("coefficients", None, [], ())
     named = run.study.document.get("models", {}).get("experts", ())
     experts = [*named] or [alias for alias in best.recipe.models if alias != best.recipe.base]
-    values = tuple(_searched(best.configuration or {}, experts)) or tuple(_of_recipe(best.recipe, experts))
+    kind = run.study.document.get("search_space", {}).get("kind", "")
+    has_paths = kind in SPACES and SPACES[kind](kind=kind).changes_layers  # whose numbers are no coefficients
+    searched = () if has_paths else tuple(_searched(best.configuration or {}, experts))
+    values = searched or tuple(_of_recipe(best.recipe, experts))
     return CoefficientsPlot("coefficients", best.number, experts, values)
 
 
