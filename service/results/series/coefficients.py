@@ -49,9 +49,9 @@ def coefficients(run: RunRecord) -> CoefficientsPlot:
     named = run.study.document.get("models", {}).get("experts", ())
     experts = [*named] or [alias for alias in best.recipe.models if alias != best.recipe.base]
     kind = run.study.document.get("search_space", {}).get("kind", "")
-    has_paths = kind in SPACES and SPACES[kind](kind=kind).changes_layers  # whose numbers are no coefficients
-    searched = () if has_paths else tuple(_searched(best.configuration or {}, experts))
-    values = searched or tuple(_of_recipe(best.recipe, experts))
+    if kind in SPACES and SPACES[kind](kind=kind).changes_layers:  # a path's numbers are no coefficients
+        return CoefficientsPlot("coefficients", best.number, experts, ())
+    values = tuple(_searched(best.configuration or {}, experts)) or tuple(_of_recipe(best.recipe, experts))
     return CoefficientsPlot("coefficients", best.number, experts, values)
 
 

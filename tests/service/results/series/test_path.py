@@ -9,6 +9,7 @@ from search_spaces.recipe import LayerRecipe, Merge, Source
 from service.results.load import run_record
 from service.results.report import render_report
 from service.results.selection import best_trial
+from service.results.series.coefficients import coefficients
 from service.results.series.path import layer_path, path
 from tests.service.paths_study import paths_study
 from tests.service.synthetic_run import run_record as other_record
@@ -26,11 +27,8 @@ def run(tmp_path_factory):
     found = run_record(*paths_study(tmp_path_factory.mktemp("paths")))
     best = best_trial(found.trials, found.objectives)
     layers = (step("math", 0, 0.75), step("math", 1), step("text", 1, 1.5), step("text", 2), step("math", 3))
-    recipe = replace(
-        best.recipe,
-        layers=layers,
-        models=found.trials[0].recipe.models | best.recipe.models | {"math": "m1", "text": "t2"},
-    )
+    known = {"base": "b0", "math": "m1", "text": "t2"}
+    recipe = replace(best.recipe, layers=layers, models=known)
     return replace(found, trials=tuple(replace(t, recipe=recipe) if t is best else t for t in found.trials))
 
 
@@ -73,3 +71,10 @@ def test_merges_at_their_own_positions_have_no_picture_of_a_path():
     assert path(run).is_plain
     assert "<h3>Layer path</h3>" not in render_report(run)
     assert path.document(replace(run, trials=()))["steps"] == ()
+
+
+def test_the_numbers_of_a_path_are_not_shown_as_coefficients(run):
+    best = best_trial(run.trials, run.objectives)
+    keys = replace(best, configuration={"b1.key.0.math": 0.3, "b1.scale": 1.2})
+    shown = replace(run, trials=tuple(keys if trial is best else trial for trial in run.trials))
+    assert coefficients(shown).values == ()
