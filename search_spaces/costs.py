@@ -5,14 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
+from search_spaces.objectives import Cost
 from search_spaces.recipe import COMPONENTS, Component, Recipe
 
-__all__ = ["COSTS", "Cost", "ModelSize"]
-
-Cost: TypeAlias = Literal["layers", "parameters"]
-COSTS: tuple[Cost, ...] = ("layers", "parameters")
+__all__ = ["ModelSize"]
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,13 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from search_spaces.constraints import Constraint
-from search_spaces.costs import Cost
 from search_spaces.errors import InvalidStudy, Problem
 
 __all__ = [
+    "COSTS",
     "REFERENCE_COST",
     "Candidate",
+    "Cost",
     "Costs",
     "Direction",
     "Objective",
@@ -37,6 +38,9 @@ __all__ = [
 ]
 
 Direction = Literal["maximize", "minimize"]
+# What follows from a recipe alone (`search_spaces.costs`).
+Cost = Literal["layers", "parameters"]
+COSTS: tuple[Cost, ...] = ("layers", "parameters")
 Costs: TypeAlias = tuple[float, ...]
 
 # The reference point of every hypervolume, in each objective: just beyond the worst cost, so that extremes count.

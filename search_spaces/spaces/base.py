@@ -125,8 +125,8 @@ class LayeredSpace(SearchSpace, Protocol):
 
 @runtime_checkable
 class DifferentiableSpace(SearchSpace, Protocol):
-    """A space in which every tensor is merged by one method from all experts, each with one coefficient, and every
-    coefficient is the value of one parameter (a number). So the derivative of a loss by a parameter is the sum of its
+    """A space in which every tensor is merged by one method, and every coefficient is the value of one parameter (a
+    number): one for each source, or one that they share. So the derivative of a loss by a parameter is the sum of its
     derivatives by the coefficients that have it."""
 
     @property
@@ -136,7 +136,7 @@ class DifferentiableSpace(SearchSpace, Protocol):
 
     @property
     def coefficient(self) -> str:
-        """The method's coefficient, one number per source, that is searched ("lambda")."""
+        """The method's coefficient that is searched ("lambda")."""
         ...
 
     @property
@@ -150,10 +150,16 @@ class DifferentiableSpace(SearchSpace, Protocol):
         ...
 
     def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
-        """For each source of the tensor, in a fixed order: its alias, and the parameter that is its coefficient.
+        """For each source of the tensor, in a fixed order: its alias, and the parameter that is its coefficient; of a
+        coefficient that sources share, the first one's. None for a tensor without a searched coefficient.
 
         `tensor_name` is a tensor of the merged model, or a tied output head, which has the embedding's parameters.
         Raises KeyError for any other name."""
+        ...
+
+    @property
+    def layer_scales(self) -> Mapping[int, str]:
+        """By layer of the merge, the parameter that is its scale (`LayerRecipe.scale`), where that is searched."""
         ...
 
 

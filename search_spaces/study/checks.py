@@ -98,6 +98,10 @@ def _models_contradictions(models: Models) -> Iterator[Problem]:
         yield Problem("models.experts.base", 'an expert cannot be called "base"; that is the base model; rename it')
     if "union" in models.experts:
         yield Problem("models.experts.union", 'an expert cannot be called "union"; that is a tokenizer; rename it')
+    for alias, source in models.chained.items():
+        if (source.dir is None) == (source.id is None):
+            given = "neither dir nor id" if source.dir is None else "dir and id"
+            yield Problem(f"models.experts.{alias}.from_study", f"has {given}; give one of the two")
     if models.tokenizer not in (accepted := ("base", "union", *models.experts)):
         yield Problem("models.tokenizer", f"{models.tokenizer} is not a model of the study; give {', '.join(accepted)}")
 

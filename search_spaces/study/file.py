@@ -21,9 +21,11 @@ from search_spaces.study.checks import WORDS, ValidParts, contradictions, withou
 from search_spaces.study.sections import (
     DEFAULT_SPACE,
     AnyObjective,
+    Chained,
     CostSpec,
     Engine,
     Fidelity,
+    FromStudy,
     InlineTask,
     Limits,
     Models,
@@ -37,9 +39,11 @@ from search_spaces.study.validation import at_most, in_file_order, problems_of
 from search_spaces.study.yaml import read_document
 
 __all__ = [
+    "Chained",
     "CostSpec",
     "Engine",
     "Fidelity",
+    "FromStudy",
     "InlineTask",
     "Limits",
     "Models",
@@ -177,7 +181,10 @@ def _valid_parts(document: Mapping[str, Any]) -> ValidParts:
 
 def _resolved(study: Study, directory: Path) -> Study:
     models = study.models
-    experts = {alias: _model(value, directory) for alias, value in models.experts.items()}
+    experts = {
+        alias: _model(value, directory) if isinstance(value, str) else _run(value, directory)
+        for alias, value in models.experts.items()
+    }
     return study.model_copy(
         update={
             "models": models.model_copy(update={"base": _model(models.base, directory), "experts": experts}),
@@ -194,6 +201,14 @@ def _model(value: str, directory: Path) -> str:
     file = _absolute(value, directory)
     looks_like_path = value.startswith(("/", ".", "~")) or value.endswith("/") or value.count("/") > 1
     return file if looks_like_path or os.path.isdir(file) else value
+
+
+def _run(value: Chained, directory: Path) -> Chained:
+    """The merge of another study, with its run's directory."""
+    source = value.from_study
+    if source.dir is None:
+        return value
+    return Chained(from_study=source.model_copy(update={"dir": _absolute(source.dir, directory)}))
 
 
 def _with_task(spec: ObjectiveSpec, directory: Path) -> ObjectiveSpec:

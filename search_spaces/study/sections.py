@@ -13,7 +13,7 @@ from pydantic import Discriminator, Field, Tag
 
 from search_spaces import fidelity as ladders
 from search_spaces import preferences
-from search_spaces.costs import Cost
+from search_spaces.objectives import Cost
 from search_spaces.searchers import SEARCHERS
 from search_spaces.section import Section
 from search_spaces.spaces import DEFAULT_KIND, SPACES
@@ -26,10 +26,12 @@ __all__ = [
     "MAX_PREFERENCES",
     "NAME",
     "AnyObjective",
+    "Chained",
     "CostSpec",
     "Engine",
     "EngineOptions",
     "Fidelity",
+    "FromStudy",
     "GradientOptions",
     "InlineTask",
     "Limits",
@@ -51,15 +53,60 @@ Line = Annotated[str, Field(pattern=LINE)]
 Rungs = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
 
 
+class FromStudy(Section):
+    """A merged model of another study: of a run in a directory, or of a study on the same server."""
+
+    dir: Line | None = None
+    """The directory of a run (`mergesearch run STUDY --out DIR`)."""
+    id: Line | None = None
+    """The id of a study on the server."""
+    trial: Literal["best"] | Annotated[int, Field(ge=0)] = "best"
+    """Its trial's number, or best. It stays the one that it was when this study was created."""
+
+
+class Chained(Section):
+    """An expert that is a merge of another study."""
+
+    from_study: FromStudy
+
+
+def _tag_of_expert(value: object) -> str | None:
+    return "<name>" if isinstance(value, str) else "<from_study>" if isinstance(value, Mapping | Chained) else None
+
+
+if TYPE_CHECKING:
+    Expert = str | Chained
+else:
+    Expert = Annotated[
+        Annotated[Line, Tag("<name>")] | Annotated[Chained, Tag("<from_study>")],
+        Discriminator(
+            _tag_of_expert,
+            custom_error_type="union",
+            custom_error_message="give a directory, a hub id or {from_study: {dir: DIR, trial: best}}",
+        ),
+    ]
+
+
 class Models(Section):
     base: Line
     """The base model: a directory, or a hub id, which may name a tag or commit: owner/name@commit."""
-    experts: Annotated[dict[Name, Line], Field(min_length=1)]
-    """Models fine-tuned from the base, or PEFT LoRA adapters to it: alias to directory or hub id. The base's alias is
-    "base"."""
+    experts: Annotated[dict[Name, Expert], Field(min_length=1)]
+    """Models fine-tuned from the base, PEFT LoRA adapters to it, or merges of other studies: alias to directory, hub id
+    or {from_study: {dir: DIR, trial: best}}. The base's alias is "base"."""
     tokenizer: Name = "base"
     """Whose tokens the merges have, where models have others: base, an expert's alias, or union, which is the base's
     and what experts have added. Embeddings are aligned by the tokens' strings."""
+
+    @property
+    def chained(self) -> dict[str, FromStudy]:
+        """The experts that are merges of other studies."""
+        return {alias: e.from_study for alias, e in self.experts.items() if isinstance(e, Chained)}
+
+    @property
+    def named(self) -> dict[str, str]:
+        """The experts that are directories or hub ids: all, once those of other studies have been exported
+        (`service.studies.chains`)."""
+        return {alias: expert for alias, expert in self.experts.items() if isinstance(expert, str)}
 
 
 def _tag_of_space(value: object) -> str | None:

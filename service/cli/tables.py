@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from search_spaces.costs import COSTS
+from search_spaces.objectives import COSTS
 from service.cli.progress import STATE_STYLES
 from service.results.format import (
     duration,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -60,7 +61,7 @@ def model_card(
                 (
                     alias,
                     "base" if alias == recipe.base else "expert",
-                    source_name(directory) if id_of(directory) else directory.name,
+                    source_name(directory) if id_of(directory) else _merge_name(directory) or directory.name,
                     licences[alias] or "not stated",
                     f"`{content}`",
                 )
@@ -124,6 +125,18 @@ def source_name(directory: Path) -> str:
     """A hub model by its id and commit, which are valid on any machine; any other model by its directory."""
     name = id_of(directory)
     return f"{name}@{commit_of(directory)}" if name else str(directory)
+
+
+def _merge_name(directory: Path) -> str | None:
+    """What a source is that is itself an export: the merge, its study and its models; None if it is none."""
+    try:
+        document = json.loads((directory / "recipe.json").read_text())
+        recipe = Recipe.from_json(document)
+    except (OSError, ValueError):  # InvalidRecipe is a ValueError
+        return None
+    study = document.get("study")
+    origin = f' by the study "{study}"' if study else ""
+    return f"merge {recipe.digest[:12]} of {', '.join(recipe.models)}{origin}"
 
 
 def _relative(merge: Merge, index: int) -> object:

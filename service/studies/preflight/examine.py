@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
@@ -38,7 +38,7 @@ from service.studies.preflight.tasks import check_prompts, check_tasks, objectiv
 from service.tune.plan import Baseline, Plan
 from service.tune.proposing.gradient_actor import GradientJob
 from service.tune.searchers.base import SearchSetting
-from service.types import Origin, ResolvedStudy
+from service.types import ChainedSource, Origin, ResolvedStudy
 from workers.engines.vllm.paths.geometry import path_problems
 from workers.file_access import FileAccess
 from workers.models.family import ResolvedFamily, locate_family
@@ -98,6 +98,8 @@ class PreflightResult:
     """A message for the user about how vLLM runs the models; "" if there is none."""
     access: FileAccess | None = None
     """Which files the study may read; None: all."""
+    chained: Mapping[str, ChainedSource] = field(default_factory=dict)
+    """The sources that are merges of other studies."""
     size: ModelSize | None = None
     """What costs of recipes are made of; None where merges do not differ in them."""
 
@@ -127,6 +129,7 @@ class PreflightResult:
             access=self.access,
             algorithm=self.algorithm.name,
             algorithm_reason=self.algorithm.reason,
+            chained=self.chained,
         )
 
     def search_setting(self, *, num_baselines: int) -> SearchSetting:
@@ -203,6 +206,7 @@ def examine(
     export_dir: Path | None = None,
     downloads: bool = True,
     access: FileAccess | None = None,
+    chained: Mapping[str, ChainedSource] | None = None,
     before_weights: Callable[[], None] = lambda: None,
     note: Callable[[str], None] = logger.info,
 ) -> PreflightResult:
@@ -211,12 +215,13 @@ def examine(
     `available_bytes` is the memory of one machine; None: this machine's. With an `export_dir`, the best merge must fit
     on its disk. Weights that are only on the hub are downloaded once all other checks have passed, and `note` is called
     with messages about it; without `downloads` they are not checked. `access` limits the files that are read (None: no
-    limit): if the study names others, nothing is opened. `before_weights` is called once only the weights are left to
+    limit): if the study names others, nothing is opened. `chained` are the sources that were exported for it
+    (`service.studies.chains`). `before_weights` is called once only the weights are left to
     check. Raises InvalidStudy with every problem.
     """
     check_files(study, access)
     problems: list[Problem] = []
-    located = locate_family(study.models.base, study.models.experts)
+    located = locate_family(study.models.base, study.models.named)
     probe = start_probe(located)
     sources = check_models(located, study, problems)
     tasks, infos = check_tasks(study.scored_objectives, "objectives", study, problems, access=access)
@@ -274,6 +279,7 @@ def examine(
         engine_note=engine_note,
         access=access,
         size=size,
+        chained=chained or {},
     )
 
 

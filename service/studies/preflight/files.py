@@ -27,7 +27,7 @@ def check_files(study: Study, access: FileAccess | None) -> None:
 
 
 def _problems(study: Study, access: FileAccess) -> Iterator[Problem]:
-    for place, model in (("base", study.models.base), *((f"experts.{a}", m) for a, m in study.models.experts.items())):
+    for place, model in (("base", study.models.base), *((f"experts.{a}", m) for a, m in study.models.named.items())):
         if reason := _model_refusal(model, access):
             yield Problem(f"models.{place}", reason)
     for place, spec in study.with_tasks():

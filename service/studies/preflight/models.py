@@ -36,14 +36,17 @@ logger = logging.getLogger(__name__)
 
 
 def with_revisions(study: Study, resolved: ResolvedStudy) -> Study:
-    """The study with its hub models at the commits that it was created with."""
+    """The study with its hub models at the commits that it was created with, and merges of other studies where they
+    were exported to."""
 
     def name(model: str) -> str:
         commit = resolved.commits.get(model)
         return f"{model.partition('@')[0]}@{commit}" if commit else model
 
     models = study.models
-    experts = {alias: name(model) for alias, model in models.experts.items()}
+    experts = {alias: name(model) for alias, model in models.named.items()}
+    experts |= {alias: own.directory for alias, own in resolved.chained.items()}
+    experts = {alias: experts[alias] for alias in models.experts if alias in experts}
     return study.model_copy(
         update={"models": models.model_copy(update={"base": name(models.base), "experts": experts})}
     )

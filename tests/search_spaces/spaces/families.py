@@ -46,4 +46,5 @@ def models(
 
 def space(kind: str, family: SearchedModels | None = None, **options: Any) -> SearchSpace:
     """The space of this kind over a family, by default `models()`."""
-    return SPACES[kind](kind=kind, **options).build(family or models())
+    required = {"model": "math"} if kind == "sfs" and family is None else {}
+    return SPACES[kind](kind=kind, **{**required, **options}).build(family or models())

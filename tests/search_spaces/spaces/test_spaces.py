@@ -68,6 +68,9 @@ EXAMPLES = {
         "dis", models(num_layers=6, tokenizer="union"), models=("base", "text")
     ),
     "dis, layers left out": described("dis", models(num_layers=6, max_layers=6), layer_retention=False),
+    "sfs": described("sfs", model="math"),
+    "sfs, one expert": described("sfs", models(("math",), 7, is_tied=True)),
+    "sfs, base": described("sfs", models(tokenizer="union"), model="base"),
     "layerwise, DARE": described("layerwise", method="dare_linear", density=0.3, mask_seed=5),
 }
 BUILT = {name: section.build(family) for name, (section, family) in EXAMPLES.items()}
@@ -86,7 +89,7 @@ def test_a_kind_of_space_is_declared_by_a_section_of_that_kind(kind):
     assert issubclass(section, SpaceSection)
     assert get_args(section.model_fields["kind"].annotation) == (kind,)
     assert space(kind).kind == space(kind).describe().kind == kind
-    plain = section(kind=kind)
+    plain = section(kind=kind, **({"model": "math"} if kind == "sfs" else {}))
     assert list(plain.contradictions()) == []
     assert section.model_validate(plain.model_dump()) == plain
     with pytest.raises(InvalidStudy, match="there are no experts; name at least one"):

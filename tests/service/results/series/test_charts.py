@@ -13,7 +13,7 @@ from service.results.series.base import chart
 from service.results.series.history import HistoryPlot
 from tests.service.synthetic_run import run_record
 
-NAMES = ["history", "front", "holdout", "recipe", "budget", "descents", "coefficients", "races"]
+NAMES = ["history", "front", "holdout", "recipe", "budget", "descents", "coefficients", "races", "path"]
 
 
 @pytest.fixture(scope="module")
