@@ -9,6 +9,7 @@
 - `study`: the study file
 - `section`: the base of every section of a study file
 - `objectives`: objectives, costs, Pareto fronts, hypervolume
+- `costs`: a merge's layers and parameters, from its recipe
 - `constraints`: bounds on objectives
 - `preferences`: weights of the objectives
 - `fidelity`: rungs and brackets of successive halving

@@ -20,8 +20,10 @@ from search_spaces.constraints import Constraint
 from search_spaces.errors import InvalidStudy, Problem
 
 __all__ = [
+    "COSTS",
     "REFERENCE_COST",
     "Candidate",
+    "Cost",
     "Costs",
     "Direction",
     "Objective",
@@ -36,6 +38,9 @@ __all__ = [
 ]
 
 Direction = Literal["maximize", "minimize"]
+# What follows from a recipe alone (`search_spaces.costs`).
+Cost = Literal["layers", "parameters"]
+COSTS: tuple[Cost, ...] = ("layers", "parameters")
 Costs: TypeAlias = tuple[float, ...]
 
 # The reference point of every hypervolume, in each objective: just beyond the worst cost, so that extremes count.
@@ -49,7 +54,8 @@ SCALED_METRICS = frozenset({"bleu", "chrf", "likelihood"})
 @dataclass(frozen=True)
 class Objective:
     """A metric and its direction of optimisation. `range` is [lowest, highest] of its values, by default [0, 1];
-    `constraints` are those on its values.
+    `constraints` are those on its values. One with a `cost_of_recipe` has no samples: its metric is the
+    cost's name, and its values are exact.
 
     Raises InvalidStudy without a `range` for metrics known to leave [0, 1]: minimised ones (perplexity, for example)
     and those on another scale."""
@@ -59,6 +65,7 @@ class Objective:
     direction: Direction
     range: tuple[float, float] | None = None
     constraints: tuple[Constraint, ...] = ()
+    cost_of_recipe: Cost | None = None
 
     def __post_init__(self) -> None:
         if self.range is None and (self.direction == "minimize" or self.metric in SCALED_METRICS):

@@ -10,13 +10,23 @@ import difflib
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 from search_spaces.errors import InvalidConfiguration
 
-__all__ = ["Categorical", "Choice", "Condition", "Configuration", "Float", "Integer", "Parameter", "Parameters"]
+__all__ = [
+    "Categorical",
+    "Choice",
+    "Condition",
+    "Configuration",
+    "Float",
+    "Integer",
+    "Parameter",
+    "Parameters",
+    "Structure",
+]
 
 Choice: TypeAlias = str | int | float | bool
 Configuration: TypeAlias = Mapping[str, Any]
@@ -123,6 +133,21 @@ class Categorical:
 Parameter: TypeAlias = Float | Integer | Categorical
 
 
+class Structure(Protocol):
+    """What single parameters cannot say of a space: where in it a search looks first, and which of the configurations
+    with the same meaning is the one that is stored. Implementations are immutable and picklable."""
+
+    def sample(self, rng: np.random.Generator) -> dict[str, Any]:
+        """A repaired configuration, drawn from the space's own distribution."""
+        ...
+
+    def repair(self, configuration: Configuration) -> dict[str, Any]:
+        """The configuration that stands for `configuration`, whose values are each accepted: it keeps to the limits of
+        the space, and equal merges have equal ones. A function of `configuration` alone; repaired ones stay as they
+        are."""
+        ...
+
+
 class Parameters:
     """An ordered, immutable collection of parameters. A parent comes before the parameters that depend on it.
 
@@ -130,9 +155,16 @@ class Parameters:
     group): searchers may start with configurations that give them one value. A parameter may have no role.
     """
 
-    def __init__(self, parameters: Iterable[Parameter], *, roles: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[Parameter],
+        *,
+        roles: Mapping[str, str] | None = None,
+        structure: Structure | None = None,
+    ) -> None:
         """Raises ValueError for a repeated name, a condition that never holds, or a parent that is missing or later."""
         self.roles = dict(roles or {})
+        self.structure = structure
         self._by_name: dict[str, Parameter] = {}
         for parameter in parameters:
             if parameter.name in self._by_name:
@@ -193,8 +225,15 @@ class Parameters:
                 )
 
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
-        """A configuration drawn uniformly, parents first. The same generator state gives the same configuration."""
+        """A configuration drawn uniformly, parents first, or from the distribution of the space's structure. The same
+        generator state gives the same configuration."""
+        if self.structure is not None:
+            return self.structure.sample(rng)
         return self.build(lambda parameter: parameter.sample(rng))
+
+    def repair(self, configuration: Configuration) -> Configuration:
+        """The configuration that is stored for an accepted one: itself, in a space without a structure."""
+        return configuration if self.structure is None else self.structure.repair(configuration)
 
     def build(self, choose: Callable[[Parameter], Any]) -> dict[str, Any]:
         """The configuration that has the value `choose` gives for each parameter that exists, parents first."""

@@ -259,15 +259,17 @@ class Recipe:
         """The equivalent recipe in canonical form: without sources that have no influence and without unused models,
         sources ordered by (fingerprint, layer), and a merge that equals one of its sources as passthrough. Raises
         InvalidRecipe as `check` does."""
-        if "_is_canonical" in self.__dict__:
-            return self
+        known: Recipe | None = self.__dict__.get("_canonical")
+        if known is not None:
+            return known
         self.check()
         recipe = self.rewritten(lambda merge: _canonical(merge, base=self.base, fingerprints=self.models))
         used = {self.base} | {source.model for merge in recipe.merges() for source in merge.sources}
         if self.tokenizer != "base":
             used = set(self.models)
         recipe = replace(recipe, models={alias: self.models[alias] for alias in used})
-        object.__setattr__(recipe, "_is_canonical", True)
+        object.__setattr__(recipe, "_canonical", recipe)
+        object.__setattr__(self, "_canonical", recipe)
         return recipe
 
     @property

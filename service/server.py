@@ -46,7 +46,7 @@ def serve(
 
     from service.api import create_app
     from service.api.limits.exports import DAY_S, ExportLimits
-    from service.api.preflight_process import PreflightProcess, default_access
+    from service.api.preflight_process import PreflightProcess, ServerPlace, default_access
     from service.cluster.reconciler import RayCluster
     from service.jobs.search import DATABASE
     from service.store import Store
@@ -63,7 +63,7 @@ def serve(
                 store,
                 cluster=cluster,
                 data_dir=data_dir,
-                preflight=PreflightProcess(access),
+                preflight=PreflightProcess(access, place=ServerPlace(store.url, data_dir)),
                 hosts=(host, *allow_hosts),
                 keep=ExportLimits(export_days * DAY_S, export_quota_bytes),
             )

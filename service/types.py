@@ -15,6 +15,7 @@ from workers.file_access import FileAccess
 __all__ = [
     "HEARTBEAT_S",
     "RESUMED_BY_REQUEST",
+    "ChainedSource",
     "Comparison",
     "Estimate",
     "EventKind",
@@ -155,6 +156,18 @@ class TrialRecord:
 
 
 @dataclass(frozen=True)
+class ChainedSource:
+    """A source that is a merge of another study: the study's id and name, the trial, its recipe's digest, and where it
+    was exported to."""
+
+    study: str
+    name: str
+    trial: int
+    recipe_digest: str
+    directory: str
+
+
+@dataclass(frozen=True)
 class ResolvedStudy:
     """What the names in a study file resolved to when the study was created. A resumed study must resolve to the same.
 
@@ -162,7 +175,8 @@ class ResolvedStudy:
     `holdout_tasks` the digests of the tasks by objective. `rung_samples[r]` are the samples of each objective at rung
     r; proposals may run `max_staleness` trials ahead of evaluations; `version` is the program's. `access` says which
     files the study may read, as the server allowed when it accepted the study; None: all. `algorithm` is the searcher,
-    also where the study file says auto, and `algorithm_reason` why it was chosen; early studies have neither.
+    also where the study file says auto, and `algorithm_reason` why it was chosen; early studies have neither. `chained`
+    are the sources that are merges of other studies.
     """
 
     fingerprints: Mapping[str, str]
@@ -177,6 +191,7 @@ class ResolvedStudy:
     access: FileAccess | None = field(default=None, compare=False)
     algorithm: str | None = field(default=None, compare=False)
     algorithm_reason: str | None = field(default=None, compare=False)
+    chained: Mapping[str, ChainedSource] = field(default_factory=dict, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """The stored document. Its key for `max_staleness` is `lag`."""
@@ -196,6 +211,7 @@ class ResolvedStudy:
             "algorithm": self.algorithm,
             "algorithm_reason": self.algorithm_reason,
             **({} if self.access is None else {"access": asdict(self.access)}),
+            **({"chained": {alias: asdict(own) for alias, own in self.chained.items()}} if self.chained else {}),
         }
 
     @classmethod
@@ -217,6 +233,7 @@ class ResolvedStudy:
                     o["direction"],
                     o["range"] and tuple(o["range"]),
                     tuple(parse_constraint(text) for text in o.get("constraints", ())),
+                    o.get("cost_of_recipe"),
                 )
                 for o in document["objectives"]
             ),
@@ -224,6 +241,7 @@ class ResolvedStudy:
             access=access and FileAccess(tuple(access["readable"]), tuple(access["trusted"])),
             algorithm=document.get("algorithm"),
             algorithm_reason=document.get("algorithm_reason"),
+            chained={alias: ChainedSource(**own) for alias, own in document.get("chained", {}).items()},
         )
 
 

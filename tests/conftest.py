@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from workers.serving.deployment import ServeScorer
 
 ENGINE_STARTS: list[tuple[str, float]] = []  # of this process and, where pytest-xdist runs, of its workers
-MAX_ENGINE_STARTS = 10
+MAX_ENGINE_STARTS = 12
 OUTPUT = "engine_starts"
 HIDDEN = 128  # four heads of 32: vLLM's CPU attention has no kernel for smaller ones
 WORKERS = Path(__file__).parents[1] / "workers"
@@ -108,6 +108,14 @@ def untied_family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 
 
 @pytest.fixture(scope="session")
+def grouped_family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    """Llama, output head of its own, grouped-query attention, biases everywhere."""
+    settings = {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}
+    directory = tmp_path_factory.mktemp("grouped")
+    return tiny_family(directory, experts=("math", "text"), tied=False, layers=4, hidden=HIDDEN, noise=0.05, **settings)
+
+
+@pytest.fixture(scope="session")
 def tied_family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     """Qwen2: tied head, grouped-query attention, biases on q, k and v, a byte-level tokenizer without BOS."""
     directory = tmp_path_factory.mktemp("tied")
@@ -159,12 +167,24 @@ def write_choices(directory: Path, *, name: str = "choices", **settings: object)
 
 @pytest.fixture(scope="session")
 def engine(untied_family: Family) -> Iterator[Engine]:
-    """The one engine of this process."""
+    """The one engine of this process for merges of the base's layers."""
     from workers.engines.vllm.engine import Engine
 
     started = time.perf_counter()
     with Engine(untied_family, OPTIONS) as engine:
         record_engine_start("untied Llama, in the tests' process", time.perf_counter() - started)
+        yield engine
+
+
+@pytest.fixture(scope="session", params=["untied Llama", "tied Qwen2"])
+def path_engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """An engine for merges of up to nine layers, first of Llama, then of Qwen2."""
+    from workers.engines.vllm.engine import Engine
+
+    started = time.perf_counter()
+    family = request.getfixturevalue("tied_family" if request.param == "tied Qwen2" else "grouped_family")
+    with Engine(family, OPTIONS.model_copy(update={"max_layers": 9})) as engine:
+        record_engine_start(f"{request.param}, paths, in the tests' process", time.perf_counter() - started)
         yield engine
 
 

@@ -42,6 +42,7 @@ ONLY_IN_AN_ENGINE = {
     "workers.engines.vllm.capabilities",
     "workers.engines.vllm.plugin",
     "workers.engines.vllm.canary",
+    "workers.engines.vllm.paths.model",
 }
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 __all__ = ["LANES", "lane", "needs_ray_or_engine", "starts_nothing"]
 
 # Fixtures of tests/conftest.py that start Ray or an engine; fixtures made from them count too.
-STARTERS = frozenset({"engine", "ray_cluster", "scorer"})
+STARTERS = frozenset({"engine", "path_engine", "ray_cluster", "scorer"})
 
 # Fixtures that take long to make: the tests of one run in one process, one after the other. The longest come first.
 LANES = ("shipped", "scorer", "engine")
@@ -30,6 +30,8 @@ def needs_ray_or_engine(file: Path, fixtures: Collection[str]) -> bool:
 
 def lane(fixtures: Collection[str]) -> str | None:
     """What tests with these fixtures share; None: each may run in any process."""
+    if "path_engine" in fixtures:
+        return "engine"  # where vLLM is imported already
     return next((name for name in LANES if name in fixtures), None)
 
 

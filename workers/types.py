@@ -282,13 +282,15 @@ class GradientResult:
     that they are comparable; the loss that was differentiated is their sum, times the weights that were given.
     `by_source`: tensor -> alias of a source -> derivative by that source's coefficient (`lambda` or `weight`);
     `shared`: tensor -> coefficient -> derivative by a coefficient that a merge has once for all sources. Tensors of
-    merges that state no such coefficient are in neither."""
+    merges that state no such coefficient are in neither. `layer_scales`: layer -> derivative by its scale, where asked
+    for."""
 
     losses: Mapping[str, float]
     num_samples: int
     seconds: float
     by_source: Mapping[str, Mapping[str, float]]
     shared: Mapping[str, Mapping[str, float]]
+    layer_scales: Mapping[int, float] = field(default_factory=dict)
 
 
 class Scorer(Protocol):

@@ -15,6 +15,7 @@ from search_spaces.section import Section
 __all__ = [
     "DifferentiableSpace",
     "LayerGroup",
+    "LayeredSpace",
     "Part",
     "SearchSpace",
     "SearchedModels",
@@ -43,7 +44,8 @@ class SearchedModels:
 
     `fingerprints` are those of `base` and `experts`; `tensors` are the merged model's, by name and in the order in
     which they are merged: embedding, layer by layer, head. A tied output head is the embedding, and not among them;
-    `tied` maps its name, if the base's files have it, to the embedding's. `tokenizer` is every recipe's."""
+    `tied` maps its name, if the base's files have it, to the embedding's. `tokenizer` is every recipe's. `max_layers`
+    is how many layers a merge may have, where the study says."""
 
     base: str
     experts: tuple[str, ...]
@@ -52,6 +54,7 @@ class SearchedModels:
     tensors: Mapping[str, TensorPlace]
     tied: Mapping[str, str] = field(default_factory=dict)
     tokenizer: str = "base"
+    max_layers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -111,9 +114,19 @@ class SearchSpace(Protocol):
 
 
 @runtime_checkable
+class LayeredSpace(SearchSpace, Protocol):
+    """A space whose merges have layers of any number and order."""
+
+    @property
+    def max_layers(self) -> int:
+        """The most layers that a merge has."""
+        ...
+
+
+@runtime_checkable
 class DifferentiableSpace(SearchSpace, Protocol):
-    """A space in which every tensor is merged by one method from all experts, each with one coefficient, and every
-    coefficient is the value of one parameter (a number). So the derivative of a loss by a parameter is the sum of its
+    """A space in which every tensor is merged by one method, and every coefficient is the value of one parameter (a
+    number): one for each source, or one that they share. So the derivative of a loss by a parameter is the sum of its
     derivatives by the coefficients that have it."""
 
     @property
@@ -123,7 +136,7 @@ class DifferentiableSpace(SearchSpace, Protocol):
 
     @property
     def coefficient(self) -> str:
-        """The method's coefficient, one number per source, that is searched ("lambda")."""
+        """The method's coefficient that is searched ("lambda")."""
         ...
 
     @property
@@ -137,10 +150,16 @@ class DifferentiableSpace(SearchSpace, Protocol):
         ...
 
     def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
-        """For each source of the tensor, in a fixed order: its alias, and the parameter that is its coefficient.
+        """For each source of the tensor, in a fixed order: its alias, and the parameter that is its coefficient; of a
+        coefficient that sources share, the first one's. None for a tensor without a searched coefficient.
 
         `tensor_name` is a tensor of the merged model, or a tied output head, which has the embedding's parameters.
         Raises KeyError for any other name."""
+        ...
+
+    @property
+    def layer_scales(self) -> Mapping[int, str]:
+        """By layer of the merge, the parameter that is its scale (`LayerRecipe.scale`), where that is searched."""
         ...
 
 
@@ -153,6 +172,12 @@ class SpaceSection(Section, ABC):
     @abstractmethod
     def merge_methods(self) -> tuple[str, ...]:
         """The merge methods that recipes of the space may use, beside passthrough."""
+
+    @property
+    def changes_layers(self) -> bool:
+        """Whether merges have layers of any number and order: costs in layers are those of such a space, and a limit
+        of layers belongs to it."""
+        return False
 
     @abstractmethod
     def contradictions(self) -> Iterator[Problem]:

@@ -193,6 +193,11 @@ class LayerwiseSpace:
         piece = self._pieces[self._models.tied.get(tensor_name, tensor_name)]
         return tuple(zip(self._models.experts, self._keys[piece], strict=True))
 
+    @property
+    def layer_scales(self) -> Mapping[int, str]:
+        """None is searched."""
+        return {}
+
     def _piece(self, name: str, place: TensorPlace, group_of: Mapping[int, str]) -> str:
         """The name of what shares its coefficients with a tensor."""
         if self._granularity == "tensor":

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from search_spaces.constraints import Constraint, contradictory, parse_constraint
 from search_spaces.errors import InvalidPreference, InvalidStudy, Problem
 from search_spaces.preferences import preference_vector
+from search_spaces.spaces import SPACES
 from search_spaces.study.sections import (
     LINE,
     MAX_PREFERENCES,
     NAME,
+    CostSpec,
     Fidelity,
     InlineTask,
     Models,
@@ -32,16 +34,13 @@ MAX_NAMES = 20
 
 WORDS = Vocabulary(
     later_values={
-        "search_space.kind": ("dis", "sfs", "hm3"),
+        "search_space.kind": ("hm3",),
         "search.algorithm": ("hm3",),
         "engine.backend": ("transformers",),
     },
     later_keys={
         "constraints": "constraints are options of the search; write them as search.constraints",
-        **dict.fromkeys(
-            ("objectives.*.cost", "holdout.*.cost"),
-            "cost objectives are not available yet: no search space changes a merge's layers or parameters",
-        ),
+        "holdout.*.cost": "a cost follows from the recipe and needs no held-out data; leave the entry out",
     },
     patterns={
         NAME: "1 to 63 letters, digits, dots, dashes or underscores, the first a letter or digit",
@@ -59,14 +58,14 @@ class ValidParts:
     search: Search | None = None
     fidelity: Fidelity | None = None
     objectives: Mapping[int, ObjectiveSpec] = field(default_factory=dict)
+    costs: Mapping[int, CostSpec] = field(default_factory=dict)
     holdout: Mapping[int, ObjectiveSpec] = field(default_factory=dict)
     objective_names: tuple[str, ...] = ()
     """Includes those of invalid objectives."""
 
 
 def without_consequences(problems: list[Problem]) -> list[Problem]:
-    """`problems` without the consequences of asking for something that is not available yet: the missing task and
-    metric of a cost objective."""
+    """`problems` without the consequences of one of them: the missing task and metric of a cost in `holdout`."""
     costs = {problem.field.removesuffix("cost") for problem in problems if problem.field.endswith(".cost")}
     return [
         problem
@@ -87,7 +86,9 @@ def contradictions(parts: ValidParts) -> Iterator[Problem]:
         yield from _fidelity_contradictions(parts.fidelity, parts.objectives)
     for section, specs in (("objectives", parts.objectives), ("holdout", parts.holdout)):
         yield from _objective_contradictions(section, specs)
-    yield from _holdout_contradictions(parts.objectives, parts.holdout, parts.objective_names)
+    yield from _cost_contradictions(parts)
+    costs = frozenset(spec.name for spec in parts.costs.values())
+    yield from _holdout_contradictions(parts.objectives, parts.holdout, parts.objective_names, costs)
     if parts.search is not None:
         yield from _constraint_contradictions(parts.search, parts)
 
@@ -97,6 +98,10 @@ def _models_contradictions(models: Models) -> Iterator[Problem]:
         yield Problem("models.experts.base", 'an expert cannot be called "base"; that is the base model; rename it')
     if "union" in models.experts:
         yield Problem("models.experts.union", 'an expert cannot be called "union"; that is a tokenizer; rename it')
+    for alias, source in models.chained.items():
+        if (source.dir is None) == (source.id is None):
+            given = "neither dir nor id" if source.dir is None else "dir and id"
+            yield Problem(f"models.experts.{alias}.from_study", f"has {given}; give one of the two")
     if models.tokenizer not in (accepted := ("base", "union", *models.experts)):
         yield Problem("models.tokenizer", f"{models.tokenizer} is not a model of the study; give {', '.join(accepted)}")
 
@@ -224,8 +229,32 @@ def _objective_contradictions(section: str, specs: Mapping[int, ObjectiveSpec]) 
                     yield Problem(f"{place}.{key}", "is for lm-eval tasks; a JSONL task has none; leave it out")
 
 
+def _cost_contradictions(parts: ValidParts) -> Iterator[Problem]:
+    names = [spec.name for spec in parts.objectives.values()]
+    costs: dict[str, int] = {}
+    for index, spec in parts.costs.items():
+        if spec.name in names:
+            yield Problem(f"objectives.{index}.name", f"{spec.name} is the name of two objectives; give another name")
+        names.append(spec.name)
+        if parts.search_space is not None and not parts.search_space.changes_layers:
+            able = ", ".join(kind for kind, section in SPACES.items() if section(kind=kind).changes_layers)
+            message = (
+                f"{spec.cost}: all merges of the space {parts.search_space.kind} have the same; leave the objective "
+                f"out, or search a space that changes them: {able}"
+            )
+            yield Problem(f"objectives.{index}.cost", message)
+        if costs.setdefault(spec.cost, index) != index:
+            message = f"{spec.cost} is also the cost of objectives.{costs[spec.cost]}; leave out one of the two"
+            yield Problem(f"objectives.{index}.cost", message)
+    if parts.costs and len(parts.costs) == len(parts.objective_names):
+        yield Problem("objectives", "has costs only, which the smallest merge has the least of; add one with a task")
+
+
 def _holdout_contradictions(
-    objectives: Mapping[int, ObjectiveSpec], holdout: Mapping[int, ObjectiveSpec], names: tuple[str, ...]
+    objectives: Mapping[int, ObjectiveSpec],
+    holdout: Mapping[int, ObjectiveSpec],
+    names: tuple[str, ...],
+    costs: frozenset[str],
 ) -> Iterator[Problem]:
     by_name = {spec.name: spec for spec in reversed(list(objectives.values()))}
     by_data = {_data(spec): spec for spec in reversed(list(objectives.values()))}
@@ -239,6 +268,8 @@ def _holdout_contradictions(
                 f"{spec.name} is not an objective; a holdout entry has the name of the objective it belongs to: "
                 f"{shown}",
             )
+        elif spec.name in costs:
+            yield Problem(f"holdout.{index}.name", f"{spec.name} is a cost, which needs no held-out data; leave it out")
         elif paired is not None and paired.metric != spec.metric:
             yield Problem(
                 f"holdout.{index}.metric",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -20,8 +20,12 @@ from search_spaces.section import Section
 from search_spaces.study.checks import WORDS, ValidParts, contradictions, without_consequences
 from search_spaces.study.sections import (
     DEFAULT_SPACE,
+    AnyObjective,
+    Chained,
+    CostSpec,
     Engine,
     Fidelity,
+    FromStudy,
     InlineTask,
     Limits,
     Models,
@@ -35,8 +39,11 @@ from search_spaces.study.validation import at_most, in_file_order, problems_of
 from search_spaces.study.yaml import read_document
 
 __all__ = [
+    "Chained",
+    "CostSpec",
     "Engine",
     "Fidelity",
+    "FromStudy",
     "InlineTask",
     "Limits",
     "Models",
@@ -62,12 +69,22 @@ class Study(Section):
     search_space: SearchSpaceSpec = DEFAULT_SPACE
     search: Search = Search()
     fidelity: Fidelity = Fidelity()
-    objectives: Annotated[tuple[ObjectiveSpec, ...], Field(min_length=1)]
-    """What the search optimises; several give a Pareto front."""
+    objectives: Annotated[tuple[AnyObjective, ...], Field(min_length=1)]
+    """What the search optimises; several give a Pareto front. At least one has a task."""
     holdout: tuple[ObjectiveSpec, ...] = ()
     """Other data for the same objectives, by name: finalists are scored on it at the end, nothing is selected by it."""
     engine: Engine = Engine()
     limits: Limits = Limits()
+
+    @property
+    def scored_objectives(self) -> Mapping[int, ObjectiveSpec]:
+        """The objectives with a task, by their position: those that are no costs."""
+        return {index: spec for index, spec in enumerate(self.objectives) if isinstance(spec, ObjectiveSpec)}
+
+    def with_tasks(self) -> Iterator[tuple[str, ObjectiveSpec]]:
+        """All objectives and holdout entries that have a task, each with its place ("objectives.0")."""
+        yield from ((f"objectives.{index}", spec) for index, spec in self.scored_objectives.items())
+        yield from ((f"holdout.{index}", spec) for index, spec in enumerate(self.holdout))
 
     def canonical(self) -> dict[str, Any]:
         """The study as plain data with all defaults written out; `parse_study` returns the same study from it."""
@@ -119,11 +136,13 @@ def parse_study(document: Mapping[str, Any], directory: Path | None = None) -> S
 def same_but_limits(stored: Study, given: Study) -> tuple[str, ...]:
     """The dotted fields in which `given` differs from `stored`; empty if `given` may resume `stored`.
 
-    `limits` may differ, and `search.max_trials` may be larger."""
+    `limits` may differ, and `search.max_trials` may be larger. A limit of layers that belongs to the search space may
+    not."""
     before, after = _flat(stored.canonical()), _flat(given.canonical())
     absent = object()
     changed = {name for name in before.keys() | after.keys() if before.get(name, absent) != after.get(name, absent)}
-    changed = {name for name in changed if not name.startswith("limits.")}
+    of_space = {"limits.max_layers"} if given.search_space.changes_layers else set()
+    changed = {name for name in changed if not name.startswith("limits.") or name in of_space}
     if given.search.max_trials > stored.search.max_trials:
         changed.discard("search.max_trials")
     return tuple(sorted(changed))
@@ -140,8 +159,8 @@ def _valid_parts(document: Mapping[str, Any]) -> ValidParts:
         values = document.get(key)
         return list(values) if isinstance(values, list | tuple) else []
 
-    def specs(key: str) -> dict[int, ObjectiveSpec]:
-        found = enumerate(valid(ObjectiveSpec, value) for value in entries(key))
+    def specs(key: str, section: type[AnySection]) -> dict[int, AnySection]:
+        found = enumerate(valid(section, value) for value in entries(key))
         return {index: spec for index, spec in found if spec is not None}
 
     space = valid(_SpaceOnly, {key: value for key, value in document.items() if key == "search_space"})
@@ -150,8 +169,9 @@ def _valid_parts(document: Mapping[str, Any]) -> ValidParts:
         search_space=None if space is None else space.search_space,
         search=valid(Search, document.get("search", {})),
         fidelity=valid(Fidelity, document.get("fidelity", {})),
-        objectives=specs("objectives"),
-        holdout=specs("holdout"),
+        objectives=specs("objectives", ObjectiveSpec),
+        costs=specs("objectives", CostSpec),
+        holdout=specs("holdout", ObjectiveSpec),
         objective_names=tuple(str(e["name"]) for e in entries("objectives") if isinstance(e, Mapping) and "name" in e),
     )
 
@@ -161,11 +181,16 @@ def _valid_parts(document: Mapping[str, Any]) -> ValidParts:
 
 def _resolved(study: Study, directory: Path) -> Study:
     models = study.models
-    experts = {alias: _model(value, directory) for alias, value in models.experts.items()}
+    experts = {
+        alias: _model(value, directory) if isinstance(value, str) else _run(value, directory)
+        for alias, value in models.experts.items()
+    }
     return study.model_copy(
         update={
             "models": models.model_copy(update={"base": _model(models.base, directory), "experts": experts}),
-            "objectives": tuple(_with_task(spec, directory) for spec in study.objectives),
+            "objectives": tuple(
+                _with_task(spec, directory) if isinstance(spec, ObjectiveSpec) else spec for spec in study.objectives
+            ),
             "holdout": tuple(_with_task(spec, directory) for spec in study.holdout),
         }
     )
@@ -176,6 +201,14 @@ def _model(value: str, directory: Path) -> str:
     file = _absolute(value, directory)
     looks_like_path = value.startswith(("/", ".", "~")) or value.endswith("/") or value.count("/") > 1
     return file if looks_like_path or os.path.isdir(file) else value
+
+
+def _run(value: Chained, directory: Path) -> Chained:
+    """The merge of another study, with its run's directory."""
+    source = value.from_study
+    if source.dir is None:
+        return value
+    return Chained(from_study=source.model_copy(update={"dir": _absolute(source.dir, directory)}))
 
 
 def _with_task(spec: ObjectiveSpec, directory: Path) -> ObjectiveSpec:

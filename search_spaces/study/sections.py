@@ -13,6 +13,7 @@ from pydantic import Discriminator, Field, Tag
 
 from search_spaces import fidelity as ladders
 from search_spaces import preferences
+from search_spaces.objectives import Cost
 from search_spaces.searchers import SEARCHERS
 from search_spaces.section import Section
 from search_spaces.spaces import DEFAULT_KIND, SPACES
@@ -24,9 +25,13 @@ __all__ = [
     "LINE",
     "MAX_PREFERENCES",
     "NAME",
+    "AnyObjective",
+    "Chained",
+    "CostSpec",
     "Engine",
     "EngineOptions",
     "Fidelity",
+    "FromStudy",
     "GradientOptions",
     "InlineTask",
     "Limits",
@@ -48,15 +53,60 @@ Line = Annotated[str, Field(pattern=LINE)]
 Rungs = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
 
 
+class FromStudy(Section):
+    """A merged model of another study: of a run in a directory, or of a study on the same server."""
+
+    dir: Line | None = None
+    """The directory of a run (`mergesearch run STUDY --out DIR`)."""
+    id: Line | None = None
+    """The id of a study on the server."""
+    trial: Literal["best"] | Annotated[int, Field(ge=0)] = "best"
+    """Its trial's number, or best. It stays the one that it was when this study was created."""
+
+
+class Chained(Section):
+    """An expert that is a merge of another study."""
+
+    from_study: FromStudy
+
+
+def _tag_of_expert(value: object) -> str | None:
+    return "<name>" if isinstance(value, str) else "<from_study>" if isinstance(value, Mapping | Chained) else None
+
+
+if TYPE_CHECKING:
+    Expert = str | Chained
+else:
+    Expert = Annotated[
+        Annotated[Line, Tag("<name>")] | Annotated[Chained, Tag("<from_study>")],
+        Discriminator(
+            _tag_of_expert,
+            custom_error_type="union",
+            custom_error_message="give a directory, a hub id or {from_study: {dir: DIR, trial: best}}",
+        ),
+    ]
+
+
 class Models(Section):
     base: Line
     """The base model: a directory, or a hub id, which may name a tag or commit: owner/name@commit."""
-    experts: Annotated[dict[Name, Line], Field(min_length=1)]
-    """Models fine-tuned from the base, or PEFT LoRA adapters to it: alias to directory or hub id. The base's alias is
-    "base"."""
+    experts: Annotated[dict[Name, Expert], Field(min_length=1)]
+    """Models fine-tuned from the base, PEFT LoRA adapters to it, or merges of other studies: alias to directory, hub id
+    or {from_study: {dir: DIR, trial: best}}. The base's alias is "base"."""
     tokenizer: Name = "base"
     """Whose tokens the merges have, where models have others: base, an expert's alias, or union, which is the base's
     and what experts have added. Embeddings are aligned by the tokens' strings."""
+
+    @property
+    def chained(self) -> dict[str, FromStudy]:
+        """The experts that are merges of other studies."""
+        return {alias: e.from_study for alias, e in self.experts.items() if isinstance(e, Chained)}
+
+    @property
+    def named(self) -> dict[str, str]:
+        """The experts that are directories or hub ids: all, once those of other studies have been exported
+        (`service.studies.chains`)."""
+        return {alias: expert for alias, expert in self.experts.items() if isinstance(expert, str)}
 
 
 def _tag_of_space(value: object) -> str | None:
@@ -264,6 +314,27 @@ class ObjectiveSpec(Section):
     """Samples of this objective at each rung, where the numbers of fidelity do not fit; as many rungs."""
 
 
+class CostSpec(Section):
+    """An objective that needs no data: less is better, and the value follows from the recipe."""
+
+    name: Name
+    cost: Cost
+    """layers: how many layers the merge has; parameters: how many parameters. In spaces that change them."""
+
+
+def _tag_of_objective(value: object) -> str:
+    is_cost = isinstance(value, CostSpec) or (isinstance(value, Mapping) and "cost" in value)
+    return "<cost>" if is_cost else "<task>"
+
+
+if TYPE_CHECKING:
+    AnyObjective = ObjectiveSpec | CostSpec
+else:
+    AnyObjective = Annotated[
+        Annotated[ObjectiveSpec, Tag("<task>")] | Annotated[CostSpec, Tag("<cost>")], Discriminator(_tag_of_objective)
+    ]
+
+
 class Verify(Section):
     trials: Annotated[int, Field(ge=1)] = 3
     samples: Annotated[int, Field(ge=1)] = 16
@@ -310,16 +381,21 @@ class EngineOptions(Engine):
 
     threads: int = 0
     """Threads for arithmetic on CPU; 0: all cores but one."""
+    max_layers: int = 0
+    """Layers of the longest merge, for an engine whose merges may have any number and order of layers; 0: every merge
+    has as many layers as the base."""
     seed: int = 0
     """vLLM's seed."""
 
     def document(self) -> dict[str, Any]:
         """The options by name, as plain data. Engines with equal documents are interchangeable."""
-        return self.model_dump(exclude=set(NOT_OF_ONE_ENGINE))
+        excluded = NOT_OF_ONE_ENGINE if self.max_layers else NOT_OF_ONE_ENGINE | {"max_layers"}
+        return self.model_dump(exclude=set(excluded))
 
 
 class Limits(Section):
     max_gpu_hours: Annotated[float, Field(gt=0)] | None = None
     max_wall_clock_s: Annotated[float, Field(gt=0)] | None = None
     max_layers: Annotated[int, Field(ge=1)] | None = None
-    """Layers a merged model may have."""
+    """Layers a merged model may have. Where the space changes layers, no merge has more; default there: 1.25 times the
+    sources'."""

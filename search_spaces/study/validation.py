@@ -192,19 +192,20 @@ def _node(schema: Mapping[str, Any], place: Sequence[str | int]) -> Mapping[str,
 
 
 def _nodes(schema: Mapping[str, Any], place: Sequence[str | int]) -> list[Mapping[str, Any]]:
-    """The parts of a JSON Schema that may describe `place`. A tag selects the mapping with that `kind`, where there is
-    one."""
+    """The parts of a JSON Schema that may describe `place`. A tag selects the mapping with that `kind`, or with a key
+    of that name, where there is one."""
     found = list(_branches(schema, schema))
     for part in place:
         if is_tag(part):
-            found = [node for node in found if _kind(node) == str(part)[1:-1]] or found
+            found = [node for node in found if _is_tagged(node, str(part)[1:-1])] or found
         elif part != "[key]":
             found = [branch for child in _children(found, part) for branch in _branches(child, schema)]
     return found
 
 
-def _kind(node: Mapping[str, Any]) -> Any:
-    return node.get("properties", {}).get("kind", {}).get("const")
+def _is_tagged(node: Mapping[str, Any], tag: str) -> bool:
+    properties = node.get("properties", {})
+    return tag in properties or properties.get("kind", {}).get("const") == tag
 
 
 def _branches(node: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -17,7 +17,7 @@ from service.api.limits.exports import ExportLimits
 from service.api.limits.origin import CheckOrigin
 from service.api.metrics import CountRequests, RequestCounter
 from service.api.openapi import install_docs, install_openapi
-from service.api.preflight_process import Preflight, PreflightProcess, default_access
+from service.api.preflight_process import Preflight, PreflightProcess, ServerPlace, default_access
 from service.api.problems import install_handlers
 from service.api.protocols import Cluster
 from service.api.record_cache import RunRecords
@@ -49,7 +49,7 @@ def create_app(
         store=store,
         data_dir=data_dir,
         cluster=cluster,
-        preflight=preflight or PreflightProcess(default_access(data_dir)),
+        preflight=preflight or PreflightProcess(default_access(data_dir), place=ServerPlace(store.url, data_dir)),
         exports=Exports(store, data_dir, keep=keep),
         hub=EventHub(store),
         records=RunRecords(store),

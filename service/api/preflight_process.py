@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -22,10 +22,12 @@ from search_spaces.study.yaml import parse_document
 from service.api.limits.fair_queue import FairQueue
 from service.api.problems import Unavailable
 from service.api.worker_process import CallLimits, LimitExceeded, ProcessDied, WorkerProcess, lift_limits
+from service.store import Store
+from service.studies.chains import SOURCES, on_server, with_exported_sources
 from service.studies.preflight.dtype import engine_dtype
 from service.studies.preflight.examine import examine
 from service.studies.preflight.files import check_files
-from service.types import ResolvedStudy
+from service.types import ChainedSource, ResolvedStudy
 from workers.file_access import FileAccess
 from workers.models.hub import hub_cache
 
@@ -34,6 +36,7 @@ __all__ = [
     "Preflight",
     "PreflightOutcome",
     "PreflightProcess",
+    "ServerPlace",
     "default_access",
     "examine_here",
     "read_request",
@@ -80,6 +83,14 @@ class PreflightOutcome:
     resolved: ResolvedStudy
 
 
+@dataclass(frozen=True)
+class ServerPlace:
+    """Where a server keeps its studies: the URL of its database, and its data directory."""
+
+    store_url: str
+    directory: Path
+
+
 class Preflight(Protocol):
     """Checks studies for the server."""
 
@@ -98,16 +109,19 @@ class Preflight(Protocol):
 class PreflightProcess:
     """Runs preflights in separate processes, each within `limits` (None: the defaults).
 
-    Studies may read the files in `access`; None: all. All but one of the processes may be at work for one client."""
+    Studies may read the files in `access`; None: all. `place` has the studies whose merges they may name. All but one
+    of the processes may be at work for one client."""
 
     def __init__(
         self,
         access: FileAccess | None = None,
         *,
+        place: ServerPlace | None = None,
         limits: Limits | None = None,
         num_validators: int = NUM_VALIDATORS,
     ) -> None:
         self._access = access
+        self._place = place
         self._limits = limits or Limits()
         self._queue = FairQueue(num_validators, max_waiting=MAX_WAITING, max_clients=MAX_CLIENTS)
         self._validators = [WorkerProcess(f"validator {number}", warm_up=_warm_up) for number in range(num_validators)]
@@ -126,7 +140,7 @@ class PreflightProcess:
             validator.stop()
 
     async def examine(self, content: bytes, *, is_json: bool, client: str = "") -> PreflightOutcome:
-        return await self._call(client, examine_here, content, is_json=is_json, access=self._access)
+        return await self._call(client, examine_here, content, is_json=is_json, access=self._access, place=self._place)
 
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
         return await self._call(client, _engine_dtype, document)
@@ -189,7 +203,7 @@ def read_request(content: bytes, *, is_json: bool, access: FileAccess | None = N
 
 
 def _relative_paths(study: Study) -> Iterator[Problem]:
-    models = {"base": study.models.base} | {f"experts.{alias}": v for alias, v in study.models.experts.items()}
+    models = {"base": study.models.base} | {f"experts.{alias}": v for alias, v in study.models.named.items()}
     for place, value in models.items():
         # As in a study file: `name` and `owner/name` are hub ids unless a directory has that name.
         is_path = value.startswith((".", "~")) or value.endswith("/") or value.count("/") > 1 or os.path.exists(value)
@@ -208,16 +222,30 @@ def _no_files(study: Study) -> Iterator[Problem]:
 
 def _task_files(study: Study) -> Iterator[tuple[str, str]]:
     """The files that a study names as tasks, each with its place."""
-    for section, specs in (("objectives", study.objectives), ("holdout", study.holdout)):
-        for index, spec in enumerate(specs):
-            if isinstance(spec.task, InlineTask):
-                yield f"{section}.{index}.task.file", spec.task.file
-            elif spec.task.endswith((".yaml", ".yml")):
-                yield f"{section}.{index}.task", spec.task
+    for place, spec in study.with_tasks():
+        if isinstance(spec.task, InlineTask):
+            yield f"{place}.task.file", spec.task.file
+        elif spec.task.endswith((".yaml", ".yml")):
+            yield f"{place}.task", spec.task
 
 
 def _relative(value: str) -> str:
     return f"{value}: is relative; give an absolute path on the server"
+
+
+def _with_sources(study: Study, place: ServerPlace | None) -> tuple[Study, Mapping[str, ChainedSource]]:
+    """The study with the merges of other studies as directories. Raises InvalidStudy."""
+    if not study.models.chained:
+        return study, {}
+    if place is None:
+        places = (f"models.experts.{alias}.from_study" for alias in study.models.chained)
+        raise InvalidStudy(tuple(Problem(at, "studies here cannot name merges of others") for at in places))
+    lift_limits()
+    store = Store(place.store_url)
+    try:
+        return with_exported_sources(study, open_study=on_server(store), directory=place.directory)
+    finally:
+        store.close()
 
 
 # Run in the separate process.
@@ -231,12 +259,18 @@ def _warm_up() -> None:
     del lm_eval, torch, transformers
 
 
-def examine_here(content: bytes, *, is_json: bool, access: FileAccess | None = None) -> PreflightOutcome:
+def examine_here(
+    content: bytes, *, is_json: bool, access: FileAccess | None = None, place: ServerPlace | None = None
+) -> PreflightOutcome:
     """Run the preflight in this process. Weights are read without limits of memory and processor time: their amount is
-    not the sender's choice, and reading large ones maps all of their files."""
+    not the sender's choice, and reading large ones maps all of their files. So are merges of other studies written,
+    which `place` has."""
     study = read_request(content, is_json=is_json, access=access)
     try:
-        preflight = examine(study, downloads=False, access=access, before_weights=lift_limits)
+        exported, chained = _with_sources(study, place)
+        if chained and access is not None and place is not None:
+            access = replace(access, readable=(*access.readable, str(place.directory.resolve() / SOURCES)))
+        preflight = examine(exported, downloads=False, access=access, chained=chained, before_weights=lift_limits)
         return PreflightOutcome(study.name, study.canonical(), preflight.resolved())
     except (InvalidStudy, MemoryError):
         raise

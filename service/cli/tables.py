@@ -10,6 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from search_spaces.objectives import COSTS
 from service.cli.progress import STATE_STYLES
 from service.results.format import (
     duration,
@@ -101,7 +102,7 @@ def holdout_table(document: SummaryDocument) -> Table:
     for row in rows:
         values = [row["values"].get(name) for name in names]
         if has_mean:  # one interval per row; the report has all
-            cells = ["" if value is None else f"{value['value']:.3f}" for value in values]
+            cells = ["" if value is None else _exact_text(value) or f"{value['value']:.3f}" for value in values]
             cells.append(_interval_text(row["mean"]))
         else:
             cells = [_interval_text(value) for value in values]
@@ -264,16 +265,24 @@ def _local_time(time: str) -> str:
 
 
 def _signed_mean(values: Mapping[str, float], objectives: Sequence[ObjectiveDocument]) -> float:
-    return statistics.fmean(values[o["name"]] * (1 if o["direction"] == "maximize" else -1) for o in objectives)
+    ranked = [o for o in objectives if o["metric"] not in COSTS] or objectives
+    return statistics.fmean(values[o["name"]] * (1 if o["direction"] == "maximize" else -1) for o in ranked)
 
 
 def _error_text(error: float | None) -> str:
     return "±n/a" if error is None else f"±{error:.2g}"
 
 
+def _exact_text(estimate: EstimateDocument, *, signed: bool = False) -> str:
+    """A value that follows from the recipe; "" for one that was scored."""
+    return "" if estimate["samples"] else f"{estimate['value']:{'+' if signed else ''},.10g}"
+
+
 def _interval_text(estimate: EstimateDocument | None, *, signed: bool = False) -> str:
     if estimate is None:
         return ""
+    if exact := _exact_text(estimate, signed=signed):
+        return exact
     low, high = estimate["ci95"]
     sign = "+" if signed else ""
     return f"{estimate['value']:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"

@@ -10,6 +10,7 @@ import argparse
 import logging
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from search_spaces.errors import InvalidStudy
@@ -20,6 +21,7 @@ from service.errors import Conflict, NotFound, StaleAttempt, StudyFailed
 from service.jobs.progress_log import ProgressLog
 from service.store import Store, StudyWriter
 from service.studies.attempt import execute
+from service.studies.chains import on_server, with_exported_sources
 from service.studies.heartbeat import ENGINE, Heartbeat
 from service.studies.preflight.examine import PreflightResult, examine
 from service.studies.preflight.files import FilesRefused
@@ -96,8 +98,12 @@ def _work(store: Store, writer: StudyWriter, *, work_dir: Path, heartbeat: Heart
         view.note(text)
 
     record = store.study(writer.study_id)
-    study = with_revisions(Study.model_validate(record.document), record.resolved)
-    preflight = examine(study, access=record.resolved.access, note=note)
+    stored = Study.model_validate(record.document)
+    exported, chained = with_exported_sources(
+        stored, open_study=on_server(store), directory=work_dir.parents[1], before=record.resolved, note=note
+    )
+    study = with_revisions(exported, replace(record.resolved, chained={}))
+    preflight = examine(study, access=record.resolved.access, chained=chained, note=note)
     check_unchanged(record, preflight.resolved())
     note("The models are as they were. Connecting to Ray ...")
     with ray_session():

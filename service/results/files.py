@@ -272,7 +272,8 @@ def _volume_document(volume: FrontVolume | None) -> VolumeDocument | None:
 
 
 def _finding_document(run: RunRecord, best: TrialRecord | None) -> FindingDocument:
-    objectives = [o for o in run.objectives if all(o.name in row.values for row in run.holdout)]
+    scored = [objective for objective in run.objectives if objective.cost_of_recipe is None]
+    objectives = [o for o in scored if all(o.name in row.values for row in run.holdout)]
     return {
         "text": finding_text(run.rival_tests, objectives, best=best, was_scored=bool(run.holdout)),
         "criterion": criterion(objectives),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,8 +84,10 @@ def held_out_results(
     """The results of the stage; without rows until the best trial has been scored there or has failed.
 
     `search` needs the samples of best trial and baselines only; `failures` are the reasons of trials that failed on
-    holdout data.
+    holdout data. Costs of recipes have no samples; they stand in the rows as they are.
     """
+    exact = _exact_values(trials, objectives)
+    scored = [objective for objective in objectives if objective.cost_of_recipe is None]
     rows = _complete(held_out(trials, objectives), holdout.samples, [objective.name for objective in objectives])
     failed = {number: reason for number, reason in (failures or {}).items() if number not in rows}
     final = finalists(trials, objectives)
@@ -95,26 +97,49 @@ def held_out_results(
     bounds = _bounds(objectives, rows.values())
     labels = {trial.number: trial.label for trial in trials}
     bias, difference = _selection_bias(trials, objectives, rows, search=search, holdout=holdout)
+    compared = (
+        compare(
+            labels[number],
+            number,
+            samples,
+            reference=None if reference is None else rows[reference],
+            mean_over=accuracy_objectives(objectives),
+            documents=holdout.documents,
+            bounds=bounds,
+        )
+        for number, samples in rows.items()
+    )
     return HeldOut(
-        rows=tuple(
-            compare(
-                labels[number],
-                number,
-                samples,
-                reference=None if reference is None else rows[reference],
-                mean_over=accuracy_objectives(objectives),
-                documents=holdout.documents,
-                bounds=bounds,
-            )
-            for number, samples in rows.items()
-        ),
+        rows=tuple(_with_exact(row, exact, reference) for row in compared),
         reference=reference,
         failures=tuple(sorted(failed.items())),
-        tests=rival_tests(final, trials, objectives, rows, documents=holdout.documents, bounds=bounds),
+        tests=rival_tests(final, trials, scored, rows, documents=holdout.documents, bounds=bounds),
         selection_bias=bias,
         split_difference=difference,
         volume=_front_volume(trials, objectives, rows, documents=holdout.documents, seed=seed),
     )
+
+
+def _exact_values(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) -> dict[int, dict[str, float]]:
+    """The values of each trial that follow from its recipe."""
+    costs = [objective.name for objective in objectives if objective.cost_of_recipe is not None]
+    return {trial.number: {name: trial.values[name] for name in costs if name in trial.values} for trial in trials}
+
+
+def _with_exact(row: Comparison, exact: Mapping[int, Mapping[str, float]], reference: int | None) -> Comparison:
+    """`row` with the costs of its recipe, and by how much they differ from the reference's."""
+    own = exact[row.trial]
+    others = {} if reference is None or not row.differences else exact[reference]
+    differences = {name: _exactly(value - others[name]) for name, value in own.items() if name in others}
+    return replace(
+        row,
+        values={**row.values, **{name: _exactly(value) for name, value in own.items()}},
+        differences={**row.differences, **differences},
+    )
+
+
+def _exactly(value: float) -> Estimate:
+    return Estimate(value, 0.0, 0, (value, value))
 
 
 def _complete(
@@ -215,13 +240,15 @@ def _front_volume(
     seed: int,
 ) -> FrontVolume | None:
     final = [trial for trial in finalists(trials, objectives) if trial.number in rows]
-    names = [objective.name for objective in objectives]
+    names = [objective.name for objective in objectives if objective.cost_of_recipe is None]
+    exact = [_exact_values([trial], objectives)[trial.number] for trial in final]
     if not final or any(set(rows[trial.number]) != set(names) for trial in final):
         return None
 
     def volume(means: Mapping[str, NDArray[np.float64]]) -> float:
         candidates = [dict(zip(names, values, strict=True)) for values in zip(*(means[n] for n in names), strict=True)]
-        return hypervolume([costs_of_values(values, objectives) for values in candidates])
+        whole = [values | costs for values, costs in zip(candidates, exact, strict=True)]
+        return hypervolume([costs_of_values(values, objectives) for values in whole])
 
     samples = {name: np.stack([rows[trial.number][name] for trial in final]) for name in names}
     return FrontVolume(

@@ -113,7 +113,8 @@ def _documents(specs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """What data each objective is scored on, from its section of the study file: equal for the same documents."""
     found = {}
     for spec in specs:
-        task = spec["task"]
+        if (task := spec.get("task")) is None:  # a cost, which is scored on nothing
+            continue
         found[spec["name"]] = json.dumps([task["file"] if isinstance(task, Mapping) else task, spec.get("split")])
     return found
 

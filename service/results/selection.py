@@ -54,7 +54,9 @@ def criteria(objectives: Sequence[Objective]) -> Criteria:
         best = promotion = f"{'highest' if objectives[0].direction == 'maximize' else 'lowest'} {objectives[0].name}"
         why = "both compare the same value, but a promotion compares it on the fewer samples of its rung"
     else:
-        best = f"highest mean of {', '.join(names)}" if names else "lowest mean cost over all objectives"
+        scored = [objective.name for objective in objectives if objective.cost_of_recipe is None]
+        every = "all objectives" if len(scored) == len(objectives) else ", ".join(scored)
+        best = f"highest mean of {', '.join(names)}" if names else f"lowest mean cost over {every}"
         promotion = (
             f"non-dominated rank in {', '.join(objective.name for objective in objectives)}, then the least crowded "
             "(crowding distance), then the lower trial number"
@@ -76,9 +78,9 @@ def full_budget_trials(trials: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]
 
 
 def best_trial(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) -> TrialRecord | None:
-    """The trial with the highest mean of the accuracy objectives on search data (without any: the lowest mean cost),
-    the first of equals. Where no trial keeps to all constraints, the one that violates them least. None before a trial
-    has reached the full budget."""
+    """The trial with the highest mean of the accuracy objectives on search data (without any: the lowest mean cost of
+    those that are scored), the first of equals. Where no trial keeps to all constraints, the one that violates them
+    least. None before a trial has reached the full budget."""
     trials = full_budget_trials(trials)
     violation = _violations(trials, objectives)
     return min(trials, key=lambda trial: (violation[trial.number], *_merit(trial, objectives)), default=None)
@@ -127,7 +129,8 @@ def _violations(trials: Sequence[TrialRecord], objectives: Sequence[Objective]) 
 def _merit(trial: TrialRecord, objectives: Sequence[Objective]) -> tuple[float, int]:
     """Sort key, better is smaller. Rounded, so that equal means computed in another order stay equal."""
     names = accuracy_objectives(objectives)
-    ranked = [objective for objective in objectives if objective.name in names] or objectives
+    ranked = [objective for objective in objectives if objective.name in names]
+    ranked = ranked or [objective for objective in objectives if objective.cost_of_recipe is None]
     costs = [objective.cost_of_stored(trial.values[objective.name]) for objective in ranked]
     return round(statistics.fmean(costs), 12), trial.number
 

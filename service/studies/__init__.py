@@ -1,5 +1,6 @@
 """A study from its file to its end.
 
+- `chains`: merged models of other studies as sources
 - `preflight`: every check that needs no engine
 - `dry_run`: what a study would do and cost
 - `attempt`: one attempt at a study, to its end

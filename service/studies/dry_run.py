@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from search_spaces.study.file import Study
 from service.disk import free_bytes, gib
+from service.studies.local_run import as_started
 from service.studies.preflight.algorithm import GRADIENT
 from service.studies.preflight.examine import EXPORT, ExpectedSamples, PreflightResult, examine
 from service.tune.searchers.descents import descents_of
@@ -15,6 +18,8 @@ from service.tune.steps import CHARGES, StepKind
 from workers.models.hub import is_metadata_only, named
 
 __all__ = ["CheckedPlan", "check"]
+
+logger = logging.getLogger(__name__)
 
 
 # How the number of samples, and the share saved, are bounded. ASHA promotes at least that many trials, and more where
@@ -98,8 +103,15 @@ def check(study: Study, directory: Path, *, exports: bool = False) -> CheckedPla
     """Check a study that would run in `directory` and compute what it will take; with `exports`, also for the export of
     the best merge.
 
-    Starts nothing, and downloads no weights. Raises InvalidStudy with every problem."""
-    preflight = examine(study, export_dir=directory / EXPORT if exports else None, downloads=False)
+    Starts nothing, and downloads no weights. Merges of other studies are exported to a temporary directory. Raises
+    InvalidStudy with every problem."""
+    with TemporaryDirectory() as temporary:
+        started, chained = as_started(study, directory, sources_in=Path(temporary), note=logger.info)
+        export_dir = directory / EXPORT if exports else None
+        return _plan(study, examine(started, export_dir=export_dir, chained=chained, downloads=False), directory)
+
+
+def _plan(study: Study, preflight: PreflightResult, directory: Path) -> CheckedPlan:
     places = [model.directory for model in preflight.family.models]
     memory = preflight.memory
     samples = preflight.expected_samples()

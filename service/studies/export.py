@@ -42,7 +42,7 @@ def export_trial(
     check_files(study, record.resolved.access)
     trials, objectives = store.trials(record.id), record.resolved.objectives
     chosen = _chosen(trials, trial, best_trial(trials, objectives))
-    sources = resolve_family(study.models.base, study.models.experts, tokenizer=study.models.tokenizer).fetched()
+    sources = resolve_family(study.models.base, study.models.named, tokenizer=study.models.tokenizer).fetched()
     fingerprints = record.resolved.fingerprints
     if sources.fingerprints != fingerprints:
         changed = sorted(a for a, f in sources.fingerprints.items() if fingerprints.get(a) != f)

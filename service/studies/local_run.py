@@ -7,10 +7,11 @@ again resumes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
-from search_spaces.study.file import Study, same_but_limits
+from search_spaces.study.file import FromStudy, Study, same_but_limits
 from service.cluster.session import check_reachable, ray_session
 from service.disk import locked
 from service.errors import Conflict, NotFound
@@ -20,16 +21,17 @@ from service.results.record import RunRecord
 from service.results.report import render_report
 from service.store import Store
 from service.studies.attempt import execute
+from service.studies.chains import with_exported_sources
 from service.studies.heartbeat import Heartbeat
 from service.studies.preflight.examine import EXPORT, PreflightResult, examine
 from service.studies.preflight.models import check_unchanged, with_revisions
 from service.studies.progress import ProgressReporter
-from service.types import StudyRecord, StudyState
+from service.types import ChainedSource, ResolvedStudy, StudyRecord, StudyState
 from workers.errors import EngineUnavailable
 from workers.serving.deployment import serving
 from workers.types import Scorer
 
-__all__ = ["DATABASE", "OpenScorer", "open_scorer", "read_run", "run_study"]
+__all__ = ["DATABASE", "OpenScorer", "as_started", "open_scorer", "read_run", "run_study"]
 
 DATABASE = "study.db"
 
@@ -63,7 +65,8 @@ def run_study(
     if not (directory / DATABASE).exists():  # an existing study may be finished and need no Ray
         check_reachable()
     export_dir = directory / EXPORT if exports else None
-    preflight = examine(_as_started(study, directory), export_dir=export_dir, note=view.note)
+    started, chained = as_started(study, directory, sources_in=directory, note=view.note)
+    preflight = examine(started, export_dir=export_dir, chained=chained, note=view.note)
     with locked(directory):
         store = Store(f"sqlite:///{directory / DATABASE}")
         try:
@@ -111,13 +114,28 @@ def read_run(directory: Path) -> Iterator[tuple[Store, StudyRecord]]:
         store.close()
 
 
-def _as_started(study: Study, directory: Path) -> Study:
-    """The study with its hub models at the commits of the run in `directory`, if there is one."""
-    try:
-        with read_run(directory) as (_, record):
-            return with_revisions(study, record.resolved)
-    except NotFound:
-        return study
+def as_started(
+    study: Study, directory: Path, *, sources_in: Path, note: Callable[[str], None]
+) -> tuple[Study, dict[str, ChainedSource]]:
+    """The study with its hub models at the commits of the run in `directory`, if there is one, and the merges of other
+    studies exported below `sources_in`, and what these are. Raises InvalidStudy if they cannot be had."""
+    before: ResolvedStudy | None = None
+    with suppress(NotFound), read_run(directory) as (_, record):
+        before = record.resolved
+    exported, chained = with_exported_sources(
+        study, open_study=_open_run, directory=sources_in, before=before, note=note
+    )
+    if before is not None:
+        exported = with_revisions(exported, replace(before, chained={}))
+    return exported, chained
+
+
+@contextmanager
+def _open_run(source: FromStudy) -> Iterator[tuple[Store, StudyRecord]]:
+    if source.dir is None:
+        raise Conflict(f"id: {source.id} names a study on a server; give the dir of a run")
+    with read_run(Path(source.dir)) as found:
+        yield found
 
 
 def _created_or_resumed(store: Store, study: Study, preflight: PreflightResult, directory: Path) -> StudyRecord:

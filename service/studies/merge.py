@@ -29,6 +29,7 @@ from workers.mergekit.config import DTYPES, read_configuration, split_adapter
 from workers.mergekit.importer import to_recipe
 from workers.models.family import ResolvedFamily, resolve_family, resolve_model
 from workers.models.hub import HUB_ID, named
+from workers.models.merged_files import merged_config
 
 if TYPE_CHECKING:
     from workers.mergekit.config import MergekitConfig
@@ -186,9 +187,7 @@ class _Job:
 
 def _prepared(file: Path, directories: Mapping[str, Path], dtype: str | None, **fetching: Any) -> _Job:
     """`fetching`: the further arguments of `_bank`."""
-    import torch
 
-    from workers.export.checkpoint import merged_config
     from workers.merging.materialize import check_recipe
 
     document = _read(file)
@@ -198,7 +197,7 @@ def _prepared(file: Path, directories: Mapping[str, Path], dtype: str | None, **
         else:
             job = _of_recipe(document, directories, **fetching)
         check_recipe(job.recipe, job.bank)
-        merged_config(job.recipe, job.bank, torch.float32)
+        merged_config(job.recipe, job.bank.base, dtype="float32")
     except InvalidRecipe as error:
         raise InvalidRecipe("\n".join(f"{file}: {line}" for line in str(error).splitlines())) from error
     _ = job.bank.sources.result_dir  # raises InvalidModel if the models' tokenizers cannot be combined

@@ -278,7 +278,7 @@ class Coordinator:
     def _know_at_looks(self, trial: TrialRecord) -> None:
         """Keep what a source or published recipe that is scored in full has at lower rungs."""
         if trial.bracket is None and trial.state is TrialState.COMPLETE:
-            records = (self._samples.rung_record(trial.recipe.digest, rung) for rung in range(self.table.last_rung))
+            records = (self._samples.rung_record(trial.recipe, rung) for rung in range(self.table.last_rung))
             lower = {record.rung: record.values for record in records}
             self.table.know(trial.number, {rung: self.plan.costs(values) for rung, values in lower.items()})
             self._feasibility.know(trial.number, lower)
@@ -334,6 +334,8 @@ class Coordinator:
 
     def _propose(self, proposal: Proposal, configuration: Mapping[str, Any], ask_s: float) -> None:
         try:
+            self._space.parameters.check(configuration)
+            configuration = self._space.parameters.repair(configuration)
             recipe = self._space.to_recipe(configuration)
         except SearchSpaceError as error:
             raise StudyFailed(f"trial {proposal.number}: the searcher left the search space: {error}") from error
@@ -373,8 +375,8 @@ class Coordinator:
             self._apply(self.table.decide(bracket))
 
     def _differences(self, number: int, rival: int, rung: int) -> tuple[NDArray[np.float64], ...]:
-        digests = (self._trials[trial].recipe.digest for trial in (number, rival))
-        return self._samples.cost_differences(*digests, rung=rung)
+        recipes = (self._trials[trial].recipe for trial in (number, rival))
+        return self._samples.cost_differences(*recipes, rung=rung)
 
     # -- evaluations -----------------------------------------------------------------------------------------------
 
@@ -401,7 +403,7 @@ class Coordinator:
             self._observer("holdout")
             return
         trial = self._trials[number]
-        rung = self._samples.rung_record(trial.recipe.digest, evaluation.rung)
+        rung = self._samples.rung_record(trial.recipe, evaluation.rung)
         try:
             costs = self.plan.costs(rung.values)
         except InvalidStudy as error:

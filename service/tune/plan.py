@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from search_spaces.costs import ModelSize
 from search_spaces.fidelity import Bracket, Scheduler
 from search_spaces.objectives import Objective
 from search_spaces.recipe import Recipe
@@ -45,6 +46,13 @@ class Plan:
     baselines: tuple[Baseline, ...]
     waits_for_baselines: bool = False
     error_rate: float | None = None
+    size: ModelSize | None = None
+    """What costs of recipes are made of, where objectives are."""
+
+    def recipe_values(self, recipe: Recipe) -> dict[str, float]:
+        """The values of those objectives that follow from the recipe alone."""
+        size, costs = self.size, {o.name: o.cost_of_recipe for o in self.objectives}
+        return {name: size.of(recipe, cost) for name, cost in costs.items() if cost is not None and size is not None}
 
     def costs(self, values: Mapping[str, float]) -> tuple[float, ...]:
         """What is minimised, in the order of `objectives`. Raises InvalidStudy for a value outside its objective's

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from search_spaces.objectives import Objective
+from search_spaces.recipe import Recipe
 from service.results.statistics import estimate
 from service.store import Store
 from service.tune.plan import Plan
@@ -59,10 +60,11 @@ class SampleCache:
         """These positions, in order, by objective, in chunks of at most the plan's size."""
         return _chunks(_spans(positions, self._targets(-1, split)[1]), self._plan.chunk_samples)
 
-    def rung_record(self, digest: str, rung: int) -> RungRecord:
-        """The estimates of a finished rung of the search. All its samples must be stored."""
+    def rung_record(self, recipe: Recipe, rung: int) -> RungRecord:
+        """The estimates of a finished rung of the search, and what follows from the recipe. All its samples must be
+        stored."""
         samples = self._plan.rung_samples[rung]
-        known = self._values[Split.SEARCH][digest]
+        known = self._values[Split.SEARCH][recipe.digest]
         values: dict[str, float] = {}
         standard_errors: dict[str, float | None] = {}
         for objective, stop in samples.items():
@@ -72,20 +74,28 @@ class SampleCache:
             else:
                 found = estimate(scored)
                 values[objective], standard_errors[objective] = found.value, found.standard_error
-        return RungRecord(rung, dict(samples), values, standard_errors)
+        exact = self._plan.recipe_values(recipe)
+        return RungRecord(rung, dict(samples), values | exact, standard_errors | dict.fromkeys(exact, 0.0))
 
-    def cost_differences(self, digest: str, rival: str, *, rung: int) -> tuple[NDArray[np.float64], ...]:
+    def cost_differences(self, recipe: Recipe, rival: Recipe, *, rung: int) -> tuple[NDArray[np.float64], ...]:
         """By objective, the cost of a recipe minus that of its `rival` on each sample of a rung [samples], in [-1, 1],
         and in the order of the samples, all of which both must have. Costs outside [0, 1] count as the nearest of
-        these. Samples that were taken out count as they were, as in the decisions that were made with them."""
+        these. Of an objective that follows from the recipe alone it is one number: 1, or -1 if the recipe is better.
+        Samples that were taken out count as they were, as in the decisions that were made with them."""
 
-        def costs(recipe: str, objective: Objective) -> NDArray[np.float64]:
-            known, name = self._values[Split.SEARCH][recipe][objective.name], objective.name
+        def costs(recipe: Recipe, objective: Objective) -> NDArray[np.float64]:
+            known, name = self._values[Split.SEARCH][recipe.digest][objective.name], objective.name
             positions = range(self._plan.rung_samples[rung][name])
-            values = [known[p] if p in known else self._void[recipe, name, p] for p in positions]
+            values = [known[p] if p in known else self._void[recipe.digest, name, p] for p in positions]
             return np.clip([objective.cost_of_stored(value) for value in values], 0.0, 1.0)
 
-        return tuple(costs(digest, objective) - costs(rival, objective) for objective in self._plan.objectives)
+        def difference(objective: Objective) -> NDArray[np.float64]:
+            if objective.cost_of_recipe is None:
+                return costs(recipe, objective) - costs(rival, objective)
+            own, other = (self._plan.recipe_values(each)[objective.name] for each in (recipe, rival))
+            return np.array([-1.0 if objective.cost_of_stored(own) < objective.cost_of_stored(other) else 1.0])
+
+        return tuple(difference(objective) for objective in self._plan.objectives)
 
     def _targets(self, rung: int, split: Split) -> tuple[Mapping[str, int], Mapping[str, TaskSpec]]:
         if split == Split.HOLDOUT:

@@ -189,7 +189,8 @@ def test_every_option_of_the_study_file_is_in_a_table_and_no_other() -> None:
     sections, objectives = text.split("## Search space")[0].split("### Objectives and holdout")
     expected = [options_of(name, value, schema["$defs"]) for name, value in schema["properties"].items()]
     assert options_in(sections) == set().union(*expected)
-    assert options_in(objectives) == set(schema["$defs"]["ObjectiveSpec"]["properties"])
+    specs = (schema["$defs"][kind]["properties"] for kind in ("ObjectiveSpec", "CostSpec"))
+    assert options_in(objectives) == set().union(*specs)
 
 
 @pytest.mark.parametrize("kind", SPACES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from workers.models.config import read_config
 from workers.types import Family
@@ -45,3 +47,15 @@ def model_stock(family: Family, method: str = "model_stock", **coefficients: flo
 
     each = tuple(LayerRecipe(merge(i), merge(i), merge(i)) for i in range(num_layers(family)))
     return Recipe(family.fingerprints, family.base.alias, each, embedding=merge(None), head=merge(None))
+
+
+def copied(model: str, layer: int | None) -> Merge:
+    return Merge("passthrough", (Source(model, layer),))
+
+
+def path(family: Family, steps: Sequence[tuple[str, int] | Merge], scales: Sequence[float] = (1.0,)) -> Recipe:
+    """Whole layers of models, or layers with one merge, and the scales in turn; embedding and head are the base's."""
+    merges = [step if isinstance(step, Merge) else copied(*step) for step in steps]
+    layers = tuple(LayerRecipe(m, m, m, scale=scales[i % len(scales)]) for i, m in enumerate(merges))
+    base = family.base.alias
+    return Recipe(family.fingerprints, base, layers, copied(base, None), copied(base, None))

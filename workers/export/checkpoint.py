@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import yaml
 
-from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import Recipe
 from workers.export.model_card import Score, model_card, source_name
 from workers.mergekit.exporter import Inexpressible, mergekit_config
@@ -33,7 +32,7 @@ from workers.merging.bank import Bank
 from workers.merging.materialize import merged_names, merged_tensors
 from workers.models.adapters import is_adapter
 from workers.models.checkpoints import open_checkpoint
-from workers.models.config import LAYERS_WITHOUT_EXPERTS, of_each_layer
+from workers.models.merged_files import merged_config
 from workers.models.tokenizers import TOKENIZER_FILES
 from workers.types import digest_of
 
@@ -43,7 +42,6 @@ __all__ = [
     "export",
     "is_written",
     "left_behind_bytes",
-    "merged_config",
 ]
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -53,9 +51,6 @@ DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 # The suffix of the hidden directory. It holds the files written so far, and the state of the export.
 PARTIAL = ".partial"
 MODEL, STATE = "model", "state.json"
-
-# The keys of a configuration for the number of layers.
-DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
 @dataclass(frozen=True)
@@ -92,7 +87,7 @@ def export(
         raise ValueError(f"export: dtype {_name(dtype)}; expected one of {', '.join(map(_name, DTYPES))}")
     out = Path(out_dir).resolve()  # a symbolic link's target is what gets created
     shards = _shards(merged_names(recipe, bank), dtype.itemsize, max_shard_bytes)
-    config = merged_config(recipe, bank, dtype)
+    config = merged_config(recipe, bank.base, dtype=_name(dtype))
     if is_written(recipe, out, dtype):
         return out
     with _appearing(out, _job(recipe, bank, dtype, max_shard_bytes)) as directory:
@@ -256,32 +251,6 @@ def _write_shard(
             output.write(content)
             checksum.update(content)
     return checksum.hexdigest()
-
-
-def merged_config(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json of the merged model: the base's, with another dtype and number of layers. Raises InvalidRecipe."""
-    config = {key: value for key, value in bank.base.config.items() if key != "_name_or_path"}
-    for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
-        config[key] = _name(dtype)
-    depth = bank.layout.num_layers
-    sources = [layer.attention.sources[0].layer or 0 for layer in recipe.layers]
-    if sources != list(range(depth)):
-        listed = of_each_layer(config, depth)
-        config |= {key: [values[layer] for layer in sources] for key, values in listed.items()}
-        config |= dict.fromkeys(DEPTH_KEYS & config.keys() or DEPTH_KEYS[:1], len(sources))
-        # Some layers of a mixture of experts may be dense; some configurations list the numbers of those layers.
-        kinds = [frozenset(bank.layout.suffixes("mlp", layer)) for layer in range(depth)]
-        if len(set(kinds)) > 1 and "mlp_layer_types" not in listed:
-            if not {LAYERS_WITHOUT_EXPERTS, "decoder_sparse_step"} & config.keys():
-                raise InvalidRecipe(
-                    "layers: the models have layers with a mixture of experts and layers without, and a configuration "
-                    f"of type {config['model_type']!r} cannot express another order of them"
-                )
-            dense = min(kinds, key=len)
-            mlps = [layer.mlp.sources[0].layer or 0 for layer in recipe.layers]
-            numbers = [number for number, layer in enumerate(mlps) if kinds[layer] == dense]
-            config |= {LAYERS_WITHOUT_EXPERTS: numbers, "decoder_sparse_step": 1}
-    return config
 
 
 def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] | str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
 
-from search_spaces.recipe import COMPONENTS, Merge, Recipe
+from search_spaces.recipe import COMPONENTS, Merge, Recipe, Source
 from workers.models.hub import commit_of, id_of
 from workers.types import Family
 
@@ -60,7 +61,7 @@ def model_card(
                 (
                     alias,
                     "base" if alias == recipe.base else "expert",
-                    source_name(directory) if id_of(directory) else directory.name,
+                    source_name(directory) if id_of(directory) else _merge_name(directory) or directory.name,
                     licences[alias] or "not stated",
                     f"`{content}`",
                 )
@@ -94,15 +95,17 @@ def recipe_rows(recipe: Recipe) -> list[tuple[str, ...]]:
     rows = [("embedding", "embedding", *_described(recipe.embedding))]
     groups: list[tuple[object, list[int]]] = []
     for index, layer in enumerate(recipe.layers):
-        key = tuple(_relative(layer.component(name), index) for name in COMPONENTS)
+        key = layer.scale, *(_relative(layer.component(name), index) for name in COMPONENTS)
         if groups and groups[-1][0] == key:
             groups[-1][1].append(index)
         else:
             groups.append((key, [index]))
     for _, indices in groups:
         first, last = indices[0], indices[-1]
-        layers = str(first) if first == last else f"{first}-{last}"
-        rows += [(layers, name, *_described(recipe.layers[first].component(name), first)) for name in COMPONENTS]
+        layers, layer = str(first) if first == last else f"{first}-{last}", recipe.layers[first]
+        rows += [(layers, name, *_described(layer.component(name), first, last - first + 1)) for name in COMPONENTS]
+        if layer.scale != 1:
+            rows.append((layers, "output", "scale", "", f"{layer.scale:g}"))
     rows.append(("head", "final norm, output head", *_described(recipe.head)))
     return [*rows, *(("tensor", name, *_described(merge)) for name, merge in recipe.tensors.items())]
 
@@ -124,16 +127,34 @@ def source_name(directory: Path) -> str:
     return f"{name}@{commit_of(directory)}" if name else str(directory)
 
 
+def _merge_name(directory: Path) -> str | None:
+    """What a source is that is itself an export: the merge, its study and its models; None if it is none."""
+    try:
+        document = json.loads((directory / "recipe.json").read_text())
+        recipe = Recipe.from_json(document)
+    except (OSError, ValueError):  # InvalidRecipe is a ValueError
+        return None
+    study = document.get("study")
+    origin = f' by the study "{study}"' if study else ""
+    return f"merge {recipe.digest[:12]} of {', '.join(recipe.models)}{origin}"
+
+
 def _relative(merge: Merge, index: int) -> object:
     """The merge, with the layers of its sources relative to the merged layer."""
     offsets = tuple((source.model, (source.layer or 0) - index) for source in merge.sources)
     return merge.method, offsets, tuple(merge.coefficients.items()), merge.seed
 
 
-def _described(merge: Merge, index: int | None = None) -> tuple[str, str, str]:
-    sources = ", ".join(
-        source.model if source.layer == index else f"{source.model} (layer {source.layer})" for source in merge.sources
-    )
+def _described(merge: Merge, index: int | None = None, length: int = 1) -> tuple[str, str, str]:
+    """Method, sources and coefficients; of `length` adjacent layers, the first of which is merged layer `index`."""
+
+    def described(source: Source) -> str:
+        if source.layer is None or source.layer == index:
+            return source.model
+        last = source.layer + length - 1
+        return f"{source.model} (layer {last})" if length == 1 else f"{source.model} (layers {source.layer}-{last})"
+
+    sources = ", ".join(map(described, merge.sources))
     coefficients = ", ".join(
         f"{name} = " + (", ".join(f"{v:g}" for v in value) if isinstance(value, tuple) else f"{value:g}")
         for name, value in merge.coefficients.items()

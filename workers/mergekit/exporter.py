@@ -53,7 +53,9 @@ def mergekit_config(
     if any(layer.scale != 1 or layer.alignment is not None for layer in recipe.layers):
         raise Inexpressible("layers are scaled or aligned")
     methods = {merge.method for merge in merges}
-    if methods <= set(SUMS):
+    if (path := _path_slices(recipe)) is not None:
+        method, slices = "passthrough", path
+    elif methods <= set(SUMS):
         models = _models(recipe)
         is_linear = any(merge.method == "linear" or merge.coefficients.get("scale", 1) != 1 for merge in merges)
         method = "task_arithmetic" if "task_arithmetic" in methods and not is_linear else "linear"
@@ -210,6 +212,21 @@ def _weights(merge: Merge, base: str) -> dict[str, float]:
         return {model: weight / math.fsum(weights) for model, weight in zip(sources, weights, strict=True)}
     lambdas = merge.per_source("lambda")
     return {base: 1 - math.fsum(lambdas), **dict(zip(sources, lambdas, strict=True))}
+
+
+def _path_slices(recipe: Recipe) -> list[_Slice] | None:
+    """The slices of a recipe that copies whole layers, some of them moved or repeated; None for any other.
+
+    mergekit takes the embedding from the first slice's model, and the head from the last one's."""
+    merges = [layer.component(name) for layer in recipe.layers for name in COMPONENTS]
+    is_copy = all(each.method == "passthrough" and each.number("scale") == 1 for each in recipe.merges())
+    taken = [layer.attention.sources[0] for layer in recipe.layers]
+    is_whole = [merge.sources[0] for merge in merges] == [source for source in taken for _ in COMPONENTS]
+    if not is_copy or not is_whole or recipe.tensors or [s.layer for s in taken] == list(range(len(taken))):
+        return None
+    if (recipe.embedding.sources[0].model, recipe.head.sources[0].model) != (taken[0].model, taken[-1].model):
+        return None
+    return [_Slice((source.model,), {source.model: source.layer or 0}, {}) for source in taken]
 
 
 def _slerp_slice(recipe: Recipe, index: int, layout: Layout) -> _Slice:

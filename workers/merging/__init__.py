@@ -7,7 +7,8 @@ From the top; each module imports only modules below it:
 - `statistics`: what depends on the sources alone, computed by the kernels.
 - `kernels`: fused kernels for CPU (Numba) and CUDA (Triton), bit for bit the plain methods.
 - `methods`: the merge methods in plain torch, the reference for the kernels.
+- `residual_scales`: scales of layers, folded into weights.
 - `recent`: how much of the statistics of several sources is kept.
+- `order_statistics`: the order of a tensor's elements by magnitude, and tables that narrow any rank to a few elements.
 - `masks`: counter-based random masks.
-- `order_statistics`: tables that narrow any rank of a tensor's magnitudes to a few elements.
 """

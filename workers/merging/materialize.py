@@ -23,6 +23,7 @@ from workers.merging.methods.arithmetic import Products
 from workers.merging.methods.averages import Importance
 from workers.merging.methods.plain import PLAIN, Operands
 from workers.merging.order_statistics import MagnitudeTable, TieOrder
+from workers.merging.residual_scales import branch_factors, ends_a_branch
 from workers.models.components import some_of
 from workers.models.vocabulary import BASE, UNION
 
@@ -45,13 +46,16 @@ __all__ = [
 class MergedTensor:
     """One tensor of the merged model before it is computed: its name, its merge, and its operands in the bank.
 
-    `suffix` is the tensor's name within a layer, or its whole name outside layers.
+    `suffix` is the tensor's name within merged layer `layer`, or its whole name outside layers (None). The merge is
+    multiplied by `factor`, which folds the scales of earlier layers in (`residual_scales`).
     """
 
     name: str
     merge: Merge
     suffix: str
     shape: tuple[int, ...]
+    layer: int | None = None
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -165,14 +169,16 @@ def _plan(given: Recipe, recipe: Recipe, bank: Bank) -> TensorPlan:
     bank.sources.check_unchanged()
     aliases = _bank_aliases(recipe, bank)
     plan = _part(recipe, recipe.embedding, "embedding", None, bank)
-    for index, layer in enumerate(recipe.layers):
-        if layer.scale != 1 or layer.alignment is not None:
-            raise InvalidRecipe(
-                f"layer {index}: scale {layer.scale} and alignment {layer.alignment!r} cannot be merged into weights "
-                "here; expected scale 1 and no alignment"
-            )
-        for component in COMPONENTS:
-            plan += _part(recipe, layer.component(component), component, index, bank)
+    factors = branch_factors(recipe.layers, model_type=str(bank.base.config.get("model_type")))
+    for index, (layer, factor) in enumerate(zip(recipe.layers, factors, strict=True)):
+        of_layer = [
+            tensor
+            for component in COMPONENTS
+            for tensor in _part(recipe, layer.component(component), component, index, bank)
+        ]
+        if factor != 1:
+            of_layer = [replace(each, factor=factor) if ends_a_branch(each.suffix) else each for each in of_layer]
+        plan += of_layer
     plan += _part(recipe, recipe.head, "head", None, bank)
     if unknown := recipe.tensors.keys() - {tensor.name for tensor in plan}:
         raise InvalidRecipe(f"tensors: the merged model has no {some_of(unknown)}")
@@ -201,7 +207,7 @@ def _part(recipe: Recipe, merge: Merge, component: str, index: int | None, bank:
         shapes = {tensors[source].shape for source in names}
         if len(shapes) > 1:
             raise InvalidRecipe(f"{where}: {suffix} has different shapes in its source layers: {sorted(shapes)}")
-        planned.append(MergedTensor(name, own, suffix, shapes.pop()))
+        planned.append(MergedTensor(name, own, suffix, shapes.pop(), index))
     return planned
 
 
@@ -257,7 +263,7 @@ def _vocabulary(tokenizer: str, fingerprints: Mapping[str, str]) -> str:
 def _computation(tensor: MergedTensor, base: str, aliases: Mapping[str, str]) -> tuple[Hashable, ...]:
     merge = tensor.merge
     sources = tuple((aliases[source.model], source.layer) for source in merge.sources)
-    return merge.method, tuple(merge.coefficients.items()), merge.seed, tensor.suffix, sources, base
+    return merge.method, tuple(merge.coefficients.items()), merge.seed, tensor.suffix, sources, base, tensor.factor
 
 
 @dataclass(frozen=True)
@@ -308,7 +314,8 @@ class _Computation:
 
     @property
     def is_copy(self) -> bool:
-        return self.tensor.merge.method == "passthrough" and self.tensor.merge.number("scale") == 1
+        merge = self.tensor.merge
+        return merge.method == "passthrough" and merge.number("scale") == 1 and self.tensor.factor == 1
 
     def result(
         self, bank: Bank, dtype: torch.dtype, into: Callable[[str, tuple[int, ...]], torch.Tensor] | None
@@ -317,13 +324,21 @@ class _Computation:
         merge, shape = self.tensor.merge, self.tensor.shape
         if self.is_copy:
             return bank.get(*self.sources[0]).to(dtype)
-        operands = self.operands(bank)
-        # The kernels cut as format 2 does.
-        if is_fused(merge, operands, dtype) and not self.keeps_equal:
+        operands, factor = self.operands(bank), self.tensor.factor
+        if factor == 1 and self._is_fused(operands, dtype):
             merged = into(self.tensor.name, shape) if into else torch.empty(shape, dtype=dtype, device=bank.device)
             merge_stored(merge, operands, merged)
             return merged
-        return PLAIN[merge.method].merge(operands.in_float32(), merge).to(dtype)
+        if self._is_fused(operands, torch.float32):
+            merged = torch.empty(shape, device=bank.device)
+            merge_stored(merge, operands, merged)
+        else:
+            merged = PLAIN[merge.method].merge(operands.in_float32(), merge)
+        return (merged if factor == 1 else merged * factor).to(dtype)
+
+    def _is_fused(self, operands: Operands, dtype: torch.dtype) -> bool:
+        # The kernels cut as format 2 does.
+        return is_fused(self.tensor.merge, operands, dtype) and not self.keeps_equal
 
     def operands(self, bank: Bank) -> Operands:
         # As large as half a source: for one tensor at a time.

@@ -1,5 +1,5 @@
 """The files of a merged model that hold no tensors: configuration and tokenizer, as an engine and transformers read
-them. All merges of a family have the same.
+them. All merges of a family have the same, except for what the configuration says of layers.
 """
 
 from __future__ import annotations
@@ -11,14 +11,23 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from search_spaces.errors import InvalidRecipe
+from search_spaces.recipe import Recipe
 from workers.errors import InvalidModel
 from workers.models.checkpoints import Checkpoint
+from workers.models.config import LAYERS_WITHOUT_EXPERTS, of_each_layer
 from workers.models.tokenizers import TOKENIZER_FILES, load_tokenizer
 from workers.models.vocabulary import UNION, Alignment, added_tokens, token_ids
 
-__all__ = ["make_result_dir"]
+__all__ = ["WINDOWED", "make_result_dir", "merged_config"]
 
 GENERATION_CONFIG = "generation_config.json"
+
+# The keys of a configuration for the number of layers.
+DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
+# Of models whose later layers alone have a sliding window: how many layers come before them.
+FULL_LAYERS = "max_window_layers"
+WINDOWED = "sliding_attention"
 
 # The properties of an added token in tokenizer.json.
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -41,6 +50,40 @@ def make_result_dir(
     _copy(owner if (owner / GENERATION_CONFIG).is_file() else base, place, (GENERATION_CONFIG,))
     (place / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return made
+
+
+def merged_config(recipe: Recipe, base: Checkpoint, *, dtype: str) -> dict[str, Any]:
+    """config.json of the merged model: that of `base`, with `dtype` ("float32"), and of another number or order of
+    layers what it says of each. What differs between kinds of attention follows the first source of a layer's
+    attention. Raises InvalidRecipe for an order that it cannot express."""
+    config = {key: value for key, value in base.config.items() if key != "_name_or_path"}
+    for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
+        config[key] = dtype
+    depth = base.layout.num_layers
+    sources = [layer.attention.sources[0].layer or 0 for layer in recipe.layers]
+    if sources == list(range(depth)):
+        return config
+    if not sources:
+        raise InvalidRecipe("layers: the recipe has none; expected at least one")
+    listed = of_each_layer(config, depth)
+    config |= {key: [values[layer] for layer in sources] for key, values in listed.items()}
+    config |= dict.fromkeys(DEPTH_KEYS & config.keys() or DEPTH_KEYS[:1], len(sources))
+    if FULL_LAYERS in config:
+        kinds = config.get("layer_types", ()) if config.get("use_sliding_window") else ()
+        config[FULL_LAYERS] = kinds.index(WINDOWED) if WINDOWED in kinds else len(sources)
+    # Some layers of a mixture of experts may be dense; some configurations list the numbers of those layers.
+    kinds_of_mlp = [frozenset(base.layout.suffixes("mlp", layer)) for layer in range(depth)]
+    if len(set(kinds_of_mlp)) > 1 and "mlp_layer_types" not in listed:
+        if not {LAYERS_WITHOUT_EXPERTS, "decoder_sparse_step"} & config.keys():
+            raise InvalidRecipe(
+                "layers: the models have layers with a mixture of experts and layers without, and a configuration "
+                f"of type {config['model_type']!r} cannot express another order of them"
+            )
+        dense = min(kinds_of_mlp, key=len)
+        mlps = [layer.mlp.sources[0].layer or 0 for layer in recipe.layers]
+        numbers = [number for number, layer in enumerate(mlps) if kinds_of_mlp[layer] == dense]
+        config |= {LAYERS_WITHOUT_EXPERTS: numbers, "decoder_sparse_step": 1}
+    return config
 
 
 def _save_union(place: Path, base: Path, added: tuple[str, ...], sources: Mapping[str, Checkpoint]) -> None:

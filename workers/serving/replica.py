@@ -28,7 +28,7 @@ from search_spaces.baselines import sources_and_published
 from search_spaces.errors import SearchSpaceError
 from search_spaces.recipe import Recipe
 from search_spaces.study.sections import EngineOptions
-from workers.engines.vllm.engine import Engine
+from workers.engines.vllm.engine import Engine, base_recipe
 from workers.errors import (
     EngineCrashed,
     EngineFault,
@@ -139,7 +139,8 @@ class EngineWorker:
         from workers.export.checkpoint import export
 
         engine = self.engine
-        if reason := nothing_to_compare(engine.family.base.directory, self.evaluator, spans):
+        depth = len(recipe.layers) / len(base_recipe(engine.family).layers)
+        if reason := nothing_to_compare(engine.family.base.directory, self.evaluator, spans, depth=depth):
             return VerificationReport(recipe.digest, 0, 0, 0.0, LOGPROB_TOLERANCE[engine.dtype], (), 0, reason=reason)
         engine.swap(recipe)
         texts = texts_to_read(self.evaluator, samples, spans)

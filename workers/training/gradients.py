@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -34,9 +34,10 @@ from workers.merging.materialize import (
     plan_as_stated,
     plan_tensors,
 )
+from workers.merging.residual_scales import ends_a_branch
 from workers.training.losses import minibatches, sample_losses
 from workers.training.model import Place, TrainableModel
-from workers.training.reduction import derivatives, stated_coefficients
+from workers.training.reduction import derivatives, inner_product, stated_coefficients
 from workers.types import Completions, Family, GradientResult, Placement, TaskSpec
 
 __all__ = ["CoefficientGradients"]
@@ -99,10 +100,20 @@ class CoefficientGradients:
         self._of_completions = found
 
     def loss_and_gradient(
-        self, recipe: Recipe, batch: Batch, weights: Mapping[str, float], *, completions: Collection[str] = ()
+        self,
+        recipe: Recipe,
+        batch: Batch,
+        weights: Mapping[str, float],
+        *,
+        completions: Collection[str] = (),
+        by_scales: bool = False,
     ) -> GradientResult:
         """The mean loss of each objective over its sample positions in `batch`, and the derivatives of
-        sum_o weights[o] loss_o by every coefficient that a merge of `recipe` states and its method has gradients by.
+        sum_o weights[o] loss_o by every coefficient that a merge of `recipe` states and its method has gradients by;
+        with `by_scales` also by the scale of every layer.
+
+        A scale is folded into the ends of later branches (`workers.merging.residual_scales`): these are proportional to
+        its inverse, so that the derivative by s_i is -1/s_i times the sum of <gradient, tensor> over them.
 
         The references of the objectives named in `completions` are those of `set_completions`. Raises InvalidRecipe for
         a merge that has none or cannot be made, TrialFailed if a loss is NaN or infinite."""
@@ -113,9 +124,12 @@ class CoefficientGradients:
                 f"gradients: no weight for objective {missing[0]!r}; given are {', '.join(sorted(weights))}"
             )
         plan = plan_as_stated(recipe, self.bank)
-        reducers = {
-            tensor.name: _Reducer(tensor, plan, self.bank) for tensor in plan.tensors if stated_coefficients(tensor)
-        }
+        reducers = {}
+        for tensor in plan.tensors:
+            is_end = by_scales and tensor.layer is not None and ends_a_branch(tensor.suffix)
+            if is_end or stated_coefficients(tensor):
+                merged = self.model.memory[tensor.name] if is_end else None
+                reducers[tensor.name] = _Reducer(tensor, plan, self.bank, merged)
         self._hold(recipe)
         samples = _samples(batch, targets)
         factors = {name: weights[name] / (targets[name].unit * len(positions)) for name, positions in batch.items()}
@@ -129,6 +143,7 @@ class CoefficientGradients:
             seconds=time.perf_counter() - started,
             by_source=by_source,
             shared=shared,
+            layer_scales=_by_scale(recipe, reducers.values()) if by_scales else {},
         )
 
     def losses(
@@ -221,16 +236,24 @@ def _by_objective(
 
 
 class _Reducer:
-    """Adds up the derivatives by one tensor's coefficients, from the gradients of its leaves."""
+    """Adds up the derivatives by one tensor's coefficients, from the gradients of its leaves. With `merged`, the tensor
+    itself, also the inner product with it."""
 
-    def __init__(self, tensor: MergedTensor, plan: TensorPlan, bank: Bank) -> None:
+    def __init__(self, tensor: MergedTensor, plan: TensorPlan, bank: Bank, merged: torch.Tensor | None) -> None:
         self.tensor = tensor
         self._plan = plan
         self._bank = bank
+        self._merged = merged
         self.found: dict[str, torch.Tensor] = {}
+        self.along = 0.0
 
     def add(self, gradient: torch.Tensor) -> None:
+        if self._merged is not None:
+            self.along += inner_product(gradient, self._merged)
+        if not stated_coefficients(self.tensor):
+            return
         for name, slopes in derivatives(self.tensor, self._plan, self._bank, gradient).items():
+            slopes = slopes * self.tensor.factor
             self.found[name] = self.found[name] + slopes if name in self.found else slopes
 
 
@@ -259,6 +282,15 @@ def _by_coefficient(reducers: Any) -> tuple[Slopes, Slopes]:
             else:
                 shared.setdefault(tensor.name, {})[coefficient.name] = slopes[0]
     return by_source, shared
+
+
+def _by_scale(recipe: Recipe, reducers: Iterable[_Reducer]) -> dict[int, float]:
+    """The derivative by each layer's scale, which is part of the factor of all later layers' ends."""
+    after = [0.0] * len(recipe.layers)
+    for reducer in reducers:
+        for layer in range(reducer.tensor.layer or 0):
+            after[layer] += reducer.along
+    return {index: -along / recipe.layers[index].scale for index, along in enumerate(after)}
 
 
 @contextmanager

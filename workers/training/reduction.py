@@ -7,6 +7,7 @@ tensors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -20,7 +21,7 @@ from workers.merging.materialize import MergedTensor, TensorPlan, operands_of
 from workers.merging.methods.averages import linear_weights
 from workers.merging.methods.plain import PLAIN, Operands
 
-__all__ = ["Derivatives", "derivatives", "stated_coefficients"]
+__all__ = ["Derivatives", "derivatives", "inner_product", "stated_coefficients"]
 
 # By coefficient: [number of sources], or [1] of a shared one; float64.
 Derivatives = Mapping[str, torch.Tensor]
@@ -56,6 +57,12 @@ def derivatives(tensor: MergedTensor, plan: TensorPlan, bank: Bank, gradient: to
         return fused(operands, tensor.merge, gradient)
     names = {c.name: c.per_model for c in stated_coefficients(tensor)}
     return _through_the_function(operands, tensor.merge, gradient, names)
+
+
+def inner_product(first: torch.Tensor, second: torch.Tensor) -> float:
+    """<first, second>, added up in float64 over parts that are each multiplied in float32."""
+    parts = zip(torch.split(first.flatten(), CHUNK), torch.split(second.flatten(), CHUNK), strict=True)
+    return math.fsum(float(one.float() @ other.float()) for one, other in parts)
 
 
 def _linear(operands: Operands, merge: Merge, gradient: torch.Tensor) -> Derivatives:

@@ -13,6 +13,7 @@ The series of its charts come from `service.results.series`; its template is rep
 - `descents`: the section on descents by gradients
 - `races`: the section on who was stopped when
 - `recipe_picture`: the picture of the best recipe
+- `path_picture`: the picture of its layer path
 - `coefficients`: the picture of its coefficients
 - `charts`: plots, forest plots, bars and legends as HTML and SVG
 - `marks`: shapes of marks, and how many are drawn

@@ -21,6 +21,7 @@ from service.results.report.front import front_section
 from service.results.report.history import history_section
 from service.results.report.holdout import holdout_section
 from service.results.report.hypervolume import hypervolume_picture
+from service.results.report.path_picture import path_picture
 from service.results.report.races import races_section
 from service.results.report.recipe_picture import recipe_picture
 from service.results.report.texts import headline, key_figures, number_text, trial_name
@@ -58,6 +59,7 @@ def render_report(run: RunRecord) -> str:
         if best is None
         else recipe_picture(best.recipe, experts=tuple(run.study.document.get("models", {}).get("experts", ()))),
         coefficients=coefficients_picture(run),
+        path=path_picture(run),
         savings=_savings(run),
         duration=duration,
     )

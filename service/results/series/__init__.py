@@ -10,6 +10,7 @@ Every module here that declares a chart with `@chart` is found automatically.
 - `budget`: how far trials went, and what they cost
 - `descents`: losses over the gradients of each descent
 - `coefficients`: the best trial's coefficients by layer, component and expert
+- `path`: which layer of which model the best trial has at which position, with its scales
 - `races`: who was stopped when, and by which rule
 - `hypervolume`: that of the front, over the samples spent
 """

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from search_spaces.recipe import COMPONENTS, Merge, Recipe
+from search_spaces.spaces import SPACES
 from service.results.record import RunRecord
 from service.results.selection import best_trial
 from service.results.series.base import chart
@@ -47,6 +48,9 @@ def coefficients(run: RunRecord) -> CoefficientsPlot:
         return CoefficientsPlot("coefficients", None, [], ())
     named = run.study.document.get("models", {}).get("experts", ())
     experts = [*named] or [alias for alias in best.recipe.models if alias != best.recipe.base]
+    kind = run.study.document.get("search_space", {}).get("kind", "")
+    if kind in SPACES and SPACES[kind](kind=kind).changes_layers:  # a path's numbers are no coefficients
+        return CoefficientsPlot("coefficients", best.number, experts, ())
     values = tuple(_searched(best.configuration or {}, experts)) or tuple(_of_recipe(best.recipe, experts))
     return CoefficientsPlot("coefficients", best.number, experts, values)
 

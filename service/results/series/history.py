@@ -83,7 +83,9 @@ def _series(
         for rung in trial.rungs:
             if not all(name in rung.values for name in names):
                 continue
-            samples = [rung.num_samples.get(name, 0) for name in names]
+            # The cost of a recipe has no samples: it stands where those of the rung are.
+            samples = [rung.num_samples[name] for name in names if name in rung.num_samples]
+            samples = samples or [*rung.num_samples.values()]
             point = HistoryPoint(
                 trial=trial.number,
                 label=trial.label,

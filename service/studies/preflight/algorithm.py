@@ -72,8 +72,10 @@ def _algorithm_of(
 def _lack_of_gradients(study: Study, space: SearchSpace, tasks: Mapping[str, TaskSpec]) -> str | None:
     from workers.evaluation.references import lack_of_references
 
+    if space.parameters.structure is not None:
+        return "which layers a merge has, and in which order, are discrete choices, which have no gradients"
     if not isinstance(space, DifferentiableSpace):
-        return f"coefficients of a space of kind {space.kind} have no gradients, those of layerwise have"
+        return f"coefficients of a space of kind {space.kind} have no gradients, those of layerwise and sfs have"
     for name, spec in tasks.items():
         try:
             lack = lack_of_references(spec)

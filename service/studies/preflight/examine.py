@@ -8,29 +8,38 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
 from search_spaces.baselines import sources_and_published
+from search_spaces.costs import ModelSize
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.fidelity import Bracket, bracket_cycle, bracket_plan
 from search_spaces.objectives import Objective
 from search_spaces.searchers import SEARCHERS
-from search_spaces.spaces.base import DifferentiableSpace, SearchSpace
+from search_spaces.spaces.base import DifferentiableSpace, LayeredSpace, SearchSpace
 from search_spaces.study.file import Study
 from search_spaces.study.sections import EngineOptions
 from service.disk import lack_of_space
 from service.studies.preflight.algorithm import GRADIENT, Algorithm, algorithm_of
 from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
 from service.studies.preflight.files import check_files
-from service.studies.preflight.models import check_engine, check_models, check_weights, searched_models, start_probe
+from service.studies.preflight.models import (
+    check_engine,
+    check_models,
+    check_weights,
+    model_size,
+    searched_models,
+    start_probe,
+)
 from service.studies.preflight.resources import MemoryPlan, check_devices, check_memory, plan_memory
 from service.studies.preflight.tasks import check_prompts, check_tasks, objectives_of
 from service.tune.plan import Baseline, Plan
 from service.tune.proposing.gradient_actor import GradientJob
 from service.tune.searchers.base import SearchSetting
-from service.types import Origin, ResolvedStudy
+from service.types import ChainedSource, Origin, ResolvedStudy
+from workers.engines.vllm.paths.geometry import path_problems
 from workers.file_access import FileAccess
 from workers.models.family import ResolvedFamily, locate_family
 from workers.types import CHUNKS_IN_FLIGHT_PER_REPLICA, Family, TaskInfo, TaskSpec
@@ -89,6 +98,10 @@ class PreflightResult:
     """A message for the user about how vLLM runs the models; "" if there is none."""
     access: FileAccess | None = None
     """Which files the study may read; None: all."""
+    chained: Mapping[str, ChainedSource] = field(default_factory=dict)
+    """The sources that are merges of other studies."""
+    size: ModelSize | None = None
+    """What costs of recipes are made of; None where merges do not differ in them."""
 
     @property
     def concurrency(self) -> int:
@@ -96,7 +109,11 @@ class PreflightResult:
 
     @property
     def engine_options(self) -> EngineOptions:
-        return self.study.engine.options
+        """Of engines whose merges may have other layers than the base where the study's space has such merges."""
+        options = self.study.engine.options
+        if not isinstance(self.space, LayeredSpace):
+            return options
+        return options.model_copy(update={"max_layers": self.space.max_layers})
 
     def resolved(self) -> ResolvedStudy:
         return ResolvedStudy(
@@ -112,6 +129,7 @@ class PreflightResult:
             access=self.access,
             algorithm=self.algorithm.name,
             algorithm_reason=self.algorithm.reason,
+            chained=self.chained,
         )
 
     def search_setting(self, *, num_baselines: int) -> SearchSetting:
@@ -153,6 +171,7 @@ class PreflightResult:
             bank_fingerprint=self.family.fingerprint,
             baselines=self.baselines() if baselines is None else baselines,
             error_rate=self.study.fidelity.bound_error_rate,
+            size=self.size,
             waits_for_baselines=SEARCHERS[resolved.algorithm or self.study.search.algorithm].waits_for_baselines,
         )
 
@@ -190,6 +209,7 @@ def examine(
     export_dir: Path | None = None,
     downloads: bool = True,
     access: FileAccess | None = None,
+    chained: Mapping[str, ChainedSource] | None = None,
     before_weights: Callable[[], None] = lambda: None,
     note: Callable[[str], None] = logger.info,
 ) -> PreflightResult:
@@ -198,31 +218,41 @@ def examine(
     `available_bytes` is the memory of one machine; None: this machine's. With an `export_dir`, the best merge must fit
     on its disk. Weights that are only on the hub are downloaded once all other checks have passed, and `note` is called
     with messages about it; without `downloads` they are not checked. `access` limits the files that are read (None: no
-    limit): if the study names others, nothing is opened. `before_weights` is called once only the weights are left to
+    limit): if the study names others, nothing is opened. `chained` are the sources that were exported for it
+    (`service.studies.chains`). `before_weights` is called once only the weights are left to
     check. Raises InvalidStudy with every problem.
     """
     check_files(study, access)
     problems: list[Problem] = []
-    located = locate_family(study.models.base, study.models.experts)
+    located = locate_family(study.models.base, study.models.named)
     probe = start_probe(located)
     sources = check_models(located, study, problems)
-    tasks, infos = check_tasks(study.objectives, "objectives", study, problems, access=access)
-    holdout_tasks, holdout_infos = check_tasks(study.holdout, "holdout", study, problems, access=access)
-    objectives = objectives_of(study, infos, problems)
+    tasks, infos = check_tasks(study.scored_objectives, "objectives", study, problems, access=access)
+    holdout = dict(enumerate(study.holdout))
+    holdout_tasks, holdout_infos = check_tasks(holdout, "holdout", study, problems, access=access)
     rung_samples, cycle = _examine_fidelity(study, infos, problems)
     check_devices(study, sources, problems)
     algorithm: Algorithm | None = None
+    size: ModelSize | None = None
     if sources is not None:
         export_bytes = sources.num_parameters * DTYPE_BYTES[engine_dtype(study)]
         searched = _examine_space(study, sources, dict.fromkeys(sources.checkpoints, ""), problems)
+        max_layers = 0
+        if isinstance(searched, LayeredSpace):
+            max_layers = searched.max_layers
+            size = model_size(sources, max_layers)
+            problems += [Problem("models", text) for text in path_problems(sources)]
         if searched is not None:
             algorithm = algorithm_of(study, searched, tasks, problems)
         computes_gradients = algorithm is not None and algorithm.name == GRADIENT
-        memory = plan_memory(study, sources, available_bytes, computes_gradients=computes_gradients)
+        memory = plan_memory(
+            study, sources, available_bytes, computes_gradients=computes_gradients, max_layers=max_layers
+        )
         check_prompts(study, sources.result_dir, problems)
-        check_memory(memory, problems)
+        check_memory(memory, problems, max_layers=max_layers)
         if export_dir is not None and (lack := lack_of_space(export_dir, export_bytes)):
             problems.append(Problem("", f"--export: {lack}"))
+    objectives = objectives_of(study, infos, size, problems)
     engine_note = check_engine(study, probe, problems)
     if problems or sources is None:
         raise InvalidStudy(tuple(problems))
@@ -251,6 +281,8 @@ def examine(
         algorithm=algorithm,
         engine_note=engine_note,
         access=access,
+        size=size,
+        chained=chained or {},
     )
 
 
@@ -258,9 +290,9 @@ def _examine_fidelity(
     study: Study, infos: Mapping[str, TaskInfo], problems: list[Problem]
 ) -> tuple[tuple[Mapping[str, int], ...], tuple[Bracket, ...]]:
     fidelity = study.fidelity
-    counts = {spec.name: fidelity.rungs_of(spec) for spec in study.objectives}
+    counts = {spec.name: fidelity.rungs_of(spec) for spec in study.scored_objectives.values()}
     scored = {name: study.search.num_scored(info.num_samples) for name, info in infos.items()}
-    for index, spec in enumerate(study.objectives):
+    for index, spec in study.scored_objectives.items():
         if spec.name not in infos:
             continue
         full, size, rest = counts[spec.name][-1], infos[spec.name].num_samples, scored[spec.name]
@@ -274,7 +306,7 @@ def _examine_fidelity(
             has = f"{size}" if rest == size else f"{size}, of which search.fit_share={share:g} leaves {rest} to score"
             message = f"{full} samples requested, objective {spec.name!r} has {has}; use at most {rest}"
             problems.append(Problem(f"objectives.{index}.rungs" if spec.rungs else place, message))
-    num_rungs = len(counts[study.objectives[0].name])
+    num_rungs = len(next(iter(counts.values())))
     samples = tuple({name: counts[name][rung] or scored[name] for name in infos} for rung in range(num_rungs))
     cycle = bracket_cycle(
         fidelity.scheduler,
@@ -289,11 +321,11 @@ def _examine_space(
     study: Study, sources: ResolvedFamily, fingerprints: Mapping[str, str], problems: list[Problem]
 ) -> SearchSpace | None:
     num_layers, max_layers = sources.layout.num_layers, study.limits.max_layers
-    if max_layers is not None and num_layers > max_layers:
+    if max_layers is not None and num_layers > max_layers and not study.search_space.changes_layers:
         message = f"{max_layers} is below the {num_layers} layers that every merge of this study has"
         problems.append(Problem("limits.max_layers", message))
     try:
-        return study.search_space.build(searched_models(sources, fingerprints))
+        return study.search_space.build(searched_models(sources, fingerprints, max_layers=max_layers))
     except InvalidStudy as error:
         problems.extend(error.problems)
         return None

@@ -27,17 +27,16 @@ def check_files(study: Study, access: FileAccess | None) -> None:
 
 
 def _problems(study: Study, access: FileAccess) -> Iterator[Problem]:
-    for place, model in (("base", study.models.base), *((f"experts.{a}", m) for a, m in study.models.experts.items())):
+    for place, model in (("base", study.models.base), *((f"experts.{a}", m) for a, m in study.models.named.items())):
         if reason := _model_refusal(model, access):
             yield Problem(f"models.{place}", reason)
-    for section, specs in (("objectives", study.objectives), ("holdout", study.holdout)):
-        for index, spec in enumerate(specs):
-            is_inline = isinstance(spec.task, InlineTask)
-            file = spec.task.file if isinstance(spec.task, InlineTask) else spec.task
-            if not is_inline and Path(file).suffix not in (".yaml", ".yml"):
-                continue  # the name of one of lm-eval's tasks
-            if reason := access.refusal(file):
-                yield Problem(f"{section}.{index}.task{'.file' if is_inline else ''}", reason)
+    for place, spec in study.with_tasks():
+        is_inline = isinstance(spec.task, InlineTask)
+        file = spec.task.file if isinstance(spec.task, InlineTask) else spec.task
+        if not is_inline and Path(file).suffix not in (".yaml", ".yml"):
+            continue  # the name of one of lm-eval's tasks
+        if reason := access.refusal(file):
+            yield Problem(f"{place}.task{'.file' if is_inline else ''}", reason)
 
 
 def _model_refusal(model: str, access: FileAccess) -> str | None:

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 
+from search_spaces.costs import ModelSize
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.recipe import COMPONENTS
 from search_spaces.spaces.base import Part, SearchedModels, TensorPlace
@@ -25,6 +26,7 @@ __all__ = [
     "check_models",
     "check_unchanged",
     "check_weights",
+    "model_size",
     "searched_models",
     "start_probe",
     "with_revisions",
@@ -34,14 +36,17 @@ logger = logging.getLogger(__name__)
 
 
 def with_revisions(study: Study, resolved: ResolvedStudy) -> Study:
-    """The study with its hub models at the commits that it was created with."""
+    """The study with its hub models at the commits that it was created with, and merges of other studies where they
+    were exported to."""
 
     def name(model: str) -> str:
         commit = resolved.commits.get(model)
         return f"{model.partition('@')[0]}@{commit}" if commit else model
 
     models = study.models
-    experts = {alias: name(model) for alias, model in models.experts.items()}
+    experts = {alias: name(model) for alias, model in models.named.items()}
+    experts |= {alias: own.directory for alias, own in resolved.chained.items()}
+    experts = {alias: experts[alias] for alias in models.experts if alias in experts}
     return study.model_copy(
         update={"models": models.model_copy(update={"base": name(models.base), "experts": experts})}
     )
@@ -101,8 +106,10 @@ def check_weights(
     return sources
 
 
-def searched_models(sources: ResolvedFamily, fingerprints: Mapping[str, str]) -> SearchedModels:
-    """What a search space may know of these models."""
+def searched_models(
+    sources: ResolvedFamily, fingerprints: Mapping[str, str], *, max_layers: int | None = None
+) -> SearchedModels:
+    """What a search space may know of these models, of which a merge may have `max_layers` layers."""
     layout, sizes = sources.layout, {name: math.prod(header.shape) for name, header in sources.base.tensors.items()}
     base, *experts = sources.checkpoints
     parts: list[tuple[Part, int | None]] = [("embedding", None)]
@@ -122,7 +129,22 @@ def searched_models(sources: ResolvedFamily, fingerprints: Mapping[str, str]) ->
         tensors=tensors,
         tied={layout.tied_head: embedding} if layout.tied_head and embedding else {},
         tokenizer=sources.tokenizer,
+        max_layers=max_layers,
     )
+
+
+def model_size(sources: ResolvedFamily, max_layers: int) -> ModelSize:
+    """The numbers of parameters of these models, whose merges may have `max_layers` layers."""
+    layout, sizes = sources.layout, {name: math.prod(header.shape) for name, header in sources.base.tensors.items()}
+    components = {
+        component: tuple(
+            sum(sizes[layout.name(suffix, layer)] for suffix in layout.suffixes(component, layer))
+            for layer in range(layout.num_layers)
+        )
+        for component in COMPONENTS
+    }
+    in_layers = sum(map(sum, components.values()))
+    return ModelSize(sources.num_parameters - in_layers, components, max_layers)
 
 
 def start_probe(located: LocatedFamily) -> CapabilityProbe | None:

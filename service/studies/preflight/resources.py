@@ -12,6 +12,8 @@ from search_spaces.errors import Problem
 from search_spaces.study.file import Study
 from service.disk import gib
 from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
+from workers.engines.vllm.memory import HOST_SHARE
+from workers.engines.vllm.paths.sizes import outside_bytes, widest_layer_bytes
 from workers.merging.recent import recent_bytes
 from workers.models.checkpoints import stored_bytes
 from workers.models.family import ResolvedFamily
@@ -88,18 +90,29 @@ def check_devices(study: Study, sources: ResolvedFamily | None, problems: list[P
 
 
 def plan_memory(
-    study: Study, sources: ResolvedFamily, available_bytes: int | None, *, computes_gradients: bool = False
+    study: Study,
+    sources: ResolvedFamily,
+    available_bytes: int | None,
+    *,
+    computes_gradients: bool = False,
+    max_layers: int = 0,
 ) -> MemoryPlan:
     """Bytes of memory for the bank, the engines and the gradient actor, if there is one; `available_bytes` None is this
-    machine's memory."""
+    machine's memory. `max_layers` are those of the longest merge where merges have layers of any number, else 0."""
     import torch
 
     from workers.merging.methods.plain import PLAIN
 
     # In host memory: on CPU vLLM computes from a packed copy, in addition to the plain weights that are written to.
     copies = 0 if torch.cuda.is_available() else 2
+    available = psutil.virtual_memory().total if available_bytes is None else available_bytes
+    held = sources.num_parameters
+    if max_layers:
+        held = outside_bytes(sources, 1) + widest_layer_bytes(sources, 1) * _pool_size(
+            sources, max_layers, available, copies * DTYPE_BYTES[engine_dtype(study)]
+        )
     ranks = RANK_BYTES * len(study.models.experts) if study.engine.rank_cache else 0
-    weights = sources.num_parameters * (copies * DTYPE_BYTES[engine_dtype(study)] + ranks)
+    weights = held * copies * DTYPE_BYTES[engine_dtype(study)] + sources.num_parameters * ranks
     keeps_recent = any(PLAIN[method].uses & OF_SEVERAL for method in study.search_space.merge_methods)
     statistics = recent_bytes(sources) if keeps_recent else 0
     # One merged model, and the gradient of its largest tensor.
@@ -109,13 +122,23 @@ def plan_memory(
         bank_bytes=stored_bytes(sources.checkpoints.values()),
         engine_bytes=weights + statistics + ENGINE_OVERHEAD_BYTES,
         replicas=study.engine.replicas,
-        available_bytes=psutil.virtual_memory().total if available_bytes is None else available_bytes,
+        available_bytes=available,
         gradient_bytes=model + GRADIENT_OVERHEAD_BYTES if computes_gradients else 0,
     )
 
 
-def check_memory(memory: MemoryPlan, problems: list[Problem]) -> None:
+def _pool_size(sources: ResolvedFamily, max_layers: int, available: int, bytes_of_value: int) -> int:
+    """The layers that an engine with room for `max_layers` of them would hold in host memory, and no fewer."""
+    every = len(sources.checkpoints) * sources.layout.num_layers + max_layers
+    if not bytes_of_value:
+        return every
+    room = int(HOST_SHARE * available) - outside_bytes(sources, bytes_of_value)
+    return max(max_layers, min(every, room // widest_layer_bytes(sources, bytes_of_value)))
+
+
+def check_memory(memory: MemoryPlan, problems: list[Problem], *, max_layers: int = 0) -> None:
     """Check that the planned memory is available."""
+    layers = f", a limits.max_layers below {max_layers}" if max_layers else ""
     if memory.needed_bytes > memory.available_bytes:
         gradients = f" + {gib(memory.gradient_bytes)} for gradients" if memory.gradient_bytes else ""
         problems.append(
@@ -123,6 +146,7 @@ def check_memory(memory: MemoryPlan, problems: list[Problem]) -> None:
                 "engine",
                 f"needs {gib(memory.needed_bytes)} of memory, {gib(memory.available_bytes)} are available: "
                 f"source weights {gib(memory.bank_bytes)} + {memory.replicas} engine(s) of "
-                f"{gib(memory.engine_bytes)}{gradients}; use fewer replicas, a smaller dtype or a larger machine",
+                f"{gib(memory.engine_bytes)}{gradients}; use fewer replicas, a smaller dtype{layers} or a larger "
+                "machine",
             )
         )

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from search_spaces.constraints import parse_constraint
+from search_spaces.costs import ModelSize
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.objectives import Objective
-from search_spaces.study.file import InlineTask, ObjectiveSpec, Study
+from search_spaces.study.file import CostSpec, InlineTask, ObjectiveSpec, Study
 from workers.errors import InvalidTask
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.tasks import check_task, content_hash
@@ -21,7 +22,7 @@ __all__ = ["check_prompts", "check_tasks", "objectives_of"]
 
 
 def check_tasks(
-    specs: tuple[ObjectiveSpec, ...],
+    specs: Mapping[int, ObjectiveSpec],
     section: str,
     study: Study,
     problems: list[Problem],
@@ -29,11 +30,12 @@ def check_tasks(
     access: FileAccess | None = None,
 ) -> tuple[dict[str, TaskSpec], dict[str, TaskInfo]]:
     """The tasks of a section ("objectives" or "holdout") as replicas build them, and what their data hold, by name.
+    `specs` are its entries by position.
 
     `access` limits the files that task files may lead to; None: no limit."""
     tasks: dict[str, TaskSpec] = {}
     infos: dict[str, TaskInfo] = {}
-    for index, spec in enumerate(specs):
+    for index, spec in specs.items():
         try:
             content = None
             task: str | dict[str, Any]
@@ -76,29 +78,35 @@ def check_prompts(study: Study, directory: str, problems: list[Problem]) -> None
                 + (f"the templates {', '.join(names)}; give one of them" if names else "no template; write false"),
             )
         )
-    for section, specs in (("objectives", study.objectives), ("holdout", study.holdout)):
-        for index, spec in enumerate(specs):
-            if isinstance(spec.task, InlineTask) and spec.task.max_tokens >= prompts.max_length:
-                problems.append(
-                    Problem(
-                        f"{section}.{index}.task.max_tokens",
-                        f"{spec.task.max_tokens} leaves no room for a prompt in the {prompts.max_length} tokens that "
-                        f"the model reads; give at most {prompts.max_length - 1}, or raise engine.max_model_len where "
-                        "that is the limit",
-                    )
+    for place, spec in study.with_tasks():
+        if isinstance(spec.task, InlineTask) and spec.task.max_tokens >= prompts.max_length:
+            problems.append(
+                Problem(
+                    f"{place}.task.max_tokens",
+                    f"{spec.task.max_tokens} leaves no room for a prompt in the {prompts.max_length} tokens that the "
+                    f"model reads; give at most {prompts.max_length - 1}, or raise engine.max_model_len where that is "
+                    "the limit",
                 )
+            )
 
 
-def objectives_of(study: Study, infos: Mapping[str, TaskInfo], problems: list[Problem]) -> tuple[Objective, ...]:
-    """The objectives whose tasks could be built, each with its direction."""
+def objectives_of(
+    study: Study, infos: Mapping[str, TaskInfo], size: ModelSize | None, problems: list[Problem]
+) -> tuple[Objective, ...]:
+    """The objectives whose tasks could be built, each with its direction, and the costs of models of this size."""
     objectives = []
     constraints = [parse_constraint(text) for text in study.search.constraints]
     for index, spec in enumerate(study.objectives):
+        own = tuple(constraint for constraint in constraints if constraint.objective == spec.name)
+        if isinstance(spec, CostSpec):
+            if size is not None:
+                most = (0.0, size.most(spec.cost))
+                objectives.append(Objective(spec.name, spec.cost, "minimize", most, own, cost_of_recipe=spec.cost))
+            continue
         if spec.name not in infos:
             continue
         direction = spec.direction or ("maximize" if infos[spec.name].higher_is_better else "minimize")
         try:
-            own = tuple(constraint for constraint in constraints if constraint.objective == spec.name)
             objectives.append(Objective(spec.name, spec.metric, direction, spec.range, own))
         except InvalidStudy as error:
             problems.extend(Problem(f"objectives.{index}", problem.message) for problem in error.problems)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from search_spaces.methods import METHODS
 from search_spaces.parameters import Float
 from search_spaces.recipe import COEFFICIENT_DECIMALS
 from search_spaces.spaces.base import DifferentiableSpace
 from search_spaces.study.sections import EngineOptions
 from service.tune.steps import StepKind, StepRequest, StepResult
 from workers.errors import TrialFailed
-from workers.types import Completions, Family, TaskSpec
+from workers.types import Completions, Family, GradientResult, TaskSpec
 
 if TYPE_CHECKING:
     from workers.training.gradients import CoefficientGradients
@@ -48,7 +49,7 @@ class GradientActor:
         Raises InvalidModel and InvalidTask if models or task data cannot be used."""
         gradients = self._gradients()
         space = self._job.space
-        point = _without_zeros(space, request.point) if request.kind is StepKind.GRADIENT else request.point
+        point = _stated(space, request.point) if request.kind is StepKind.GRADIENT else request.point
         configuration = dict(zip(space.parameters.names, point, strict=True))
         recipe = space.to_recipe(configuration)
         held = StepResult(recipe=recipe.digest, bank=self._job.family.fingerprint)
@@ -57,11 +58,15 @@ class GradientActor:
                 each = gradients.losses(recipe, request.positions, completions=request.completions)
                 return replace(held, losses={name: sum(found) / len(found) for name, found in each.items()})
             result = gradients.loss_and_gradient(
-                recipe, request.positions, request.weights, completions=request.completions
+                recipe,
+                request.positions,
+                request.weights,
+                completions=request.completions,
+                by_scales=bool(space.layer_scales),
             )
         except TrialFailed as error:
             return replace(held, failure=str(error))
-        slopes = self._by_parameter(result.by_source)
+        slopes = self._by_parameter(result)
         gradient = tuple(slopes.get(name, 0.0) for name in space.parameters.names)
         return replace(held, losses=result.losses, gradient=gradient, seconds=result.seconds)
 
@@ -82,21 +87,34 @@ class GradientActor:
             self._completions = None
         return self._opened
 
-    def _by_parameter(self, by_source: Any) -> dict[str, float]:
+    def _by_parameter(self, result: GradientResult) -> dict[str, float]:
         """The sums of the derivatives by the coefficients that are one parameter."""
+        space = self._job.space
         slopes: dict[str, float] = {}
-        for tensor, of_models in by_source.items():
-            for model, parameter in self._job.space.slots(tensor):
+        for tensor, of_models in result.by_source.items():
+            for model, parameter in space.slots(tensor):
                 slopes[parameter] = slopes.get(parameter, 0.0) + of_models.get(model, 0.0)
+        for tensor, of_coefficients in result.shared.items():
+            for _, parameter in space.slots(tensor)[:1]:
+                slopes[parameter] = slopes.get(parameter, 0.0) + of_coefficients.get(space.coefficient, 0.0)
+        for layer, parameter in space.layer_scales.items():
+            slopes[parameter] = slopes.get(parameter, 0.0) + result.layer_scales[layer]
         return slopes
 
 
-def _without_zeros(space: DifferentiableSpace, point: tuple[float, ...]) -> tuple[float, ...]:
-    """The point with zeros replaced by the smallest coefficient of a recipe: a source at 0 is not part of a recipe's
-    canonical form, and would have no derivative."""
+def _stated(space: DifferentiableSpace, point: tuple[float, ...]) -> tuple[float, ...]:
+    """The nearest point at which a recipe states every coefficient; of others there is no derivative. A source at 0,
+    and a shared coefficient at its default, are not part of a recipe's canonical form: these numbers are moved by the
+    smallest step that recipes know."""
+    declared = METHODS[space.method].coefficient(space.coefficient)
+    left_out = 0.0
+    if declared is not None and not declared.per_model and declared.default is not None:
+        left_out = float(declared.default)
     smallest = 10.0**-COEFFICIENT_DECIMALS
     numbers = (parameter for parameter in space.parameters if isinstance(parameter, Float))
     return tuple(
-        value if abs(value) >= smallest else smallest if parameter.high >= smallest else -smallest
+        value
+        if abs(value - left_out) >= smallest
+        else left_out + (smallest if parameter.high >= left_out + smallest else -smallest)
         for parameter, value in zip(numbers, point, strict=True)
     )

@@ -40,7 +40,7 @@ def rung_table(
     `Bound`."""
     own: dict[str, Any] = {}
     if plan.error_rate is not None:
-        populations = tuple(plan.rung_samples[-1][objective.name] for objective in plan.objectives)
+        populations = tuple(plan.rung_samples[-1].get(objective.name, 1) for objective in plan.objectives)
         own["bound"] = Bound(differences, populations, plan.error_rate)
     return SCHEDULERS[plan.scheduler](
         num_rungs=len(plan.rung_samples),

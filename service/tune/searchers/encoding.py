@@ -1,8 +1,9 @@
 """Configurations as rows of numbers, for searchers that learn from them.
 
 A column is a parameter, in the order of the space. Values lie in [0, 1]: a real number by its place in its range, a
-whole number or a choice by the middle of its cell; INACTIVE marks a parameter that does not exist in that row.
-Arrays are [num_rows, num_parameters], float64.
+whole number or a choice by the middle of its cell; INACTIVE marks a parameter that does not exist in that row. In a
+space with a structure, every row that is made here stands for a repaired configuration, and is drawn as the space
+draws. Arrays are [num_rows, num_parameters], float64.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Encoding:
     """Encodes, decodes, draws and mutates rows of one space."""
 
     def __init__(self, parameters: Parameters) -> None:
+        self._space = parameters
         self._parameters = tuple(parameters)
         self._names = parameters.names
         self._choices = {
@@ -72,7 +74,9 @@ class Encoding:
         return {p.name: _decode(p, float(u)) for p, u in zip(self._parameters, row, strict=True) if u != INACTIVE}
 
     def sample(self, num_rows: int, rng: np.random.Generator) -> Rows:
-        """Rows drawn uniformly."""
+        """Rows drawn uniformly, or as the space's structure draws."""
+        if self._space.structure is not None:
+            return self.encode(self._space.sample(rng) for _ in range(num_rows))
         return self.normalise(rng.random((num_rows, len(self._parameters))))
 
     def sample_tied(self, num_rows: int, rng: np.random.Generator) -> Rows:
@@ -132,12 +136,14 @@ class Encoding:
 
     def normalise(self, rows: Rows) -> Rows:
         """Rows of numbers in [0, 1] as rows of this encoding: discrete values in the middle of their cell, inactive
-        parameters marked. `rows` stays as it is."""
+        parameters marked, configurations repaired. `rows` stays as it is."""
         cells = np.where(self._is_discrete, self._num_cells, 1.0)
         middles = (np.minimum(np.floor(rows * cells), cells - 1) + 0.5) / cells
         rows = np.where(self._is_discrete, middles, rows)
         for column, parent, values in self._conditions:  # parents come first, so inactive ones are already marked
             rows[~np.isin(rows[:, parent], values), column] = INACTIVE
+        if self._space.structure is not None:
+            return self.encode(self._space.repair(self.decode(row)) for row in rows)
         return rows
 
 

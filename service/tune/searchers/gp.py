@@ -38,7 +38,15 @@ class GpSearcher:
         def sampler_of(seed: int) -> GPSampler:
             return GPSampler(n_startup_trials=self.num_initial, warn_independent_sampling=False, seed=seed)
 
-        return propose(sampler_of, parameters, number=number, seed=seed, observations=observations, pending=pending)
+        return propose(
+            sampler_of,
+            parameters,
+            number=number,
+            seed=seed,
+            observations=observations,
+            pending=pending,
+            num_initial=self.num_initial,
+        )
 
 
 SEARCHER = GpSearcher()

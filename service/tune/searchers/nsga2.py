@@ -47,7 +47,15 @@ class NsgaSearcher:
             )
             return sampler
 
-        return propose(sampler_of, parameters, number=number, seed=seed, observations=observations, pending=pending)
+        return propose(
+            sampler_of,
+            parameters,
+            number=number,
+            seed=seed,
+            observations=observations,
+            pending=pending,
+            num_initial=self.population_size,
+        )
 
 
 SEARCHER = NsgaSearcher("NSGAIISampler")

@@ -39,17 +39,21 @@ def propose(
     seed: int,
     observations: Sequence[Observation],
     pending: Sequence[Mapping[str, Any]],
+    num_initial: int,
 ) -> dict[str, Any]:
     """A sampler's proposal, or a random one where it proposes what is known. `sampler_of` makes a sampler with the
-    seed given to it."""
+    seed given to it, which learns from `num_initial` trials or more."""
     rng = proposal_generator(seed=seed, number=number)
     known = known_configurations(observations, pending)
     trials = by_trial(observations)
-    if all(trial.costs is None for trial in trials):
+    # Samplers draw uniformly at first; a space with a structure has draws of its own.
+    is_first = parameters.structure is not None and len(trials) < num_initial
+    if is_first or all(trial.costs is None for trial in trials):
         return sample_unseen(parameters, rng, known)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         configuration = _ask(sampler_of(int(rng.integers(2**32))), parameters, trials, pending)
+    configuration = dict(parameters.repair(configuration))
     rows = Encoding(parameters)
     is_known = rows.first_unknown(rows.encode([configuration]), rows.encode(known)) is None
     return sample_unseen(parameters, rng, known) if is_known else configuration

@@ -38,7 +38,15 @@ class TpeSearcher:
         def sampler_of(seed: int) -> TPESampler:
             return TPESampler(n_startup_trials=self.num_initial, multivariate=True, group=True, seed=seed)
 
-        return propose(sampler_of, parameters, number=number, seed=seed, observations=observations, pending=pending)
+        return propose(
+            sampler_of,
+            parameters,
+            number=number,
+            seed=seed,
+            observations=observations,
+            pending=pending,
+            num_initial=self.num_initial,
+        )
 
 
 SEARCHER = TpeSearcher()

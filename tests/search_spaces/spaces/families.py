@@ -25,6 +25,7 @@ def models(
     in_layers: Sequence[tuple[Part, str]] = IN_LAYERS,
     is_tied: bool = False,
     tokenizer: str = "base",
+    max_layers: int | None = None,
 ) -> SearchedModels:
     """A family of Llama-like models. Fingerprints are in another order than aliases, so that canonical order shows."""
     tensors = {EMBEDDING: TensorPlace("embedding", None, EMBEDDING)}
@@ -39,9 +40,11 @@ def models(
         tensors=tensors,
         tied={HEAD: EMBEDDING} if is_tied else {},
         tokenizer=tokenizer,
+        max_layers=max_layers,
     )
 
 
 def space(kind: str, family: SearchedModels | None = None, **options: Any) -> SearchSpace:
     """The space of this kind over a family, by default `models()`."""
-    return SPACES[kind](kind=kind, **options).build(family or models())
+    required = {"model": "math"} if kind == "sfs" and family is None else {}
+    return SPACES[kind](kind=kind, **{**required, **options}).build(family or models())

@@ -60,6 +60,17 @@ EXAMPLES = {
     ),
     "m3, average": described("m3", models(tuple("abcde")), methods=("linear",)),
     "m3, one exponent": described("m3", methods=("m3_ties",), directions=("p_series",), exponents=(2.0,)),
+    "dis": described("dis", preset="d1m3r1"),
+    "dis, one model twice": described("dis", models(num_layers=8), preset="d1m1r2", models=("math",)),
+    "dis, blocks": described("dis", models(tuple("ab"), 6, is_tied=True), depth_granularity=3),
+    "dis, keys": described("dis", models(max_layers=7), depth_granularity=2, repeats=2),
+    "dis, of the base and one expert": described(
+        "dis", models(num_layers=6, tokenizer="union"), models=("base", "text")
+    ),
+    "dis, layers left out": described("dis", models(num_layers=6, max_layers=6), layer_retention=False),
+    "sfs": described("sfs", model="math"),
+    "sfs, one expert": described("sfs", models(("math",), 7, is_tied=True)),
+    "sfs, base": described("sfs", models(tokenizer="union"), model="base"),
     "layerwise, DARE": described("layerwise", method="dare_linear", density=0.3, mask_seed=5),
 }
 BUILT = {name: section.build(family) for name, (section, family) in EXAMPLES.items()}
@@ -78,7 +89,7 @@ def test_a_kind_of_space_is_declared_by_a_section_of_that_kind(kind):
     assert issubclass(section, SpaceSection)
     assert get_args(section.model_fields["kind"].annotation) == (kind,)
     assert space(kind).kind == space(kind).describe().kind == kind
-    plain = section(kind=kind)
+    plain = section(kind=kind, **({"model": "math"} if kind == "sfs" else {}))
     assert list(plain.contradictions()) == []
     assert section.model_validate(plain.model_dump()) == plain
     with pytest.raises(InvalidStudy, match="there are no experts; name at least one"):
@@ -119,6 +130,21 @@ def test_a_recipe_is_read_back_as_a_configuration_of_the_same_merge(space, seed)
 
 
 @spaces
+@few
+@seeds
+def test_a_repaired_configuration_is_the_one_of_its_merge(space, seed):
+    rng = np.random.default_rng(seed)
+    drawn = space.parameters.build(lambda parameter: parameter.sample(rng))
+    repaired = space.parameters.repair(drawn)
+    space.parameters.check(repaired)
+    assert space.parameters.repair(repaired) == repaired
+    assert space.to_recipe(repaired) == space.to_recipe(drawn)
+    if space.parameters.structure is not None:
+        assert space.from_recipe(space.to_recipe(drawn)) == repaired
+        assert space.parameters.repair(draw(space, seed)) == draw(space, seed)
+
+
+@spaces
 def test_same_seed_gives_the_same_recipe_and_another_seed_another(space):
     assert space.to_recipe(draw(space, 3)) == space.to_recipe(draw(space, 3))
     assert len({space.to_recipe(draw(space, seed)).digest for seed in range(20)}) > 10
@@ -139,14 +165,17 @@ def test_what_its_parameters_refuse_is_refused(space):
     assert value == configuration[name]
 
 
-@spaces
+@pytest.mark.parametrize("name", EXAMPLES)
 @few
 @seeds
-def test_every_layer_is_merged_from_its_own_layer_of_known_models(space, seed):
+def test_every_layer_is_merged_from_its_own_layer_of_known_models(name, seed):
+    (section, _), space = EXAMPLES[name], BUILT[name]
     recipe = space.to_recipe(draw(space, seed))
     description = space.describe()
-    assert len(recipe.layers) == description.layer_groups[-1].stop
     assert {source.model for merge in recipe.merges() for source in merge.sources} <= set(recipe.models)
+    if section.changes_layers:
+        return
+    assert len(recipe.layers) == description.layer_groups[-1].stop
     for index, layer in enumerate(recipe.layers):
         assert {s.layer for merge in (layer.attention, layer.mlp, layer.norm) for s in merge.sources} == {index}
     assert {s.layer for merge in (recipe.embedding, recipe.head) for s in merge.sources} == {None}

@@ -130,7 +130,7 @@ def test_a_study_cannot_be_changed():
         ("engine.dtype", "fp16", '"fp16" is not known; available: auto, float32, bfloat16, float16'),
         ("search_space.component_groups", 2, "2 is not known; available: 1, 3"),
         # not available yet
-        *(("search_space.kind", kind, f'"{kind}" is not available yet; available: {KINDS}') for kind in ("dis", "hm3")),
+        ("search_space.kind", "hm3", f'"hm3" is not available yet; available: {KINDS}'),
         ("search.algorithm", "hm3", f'"hm3" is not available yet; available: {AVAILABLE}'),
         (
             "fidelity.scheduler",
@@ -336,19 +336,77 @@ def test_an_alias_that_is_no_name_is_refused():
 
 
 def test_another_kind_of_space_is_refused_without_complaints_about_its_keys():
-    space = {"kind": "dis", "depth_granularity": 1, "repeats": 1, "scales": True}
+    space = {"kind": "hm3", "max_path_length": 40, "min_path_length": 8, "alignment": "mlp"}
     assert problems(changed("search_space", space)) == [
-        ("search_space.kind", f'"dis" is not available yet; available: {KINDS}')
+        ("search_space.kind", f'"hm3" is not available yet; available: {KINDS}')
     ]
 
 
-def test_a_cost_objective_is_refused_without_complaints_about_what_it_lacks():
-    assert problems(changed("objectives.2", {"name": "depth", "cost": "layers"})) == [
+DEPTH = {"name": "depth", "cost": "layers"}
+
+
+def paths(place=None, value=None):
+    document = changed("search_space", {"kind": "dis"})
+    return document if place is None else changed(place, value, document)
+
+
+def test_a_cost_objective_needs_no_task_where_the_space_changes_layers():
+    study = parse_study(paths("objectives.2", DEPTH))
+    assert study.objectives[2].cost == "layers"
+    assert sorted(study.scored_objectives) == [0, 1]
+    assert parse_study(study.canonical()) == study
+
+
+@pytest.mark.parametrize("cost", ["layers", "parameters"])
+def test_a_cost_objective_is_refused_where_all_merges_have_the_same(cost):
+    assert problems(changed("objectives.2", {"name": "depth", "cost": cost})) == [
         (
             "objectives.2.cost",
-            "cost objectives are not available yet: no search space changes a merge's layers or parameters",
+            f"{cost}: all merges of the space lfs have the same; leave the objective out, or search a space that "
+            "changes them: dis",
         )
     ]
+
+
+@pytest.mark.parametrize(
+    ("document", "field", "message"),
+    [
+        (
+            paths("objectives.2", {"name": "depth", "cost": "flops"}),
+            "objectives.2.cost",
+            '"flops" is not known; available: layers, parameters',
+        ),
+        (
+            paths("objectives.2", {**DEPTH, "task": "gsm8k"}),
+            "objectives.2.task",
+            "unknown key; known keys: name, cost",
+        ),
+        (
+            paths("objectives.2", {"name": "math", "cost": "layers"}),
+            "objectives.2.name",
+            "math is the name of two objectives; give another name",
+        ),
+        (
+            paths("objectives", [DEPTH]) | {"holdout": []},
+            "objectives",
+            "has costs only, which the smallest merge has the least of; add one with a task",
+        ),
+        (
+            paths("holdout.0", DEPTH),
+            "holdout.0.cost",
+            "a cost follows from the recipe and needs no held-out data; leave the entry out",
+        ),
+    ],
+)
+def test_a_cost_objective_with_something_wrong_is_refused(document, field, message):
+    assert (field, message) in problems(document)
+
+
+def test_the_same_cost_twice_is_refused():
+    document = paths("objectives.1", DEPTH)
+    document = changed("objectives.2", {"name": "deep", "cost": "layers"}, document)
+    message = "layers is also the cost of objectives.1; leave out one of the two"
+    assert ("objectives.2.cost", message) in problems(document)
 
 
 def test_the_paper_preset_is_refused_beside_what_contradicts_it():
@@ -554,6 +612,13 @@ def test_the_same_study_may_go_on_with_other_limits_and_more_trials():
     study = parse_study(DOCUMENT)
     for place, value in (("limits.max_gpu_hours", 1), ("limits", ...), ("search.max_trials", 61)):
         assert same_but_limits(study, parse_study(changed(place, value))) == ()
+
+
+def test_another_limit_of_layers_makes_another_study_where_the_space_changes_layers():
+    paths = changed("limits.max_layers", 60, changed("search_space", {"kind": "dis"}))
+    study = parse_study(changed("search_space", {"kind": "dis"}))
+    assert same_but_limits(study, parse_study(paths)) == ("limits.max_layers",)
+    assert same_but_limits(parse_study(DOCUMENT), parse_study(changed("limits.max_layers", 60))) == ()
 
 
 def test_another_study_is_told_by_the_fields_that_differ():

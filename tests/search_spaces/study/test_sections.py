@@ -42,7 +42,9 @@ def test_engines_of_studies_that_verify_otherwise_are_interchangeable() -> None:
 def test_what_only_programs_set_is_no_key_of_the_study_file() -> None:
     options = EngineOptions(threads=2, seed=3)
     assert {"threads": 2, "seed": 3}.items() <= options.document().items()
-    assert EngineOptions.model_fields.keys() - Engine.model_fields.keys() == {"threads", "seed"}
+    assert EngineOptions.model_fields.keys() - Engine.model_fields.keys() == {"threads", "seed", "max_layers"}
+    assert "max_layers" not in options.document(), "engines that hold merges of the base's layers are those of before"
+    assert options.model_copy(update={"max_layers": 9}).document() == {**options.document(), "max_layers": 9}
     assert pickle.loads(pickle.dumps(options)) == options
     with pytest.raises(ValueError, match="threads"):
         Engine(threads=2)

@@ -163,7 +163,7 @@ def test_problems_of_headers_tokenizer_and_tasks_come_together(place: Workplace)
         ("search.max_trial", 3, 'search.max_trial: unknown key; did you mean "max_trials"?'),
         ("objectives.0.task.max_token", 3, 'objectives.0.task.max_token: unknown key; did you mean "max_tokens"?'),
         ("search_space.kind", "lsf", f'search_space.kind: "lsf" is not known; did you mean "lfs"? available: {KINDS}'),
-        ("search_space.kind", "dis", f'search_space.kind: "dis" is not available yet; available: {KINDS}'),
+        ("search_space.kind", "hm3", f'search_space.kind: "hm3" is not available yet; available: {KINDS}'),
         ("search_space.methods", ["tie"], '"tie" is not known; did you mean "ties"? available: task_arithmetic, ties'),
         ("search.algorithm", "smak", f'"smak" is not known; did you mean "smac"? available: {AVAILABLE}'),
         ("search.algorithm", "hm3", f'"hm3" is not available yet; available: {AVAILABLE}'),

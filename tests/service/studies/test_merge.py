@@ -141,7 +141,7 @@ def test_check_says_what_would_be_done_and_writes_nothing(home: Path, capsys: py
     assert (plan["num_layers"], plan["dtype"]) == (5, "float32")
     assert plan["disk_bytes"]["export"] == 4 * plan["num_parameters"]
     rows = [row for row in plan["merges"] if row[2:3] == ["passthrough"]]
-    assert ["3-4", "mlp", "passthrough", "text (layer 1)", ""] in rows
+    assert ["3-4", "mlp", "passthrough", "text (layers 1-2)", ""] in rows
     assert [row[1] for row in rows if row[0] == "tensor"] == [
         f"model.layers.{layer}.self_attn.q_proj.{kind}" for layer in (3, 4) for kind in ("bias", "weight")
     ]

@@ -12,6 +12,7 @@ from typing import Any
 from search_spaces.baselines import sources_and_published
 from search_spaces.fidelity import Scheduler, bracket_cycle
 from search_spaces.objectives import Objective
+from search_spaces.spaces.base import SearchSpace
 from search_spaces.spaces.lfs import LfsSpace
 from service.store import Store
 from service.tune.coordinator import Coordinator
@@ -77,7 +78,7 @@ class InlineProposer:
     """`proposals.Proposer` in the caller's own thread: the draws of a random search with that seed; with None another
     draw whatever the observations are."""
 
-    def __init__(self, space: LfsSpace, *, seed: int | None = None) -> None:
+    def __init__(self, space: SearchSpace, *, seed: int | None = None) -> None:
         self._seed = seed
         self._searcher = get_searcher("random")
         self._parameters = space.parameters
@@ -106,10 +107,11 @@ def coordinator_of(
     proposer: InlineProposer | None = None,
     observer: Callable[[str], None] = lambda _: None,
     is_out_of_budget: Callable[[], str | None] = lambda: None,
+    space: SearchSpace | None = None,
     **plan: Any,
 ) -> Coordinator:
     """A new attempt at the study; `plan` as for `make_plan`."""
-    space = lfs_space()
+    space = space or lfs_space()
     return Coordinator(
         make_plan(study_id, **plan),
         space=space,

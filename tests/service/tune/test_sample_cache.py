@@ -51,7 +51,7 @@ def test_a_finished_rung_has_the_mean_of_its_samples_and_its_error(tmp_path: Pat
     samples, recipe = book(tmp_path)
     scored = [SampleResult("math", i, f"d{i}", float(i % 2), "", False) for i in range(12)]
     samples.add(recipe.digest, Split.SEARCH, [*scored, *results("text", *range(12))])
-    rung = samples.rung_record(recipe.digest, 0)
+    rung = samples.rung_record(recipe, 0)
     assert rung.num_samples == {"math": 4, "text": 4}
     assert rung.values == {"math": 0.5, "text": 0.5}
     assert rung.standard_errors["math"] > 0.1

@@ -25,6 +25,8 @@ from service.errors import NotFound
 from service.tune.searchers import SEARCHERS, STEPPING_SEARCHERS, Observation, Searcher, get_searcher
 from service.tune.searchers.encoding import INACTIVE, Encoding
 from service.tune.searchers.smac import SmacSearcher
+from tests.search_spaces.spaces.families import models as family
+from tests.search_spaces.spaces.families import space as layer_paths
 
 FLAT = Parameters([Float(f"w{i}", 0.0, 1.0) for i in range(6)])
 
@@ -48,7 +50,9 @@ CONDITIONAL = Parameters(
     ]
 )
 
-SPACES = {"flat": FLAT, "numbers": NUMBERS, "choices": CHOICES, "conditional": CONDITIONAL}
+PATHS = layer_paths("dis", family(("math", "code"), 2)).parameters
+
+SPACES = {"paths": PATHS, "flat": FLAT, "numbers": NUMBERS, "choices": CHOICES, "conditional": CONDITIONAL}
 
 ALGORITHMS = [name for name in SEARCHERS if DECLARED[name].alias_of is None]
 
@@ -131,6 +135,20 @@ def test_proposals_lie_in_the_space(name: str, space: str, num_objectives: int, 
         )
         parameters.check(configuration)
         assert tuple(configuration) == parameters.active(configuration)
+
+
+@pytest.mark.parametrize("name", [named(name) for name in ALGORITHMS if can(name, PATHS)])
+@pytest.mark.parametrize("num_observations", [0, 40])
+def test_proposals_in_a_space_with_a_structure_are_new_when_they_are_repaired(name: str, num_observations: int) -> None:
+    observations = observed(PATHS, num_observations)
+    for number in range(100, 105):
+        proposed = SEARCHERS[name].propose(PATHS, number=number, seed=0, observations=observations)
+        assert PATHS.repair(proposed) == proposed
+        assert proposed not in [observation.configuration for observation in observations]
+
+
+def test_searchers_of_numbers_and_gradients_are_refused_in_a_space_of_paths() -> None:
+    assert {name for name in [*ALGORITHMS, "gradient"] if not can(name, PATHS)} == {"cmaes", "gradient"}
 
 
 def test_proposals_are_plain_json_values(searcher: Searcher, space: Parameters) -> None:

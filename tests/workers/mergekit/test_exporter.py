@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from tests.workers.merging.methods.karcher_reference import TOLERANCE, iterates
 from workers.export.checkpoint import export
+from workers.mergekit.config import read_configuration
 from workers.mergekit.exporter import Inexpressible, mergekit_config
+from workers.mergekit.importer import to_recipe
 from workers.merging.bank import Bank
 from workers.merging.materialize import merged_tensors
 from workers.types import Family
@@ -257,6 +259,49 @@ def test_mergekit_gives_the_same_layers_from_elsewhere(untied_bank: Bank, tmp_pa
     ranges = [slice_["sources"][0]["layer_range"] for slice_ in document["slices"]]  # type: ignore[attr-defined]
     assert ranges == [[0, 3], [1, 4]]
     compare(recipe, untied_bank, document, tmp_path / "theirs")
+
+
+def path_of(family: Family, steps: str, embedding: str, head: str) -> Recipe:
+    """Whole layers: "m1 b0" are layer 1 of math and layer 0 of the base."""
+    models = {model.alias[0]: model.alias for model in family.models}
+    merges = [Merge("passthrough", (Source(models[step[0]], int(step[1:])),)) for step in steps.split()]
+    layers = tuple(LayerRecipe(merge, merge, merge) for merge in merges)
+    return Recipe(family.fingerprints, "base", layers, passthrough(embedding)(None), passthrough(head)(None))
+
+
+@pytest.mark.parametrize(
+    ("steps", "embedding", "head", "method", "num_slices"),
+    [
+        ("b0 b1 m2 m3 m2 m3 m4 t1", "base", "text", "passthrough", 4),
+        ("m0 m0 m0", "math", "math", "passthrough", 3),
+        ("m0 t1 b2 b3", "base", "base", "linear", 3),  # mergekit would take the embedding from math
+    ],
+)
+def test_mergekit_gives_the_same_paths(
+    untied_bank: Bank, tmp_path: Path, steps: str, embedding: str, head: str, method: str, num_slices: int
+) -> None:
+    recipe = path_of(untied_bank.family, steps, embedding, head)
+    out = export(recipe, untied_bank, tmp_path / "ours")
+    document = yaml.safe_load((out / "mergekit_config.yml").read_text())
+    assert (document["merge_method"], len(document["slices"])) == (method, num_slices)
+    compare(recipe, untied_bank, document, tmp_path / "theirs")
+    directories = {model.directory: model.alias for model in untied_bank.family.models}
+    again = to_recipe(
+        read_configuration(document),
+        directories,
+        fingerprints=untied_bank.family.fingerprints,
+        layout=untied_bank.layout,
+    )
+    ours = dict(merged_tensors(recipe, untied_bank, torch.float32))
+    assert ours.keys() == dict(merged_tensors(again, untied_bank, torch.float32)).keys()
+    assert all(torch.equal(ours[name], found) for name, found in merged_tensors(again, untied_bank, torch.float32))
+
+
+def test_mergekit_has_no_scale_of_the_stream(untied_bank: Bank) -> None:
+    recipe = path_of(untied_bank.family, "b0 b1", "base", "base")
+    scaled = replace(recipe, layers=(replace(recipe.layers[0], scale=1.5), recipe.layers[1]))
+    with pytest.raises(Inexpressible, match="layers are scaled or aligned"):
+        config_of(scaled, untied_bank)
 
 
 @pytest.mark.parametrize("make", [arithmetic(0.3, 0.4), by("multislerp_task_vectors", "math", "text", weight=0.5)])

@@ -310,13 +310,6 @@ def test_recipes_that_cannot_be_merged_are_refused_before_the_first_tensor(
         merged_tensors(recipe, untied, torch.float32)
 
 
-def test_scales_and_alignments_are_refused_and_not_ignored(untied: Bank) -> None:
-    recipe = recipe_of(untied.family, passthrough("base"))
-    scaled = replace(recipe, layers=(replace(recipe.layers[0], scale=1.5), *recipe.layers[1:]))
-    with pytest.raises(InvalidRecipe, match=r"layer 0: scale 1\.5 and alignment None cannot be merged into weights"):
-        check_recipe(scaled, untied)
-
-
 def test_a_recipe_of_other_models_is_refused_by_fingerprint(untied: Bank, tied: Bank) -> None:
     with pytest.raises(InvalidModel, match=r"model 'math' \([0-9a-f]{12}\) is not among the given ones: base \("):
         merged_tensors(arithmetic(tied.family, 0.5, 0.5), untied, torch.float32)

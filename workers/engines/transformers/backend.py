@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +17,7 @@ from workers.engines.logits import bad_rows, in_words
 from workers.errors import EvidenceMismatch, InvalidTask
 from workers.evaluation.prompts import Completion, Continuation, Generation, Prompts
 from workers.merging.materialize import merged_tensors
+from workers.models.merged_files import merged_config
 
 if TYPE_CHECKING:
     from workers.merging.bank import Bank
@@ -115,13 +119,18 @@ class Reference:
 
 
 def merged_model(recipe: Recipe, bank: Bank, *, dtype: str) -> Any:
-    """A transformers model on CPU with the merged weights of `recipe`, rounded to `dtype`, that computes in float32.
+    """A transformers model on CPU with the merged weights of `recipe`, of any depth, rounded to `dtype`, that computes
+    in float32.
 
     Holds its weights in memory once.
     """
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(bank.sources.result_dir, trust_remote_code=False)
+    # As exports have it, through a file, where infinity has a spelling of its own.
+    with TemporaryDirectory(prefix="mergesearch-config-") as directory:
+        text = json.dumps(merged_config(recipe, bank.base, dtype="float32"))
+        (Path(directory) / "config.json").write_text(text)
+        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
     kind = getattr(transformers, config.architectures[0])
     model, found = kind.from_pretrained(
         None,

@@ -89,11 +89,14 @@ def verify(
     return report
 
 
-def nothing_to_compare(directory: str | Path, evaluator: TaskEvaluator, spans: Sequence[Span]) -> str | None:
-    """Why nothing can be verified; None if something can. `directory` holds a checkpoint of the merge's size."""
+def nothing_to_compare(
+    directory: str | Path, evaluator: TaskEvaluator, spans: Sequence[Span], *, depth: float = 1.0
+) -> str | None:
+    """Why nothing can be verified; None if something can. The merge is `depth` times as large as the checkpoint in
+    `directory`, or as large if that is less."""
     if not any(evaluator.is_greedy(span.task) for span in spans):
         return _sampled([span.objective for span in spans])
-    needed = COPIES * sum(file.stat().st_size for file in Path(directory).glob("*.safetensors"))
+    needed = COPIES * max(1.0, depth) * sum(file.stat().st_size for file in Path(directory).glob("*.safetensors"))
     free = free_host_bytes()
     if needed < free:
         return None

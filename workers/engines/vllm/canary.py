@@ -142,7 +142,8 @@ class Canary:
         None if a second model does not fit into `free_bytes` of memory, or the merge's logits are not finite. Raises
         EvidenceMismatch if the difference, or the base model's share in it, is more than rounding explains.
         """
-        needed = 2 * sum(file.stat().st_size for file in Path(self._family.base.directory).glob("*.safetensors"))
+        size = sum(file.stat().st_size for file in Path(self._family.base.directory).glob("*.safetensors"))
+        needed = 2 * size * max(1.0, len(recipe.layers) / len(self._base.layers))
         if needed > free_bytes:
             self._skipped = f"comparing with transformers takes {needed / GIB:.1f} GiB more memory than is free"
             return None

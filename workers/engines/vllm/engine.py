@@ -15,7 +15,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -28,14 +28,9 @@ from workers.engines.host_memory import free_host_bytes
 from workers.engines.logits import in_words
 from workers.engines.vllm.engine_errors import engine_errors, not_started
 from workers.engines.vllm.environment import engine_environment, let_llvmlite_be_inspected
-from workers.engines.vllm.gpus import free_gpu_bytes, gpus_of_this_machine
-from workers.engines.vllm.memory import (
-    MAX_NUM_SEQS,
-    EngineMemory,
-    divide_memory,
-    kv_cache_bytes,
-    memory_requirements,
-)
+from workers.engines.vllm.memory import MAX_NUM_SEQS
+from workers.engines.vllm.paths.contents import PathContents
+from workers.engines.vllm.startup.contents import WeightContents
 from workers.errors import (
     EngineCrashed,
     EngineFault,
@@ -55,8 +50,6 @@ __all__ = ["Engine", "SwapReport", "base_recipe"]
 log = logging.getLogger(__name__)
 
 MAX_NUM_BATCHED_TOKENS = 4096
-# The names of the classes with which vLLM runs models that it has no code for begin with this.
-GENERIC = "Transformers"
 
 
 @dataclass(frozen=True)
@@ -127,36 +120,13 @@ class Engine:
         self.max_length = self.prompts.max_length  # fails here, before the long import, if there is no model
         os.environ.update(engine_environment(self.options, os.environ))
         from vllm import LLM
-        from vllm.platforms import current_platform
 
-        from workers.engines.vllm.capabilities import model_config
-
-        is_cpu = bool(current_platform.is_cpu())
-        self.dtype = self.options.dtype
-        if self.dtype == "auto":
-            self.dtype = "float32" if is_cpu else "bfloat16"
         let_llvmlite_be_inspected()
-        opening: dict[str, Any] = {"keeps_ranks": self.options.rank_cache}
-        by_device: dict[str, Any]
-        if is_cpu:
-            cache = kv_cache_bytes(self.prompts.config, self.max_length, self.dtype)
-            by_device = {
-                "enforce_eager": True,
-                "kv_cache_memory_bytes": cache,
-                # vLLM's CPU kernels for state-space layers fail with prefix caching.
-                "enable_prefix_caching": not model_config(self.prompts.directory, dtype=self.dtype).has_inner_state,
-            }
-        else:
-            memory, scratch_bytes = self._divide_memory()
-            opening |= {"placements": memory.placements, "scratch_bytes": scratch_bytes, "reason": memory.reason}
-            by_device = {
-                "gpu_memory_utilization": memory.gpu_share,
-                # Other kernels for mixtures of experts reorder the weights while loading them; weights written later
-                # would be read in the wrong order.
-                "moe_backend": "triton",
-                "enforce_eager": not _has_code_for(self.prompts.config),
-                "enable_prefix_caching": True,
-            }
+        self._contents = (PathContents if self.options.max_layers else WeightContents)(
+            self._sources, self.prompts, self.options
+        )
+        self.dtype = self._contents.dtype
+        by_device, opening = self._contents.options_by_device()
         self._llm: Any = LLM(
             model=self.prompts.directory,
             tokenizer=self._tokenizer_directory(),
@@ -167,13 +137,12 @@ class Engine:
             tensor_parallel_size=self.options.tensor_parallel_size,
             # By default vLLM may choose Ray inside Ray, and wait for GPUs that this process already holds.
             distributed_executor_backend="mp" if self.options.tensor_parallel_size > 1 else None,
-            # The first swap overwrites what is loaded. With another vocabulary than the base's, nothing can be loaded.
-            load_format="safetensors" if self.prompts.directory == self.family.base.directory else "dummy",
             generation_config="vllm",  # not the model's: requests pass their end-of-text tokens and sampling
             worker_extension_cls="workers.engines.vllm.worker_extension.MergeExtension",
             seed=self.options.seed,
             disable_log_stats=True,
             trust_remote_code=False,
+            **self._contents.model_options(),
             **by_device,
         )
         self.canary = Canary(
@@ -186,23 +155,6 @@ class Engine:
         )
         self.bank_fingerprint = str(self._call("mergesearch_open", family_to_json(self.family), **opening))
         self.sources = str(self._call("mergesearch_sources"))
-
-    def _divide_memory(self) -> tuple[EngineMemory, int]:
-        """How engine and bank share the GPU memory that is free now, and the bytes kept free for merging."""
-        ranks = self.options.tensor_parallel_size
-        requirements = memory_requirements(
-            self._sources, config=self.prompts.config, dtype=self.dtype, max_length=self.max_length, ranks=ranks
-        )
-        free, total = free_gpu_bytes(ranks)
-        memory = divide_memory(
-            requirements,
-            gpu_free=free,
-            gpu_total=total,
-            host_free=free_host_bytes(),
-            copies=max(ranks, gpus_of_this_machine()),
-        )
-        log.info("%s; the engine has %.2f of the GPU", memory.reason, memory.gpu_share)
-        return memory, requirements.scratch
 
     def _tokenizer_directory(self) -> str:
         """The directory of the tokenizer for vLLM: the model's, or a copy that names the class which `prompts` uses."""
@@ -275,8 +227,8 @@ class Engine:
         if is_new:
             if self._llm.llm_engine.has_unfinished_requests():
                 raise RuntimeError("swap while requests are in flight")
-            if len(recipe.layers) != (layers := int(self.prompts.config["num_hidden_layers"])):
-                raise TrialFailed(f"the recipe has {len(recipe.layers)} layers, the model {layers}")
+            if refusal := self._contents.refusal(recipe):
+                raise TrialFailed(refusal)
             state = self._call("mergesearch_apply", json.dumps(recipe.to_json()))
             if "refused" in state:
                 raise TrialFailed(f"the merge cannot be computed: {state['refused']}")
@@ -420,16 +372,6 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _has_code_for(config: Mapping[str, Any]) -> bool:
-    """Whether vLLM has its own code for the model. Models that it runs through transformers' modules are not compiled,
-    and no graphs are captured: for that vLLM would change transformers' classes (`plugin`)."""
-    from vllm import ModelRegistry
-
-    names = config.get("architectures") or ()
-    runs = [getattr(ModelRegistry.models.get(name), "class_name", GENERIC) for name in names]
-    return any(not name.startswith(GENERIC) for name in runs)
 
 
 def base_recipe(family: Family) -> Recipe:

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from search_spaces.study.sections import EngineOptions
 
-__all__ = ["KEEP_WEIGHTS", "engine_environment", "let_llvmlite_be_inspected"]
+__all__ = ["KEEP_WEIGHTS", "PATH_ARCHITECTURE", "engine_environment", "let_llvmlite_be_inspected"]
 
 # Tells `plugin` that the process runs this package's engine; other programs in the environment use vLLM unmodified.
 KEEP_WEIGHTS = "MERGESEARCH_KEEP_WEIGHTS"
+# The name under which vLLM finds the model that walks paths (`paths.model`).
+PATH_ARCHITECTURE = "MergesearchPathForCausalLM"
 
 
 def engine_environment(options: EngineOptions, environment: Mapping[str, str] | None = None) -> dict[str, str]:

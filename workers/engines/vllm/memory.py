@@ -17,6 +17,8 @@ from workers.models.headers import DTYPE_BYTES
 from workers.types import Placement
 
 __all__ = [
+    "FEW_TEXTS",
+    "HOST_SHARE",
     "MAX_NUM_SEQS",
     "EngineMemory",
     "MemoryRequirements",
@@ -24,6 +26,8 @@ __all__ = [
     "kv_cache_bytes",
     "kv_token_bytes",
     "memory_requirements",
+    "usable_gpu_bytes",
+    "value_bytes",
 ]
 
 GB = 1e9
@@ -86,7 +90,7 @@ def divide_memory(
     `copies` is the number of banks that may be in host memory. Raises EngineUnavailable if the merged model does not
     fit into the GPU.
     """
-    usable = min(int(USABLE_SHARE * gpu_total), gpu_free - CONTEXT_BYTES)
+    usable = usable_gpu_bytes(gpu_free, gpu_total)
     if usable < needs.engine(1):
         raise EngineUnavailable(
             f"the GPU has {gpu_total / GB:.1f} GB, of which {gpu_free / GB:.1f} GB are free; the engine needs "
@@ -109,6 +113,11 @@ def divide_memory(
     return EngineMemory(off_gpu, _share(max(room, min(usable, needs.engine(FEW_TEXTS))), gpu_total), reason)
 
 
+def usable_gpu_bytes(gpu_free: int, gpu_total: int) -> int:
+    """What an engine, its bank and merging can have of a GPU."""
+    return min(int(USABLE_SHARE * gpu_total), gpu_free - CONTEXT_BYTES)
+
+
 def _share(num_bytes: int, total: int) -> float:
     return math.floor(1e4 * num_bytes / total) / 1e4
 
@@ -118,15 +127,15 @@ def memory_requirements(
 ) -> MemoryRequirements:
     """The requirements of `sources` with an engine of `dtype` ("float32", ...); `config` is the merged model's."""
     models = sources.views
-    value_bytes = _value_bytes(dtype)
+    size_of_value = value_bytes(dtype)
     sizes = {name: math.prod(tensor.shape) for name, tensor in sources.base.tensors.items()}
     operands = (
-        num_elements * (value_bytes + sum(DTYPE_BYTES[model.tensors[name].dtype] for model in models.values()))
+        num_elements * (size_of_value + sum(DTYPE_BYTES[model.tensors[name].dtype] for model in models.values()))
         for name, num_elements in sizes.items()
     )
     return MemoryRequirements(
         bank=sources.stored_bytes,
-        weights=sum(sizes.values()) * value_bytes // ranks,
+        weights=sum(sizes.values()) * size_of_value // ranks,
         kv_token=kv_token_bytes(config, dtype, ranks),
         scratch=max(operands, default=0),
         max_length=max_length,
@@ -140,7 +149,7 @@ def kv_token_bytes(config: Mapping[str, Any], dtype: str, ranks: int = 1) -> int
     heads = int(config["num_attention_heads"])
     head_size = int(config.get("head_dim") or config["hidden_size"] // heads)
     kv_heads = int(config.get("num_key_value_heads") or heads)
-    return 2 * int(config["num_hidden_layers"]) * -(-kv_heads // ranks) * head_size * _value_bytes(dtype)
+    return 2 * int(config["num_hidden_layers"]) * -(-kv_heads // ranks) * head_size * value_bytes(dtype)
 
 
 def kv_cache_bytes(config: Mapping[str, Any], max_length: int, dtype: str) -> int:
@@ -152,5 +161,6 @@ def kv_cache_bytes(config: Mapping[str, Any], max_length: int, dtype: str) -> in
     return max(one_text, min(1 << 30, MAX_NUM_SEQS * min(TEXT_TOKENS, max_length + block) * per_token))
 
 
-def _value_bytes(dtype: str) -> int:
+def value_bytes(dtype: str) -> int:
+    """Bytes of one value of an engine's dtype."""
     return 4 if dtype == "float32" else 2

@@ -4,7 +4,7 @@ On CPU vLLM packs the weights of linear layers and of mixtures of experts for it
 that nothing could be written in place. This module makes engines of this package keep the plain weights next to the
 packed copies; a layer that has both gets two attributes: `PACK`, a function that packs it again, and `IS_PACKED`, one
 that tells whether the packed copies hold the plain weights. It also keeps vLLM from changing transformers' classes, so
-that plain transformers remains available for comparison.
+that plain transformers remains available for comparison, and names the model of path engines.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from workers.engines.vllm.environment import KEEP_WEIGHTS
+from workers.engines.vllm.environment import KEEP_WEIGHTS, PATH_ARCHITECTURE
 
 __all__ = ["IS_PACKED", "PACK", "register"]
 
@@ -29,13 +29,16 @@ EXPERT_WEIGHTS = {"w1": "w13_weight", "w2": "w2_weight"}
 
 
 def register() -> None:
-    """Make vLLM keep transformers' classes and, on CPU, plain weights. Does nothing in other programs, or if called a
-    second time."""
+    """Make vLLM know the model that walks paths, keep transformers' classes and, on CPU, plain weights. Does nothing in
+    other programs, or if called a second time."""
+    from vllm import ModelRegistry
     from vllm.model_executor.layers import utils
     from vllm.platforms import current_platform
 
     if os.environ.get(KEEP_WEIGHTS) != "1":
         return
+    if PATH_ARCHITECTURE not in ModelRegistry.models:
+        ModelRegistry.register_model(PATH_ARCHITECTURE, "workers.engines.vllm.paths.model:PathForCausalLM")
     _keep_transformers_classes()
     if current_platform.is_cpu() and not getattr(utils.dispatch_cpu_unquantized_gemm, "keeps_weights", False):
         _keep_linear_weights(utils)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +16,7 @@ import torch
 from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import Recipe
 from workers.engines.logits import bad_rows
-from workers.engines.vllm.checksum import checksum, combined, word_sum
-from workers.engines.vllm.loading import LoadObserver, Place
-from workers.engines.vllm.plugin import IS_PACKED, PACK
+from workers.engines.vllm.held import HeldWeights, NotPacked
 from workers.errors import EvidenceMismatch
 from workers.types import Family, ModelSource, Placement
 
@@ -41,13 +39,9 @@ class MergeExtension:
 
     # An attribute of vLLM's worker.
     model_runner: Any
-    # How each tensor that the engine holds was computed, and the sum of each parameter; empty if not known.
-    _mergesearch_computations: dict[str, Hashable]
-    _mergesearch_sums: dict[str, int]
-    # Where a merge of each tensor can be written directly; None if only vLLM's loader can write it.
-    _mergesearch_places: dict[str, Place | None]
-    # Names of the modules whose packed copies can be compared with their weights.
-    _mergesearch_comparable: frozenset[str]
+    _mergesearch_bank: Bank
+    _mergesearch_weights: HeldWeights
+    _mergesearch_digest: str | None
 
     def mergesearch_open(
         self,
@@ -70,12 +64,13 @@ class MergeExtension:
             reason += f"; {IN_WORDS[placements[0]]} there was too little left once the engine ran"
         self._mergesearch_reason = reason
         self._mergesearch_merge_on(device)
-        self._mergesearch_digest: str | None = None
+        self._mergesearch_digest = None
         self._mergesearch_swaps = 0
-        self._mergesearch_places = {}
-        self._mergesearch_forget()
         model = self.model_runner.get_model()
-        self._mergesearch_comparable = _comparable(model)
+        # A model that walks a path says what holds it; all others are plain weights.
+        held = getattr(model, "held_by", HeldWeights)
+        self._mergesearch_weights = held(model, self.model_runner.model_config.dtype)
+        self._mergesearch_weights.fill(self._mergesearch_bank, self._mergesearch_scratch.tensor)
         self._mergesearch_bad_rows = torch.zeros(2, dtype=torch.int64, device=device)
         compute_logits, total = model.compute_logits, self._mergesearch_bad_rows
 
@@ -125,83 +120,41 @@ class MergeExtension:
             return {**self.mergesearch_held(), "changed": str(error)}
 
     def _mergesearch_write(self, recipe: Recipe) -> dict[str, Any]:
-        from workers.merging.materialize import computations, merge_into, merged_tensors, plan_tensors
-
-        model = self.model_runner.get_model()
         started = time.perf_counter()
-        bank, held, sums = self._mergesearch_bank, self._mergesearch_computations, self._mergesearch_sums
         self._mergesearch_digest = None
-        plan = plan_tensors(recipe, bank)
-        wanted = computations(plan, bank)
-        self._mergesearch_forget()
-        changed = {name for name, computation in wanted.items() if held.get(name) != computation}
-        dtype = self.model_runner.model_config.dtype
-        parameters = dict(model.named_parameters())
-        places = {
-            name: place
-            for name in changed
-            if (place := self._mergesearch_places.get(name))
-            and place.memory.device == bank.device
-            and place.is_in(parameters)
-        }
-        with torch.inference_mode():
-            merging = time.perf_counter()
-            merge_into(plan, bank, {name: place.memory for name, place in places.items()})
-            materialise_s = time.perf_counter() - merging
-            written = {place.parameter for place in places.values()}
-            if others := changed - places.keys():
-                # vLLM's loader knows which rows of which fused parameter a tensor fills, which part of it a rank holds,
-                # how the vocabulary is padded and which head is tied.
-                tensors = merged_tensors(plan, bank, dtype, names=others, into=self._mergesearch_scratch.tensor)
-                observer = LoadObserver(tensors, parameters)
-                with observer:
-                    written |= set(model.load_weights(iter(observer)))
-                self._mergesearch_places |= observer.places
-                materialise_s += observer.seconds
-            if missing := sorted(set(parameters) - written - sums.keys()):
-                raise RuntimeError(f"the merge left {len(missing)} parameters unwritten, for example {missing[0]}")
-            rewritten = {name: parameter for name, parameter in parameters.items() if name in written}
-            packing = time.perf_counter()
-            stale = _repack(model, rewritten.values(), self._mergesearch_comparable)
-            repack_s = time.perf_counter() - packing
-            if stale:
-                return {
-                    **self.mergesearch_held(),
-                    "mismatch": f"the packed weights of {', '.join(stale)} are not the merge",
-                }
-            _derive(model, dtype)
-            sums |= {name: word_sum(parameter) for name, parameter in rewritten.items()}
-            total = combined(parameters, sums)
-        bank.sources.check_unchanged()  # a file may have changed while it was read
-        self._mergesearch_computations, self._mergesearch_sums = wanted, sums
+        weights = self._mergesearch_weights
+        try:
+            done = weights.hold(recipe, self._mergesearch_bank, self._mergesearch_scratch.tensor)
+        except NotPacked as error:
+            return {**self.mergesearch_held(), "mismatch": str(error)}
+        self._mergesearch_checksum = weights.checksum()
         self._mergesearch_swaps += 1
         self._mergesearch_digest = recipe.digest
-        self._mergesearch_checksum = total
         return {
             **self.mergesearch_held(),
-            "tensors_written": len(changed),
-            "materialise_s": materialise_s,
-            "repack_s": repack_s,
-            "swap_s": time.perf_counter() - started - materialise_s,
-            "bank": {**bank.summary(), "reason": self._mergesearch_reason},
+            "tensors_written": done.tensors_written,
+            "materialise_s": done.materialise_s,
+            "repack_s": done.repack_s,
+            "swap_s": time.perf_counter() - started - done.materialise_s,
+            "bank": {**self._mergesearch_bank.summary(), "reason": self._mergesearch_reason},
         }
 
-    def _mergesearch_forget(self) -> None:
-        self._mergesearch_computations = {}
-        self._mergesearch_sums = {}
+    def mergesearch_forget(self) -> None:
+        """The next swap writes every tensor."""
+        self._mergesearch_weights.forget()
 
     def mergesearch_held(self) -> dict[str, Any]:
         """What the engine holds: {digest (None if unknown), swaps, checksum (at the last swap)}."""
+        is_held = self._mergesearch_weights.is_as_written
         return {
-            "digest": self._mergesearch_digest,
+            "digest": self._mergesearch_digest if is_held else None,
             "swaps": self._mergesearch_swaps,
             "checksum": getattr(self, "_mergesearch_checksum", ""),
         }
 
     def mergesearch_checksum(self) -> str:
         """The checksum of the parameters now."""
-        with torch.inference_mode():
-            return checksum(dict(self.model_runner.get_model().named_parameters()))
+        return self._mergesearch_weights.checksum_now()
 
     def mergesearch_bad_rows(self) -> list[int]:
         """How many rows of logits were NaN, and how many infinite, since the last call (`workers.engines.logits`).
@@ -218,45 +171,6 @@ class MergeExtension:
                     for part in cache if isinstance(cache, list | tuple) else (cache,):
                         part.zero_()
         return counts
-
-
-def _repack(
-    model: torch.nn.Module, changed: Iterable[torch.nn.Parameter], comparable: Collection[str]
-) -> tuple[str, ...]:
-    """On CPU, pack each module with a changed parameter again, in place of its old packed copy; elsewhere do nothing.
-
-    Returns the names of those, of the `comparable` ones, whose packed copy does not hold their weights afterwards.
-    """
-    ids = set(map(id, changed))
-    stale = []
-    for name, module in model.named_modules():
-        pack = getattr(module, PACK, None)
-        if pack is not None and any(id(held) in ids for held in module.parameters(recurse=False)):
-            pack()
-            if name in comparable and not getattr(module, IS_PACKED)():
-                stale.append(name)
-    return tuple(stale)
-
-
-def _comparable(model: torch.nn.Module) -> frozenset[str]:
-    """The modules that vLLM has just packed whose packed copies are seen to hold their weights.
-
-    A kernel that rounds its operands does not show it; then the canary alone would find a copy that is stale.
-    """
-    packed = {name: module for name, module in model.named_modules() if hasattr(module, IS_PACKED)}
-    with torch.inference_mode():
-        comparable = frozenset(name for name, module in packed.items() if getattr(module, IS_PACKED)())
-    if hidden := sorted(packed.keys() - comparable):
-        log.warning("%d packed layers cannot be compared with their weights, for example %s", len(hidden), hidden[0])
-    return comparable
-
-
-def _derive(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Update, at the same addresses, the copies of weights in another dtype that some attention kernels keep."""
-    for module in model.modules():
-        derive = getattr(getattr(module, "impl", None), "process_weights_after_loading", None)
-        if callable(derive):
-            derive(dtype)
 
 
 _opened: dict[str, Bank] = {}  # the last one only

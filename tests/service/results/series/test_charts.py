@@ -13,7 +13,9 @@ from service.results.series.base import chart
 from service.results.series.history import HistoryPlot
 from tests.service.synthetic_run import run_record
 
-NAMES = ["history", "front", "holdout", "recipe", "budget", "descents", "coefficients", "races", "hypervolume"]
+NAMES = [
+    *("history", "front", "holdout", "recipe", "budget", "descents", "coefficients", "races", "hypervolume", "path"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -62,9 +62,13 @@ def test_where_merges_have_gradients_and_tasks_references_auto_descends(named: s
 def test_elsewhere_auto_says_why_it_takes_smac_and_gradient_is_refused(tasks: Any, tmp_path: Path) -> None:
     found, problems = chosen("auto", LFS, tasks)
     assert (found.name, problems) == ("smac", [])
-    assert "a space of kind lfs have no gradients, those of layerwise have" in found.reason
+    assert "a space of kind lfs have no gradients, those of layerwise and sfs have" in found.reason
     _, problems = chosen("gradient", LFS, tasks)
     assert any("gradient cannot be used: coefficients of a space of kind lfs" in p.message for p in problems)
+
+    found, problems = chosen("auto", space("dis"), tasks)
+    assert (found.name, problems) == ("smac", [])
+    assert "which layers a merge has, and in which order, are discrete choices, which have no gradients" in found.reason
 
     (tmp_path / "other").mkdir()
     without = write_choices(tmp_path / "other", name="without", doc_to_target="{{'none of them'}}")

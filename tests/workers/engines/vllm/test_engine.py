@@ -185,7 +185,7 @@ def faulty(engine: Engine) -> Iterator[Engine]:
     """The engine, to be damaged: afterwards it is as if it had never failed."""
     yield engine
     engine._fault = None
-    engine._call("_mergesearch_forget")  # the next swap writes every tensor
+    engine._call("mergesearch_forget")  # the next swap writes every tensor
     engine.swap(base_recipe(engine.family))
 
 
@@ -307,9 +307,8 @@ def test_on_a_gpu_vllm_is_given_its_share_and_the_bank_its_places(
     monkeypatch.setattr("vllm.LLM", Asked)
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda platform: False)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (79 * 10**9, 80 * 10**9))
-    monkeypatch.setattr(
-        "workers.engines.vllm.engine.free_host_bytes", lambda: 0
-    )  # nor is there memory for a second model
+    for module in ("engine", "startup.contents"):  # nor is there memory for a second model
+        monkeypatch.setattr(f"workers.engines.vllm.{module}.free_host_bytes", lambda: 0)
     Engine(untied_family, OPTIONS.model_copy(update={"rank_cache": True})).close()
     family, opening = asked.pop("mergesearch_open")
     assert (family, opening["placements"]) == (family_to_json(untied_family), ("gpu", "mapped"))

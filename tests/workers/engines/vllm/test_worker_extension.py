@@ -109,8 +109,8 @@ def test_merges_are_written_where_the_loader_was_seen_to_write(extension: Extens
     extension.parameters[moved].data = extension.parameters[moved].detach().clone()
     square = "model.layers.2.self_attn.o_proj.weight"
     extension.transformed = {turned: lambda tensor: tensor * 2, square: lambda tensor: tensor.t()}
-    extension._mergesearch_places = {}
-    extension._mergesearch_forget()
+    extension._mergesearch_weights.places = {}
+    extension.mergesearch_forget()
     extension.apply(base_recipe(tied_family))
     extension.parameters[moved].data = extension.parameters[moved].detach().clone()
     extension.apply(recipe)
@@ -177,6 +177,7 @@ def engine_of(extension: Extension, family: Family) -> Engine:
     engine._llm = SimpleNamespace(collective_rpc=call, llm_engine=vllm, reset_prefix_cache=lambda: True)
     engine.family, engine.prompts, engine.swap_s = family, Prompts(family.base.directory, OPTIONS), []
     engine.name, engine._fault = "engine", None
+    engine._contents = SimpleNamespace(refusal=lambda recipe: None)  # type: ignore[assignment]
     engine.canary = SimpleNamespace(is_due=lambda swap_count: False, num_passed=0)  # type: ignore[assignment]
     return engine
 
@@ -382,5 +383,6 @@ def test_what_attention_keeps_of_weights_is_made_again(extension: Extension, tie
     made = []
     sinks = SimpleNamespace(process_weights_after_loading=made.append)
     extension.model_runner.get_model().model.layers[1].self_attn.impl = sinks
+    extension.mergesearch_open(family_to_json(tied_family))
     extension.apply(arithmetic(tied_family, 0.3, 0.5))
     assert made == [torch.float32]

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from workers.engines.vllm.gpus import free_gpu_bytes, gpus_of_this_machine
+from workers.engines.vllm.startup.gpus import free_gpu_bytes, gpus_of_this_machine
 from workers.errors import EngineUnavailable
 
 

@@ -1,0 +1,202 @@
+"""DIS, depth-wise integration: Su and Geiping, "Fine, I'll Merge It Myself: A Multi-Fidelity Framework for Automated
+Model Merging" (2025), sections 3.2.2, 4.1 and 5.2, Tables 12 to 14.
+
+No weights are merged: a merge is a path through layers of the sources. The base's L layers are divided into L / D
+blocks of D adjacent layers. Each block of the merge is any choice of the D layers at its place in M models, each up to
+R times, in any order. A block that uses none keeps the base's layers (layer retention) or, as an option, is left out.
+What the last layer of a block hands on is multiplied by the block's scale; that of the last block has no influence, as
+the final norm follows. The embedding is that of the first layer's
+model, the final norm and the output head are those of the last layer's.
+
+The scales lie in [0.5, 1.5], where the published code has 0 to 2. Its paths may be too deep, and these trials are lost
+(56 % and 20 % of them in Table 10); here every configuration stands for a path within the limit. Its code runs with
+D = 1 and R = 1 only. `dis_paths` says how configurations spell paths.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from search_spaces.errors import InvalidStudy, Problem
+from search_spaces.parameters import Configuration, Parameters
+from search_spaces.recipe import COMPONENTS, LayerRecipe, Merge, Recipe, Source
+from search_spaces.spaces.base import SearchedModels, SpaceDescription, SpaceSection, repeated
+from search_spaces.spaces.dis_paths import DisPaths
+from search_spaces.spaces.layers import split_layers, with_own_aliases
+
+__all__ = ["DEPTH_FACTOR", "PRESETS", "SPACE", "DisSection", "DisSpace"]
+
+# The layers that a merge may have where the study does not say: 50 of models of 40, as published.
+DEPTH_FACTOR = 1.25
+
+# Section 4.1: the depth granularity D, the number of models M and the repeats R.
+PRESETS = {"d1m3r1": (1, 3, 1), "d1m1r2": (1, 1, 2)}
+
+
+class DisSection(SpaceSection):
+    kind: Literal["dis"]
+    """dis: a path through the sources' layers: which, how often, in which order, with a scale per block."""
+    depth_granularity: Annotated[int, Field(ge=1)] = 1
+    """Layers of a block, which it may use in any order: D. It divides the number of layers."""
+    repeats: Annotated[int, Field(ge=1)] | None = None
+    """How often a block may use the same layer: R. Default: 1."""
+    models: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    """The models whose layers blocks choose from: experts' aliases, or base. Default: all experts."""
+    layer_retention: bool = True
+    """Whether a block that uses no layer keeps the base's layers; false: it is left out."""
+    scales: bool = True
+    """Whether each block has a scale of its own, 0.5 to 1.5; false: all are 1."""
+    preset: Literal["d1m3r1", "d1m1r2"] | None = None
+    """The published configurations: d1m3r1, a layer of each of three models; d1m1r2, a layer of one model up to twice;
+    what contradicts it is refused."""
+
+    @property
+    def num_repeats(self) -> int:
+        """R."""
+        preset = PRESETS[self.preset][2] if self.preset else 1
+        return preset if self.repeats is None else self.repeats
+
+    @property
+    def merge_methods(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def changes_layers(self) -> bool:
+        return True
+
+    def contradictions(self) -> Iterator[Problem]:
+        yield from repeated("models", self.models or ())
+        if self.preset is None:
+            return
+        granularity, num_models, repeats = PRESETS[self.preset]
+        given = {
+            "depth_granularity": (self.depth_granularity, granularity),
+            "repeats": (self.num_repeats, repeats),
+            "models": (num_models if self.models is None else len(self.models), num_models),
+        }
+        for option, (own, published) in given.items():
+            if own != published:
+                text = f"{published} models" if option == "models" else f"{option}={published}"
+                message = f"preset: {self.preset} means {text}, but {own} is given; leave out one of the two"
+                yield Problem(f"search_space.{option}", message)
+        if not (self.layer_retention and self.scales):
+            option = "scales" if self.layer_retention else "layer_retention"
+            message = f"preset: {self.preset} means {option}: true, but false is given; leave out one of the two"
+            yield Problem(f"search_space.{option}", message)
+
+    def build(self, models: SearchedModels) -> DisSpace:
+        return DisSpace(models, self)
+
+
+SPACE = DisSection
+
+
+class DisSpace:
+    """The DIS space over one base model and its experts. Immutable."""
+
+    kind = "dis"
+
+    def __init__(self, models: SearchedModels, section: DisSection) -> None:
+        """Raises InvalidStudy: no experts, models that are none of the study's, blocks that do not divide the layers,
+        or fewer layers allowed than the sources have."""
+        chosen = models.experts if section.models is None else section.models
+        self.max_layers = (
+            math.ceil(models.num_layers * DEPTH_FACTOR) if models.max_layers is None else models.max_layers
+        )
+        if problems := tuple(_problems(models, section, chosen, self.max_layers)):
+            raise InvalidStudy(problems)
+        self._models = models
+        self.paths = DisPaths(
+            base=models.base,
+            models=tuple(chosen),
+            num_layers=models.num_layers,
+            max_layers=self.max_layers,
+            depth_granularity=section.depth_granularity,
+            repeats=section.num_repeats,
+            retains=section.layer_retention,
+            has_scales=section.scales,
+        )
+        self.parameters = Parameters(self.paths.parameters(), structure=self.paths)
+
+    def describe(self) -> SpaceDescription:
+        paths = self.paths
+        again = f", each up to {paths.repeats} times" if paths.repeats > 1 else ""
+        text = (
+            f"a path of at most {self.max_layers} layers: in each of {paths.num_blocks} blocks, any of "
+            f"{paths.depth_granularity} x {len(paths.models)} layers{again}, in any order"
+            f"{', and a scale' if paths.has_scales else ''}"
+        )
+        return SpaceDescription(
+            self.kind, split_layers(self._models.num_layers, paths.num_blocks), {"layer": COMPONENTS}, text
+        )
+
+    def to_recipe(self, configuration: Configuration) -> Recipe:
+        self.parameters.check(configuration)
+        models = self._models
+        layers = self.paths.layers(self.paths.blocks(configuration))
+        return Recipe(
+            models.fingerprints,
+            models.base,
+            tuple(_layer(model, layer, scale) for model, layer, scale in layers),
+            embedding=Merge("passthrough", (Source(layers[0][0]),)),
+            head=Merge("passthrough", (Source(layers[-1][0]),)),
+            tokenizer=models.tokenizer,
+        ).canonical()
+
+    def from_recipe(self, recipe: Recipe) -> dict[str, Any] | None:
+        models = self._models
+        renamed = with_own_aliases(recipe.canonical(), base=models.base, fingerprints=models.fingerprints)
+        layers = None if renamed is None else [_step(layer) for layer in renamed.layers]
+        if not layers or any(step is None for step in layers):
+            return None
+        blocks = self.paths.blocks_of([step for step in layers if step is not None])
+        if blocks is None or self.paths.depth(blocks) > self.max_layers:
+            return None
+        if not self.paths.has_scales and any(block.scale != 1 for block in blocks):
+            return None
+        configuration = self.paths.configuration(blocks)
+        return configuration if self.to_recipe(configuration).digest == recipe.digest else None
+
+
+def _layer(model: str, layer: int, scale: float) -> LayerRecipe:
+    merge = Merge("passthrough", (Source(model, layer),))
+    return LayerRecipe(merge, merge, merge, scale=scale)
+
+
+def _step(layer: LayerRecipe) -> tuple[str, int, float] | None:
+    """The model and its layer that a layer is; None if it is a merge, or has an alignment."""
+    merges = {layer.component(component) for component in COMPONENTS}
+    merge = merges.pop()
+    (source, *others) = merge.sources
+    is_one = not (merges or others or merge.coefficients) and merge.method == "passthrough" and layer.alignment is None
+    return (source.model, source.layer, layer.scale) if is_one and source.layer is not None else None
+
+
+def _problems(
+    models: SearchedModels, section: DisSection, chosen: tuple[str, ...], max_layers: int
+) -> Iterator[Problem]:
+    num_layers = models.num_layers
+    if not models.experts:
+        yield Problem("models.experts", "there are no experts; name at least one")
+    known = (*models.experts, models.base)
+    for index, name in enumerate(section.models or ()):
+        if name not in known:
+            message = f"{name!r} is not a model of the study; give some of {', '.join(known)}"
+            yield Problem(f"search_space.models.{index}", message)
+    if section.preset is not None and len(chosen) != (wanted := PRESETS[section.preset][1]):
+        more = f"name {wanted} of them" if len(chosen) > wanted else f"the study has only {len(chosen)} experts"
+        yield Problem("search_space.models", f"preset: {section.preset} takes {wanted} models; {more}")
+    if num_layers % section.depth_granularity:
+        divisors = [str(number) for number in range(1, num_layers + 1) if num_layers % number == 0]
+        message = (
+            f"{section.depth_granularity} does not divide the {num_layers} layers of the models; use "
+            f"{' or '.join((', '.join(divisors[:-1]), divisors[-1])) if len(divisors) > 1 else divisors[0]}"
+        )
+        yield Problem("search_space.depth_granularity", message)
+    if max_layers < num_layers:
+        message = f"{max_layers} is below the {num_layers} layers of the sources, from which the search starts"
+        yield Problem("limits.max_layers", f"{message}; give at least {num_layers}")

@@ -1,0 +1,379 @@
+"""Layer paths of DIS as configurations: orders of a block's candidates, paths drawn at random, paths made to fit.
+
+A block has n = D * M * R candidates: D adjacent layers of each of M models, each R times. They are numbered by layer,
+then model; the R copies of one have the same number. A block's path is the numbers of the candidates that it uses, in
+their order. A configuration spells it with a bit for each copy, and an order of all candidates, of which there are
+P = n! / R!^(M D): one whole number in lexicographic order where P is at most MAX_ORDERS, and otherwise a key for each
+copy, by which they are sorted. The r-th copy in the order has the r-th bit.
+
+Many configurations spell the same path. Of those, `DisPaths` uses one: of each candidate the first copies are used, and
+of the orders that spell the path with these bits, the first.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+
+from search_spaces.parameters import Categorical, Configuration, Float, Integer, Parameter
+from search_spaces.recipe import COEFFICIENT_DECIMALS
+
+__all__ = ["MAX_ORDERS", "SCALES", "Block", "DisPaths", "first_order", "num_orders", "order_at", "place_of"]
+
+# Up to so many orders of a block's candidates are one whole number.
+MAX_ORDERS = 1_000_000
+
+# The lowest and highest scale of a block. The published code has 0 to 2; the 280 scales of the published merges lie
+# between 0.73 and 1.32 (Tables 12 to 14).
+SCALES = (0.5, 1.5)
+
+# In Tables 12 to 14, a third of the scales differs from 1, by a standard deviation of 0.11. So do those of changed
+# blocks here.
+SCALED_SHARE = 1 / 3
+SCALE_DEVIATION = 0.11
+
+
+@dataclass(frozen=True)
+class Block:
+    """The path through one block: candidates by number, in order, and what multiplies its output."""
+
+    path: tuple[int, ...]
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class DisPaths:
+    """The paths of one space, as the structure of its parameters.
+
+    `base` is the alias of the base model, `models` those that blocks choose from, in order. With `retains`, a block
+    without candidates has the base's layers; without, none."""
+
+    base: str
+    models: tuple[str, ...]
+    num_layers: int
+    max_layers: int
+    depth_granularity: int = 1
+    repeats: int = 1
+    retains: bool = True
+    has_scales: bool = True
+
+    # Candidates of a block.
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_layers // self.depth_granularity
+
+    @property
+    def num_candidates(self) -> int:
+        """Different ones: n / R."""
+        return self.depth_granularity * len(self.models)
+
+    @property
+    def num_copies(self) -> int:
+        """Candidates of a block with their copies: n."""
+        return self.num_candidates * self.repeats
+
+    @property
+    def num_orders(self) -> int:
+        return num_orders(self.num_candidates, self.repeats)
+
+    def model_of(self, candidate: int) -> str:
+        return self.models[candidate % len(self.models)]
+
+    def layer_of(self, candidate: int, block: int) -> int:
+        return block * self.depth_granularity + candidate // len(self.models)
+
+    def own(self, model: str) -> tuple[int, ...]:
+        """The path of a model's own layers in their order."""
+        first = self.models.index(model)
+        return tuple(range(first, self.num_candidates, len(self.models)))
+
+    # Parameters.
+
+    def parameters(self) -> Iterator[Parameter]:
+        for block in range(self.num_blocks):
+            names = self._names[block]
+            yield from (Categorical(name, (False, True)) for name in names.bits)
+            if names.order is not None:
+                yield Integer(names.order, 0, self.num_orders - 1, default=0)
+            yield from (
+                Float(name, 0.0, 1.0, default=(place + 0.5) / self.num_copies) for place, name in enumerate(names.keys)
+            )
+            if names.scale is not None:
+                yield Float(names.scale, *SCALES, default=1.0)
+
+    @cached_property
+    def _names(self) -> tuple[_Names, ...]:
+        return tuple(self._names_of(block) for block in range(self.num_blocks))
+
+    def _names_of(self, block: int) -> _Names:
+        prefix = f"b{block + 1}"
+        copies = [
+            f"{self.layer_of(candidate, block)}{f'.{copy + 1}' if self.repeats > 1 else ''}.{self.model_of(candidate)}"
+            for candidate in range(self.num_candidates)
+            for copy in range(self.repeats)
+        ]
+        has_keys = self.num_orders > MAX_ORDERS
+        return _Names(
+            bits=tuple(f"{prefix}.use.{copy}" for copy in copies),
+            order=f"{prefix}.order" if not has_keys and self.num_orders > 1 else None,
+            keys=tuple(f"{prefix}.key.{copy}" for copy in copies) if has_keys else (),
+            # What the last block hands on goes into the final norm, which takes any scale off again.
+            scale=f"{prefix}.scale" if self.has_scales and block + 1 < self.num_blocks else None,
+        )
+
+    # From configurations to blocks and back.
+
+    def blocks(self, configuration: Configuration) -> tuple[Block, ...]:
+        """What a configuration means: within the limits, and with the path of the base's own layers as the empty one
+        where an empty block has them."""
+        spelled = []
+        for names in self._names:
+            bits = tuple(configuration[name] for name in names.bits)
+            if names.keys:
+                keys = [configuration[name] for name in names.keys]
+                slots = sorted(range(self.num_copies), key=lambda slot: keys[slot])
+                path = tuple(slot // self.repeats for slot in slots if bits[slot])
+            else:
+                path = _used(bits, configuration[names.order] if names.order else 0, self.num_candidates, self.repeats)
+            spelled.append(Block(path, 1.0 if names.scale is None else configuration[names.scale]))
+        return self._tidy(self._fitted(spelled))
+
+    def configuration(self, blocks: Sequence[Block]) -> dict[str, Any]:
+        """The configuration of blocks as `blocks` gives them."""
+        found: dict[str, Any] = {}
+        for names, block in zip(self._names, blocks, strict=True):
+            bits, order, place = _spelling(block.path, self.num_candidates, self.repeats)
+            found |= zip(names.bits, bits, strict=True)
+            if names.order is not None:
+                found[names.order] = place
+            if names.keys:
+                found |= zip(names.keys, self._keys(order), strict=True)
+            if names.scale is not None:
+                found[names.scale] = block.scale
+        return found
+
+    def repair(self, configuration: Configuration) -> dict[str, Any]:
+        return self.configuration(self.blocks(configuration))
+
+    def layers(self, blocks: Sequence[Block]) -> list[tuple[str, int, float]]:
+        """The model, its layer, and the scale of each layer of the merge. A block's scale is that of its last layer."""
+        found = []
+        for index, block in enumerate(blocks):
+            steps = [(self.model_of(candidate), self.layer_of(candidate, index)) for candidate in block.path]
+            if not steps and self.retains:
+                first = index * self.depth_granularity
+                steps = [(self.base, layer) for layer in range(first, first + self.depth_granularity)]
+            last = len(steps) - 1
+            found += [(model, layer, block.scale if at == last else 1.0) for at, (model, layer) in enumerate(steps)]
+        return found
+
+    def blocks_of(self, layers: Sequence[tuple[str, int, float]]) -> tuple[Block, ...] | None:
+        """The blocks with these `layers`; None if no blocks have them."""
+        steps: list[list[tuple[str, int, float]]] = [[] for _ in range(self.num_blocks)]
+        for model, layer, scale in layers:
+            if not 0 <= layer < self.num_layers:
+                return None
+            steps[layer // self.depth_granularity].append((model, layer, scale))
+        found = []
+        for index, own in enumerate(steps):
+            scale = own[-1][2] if own else 1.0
+            numbers = [self._number(model, layer, index) for model, layer, _ in own]
+            path = tuple(number for number in numbers if number is not None)
+            if len(path) < len(numbers):  # the base's, which only an empty block has
+                path = ()
+            found.append(Block(path, scale))
+        blocks = self._tidy(found)
+        has_room = all(block.path.count(number) <= self.repeats for block in blocks for number in block.path)
+        in_range = all(SCALES[0] <= block.scale <= SCALES[1] for block in blocks)
+        return blocks if has_room and in_range and self.layers(blocks) == list(layers) else None
+
+    def depth(self, blocks: Sequence[Block]) -> int:
+        return sum(map(self._depth, blocks))
+
+    def _number(self, model: str, layer: int, block: int) -> int | None:
+        if model not in self.models:
+            return None
+        return (layer - block * self.depth_granularity) * len(self.models) + self.models.index(model)
+
+    def _depth(self, block: Block) -> int:
+        return len(block.path) or (self.depth_granularity if self.retains else 0)
+
+    def _keys(self, order: Sequence[int]) -> list[float]:
+        """Keys of the copies that sort them into `order`."""
+        next_copy = [candidate * self.repeats for candidate in range(self.num_candidates)]
+        keys = [0.0] * self.num_copies
+        for place, candidate in enumerate(order):
+            keys[next_copy[candidate]] = (place + 0.5) / self.num_copies
+            next_copy[candidate] += 1
+        return keys
+
+    def _tidy(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
+        """Of the blocks with the same meaning, those that are used: scales without influence are 1."""
+        base = self.own(self.base) if self.retains and self.base in self.models else None
+        paths = [() if block.path == base else block.path for block in blocks]
+        last = max((index for index, path in enumerate(paths) if path or self.retains), default=0)
+        return tuple(
+            Block(path, round(block.scale, COEFFICIENT_DECIMALS) if index < last and (path or self.retains) else 1.0)
+            for index, (path, block) in enumerate(zip(paths, blocks, strict=True))
+        )
+
+    def _fitted(self, blocks: Sequence[Block]) -> list[Block]:
+        """`blocks` with as many layers as are allowed: of the others, which go is drawn by a seed that is a function of
+        the paths. If none would be left, the first candidate of all is used."""
+        paths = [list(block.path) for block in blocks]
+        excess = self.depth(blocks) - self.max_layers
+        if excess > 0:
+            least = 1 if self.retains else 0
+            places = [(index, at) for index, path in enumerate(paths) for at in range(len(path))]
+            rng = np.random.default_rng(zlib.crc32(repr(paths).encode()))
+            left = [len(path) for path in paths]
+            dropped = set()
+            for number in rng.permutation(len(places)).tolist():
+                index, _ = places[number]
+                if excess > 0 and left[index] > least:
+                    left[index] -= 1
+                    excess -= 1
+                    dropped.add(places[number])
+            paths = [[c for at, c in enumerate(path) if (i, at) not in dropped] for i, path in enumerate(paths)]
+        if not self.retains and not any(paths):
+            paths[0] = [0]
+        return [Block(tuple(path), block.scale) for path, block in zip(paths, blocks, strict=True)]
+
+    # Paths drawn at random.
+
+    def sample(self, rng: np.random.Generator) -> dict[str, Any]:
+        """A path near one source in its own order, scale 1: from one block to all are changed, few more often than
+        many. The depth is drawn first, then how the changed blocks share it, then what they use.
+
+        The published search starts from the source models too (section 4.1)."""
+        source = int(rng.integers(len(self.models) + self.retains))
+        own = self.own(self.models[source]) if source < len(self.models) else ()
+        blocks = [Block(own)] * self.num_blocks
+        # The number of changed blocks is uniform in its logarithm.
+        num_changed = min(int(math.exp(rng.uniform(0.0, math.log(self.num_blocks + 1)))), self.num_blocks)
+        changed = rng.permutation(self.num_blocks)[:num_changed].tolist()
+        for index, size in zip(changed, self._sizes(num_changed, rng), strict=True):
+            blocks[index] = Block(self._drawn_path(size, rng), self._drawn_scale(rng))
+        return self.configuration(self._tidy(self._fitted(blocks)))
+
+    def _sizes(self, num_changed: int, rng: np.random.Generator) -> list[int]:
+        """Numbers of layers of the changed blocks. What they are in total is drawn first."""
+        least, most = (1 if self.retains else 0), self.num_copies
+        room = self.max_layers - self.num_layers
+        low = num_changed * (least - self.depth_granularity)
+        difference = int(rng.integers(low, min(room, num_changed * (most - self.depth_granularity)), endpoint=True))
+        sizes = [self.depth_granularity] * num_changed
+        step = 1 if difference > 0 else -1
+        for _ in range(abs(difference)):
+            open_ = [index for index, size in enumerate(sizes) if least <= size + step <= most]
+            sizes[open_[int(rng.integers(len(open_)))]] += step
+        return sizes
+
+    def _drawn_path(self, size: int, rng: np.random.Generator) -> tuple[int, ...]:
+        """`size` candidates in any order; or none, where that means as many layers of the base."""
+        if self.retains and size == self.depth_granularity and rng.integers(len(self.models) + 1) == 0:
+            return ()
+        return tuple((rng.permutation(self.num_copies)[:size] // self.repeats).tolist())
+
+    def _drawn_scale(self, rng: np.random.Generator) -> float:
+        if not self.has_scales or rng.random() >= SCALED_SHARE:
+            return 1.0
+        return float(np.clip(rng.normal(1.0, SCALE_DEVIATION), *SCALES))
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The parameters of one block."""
+
+    bits: tuple[str, ...]
+    order: str | None
+    keys: tuple[str, ...]
+    scale: str | None
+
+
+def num_orders(num_candidates: int, repeats: int) -> int:
+    """P: how many different orders there are of candidates that each occur `repeats` times."""
+    alike: int = math.factorial(repeats) ** num_candidates
+    return math.factorial(num_candidates * repeats) // alike
+
+
+def order_at(place: int, num_candidates: int, repeats: int) -> tuple[int, ...]:
+    """The order at `place` (from 0) in lexicographic order: a tuple in which each candidate occurs `repeats` times."""
+    left = [repeats] * num_candidates
+    order = []
+    for _ in range(num_candidates * repeats):
+        for candidate in range(num_candidates):
+            if (size := _num_starting_with(candidate, left)) > place:
+                break
+            place -= size
+        order.append(candidate)
+        left[candidate] -= 1
+    return tuple(order)
+
+
+def place_of(order: Sequence[int], num_candidates: int, repeats: int) -> int:
+    """The inverse of `order_at`."""
+    left = [repeats] * num_candidates
+    place = 0
+    for candidate in order:
+        place += sum(_num_starting_with(earlier, left) for earlier in range(candidate))
+        left[candidate] -= 1
+    return place
+
+
+def first_order(path: Sequence[int], num_candidates: int, repeats: int) -> tuple[tuple[bool, ...], tuple[int, ...]]:
+    """The bits and the order that spell `path`: of each candidate the first copies are used, and the order is the first
+    that spells it with these bits. Raises ValueError if a candidate is used more than `repeats` times."""
+    used = [path.count(candidate) for candidate in range(num_candidates)]
+    if max(used, default=0) > repeats:
+        raise ValueError(f"path {tuple(path)} uses a candidate more than {repeats} times")
+    bits = tuple(copy < used[candidate] for candidate in range(num_candidates) for copy in range(repeats))
+    coming, others = list(path), [repeats - count for count in used]
+    order: list[int] = []
+    while len(order) < num_candidates * repeats:
+        # Copies that are not used come after those that are.
+        free = next((c for c, number in enumerate(others) if number and c not in coming), num_candidates)
+        if coming and coming[0] < free:
+            order.append(coming.pop(0))
+        else:
+            order.append(free)
+            others[free] -= 1
+    return bits, tuple(order)
+
+
+@lru_cache(maxsize=100_000)
+def _spelling(
+    path: tuple[int, ...], num_candidates: int, repeats: int
+) -> tuple[tuple[bool, ...], tuple[int, ...], int]:
+    """The bits and the order that spell `path`, and the order's place."""
+    bits, order = first_order(path, num_candidates, repeats)
+    return bits, order, place_of(order, num_candidates, repeats)
+
+
+@lru_cache(maxsize=100_000)
+def _used(bits: tuple[bool, ...], place: int, num_candidates: int, repeats: int) -> tuple[int, ...]:
+    """The path that bits and the place of an order spell."""
+    copies = [0] * num_candidates
+    path = []
+    for candidate in order_at(place, num_candidates, repeats):
+        if bits[candidate * repeats + copies[candidate]]:
+            path.append(candidate)
+        copies[candidate] += 1
+    return tuple(path)
+
+
+def _num_starting_with(candidate: int, left: Sequence[int]) -> int:
+    """How many orders of the copies that are left start with `candidate`."""
+    if not left[candidate]:
+        return 0
+    total: int = math.factorial(sum(left) - 1)
+    for other, number in enumerate(left):
+        total //= math.factorial(number - (other == candidate))
+    return total

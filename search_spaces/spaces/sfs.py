@@ -1,0 +1,134 @@
+"""SFS, scales only: Su and Geiping, "Fine, I'll Merge It Myself" (2025), section 5.3.
+
+One model, all of its layers in their order. Each layer has a factor on its weights and one on its output. The paper
+says no more. Here the first multiplies the tensors of attention and MLP (biases included, norms not), the second the
+residual stream after the layer, as in DIS (`LayerRecipe.scale`). What the last layer hands on goes into the final norm,
+which takes any factor off again, so that it has none.
+
+The range is that of DIS. Merges are differentiable in both factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from search_spaces.errors import InvalidConfiguration, InvalidStudy, Problem
+from search_spaces.parameters import Configuration, Float, Parameters
+from search_spaces.recipe import COEFFICIENT_DECIMALS, COMPONENTS, Component, LayerRecipe, Merge, Recipe, Source
+from search_spaces.spaces.base import SearchedModels, SpaceDescription, SpaceSection
+from search_spaces.spaces.dis_paths import SCALES
+from search_spaces.spaces.layers import split_layers, with_own_aliases
+
+__all__ = ["SPACE", "SfsSection", "SfsSpace"]
+
+SCALED: tuple[Component, ...] = ("attention", "mlp")
+
+
+class SfsSection(SpaceSection):
+    kind: Literal["sfs"]
+    """sfs: one model with a factor on the weights and one on the output of each layer."""
+    model: str | None = None
+    """The alias of an expert, or base. Default: the only expert."""
+
+    @property
+    def merge_methods(self) -> tuple[str, ...]:
+        return ()
+
+    def contradictions(self) -> Iterator[Problem]:
+        yield from ()
+
+    def build(self, models: SearchedModels) -> SfsSpace:
+        return SfsSpace(models, self)
+
+
+SPACE = SfsSection
+
+
+class SfsSpace:
+    """The SFS space over one model of a study. Immutable. Implements `DifferentiableSpace`."""
+
+    kind = "sfs"
+    method = "passthrough"
+    coefficient = "scale"
+    fixed: Mapping[str, float] = {}
+    seed = None
+
+    def __init__(self, models: SearchedModels, section: SfsSection) -> None:
+        """Raises InvalidStudy: no experts, no model named among several, or one that is none of the study's."""
+        known = (*models.experts, models.base)
+        if problems := tuple(_problems(models, section, known)):
+            raise InvalidStudy(problems)
+        self._models = models
+        self._model = section.model or models.experts[0]
+        self._weights = tuple(f"layers.{layer}.weights" for layer in range(models.num_layers))
+        self._outputs = tuple(f"layers.{layer}.output" for layer in range(models.num_layers - 1))
+        names = {**dict.fromkeys(self._weights, "weights"), **dict.fromkeys(self._outputs, "output")}
+        ordered = sorted(names, key=lambda name: (int(name.split(".")[1]), names[name] == "output"))
+        self.parameters = Parameters((Float(name, *SCALES, default=1.0) for name in ordered), roles=names)
+
+    def describe(self) -> SpaceDescription:
+        num_layers = self._models.num_layers
+        text = f"{self._model} with a factor on the weights and one on the output of each of {num_layers} layers"
+        return SpaceDescription(self.kind, split_layers(num_layers, num_layers), {"layer": COMPONENTS}, text)
+
+    def to_recipe(self, configuration: Configuration) -> Recipe:
+        self.parameters.check(configuration)
+        models, whole = self._models, Merge("passthrough", (Source(self._model),))
+        return Recipe(
+            models.fingerprints,
+            models.base,
+            tuple(self._layer(layer, configuration) for layer in range(models.num_layers)),
+            embedding=whole,
+            head=whole,
+            tokenizer=models.tokenizer,
+        ).canonical()
+
+    def from_recipe(self, recipe: Recipe) -> dict[str, Any] | None:
+        models = self._models
+        renamed = with_own_aliases(recipe.canonical(), base=models.base, fingerprints=models.fingerprints)
+        if renamed is None or len(renamed.layers) != models.num_layers:
+            return None
+        found: dict[str, float] = {}
+        for layer, (name, own) in enumerate(zip(self._weights, renamed.layers, strict=True)):
+            merge = own.attention
+            if merge.method != "passthrough" or isinstance(merge.coefficients.get("scale"), tuple):
+                return None
+            found[name] = merge.number("scale")
+            if layer < len(self._outputs):
+                found[self._outputs[layer]] = own.scale
+        configuration = {name: found[name] for name in self.parameters.names}
+        try:
+            return configuration if self.to_recipe(configuration).digest == recipe.digest else None
+        except InvalidConfiguration:  # a factor outside its range
+            return None
+
+    def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
+        """The model, and the parameter that is the factor of the tensor's weights; nothing for norms, embedding and
+        head."""
+        place = self._models.tensors[self._models.tied.get(tensor_name, tensor_name)]
+        if place.layer is None or place.part not in SCALED:
+            return ()
+        return ((self._model, self._weights[place.layer]),)
+
+    @property
+    def layer_scales(self) -> Mapping[int, str]:
+        """By layer, the parameter that is the scale of its output."""
+        return dict(enumerate(self._outputs))
+
+    def _layer(self, layer: int, configuration: Configuration) -> LayerRecipe:
+        source = (Source(self._model, layer),)
+        scaled = Merge("passthrough", source, {"scale": configuration[self._weights[layer]]})
+        output = configuration[self._outputs[layer]] if layer < len(self._outputs) else 1.0
+        norm = Merge("passthrough", source)
+        return LayerRecipe(scaled, scaled, norm, scale=round(output, COEFFICIENT_DECIMALS))
+
+
+def _problems(models: SearchedModels, section: SfsSection, known: tuple[str, ...]) -> Iterator[Problem]:
+    if not models.experts:
+        yield Problem("models.experts", "there are no experts; name at least one")
+    elif section.model is None and len(models.experts) > 1:
+        yield Problem("search_space.model", f"is missing; give one of {', '.join(known)}")
+    if section.model is not None and section.model not in known:
+        message = f"{section.model!r} is not a model of the study; give one of {', '.join(known)}"
+        yield Problem("search_space.model", message)

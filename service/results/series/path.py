@@ -1,0 +1,81 @@
+"""The layer path of the best trial: which layer of which model stands at which position, and its scales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from search_spaces.recipe import COMPONENTS, LayerRecipe
+from service.results.record import RunRecord
+from service.results.selection import best_trial
+from service.results.series.base import chart
+from service.schemas.files import Number
+
+__all__ = ["PathPlot", "PathStep", "layer_path", "path"]
+
+
+@dataclass(frozen=True)
+class PathStep:
+    position: Annotated[Number, Field(description="From 0, the input's side.")]
+    model: Annotated[str | None, Field(description="Null for a layer that is merged from several.")]
+    layer: Annotated[int | None, Field(description="Which of the model's layers, from 0.")]
+    scale: Annotated[float, Field(description="What the layer hands on is multiplied by this.")]
+    weights: Annotated[float, Field(description="The weights of attention and MLP are multiplied by this.")]
+
+
+@dataclass(frozen=True)
+class PathPlot:
+    """The layers of the best trial in their order; empty before there is one."""
+
+    plot: Literal["path"]
+    trial: int | None
+    models: list[str]
+    is_plain: Annotated[bool, Field(description="One model's layers or merges at their own positions, without scales.")]
+    steps: tuple[PathStep, ...]
+
+
+@chart(place=9)
+def path(run: RunRecord) -> PathPlot:
+    """The layer path of the best trial: which model's layer at which position, with its scales."""
+    best = best_trial(run.trials, run.objectives)
+    if best is None:
+        return PathPlot("path", trial=None, models=[], is_plain=True, steps=())
+    steps = layer_path(best.recipe.layers)
+    named = [best.recipe.base, *run.study.document.get("models", {}).get("experts", ())]
+    used = {step.model for step in steps}
+    return PathPlot(
+        plot="path",
+        trial=best.number,
+        models=[model for model in named if model in used],
+        is_plain=_is_plain(steps, best.recipe.layers),
+        steps=steps,
+    )
+
+
+def layer_path(layers: Sequence[LayerRecipe]) -> tuple[PathStep, ...]:
+    """The steps of a recipe's layers."""
+    return tuple(_step(position, layer) for position, layer in enumerate(layers))
+
+
+def _step(position: int, layer: LayerRecipe) -> PathStep:
+    merges = [layer.component(component) for component in COMPONENTS]
+    sources = {source for merge in merges for source in merge.sources}
+    is_one = len(sources) == 1 and all(merge.method == "passthrough" for merge in merges)
+    if not is_one:
+        return PathStep(position, None, None, layer.scale, 1.0)
+    (source,) = sources
+    return PathStep(position, source.model, source.layer, layer.scale, layer.attention.number("scale"))
+
+
+def _is_plain(steps: Sequence[PathStep], layers: Sequence[LayerRecipe]) -> bool:
+    at_home = all(
+        source.layer == position
+        for position, layer in enumerate(layers)
+        for component in COMPONENTS
+        for source in layer.component(component).sources
+    )
+    models = {step.model for step in steps}
+    return at_home and len(models) <= 1 and all(step.scale == step.weights == 1 for step in steps)

@@ -1,0 +1,280 @@
+"""DIS: orders of candidates, paths within the limit, draws near the sources, and what is refused."""
+
+import itertools
+import math
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from search_spaces.baselines import sources_and_published
+from search_spaces.errors import InvalidConfiguration, InvalidStudy
+from search_spaces.parameters import Categorical, Float, Integer
+from search_spaces.spaces.dis import DisSection
+from search_spaces.spaces.dis_paths import MAX_ORDERS, SCALES, first_order, num_orders, order_at, place_of
+from tests.search_spaces.spaces.families import models, space
+
+ORDERS = [(1, 1), (1, 3), (3, 1), (2, 2), (3, 2), (4, 1), (2, 3)]
+
+
+def dis(family=None, **options):
+    return space("dis", family, **options)
+
+
+def path(recipe):
+    """The model, layer and scale of each layer."""
+    return [(*layer.mlp.sources[0].__dict__.values(), layer.scale) for layer in recipe.layers]
+
+
+def uniform(space, seed):
+    rng = np.random.default_rng(seed)
+    return space.parameters.build(lambda parameter: parameter.sample(rng))
+
+
+# Orders.
+
+
+@pytest.mark.parametrize(("num_candidates", "repeats"), ORDERS)
+def test_orders_are_the_permutations_of_a_multiset_in_lexicographic_order(num_candidates, repeats):
+    copies = [c for c in range(num_candidates) for _ in range(repeats)]
+    expected = sorted(set(itertools.permutations(copies)))
+    assert num_orders(num_candidates, repeats) == len(expected)  # P = (D M R)! / (R!)^(M D), section 3.2.2
+    assert [order_at(place, num_candidates, repeats) for place in range(len(expected))] == expected
+    assert [place_of(order, num_candidates, repeats) for order in expected] == list(range(len(expected)))
+
+
+@pytest.mark.parametrize(("num_candidates", "repeats"), [(1, 2), (3, 1), (2, 2), (3, 2)])
+def test_a_path_is_spelled_by_the_first_of_its_orders(num_candidates, repeats):
+    spellings = {}
+    for place in range(num_orders(num_candidates, repeats)):
+        order = order_at(place, num_candidates, repeats)
+        for bits in itertools.product((False, True), repeat=num_candidates * repeats):
+            seen = Counter()
+            used = []
+            for candidate in order:
+                if bits[candidate * repeats + seen[candidate]]:
+                    used.append(candidate)
+                seen[candidate] += 1
+            spellings.setdefault(tuple(used), []).append((order, bits))
+    for used, found in spellings.items():
+        bits, order = first_order(used, num_candidates, repeats)
+        assert (order, bits) in found
+        assert bits == max(bits for _, bits in found)  # the first copies
+        assert order == min(order for order, own in found if own == bits)
+
+
+def test_a_path_with_more_than_r_copies_is_refused():
+    with pytest.raises(ValueError, match="more than 2 times"):
+        first_order((0, 0, 0), 1, 2)
+
+
+# Configurations.
+
+
+def test_a_block_hands_on_its_last_layer_times_its_scale():
+    own = dis(models(num_layers=2, max_layers=3))
+    chosen = dict.fromkeys(own.parameters.names, False) | {"b1.order": 0, "b2.order": 0, "b1.scale": 1.25}
+    chosen |= {"b1.use.0.math": True, "b1.use.0.text": True, "b2.use.1.code": True}
+    assert path(own.to_recipe(chosen)) == [("math", 0, 1.0), ("text", 0, 1.25), ("code", 1, 1.0)]
+    assert "b2.scale" not in own.parameters  # the final norm takes it off again
+
+
+def test_parameters_of_a_block_are_bits_an_order_and_a_scale():
+    own = dis(models(num_layers=6), depth_granularity=2, models=("math", "base"))
+    found = {p.name: p for p in own.parameters if p.name[:2] == "b2"}
+    bits = [f"b2.use.{layer}.{model}" for layer in (2, 3) for model in ("math", "base")]
+    assert list(found) == [*bits, "b2.order", "b2.scale"]
+    assert found[bits[0]] == Categorical(bits[0], (False, True))
+    assert found["b2.order"] == Integer("b2.order", 0, math.factorial(4) - 1, default=0)
+    assert found["b2.scale"] == Float("b2.scale", 0.5, 1.5, default=1.0)
+
+
+def test_one_model_without_repeats_has_one_order_and_no_parameter_of_it():
+    assert [p.name for p in dis(models=("math",)).parameters][:2] == ["b1.use.0.math", "b1.scale"]
+
+
+def test_more_orders_than_a_million_are_keys():
+    few, many = dis(depth_granularity=4, models=("math", "code")), dis(depth_granularity=4)
+    assert few.paths.num_orders == math.factorial(8) <= MAX_ORDERS < many.paths.num_orders
+    assert "b1.order" in few.parameters
+    keys = [p for p in many.parameters if ".key." in p.name]
+    assert len(keys) == 12
+    assert {(key.low, key.high) for key in keys} == {(0.0, 1.0)}
+
+
+def test_a_configuration_is_a_path_of_the_chosen_layers_in_their_order():
+    own = dis(models(num_layers=2))
+    chosen = dict.fromkeys(own.parameters.names, False) | {"b1.order": 0, "b1.scale": 0.75}
+    chosen |= {"b2.use.1.math": True, "b2.use.1.text": True, "b2.order": 5}  # text, code, math
+    recipe = own.to_recipe(chosen)
+    # The first block uses none, so it keeps the base's layer.
+    assert path(recipe) == [("base", 0, 0.75), ("text", 1, 1.0), ("math", 1, 1.0)]
+    assert recipe.embedding.sources[0].model == "base"
+    assert recipe.head.sources[0].model == "math"
+
+
+def test_blocks_of_several_layers_reorder_and_repeat_them():
+    options = {"depth_granularity": 2, "repeats": 2, "models": ("math",)}
+    own, roomy = dis(models(num_layers=2), **options), dis(models(num_layers=2, max_layers=4), **options)
+    chosen = {f"b1.use.{layer}.{copy}.math": True for layer in (0, 1) for copy in (1, 2)}
+    chosen["b1.order"] = place_of((1, 0, 0, 1), 2, 2)
+    found = [(layer, scale) for _, layer, scale in path(roomy.to_recipe(chosen))]
+    assert found == [(1, 1.0), (0, 1.0), (0, 1.0), (1, 1.0)]
+    assert len(own.to_recipe(chosen).layers) == own.max_layers == 3
+
+
+def test_a_block_without_layers_is_left_out_where_layers_are_not_retained():
+    own = dis(models(num_layers=3), layer_retention=False)
+    none = dict.fromkeys(own.parameters.names, False) | {f"b{b}.order": 0 for b in (1, 2, 3)}
+    none |= {f"b{b}.scale": 1.5 for b in (1, 2)}
+    some = none | {"b1.use.0.code": True, "b2.use.1.code": True}
+    assert path(own.to_recipe(some)) == [("code", 0, 1.5), ("code", 1, 1.0)]
+    # The scales of a block that is left out, and of the last one, have no influence.
+    assert own.parameters.repair(some)["b2.scale"] == 1.0
+    assert own.parameters.repair(none | {"b2.use.1.code": True})["b1.scale"] == 1.0
+    assert path(own.to_recipe(none)) == [("math", 0, 1.0)]  # at least one layer is left
+
+
+@pytest.mark.parametrize("options", [{}, {"layer_retention": False}, {"depth_granularity": 2, "repeats": 2}])
+def test_a_path_that_is_too_deep_is_repaired_by_leaving_out_layers(options):
+    own = dis(models(num_layers=8, max_layers=9), **options)
+    for seed in range(50):
+        drawn = uniform(own, seed)
+        limited = path(own.to_recipe(drawn))
+        whole = path(dis(models(num_layers=8, max_layers=1000), **options).to_recipe(drawn))
+        assert 1 <= len(limited) <= 9
+        steps = iter([step[:2] for step in whole])
+        assert all(step[:2] in steps for step in limited)  # the same layers in the same order, without some
+        assert len(limited) == min(9, len(whole))
+
+
+def test_equal_paths_have_one_configuration():
+    own = dis(models(num_layers=2, max_layers=4))
+    rest = {name: False for name in own.parameters.names if name.startswith("b2.use")} | {"b2.order": 0}
+    found = {}
+    bits = ("b1.use.0.math", "b1.use.0.code", "b1.use.0.text")
+    for used in itertools.product((False, True), repeat=3):
+        for order in range(6):
+            spelled = dict(zip(bits, used, strict=True)) | {"b1.order": order, "b1.scale": 0.9} | rest
+            repaired = own.parameters.repair(spelled)
+            found.setdefault(own.to_recipe(spelled).digest, set()).add(tuple(repaired.values()))
+    assert len(found) == 1 + 3 + 6 + 6
+    assert {len(spellings) for spellings in found.values()} == {1}
+
+
+# Sources and draws.
+
+
+@pytest.mark.parametrize("options", [{}, {"depth_granularity": 2}, {"depth_granularity": 4, "repeats": 2}])
+def test_every_source_is_a_configuration_of_the_space_and_no_published_merge_is(options):
+    family = models()
+    own = dis(family, **options)
+    for origin, label, recipe in sources_and_published(
+        base="base", experts=family.experts, fingerprints=family.fingerprints, num_layers=4
+    ):
+        found = own.from_recipe(recipe)
+        assert (found is not None) == (origin == "source"), label
+        if found is not None:
+            assert {value for name, value in found.items() if name.endswith("scale")} <= {1.0}
+            assert {value for name, value in found.items() if name.endswith("order")} <= {0}
+
+
+def test_a_source_whose_layers_no_block_may_use_is_not_contained():
+    family = models()
+    own = dis(family, models=("math",))
+    sources = sources_and_published(base="base", experts=family.experts, fingerprints=family.fingerprints, num_layers=4)
+    assert [label for _, label, recipe in sources if own.from_recipe(recipe)] == ["base", "expert:math"]
+    bare = dis(family, layer_retention=False)
+    assert bare.from_recipe(sources[0].recipe) is None
+
+
+def test_draws_are_near_one_source_in_its_own_order():
+    own = dis(models(num_layers=40))
+    depths, distances, scales = [], [], []
+    for seed in range(200):
+        drawn = path(own.to_recipe(own.parameters.sample(np.random.default_rng(seed))))
+        depths.append(len(drawn))
+        nearest = max(Counter(model for model, _, _ in drawn).values())
+        distances.append(1 - nearest / len(drawn))
+        scales += [scale for _, _, scale in drawn]
+    assert min(depths) >= 40
+    assert max(depths) <= own.max_layers == 50
+    assert np.median(distances) < 0.2
+    assert max(distances) > 0.5
+    assert np.mean(np.array(scales) == 1) > 0.8
+    assert min(scales) >= SCALES[0]
+    assert max(scales) <= SCALES[1]
+    assert len(set(depths)) == 11  # every depth is drawn
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 2**32 - 1), num_layers=st.sampled_from((1, 2, 6)), room=st.integers(0, 4))
+def test_no_draw_is_too_deep(seed, num_layers, room):
+    own = dis(models(num_layers=num_layers, max_layers=num_layers + room))
+    recipe = own.to_recipe(own.parameters.sample(np.random.default_rng(seed)))
+    assert num_layers <= len(recipe.layers) <= num_layers + room
+
+
+def test_without_scales_none_is_searched():
+    own = dis(scales=False)
+    assert not [p for p in own.parameters if p.name.endswith("scale")]
+    assert {layer.scale for layer in own.to_recipe(uniform(own, 0)).layers} == {1.0}
+    assert own.from_recipe(dis().to_recipe(uniform(dis(), 0))) is None
+
+
+def test_an_order_that_does_not_exist_is_refused():
+    own = dis()
+    with pytest.raises(InvalidConfiguration, match=r"b1.order=6 is not accepted; give a whole number in \[0, 5\]"):
+        own.to_recipe({**uniform(own, 0), "b1.order": 6})
+
+
+# Presets and bad input.
+
+
+def test_presets_are_the_published_configurations():
+    first, second = dis(preset="d1m3r1"), dis(preset="d1m1r2", models=("math",))
+    assert (first.paths.num_blocks, first.paths.num_copies, first.paths.num_orders) == (4, 3, 6)
+    assert (second.paths.num_blocks, second.paths.num_copies, second.paths.num_orders) == (4, 2, 1)
+    assert dis(models(num_layers=40), preset="d1m3r1").max_layers == 50  # section B.2: limits.max_layers of the paper
+
+
+@pytest.mark.parametrize(
+    ("options", "family", "message"),
+    [
+        (
+            {"depth_granularity": 5},
+            models(num_layers=32),
+            "5 does not divide the 32 layers .* use 1, 2, 4, 8, 16 or 32",
+        ),
+        ({"depth_granularity": 2}, models(num_layers=1), "2 does not divide the 1 layers of the models; use 1"),
+        ({"models": ("math", "other")}, None, "'other' is not a model of the study; give .* math, code, text, base"),
+        ({}, models(max_layers=3), "3 is below the 4 layers of the sources, .* give at least 4"),
+        ({"preset": "d1m1r2"}, None, "preset: d1m1r2 takes 1 models; name 1 of them"),
+        ({"preset": "d1m3r1"}, models(("a", "b")), "preset: d1m3r1 takes 3 models; the study has only 2 experts"),
+    ],
+)
+def test_what_does_not_fit_the_models_is_refused(options, family, message):
+    with pytest.raises(InvalidStudy) as refused:
+        dis(family, **options)
+    (problem,) = refused.value.problems
+    assert re.fullmatch(message, problem.message)
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "message"),
+    [
+        ({"models": ("math", "math")}, "search_space.models.1", "math is given twice"),
+        ({"preset": "d1m3r1", "repeats": 2}, "search_space.repeats", "preset: d1m3r1 means repeats=1, but 2 is given"),
+        ({"preset": "d1m1r2", "depth_granularity": 2}, "search_space.depth_granularity", "but 2 is given"),
+        ({"preset": "d1m3r1", "models": ("a",)}, "search_space.models", "means 3 models, but 1 is given"),
+        ({"preset": "d1m3r1", "layer_retention": False}, "search_space.layer_retention", "means layer_retention: true"),
+        ({"preset": "d1m3r1", "scales": False}, "search_space.scales", "means scales: true, but false is given"),
+    ],
+)
+def test_contradictions_are_told(options, field, message):
+    (problem,) = DisSection(kind="dis", **options).contradictions()
+    assert problem.field == field
+    assert message in problem.message

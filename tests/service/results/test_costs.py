@@ -1,0 +1,103 @@
+"""Objectives that are costs of the recipe, from the rungs to the files, the tables and the report."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from rich.console import Console
+
+from search_spaces.objectives import hypervolume
+from service.cli.tables import holdout_table, pareto_table
+from service.results.files import pareto, summary, write_results
+from service.results.load import run_record
+from service.results.record import RunRecord
+from service.results.report import render_report
+from service.results.selection import best_trial, costs_of, finalists
+from service.results.series import CHARTS
+from service.schemas.files import schemas
+from service.types import TrialState
+from tests.service.paths_study import MAX_LAYERS, OBJECTIVES, SIZE, paths_study
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
+    return run_record(*paths_study(tmp_path_factory.mktemp("paths")))
+
+
+@pytest.mark.parametrize("scheduler", ["hyperband", "asha", "racing", "none"])
+def test_every_rung_has_the_exact_costs_of_its_recipe_and_no_samples_of_them(tmp_path: Path, scheduler: Any) -> None:
+    changes = {"rung_samples": ({"math": 36, "text": 36},)} if scheduler == "none" else {}
+    store, study = paths_study(tmp_path, scheduler=scheduler, **changes)
+    trials = store.trials(study)
+    assert len({len(trial.recipe.layers) for trial in trials}) > 1
+    for trial in trials:
+        for rung in trial.rungs:
+            assert rung.values["depth"] == len(trial.recipe.layers)
+            assert rung.values["size"] == 100 + 10 * len(trial.recipe.layers)
+            assert rung.standard_errors["depth"] == rung.standard_errors["size"] == 0.0
+            assert set(rung.num_samples) == {"math", "text"}
+    assert all(trial.values for trial in trials if trial.state is TrialState.COMPLETE)
+
+
+def test_costs_take_part_in_the_front_and_its_hypervolume(run: RunRecord) -> None:
+    document = pareto(run)
+    assert [o["name"] for o in document["objectives"]] == ["math", "depth", "text", "size"]
+    front = [run.trials[row["trial"]] for row in document["front"]]
+    assert document["hypervolume"] == pytest.approx(hypervolume([costs_of(trial, OBJECTIVES) for trial in front]))
+    for trial in front:
+        costs = costs_of(trial, OBJECTIVES)
+        assert costs[1] == len(trial.recipe.layers) / MAX_LAYERS
+        assert costs[3] == pytest.approx(SIZE.of(trial.recipe, "parameters") / SIZE.most("parameters"))
+
+
+def test_the_best_trial_is_that_of_the_scored_objectives(run: RunRecord) -> None:
+    best = best_trial(run.trials, run.objectives)
+    complete = [trial for trial in run.trials if trial.values]
+    assert best is not None
+    assert best.values["math"] + best.values["text"] == max(t.values["math"] + t.values["text"] for t in complete)
+    assert "highest mean of math, text" in summary(run)["selection"]["best"]
+
+
+def test_constraints_on_costs_are_compared_with_the_sources(run: RunRecord) -> None:
+    (document,) = summary(run)["constraints"]
+    assert (document["constraint"], document["bound"]) == ("depth <= base + 1", 5.0)
+    assert document["kept_by"] == document["trials"] > 0
+
+
+def test_the_held_out_table_has_the_costs_as_they_are(run: RunRecord) -> None:
+    (first, *_) = finalists(run.trials, run.objectives)
+    rows = {row["trial"]: row for row in summary(run)["holdout"]}
+    assert rows[first.number]["values"]["depth"] == {
+        "value": first.values["depth"],
+        "ci95": [first.values["depth"]] * 2,
+        "samples": 0,
+        "standard_error": 0.0,
+    }
+    reference = summary(run)["holdout_reference"]
+    for row in rows.values():
+        difference = row["values"]["size"]["value"] - rows[reference]["values"]["size"]["value"]
+        if row["trial"] != reference:
+            assert row["differences"]["size"]["value"] == difference
+    assert run.holdout_volume is not None
+    assert run.holdout_volume.holdout.ci95[0] < run.holdout_volume.holdout.ci95[1]
+
+
+def test_files_tables_plots_and_report_show_them(run: RunRecord, tmp_path: Path) -> None:
+    files = {file.name: file for file in write_results(tmp_path, run, report=render_report(run))}
+    shapes = schemas()
+    jsonschema.validate(json.loads(files["summary.json"].read_text()), shapes["summary"])
+    jsonschema.validate(json.loads(files["pareto.json"].read_text()), shapes["pareto"])
+    assert "depth" in files["report.html"].read_text()
+    for chart in CHARTS.values():
+        json.dumps(chart.document(run), default=vars)
+    shown = io.StringIO()
+    console = Console(file=shown, width=200)
+    console.print(pareto_table(pareto(run)))
+    console.print(holdout_table(summary(run)))
+    assert "depth ↓" in shown.getvalue()
+    assert " 140 " in shown.getvalue()  # four layers of ten parameters, and a hundred

@@ -1,0 +1,197 @@
+"""Merges of one study as sources of another: exported once, pinned, and like any other model from then on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_spaces.baselines import sources_and_published
+from search_spaces.errors import InvalidStudy
+from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
+from search_spaces.spaces import SPACES
+from search_spaces.study.file import Study, parse_study
+from service.api.preflight_process import ServerPlace, _with_sources, read_request
+from service.results.selection import best_trial
+from service.store import Store
+from service.studies.chains import SOURCES, on_server, with_exported_sources
+from service.studies.local_run import DATABASE, as_started
+from service.studies.preflight.models import searched_models, with_revisions
+from service.types import Origin, ResolvedStudy
+from tests.service.resolved import resolved_study
+from tests.service.tune.harness import InlineProposer, coordinator_of, drive
+from workers.export.model_card import model_card
+from workers.models.family import open_sources, resolve_family
+from workers.serving.fake import FakeScorer
+from workers.types import Family
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A finished run, without engines, of the family in `models`."""
+
+    directory: Path
+    models: Family
+    study: str
+
+    @property
+    def url(self) -> str:
+        return f"sqlite:///{self.directory / DATABASE}"
+
+    def next_study(self, directory: Path | str | None = None, **from_study: Any) -> Study:
+        source = from_study or {"dir": str(directory or self.directory)}
+        experts = {"text": self.models.experts[-1].directory, "merged": {"from_study": source}}
+        return parse_study(document(self.models, experts))
+
+
+def document(family: Family, experts: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": "first",
+        "models": {"base": family.base.directory, "experts": experts},
+        "search": {"max_trials": 4},
+        "fidelity": {"scheduler": "none"},
+        "objectives": [{"name": name, "task": {"file": f"/{name}.jsonl"}, "metric": "exact_match"} for name in "ab"],
+        "engine": {"dtype": "float32"},
+    }
+
+
+@pytest.fixture(scope="module")
+def finished(tied_family: Family, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    directory = tmp_path_factory.mktemp("first")
+    sources = open_sources(tied_family)
+    known = searched_models(sources, sources.fingerprints)
+    space = SPACES["layerwise"](kind="layerwise", granularity="layer").build(known)
+    experts = tuple(expert.alias for expert in tied_family.experts)
+    baselines = sources_and_published(
+        base="base", experts=experts, fingerprints=sources.fingerprints, num_layers=known.num_layers
+    )
+    store = Store(f"sqlite:///{directory / DATABASE}")
+    study = store.create_study(
+        name="first",
+        document=parse_study(
+            document(tied_family, {expert.alias: expert.directory for expert in tied_family.experts})
+        ).canonical(),
+        resolved=resolved_study(fingerprints=sources.fingerprints, num_layers=known.num_layers),
+    ).id
+    coordinator = coordinator_of(
+        store,
+        study,
+        space=space,
+        proposer=InlineProposer(space, seed=1),
+        scheduler="none",
+        max_trials=4,
+        baselines=tuple((Origin(origin), label, recipe) for origin, label, recipe in baselines),
+    )
+    drive(coordinator, FakeScorer())
+    store.close()
+    return Finished(directory, tied_family, study)
+
+
+def test_a_merge_of_a_run_becomes_a_directory_that_is_a_source(finished: Finished, tmp_path: Path) -> None:
+    started, chained = as_started(finished.next_study(), tmp_path, sources_in=tmp_path, note=lambda _: None)
+    source = chained["merged"]
+    assert started.models.experts == {"text": finished.models.experts[-1].directory, "merged": source.directory}
+    assert list(started.models.experts) == ["text", "merged"]
+    assert Path(source.directory).parent == tmp_path / SOURCES
+    store = Store(finished.url)
+    best = best_trial(store.trials(finished.study), store.study(finished.study).resolved.objectives)
+    assert best is not None
+    assert (source.study, source.name, source.trial) == (finished.study, "first", best.number)
+    assert json.loads((Path(source.directory) / "recipe.json").read_text())["digest"] == best.recipe.digest
+    family = resolve_family(started.models.base, started.models.named).fetched()
+    assert set(family.fingerprints) == {"base", "text", "merged"}
+
+
+def test_the_trial_stays_the_one_that_it_was_and_its_export_is_made_again_where_it_is_gone(
+    finished: Finished, tmp_path: Path
+) -> None:
+    study = finished.next_study(dir=str(finished.directory), trial=2)
+    _, chained = as_started(study, tmp_path, sources_in=tmp_path, note=lambda _: None)
+    before = ResolvedStudy.from_json(resolved_study(chained=chained).to_json())
+    assert before.chained == chained
+    first = resolve_family(study.models.base, {"merged": chained["merged"].directory}).fetched().fingerprints
+    shutil.rmtree(tmp_path / SOURCES)
+    store = Store(finished.url)
+    best = study.model_copy(update={"models": finished.next_study(id=finished.study).models})
+    again, found = with_exported_sources(best, open_study=on_server(store), directory=tmp_path, before=before)
+    assert found == chained  # not the best trial
+    assert resolve_family(again.models.base, {"merged": found["merged"].directory}).fetched().fingerprints == first
+    other = replace(before, chained={"merged": replace(chained["merged"], recipe_digest="0" * 64)})
+    with pytest.raises(InvalidStudy, match="trial 2 is not the one that this study was created with"):
+        with_exported_sources(best, open_study=on_server(store), directory=tmp_path, before=other)
+
+
+def test_a_stored_study_has_its_sources_where_they_were_exported_to(finished: Finished, tmp_path: Path) -> None:
+    study = finished.next_study()
+    _, chained = as_started(study, tmp_path, sources_in=tmp_path, note=lambda _: None)
+    stored = Study.model_validate(study.canonical())
+    assert stored == study
+    assert with_revisions(stored, resolved_study(chained=chained)).models.named == {
+        "text": finished.models.experts[-1].directory,
+        "merged": chained["merged"].directory,
+    }
+
+
+def test_studies_of_a_server_are_named_by_id(finished: Finished, tmp_path: Path) -> None:
+    sent = json.dumps(finished.next_study(id=finished.study, trial=1).canonical()).encode()
+    study = read_request(sent, is_json=True)
+    place = ServerPlace(finished.url, tmp_path)
+    started, chained = _with_sources(study, place)
+    assert chained["merged"].trial == 1
+    assert Path(started.models.named["merged"]).is_relative_to(tmp_path / SOURCES)
+    with pytest.raises(InvalidStudy, match=r"models\.experts\.merged\.from_study: studies here cannot name"):
+        _with_sources(study, None)
+
+
+@pytest.mark.parametrize(
+    ("from_study", "message"),
+    [
+        ({"dir": "none"}, r"models\.experts\.merged\.from_study: .*none: no run here"),
+        ({"id": "c0ffee"}, "id: c0ffee names a study on a server; give the dir of a run"),
+        ({"dir": None, "trial": 99}, "study 'first': has no trial 99; its trials are 0 to"),
+    ],
+)
+def test_a_merge_that_cannot_be_had_is_refused(
+    finished: Finished, tmp_path: Path, from_study: dict[str, Any], message: str
+) -> None:
+    given = {key: value or str(finished.directory) if key == "dir" else value for key, value in from_study.items()}
+    with pytest.raises(InvalidStudy, match=message):
+        as_started(finished.next_study(**given), tmp_path, sources_in=tmp_path, note=lambda _: None)
+
+
+def test_a_run_s_directory_is_refused_on_a_server_and_an_unknown_id_too(finished: Finished, tmp_path: Path) -> None:
+    place = ServerPlace(finished.url, tmp_path)
+    with pytest.raises(InvalidStudy, match="on a server, give the id of one of its studies"):
+        _with_sources(finished.next_study(), place)
+    with pytest.raises(InvalidStudy, match="c0ffee"):
+        _with_sources(finished.next_study(id="c0ffee"), place)
+
+
+def test_the_model_card_says_which_merge_a_source_is(finished: Finished, tmp_path: Path) -> None:
+    started, chained = as_started(finished.next_study(), tmp_path, sources_in=tmp_path, note=lambda _: None)
+    family = resolve_family(started.models.base, started.models.named).fetched().family
+    merge = Merge("linear", (Source("text", 0), Source("merged", 0)), {"weight": 0.5})
+    whole = Merge("passthrough", (Source("merged"),))
+    recipe = Recipe(family.fingerprints, "base", (LayerRecipe(merge, merge, merge),), whole, whole)
+    card = model_card(recipe, family, dtype="float32", scores={}, study="second", mergekit="none")
+    digest = chained["merged"].recipe_digest[:12]
+    assert f"| merged | expert | merge {digest} of base, " in card
+    assert 'by the study "first" |' in card
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({}, "has neither dir nor id; give one of the two"),
+        ({"dir": "a", "id": "b"}, "has dir and id; give one of the two"),
+        ({"dir": "a", "trial": "worst"}, '"worst"'),
+        ({"run": "a"}, "unknown key"),
+    ],
+)
+def test_what_is_wrong_with_a_source_is_told(finished: Finished, source: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidStudy, match=message):
+        parse_study(document(finished.models, {"merged": {"from_study": source}}))

@@ -1,0 +1,46 @@
+"""The gradient actor: from derivatives by coefficients to those by the parameters of a space."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from search_spaces.spaces import SPACES
+from search_spaces.spaces.base import DifferentiableSpace
+from service.studies.preflight.models import searched_models
+from service.tune.proposing.gradient_actor import GradientActor, GradientJob
+from service.tune.steps import StepKind, StepRequest
+from tests.conftest import OPTIONS
+from workers.models.family import open_sources
+from workers.types import Family, TaskSpec
+
+STEP = 2e-3
+
+
+def test_the_gradient_in_the_space_of_scales_is_that_of_differences(tied_family: Family, tmp_path: Path) -> None:
+    file = tmp_path / "sums.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) + "\n" for i in range(8)))
+    sources = open_sources(tied_family)
+    space = SPACES["sfs"](kind="sfs", model="math").build(searched_models(sources, sources.fingerprints))
+    assert isinstance(space, DifferentiableSpace)
+    task = TaskSpec({"file": str(file), "max_tokens": 6}, "exact_match")
+    actor = GradientActor(GradientJob(tied_family, OPTIONS, {"sums": task}, space))
+
+    def ask(kind: StepKind, point: tuple[float, ...]) -> StepRequest:
+        return StepRequest(kind, "descent 0", point, {"sums": tuple(range(8))}, {"sums": 1.0})
+
+    # One factor is at its default, which recipes leave out.
+    point = (1.0, *(0.9 + 0.05 * index for index in range(1, len(space.parameters))))
+    gradient = actor.run(ask(StepKind.GRADIENT, point)).gradient
+    assert len(gradient) == len(point)
+    differences = []
+    for index in range(len(point)):
+        high, low = (
+            actor.run(ask(StepKind.LOSSES, tuple(x + s * (i == index) for i, x in enumerate(point)))).losses["sums"]
+            for s in (STEP, -STEP)
+        )
+        differences.append((high - low) / (2 * STEP))
+    assert min(map(abs, differences)) > 1e-5
+    assert gradient == pytest.approx(differences, rel=0.02, abs=0.005 * max(map(abs, differences)))

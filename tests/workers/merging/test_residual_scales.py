@@ -1,0 +1,143 @@
+"""Scales of layers: the folded weights are the scaled model, by the scale invariance of RMSNorm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from search_spaces.errors import InvalidRecipe
+from search_spaces.recipe import LayerRecipe, Recipe
+from tests.builders import tiny_family, tiny_llama, tiny_qwen2
+from tests.layouts import LAYOUTS, layout_family
+from tests.workers.recipes import arithmetic, copied, path
+from workers.engines.transformers.backend import logprobs, merged_model
+from workers.merging.bank import Bank
+from workers.merging.materialize import check_recipe, computations, merge_into, merged_names, merged_tensors
+from workers.merging.residual_scales import SCALABLE, branch_factors, ends_a_branch
+from workers.models.family import open_family
+from workers.types import Family
+
+SCALES = (0.5, 1.5, 0.8, 1.3, 0.6, 1.4)
+SHIPPED = Path(__file__).parents[3] / "workers" / "tiny_family"
+
+
+def scaled_stream(recipe: Recipe, bank: Bank) -> Any:
+    """The model as the recipe states it: every layer's output, the stream, is multiplied by the layer's scale."""
+    plain = replace(recipe, layers=tuple(replace(layer, scale=1.0) for layer in recipe.layers))
+    model = merged_model(plain, bank, dtype="float32")
+    for module, layer in zip(model.model.layers, recipe.layers, strict=True):
+
+        def scale(_: Any, __: Any, output: torch.Tensor, by: float = layer.scale) -> torch.Tensor:
+            assert isinstance(output, torch.Tensor)
+            return output * by
+
+        module.register_forward_hook(scale)
+    return model
+
+
+def apart(recipe: Recipe, bank: Bank) -> float:
+    """The largest difference in log-probability between the scaled model and the folded one."""
+    tokens = [7919 * i % int(bank.base.config["vocab_size"]) for i in range(40)]
+    ours = logprobs(merged_model(recipe, bank, dtype="float32"), tokens)
+    theirs = logprobs(scaled_stream(recipe, bank), tokens)
+    plain = replace(recipe, layers=tuple(replace(layer, scale=1.0) for layer in recipe.layers))
+    unscaled = logprobs(merged_model(plain, bank, dtype="float32"), tokens)
+    assert max(abs(a - b) for a, b in zip(theirs, unscaled, strict=True)) > 0.01, "the scales matter"
+    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+
+
+STEPS = [("math", 0), ("base", 2), ("math", 1), ("math", 1), ("text", 0), ("base", 1), ("text", 2), ("math", 2)]
+LLAMA: dict[str, Any] = {"hidden": 64, "layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("build", "settings"),
+    [(tiny_llama, {**LLAMA, "attention_bias": True, "mlp_bias": True}), (tiny_qwen2, {"layers": 3})],
+)
+def test_without_eps_folded_scales_are_scales_of_the_stream(
+    build: Any, settings: dict[str, Any], tied: bool, tmp_path: Path
+) -> None:
+    family = tiny_family(
+        tmp_path, build=build, experts=("math", "text"), tied=tied, noise=0.05, rms_norm_eps=1e-12, **settings
+    )
+    bank = Bank(family, cache=tmp_path)
+    assert apart(path(family, STEPS, SCALES), bank) < 2e-5
+    assert apart(path(family, STEPS, scales=(0.5,)), bank) < 2e-5, "the stream ends at 1/256 of its size"
+
+
+@pytest.mark.slow
+def test_through_eps_the_two_forms_differ_where_the_stream_is_small(tmp_path: Path) -> None:
+    """Embeddings of 0.02 have a mean square of 4e-4, which is not far above an eps of 1e-5."""
+    family = tiny_family(
+        tmp_path, experts=("math", "text"), tied=False, noise=0.0, initializer_range=0.02, rms_norm_eps=1e-5, **LLAMA
+    )
+    found = apart(path(family, STEPS, scales=(0.5,)), Bank(family, cache=tmp_path))
+    assert 1e-3 < found < 0.5, found
+
+
+@pytest.mark.slow
+def test_on_the_shipped_family_the_two_forms_agree(tmp_path: Path) -> None:
+    family = open_family(
+        SHIPPED / "base", {name: SHIPPED / "experts" / name for name in ("math", "text")}, cache=tmp_path
+    )
+    steps = [("math", 0), ("math", 1), ("text", 1), ("base", 2), ("math", 3), ("math", 4), ("text", 5), ("math", 6)]
+    assert apart(path(family, steps, SCALES), Bank(family, cache=tmp_path)) < 1e-4
+
+
+def test_only_the_ends_of_later_branches_are_divided(untied_family: Family, tmp_path: Path) -> None:
+    bank = Bank(untied_family, cache=tmp_path)
+    plain = arithmetic(untied_family, 0.3, 0.4)
+    scaled = replace(plain, layers=(plain.layers[0], replace(plain.layers[1], scale=0.8), *plain.layers[2:]))
+    before = dict(merged_tensors(plain, bank, torch.float32))
+    for name, tensor in merged_tensors(scaled, bank, torch.float32):
+        is_later = any(f"layers.{i}." in name for i in (2, 3, 4)) and ("o_proj" in name or "down_proj" in name)
+        assert torch.equal(tensor, before[name] * (1 / 0.8) if is_later else before[name]), name
+    keys = computations(plain, bank), computations(scaled, bank)
+    changed = {name for name in keys[0] if keys[0][name] != keys[1][name]}
+    assert changed == {f"model.layers.{i}.{m}.weight" for i in (2, 3, 4) for m in ("self_attn.o_proj", "mlp.down_proj")}
+    memory = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in merged_names(scaled, bank).items()}
+    merge_into(scaled, bank, memory)
+    assert all(torch.equal(memory[name], tensor) for name, tensor in merged_tensors(scaled, bank, torch.bfloat16))
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_scales_that_cannot_be_folded_are_refused(untied_family: Family, tmp_path: Path, scale: float) -> None:
+    bank = Bank(untied_family, cache=tmp_path)
+    recipe = path(untied_family, [("math", 0), ("text", 1)], scales=(1.0, scale))
+    with pytest.raises(InvalidRecipe, match=r"layer 1: scale (0|-1|nan|inf); expected a number above 0"):
+        check_recipe(recipe, bank)
+
+
+def test_products_beyond_all_numbers_and_alignments_are_refused() -> None:
+    layer = LayerRecipe(*(copied("base", 0),) * 3, scale=1e200)
+    with pytest.raises(InvalidRecipe, match=r"layer 1: the product of the scales up to here is inf"):
+        branch_factors([layer, layer], model_type="llama")
+    with pytest.raises(InvalidRecipe, match=r"layer 0: the product of the scales up to here is 9.99989e-321"):
+        branch_factors([replace(layer, scale=1e-320)], model_type="llama")
+    with pytest.raises(InvalidRecipe, match=r"layer 0: alignment 'coral': modules between layers are not supported"):
+        branch_factors([replace(layer, scale=1.0, alignment="coral")], model_type="llama")
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt2", "qwen2_moe"])
+def test_models_whose_scales_cannot_be_folded_are_named(model_type: str) -> None:
+    layers = [LayerRecipe(*(copied("base", 0),) * 3, scale=1.5)]
+    with pytest.raises(InvalidRecipe, match=rf"in a model of type '{model_type}' scales cannot be folded .* llama"):
+        branch_factors(layers, model_type=model_type)
+    assert branch_factors([replace(layers[0], scale=1.0)], model_type=model_type) == (1.0,)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", SCALABLE)
+def test_every_type_that_is_folded_is_exact(model_type: str, tmp_path: Path) -> None:
+    assert model_type in LAYOUTS
+    family = layout_family(tmp_path, model_type, rms_norm_eps=1e-12)
+    bank = Bank(family, cache=tmp_path)
+    suffixes = {place.suffix for place in bank.layout.places.values() if place.layer is not None}
+    assert len({suffix.split(".")[1] for suffix in suffixes if ends_a_branch(suffix)}) == 2
+    assert apart(path(family, STEPS, SCALES), bank) < 2e-5

@@ -1,0 +1,199 @@
+"""What the model in vLLM's worker holds, and how a merge is written over it, in place.
+
+`HeldWeights` is one model of the base's layers; `paths.held.HeldPath` a path through a pool of layers. Neither knows
+who asks or what is scored.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from search_spaces.recipe import Recipe
+from workers.engines.vllm.checksum import checksum, combined, word_sum
+from workers.engines.vllm.loading import LoadObserver, Place
+from workers.engines.vllm.plugin import IS_PACKED, PACK
+
+if TYPE_CHECKING:
+    from workers.merging.bank import Bank
+    from workers.merging.materialize import TensorPlan
+
+__all__ = ["HeldWeights", "Into", "NotPacked", "Writing"]
+
+log = logging.getLogger(__name__)
+
+Into = Callable[[str, tuple[int, ...]], torch.Tensor]
+
+
+class NotPacked(Exception):
+    """The packed copies of these modules do not hold their weights after they were packed."""
+
+
+@dataclass(frozen=True)
+class Writing:
+    """What a write did: how many tensors it wrote, and the seconds of merging and of packing."""
+
+    tensors_written: int = 0
+    materialise_s: float = 0.0
+    repack_s: float = 0.0
+
+
+class HeldWeights:
+    """The parameters of one model. Those that a merge computes as the one before did are not written again.
+
+    After a write that failed, the next one writes everything."""
+
+    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+        self.model = model
+        self.dtype = dtype
+        # How each tensor was computed, and the sum of each parameter; empty if not known.
+        self._computations: dict[str, Hashable] = {}
+        self._sums: dict[str, int] = {}
+        # Where a merge of each tensor can be written directly; None if only vLLM's loader can write it.
+        self.places: dict[str, Place | None] = {}
+        self._packed = _packed_modules(model)
+        self._comparable = _comparable(self._packed)
+        self._derived = [module for module in model.modules() if callable(_derive_of(module))]
+
+    @property
+    def is_as_written(self) -> bool:
+        """Whether the model still computes with what was written last, as far as that shows at once."""
+        return True
+
+    def forget(self) -> None:
+        """The next write writes every tensor."""
+        self._computations = {}
+        self._sums = {}
+
+    def fill(self, bank: Bank, into: Into) -> None:
+        """Write what can be written before the first merge is known."""
+
+    def hold(self, recipe: Recipe, bank: Bank, into: Into) -> Writing:
+        """Write the merge. Raises InvalidRecipe, with nothing written, if it cannot be planned, NotPacked, and
+        EvidenceMismatch if files of the sources have changed."""
+        from workers.merging.materialize import plan_tensors
+
+        return self._write(plan_tensors(recipe, bank), bank, into)
+
+    def checksum(self) -> str:
+        """The checksum of what was written last, from sums taken then."""
+        return combined(self._parameters(), self._sums)
+
+    def checksum_now(self) -> str:
+        """The same of what the model holds now."""
+        with torch.inference_mode():
+            return checksum(self._parameters())
+
+    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+        return dict(self.model.named_parameters())
+
+    def _needed(self, parameters: Iterable[str]) -> Collection[str]:
+        """Those parameters that have to be known after a write."""
+        return set(parameters)
+
+    def _write(self, plan: TensorPlan, bank: Bank, into: Into) -> Writing:
+        from workers.merging.materialize import computations
+
+        wanted = computations(plan, bank)
+        held, sums = self._computations, self._sums
+        changed = {name for name, computation in wanted.items() if held.get(name) != computation}
+        if not changed:
+            bank.sources.check_unchanged()
+            return Writing()
+        self._computations, self._sums = {}, {}
+        parameters = self._parameters()
+        with torch.inference_mode():
+            written, materialise_s = self._merge(changed, parameters, plan, bank, into)
+            if missing := sorted(set(self._needed(parameters)) - written - sums.keys()):
+                raise RuntimeError(f"the merge left {len(missing)} parameters unwritten, for example {missing[0]}")
+            rewritten = {name: parameters[name] for name in written & parameters.keys()}
+            packing = time.perf_counter()
+            stale = _repack(self._packed, rewritten.values(), self._comparable)
+            repack_s = time.perf_counter() - packing
+            if stale:
+                raise NotPacked(f"the packed weights of {', '.join(stale)} are not the merge")
+            for module in self._derived:
+                _derive_of(module)(self.dtype)
+            sums |= {name: word_sum(parameter) for name, parameter in rewritten.items()}
+        bank.sources.check_unchanged()  # a file may have changed while it was read
+        self._computations, self._sums = held | wanted, sums
+        return Writing(len(changed), materialise_s, repack_s)
+
+    def _merge(
+        self,
+        changed: Collection[str],
+        parameters: Mapping[str, torch.nn.Parameter],
+        plan: TensorPlan,
+        bank: Bank,
+        into: Into,
+    ) -> tuple[set[str], float]:
+        """Merge the tensors named in `changed` into the model: the parameters written, and the seconds of merging."""
+        from workers.merging.materialize import merge_into, merged_tensors
+
+        places = {
+            name: place
+            for name in changed
+            if (place := self.places.get(name)) and place.memory.device == bank.device and place.is_in(parameters)
+        }
+        merging = time.perf_counter()
+        merge_into(plan, bank, {name: place.memory for name, place in places.items()})
+        seconds = time.perf_counter() - merging
+        written = {place.parameter for place in places.values()}
+        if others := set(changed) - places.keys():
+            # vLLM's loader knows which rows of which fused parameter a tensor fills, which part of it a rank holds,
+            # how the vocabulary is padded and which head is tied.
+            observer = LoadObserver(merged_tensors(plan, bank, self.dtype, names=others, into=into), parameters)
+            with observer:
+                written |= set(self.model.load_weights(iter(observer)))
+            self.places |= observer.places
+            seconds += observer.seconds
+        return written, seconds
+
+
+def _packed_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """By name, the modules of which vLLM holds a packed copy: on CPU."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, PACK)}
+
+
+def _repack(
+    packed: Mapping[str, torch.nn.Module], changed: Iterable[torch.nn.Parameter], comparable: Collection[str]
+) -> tuple[str, ...]:
+    """Pack each of the `packed` modules with a changed parameter again, in place of its old packed copy.
+
+    Returns the names of those, of the `comparable` ones, whose packed copy does not hold their weights afterwards.
+    """
+    ids = set(map(id, changed))
+    stale = []
+    for name, module in packed.items():
+        if any(id(held) in ids for held in module._parameters.values()):
+            getattr(module, PACK)()
+            if name in comparable and not getattr(module, IS_PACKED)():
+                stale.append(name)
+    return tuple(stale)
+
+
+def _comparable(packed: Mapping[str, torch.nn.Module]) -> frozenset[str]:
+    """Those of the modules that vLLM has just packed whose packed copies are seen to hold their weights.
+
+    A kernel that rounds its operands does not show it; then the canary alone would find a copy that is stale.
+    """
+    with torch.inference_mode():
+        comparable = frozenset(
+            name
+            for name, module in packed.items()
+            if (is_packed := getattr(module, IS_PACKED, None)) is not None and is_packed()
+        )
+    if hidden := sorted(packed.keys() - comparable):
+        log.warning("%d packed layers cannot be compared with their weights, for example %s", len(hidden), hidden[0])
+    return comparable
+
+
+def _derive_of(module: torch.nn.Module) -> Any:
+    """The function that updates, at the same addresses, copies of weights in another dtype that some attention kernels
+    keep; None for other modules."""
+    return getattr(getattr(module, "impl", None), "process_weights_after_loading", None)

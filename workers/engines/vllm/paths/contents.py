@@ -1,0 +1,129 @@
+"""What a path engine holds, as its process has to know it: a pool of layers, and keys and values for the longest
+merge.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from search_spaces.recipe import Recipe
+from search_spaces.study.sections import EngineOptions
+from workers.engines.host_memory import free_host_bytes
+from workers.engines.vllm.environment import PATH_ARCHITECTURE
+from workers.engines.vllm.memory import (
+    FEW_TEXTS,
+    HOST_SHARE,
+    MemoryRequirements,
+    memory_requirements,
+    usable_gpu_bytes,
+    value_bytes,
+)
+from workers.engines.vllm.paths.geometry import path_problems
+from workers.engines.vllm.paths.sizes import outside_bytes, pool_size, widest_layer_bytes
+from workers.engines.vllm.startup.contents import WeightContents
+from workers.errors import EngineUnavailable, InvalidModel
+from workers.evaluation.prompts import Prompts
+from workers.models.config import of_each_layer
+from workers.models.family import ResolvedFamily
+from workers.models.merged_files import WINDOWED
+
+__all__ = ["PathContents"]
+
+log = logging.getLogger(__name__)
+
+# On CPU a layer is held twice: plain, as it is written, and packed, as it is computed with.
+COPIES_ON_CPU = 2
+
+
+class PathContents(WeightContents):
+    """A pool of layers, in which merges of up to `options.max_layers` layers are paths.
+
+    Raises InvalidModel for models whose layers cannot follow each other, EngineUnavailable if the models themselves are
+    longer, or do not fit into memory."""
+
+    def __init__(self, sources: ResolvedFamily, prompts: Prompts, options: EngineOptions) -> None:
+        super().__init__(sources, prompts, options)
+        if problems := path_problems(sources):
+            raise InvalidModel(tuple(problems))
+        self.max_layers = options.max_layers
+        if self.max_layers < (own := sources.layout.num_layers):
+            raise EngineUnavailable(
+                f"limits.max_layers: {self.max_layers}; the models have {own} layers, and are scored as they are too"
+            )
+        self._pool_size = 0
+        self._made: TemporaryDirectory[str] | None = None
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        return {**self.prompts.config, "num_hidden_layers": self.max_layers}
+
+    def model_options(self) -> dict[str, Any]:
+        from vllm import ModelRegistry
+
+        from workers.engines.vllm.paths.model import PathForCausalLM
+
+        # By class: by name vLLM would import it in a process of its own, to look at it.
+        ModelRegistry.models.pop(PATH_ARCHITECTURE, None)
+        ModelRegistry.register_model(PATH_ARCHITECTURE, PathForCausalLM)
+        return {"load_format": "dummy", "enforce_eager": True, "hf_config_path": self._config_directory()}
+
+    def refusal(self, recipe: Recipe) -> str | None:
+        if 0 < len(recipe.layers) <= self.max_layers:
+            return None
+        return f"the recipe has {len(recipe.layers)} layers; this engine holds 1 to {self.max_layers}"
+
+    def options_by_device(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        if self.is_cpu:
+            size = value_bytes(self.dtype)
+            room = int(HOST_SHARE * free_host_bytes()) - self.kv_cache_bytes()
+            self._pool_size = self._fitting(
+                room - COPIES_ON_CPU * outside_bytes(self.sources, size), COPIES_ON_CPU * size, of="host memory"
+            )
+        return super().options_by_device()
+
+    def requirements(self, *, gpu_free: int, gpu_total: int) -> MemoryRequirements:
+        ranks, size = self.options.tensor_parallel_size, value_bytes(self.dtype)
+        outside = outside_bytes(self.sources, size) // ranks
+        needs = memory_requirements(
+            self.sources, config=self.config, dtype=self.dtype, max_length=self.prompts.max_length, ranks=ranks
+        )
+        without = replace(needs, weights=outside)
+        room = usable_gpu_bytes(gpu_free, gpu_total) - needs.scratch - without.engine(FEW_TEXTS)
+        self._pool_size = self._fitting(room * ranks, size, of="the GPU" if ranks == 1 else "the GPUs")
+        layers = self._pool_size * widest_layer_bytes(self.sources, size) // ranks
+        return replace(needs, weights=outside + layers)
+
+    def _fitting(self, room: int, bytes_of_value: int, *, of: str) -> int:
+        num_sources = len(self.sources.views) * self.sources.layout.num_layers
+        found = pool_size(
+            room=room,
+            layer_bytes=widest_layer_bytes(self.sources, bytes_of_value),
+            num_sources=num_sources,
+            max_layers=self.max_layers,
+            of=of,
+        )
+        log.info("a pool of %d layers for paths of up to %d; the sources have %d", found, self.max_layers, num_sources)
+        return found
+
+    def _config_directory(self) -> str:
+        """A directory with the configuration of the pool as a model."""
+        config = dict(self.sources.base.config)
+        config |= {
+            "architectures": [PATH_ARCHITECTURE],
+            "num_hidden_layers": self._pool_size,
+            "mergesearch_max_layers": self.max_layers,
+        }
+        for name, values in of_each_layer(self.sources.base.config, self.sources.layout.num_layers).items():
+            config[name] = values[:1] * self._pool_size  # `path_problems` has found all layers to be of one kind
+        if "max_window_layers" in config:
+            config["max_window_layers"] = 0 if WINDOWED in config.get("layer_types", ()) else self._pool_size
+        self._made = TemporaryDirectory(prefix="mergesearch-path-")
+        (Path(self._made.name) / "config.json").write_text(json.dumps(config))
+        return self._made.name

@@ -1,0 +1,59 @@
+"""Whether layers of a family's models can stand in any order in one model: all of one kind, computed with one set of
+settings. `workers.models.compatibility` has compared their shapes and positions before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from workers.models.family import ResolvedFamily
+
+__all__ = ["PATH_TYPES", "path_problems"]
+
+# Model types that `model.LAYER_OF` has a layer for.
+PATH_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+# What every layer of a model computes with, in common names, and what it is where a configuration leaves it out.
+SETTINGS: Mapping[str, Any] = {
+    "rms_norm_eps": None,
+    "sliding_window": None,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "max_window_layers": None,
+}
+
+
+def path_problems(sources: ResolvedFamily) -> list[str]:
+    """Why paths through the layers of these models cannot be computed, naming models and fields; empty if they can."""
+    problems = []
+    base = sources.base.settings
+    if (kind := base.get("model_type")) not in PATH_TYPES:
+        problems.append(
+            f"{sources.base.directory}: model_type is {kind!r}; other depths and orders of layers are scored for "
+            f"{', '.join(PATH_TYPES)}"
+        )
+        return problems
+    if len(kinds := sorted(set(base.get("layer_types") or ()))) > 1:
+        problems.append(
+            f"{sources.base.directory}: layer_types has {' and '.join(kinds)}; in paths all layers must be of one kind"
+        )
+    expected = _settings(base)
+    for alias, checkpoint in sources.views.items():
+        found = _settings(checkpoint.settings)
+        problems += [
+            f"{alias}: {checkpoint.directory}: {name} is {found[name]!r}; the base has {expected[name]!r}, and the "
+            "layers of a path are computed with one value"
+            for name in expected
+            if found[name] != expected[name]
+        ]
+    return problems
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    found = {name: config.get(name, default) for name, default in SETTINGS.items()}
+    if not config.get("use_sliding_window", True):
+        found |= {"sliding_window": None, "max_window_layers": None}
+    elif found["sliding_window"] is None:
+        found["max_window_layers"] = None
+    return found

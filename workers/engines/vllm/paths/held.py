@@ -1,0 +1,228 @@
+"""Inside vLLM's worker: a merge as a path through the pool.
+
+A layer of the pool holds a merged layer as it is without scales: one copy serves every position and every scale.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from search_spaces.errors import InvalidRecipe
+from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
+from workers.engines.vllm.checksum import word_sum
+from workers.engines.vllm.held import HeldWeights, Into, Writing
+from workers.engines.vllm.paths.pool import LayerPool, Step
+from workers.merging.residual_scales import branch_factors
+
+if TYPE_CHECKING:
+    from workers.merging.bank import Bank
+    from workers.merging.materialize import MergedTensor, TensorPlan
+
+__all__ = ["HeldPath"]
+
+LAYERS = "model.layers."
+
+
+class HeldPath(HeldWeights):
+    """The pool, the path through it, and the parameters outside layers."""
+
+    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+        super().__init__(model, dtype)
+        self._pool = LayerPool(len(model.model.layers))
+        self._path: tuple[Step, ...] = ()
+        self._by_name: dict[str, torch.nn.Parameter] = {}
+        self._of_layer: dict[int, list[str]] = {}  # names of parameters
+        self._outside: list[str] = []
+        for name, parameter in model.named_parameters():
+            self._by_name[name] = parameter
+            if name.startswith(LAYERS):
+                self._of_layer.setdefault(int(name.split(".")[2]), []).append(name)
+            else:
+                self._outside.append(name)
+        # From sums taken when they were written.
+        self._digests: dict[int, str] = {}  # of the layers of the pool
+        self._outside_digest = ""
+        self._outside_held: Hashable = None
+        self._checked = _Checked(most=4 * self._pool.size)
+
+    @property
+    def is_as_written(self) -> bool:
+        return bool(self.model.model.path == self._path)
+
+    def forget(self) -> None:
+        super().forget()
+        self._pool.clear()
+        self._digests.clear()
+        self._checked.clear()
+        self._outside_digest, self._outside_held = "", None
+
+    def fill(self, bank: Bank, into: Into) -> None:
+        """Write the sources' layers, the base's last, as far as there are layers beside those of the longest merge."""
+        spare = self._pool.size - len(self.model.model.slots)
+        aliases = [model.alias for model in (*bank.family.experts, bank.family.base)]
+        for alias in aliases[max(0, len(aliases) - max(1, spare // bank.layout.num_layers)) :]:
+            self.hold(source_recipe(alias, bank), bank, into)
+
+    def hold(self, recipe: Recipe, bank: Bank, into: Into) -> Writing:
+        if not 0 < len(recipe.layers) <= (most := len(self.model.model.slots)):
+            raise InvalidRecipe(f"the recipe has {len(recipe.layers)} layers; this engine holds 1 to {most}")
+        factors = branch_factors(recipe.layers, model_type=str(bank.base.config["model_type"]))
+        contents = self._checked.contents(recipe.canonical())
+        if contents is None or not all(map(self._pool.has, contents)):
+            return self._hold_new(recipe, factors, bank, into)
+        self._walk(self._pool.place(contents)[0], factors)
+        if self._outside_held == _outside(recipe):
+            bank.sources.check_unchanged()
+            return Writing()
+        return self._write_path(_planned(replace(recipe, layers=()), bank), bank, into, recipe)
+
+    def _walk(self, places: Sequence[int], factors: Sequence[float]) -> None:
+        self._path = tuple(Step(place, factor) for place, factor in zip(places, factors, strict=True))
+        self.model.model.path = self._path
+
+    def _hold_new(self, recipe: Recipe, factors: Sequence[float], bank: Bank, into: Into) -> Writing:
+        plan = _planned(recipe, bank)
+        outside, contents, tensors = _by_layer(plan, bank)
+        places, new = self._pool.place(contents)
+        written = dict(zip(places, tensors, strict=True))
+        stored = [
+            replace(tensor, name=bank.layout.name(tensor.suffix, place), layer=place)
+            for place in sorted(new)
+            for tensor in written[place]
+        ]
+        self._walk(places, factors)
+        done = self._write_path(replace(plan, tensors=(*outside, *stored)), bank, into, recipe)
+        for place in new:
+            self._digests[place] = self._layer_digest(place, self._sums)
+        self._checked.add(recipe.canonical(), contents)
+        return done
+
+    def _write_path(self, plan: TensorPlan, bank: Bank, into: Into, recipe: Recipe) -> Writing:
+        """Write the tensors of the plan, those outside layers among them; if that fails, nothing is known any more."""
+        try:
+            done = self._write(plan, bank, into)
+        except BaseException:
+            self.forget()
+            raise
+        if done.tensors_written or not self._outside_digest:
+            self._outside_digest = hashlib.sha256(self._lines(self._outside, self._sums, cut=0)).hexdigest()
+        # Merges of single tensors may be among those outside layers.
+        self._outside_held = None if recipe.tensors else _outside(recipe)
+        return done
+
+    def checksum(self) -> str:
+        return _combined(self._outside_digest, self._path, self._digests)
+
+    def checksum_now(self) -> str:
+        path = self.model.model.path
+        with torch.inference_mode():
+            names = [*self._outside, *(name for place in {s.layer for s in path} for name in self._of_layer[place])]
+            sums = {name: word_sum(self._by_name[name]) for name in names}
+        digests = {step.layer: self._layer_digest(step.layer, sums) for step in path}
+        return _combined(hashlib.sha256(self._lines(self._outside, sums, cut=0)).hexdigest(), path, digests)
+
+    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+        return self._by_name
+
+    def _needed(self, parameters: Iterable[str]) -> Collection[str]:
+        in_path = (name for step in self._path for name in self._of_layer[step.layer])
+        return {*self._outside, *in_path}
+
+    def _layer_digest(self, place: int, sums: Mapping[str, int]) -> str:
+        return hashlib.sha256(self._lines(self._of_layer[place], sums, cut=len(f"{LAYERS}{place}."))).hexdigest()
+
+    def _lines(self, names: Iterable[str], sums: Mapping[str, int], *, cut: int) -> bytes:
+        lines = (
+            f"{name[cut:]}:{self._by_name[name].dtype}:{tuple(self._by_name[name].shape)}:{sums[name]}\n"
+            for name in sorted(names)
+        )
+        return "".join(lines).encode()
+
+
+class _Checked:
+    """What the layers of recipes without merges of single tensors hold: a path of known layers needs no plan."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.clear()
+
+    def clear(self) -> None:
+        self._models: dict[str, str] = {}
+        self._base = ""
+        self._contents: dict[tuple[Merge, ...], Hashable] = {}
+
+    def contents(self, recipe: Recipe) -> list[Hashable] | None:
+        """What each layer holds; None if that has to be planned."""
+        if recipe.tensors or recipe.tokenizer != "base" or recipe.base != self._base:
+            return None
+        if not recipe.models.items() <= self._models.items():
+            return None
+        found = [self._contents.get(_merges(layer)) for layer in recipe.layers]
+        return None if None in found else found
+
+    def add(self, recipe: Recipe, contents: Sequence[Hashable]) -> None:
+        if recipe.tensors or recipe.tokenizer != "base":
+            return
+        is_renamed = any(self._models.get(alias, content) != content for alias, content in recipe.models.items())
+        if is_renamed or recipe.base != self._base or len(self._contents) > self._most:
+            self.clear()
+        self._models |= recipe.models
+        self._base = recipe.base
+        self._contents.update(zip(map(_merges, recipe.layers), contents, strict=True))
+
+
+def _outside(recipe: Recipe) -> Hashable:
+    """What the merges outside layers are, wherever their models' aliases mean the same."""
+    recipe = recipe.canonical()
+    return recipe.base, recipe.embedding, recipe.head
+
+
+def _merges(layer: LayerRecipe) -> tuple[Merge, ...]:
+    return layer.attention, layer.mlp, layer.norm
+
+
+def _combined(outside: str, path: Iterable[Step], digests: Mapping[int, str]) -> str:
+    """sha256 (hex) over the parameters outside layers, then over each position's layer and factor: wherever in the pool
+    a layer is, and in whichever order layers were written."""
+    total = hashlib.sha256(f"{outside}\n".encode())
+    for number, step in enumerate(path):
+        total.update(f"{number}:{digests[step.layer]}:{step.factor!r}\n".encode())
+    return total.hexdigest()
+
+
+def source_recipe(alias: str, bank: Bank) -> Recipe:
+    """The recipe whose merge is the model `alias` itself."""
+
+    def copied(layer: int | None) -> Merge:
+        return Merge("passthrough", (Source(alias, layer),))
+
+    layers = tuple(LayerRecipe(copied(i), copied(i), copied(i)) for i in range(bank.layout.num_layers))
+    family = bank.family
+    return Recipe(
+        family.fingerprints, family.base.alias, layers, copied(None), copied(None), tokenizer=family.tokenizer
+    )
+
+
+def _planned(recipe: Recipe, bank: Bank) -> TensorPlan:
+    from workers.merging.materialize import plan_tensors
+
+    return plan_tensors(recipe, bank)
+
+
+def _by_layer(plan: TensorPlan, bank: Bank) -> tuple[list[MergedTensor], list[Hashable], list[list[MergedTensor]]]:
+    """The tensors outside layers; and for each layer what it holds without its scale, and its tensors without that."""
+    from workers.merging.materialize import computations
+
+    plain = [replace(tensor, factor=1.0) if tensor.factor != 1 else tensor for tensor in plan.tensors]
+    found = computations(replace(plan, tensors=tuple(plain)), bank)
+    outside = [tensor for tensor in plain if tensor.layer is None]
+    layers: list[list[MergedTensor]] = [[] for _ in plan.recipe.layers]
+    for tensor in plain:
+        if tensor.layer is not None:
+            layers[tensor.layer].append(tensor)
+    return outside, [tuple(found[tensor.name] for tensor in tensors) for tensors in layers], layers

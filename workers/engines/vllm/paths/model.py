@@ -1,0 +1,135 @@
+"""The model in vLLM that walks a path through a pool of layers: Llama, Mistral, Qwen2 and Qwen3.
+
+Its parameters are those of a model with as many layers as the pool has. Only the first `mergesearch_max_layers` of them
+register keys and values: the attention of layer t belongs to position t of the path, and is lent to whichever layer
+stands there. So a layer may stand in several positions, each with keys and values of its own.
+
+The path is an attribute, which compiled code and captured graphs would not look at: the model is neither compiled nor
+captured, and engines with it run eagerly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+from vllm.model_executor.models.mistral import MistralDecoderLayer
+from vllm.model_executor.models.qwen2 import Qwen2DecoderLayer
+from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer
+from vllm.model_executor.models.utils import AutoWeightsLoader, make_empty_intermediate_tensors_factory
+
+from workers.engines.vllm.paths.held import HeldPath
+from workers.engines.vllm.paths.pool import Step
+
+__all__ = ["LAYER_OF", "PathForCausalLM"]
+
+MakeLayer = Callable[[VllmConfig, str], nn.Module]
+
+
+def _of_whole_config(kind: type[nn.Module]) -> MakeLayer:
+    return lambda config, prefix: kind(vllm_config=config, prefix=prefix)
+
+
+def _of_parts(kind: type[nn.Module]) -> MakeLayer:
+    return lambda config, prefix: kind(
+        config=config.model_config.hf_config,
+        cache_config=config.cache_config,
+        quant_config=config.quant_config,
+        prefix=prefix,
+    )
+
+
+# vLLM's decoder layer of each model type. All have the same parts under the same names; see `_walk`.
+LAYER_OF: Mapping[str, MakeLayer] = {
+    "llama": _of_whole_config(LlamaDecoderLayer),
+    "mistral": _of_whole_config(MistralDecoderLayer),
+    "qwen2": _of_parts(Qwen2DecoderLayer),
+    "qwen3": _of_parts(Qwen3DecoderLayer),
+}
+
+
+class PathModel(nn.Module):
+    """The decoder. `path` may be set between forward passes, when no request is in flight."""
+
+    hf_to_vllm_mapper = LlamaModel.hf_to_vllm_mapper
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+        make = LAYER_OF[config.model_type]
+        names = [f"{prefix}.layers.{index}" for index in range(config.num_hidden_layers)]
+        self.layers = nn.ModuleList(make(vllm_config, name) for name in names)
+        registered = vllm_config.compilation_config.static_forward_context
+        slots: list[nn.Module] = []
+        layer: Any
+        for index, (name, layer) in enumerate(zip(names, self.layers, strict=True)):
+            modules: dict[str, Any] = layer.self_attn._modules
+            if index < config.mergesearch_max_layers:
+                slots.append(modules["attn"])
+            else:
+                del registered[f"{name}.self_attn.attn"]
+            modules["attn"] = None
+        self.slots = nn.ModuleList(slots)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.make_empty_intermediate_tensors = make_empty_intermediate_tensors_factory(
+            ["hidden_states", "residual"], config.hidden_size
+        )
+        # vLLM measures its memory with a first pass, before any merge is held.
+        self.path: tuple[Step, ...] = tuple(Step(index, 1.0) for index in range(len(slots)))
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.embed_tokens(input_ids)
+        return embedded
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        hidden: torch.Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        residual = None
+        for slot, step in zip(self.slots, self.path, strict=False):
+            layer: Any = self.layers[step.layer]
+            layer.self_attn._modules["attn"] = slot
+            hidden, residual = _walk(layer, step.factor, positions, hidden, residual)
+        normalised: torch.Tensor = self.norm(hidden, residual)[0]
+        return normalised
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        loaded: set[str] = AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
+        return loaded
+
+
+def _walk(
+    layer: Any, factor: float, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """vLLM's decoder layer, except that what each branch adds is multiplied by `factor` (`residual_scales`)."""
+    if residual is None:
+        residual = hidden
+        hidden = layer.input_layernorm(hidden)
+    else:
+        hidden, residual = layer.input_layernorm(hidden, residual)
+    hidden = layer.self_attn(positions=positions, hidden_states=hidden)
+    if factor != 1:
+        hidden = hidden * factor
+    hidden, residual = layer.post_attention_layernorm(hidden, residual)
+    hidden = layer.mlp(hidden)
+    return hidden * factor if factor != 1 else hidden, residual
+
+
+class PathForCausalLM(LlamaForCausalLM):  # type: ignore[misc]  # vLLM has no types
+    """The decoder with vLLM's output head: tied or not, it is the same in all four model types."""
+
+    held_by = HeldPath
+
+    def _init_model(self, vllm_config: VllmConfig, prefix: str = "", layer_type: Any = None) -> PathModel:
+        return PathModel(vllm_config=vllm_config, prefix=prefix)

@@ -1,0 +1,45 @@
+"""How many layers the pool of a path engine has. Arithmetic on bytes: nothing is allocated here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from workers.errors import EngineUnavailable
+from workers.models.family import ResolvedFamily
+
+__all__ = ["outside_bytes", "pool_size", "widest_layer_bytes"]
+
+GB = 1e9
+
+
+def pool_size(*, room: int, layer_bytes: int, num_sources: int, max_layers: int, of: str) -> int:
+    """As many layers as all `num_sources` layers of the sources and a whole merge besides, or else as fit into `room`
+    bytes: then sources' layers are written again when they come back.
+
+    `max_layers` is the length of the longest merge, whose layers may all differ. `of` names the memory. Raises
+    EngineUnavailable if even they do not fit."""
+    fitting = max(room, 0) // layer_bytes
+    if fitting < max_layers:
+        advice = f"lower limits.max_layers to at most {fitting}" if fitting else "use a larger machine"
+        raise EngineUnavailable(
+            f"paths of up to {max_layers} layers: one layer takes {layer_bytes / GB:.3g} GB, and {of} has room for "
+            f"{fitting}, {max(room, 0) / GB:.3g} GB; {advice}"
+        )
+    return min(num_sources + max_layers, fitting)
+
+
+def widest_layer_bytes(sources: ResolvedFamily, value_bytes: int) -> int:
+    """Bytes of the base's largest layer with values of `value_bytes`."""
+    layout = sources.layout
+    names = ([name for name, place in layout.places.items() if place.layer == i] for i in range(layout.num_layers))
+    return max(_bytes(sources, of_layer, value_bytes) for of_layer in names)
+
+
+def outside_bytes(sources: ResolvedFamily, value_bytes: int) -> int:
+    """Bytes of embedding, final norm and output head."""
+    return _bytes(sources, (n for n, place in sources.layout.places.items() if place.layer is None), value_bytes)
+
+
+def _bytes(sources: ResolvedFamily, names: Iterable[str], value_bytes: int) -> int:
+    return value_bytes * sum(math.prod(sources.base.tensors[name].shape) for name in names)

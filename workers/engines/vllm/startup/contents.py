@@ -1,0 +1,125 @@
+"""What an engine holds, as its process has to know it before and after vLLM starts: options, sizes, which merges fit.
+
+`WeightContents` is one model of the base's shape. Other contents are subclasses; life cycle, evidence and canary
+(`engine`) are the same for all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from search_spaces.recipe import Recipe
+from search_spaces.study.sections import EngineOptions
+from workers.engines.host_memory import free_host_bytes
+from workers.engines.vllm.memory import (
+    EngineMemory,
+    MemoryRequirements,
+    divide_memory,
+    kv_cache_bytes,
+    memory_requirements,
+)
+from workers.engines.vllm.startup.gpus import free_gpu_bytes, gpus_of_this_machine
+from workers.evaluation.prompts import Prompts
+from workers.models.family import ResolvedFamily
+
+__all__ = ["WeightContents"]
+
+log = logging.getLogger(__name__)
+
+# The names of the classes with which vLLM runs models that it has no code for begin with this.
+GENERIC = "Transformers"
+
+
+class WeightContents:
+    """The weights of one model of the base's layers.
+
+    `dtype` is the engine's. Raises EngineUnavailable if they do not fit into memory."""
+
+    def __init__(self, sources: ResolvedFamily, prompts: Prompts, options: EngineOptions) -> None:
+        from vllm.platforms import current_platform
+
+        self.sources = sources
+        self.prompts = prompts
+        self.options = options
+        self.is_cpu = bool(current_platform.is_cpu())
+        self.dtype = options.dtype
+        if self.dtype == "auto":
+            self.dtype = "float32" if self.is_cpu else "bfloat16"
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The configuration, in common names, of the longest merge."""
+        return self.prompts.config
+
+    def model_options(self) -> dict[str, Any]:
+        """vLLM's options for the model that it runs."""
+        # The first swap overwrites what is loaded. With another vocabulary than the base's, nothing can be loaded.
+        is_base = self.prompts.directory == str(self.sources.base.directory)
+        return {
+            "load_format": "safetensors" if is_base else "dummy",
+            "enforce_eager": self.is_cpu or not _has_code_for(self.prompts.config),
+        }
+
+    def refusal(self, recipe: Recipe) -> str | None:
+        """Why the engine cannot hold the merge, as far as its shape shows; None if it can."""
+        layers = int(self.config["num_hidden_layers"])
+        if len(recipe.layers) == layers:
+            return None
+        return f"the recipe has {len(recipe.layers)} layers, the model {layers}"
+
+    def options_by_device(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """vLLM's options for the memory that there is, and the arguments of `MergeExtension.mergesearch_open`."""
+        opening: dict[str, Any] = {"keeps_ranks": self.options.rank_cache}
+        if self.is_cpu:
+            from workers.engines.vllm.capabilities import model_config
+
+            return {
+                "kv_cache_memory_bytes": self.kv_cache_bytes(),
+                # vLLM's CPU kernels for state-space layers fail with prefix caching.
+                "enable_prefix_caching": not model_config(self.prompts.directory, dtype=self.dtype).has_inner_state,
+            }, opening
+        ranks = self.options.tensor_parallel_size
+        free, total = free_gpu_bytes(ranks)
+        needs = self.requirements(gpu_free=free, gpu_total=total)
+        memory: EngineMemory = divide_memory(
+            needs,
+            gpu_free=free,
+            gpu_total=total,
+            host_free=free_host_bytes(),
+            copies=max(ranks, gpus_of_this_machine()),
+        )
+        log.info("%s; the engine has %.2f of the GPU", memory.reason, memory.gpu_share)
+        opening |= {"placements": memory.placements, "scratch_bytes": needs.scratch, "reason": memory.reason}
+        return {
+            "gpu_memory_utilization": memory.gpu_share,
+            # Other kernels for mixtures of experts reorder the weights while loading them; weights written later
+            # would be read in the wrong order.
+            "moe_backend": "triton",
+            "enable_prefix_caching": True,
+        }, opening
+
+    def kv_cache_bytes(self) -> int:
+        """Memory for keys and values on CPU."""
+        return kv_cache_bytes(self.config, self.prompts.max_length, self.dtype)
+
+    def requirements(self, *, gpu_free: int, gpu_total: int) -> MemoryRequirements:
+        """What engine and bank need on each GPU, of which `gpu_free` of `gpu_total` bytes are free."""
+        return memory_requirements(
+            self.sources,
+            config=self.config,
+            dtype=self.dtype,
+            max_length=self.prompts.max_length,
+            ranks=self.options.tensor_parallel_size,
+        )
+
+
+def _has_code_for(config: Mapping[str, Any]) -> bool:
+    """Whether vLLM has its own code for the model. Models that it runs through transformers' modules are not compiled,
+    and no graphs are captured: for that vLLM would change transformers' classes (`plugin`)."""
+    from vllm import ModelRegistry
+
+    names = config.get("architectures") or ()
+    runs = [getattr(ModelRegistry.models.get(name), "class_name", GENERIC) for name in names]
+    return any(not name.startswith(GENERIC) for name in runs)
