@@ -4,6 +4,7 @@
 - `errors`: error classes, each for one reaction of the caller
 - `cache`: small results about files, kept between runs
 - `file_access`: which files a study may name when it is sent over HTTP
+- `directories`: directories that appear once they are complete
 - `models`: checkpoints on disk and on the hub: opened, checked, fingerprinted
 - `merging`: from a recipe to merged tensors
 - `evaluation`: tasks, prompts and scores, with lm-eval

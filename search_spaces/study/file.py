@@ -47,6 +47,8 @@ __all__ = [
     "Verify",
     "load_study",
     "parse_study",
+    "resolved_model",
+    "resolved_objective",
     "same_but_limits",
     "study_json_schema",
 ]
@@ -161,24 +163,25 @@ def _valid_parts(document: Mapping[str, Any]) -> ValidParts:
 
 def _resolved(study: Study, directory: Path) -> Study:
     models = study.models
-    experts = {alias: _model(value, directory) for alias, value in models.experts.items()}
+    experts = {alias: resolved_model(value, directory) for alias, value in models.experts.items()}
     return study.model_copy(
         update={
-            "models": models.model_copy(update={"base": _model(models.base, directory), "experts": experts}),
-            "objectives": tuple(_with_task(spec, directory) for spec in study.objectives),
-            "holdout": tuple(_with_task(spec, directory) for spec in study.holdout),
+            "models": models.model_copy(update={"base": resolved_model(models.base, directory), "experts": experts}),
+            "objectives": tuple(resolved_objective(spec, directory) for spec in study.objectives),
+            "holdout": tuple(resolved_objective(spec, directory) for spec in study.holdout),
         }
     )
 
 
-def _model(value: str, directory: Path) -> str:
-    """The directory that `value` names. A hub id (`name` or `owner/name`, and no such directory) is unchanged."""
+def resolved_model(value: str, directory: Path) -> str:
+    """The absolute directory that `value` names. A hub id (`name` or `owner/name`, no such directory) is unchanged."""
     file = _absolute(value, directory)
     looks_like_path = value.startswith(("/", ".", "~")) or value.endswith("/") or value.count("/") > 1
     return file if looks_like_path or os.path.isdir(file) else value
 
 
-def _with_task(spec: ObjectiveSpec, directory: Path) -> ObjectiveSpec:
+def resolved_objective(spec: ObjectiveSpec, directory: Path) -> ObjectiveSpec:
+    """The objective with absolute paths of its task's files."""
     if isinstance(spec.task, InlineTask):
         task: InlineTask | str = spec.task.model_copy(update={"file": _absolute(spec.task.file, directory)})
     else:

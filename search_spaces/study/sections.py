@@ -30,6 +30,7 @@ __all__ = [
     "GradientOptions",
     "InlineTask",
     "Limits",
+    "Line",
     "Models",
     "Name",
     "ObjectiveSpec",

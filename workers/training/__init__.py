@@ -3,6 +3,7 @@
 - `gradients`: the losses of a recipe on a minibatch, and their derivatives by its coefficients
 - `model`: a transformers model that merges are written into
 - `losses`: minibatches, and their losses by teacher forcing
+- `finetuning`: experts from data, by one or several processes
 - `mergopt`: an optimizer for experts that are to be merged, and those that it is compared with
 - `reduction`: from the gradient of one merged tensor to one number for each of its coefficients
 """
