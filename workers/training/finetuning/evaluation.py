@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from search_spaces.study.sections import EngineOptions, InlineTask
+from search_spaces.study.sections import EngineOptions
 from workers.engines.transformers.backend import Reference
 from workers.evaluation.lm_eval import TaskEvaluator
-from workers.training.finetuning.spec import Evaluation
-from workers.types import Span, TaskSpec
+from workers.training.finetuning.spec import Evaluation, task_of
+from workers.types import Span
 
 __all__ = ["Evaluator"]
 
@@ -25,14 +25,7 @@ class Evaluator:
         self._evaluator = TaskEvaluator(reference, reference.prompts)
         self._spans = []
         for spec in section.objectives:
-            task = TaskSpec(
-                task=spec.task.model_dump(mode="json") if isinstance(spec.task, InlineTask) else spec.task,
-                metric=spec.metric,
-                filter=spec.filter,
-                split=spec.split,
-                num_fewshot=spec.num_fewshot,
-                permutation_seed=seed,
-            )
+            task = task_of(spec, seed=seed)
             available = self._evaluator.describe(task).num_samples
             self._spans.append(Span(spec.name, task, 0, min(section.samples, available)))
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from workers.errors import InvalidModel
-from workers.models.config import read_config
 from workers.training.finetuning.spec import FinetuneSpec
 from workers.training.mergopt.tangent import TangentModel
 
@@ -41,15 +40,10 @@ class _Logits(torch.nn.Module):
 
 
 def load_model(spec: FinetuneSpec, base: Path, device: torch.device) -> TrainedModel:
-    """The base in float32 on `device`, in training mode. Raises InvalidModel: rows longer than the model reads, layers
-    that it has not, adapter targets that match nothing."""
+    """The base in float32 on `device`, in training mode. Raises InvalidModel: layers that it has not, adapter targets
+    that match nothing."""
     from transformers import AutoModelForCausalLM
 
-    reads = read_config(base).get("max_position_embeddings")
-    if reads is not None and spec.data.max_length > reads:
-        raise InvalidModel(
-            (f"data.max_length: {spec.data.max_length}; the model in {base} reads at most {reads} tokens",)
-        )
     is_tangent = spec.method.kind == "tangent"
     model = AutoModelForCausalLM.from_pretrained(
         base,

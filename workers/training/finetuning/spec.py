@@ -17,9 +17,10 @@ from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.section import Section
 from search_spaces.study.checks import WORDS
 from search_spaces.study.file import ObjectiveSpec, resolved_model, resolved_objective
-from search_spaces.study.sections import Line, Name
+from search_spaces.study.sections import InlineTask, Line, Name
 from search_spaces.study.validation import in_file_order, problems_of
 from search_spaces.study.yaml import read_document
+from workers.types import TaskSpec
 
 __all__ = [
     "Adapter",
@@ -31,6 +32,7 @@ __all__ = [
     "finetune_json_schema",
     "load_spec",
     "parse_spec",
+    "task_of",
 ]
 
 Positive = Annotated[float, Field(gt=0)]
@@ -174,6 +176,18 @@ def parse_spec(document: Mapping[str, Any], directory: Path | None = None) -> Fi
     if problems := _contradictions(spec):
         raise InvalidStudy(in_file_order(problems, document))
     return spec if directory is None else _resolved(spec, directory)
+
+
+def task_of(objective: ObjectiveSpec, *, seed: int) -> TaskSpec:
+    """An objective's task as it is built while training."""
+    return TaskSpec(
+        task=objective.task.model_dump(mode="json") if isinstance(objective.task, InlineTask) else objective.task,
+        metric=objective.metric,
+        filter=objective.filter,
+        split=objective.split,
+        num_fewshot=objective.num_fewshot,
+        permutation_seed=seed,
+    )
 
 
 def _contradictions(spec: FinetuneSpec) -> list[Problem]:

@@ -21,8 +21,10 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from search_spaces.study.sections import EngineOptions
-from workers.errors import TrainingFailed
+from workers.errors import InvalidModel, TrainingFailed
 from workers.evaluation.prompts import Prompts
+from workers.evaluation.tasks import check_task
+from workers.models.checkpoints import open_checkpoint
 from workers.models.hub import locate
 from workers.training.finetuning import checkpoints
 from workers.training.finetuning.data import IGNORED, Document, batch_rows, pack, read_documents, tensors_of
@@ -30,9 +32,9 @@ from workers.training.finetuning.history import METRICS, History, Report
 from workers.training.finetuning.methods import fitted_scale, make_optimizer
 from workers.training.finetuning.models import TrainedModel, load_model, pad_token
 from workers.training.finetuning.result import write_expert
-from workers.training.finetuning.spec import FinetuneSpec, Training
+from workers.training.finetuning.spec import FinetuneSpec, Training, task_of
 
-__all__ = ["CHECKPOINTS", "EXPERT", "learning_rate_at", "train"]
+__all__ = ["CHECKPOINTS", "EXPERT", "check", "learning_rate_at", "train"]
 
 # In the directory of a training, beside its history: its checkpoints, and the expert.
 CHECKPOINTS, EXPERT = "checkpoints", "model"
@@ -109,6 +111,21 @@ def train(spec: FinetuneSpec, out: Path, *, report: Report = lambda _: None) -> 
         write_expert(spec, base, model.module, out / EXPERT, facts=facts, values=values)
     ranks.wait()
     return facts
+
+
+def check(spec: FinetuneSpec) -> None:
+    """Everything that can be checked without the model's weights. Raises InvalidModel and InvalidTask."""
+    base = locate(spec.base)
+    reads = open_checkpoint(base).settings.get("max_position_embeddings")
+    if reads is not None and spec.data.max_length > reads:
+        raise InvalidModel(
+            (f"data.max_length: {spec.data.max_length}; the model in {base} reads at most {reads} tokens",)
+        )
+    prompts = Prompts(str(base), EngineOptions(max_model_len=spec.data.max_length))
+    pad_token(spec, prompts.tokenizer, base)
+    read_documents(spec.data, prompts)
+    for objective in spec.evaluation.objectives if spec.evaluation is not None else ():
+        check_task(task_of(objective, seed=spec.seed))
 
 
 def learning_rate_at(step: int, num_steps: int, training: Training) -> float:

@@ -18,7 +18,8 @@ from workers.training.finetuning.data import IGNORED, batch_rows, pack, read_doc
 from workers.training.finetuning.spec import Data
 
 BOS, EOS = 1, 2
-TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+MESSAGES = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}"
+TEMPLATE = MESSAGES + "{% if add_generation_prompt %}a:{% endif %}"
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 
 from search_spaces.errors import InvalidStudy
 from tests.builders import tiny_llama
-from workers.errors import InvalidModel, TrainingFailed
+from workers.errors import InvalidModel, InvalidTask, TrainingFailed
 from workers.models.checkpoints import open_checkpoint, read_expert
 from workers.training.finetuning import checkpoints
 from workers.training.finetuning.history import METRICS, read_history
 from workers.training.finetuning.result import TRAINING_FILE
 from workers.training.finetuning.spec import FinetuneSpec, Training, load_spec, parse_spec
-from workers.training.finetuning.trainer import CHECKPOINTS, EXPERT, learning_rate_at, train
+from workers.training.finetuning.trainer import CHECKPOINTS, EXPERT, check, learning_rate_at, train
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,11 @@ def test_the_last_good_checkpoint_is_kept_and_named(
 
 def test_what_does_not_fit_the_model_is_refused(place: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidModel, match=r"max_length: 600; .* reads at most 512 tokens"):
-        run(place, tmp_path / "a", data={"max_length": 600})
+        check(spec_of(place, data={"max_length": 600}))
+    objective = {"name": "sums", "task": {"file": "none.jsonl"}, "metric": "exact_match"}
+    with pytest.raises(InvalidTask, match=r"none.jsonl: cannot be read"):
+        check(spec_of(place, evaluation={"objectives": [objective]}))
+    check(spec_of(place))
     with pytest.raises(InvalidModel, match=r"adapter.targets: .*'w_q'.* there are .*q_proj"):
         run(place, tmp_path / "b", adapter={"targets": ["w_q"]})
     with pytest.raises(InvalidModel, match=r"data.pad_token: '<fill>'; .* has no such token"):
