@@ -211,12 +211,15 @@ def _fit(spec: FinetuneSpec, directory: Path) -> None:
 def _in_worker(config: Mapping[str, Any]) -> None:
     """The function that Ray Train calls in each worker, in a process group."""
     import ray.train
+    from ray.train.torch import get_device
 
     is_writer = ray.train.get_context().get_world_rank() == 0
-    _trained(parse_spec(config["spec"]), Path(config["directory"]), report=_report, is_writer=is_writer)
+    spec, directory = parse_spec(config["spec"]), Path(config["directory"])
+    # Ray's choice: GPUs may be visible to a worker that was not given one.
+    _trained(spec, directory, report=_report, is_writer=is_writer, device=get_device())
 
 
-def _trained(spec: FinetuneSpec, directory: Path, *, report: Report, is_writer: bool) -> None:
+def _trained(spec: FinetuneSpec, directory: Path, *, report: Report, is_writer: bool, device: Any = None) -> None:
     """Train on this rank; the writer leaves the summary, or why there is none."""
     from workers.training.finetuning.trainer import train
 
@@ -224,7 +227,7 @@ def _trained(spec: FinetuneSpec, directory: Path, *, report: Report, is_writer: 
         return
     with _alone(directory) if is_writer else nullcontext():
         try:
-            facts = train(spec, directory, report=report)
+            facts = train(spec, directory, report=report, device=device)
         except (InvalidModel, InvalidTask, TrainingFailed) as error:
             if is_writer:
                 _write(directory / FAILURE_FILE, {"error": type(error).__name__, "message": str(error)})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from collections.abc import Mapping
@@ -28,13 +27,14 @@ def write_expert(
     spec: FinetuneSpec, base: Path, model: Any, out: Path, *, facts: Mapping[str, Any], values: Mapping[str, float]
 ) -> Path:
     """Write the model, or its adapter, to the new directory `out`. `facts` are for TRAINING_FILE and the card,
-    `values` what the last evaluation found. Returns `out`, left as it is if it exists."""
+    `values` what the last evaluation found. The weights of `model` are rounded to the expert's
+    dtype in place. Returns `out`, left as it is if it exists."""
     if out.exists():
         return out
     with appearing(out, "expert") as place:
         dtype = getattr(torch, spec.dtype)
         if spec.adapter is None:
-            copy.deepcopy(model).to(dtype).save_pretrained(place)
+            model.to(dtype).save_pretrained(place)
             for name in TOKENIZER_FILES:
                 if (base / name).is_file():
                     shutil.copyfile(base / name, place / name)

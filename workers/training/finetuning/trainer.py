@@ -43,13 +43,15 @@ SEEDS = 1_000_003
 SHOWN = 5  # documents of a failed batch that are named
 
 
-def train(spec: FinetuneSpec, out: Path, *, report: Report = lambda _: None) -> dict[str, Any]:
+def train(
+    spec: FinetuneSpec, out: Path, *, report: Report = lambda _: None, device: torch.device | None = None
+) -> dict[str, Any]:
     """Train, or go on with, what `spec` describes in the directory `out`, whose user holds it for this training alone.
 
-    Runs on every rank of the process group, if there is one; `report` is called on each with the numbers of every
-    update and evaluation, as METRICS has them. Returns the facts of the training. Raises InvalidModel, InvalidTask and
-    TrainingFailed."""
-    ranks = _Ranks.here()
+    Runs on every rank of the process group, if there is one. `report` is called on each with the numbers of every
+    update and evaluation, as METRICS has them; `device` is this rank's (None: a GPU if there is one). Returns the facts
+    of the training. Raises InvalidModel, InvalidTask and TrainingFailed."""
+    ranks = _Ranks.here(device)
     base = locate(spec.base)
     prompts = Prompts(str(base), EngineOptions(max_model_len=spec.data.max_length))
     rows = pack(
@@ -86,7 +88,9 @@ def train(spec: FinetuneSpec, out: Path, *, report: Report = lambda _: None) -> 
         rate = learning_rate_at(step, num_steps, spec.training)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        torch.manual_seed((spec.seed * SEEDS + step) * SEEDS + ranks.rank)  # dropout's: the same after a resumption
+        torch.manual_seed(
+            ((spec.seed * SEEDS + step) * SEEDS + ranks.rank) % 2**63
+        )  # of dropout, after a resumption too
         update = passes.update(step, optimizer, kept=newest)
         optimizer.step(update.gradients)
         loss = update.loss
@@ -147,9 +151,8 @@ class _Ranks:
     device: torch.device
 
     @classmethod
-    def here(cls) -> _Ranks:
-        has_gpu = torch.cuda.is_available()
-        device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
+    def here(cls, device: torch.device | None) -> _Ranks:
+        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if dist.is_available() and dist.is_initialized():
             return cls(dist.get_rank(), dist.get_world_size(), device)
         return cls(0, 1, device)

@@ -250,6 +250,10 @@ def test_contradictions_are_refused(place: Path, changes: dict[str, Any], messag
     assert message in str(refused.value)
 
 
+def test_the_largest_seed_is_one(place: Path, tmp_path: Path) -> None:
+    assert run(place, tmp_path / "out", seed=2**32 - 1, training={"steps": 1})["steps"] == 1
+
+
 def test_a_specification_is_read_and_repeated(place: Path) -> None:
     file = place / "spec.yaml"
     file.write_text("name: a\nbase: base\ndata: {file: data.jsonl}\ntraining: {epochs: 2}\n")
