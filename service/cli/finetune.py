@@ -1,11 +1,11 @@
-"""`mergesearch finetune`: the verb and what it prints while an expert is trained."""
+"""`mergesearch finetune`: one expert or a fleet, and the study that merges them; what is printed meanwhile."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,45 +18,55 @@ __all__ = ["finetune"]
 INTERVAL_S = 5.0
 
 
-def finetune(options: argparse.Namespace) -> int:
-    from service.jobs.finetune import EXPERT_DIR, run_finetune
-    from workers.training.finetuning.spec import load_spec
+def finetune(options: argparse.Namespace, *, run_study: Callable[[Any, Path], int]) -> int:
+    """`run_study` runs a study in a directory, exports its best merge, prints its results and returns the exit code."""
+    from service.jobs.finetune import EXPERT_DIR, run_fleet
+    from workers.training.finetuning.fleet import STUDY, load_pipeline
 
-    spec = load_spec(options.spec)
-    directory: Path = options.out
+    out: Path = options.out
+    pipeline = load_pipeline(options.spec)
+    places = pipeline.places(out)
     try:
-        with _progress(directory, as_json=options.json):
-            summary = run_finetune(spec, directory, note=_note if not options.json else lambda _: None)
+        with _progress(places, as_json=options.json):
+            summaries = run_fleet(pipeline.experts, places, note=_quiet if options.json else _note)
     except KeyboardInterrupt:
-        print(f"interrupted; the same command goes on with the fine-tuning in {directory}", file=sys.stderr)
+        print(f"interrupted; the same command goes on with the fine-tuning in {out}", file=sys.stderr)
         return 130
-    if options.json:
-        print_json(summary)
-    else:
-        values = ", ".join(f"{name} {value:.3f}" for name, value in summary["values"].items())
-        print(f"steps:     {summary['steps']}, last loss {summary['loss']:.4f}{f'; {values}' if values else ''}")
-        print(f"expert:    {directory / EXPERT_DIR}")
-    return 0
+    study = pipeline.study_of({alias: place / EXPERT_DIR for alias, place in places.items()})
+    if study is None and options.json:
+        print_json(summaries if pipeline.is_fleet else next(iter(summaries.values())))
+    elif not options.json:
+        for alias, summary in summaries.items():
+            print(_line(alias, summary, places[alias] / EXPERT_DIR))
+    return 0 if study is None else run_study(study, out / STUDY)
+
+
+def _line(alias: str, summary: dict[str, Any], expert: Path) -> str:
+    values = "".join(f", {name} {value:.3f}" for name, value in summary["values"].items())
+    return f"{alias}: {summary['steps']} steps, last loss {summary['loss']:.4f}{values}; expert: {expert}"
 
 
 def _note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _quiet(text: str) -> None:
+    pass
+
+
 @contextmanager
-def _progress(directory: Path, *, as_json: bool) -> Iterator[None]:
-    """Show new numbers of the training every INTERVAL_S, on standard error."""
+def _progress(places: dict[str, Path], *, as_json: bool) -> Iterator[None]:
+    """Show new numbers of the trainings every INTERVAL_S, on standard error, or as JSON lines on standard output."""
     done = threading.Event()
-    file = directory / METRICS
-    shown = len(read_history(file))
+    shown = {alias: len(read_history(place / METRICS)) for alias, place in places.items()}
 
     def show() -> None:
-        nonlocal shown
         while not done.wait(INTERVAL_S):
-            lines = read_history(file)
-            if len(lines) != shown:  # fewer, after a resumption from a checkpoint
-                shown = len(lines)
-                _note(_text(lines)) if not as_json else print_json_line(lines[-1])
+            for alias, place in places.items():
+                lines = read_history(place / METRICS)
+                if len(lines) != shown[alias]:  # fewer, after a resumption from a checkpoint
+                    shown[alias] = len(lines)
+                    _note(_text(alias, lines)) if not as_json else print_json_line({"expert": alias, **lines[-1]})
 
     thread = threading.Thread(target=show, name="progress", daemon=True)
     thread.start()
@@ -67,10 +77,10 @@ def _progress(directory: Path, *, as_json: bool) -> Iterator[None]:
         thread.join()
 
 
-def _text(lines: list[dict[str, Any]]) -> str:
+def _text(alias: str, lines: list[dict[str, Any]]) -> str:
     update = next((line for line in reversed(lines) if "loss" in line), None)
     values: dict[str, float] = next((line["values"] for line in reversed(lines) if line.get("values")), {})
     if update is None:
-        return "no update yet"
+        return f"{alias}: no update yet"
     scores = "".join(f"  {name} {value:.3f}" for name, value in values.items())
-    return f"step {update['step']}  loss {update['loss']:.4f}  {update['seconds']:.2f} s a step{scores}"
+    return f"{alias}: step {update['step']}  loss {update['loss']:.4f}  {update['seconds']:.2f} s a step{scores}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from search_spaces.errors import InvalidStudy, SearchSpaceError
-from service.cli import finetune, verbs
+from service.cli import verbs
 from service.errors import Conflict, NotFound, RequestRefused, ServiceError
 from workers.errors import EngineUnavailable, EvidenceMismatch, InvalidModel, InvalidTask, TrainingFailed
 
@@ -159,7 +159,7 @@ def _parser() -> argparse.ArgumentParser:
         "--max-shard-size", type=_num_bytes, metavar="SIZE", help="largest size of one weight file; default: 5GB"
     )
 
-    command = verb("finetune", finetune.finetune, "Fine-tune an expert by a specification, or go on with it.")
+    command = verb("finetune", verbs.finetune, "Fine-tune an expert or a fleet, and merge it, or go on with that.")
     command.add_argument("spec", type=Path, metavar="SPEC", help="specification (YAML or JSON)")
     command.add_argument("--out", type=Path, required=True, metavar="DIR", help="where results and state are kept")
 

@@ -38,6 +38,7 @@ __all__ = [
     "SUMMARY_FILE",
     "WRITER_LOCK",
     "run_finetune",
+    "run_fleet",
     "stored",
     "work",
     "written_spec",
@@ -97,6 +98,20 @@ def run_finetune(
         summary = _read(directory / SUMMARY_FILE)
         assert summary is not None
         return summary
+
+
+def run_fleet(
+    specs: Mapping[str, FinetuneSpec], directories: Mapping[str, Path], *, note: Callable[[str], None] = lambda _: None
+) -> dict[str, dict[str, Any]]:
+    """Train each expert in its directory, one after the other, on one Ray. Returns the summaries. Everything is checked
+    before the first is started. Raises as `run_finetune`."""
+    unfinished = [alias for alias in specs if _read(directories[alias] / SUMMARY_FILE) is None]
+    if len(unfinished) > 1:
+        for alias in unfinished:
+            note(f"Checking base model and data of {alias} ...")
+            _check(specs[alias])
+    with ray_session() if len(unfinished) > 1 else nullcontext():
+        return {alias: run_finetune(spec, directories[alias], note=note) for alias, spec in specs.items()}
 
 
 def work(store: Store, writer: StudyWriter, *, work_dir: Path, heartbeat: Heartbeat, view: ProgressLog) -> None:

@@ -20,7 +20,8 @@ from service.api.routes import events, exports, operations, results, studies
 from service.cli.main import main
 from tests.docs.pages import PAGES, ROOT, Page
 from tests.test_maps import PACKAGES
-from workers.training.finetuning.spec import finetune_json_schema, parse_spec
+from workers.training.finetuning.fleet import parse_pipeline
+from workers.training.finetuning.spec import finetune_json_schema
 
 MAX_README_LINES = 200
 EXAMPLES = ROOT / "docs" / "examples"
@@ -204,8 +205,11 @@ def test_every_option_of_a_finetuning_is_in_its_table_and_no_other() -> None:
 
 
 def test_specifications_in_pages_are_valid() -> None:
-    (block,) = page_of("docs/finetuning.md").blocks_in("yaml")
-    parse_spec(parse_document(block.encode(), "finetuning", is_json=False))
+    one, fleet = (
+        parse_pipeline(parse_document(block.encode(), "finetuning", is_json=False))
+        for block in page_of("docs/finetuning.md").blocks_in("yaml")
+    )
+    assert (one.is_fleet, fleet.is_fleet) == (False, True)
 
 
 @pytest.mark.parametrize("kind", SPACES)

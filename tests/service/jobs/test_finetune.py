@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from service.cluster.session import RaySession
 from service.disk import study_dir
 from service.errors import Conflict
 from service.jobs import finetune
@@ -24,12 +26,20 @@ from workers.errors import InvalidTask, TrainingFailed
 from workers.training.finetuning.spec import FinetuneSpec, parse_spec
 
 
-@pytest.fixture(autouse=True)
-def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def leave_ray_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process trains, without Ray Train."""
+
     def fit(spec: FinetuneSpec, directory: Path) -> None:
         finetune._trained(spec, directory, report=lambda _: None, is_writer=True)
 
+    session = RaySession(is_own=True, dashboard_url=None)
     monkeypatch.setattr(finetune, "_fit", fit)
+    monkeypatch.setattr(finetune, "ray_session", lambda: nullcontext(session))
+
+
+@pytest.fixture(autouse=True)
+def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_ray_out(monkeypatch)
 
 
 @pytest.fixture

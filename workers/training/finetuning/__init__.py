@@ -1,6 +1,7 @@
 """Fine-tuning of one expert: from a specification and data to a checkpoint, on any number of ranks.
 
 - `spec`: the specification file as validated models; imports nothing heavy
+- `fleet`: an expert per task, and the study that merges them, in one file
 - `data`: documents of tokens and where their loss is, packed into rows of one length
 - `methods`: the optimizers by name
 - `models`: the model that is trained: all weights, some layers, or LoRA
