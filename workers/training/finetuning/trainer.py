@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ def train(
             newest = checkpoints.latest(out / CHECKPOINTS)
     facts: dict[str, Any] = {"steps": num_steps, "loss": loss, "rows": len(rows), "values": values}
     if fitted is not None:
-        facts["noise"] = {"distribution": fitted.distribution, "scale": fitted.scale, "distance": fitted.distance}
+        facts["noise"] = asdict(fitted)
     if ranks.rank == 0:
         write_expert(spec, base, model.module, out / EXPERT, facts=facts, values=values)
     ranks.wait()
