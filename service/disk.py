@@ -11,7 +11,7 @@ from pathlib import Path
 
 from service.errors import Conflict
 
-__all__ = ["LOCK_FILE", "free_bytes", "gib", "lack_of_space", "locked", "study_dir"]
+__all__ = ["LOCK_FILE", "data_dir_of", "free_bytes", "gib", "lack_of_space", "locked", "study_dir"]
 
 # For configuration, tokenizer, model card, and what other programs write meanwhile.
 MARGIN_BYTES = 64 * 2**20
@@ -23,6 +23,11 @@ LOCK_FILE = ".lock"
 def study_dir(data_dir: Path, study_id: str) -> Path:
     """Where the drivers of a study keep their files, in a server's data directory."""
     return data_dir / "studies" / study_id
+
+
+def data_dir_of(work_dir: Path) -> Path:
+    """The data directory in which `work_dir` is a study's."""
+    return work_dir.parents[1]
 
 
 @contextmanager

@@ -15,12 +15,14 @@ from workers.file_access import FileAccess
 __all__ = [
     "HEARTBEAT_S",
     "RESUMED_BY_REQUEST",
+    "ArtifactRecord",
     "ChainedSource",
     "Comparison",
     "Estimate",
     "EventKind",
     "ExportRecord",
     "ExportState",
+    "JobKind",
     "Origin",
     "ResolvedStudy",
     "RungRecord",
@@ -59,6 +61,13 @@ class Origin(StrEnum):
     PUBLISHED = "published"
     SEARCH = "search"
     USER = "user"
+
+
+class JobKind(StrEnum):
+    """What the drivers of a stored study do (`service.jobs.driver`): `search` for merges, `finetune` an expert."""
+
+    SEARCH = "search"
+    FINETUNE = "finetune"
 
 
 class StudyState(StrEnum):
@@ -111,6 +120,7 @@ class EventKind(StrEnum):
     ENGINE_FAULT = "engine_fault"
     SCORED_AGAIN = "scored_again"
     CANARIES = "canaries"
+    TRAINING = "training"
 
 
 @dataclass(frozen=True)
@@ -273,6 +283,20 @@ class StudyRecord:
     progressed_at: float | None = None
     patience_s: float | None = None
     waiting_for: str | None = None
+    kind: JobKind = JobKind.SEARCH
+
+
+@dataclass(frozen=True)
+class ArtifactRecord:
+    """A file or directory that a study made, by its content: `digest` is the sha256 of its manifest, `num_bytes` the
+    size of its files, `facts` what its maker says of it."""
+
+    study: str
+    name: str
+    digest: str
+    num_bytes: int
+    created_at: float
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,13 @@
 - `errors`: error classes, each for one reaction of the caller
 - `cache`: small results about files, kept between runs
 - `file_access`: which files a study may name when it is sent over HTTP
+- `directories`: directories that appear once they are complete
 - `models`: checkpoints on disk and on the hub: opened, checked, fingerprinted
 - `merging`: from a recipe to merged tensors
 - `evaluation`: tasks, prompts and scores, with lm-eval
 - `engines`: vLLM, which computes with merged weights, and transformers to check it
 - `mergekit`: mergekit's configurations, read and written
-- `training`: losses on reference answers, and their derivatives by a merge's coefficients
+- `training`: losses on reference answers, their derivatives by a merge's coefficients, and fine-tuning of experts
 - `export`: merged models as directories
 - `serving`: replicas of engines behind Ray Serve, and a fake one
 - `tiny_family`: a base and three experts small enough for tests and the demo

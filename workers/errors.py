@@ -8,6 +8,7 @@
     ├── EngineUnavailable (RuntimeError)  the engine did not start or died; try again on another replica, then stop
     │   ├── EngineCrashed                 the engine died with this chunk; count that, and try again
     │   └── RequestFailed                 the engine works, the request failed beside it; try again, then stop
+    ├── TrainingFailed    (RuntimeError)  stop this fine-tuning: going on from its last checkpoint would end alike
     └── EvidenceMismatch  (RuntimeError)  stop the study: what was scored is not what was asked for
         └── EngineFault                   score on another replica; what this one scored since its last check is void
 
@@ -28,6 +29,7 @@ __all__ = [
     "InvalidTask",
     "MetricFailed",
     "RequestFailed",
+    "TrainingFailed",
     "TrialFailed",
     "WorkerError",
 ]
@@ -109,6 +111,10 @@ class EngineCrashed(EngineUnavailable):
 
 class RequestFailed(EngineUnavailable):
     """A request failed for a reason outside the engine, a full disk for example; the replica stays in service."""
+
+
+class TrainingFailed(WorkerError, RuntimeError):
+    """A loss or gradient is NaN or infinite; the message names the step, the batch and the last good checkpoint."""
 
 
 class EvidenceMismatch(WorkerError, RuntimeError):

@@ -54,6 +54,8 @@ __all__ = [
     "Verify",
     "load_study",
     "parse_study",
+    "resolved_model",
+    "resolved_objective",
     "same_but_limits",
     "study_json_schema",
 ]
@@ -182,22 +184,23 @@ def _valid_parts(document: Mapping[str, Any]) -> ValidParts:
 def _resolved(study: Study, directory: Path) -> Study:
     models = study.models
     experts = {
-        alias: _model(value, directory) if isinstance(value, str) else _run(value, directory)
+        alias: resolved_model(value, directory) if isinstance(value, str) else _run(value, directory)
         for alias, value in models.experts.items()
     }
     return study.model_copy(
         update={
-            "models": models.model_copy(update={"base": _model(models.base, directory), "experts": experts}),
+            "models": models.model_copy(update={"base": resolved_model(models.base, directory), "experts": experts}),
             "objectives": tuple(
-                _with_task(spec, directory) if isinstance(spec, ObjectiveSpec) else spec for spec in study.objectives
+                resolved_objective(spec, directory) if isinstance(spec, ObjectiveSpec) else spec
+                for spec in study.objectives
             ),
-            "holdout": tuple(_with_task(spec, directory) for spec in study.holdout),
+            "holdout": tuple(resolved_objective(spec, directory) for spec in study.holdout),
         }
     )
 
 
-def _model(value: str, directory: Path) -> str:
-    """The directory that `value` names. A hub id (`name` or `owner/name`, and no such directory) is unchanged."""
+def resolved_model(value: str, directory: Path) -> str:
+    """The absolute directory that `value` names. A hub id (`name` or `owner/name`, no such directory) is unchanged."""
     file = _absolute(value, directory)
     looks_like_path = value.startswith(("/", ".", "~")) or value.endswith("/") or value.count("/") > 1
     return file if looks_like_path or os.path.isdir(file) else value
@@ -211,7 +214,8 @@ def _run(value: Chained, directory: Path) -> Chained:
     return Chained(from_study=source.model_copy(update={"dir": _absolute(source.dir, directory)}))
 
 
-def _with_task(spec: ObjectiveSpec, directory: Path) -> ObjectiveSpec:
+def resolved_objective(spec: ObjectiveSpec, directory: Path) -> ObjectiveSpec:
+    """The objective with absolute paths of its task's files."""
     if isinstance(spec.task, InlineTask):
         task: InlineTask | str = spec.task.model_copy(update={"file": _absolute(spec.task.file, directory)})
     else:

@@ -35,6 +35,7 @@ __all__ = [
     "GradientOptions",
     "InlineTask",
     "Limits",
+    "Line",
     "Models",
     "Name",
     "ObjectiveSpec",

@@ -22,7 +22,7 @@ from service.api.record_cache import RunRecords
 from service.api.requests import principal
 from service.errors import NotFound
 from service.store import Store
-from service.types import StudyRecord
+from service.types import JobKind, StudyRecord
 
 __all__ = ["MAX_ID", "MAX_NUMBER", "PAGE_HEADERS", "Context", "Sender", "Services", "Study", "TrialNumber"]
 
@@ -73,9 +73,12 @@ def _study(
     services: Context,
 ) -> StudyRecord:
     try:
-        return services.store.study(study_id)
+        record = services.store.study(study_id)
     except NotFound as error:
         raise Refusal(404, f"study {study_id!r}: there is no such study") from error
+    if record.kind is not JobKind.SEARCH:
+        raise Refusal(404, f"study {study_id!r}: is a {record.kind.value}, not a study")
+    return record
 
 
 Study = Annotated[StudyRecord, Depends(_study)]

@@ -2,6 +2,7 @@
 
 - `main`: options, exit codes, error messages
 - `verbs`: what each verb does
+- `finetune`: the verb that trains an expert
 - `remote`: the verbs that ask a server
 - `terminal`: printing JSON or tables
 - `tables`: results as tables

@@ -17,7 +17,7 @@ from typing import Any
 from search_spaces.errors import InvalidStudy, SearchSpaceError
 from service.cli import verbs
 from service.errors import Conflict, NotFound, RequestRefused, ServiceError
-from workers.errors import EngineUnavailable, EvidenceMismatch, InvalidModel, InvalidTask
+from workers.errors import EngineUnavailable, EvidenceMismatch, InvalidModel, InvalidTask, TrainingFailed
 
 __all__ = ["main"]
 
@@ -25,7 +25,7 @@ RUN_OR_STUDY = "directory of a run, or a study on a server: its id, a prefix of 
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-SCHEMAS = ("study", "trial", "summary", "pareto", "recipe")
+SCHEMAS = ("study", "finetune", "trial", "summary", "pareto", "recipe")
 
 # A given path cannot be used as what it was given for.
 WRONG_PLACE = (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
@@ -159,6 +159,10 @@ def _parser() -> argparse.ArgumentParser:
         "--max-shard-size", type=_num_bytes, metavar="SIZE", help="largest size of one weight file; default: 5GB"
     )
 
+    command = verb("finetune", verbs.finetune, "Fine-tune an expert or a fleet, and merge it, or go on with that.")
+    command.add_argument("spec", type=Path, metavar="SPEC", help="specification (YAML or JSON)")
+    command.add_argument("--out", type=Path, required=True, metavar="DIR", help="where results and state are kept")
+
     command = server_verb("trials", verbs.trials, "List a run's trials.")
     command.add_argument("run", metavar="DIR|STUDY", help=RUN_OR_STUDY)
 
@@ -225,7 +229,7 @@ def _exit_code(error: Exception) -> int | None:
         return 2
     if isinstance(error, WRONG_PLACE) and error.filename is not None:
         return 2
-    if isinstance(error, ServiceError | EngineUnavailable | EvidenceMismatch | ConnectionError):
+    if isinstance(error, ServiceError | EngineUnavailable | EvidenceMismatch | TrainingFailed | ConnectionError):
         return 1
     return None
 

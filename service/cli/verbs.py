@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from search_spaces.errors import InvalidPreference, InvalidRecipe
 from service.cli.export_progress import ExportView
+from service.cli.finetune import finetune as finetune_experts
 from service.cli.terminal import console, print_export, print_json, print_results
 from service.server import serve as serve_studies
 from workers.tiny_family import family_dir
@@ -30,6 +31,7 @@ __all__ = [
     "delete",
     "demo",
     "export",
+    "finetune",
     "log",
     "merge",
     "pareto",
@@ -59,6 +61,11 @@ def demo(options: argparse.Namespace) -> int:
 
     study = load_study(family_dir() / "study.yaml")
     return _run_in(study, options.out, export_best=True, as_json=options.json)
+
+
+def finetune(options: argparse.Namespace) -> int:
+    run_study = partial(_run_in, export_best=True, as_json=options.json)
+    return finetune_experts(options, run_study=run_study)
 
 
 def _run_in(study: Any, directory: Path, *, export_best: bool, as_json: bool) -> int:

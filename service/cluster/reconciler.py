@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 POLL_S = 1.0
 
 # What a study's job runs.
-JOB_MODULE = "service.jobs.search"
+JOB_MODULE = "service.jobs.driver"
 
 # A driver without a heartbeat for this long is considered dead.
 LOST_AFTER_S = 6 * HEARTBEAT_S

@@ -14,6 +14,7 @@ from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
 
 from search_spaces.study.file import Study
+from workers.training.finetuning.spec import finetune_json_schema
 
 __all__ = [
     "ConstraintDocument",
@@ -364,9 +365,10 @@ class RecipeDocument(TypedDict):
 
 
 def schemas() -> dict[str, dict[str, Any]]:
-    """JSON Schemas by name: study, trial (a line of trials.jsonl), summary, pareto, recipe."""
+    """JSON Schemas by name: study, finetune, trial (a line of trials.jsonl), summary, pareto, recipe."""
     return {
         "study": Study.model_json_schema(),
+        "finetune": finetune_json_schema(),
         "trial": TypeAdapter(TrialDocument).json_schema(),
         "summary": TypeAdapter(SummaryDocument).json_schema(),
         "pareto": TypeAdapter(ParetoDocument).json_schema(),

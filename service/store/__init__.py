@@ -4,6 +4,8 @@
 - `attempt_writer`: the writes of one driver, refused once another has taken the study over
 - `void`: samples of engines that failed a check
 - `records`: rows as dataclasses
+- `artifacts`: what drivers make, stored by content
+- `connection`: how transactions begin
 - `schema`: the tables
 - `upgrade`: creates and migrates databases, by the Alembic migrations in `migrations`
 """

@@ -10,7 +10,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from search_spaces.recipe import Recipe
-from service.types import Origin, ResolvedStudy, RungRecord, StudyRecord, StudyState, TrialRecord, TrialState
+from service.types import JobKind, Origin, ResolvedStudy, RungRecord, StudyRecord, StudyState, TrialRecord, TrialState
 from workers.types import SampleResult, Split
 
 __all__ = [
@@ -113,7 +113,8 @@ class VoidSample:
 def study_record(row: sa.RowMapping) -> StudyRecord:
     values = {name: value for name, value in row.items() if name not in ("idempotency_key", "facts")}
     resolved = ResolvedStudy.from_json(row["facts"])
-    return StudyRecord(**{**values, "state": StudyState(row["state"]), "resolved": resolved})
+    kinds = {"state": StudyState(row["state"]), "kind": JobKind(row["kind"])}
+    return StudyRecord(**{**values, **kinds, "resolved": resolved})
 
 
 def trial_record(row: sa.RowMapping, rungs: tuple[RungRecord, ...]) -> TrialRecord:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import (
     JSON,
+    BigInteger,
     Boolean,
     Column,
     Float,
@@ -21,6 +22,7 @@ __all__ = [
     "BASELINE_VERSION",
     "REVISION",
     "SCHEMA_VERSION",
+    "artifacts",
     "brackets",
     "documents",
     "engine_faults",
@@ -37,7 +39,7 @@ __all__ = [
 
 # The newest migration in `migrations/versions`, which makes the tables below. Every change of the tables needs
 # a migration.
-REVISION = "0006"
+REVISION = "0007"
 
 # A database from before the migrations is at this one, if its `schema_version` is this.
 BASELINE = "0001"
@@ -82,6 +84,8 @@ studies = Table(
     Column("patience_s", Float),
     # What the driver waits for, as of the last heartbeat.
     Column("waiting_for", Text),
+    # What its drivers do: a JobKind.
+    Column("kind", String(16), nullable=False, server_default="search"),
 )
 
 
@@ -231,5 +235,18 @@ documents = Table(
     Column("study", String(64), primary_key=True),
     Column("name", String(32), primary_key=True),
     Column("document", JSON, nullable=False),
+    _in_study(),
+)
+
+# Files and directories that drivers made, stored by content (`service.store.artifacts`).
+artifacts = Table(
+    "artifacts",
+    metadata,
+    Column("study", String(64), primary_key=True),
+    Column("name", String(64), primary_key=True),
+    Column("digest", String(64), nullable=False),
+    Column("num_bytes", BigInteger, nullable=False),
+    Column("facts", JSON, nullable=False),
+    Column("created_at", Float, nullable=False),
     _in_study(),
 )

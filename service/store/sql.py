@@ -15,11 +15,11 @@ from itertools import pairwise
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy import event
 
 from service.errors import Conflict, NotFound, StaleAttempt
 from service.store import schema
 from service.store.attempt_writer import StudyWriter, insert, insert_event
+from service.store.connection import connect
 from service.store.records import (
     BracketRecord,
     EngineFaultRecord,
@@ -37,6 +37,7 @@ from service.types import (
     EventKind,
     ExportRecord,
     ExportState,
+    JobKind,
     ResolvedStudy,
     RungRecord,
     StudyRecord,
@@ -54,13 +55,11 @@ RESULT_EVENTS = (
     EventKind.HOLDOUT_SCORED,
     EventKind.VERIFICATION,
     EventKind.RESUMED,
+    EventKind.TRAINING,
 )
 
 # What drivers without a result leave.
 SETBACK_EVENTS = (EventKind.ATTEMPT, EventKind.JOB_REFUSED, EventKind.WAITING)
-
-# How long a writer waits for another transaction on SQLite before it gives up.
-BUSY_TIMEOUT_S = 60
 
 
 class Store:
@@ -70,10 +69,7 @@ class Store:
     """
 
     def __init__(self, url: str) -> None:
-        self._engine = sa.create_engine(url, pool_pre_ping=True)
-        if self._engine.dialect.name == "sqlite":
-            event.listen(self._engine, "connect", _prepare_sqlite)
-            event.listen(self._engine, "begin", _begin)
+        self._engine = connect(url)
         self._reads = self._engine.execution_options(read_only=True)
         try:
             upgrade(self._engine)
@@ -82,6 +78,11 @@ class Store:
 
     def close(self) -> None:
         self._engine.dispose()
+
+    @property
+    def engine(self) -> sa.Engine:
+        """The database, for other stores in it. Reads are faster with the option `read_only`."""
+        return self._engine
 
     @property
     def url(self) -> str:
@@ -96,6 +97,7 @@ class Store:
         name: str,
         document: Mapping[str, Any],
         resolved: ResolvedStudy,
+        kind: JobKind = JobKind.SEARCH,
         idempotency_key: str | None = None,
         request_digest: str | None = None,
     ) -> StudyRecord:
@@ -105,6 +107,7 @@ class Store:
             "id": study_id,
             "name": name,
             "state": StudyState.CREATED.value,
+            "kind": kind.value,
             "document": dict(document),
             "facts": resolved.to_json(),
             "created_at": time.time(),
@@ -128,9 +131,9 @@ class Store:
             raise NotFound(f"study {study_id!r}: no such study in {self._engine.url.render_as_string()}")
         return found[0]
 
-    def studies(self) -> tuple[StudyRecord, ...]:
-        """Every study, oldest first."""
-        return self._studies(sa.true())
+    def studies(self, kind: JobKind | None = None) -> tuple[StudyRecord, ...]:
+        """Every study, or those of one kind, oldest first."""
+        return self._studies(sa.true() if kind is None else schema.studies.c.kind == kind.value)
 
     def study_of_key(self, idempotency_key: str) -> StudyRecord | None:
         """The study that was created with this key."""
@@ -429,21 +432,3 @@ class Store:
             return connection.execute(
                 sa.select(table.c.document).where((table.c.study == study_id) & (table.c.name == name))
             ).scalar()
-
-
-def _prepare_sqlite(connection: Any, _: Any) -> None:
-    # `_begin` opens transactions, not Python's sqlite3.
-    connection.isolation_level = None
-    cursor = connection.cursor()
-    cursor.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_S * 1000}")  # first: a new file's switch to WAL takes a lock
-    cursor.execute("PRAGMA journal_mode=WAL")
-    cursor.execute("PRAGMA synchronous=NORMAL")
-    cursor.execute("PRAGMA foreign_keys=ON")
-    cursor.close()
-
-
-def _begin(connection: sa.Connection) -> None:
-    # A write transaction that begins by reading fails with "database is locked" at its first write, unless it takes
-    # the write lock at once. Readers see one snapshot and never wait.
-    reads = connection.get_execution_options().get("read_only", False)
-    connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")

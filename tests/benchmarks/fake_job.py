@@ -1,4 +1,4 @@
-"""`service.jobs.search` with fake workers in real Serve replicas. FAKE_SCORER holds the fake's settings as JSON.
+"""`service.jobs.driver` with fake workers in real Serve replicas. FAKE_SCORER holds the fake's settings as JSON.
 
 FAKE_HEARTBEAT replaces constants of the heartbeat, for instance {"SCORING_PATIENCE_S": 10}, and FAKE_DEPLOY arguments
 of `deploy_scorer`, for instance {"health_check_timeout_s": 1}.
@@ -11,6 +11,7 @@ import json
 import os
 import sys
 
+import service.jobs.driver
 import service.jobs.search
 import service.studies.attempt
 import service.studies.heartbeat
@@ -38,4 +39,4 @@ if __name__ == "__main__":
     for name, value in json.loads(os.environ.get("FAKE_HEARTBEAT", "{}")).items():
         for module in (service.studies.heartbeat, service.studies.attempt):
             setattr(module, name, value)
-    sys.exit(service.jobs.search.main())
+    sys.exit(service.jobs.driver.main())

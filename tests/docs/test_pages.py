@@ -20,6 +20,8 @@ from service.api.routes import events, exports, operations, results, studies
 from service.cli.main import main
 from tests.docs.pages import PAGES, ROOT, Page
 from tests.test_maps import PACKAGES
+from workers.training.finetuning.fleet import parse_pipeline
+from workers.training.finetuning.spec import finetune_json_schema
 
 MAX_README_LINES = 200
 EXAMPLES = ROOT / "docs" / "examples"
@@ -128,7 +130,7 @@ def studies_in(page: Page) -> Iterator[dict[str, Any]]:
     whole = parse_document((EXAMPLES / "quickstart.yaml").read_bytes(), "quickstart", is_json=False)
     for block in page.blocks_in("yaml"):
         document = parse_document(block.encode(), page.name, is_json=False)
-        if "merge_method" not in document:
+        if "merge_method" not in document and "training" not in document:
             yield document if "models" in document else whole | document
 
 
@@ -191,6 +193,24 @@ def test_every_option_of_the_study_file_is_in_a_table_and_no_other() -> None:
     assert options_in(sections) == set().union(*expected)
     specs = (schema["$defs"][kind]["properties"] for kind in ("ObjectiveSpec", "CostSpec"))
     assert options_in(objectives) == set().union(*specs)
+
+
+def test_every_option_of_a_finetuning_is_in_its_table_and_no_other() -> None:
+    schema = finetune_json_schema()
+    _, text = page_of("docs/finetuning.md").prose.split("## Options")
+    expected: set[str] = set()
+    for name, value in schema["properties"].items():
+        kinds = [*value.get("anyOf", ()), value]  # of an optional section
+        expected |= max((options_of(name, kind, schema["$defs"]) for kind in kinds), key=len)
+    assert options_in(text.split("## What holds")[0]) == expected
+
+
+def test_specifications_in_pages_are_valid() -> None:
+    one, fleet = (
+        parse_pipeline(parse_document(block.encode(), "finetuning", is_json=False))
+        for block in page_of("docs/finetuning.md").blocks_in("yaml")
+    )
+    assert (one.is_fleet, fleet.is_fleet) == (False, True)
 
 
 @pytest.mark.parametrize("kind", SPACES)

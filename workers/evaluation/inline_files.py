@@ -14,7 +14,7 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from workers.errors import InvalidTask
 
-__all__ = ["InlineRow", "read_inline"]
+__all__ = ["InlineRow", "RowTemplates", "parse_line", "read_inline"]
 
 INLINE_KEYS = frozenset({"file", "prompt", "answer", "until", "max_tokens"})
 
@@ -36,42 +36,55 @@ def read_inline(task: Mapping[str, Any]) -> list[InlineRow]:
         "prompt": str(task.get("prompt", "{{prompt}}")),
         "answer": str(task.get("answer", "{{answer}}")),
     }
-    environment = _environment()
     try:
         lines = Path(file).read_bytes().splitlines()
     except OSError as error:
         raise InvalidTask(f"{file}: cannot be read ({error.strerror})") from error
-    compiled = {}
-    for key, text in templates.items():
-        try:
-            compiled[key] = environment.from_string(text)
-        except jinja2.TemplateSyntaxError as error:
-            raise InvalidTask(f"{file}: {key} template {text!r} is not valid: {error.message}") from error
+    compiled = RowTemplates(templates, where=file)
     rows = []
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        fields = _parse_line(line, where=f"{file}, line {number}")
+        if line.strip():
+            where = f"{file}, line {number}"
+            rows.append(compiled.row(parse_line(line, where=where), where=where))
+    if not rows:
+        raise InvalidTask(f"{file}: holds no samples; expected one JSON object per line")
+    return rows
+
+
+class RowTemplates:
+    """Jinja templates for `prompt` and `answer` over a row's fields. Raises InvalidTask for one that is not valid;
+    messages begin with `where`."""
+
+    def __init__(self, templates: Mapping[str, str], *, where: str) -> None:
+        self._templates = templates
+        self._compiled = {}
+        environment = _environment()
+        for key, text in templates.items():
+            try:
+                self._compiled[key] = environment.from_string(text)
+            except jinja2.TemplateSyntaxError as error:
+                raise InvalidTask(f"{where}: {key} template {text!r} is not valid: {error.message}") from error
+
+    def row(self, fields: Mapping[str, Any], *, where: str) -> InlineRow:
+        """The row that `fields` give. Raises InvalidTask, beginning with `where`."""
         rendered = {}
-        for key, template in compiled.items():
+        for key, template in self._compiled.items():
             try:
                 rendered[key] = template.render(fields)
             except jinja2.UndefinedError as error:
+                text = self._templates[key]
                 raise InvalidTask(
-                    f"{file}, line {number}: {key} template {templates[key]!r}: {_undefined(templates[key], fields)}; "
+                    f"{where}: {key} template {text!r}: {_undefined(text, fields)}; "
                     f"fields here are {', '.join(sorted(map(str, fields))) or 'none'}"
                 ) from error
             except MemoryError:
                 raise
             except Exception as error:  # a template is code; only the class is shown: the message may quote the file
                 reason = type(error).__name__
-                raise InvalidTask(f"{file}, line {number}: {key} template {templates[key]!r}: {reason}") from error
+                raise InvalidTask(f"{where}: {key} template {self._templates[key]!r}: {reason}") from error
         if not rendered["prompt"]:
-            raise InvalidTask(f"{file}, line {number}: the prompt is empty")
-        rows.append(InlineRow(**rendered))
-    if not rows:
-        raise InvalidTask(f"{file}: holds no samples; expected one JSON object per line")
-    return rows
+            raise InvalidTask(f"{where}: the prompt is empty")
+        return InlineRow(**rendered)
 
 
 def _environment() -> SandboxedEnvironment:
@@ -85,7 +98,8 @@ def _undefined(template: str, fields: Mapping[str, Any]) -> str:
     return f"{min(names)!r} is undefined" if names else "it uses an attribute or item that a value does not have"
 
 
-def _parse_line(line: bytes, *, where: str) -> dict[str, Any]:
+def parse_line(line: bytes, *, where: str) -> dict[str, Any]:
+    """The JSON object in a line. Raises InvalidTask, beginning with `where`."""
     try:
         fields = json.loads(line.decode())
     except UnicodeDecodeError as error:

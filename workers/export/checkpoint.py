@@ -8,7 +8,6 @@ that was killed continues from them.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import math
@@ -16,7 +15,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +25,7 @@ import torch
 import yaml
 
 from search_spaces.recipe import Recipe
+from workers.directories import appearing, partial_directories, sync
 from workers.export.model_card import Score, model_card, source_name
 from workers.mergekit.exporter import Inexpressible, mergekit_config
 from workers.merging.bank import Bank
@@ -48,9 +48,8 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
-# The suffix of the hidden directory. It holds the files written so far, and the state of the export.
-PARTIAL = ".partial"
-MODEL, STATE = "model", "state.json"
+# Beside the files of a directory that is not complete: the checksums of those that are.
+STATE = "state.json"
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ def export(
     config = merged_config(recipe, bank.base, dtype=_name(dtype))
     if is_written(recipe, out, dtype):
         return out
-    with _appearing(out, _job(recipe, bank, dtype, max_shard_bytes)) as directory:
+    with appearing(out, _job(recipe, bank, dtype, max_shard_bytes)) as directory:
         _write_shards(shards, recipe, bank, dtype, directory, progress)
         bank.sources.check_unchanged()  # a file may have changed while it was read
         _write_json(directory / "config.json", config)
@@ -140,7 +139,7 @@ def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype) -> bool:
 
 def left_behind_bytes(out_dir: str | Path) -> int:
     """Bytes on the disk left by killed exports to `out_dir`; the next export continues from them or removes them."""
-    places = _partial_directories(Path(out_dir).resolve())
+    places = partial_directories(Path(out_dir).resolve())
     return sum(file.stat().st_size for place in places for file in place.rglob("*") if file.is_file())
 
 
@@ -198,10 +197,10 @@ def _write_shards(
     counted = tensors()
     for shard in missing:
         checksums[shard.file] = _write_shard(directory / shard.file, shard.shapes, dtype, counted)
-        _sync(directory / shard.file)
+        sync(directory / shard.file)
         new_state = state.with_suffix(".new")
         _write_json(new_state, checksums)
-        _sync(new_state)
+        sync(new_state)
         new_state.replace(state)
     if len(shards) > 1:
         weight_map = {name: shard.file for shard in shards for name in shard.shapes}
@@ -277,74 +276,6 @@ def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] 
 def _job(recipe: Recipe, bank: Bank, dtype: torch.dtype, max_shard_bytes: int) -> str:
     """A digest of what two exports must share for one to continue from the files of the other."""
     return digest_of([recipe.digest, bank.fingerprint, _name(dtype), max_shard_bytes, version("mergesearch")])[:16]
-
-
-@contextmanager
-def _appearing(out: Path, job: str) -> Iterator[Path]:
-    """A directory to write to, renamed to `out` once it is complete and on disk.
-
-    Until then it is in a hidden directory next to `out`. If this process is killed or interrupted, the next export of
-    the same `job` finds it there; if the export fails, it is removed."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    place = out.parent / f".{out.name}.{job}{PARTIAL}"
-    _remove_abandoned(out, but=place)
-    place.mkdir(exist_ok=True)
-    with _opened(place) as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(lock), place.stat()):
-                raise FileNotFoundError(place)  # the last holder of the lock removed it; this is a new directory
-        except (BlockingIOError, FileNotFoundError) as error:
-            raise FileExistsError(
-                f"{out}: another process is writing this model there; wait for it, or give another directory"
-            ) from error
-        directory = place / MODEL
-        try:
-            directory.mkdir(exist_ok=True)
-            yield directory
-            for file in directory.iterdir():
-                _sync(file)
-            _sync(directory)
-            try:
-                directory.rename(out)
-            except OSError as error:
-                raise FileExistsError(f"{out}: appeared meanwhile; expected a new or empty directory") from error
-            _sync(out.parent)
-        except Exception:  # only exports that were killed or interrupted can be continued
-            shutil.rmtree(place, ignore_errors=True)
-            raise
-        shutil.rmtree(place, ignore_errors=True)
-
-
-def _partial_directories(out: Path) -> list[Path]:
-    if not out.parent.is_dir():
-        return []
-    return [
-        path for path in out.parent.iterdir() if path.name.startswith(f".{out.name}.") and path.name.endswith(PARTIAL)
-    ]
-
-
-def _remove_abandoned(out: Path, *, but: Path) -> None:
-    """Remove what killed exports to `out` left, except `but`. A running export holds the lock of its directory."""
-    for path in _partial_directories(out):
-        if path != but:
-            with suppress(FileNotFoundError, BlockingIOError), _opened(path) as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _sync(path: Path) -> None:
-    with _opened(path) as descriptor:
-        os.fsync(descriptor)
 
 
 def _write_json(file: Path, document: Any) -> None:

@@ -1,7 +1,9 @@
-"""Training on references: how the loss on right answers changes with the coefficients of a merge.
+"""Training: how the loss on right answers changes with the coefficients of a merge, and experts made to be merged.
 
 - `gradients`: the losses of a recipe on a minibatch, and their derivatives by its coefficients
 - `model`: a transformers model that merges are written into
 - `losses`: minibatches, and their losses by teacher forcing
+- `finetuning`: experts from data, by one or several processes
+- `mergopt`: an optimizer for experts that are to be merged, and those that it is compared with
 - `reduction`: from the gradient of one merged tensor to one number for each of its coefficients
 """

@@ -19,7 +19,7 @@ from service.api.requests import JSON_TYPES, YAML_TYPES, read_body, sent_as_json
 from service.disk import study_dir
 from service.errors import Conflict, StaleAttempt
 from service.schemas.api import DeletedDocument, StudiesDocument, StudyDocument
-from service.types import RESUMED_BY_REQUEST, StudyRecord, StudyState
+from service.types import RESUMED_BY_REQUEST, JobKind, StudyRecord, StudyState
 
 __all__ = ["router"]
 
@@ -109,7 +109,7 @@ def list_studies(
     counts = services.store.trial_counts()
     studies: list[StudyDocument] = [
         study_document(record, trials=counts.get(record.id, {}), cluster=services.cluster)
-        for record in services.store.studies()
+        for record in services.store.studies(JobKind.SEARCH)
         if (state is None or record.state.value == state) and (name is None or record.name == name)
     ]
     return Json(StudiesDocument(studies=studies))

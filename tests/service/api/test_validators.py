@@ -22,7 +22,7 @@ from service.api.preflight_process import (
     default_access,
     examine_here,
 )
-from service.jobs.search import drive
+from service.jobs.driver import drive
 from service.studies.export import export_trial
 from service.types import StudyState
 from tests.conftest import write_choices

@@ -12,7 +12,7 @@ import pytest
 
 from search_spaces.study.file import parse_study
 from service.jobs import search
-from service.jobs.search import drive
+from service.jobs.driver import drive
 from service.store import Store
 from service.studies.preflight.examine import examine
 from service.types import StudyState

@@ -19,7 +19,8 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
 from service.errors import Conflict
-from service.store import Store, schema, sql, upgrade
+from service.store import Store, schema, upgrade
+from service.store import connection as connections
 from tests.mid_rung import write_database
 from tests.service.resolved import resolved_study
 from workers.types import Split
@@ -187,7 +188,7 @@ def test_a_database_that_is_up_to_date_is_opened_without_alembic_and_beside_a_wr
 
 def open_together(file: Path, begin: Callable[[sa.Connection], None], barrier: Any, errors: Any) -> None:
     """One of several processes that open the database at the same moment, all before the first has migrated it."""
-    sql._begin = begin
+    connections._begin = begin
     migrate = upgrade.migrate
 
     def slowly(connection: sa.Connection, **options: Any) -> None:
@@ -226,7 +227,7 @@ def errors_of_processes(file: Path, begin: Callable[[sa.Connection], None]) -> l
 @pytest.mark.slow
 def test_processes_that_open_a_database_first_and_together_all_succeed(file: Path) -> None:
     studies = len(rows(file, "SELECT id FROM studies")) if file.exists() else 0
-    assert errors_of_processes(file, sql._begin) == [None] * NUM_PROCESSES
+    assert errors_of_processes(file, connections._begin) == [None] * NUM_PROCESSES
     assert rows(file, "SELECT version_num FROM alembic_version") == [(schema.REVISION,)]
     assert rows(file, "SELECT version FROM schema_version") == [(schema.SCHEMA_VERSION,)]
     assert len(rows(file, "SELECT id FROM studies")) == studies + NUM_PROCESSES

@@ -42,16 +42,19 @@ class Reference:
     """A transformers model in float32: a Backend that also records how close each choice of a token was.
 
     `gaps` maps the prompt of a Generation to one (text so far, gap) per step, the gap being the difference between the
-    two largest log-probabilities of that step.
+    two largest log-probabilities of that step. `model` is used in place of the one in `directory`, if given.
     """
 
-    def __init__(self, directory: str, options: EngineOptions) -> None:
+    def __init__(self, directory: str, options: EngineOptions, *, model: Any = None) -> None:
         from transformers import AutoModelForCausalLM
 
         self.prompts = Prompts(directory, options)
-        self.model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=False
-        ).eval()
+        self.model = (
+            model
+            or AutoModelForCausalLM.from_pretrained(
+                directory, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=False
+            ).eval()
+        )
         self.gaps: dict[tuple[int, ...], list[tuple[str, float]]] = {}
 
     def generate(self, requests: Sequence[Generation]) -> list[Completion]:

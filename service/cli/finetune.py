@@ -1,0 +1,86 @@
+"""`mergesearch finetune`: one expert or a fleet, and the study that merges them; what is printed meanwhile."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from service.cli.terminal import print_json, print_json_line
+from workers.training.finetuning.history import METRICS, read_history
+
+__all__ = ["finetune"]
+
+INTERVAL_S = 5.0
+
+
+def finetune(options: argparse.Namespace, *, run_study: Callable[[Any, Path], int]) -> int:
+    """`run_study` runs a study in a directory, exports its best merge, prints its results and returns the exit code."""
+    from service.jobs.finetune import EXPERT_DIR, run_fleet
+    from workers.training.finetuning.fleet import STUDY, load_pipeline
+
+    out: Path = options.out
+    pipeline = load_pipeline(options.spec)
+    places = pipeline.places(out)
+    try:
+        with _progress(places, as_json=options.json):
+            summaries = run_fleet(pipeline.experts, places, note=_quiet if options.json else _note)
+    except KeyboardInterrupt:
+        print(f"interrupted; the same command goes on with the fine-tuning in {out}", file=sys.stderr)
+        return 130
+    study = pipeline.study_of({alias: place / EXPERT_DIR for alias, place in places.items()})
+    if study is None and options.json:
+        print_json(summaries if pipeline.is_fleet else next(iter(summaries.values())))
+    elif not options.json:
+        for alias, summary in summaries.items():
+            print(_line(alias, summary, places[alias] / EXPERT_DIR))
+    return 0 if study is None else run_study(study, out / STUDY)
+
+
+def _line(alias: str, summary: dict[str, Any], expert: Path) -> str:
+    values = "".join(f", {name} {value:.3f}" for name, value in summary["values"].items())
+    return f"{alias}: {summary['steps']} steps, last loss {summary['loss']:.4f}{values}; expert: {expert}"
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _quiet(text: str) -> None:
+    pass
+
+
+@contextmanager
+def _progress(places: dict[str, Path], *, as_json: bool) -> Iterator[None]:
+    """Show new numbers of the trainings every INTERVAL_S, on standard error, or as JSON lines on standard output."""
+    done = threading.Event()
+    shown = {alias: len(read_history(place / METRICS)) for alias, place in places.items()}
+
+    def show() -> None:
+        while not done.wait(INTERVAL_S):
+            for alias, place in places.items():
+                lines = read_history(place / METRICS)
+                if len(lines) != shown[alias]:  # fewer, after a resumption from a checkpoint
+                    shown[alias] = len(lines)
+                    _note(_text(alias, lines)) if not as_json else print_json_line({"expert": alias, **lines[-1]})
+
+    thread = threading.Thread(target=show, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _text(alias: str, lines: list[dict[str, Any]]) -> str:
+    update = next((line for line in reversed(lines) if "loss" in line), None)
+    values: dict[str, float] = next((line["values"] for line in reversed(lines) if line.get("values")), {})
+    if update is None:
+        return f"{alias}: no update yet"
+    scores = "".join(f"  {name} {value:.3f}" for name, value in values.items())
+    return f"{alias}: step {update['step']}  loss {update['loss']:.4f}  {update['seconds']:.2f} s a step{scores}"

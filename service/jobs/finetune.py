@@ -1,0 +1,295 @@
+"""One fine-tuning on Ray Train: `workers.training.finetuning` on one or several workers, in one directory.
+
+The directory holds the specification, checkpoints, numbers and at last the expert. A worker that dies is replaced by
+Ray Train, a driver that dies by whoever calls `run_finetune` again; both go on from the last checkpoint. Ray Train's
+own checkpoints are not used: those of the directory are complete or absent, whoever is killed when.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from service.cluster.session import ray_session
+from service.disk import data_dir_of, locked
+from service.errors import Conflict, StaleAttempt
+from service.jobs.progress_log import ProgressLog
+from service.store import Store, StudyWriter
+from service.store.artifacts import ArtifactStore
+from service.studies.heartbeat import Heartbeat
+from service.types import EventKind, JobKind, ResolvedStudy, StudyRecord, StudyState
+from workers.errors import InvalidModel, InvalidTask, TrainingFailed
+from workers.training.finetuning.history import METRICS, Report, read_history
+from workers.training.finetuning.spec import FinetuneSpec, parse_spec
+
+__all__ = [
+    "ARTIFACTS",
+    "EXPERT_DIR",
+    "SPEC_FILE",
+    "SUMMARY_FILE",
+    "WRITER_LOCK",
+    "run_finetune",
+    "run_fleet",
+    "stored",
+    "work",
+    "written_spec",
+]
+
+SPEC_FILE, SUMMARY_FILE, FAILURE_FILE = "finetune.json", "summary.json", "failure.json"
+EXPERT_DIR = "model"
+
+# In a server's data directory.
+ARTIFACTS = "artifacts"
+
+EVENTS_S = 2.0
+
+# Of one worker group after another; a failure of the training itself is not tried again.
+MAX_FAILURES = 5
+
+# How long the workers of a driver that was killed may take to end: Ray's processes notice within half a minute.
+PREDECESSOR_WAIT_S = 120.0
+WRITER_LOCK = ".writer"
+
+# Errors that another attempt would not change: they are stored, not raised in the worker.
+FINAL: dict[str, Callable[[str], Exception]] = {
+    "InvalidModel": lambda text: InvalidModel((text,)),
+    "InvalidTask": InvalidTask,
+    "TrainingFailed": TrainingFailed,
+}
+
+
+def run_finetune(
+    spec: FinetuneSpec, directory: Path, *, note: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """Train what `spec` says in `directory` to its end, or go on with it there. Returns the summary.
+
+    Raises InvalidModel and InvalidTask (nothing was started, or a worker found it), Conflict (the directory is used by
+    another run or specification, or the cluster is too small), ConnectionError (no Ray), TrainingFailed."""
+    with locked(directory):
+        before = written_spec(directory)
+        if before is not None and before != spec:
+            raise Conflict(
+                f"{directory}: holds another fine-tuning ({before.name!r}), which differs in "
+                f"{', '.join(_differences(before, spec))}; give another directory"
+            )
+        if before is None and (directory / EXPERT_DIR).exists():
+            raise Conflict(f"{directory}: holds a model that is not of this fine-tuning; give another directory")
+        if (summary := _read(directory / SUMMARY_FILE)) is not None:
+            return summary
+        note("Checking base model and data ...")
+        _check(spec)
+        _write(directory / SPEC_FILE, spec.canonical())
+        (directory / FAILURE_FILE).unlink(missing_ok=True)
+        with ray_session() as session:
+            if session.dashboard_url:
+                note(f"Ray dashboard: {session.dashboard_url}/#/train")
+            _fit(spec, directory)
+        if (failure := _read(directory / FAILURE_FILE)) is not None:
+            raise FINAL[failure["error"]](failure["message"])
+        summary = _read(directory / SUMMARY_FILE)
+        assert summary is not None
+        return summary
+
+
+def run_fleet(
+    specs: Mapping[str, FinetuneSpec], directories: Mapping[str, Path], *, note: Callable[[str], None] = lambda _: None
+) -> dict[str, dict[str, Any]]:
+    """Train each expert in its directory, one after the other, on one Ray. Returns the summaries. Everything is checked
+    before the first is started. Raises as `run_finetune`."""
+    unfinished = [alias for alias in specs if _read(directories[alias] / SUMMARY_FILE) is None]
+    if len(unfinished) > 1:
+        for alias in unfinished:
+            note(f"Checking base model and data of {alias} ...")
+            _check(specs[alias])
+    with ray_session() if len(unfinished) > 1 else nullcontext():
+        return {alias: run_finetune(spec, directories[alias], note=note) for alias, spec in specs.items()}
+
+
+def work(store: Store, writer: StudyWriter, *, work_dir: Path, heartbeat: Heartbeat, view: ProgressLog) -> None:
+    """Train the stored specification to its end, and store the expert as an artifact.
+
+    Raises Conflict also for what `run_finetune` finds wrong with models, data and losses: another driver would, too."""
+
+    def note(text: str) -> None:
+        heartbeat.progressed()
+        view.note(text)
+
+    record = store.study(writer.study_id)
+    writer.set_state(StudyState.RUNNING)
+    try:
+        with _told(work_dir, writer, heartbeat):
+            summary = run_finetune(parse_spec(record.document), work_dir, note=note)
+    except (InvalidModel, InvalidTask, TrainingFailed) as error:
+        raise Conflict(str(error)) from error
+    facts = {name: summary[name] for name in ("method", "steps", "loss", "values")}
+    artifacts = ArtifactStore(store, data_dir_of(work_dir) / ARTIFACTS)
+    artifacts.put(writer.study_id, EXPERT_DIR, work_dir / EXPERT_DIR, facts=facts)
+    writer.set_state(StudyState.COMPLETE)
+
+
+def stored(store: Store, spec: FinetuneSpec, **request: Any) -> StudyRecord:
+    """A new study of this kind. `request` is as for `Store.create_study`."""
+    resolved = ResolvedStudy(
+        fingerprints={},
+        num_layers=0,
+        tasks={},
+        holdout_tasks={},
+        rung_samples=(),
+        max_staleness=0,
+        objectives=(),
+        version=version("mergesearch"),
+    )
+    return store.create_study(
+        name=spec.name, document=spec.canonical(), resolved=resolved, kind=JobKind.FINETUNE, **request
+    )
+
+
+@contextmanager
+def _told(directory: Path, writer: StudyWriter, heartbeat: Heartbeat) -> Iterator[None]:
+    """Store an event with the numbers of the last update every few seconds, and of every evaluation."""
+    done = threading.Event()
+
+    def tell() -> None:
+        seen = max((line["step"] for line in read_history(directory / METRICS)), default=0)
+        while not done.is_set():
+            done.wait(EVENTS_S)
+            new = [line for line in read_history(directory / METRICS) if line["step"] > seen]
+            if new:
+                seen = new[-1]["step"]
+                heartbeat.progressed()
+                updates = [line for line in new if "loss" in line]
+                try:
+                    for line in [*updates[-1:], *(line for line in new if "values" in line)]:
+                        writer.add_event(EventKind.TRAINING, line)
+                except StaleAttempt:  # the heartbeat finds it too, and ends this driver
+                    return
+
+    thread = threading.Thread(target=tell, name="events", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def written_spec(directory: Path) -> FinetuneSpec | None:
+    """What is or was trained in `directory`; None if nothing was."""
+    document = _read(directory / SPEC_FILE)
+    return None if document is None else parse_spec(document)
+
+
+def _check(spec: FinetuneSpec) -> None:
+    """What can be known without the model's weights. Raises InvalidModel and InvalidTask."""
+    from workers.training.finetuning.trainer import check
+
+    check(spec)
+
+
+def _fit(spec: FinetuneSpec, directory: Path) -> None:
+    import ray
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    resources = ray.cluster_resources()
+    has_gpus = resources.get("GPU", 0) >= spec.workers
+    cores = int(resources.get("CPU", 0))
+    if cores < spec.workers:
+        raise Conflict(f"workers: {spec.workers}; the cluster has {cores} CPU cores, and each worker needs one")
+    trainer = TorchTrainer(
+        _in_worker,
+        train_loop_config={"spec": spec.canonical(), "directory": str(directory.resolve())},
+        scaling_config=ScalingConfig(
+            num_workers=spec.workers,
+            use_gpu=has_gpus,
+            resources_per_worker={"CPU": cores // spec.workers} | ({"GPU": 1} if has_gpus else {}),
+        ),
+        # A name that was used before would make Ray Train go on with that run's own state.
+        run_config=RunConfig(
+            name=f"{spec.name}-{uuid.uuid4().hex[:8]}",
+            storage_path=str(directory.resolve() / "ray"),
+            failure_config=FailureConfig(max_failures=MAX_FAILURES),
+        ),
+    )
+    trainer.fit()
+
+
+def _in_worker(config: Mapping[str, Any]) -> None:
+    """The function that Ray Train calls in each worker, in a process group."""
+    import ray.train
+    from ray.train.torch import get_device
+
+    is_writer = ray.train.get_context().get_world_rank() == 0
+    spec, directory = parse_spec(config["spec"]), Path(config["directory"])
+    # Ray's choice: GPUs may be visible to a worker that was not given one.
+    _trained(spec, directory, report=_report, is_writer=is_writer, device=get_device())
+
+
+def _trained(spec: FinetuneSpec, directory: Path, *, report: Report, is_writer: bool, device: Any = None) -> None:
+    """Train on this rank; the writer leaves the summary, or why there is none."""
+    from workers.training.finetuning.trainer import train
+
+    if (directory / FAILURE_FILE).exists():
+        return
+    with _alone(directory) if is_writer else nullcontext():
+        try:
+            facts = train(spec, directory, report=report, device=device)
+        except (InvalidModel, InvalidTask, TrainingFailed) as error:
+            if is_writer:
+                _write(directory / FAILURE_FILE, {"error": type(error).__name__, "message": str(error)})
+            return
+        if is_writer:
+            _write(directory / SUMMARY_FILE, {"name": spec.name, "method": spec.method.kind, **facts})
+
+
+def _report(line: Mapping[str, Any]) -> None:
+    import ray.train
+
+    ray.train.report({**{k: v for k, v in line.items() if k != "values"}, **line.get("values", {})})
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Wait until no worker of an earlier driver writes to `directory` any more. Raises TimeoutError."""
+    with (directory / WRITER_LOCK).open("w") as file:
+        deadline = time.monotonic() + PREDECESSOR_WAIT_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{directory}: a worker of an earlier run still writes here") from error
+                time.sleep(0.2)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def _differences(before: FinetuneSpec, spec: FinetuneSpec) -> list[str]:
+    one, other = before.canonical(), spec.canonical()
+    return [name for name in one if one[name] != other[name]]
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    try:
+        document: dict[str, Any] = json.loads(file.read_text())
+        return document
+    except FileNotFoundError:
+        return None
+
+
+def _write(file: Path, document: Mapping[str, Any]) -> None:
+    """Write the file at once: it is the old one, or the whole new one."""
+    new = file.with_name(f".{file.name}.new")
+    new.write_text(json.dumps(document, indent=2) + "\n")
+    new.replace(file)

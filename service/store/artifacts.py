@@ -1,0 +1,169 @@
+"""Artifacts: files and directories that drivers make, stored once by their content, with a row each in SQL.
+
+    DIR/blobs/ab/cdef...    a file, named by its sha256
+    DIR/blobs/12/3456...    a manifest: {"path": {"digest": ..., "bytes": ...}} as JSON; its sha256 is the artifact's
+
+Files of equal content, as the tokenizers of a fleet of experts, take their room once. A file appears under its name
+once it is complete, so a process that is killed leaves at most a temporary one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from service.errors import Conflict, NotFound
+from service.store import schema
+from service.store.attempt_writer import insert
+from service.store.sql import Store
+from service.types import ArtifactRecord
+from workers.directories import appearing, sync
+
+__all__ = ["ArtifactStore"]
+
+BLOBS, TEMPORARY = "blobs", ".new-"
+
+
+class ArtifactStore:
+    """The artifacts of the studies in `store`; their files are below `directory`. Every process may use it."""
+
+    def __init__(self, store: Store, directory: Path) -> None:
+        self._engine = store.engine
+        self._reads = self._engine.execution_options(read_only=True)
+        self._blobs = directory / BLOBS
+
+    def put(self, study_id: str, name: str, source: Path, *, facts: Mapping[str, Any] | None = None) -> ArtifactRecord:
+        """Store the directory `source` as an artifact of the study; an earlier one of that name is replaced."""
+        manifest: dict[str, dict[str, Any]] = {}
+        for file in sorted(path for path in source.rglob("*") if path.is_file()):
+            digest, num_bytes = self._add(file)
+            manifest[file.relative_to(source).as_posix()] = {"digest": digest, "bytes": num_bytes}
+        if not manifest:
+            raise Conflict(f"{source}: holds no file that could be stored")
+        record = ArtifactRecord(
+            study=study_id,
+            name=name,
+            digest=self._add_bytes(json.dumps(manifest, sort_keys=True).encode()),
+            num_bytes=sum(entry["bytes"] for entry in manifest.values()),
+            created_at=time.time(),
+            facts=dict(facts or {}),
+        )
+        table = schema.artifacts
+        row = {"study": study_id, "name": name, "digest": record.digest, "num_bytes": record.num_bytes}
+        changed = {"facts": dict(record.facts), "created_at": record.created_at}
+        with self._engine.begin() as connection:
+            connection.execute(
+                insert(connection, table)
+                .values({**row, **changed})
+                .on_conflict_do_update(
+                    index_elements=[table.c.study, table.c.name],
+                    set_={**changed, "digest": record.digest, "num_bytes": record.num_bytes},
+                )
+            )
+        return record
+
+    def get(self, study_id: str, name: str) -> ArtifactRecord:
+        """Raises NotFound."""
+        found = [record for record in self.of(study_id) if record.name == name]
+        if not found:
+            raise NotFound(f"artifact {name!r}: study {study_id} has no such artifact")
+        return found[0]
+
+    def of(self, study_id: str) -> tuple[ArtifactRecord, ...]:
+        """The artifacts of a study, by name."""
+        table = schema.artifacts
+        with self._reads.connect() as connection:
+            rows = connection.execute(sa.select(table).where(table.c.study == study_id).order_by(table.c.name))
+            return tuple(ArtifactRecord(**row) for row in rows.mappings())
+
+    def write_to(self, record: ArtifactRecord, out: Path) -> Path:
+        """Copy the artifact to the new directory `out`, which appears once it is complete. Returns `out`.
+
+        Raises Conflict if a stored file is missing or has another content than when it was stored."""
+        with appearing(out, f"artifact-{record.digest[:16]}") as place:
+            for path, entry in self._manifest(record).items():
+                target = place / path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                self._copy(entry["digest"], target)
+        return out
+
+    def collect(self) -> int:
+        """Delete files that no artifact has, as those of studies that were deleted; not while something is stored.
+        Returns how many bytes that freed."""
+        with self._reads.connect() as connection:
+            digests = set(connection.execute(sa.select(schema.artifacts.c.digest)).scalars())
+        used = set(digests)
+        for digest in digests:
+            used |= {entry["digest"] for entry in json.loads(self._file(digest).read_bytes()).values()}
+        freed = 0
+        for file in list(self._blobs.glob("*/*")):
+            if file.parent.name + file.name not in used:
+                freed += file.stat().st_size
+                file.unlink(missing_ok=True)
+        return freed
+
+    def _manifest(self, record: ArtifactRecord) -> dict[str, dict[str, Any]]:
+        try:
+            content = self._file(record.digest).read_bytes()
+        except FileNotFoundError as error:
+            raise Conflict(f"artifact {record.name!r}: its files are gone from {self._blobs}") from error
+        if hashlib.sha256(content).hexdigest() != record.digest:
+            raise Conflict(f"artifact {record.name!r}: its manifest has changed since it was stored")
+        manifest: dict[str, dict[str, Any]] = json.loads(content)
+        return manifest
+
+    def _copy(self, digest: str, target: Path) -> None:
+        try:
+            shutil.copyfile(self._file(digest), target)
+        except FileNotFoundError as error:
+            raise Conflict(f"artifact: file {digest} of {target.name} is gone from {self._blobs}") from error
+        if _digest_of(target) != digest:
+            raise Conflict(f"artifact: {target.name} has changed since it was stored, or cannot be read")
+
+    def _add(self, file: Path) -> tuple[str, int]:
+        """Store a file. Returns its digest and size."""
+        digest = _digest_of(file)
+        if not self._file(digest).exists():
+            with self._new(digest) as temporary:
+                shutil.copyfile(file, temporary)
+                if _digest_of(temporary) != digest:
+                    raise Conflict(f"{file}: changed while it was stored")
+        return digest, file.stat().st_size
+
+    def _add_bytes(self, content: bytes) -> str:
+        digest = hashlib.sha256(content).hexdigest()
+        with self._new(digest) as temporary:
+            temporary.write_bytes(content)
+        return digest
+
+    def _file(self, digest: str) -> Path:
+        return self._blobs / digest[:2] / digest[2:]
+
+    @contextmanager
+    def _new(self, digest: str) -> Iterator[Path]:
+        """A file to write to, which then gets the name of its digest."""
+        file = self._file(digest)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
+        try:
+            yield temporary
+            sync(temporary)
+            os.replace(temporary, file)
+            sync(file.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _digest_of(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,40 @@
+"""Connections to the database: how SQLite's transactions begin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import event
+
+__all__ = ["connect"]
+
+# How long a writer waits for another transaction on SQLite before it gives up.
+BUSY_TIMEOUT_S = 60
+
+
+def connect(url: str) -> sa.Engine:
+    """The database at `url`, whose write transactions begin with the write lock."""
+    engine = sa.create_engine(url, pool_pre_ping=True)
+    if engine.dialect.name == "sqlite":
+        event.listen(engine, "connect", _prepare_sqlite)
+        event.listen(engine, "begin", _begin)
+    return engine
+
+
+def _prepare_sqlite(connection: Any, _: Any) -> None:
+    # `_begin` opens transactions, not Python's sqlite3.
+    connection.isolation_level = None
+    cursor = connection.cursor()
+    cursor.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_S * 1000}")  # first: a new file's switch to WAL takes a lock
+    cursor.execute("PRAGMA journal_mode=WAL")
+    cursor.execute("PRAGMA synchronous=NORMAL")
+    cursor.execute("PRAGMA foreign_keys=ON")
+    cursor.close()
+
+
+def _begin(connection: sa.Connection) -> None:
+    # A write transaction that begins by reading fails with "database is locked" at its first write, unless it takes
+    # the write lock at once. Readers see one snapshot and never wait.
+    reads = connection.get_execution_options().get("read_only", False)
+    connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")

@@ -1,0 +1,103 @@
+"""`mergesearch finetune` without Ray: what it prints, what it hands to the study, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from service.cli import finetune as finetune_view
+from service.cli import verbs
+from service.cli.main import main
+from tests.builders import tiny_llama
+from tests.service.jobs.test_finetune import leave_ray_out
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    leave_ray_out(monkeypatch)
+    tiny_llama(tmp_path / "base")
+    for name in ("math", "text"):
+        rows = [json.dumps({"prompt": f"{name}{i}=", "completion": str(i)}) for i in range(12)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    document = {
+        "name": "family",
+        "base": "base",
+        "data": {"max_length": 64},
+        "training": {"steps": 2, "batch": 2},
+        "experts": {name: {"data": {"file": f"{name}.jsonl"}} for name in ("math", "text")},
+    }
+    return write(tmp_path / "fleet.yaml", document)
+
+
+def write(file: Path, document: dict[str, Any]) -> Path:
+    file.write_text(yaml.safe_dump(document))
+    return file
+
+
+def changed(file: Path, **changes: Any) -> Path:
+    return write(file, {**yaml.safe_load(file.read_text()), **changes})
+
+
+def test_a_fleet_is_trained_and_again_is_done(fleet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["finetune", str(fleet), "--out", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    for name in ("math", "text"):
+        expert = tmp_path / "out" / "experts" / name / "model"
+        assert f"{name}: 2 steps, last loss" in out
+        assert str(expert) in out
+        assert (expert / "model.safetensors").exists()
+    assert main(["finetune", str(fleet), "--out", str(tmp_path / "out"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["math"]["steps"] == 2
+
+
+def test_a_pipeline_hands_the_experts_to_its_study(
+    fleet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(verbs, "_run_in", lambda study, out, **options: seen.append((study, out, options)) or 0)
+    task = {"name": "math", "task": {"file": "math.jsonl", "answer": "{{completion}}"}, "metric": "exact_match"}
+    study = {"name": "merge", "fidelity": {"scheduler": "none"}, "objectives": [task]}
+    assert main(["finetune", str(changed(fleet, study=study)), "--out", str(tmp_path / "out")]) == 0
+    ((study, out, options),) = seen
+    assert study.models.experts == {
+        name: str(tmp_path / "out" / "experts" / name / "model") for name in ("math", "text")
+    }
+    assert study.models.base == str(tmp_path / "base")
+    assert (out, options) == (tmp_path / "out" / "study", {"export_best": True, "as_json": False})
+
+
+def test_nothing_of_a_fleet_is_trained_if_one_expert_cannot_be(
+    fleet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.jsonl").write_text("{\n")
+    assert main(["finetune", str(fleet), "--out", str(tmp_path / "out")]) == 2
+    assert "text.jsonl, line 1: not JSON" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_mistakes_and_failures_have_their_exit_codes(
+    fleet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", str(tmp_path / "out"), "--json"]
+    wrong = changed(fleet, training={"steps": 2, "batch": 0})
+    assert main(["finetune", str(wrong), *out]) == 2
+    problems = json.loads(capsys.readouterr().err)["problems"]
+    assert {problem["field"] for problem in problems} == {"experts.math.training.batch", "experts.text.training.batch"}
+    training = {"steps": 3, "batch": 2, "learning_rate": 1e38, "max_gradient_norm": None}
+    failing = changed(fleet, training=training, method={"kind": "sgd"})
+    assert main(["finetune", str(failing), *out]) == 1
+    assert "the loss is" in json.loads(capsys.readouterr().err)["problems"][0]["message"]
+
+
+def test_progress_is_the_latest_line() -> None:
+    lines: list[dict[str, Any]] = [
+        {"step": 1, "loss": 2.0, "seconds": 0.5},
+        {"step": 1, "values": {"math": 0.25}},
+        {"step": 2, "loss": 1.5, "seconds": 0.5},
+    ]
+    assert finetune_view._text("math", lines) == "math: step 2  loss 1.5000  0.50 s a step  math 0.250"
+    assert finetune_view._text("math", []) == "math: no update yet"

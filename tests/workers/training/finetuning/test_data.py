@@ -1,0 +1,151 @@
+"""Training data: where the loss is, rows that keep documents apart, and what is refused, with its line."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from search_spaces.study.sections import EngineOptions
+from tests.builders import tiny_llama
+from workers.errors import InvalidTask
+from workers.evaluation.prompts import Prompts
+from workers.training.finetuning.data import IGNORED, batch_rows, pack, read_documents, tensors_of
+from workers.training.finetuning.spec import Data
+
+BOS, EOS = 1, 2
+MESSAGES = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}"
+TEMPLATE = MESSAGES + "{% if add_generation_prompt %}a:{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def prompts(model_dir: Path) -> Prompts:
+    return Prompts(str(model_dir), EngineOptions(max_model_len=64))
+
+
+def data_of(directory: Path, *lines: Any, **options: Any) -> Data:
+    file = directory / "data.jsonl"
+    file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return Data(file=str(file), **options)
+
+
+def test_the_loss_is_on_the_completion_and_its_end(tmp_path: Path, prompts: Prompts) -> None:
+    (document,) = read_documents(data_of(tmp_path, {"prompt": "1+2=", "completion": "34"}), prompts)
+    ids = {character: prompts.encode(character)[1] for character in "1+2=34"}
+    assert document.tokens == (BOS, *(ids[c] for c in "1+2=34"), EOS)
+    assert document.has_loss == (False,) * 5 + (True,) * 3
+    batch = tensors_of([(document,)], pad=0)
+    assert batch.labels.tolist() == [[IGNORED] * 4 + [ids["3"], ids["4"], EOS, IGNORED]]
+    assert batch.num_targets == 3
+
+
+def test_templates_take_any_keys(tmp_path: Path, prompts: Prompts) -> None:
+    data = data_of(tmp_path, {"q": "ab", "a": "c"}, prompt="Q{{q}}", completion="{{a}}!")
+    (document,) = read_documents(data, prompts)
+    assert prompts.tokenizer.decode(document.tokens) == "<s>Qabc!</s>"
+
+
+def test_in_a_chat_the_loss_is_on_what_the_assistant_says(tmp_path: Path, prompts: Prompts) -> None:
+    prompts.tokenizer.chat_template = TEMPLATE
+    chat = [("user", "x"), ("assistant", "y"), ("user", "z"), ("assistant", "w")]
+    messages = [{"role": role, "content": content} for role, content in chat]
+    (document,) = read_documents(data_of(tmp_path, {"messages": messages}), prompts)
+    assert prompts.tokenizer.decode(document.tokens) == "u:x\na:y\nu:z\na:w\n"
+    learned = [token for token, counts in zip(document.tokens, document.has_loss, strict=True) if counts]
+    assert prompts.tokenizer.decode(learned) == "y\nw\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "holds no rows"),
+        ([""], "holds no rows"),
+        ([{"prompt": "a", "completion": "b"}, "{"], "line 2: not JSON"),
+        (["[1]"], "line 1: expected a JSON object, found list"),
+        ([{"prompt": "a"}], "line 1: answer template '{{completion}}': 'completion' is undefined"),
+        ([{"prompt": "", "completion": "b"}], "line 1: the prompt is empty"),
+        ([{"prompt": "a", "completion": ""}], "line 1: the completion is empty"),
+        ([{"prompt": "a" * 70, "completion": "b"}], "line 1: 73 tokens; data.max_length is 64"),
+        ([{"messages": "a"}], "line 1: messages is not a list of objects with role and content"),
+        ([{"messages": [{"role": "user", "content": "a"}]}], "line 1: no message of the assistant"),
+        ([{"messages": [{"role": "assistant", "content": "a"}]}], "has no chat template for messages"),
+    ],
+)
+def test_bad_data_is_refused_with_its_line(tmp_path: Path, prompts: Prompts, lines: list[Any], message: str) -> None:
+    with pytest.raises(InvalidTask) as refused:
+        read_documents(data_of(tmp_path, *lines, max_length=64), prompts)
+    assert message in str(refused.value)
+    assert str(tmp_path / "data.jsonl") in str(refused.value) or "tokenizer" in str(refused.value)
+
+
+def test_missing_data_is_refused(tmp_path: Path, prompts: Prompts) -> None:
+    with pytest.raises(InvalidTask, match=r"none.jsonl: cannot be read \(No such file"):
+        read_documents(Data(file=str(tmp_path / "none.jsonl")), prompts)
+    with pytest.raises(InvalidTask, match=r"dataset .*: cannot be loaded"):
+        read_documents(Data(dataset=str(tmp_path / "none")), prompts)
+
+
+def test_a_dataset_is_read(tmp_path: Path, prompts: Prompts) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    (document,) = read_documents(Data(dataset=str(tmp_path / "set")), prompts)
+    assert prompts.tokenizer.decode(document.tokens) == "<s>ab</s>"
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path, prompts: Prompts) -> None:
+    prompts.tokenizer.eos_token = None
+    with pytest.raises(InvalidTask, match="has no end-of-text token"):
+        read_documents(data_of(tmp_path, {"prompt": "a", "completion": "b"}), prompts)
+
+
+def documents(tmp_path: Path, prompts: Prompts, count: int) -> Any:
+    lines = [{"prompt": f"{i}+{i}=", "completion": "x" * (1 + i % 7)} for i in range(count)]
+    return read_documents(data_of(tmp_path, *lines), prompts)
+
+
+def test_packing_keeps_every_document_once_and_rows_short(tmp_path: Path, prompts: Prompts) -> None:
+    every = documents(tmp_path, prompts, 200)
+    rows = pack(every, length=40, packing=True, seed=3)
+    assert Counter(d.place for row in rows for d in row) == Counter(d.place for d in every)
+    assert max(sum(len(d.tokens) for d in row) for row in rows) <= 40
+    assert sum(len(d.tokens) for d in every) / (40 * len(rows)) > 0.9
+    assert rows == pack(every, length=40, packing=True, seed=3) != pack(every, length=40, packing=True, seed=4)
+    assert all(len(row) == 1 for row in pack(every, length=40, packing=False, seed=3))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_documents_do_not_see_each_other(
+    tmp_path: Path, prompts: Prompts, model_dir: Path, attention: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    every = documents(tmp_path, prompts, 9)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation=attention).eval()
+    rows = pack(every, length=40, packing=True, seed=0)
+    assert len(rows) > 1
+    batch = tensors_of(rows, pad=0)
+    with torch.no_grad():
+        together = model(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False).logits
+        for i, row in enumerate(rows):
+            start = 0
+            for document in row:
+                alone = model(input_ids=torch.tensor([document.tokens])).logits[0]
+                stop = start + len(document.tokens)
+                assert torch.allclose(together[i, start:stop], alone, atol=1e-5)
+                start = stop
+
+
+def test_batches_of_an_epoch_have_every_row_once() -> None:
+    found = [number for step in range(5) for number in batch_rows(10, batch=4, step=step, seed=1)]
+    assert sorted(found[:10]) == sorted(found[10:]) == list(range(10))
+    assert found[:10] != found[10:]
+    assert batch_rows(10, batch=4, step=3, seed=1) == found[12:16]

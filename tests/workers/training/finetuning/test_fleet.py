@@ -1,0 +1,68 @@
+"""Fleets and pipelines: sections laid over each other, and every mistake named with its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_spaces.errors import InvalidStudy
+from workers.training.finetuning.fleet import parse_pipeline
+
+FLEET: dict[str, Any] = {
+    "name": "family",
+    "base": "base",
+    "data": {"max_length": 64},
+    "training": {"steps": 5, "batch": 4},
+    "experts": {
+        "math": {"data": {"file": "math.jsonl"}},
+        "text": {"data": {"file": "text.jsonl"}, "training": {"steps": 9}},
+    },
+}
+TASK = {"name": "math", "task": {"file": "dev.jsonl"}, "metric": "exact_match"}
+STUDY = {"name": "merge", "fidelity": {"scheduler": "none"}, "objectives": [TASK]}
+
+
+def test_an_expert_has_the_shared_options_and_its_own(tmp_path: Path) -> None:
+    pipeline = parse_pipeline(FLEET, tmp_path)
+    math, text = pipeline.experts["math"], pipeline.experts["text"]
+    assert (math.name, math.training.steps, math.training.batch, math.data.max_length) == ("math", 5, 4, 64)
+    assert (text.name, text.training.steps, text.training.batch) == ("text", 9, 4)
+    assert math.data.file == str(tmp_path / "math.jsonl")
+    assert pipeline.places(tmp_path) == {name: tmp_path / "experts" / name for name in ("math", "text")}
+    assert pipeline.study_of(pipeline.places(tmp_path)) is None
+
+
+def test_the_study_merges_the_fleets_experts(tmp_path: Path) -> None:
+    pipeline = parse_pipeline({**FLEET, "study": STUDY}, tmp_path)
+    study = pipeline.study_of({alias: tmp_path / alias for alias in pipeline.experts})
+    assert study is not None
+    assert study.models.experts == {"math": str(tmp_path / "math"), "text": str(tmp_path / "text")}
+    assert study.objectives[0].task.file == str(tmp_path / "dev.jsonl")
+
+
+def test_one_expert_is_no_fleet(tmp_path: Path) -> None:
+    document = {"name": "a", "base": "base", "data": {"file": "a.jsonl"}, "training": {"steps": 1}}
+    pipeline = parse_pipeline(document, tmp_path)
+    assert pipeline.places(tmp_path / "out") == {"a": tmp_path / "out"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"experts": {}}, "experts: expected a mapping"),
+        ({"experts": {"a b": {}}}, "experts.a b: 'a b' is no alias"),
+        ({"experts": {"base": {}}}, "experts.base: 'base' is no alias"),
+        ({"experts": {"math": 3}}, "experts.math: 3 is no mapping"),
+        ({"experts": {"math": {"base": "x"}}}, "experts.math.base: is that of the whole fleet"),
+        ({"experts": {"math": {}}}, "experts.math.data: give either file or dataset"),
+        ({"experts": {"math": {"data": {"fil": "x"}}}}, "experts.math.data.fil"),
+        ({"study": {**STUDY, "models": {}}}, "study: expected a study without models"),
+        ({"study": {**STUDY, "objectives": []}}, "study.objectives"),
+    ],
+)
+def test_mistakes_are_named_with_their_place(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidStudy) as refused:
+        parse_pipeline({**FLEET, **changes})
+    assert message in str(refused.value)

@@ -1,0 +1,263 @@
+"""Training: it learns, goes on after a kill to the same bits, and stops at what is not a number."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from search_spaces.errors import InvalidStudy
+from tests.builders import tiny_llama
+from workers.errors import InvalidModel, InvalidTask, TrainingFailed
+from workers.models.checkpoints import open_checkpoint, read_expert
+from workers.training.finetuning import checkpoints
+from workers.training.finetuning.history import METRICS, read_history
+from workers.training.finetuning.result import TRAINING_FILE
+from workers.training.finetuning.spec import FinetuneSpec, Training, load_spec, parse_spec
+from workers.training.finetuning.trainer import CHECKPOINTS, EXPERT, check, learning_rate_at, train
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("finetuning")
+    tiny_llama(directory / "base")
+    lines = [json.dumps({"prompt": f"{i}+1=", "completion": str(i + 1), "answer": str(i + 1)}) for i in range(40)]
+    (directory / "data.jsonl").write_text("\n".join(lines) + "\n")
+    return directory
+
+
+def spec_of(place: Path, **changes: Any) -> FinetuneSpec:
+    document: dict[str, Any] = {
+        "name": "sums",
+        "base": "base",
+        "data": {"file": "data.jsonl", "max_length": 64},
+        "method": {"kind": "mergopt", "scale": 0.01},
+        "training": {"steps": 6, "batch": 4, "learning_rate": 0.003, "checkpoint_every": 2, "warmup_steps": 1},
+        "dtype": "float32",
+    }
+    for key, value in changes.items():
+        document[key] = {**document.get(key, {}), **value} if isinstance(value, dict) else value
+    return parse_spec(document, place)
+
+
+def run(place: Path, out: Path, **changes: Any) -> dict[str, Any]:
+    out.mkdir(exist_ok=True)
+    return train(spec_of(place, **changes), out)
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / EXPERT / "model.safetensors")
+
+
+def are_equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("kind", ["mergopt", "adamw", "sgd", "sam", "asam", "tangent"])
+def test_every_method_learns(place: Path, tmp_path: Path, kind: str) -> None:
+    rate = 0.05 if kind == "sgd" else 0.002
+    method = {"kind": kind, "scale": 0.002, "rho": 0.02}
+    facts = run(place, tmp_path / "out", method=method, training={"steps": 12, "learning_rate": rate})
+    losses = [line["loss"] for line in read_history(tmp_path / "out" / METRICS)]
+    assert len(losses) == 12
+    assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
+    assert facts["loss"] == losses[-1]
+
+
+def test_the_expert_is_one_of_a_study(place: Path, tmp_path: Path) -> None:
+    run(place, tmp_path / "out", dtype="bfloat16")
+    expert = open_checkpoint(tmp_path / "out" / EXPERT)
+    base = open_checkpoint(place / "base")
+    assert expert.tensors.keys() == base.tensors.keys()
+    assert {tensor.dtype for tensor in expert.tensors.values()} == {"BF16"}
+    card = (tmp_path / "out" / EXPERT / "README.md").read_text()
+    assert "6 updates of 4 rows" in card
+    assert "optimizer mergopt" in card
+    assert json.loads((tmp_path / "out" / EXPERT / TRAINING_FILE).read_text())["specification"]["name"] == "sums"
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("kind", ["mergopt", "asam"])
+def test_a_training_that_was_killed_ends_with_the_same_bits(place: Path, tmp_path: Path, kind: str) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(place, whole, method={"kind": kind})
+    parts.mkdir()
+
+    def killing(line: Mapping[str, Any]) -> None:
+        if line["step"] == 5:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(spec_of(place, method={"kind": kind}), parts, report=killing)
+    assert checkpoints.step_of(checkpoints.latest(parts / CHECKPOINTS)) == 4
+    assert [line["step"] for line in read_history(parts / METRICS)] == [1, 2, 3, 4, 5]
+    seen: list[int] = []
+    train(spec_of(place, method={"kind": kind}), parts, report=lambda line: seen.append(line["step"]))
+    assert seen == [5, 6]
+    assert [line["step"] for line in read_history(parts / METRICS)] == [1, 2, 3, 4, 5, 6]
+    assert are_equal(weights(parts), weights(whole))
+    assert not are_equal(weights(parts), load_file(place / "base" / "model.safetensors"))
+
+
+def test_an_incomplete_checkpoint_is_not_loaded(place: Path, tmp_path: Path) -> None:
+    run(place, tmp_path / "out")
+    kept = sorted(path.name for path in (tmp_path / "out" / CHECKPOINTS).iterdir())
+    assert kept == ["step-00000004", "step-00000006"]
+    hidden = tmp_path / "out" / CHECKPOINTS / ".step-00000008.checkpoint.partial" / "model"
+    hidden.mkdir(parents=True)
+    assert checkpoints.step_of(checkpoints.latest(tmp_path / "out" / CHECKPOINTS)) == 6
+
+
+def test_reading_fewer_rows_at_once_changes_rounding_only(place: Path, tmp_path: Path) -> None:
+    run(place, tmp_path / "whole", training={"micro_batch": 4})
+    run(place, tmp_path / "parts", training={"micro_batch": 1})
+    for name, tensor in weights(tmp_path / "whole").items():
+        assert torch.allclose(tensor, weights(tmp_path / "parts")[name], rtol=1e-4, atol=1e-5)
+
+
+def test_gradient_checkpointing_and_noise_in_layers_change_nothing(place: Path, tmp_path: Path) -> None:
+    run(place, tmp_path / "plain")
+    run(place, tmp_path / "other", method={"in_layers": True}, training={"gradient_checkpointing": True})
+    for name, tensor in weights(tmp_path / "plain").items():
+        assert torch.allclose(tensor, weights(tmp_path / "other")[name], rtol=1e-4, atol=1e-5)
+
+
+def test_only_the_named_layers_are_trained(place: Path, tmp_path: Path) -> None:
+    run(place, tmp_path / "out", training={"layers": [1]})
+    base = load_file(place / "base" / "model.safetensors")
+    changed = {name for name, tensor in weights(tmp_path / "out").items() if not torch.equal(tensor, base[name])}
+    assert changed
+    assert all(".layers.1." in name for name in changed)
+    with pytest.raises(InvalidModel, match=r"training.layers: 2; the model has the layers 0 to 1"):
+        run(place, tmp_path / "none", training={"layers": [2]})
+
+
+@pytest.mark.parametrize("kind", ["mergopt", "adamw"])
+def test_lora_gives_an_adapter_of_the_base(place: Path, tmp_path: Path, kind: str) -> None:
+    run(place, tmp_path / "out", adapter={"rank": 2, "targets": ["q_proj"]}, method={"kind": kind})
+    base = open_checkpoint(place / "base")
+    expert = read_expert(tmp_path / "out" / EXPERT, base)
+    assert expert is not None
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(expert.read(name), base.read(name))
+    other = "model.layers.0.self_attn.k_proj.weight"
+    assert torch.equal(expert.read(other), base.read(other))
+
+
+def test_a_loss_that_is_no_number_stops_with_step_and_batch(place: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(TrainingFailed) as failed:
+        run(place, out, method={"kind": "sgd"}, training={"learning_rate": 1e30, "max_gradient_norm": None})
+    message = str(failed.value)
+    assert "step 2: the loss is" in message or "step 3: the loss is" in message
+    assert "data.jsonl, line" in message
+    assert not (out / EXPERT).exists()
+
+
+def test_the_last_good_checkpoint_is_kept_and_named(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+
+    def poisoned(line: Mapping[str, Any]) -> None:
+        if line["step"] == 3:
+            monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(float("nan")))
+
+    out.mkdir()
+    with pytest.raises(TrainingFailed, match=r"step 4: .* the last good checkpoint is .*step-00000002"):
+        train(spec_of(place), out, report=poisoned)
+    assert checkpoints.step_of(checkpoints.latest(out / CHECKPOINTS)) == 2
+
+
+def test_what_does_not_fit_the_model_is_refused(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidModel, match=r"max_length: 600; .* reads at most 512 tokens"):
+        check(spec_of(place, data={"max_length": 600}))
+    objective = {"name": "sums", "task": {"file": "none.jsonl"}, "metric": "exact_match"}
+    with pytest.raises(InvalidTask, match=r"none.jsonl: cannot be read"):
+        check(spec_of(place, evaluation={"objectives": [objective]}))
+    check(spec_of(place))
+    with pytest.raises(InvalidModel, match=r"adapter.targets: .*'w_q'.* there are .*q_proj"):
+        run(place, tmp_path / "b", adapter={"targets": ["w_q"]})
+    with pytest.raises(InvalidModel, match=r"data.pad_token: '<fill>'; .* has no such token"):
+        run(place, tmp_path / "c", data={"pad_token": "<fill>"})
+    base = tiny_llama(tmp_path / "without")
+    for file in ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json"):
+        if (base / file).exists():
+            document = json.loads((base / file).read_text())
+            document.pop("pad_token", None)
+            (base / file).write_text(json.dumps(document))
+    with pytest.raises(InvalidModel, match="its tokenizer has no pad token"):
+        run(place, tmp_path / "d", base=str(base))
+    run(place, tmp_path / "e", base=str(base), data={"pad_token": "</s>"}, training={"steps": 1})
+
+
+def test_the_scale_is_fitted_to_experts(place: Path, tmp_path: Path) -> None:
+    run(place, tmp_path / "first", method={"kind": "adamw"})
+    facts = run(place, tmp_path / "second", method={"scale": "auto", "fit_to": [str(tmp_path / "first" / EXPERT)]})
+    assert facts["noise"]["distribution"] == "laplace"
+    assert 0 < facts["noise"]["scale"] < 0.02
+    assert 0 < facts["noise"]["distance"] < 1
+
+
+@pytest.mark.slow
+def test_the_tasks_of_studies_are_scored_while_training(place: Path, tmp_path: Path) -> None:
+    objective = {"name": "sums", "task": {"file": "data.jsonl", "max_tokens": 4}, "metric": "exact_match"}
+    facts = run(
+        place,
+        tmp_path / "out",
+        training={"steps": 4, "learning_rate": 0.01},
+        evaluation={"every": 2, "samples": 10, "objectives": [objective]},
+    )
+    values = [line["values"] for line in read_history(tmp_path / "out" / METRICS) if "values" in line]
+    assert len(values) == 2
+    assert facts["values"] == values[-1]
+    assert 0 <= values[-1]["sums"] <= 1
+    assert "## Evaluation" in (tmp_path / "out" / EXPERT / "README.md").read_text()
+
+
+def test_learning_rates_by_hand() -> None:
+    cosine = Training(steps=10, learning_rate=1.0, warmup_steps=2)
+    assert [learning_rate_at(step, 10, cosine) for step in (0, 1, 2, 6)] == pytest.approx([0.5, 1.0, 1.0, 0.5])
+    linear = Training(steps=10, learning_rate=1.0, schedule="linear")
+    assert [learning_rate_at(step, 10, linear) for step in (0, 5, 9)] == pytest.approx([1.0, 0.5, 0.1])
+    constant = Training(steps=10, learning_rate=1.0, schedule="constant")
+    assert learning_rate_at(9, 10, constant) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"file": None}}, "data: give either file or dataset"),
+        ({"training": {"epochs": 1.0}}, "training: give either steps or epochs"),
+        ({"training": {"batch": 1}, "workers": 2}, "training.batch: 1 rows for 2 workers"),
+        ({"method": {"scale": "auto"}}, "method.fit_to: is empty"),
+        ({"method": {"kind": "adam"}}, 'method.kind: "adam"'),
+        ({"training": {"learning_rat": 1}}, "learning_rat"),
+        ({"adapter": {}, "training": {"layers": [0]}}, "training.layers: is for full weights"),
+    ],
+)
+def test_contradictions_are_refused(place: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidStudy) as refused:
+        spec_of(place, **changes)
+    assert message in str(refused.value)
+
+
+def test_the_largest_seed_is_one(place: Path, tmp_path: Path) -> None:
+    assert run(place, tmp_path / "out", seed=2**32 - 1, training={"steps": 1})["steps"] == 1
+
+
+def test_a_specification_is_read_and_repeated(place: Path) -> None:
+    file = place / "spec.yaml"
+    file.write_text("name: a\nbase: base\ndata: {file: data.jsonl}\ntraining: {epochs: 2}\n")
+    spec = load_spec(file)
+    assert spec.base == str(place / "base")
+    assert spec.data.file == str(place / "data.jsonl")
+    assert parse_spec(spec.canonical()) == spec

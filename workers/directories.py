@@ -1,0 +1,90 @@
+"""Directories that appear under their name only once they are complete and on disk.
+
+Until then they are in a hidden directory beside it, which a killed process leaves for the next one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+__all__ = ["appearing", "partial_directories", "sync"]
+
+# The suffix of the hidden directory. It holds the files written so far, and what its writer notes beside them.
+PARTIAL = ".partial"
+MODEL = "model"
+
+
+@contextmanager
+def appearing(out: Path, job: str) -> Iterator[Path]:
+    """A directory to write to, renamed to `out` once it is complete and on disk.
+
+    Until then it is in a hidden directory next to `out`. If this process is killed or interrupted, the next writer of
+    the same `job` finds it there; if writing fails, it is removed. Raises FileExistsError while another process writes
+    to `out`, and if it appeared meanwhile and is not empty."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    place = out.parent / f".{out.name}.{job}{PARTIAL}"
+    _remove_abandoned(out, but=place)
+    place.mkdir(exist_ok=True)
+    with _opened(place) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(lock), place.stat()):
+                raise FileNotFoundError(place)  # the last holder of the lock removed it; this is a new directory
+        except (BlockingIOError, FileNotFoundError) as error:
+            raise FileExistsError(
+                f"{out}: another process is writing this model there; wait for it, or give another directory"
+            ) from error
+        directory = place / MODEL
+        try:
+            directory.mkdir(exist_ok=True)
+            yield directory
+            for file in directory.iterdir():
+                sync(file)
+            sync(directory)
+            try:
+                directory.rename(out)
+            except OSError as error:
+                raise FileExistsError(f"{out}: appeared meanwhile; expected a new or empty directory") from error
+            sync(out.parent)
+        except Exception:  # only exports that were killed or interrupted can be continued
+            shutil.rmtree(place, ignore_errors=True)
+            raise
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def partial_directories(out: Path) -> list[Path]:
+    """What killed writers of `out` left."""
+    if not out.parent.is_dir():
+        return []
+    return [
+        path for path in out.parent.iterdir() if path.name.startswith(f".{out.name}.") and path.name.endswith(PARTIAL)
+    ]
+
+
+def _remove_abandoned(out: Path, *, but: Path) -> None:
+    """Remove what killed exports to `out` left, except `but`. A running export holds the lock of its directory."""
+    for path in partial_directories(out):
+        if path != but:
+            with suppress(FileNotFoundError, BlockingIOError), _opened(path) as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on disk."""
+    with _opened(path) as descriptor:
+        os.fsync(descriptor)

@@ -1,0 +1,13 @@
+"""Fine-tuning of one expert: from a specification and data to a checkpoint, on any number of ranks.
+
+- `spec`: the specification file as validated models; imports nothing heavy
+- `fleet`: an expert per task, and the study that merges them, in one file
+- `data`: documents of tokens and where their loss is, packed into rows of one length
+- `methods`: the optimizers by name
+- `models`: the model that is trained: all weights, some layers, or LoRA
+- `trainer`: the loop over steps, the same on one rank and on several
+- `history`: the numbers of every update and evaluation
+- `checkpoints`: its state on disk, complete or absent
+- `evaluation`: the tasks of studies, scored while training
+- `result`: the trained model as a directory, with a model card
+"""

@@ -1,0 +1,86 @@
+"""The state of a training on disk: weights that are trained, the optimizer's state, and the step. Never a pickle.
+
+A checkpoint's directory appears once it is complete (`workers.directories`), so the newest one can always be loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.optim import Optimizer
+
+from workers.directories import appearing
+
+__all__ = ["KEPT", "latest", "load", "save", "step_of"]
+
+# The newest ones stay.
+KEPT = 2
+
+PREFIX = "step-"
+WEIGHTS, MOMENTS, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
+
+
+def save(directory: Path, *, step: int, trained: Mapping[str, torch.Tensor], optimizer: Optimizer, loss: float) -> Path:
+    """Write the state after `step` updates below `directory`, and remove the oldest beyond KEPT. Returns its place."""
+    out = directory / f"{PREFIX}{step:08}"
+    if not out.exists():
+        tensors, rest = _split(optimizer.state_dict())
+        with appearing(out, "checkpoint") as place:
+            save_file({name: p.detach().cpu().contiguous() for name, p in trained.items()}, place / WEIGHTS)
+            save_file(tensors, place / MOMENTS)
+            (place / STATE).write_text(json.dumps({"step": step, "loss": loss, "optimizer": rest}))
+    for old in _all(directory)[:-KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
+    return out
+
+
+def latest(directory: Path) -> Path | None:
+    """The newest complete checkpoint below `directory`."""
+    found = _all(directory)
+    return found[-1] if found else None
+
+
+def step_of(checkpoint: Path | None) -> int:
+    """How many updates a checkpoint is after; 0 for none."""
+    return 0 if checkpoint is None else int(checkpoint.name.removeprefix(PREFIX))
+
+
+@torch.no_grad()
+def load(checkpoint: Path, *, trained: Mapping[str, torch.Tensor], optimizer: Optimizer) -> None:
+    """Set weights and optimizer to the checkpoint's. Raises ValueError if it is of other parameters."""
+    weights = load_file(checkpoint / WEIGHTS)
+    if weights.keys() != trained.keys():
+        raise ValueError(f"{checkpoint}: holds other parameters than are trained; expected those of this specification")
+    for name, parameter in trained.items():
+        parameter.copy_(weights[name])
+    state = json.loads((checkpoint / STATE).read_text())
+    optimizer.load_state_dict(_joined(state["optimizer"], load_file(checkpoint / MOMENTS)))
+
+
+def _all(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.glob(f"{PREFIX}*") if path.is_dir()) if directory.is_dir() else []
+
+
+def _split(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors of an optimizer's state by "parameter.name", and all else, as plain data."""
+    tensors, plain = {}, {}
+    for number, entries in state["state"].items():
+        plain[str(number)] = {name: value for name, value in entries.items() if not isinstance(value, torch.Tensor)}
+        for name, value in entries.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{number}.{name}"] = value.detach().cpu().contiguous()
+    return tensors, {**state, "state": plain}
+
+
+def _joined(plain: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    entries: dict[int, dict[str, Any]] = {int(number): dict(values) for number, values in plain["state"].items()}
+    for key, value in tensors.items():
+        number, name = key.split(".", 1)
+        entries[int(number)][name] = value
+    return {**plain, "state": entries}

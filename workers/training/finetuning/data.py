@@ -1,0 +1,215 @@
+"""Training data: rows of a JSONL file or dataset as documents of tokens, packed into rows of one length.
+
+A token's loss counts if it belongs to a completion, or ends one. The order is a function of the seed alone, so every
+rank has the same rows and takes its own of each batch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workers.errors import InvalidTask
+from workers.evaluation.inline_files import RowTemplates, parse_line
+from workers.evaluation.prompts import Prompts
+from workers.training.finetuning.spec import Data
+
+__all__ = ["IGNORED", "Batch", "Document", "batch_rows", "pack", "read_documents", "tensors_of"]
+
+# The label of a token without loss.
+IGNORED = -100
+
+MESSAGES = "messages"
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text of `tokens`; `has_loss` says of which tokens. `place` is where it comes from, for messages."""
+
+    tokens: tuple[int, ...]
+    has_loss: tuple[bool, ...]
+    place: str
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows as the model reads them, [rows, length] each: token ids, positions that begin anew with each document, and
+    the labels of the next token, IGNORED where there is no loss."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    labels: torch.Tensor
+
+    @property
+    def num_targets(self) -> int:
+        return int((self.labels != IGNORED).sum())
+
+
+def read_documents(data: Data, prompts: Prompts) -> list[Document]:
+    """All documents in the order of the data. Raises InvalidTask: data missing, malformed or empty (with its line), no
+    completion to learn from, a document longer than a row, no end-of-text token."""
+    eos = prompts.tokenizer.eos_token_id
+    if eos is None:
+        raise InvalidTask(f"data: the tokenizer of {prompts.directory} has no end-of-text token; completions need one")
+    source = data.file or data.dataset
+    templates = RowTemplates({"prompt": data.prompt, "answer": data.completion}, where=str(source))
+    documents = []
+    for place, fields in _lines(data) if data.file is not None else _dataset_rows(data):
+        if MESSAGES in fields:
+            document = _chat(fields[MESSAGES], prompts, place)
+        else:
+            row = templates.row(fields, where=place)
+            document = _completion(row.prompt, row.answer, int(eos), prompts, place)
+        if len(document.tokens) > data.max_length:
+            raise InvalidTask(
+                f"{place}: {len(document.tokens)} tokens; data.max_length is {data.max_length}: raise it or shorten "
+                "the text"
+            )
+        documents.append(document)
+    if not documents:
+        raise InvalidTask(f"{source}: holds no rows; expected one JSON object per line")
+    return documents
+
+
+def pack(documents: Sequence[Document], *, length: int, packing: bool, seed: int) -> list[tuple[Document, ...]]:
+    """Rows of at most `length` tokens, of documents in an order by `seed`: as many as fit, or one each without
+    `packing`. The open row with the least room that suffices takes a document."""
+    order = list(documents)
+    random.Random(f"documents {seed}").shuffle(order)
+    if not packing:
+        return [(document,) for document in order]
+    rows: list[list[Document]] = []
+    room: list[int] = []
+    open_rows: list[int] = []
+    for document in order:
+        size = len(document.tokens)
+        fitting = [row for row in open_rows if room[row] >= size]
+        if fitting:
+            row = min(fitting, key=lambda index: room[index])
+        else:
+            row = len(rows)
+            rows.append([])
+            room.append(length)
+            open_rows = [*open_rows[-MAX_OPEN:], row]
+        rows[row].append(document)
+        room[row] -= size
+    return [tuple(row) for row in rows]
+
+
+# Rows that documents may still be added to: looking through all would take quadratic time.
+MAX_OPEN = 63
+
+
+def batch_rows(num_rows: int, *, batch: int, step: int, seed: int) -> list[int]:
+    """The numbers of the `batch` rows of update `step` (0, 1, ...): each pass over all rows has an order of its own."""
+    found = []
+    for position in range(step * batch, (step + 1) * batch):
+        epoch, index = divmod(position, num_rows)
+        found.append(_order(num_rows, epoch, seed)[index])
+    return found
+
+
+def tensors_of(rows: Sequence[Sequence[Document]], *, pad: int) -> Batch:
+    """The rows, filled up with `pad` to the longest."""
+    width = max(sum(len(document.tokens) for document in row) for row in rows)
+    tokens = torch.full((len(rows), width), pad)
+    positions = torch.zeros_like(tokens)
+    labels = torch.full_like(tokens, IGNORED)
+    for i, row in enumerate(rows):
+        start = 0
+        for document in row:
+            size = len(document.tokens)
+            ids = torch.tensor(document.tokens)
+            tokens[i, start : start + size] = ids
+            positions[i, start : start + size] = torch.arange(size)
+            # The label stands where the token is predicted: one place before it.
+            counted = torch.tensor(document.has_loss[1:])
+            labels[i, start : start + size - 1] = torch.where(counted, ids[1:], IGNORED)
+            start += size
+        positions[i, start:] = torch.arange(width - start)
+    return Batch(tokens, positions, labels)
+
+
+_orders: dict[tuple[int, int, int], list[int]] = {}
+
+
+def _order(num_rows: int, epoch: int, seed: int) -> list[int]:
+    key = (num_rows, epoch, seed)
+    if key not in _orders:
+        order = list(range(num_rows))
+        random.Random(f"rows {seed} {epoch}").shuffle(order)
+        while len(_orders) > 1:
+            _orders.pop(next(iter(_orders)))
+        _orders[key] = order
+    return _orders[key]
+
+
+def _lines(data: Data) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    assert data.file is not None
+    try:
+        with Path(data.file).open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    place = f"{data.file}, line {number}"
+                    yield place, parse_line(line, where=place)
+    except OSError as error:
+        raise InvalidTask(f"{data.file}: cannot be read ({error.strerror})") from error
+
+
+def _dataset_rows(data: Data) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(data.dataset, split=data.split)
+    except Exception as error:  # of any of its many sources
+        raise InvalidTask(f"dataset {data.dataset!r}, split {data.split!r}: cannot be loaded: {error}") from error
+    for number, row in enumerate(rows):
+        yield f"dataset {data.dataset!r}, row {number}", row
+
+
+def _completion(prompt: str, completion: str, eos: int, prompts: Prompts, place: str) -> Document:
+    """Prompt and completion, tokenized together where that keeps the prompt's tokens, and the end of text."""
+    if not completion:
+        raise InvalidTask(f"{place}: the completion is empty")
+    context, whole = prompts.encode(prompt), prompts.encode(prompt + completion)
+    if whole[: len(context)] != context or len(whole) == len(context):
+        whole = [*context, *prompts.encode(completion, special_tokens=False)]
+    if whole[-1] != eos:
+        whole = [*whole, eos]
+    return Document(tuple(whole), (False,) * len(context) + (True,) * (len(whole) - len(context)), place)
+
+
+def _chat(messages: Any, prompts: Prompts, place: str) -> Document:
+    """A conversation by the tokenizer's chat template; what the assistant says has loss, with what ends its turn."""
+    if not isinstance(messages, list) or not all(
+        isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in messages
+    ):
+        raise InvalidTask(f"{place}: {MESSAGES} is not a list of objects with role and content")
+    if not any(each["role"] == "assistant" for each in messages):
+        raise InvalidTask(f"{place}: no message of the assistant to learn from")
+    if not prompts.tokenizer.chat_template:
+        raise InvalidTask(f"{place}: the tokenizer of {prompts.directory} has no chat template for {MESSAGES}")
+
+    def rendered(count: int, *, asks: bool) -> list[int]:
+        text = prompts.tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=asks)
+        return prompts.encode(str(text), special_tokens=False)
+
+    tokens: list[int] = []
+    has_loss: list[bool] = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before, after = rendered(index, asks=True), rendered(index + 1, asks=False)
+        if after[: len(before)] != before or before[: len(tokens)] != tokens:
+            raise InvalidTask(
+                f"{place}: the chat template of {prompts.directory} renders earlier messages differently when later "
+                "ones follow, so the loss cannot be placed"
+            )
+        has_loss += [False] * (len(before) - len(tokens)) + [True] * (len(after) - len(before))
+        tokens = after
+    return Document(tuple(tokens), tuple(has_loss), place)

@@ -1,0 +1,54 @@
+"""The tasks of studies, scored while training: the same prompts, samples and metrics, by plain transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from search_spaces.study.sections import EngineOptions
+from workers.engines.transformers.backend import Reference
+from workers.evaluation.lm_eval import TaskEvaluator
+from workers.training.finetuning.spec import Evaluation, task_of
+from workers.types import Span
+
+__all__ = ["Evaluator"]
+
+
+class Evaluator:
+    """Scores the objectives of `section` on a model that is being trained. Raises InvalidTask."""
+
+    def __init__(self, section: Evaluation, base: Path, model: Any, *, max_length: int, seed: int) -> None:
+        reference = Reference(str(base), EngineOptions(max_model_len=max_length), model=_OnDevice(model))
+        self._model = model
+        self._evaluator = TaskEvaluator(reference, reference.prompts)
+        self._spans = []
+        for spec in section.objectives:
+            task = task_of(spec, seed=seed)
+            available = self._evaluator.describe(task).num_samples
+            self._spans.append(Span(spec.name, task, 0, min(section.samples, available)))
+
+    def values(self) -> dict[str, float]:
+        """The mean of each objective over its samples."""
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            samples = self._evaluator.score(self._spans).samples
+        finally:
+            self._model.train(was_training)
+        found: dict[str, list[float]] = {}
+        for sample in samples:
+            found.setdefault(sample.objective, []).append(sample.value)
+        return {name: sum(values) / len(values) for name, values in found.items()}
+
+
+class _OnDevice:
+    """The model, called with tensors of any device."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, **inputs: Any) -> Any:
+        device = next(self._model.parameters()).device
+        return self._model(**{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()})

@@ -1,0 +1,101 @@
+"""Fleets and pipelines: one specification for an expert per task, and for the study that merges them.
+
+A fleet is a specification with `experts`: alias -> what is different for that expert, section by section. A pipeline is
+a fleet with `study`: a study without `models`, which are the base and the experts of the fleet.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from search_spaces.errors import InvalidStudy, Problem
+from search_spaces.study.file import Study, parse_study
+from search_spaces.study.sections import NAME
+from search_spaces.study.yaml import read_document
+from workers.training.finetuning.spec import FinetuneSpec, parse_spec
+
+__all__ = ["EXPERTS", "STUDY", "Pipeline", "load_pipeline", "parse_pipeline"]
+
+# Keys of a fleet, and the directories of its results.
+EXPERTS, STUDY = "experts", "study"
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The specification of each expert by its alias, and the document of the study, if there is one. `is_fleet`: they
+    were given as a fleet, be it of one."""
+
+    experts: Mapping[str, FinetuneSpec]
+    study: Mapping[str, Any] | None
+    directory: Path | None
+    is_fleet: bool
+
+    def places(self, out: Path) -> dict[str, Path]:
+        """Where each expert is trained: `out` itself, or a directory in it for each of a fleet."""
+        return {alias: out / EXPERTS / alias if self.is_fleet else out for alias in self.experts}
+
+    def study_of(self, directories: Mapping[str, Path]) -> Study | None:
+        """The study of the experts in these directories. Raises InvalidStudy with every problem found."""
+        if self.study is None:
+            return None
+        base = next(iter(self.experts.values())).base
+        models = {"base": base, "experts": {alias: str(place.absolute()) for alias, place in directories.items()}}
+        return parse_study({**self.study, "models": models}, self.directory)
+
+
+def load_pipeline(file: Path) -> Pipeline:
+    """The fleet or pipeline in a YAML or JSON file; relative paths are relative to its directory. That of one expert
+    has its name as alias. Raises InvalidStudy with every problem found."""
+    return parse_pipeline(read_document(file), file.absolute().parent)
+
+
+def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -> Pipeline:
+    """As `load_pipeline`, from a document."""
+    if EXPERTS not in document:
+        spec = parse_spec(document, directory)
+        return Pipeline({spec.name: spec}, None, directory, is_fleet=False)
+    shared = {key: value for key, value in document.items() if key not in (EXPERTS, STUDY)}
+    problems: list[Problem] = []
+    experts: dict[str, FinetuneSpec] = {}
+    given = document[EXPERTS]
+    if not isinstance(given, Mapping) or not given:
+        raise InvalidStudy((Problem(EXPERTS, "expected a mapping of aliases to what is different for each expert"),))
+    for alias, own in given.items():
+        field = f"{EXPERTS}.{alias}"
+        if not re.fullmatch(NAME, alias) or alias == "base":
+            problems.append(Problem(field, f"{alias!r} is no alias; give letters, digits, '.', '_' and '-', not base"))
+        elif not isinstance(own, Mapping):
+            problems.append(Problem(field, f"{own!r:.60} is no mapping; give what is different for this expert"))
+        elif common := sorted({"name", "base"} & own.keys()):
+            problems.append(Problem(f"{field}.{common[0]}", "is that of the whole fleet; give it outside of experts"))
+        else:
+            try:
+                experts[alias] = parse_spec({**_laid_over(shared, own), "name": alias}, directory)
+            except InvalidStudy as error:
+                problems += [Problem(f"{field}.{p.field}" if p.field else field, p.message) for p in error.problems]
+    study = document.get(STUDY)
+    if study is not None and (not isinstance(study, Mapping) or "models" in study):
+        problems.append(Problem(STUDY, "expected a study without models, which are those of the fleet"))
+    if problems:
+        raise InvalidStudy(tuple(problems))
+    pipeline = Pipeline(experts, study, directory, is_fleet=True)
+    try:
+        pipeline.study_of({alias: Path("unknown") for alias in experts})
+    except InvalidStudy as error:
+        raise InvalidStudy(
+            tuple(Problem(f"{STUDY}.{p.field}" if p.field else STUDY, p.message) for p in error.problems)
+        ) from error
+    return pipeline
+
+
+def _laid_over(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The shared sections with an expert's own options in them."""
+    merged = dict(shared)
+    for key, value in own.items():
+        below = shared.get(key)
+        merged[key] = {**below, **value} if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged

@@ -1,0 +1,58 @@
+"""The numbers of a training, a line each: of every update, and of every evaluation.
+
+{"step": 1, "loss": 2.3, "gradient_norm": 0.8, "learning_rate": 1e-5, "tokens": 512, "seconds": 0.4}
+{"step": 50, "values": {"math": 0.61}}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["METRICS", "History", "Report", "read_history"]
+
+METRICS = "metrics.jsonl"
+
+Report = Callable[[Mapping[str, Any]], None]
+
+
+def read_history(file: Path) -> list[dict[str, Any]]:
+    """All lines; one that a killed process left incomplete is left out."""
+    try:
+        lines = file.read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found
+
+
+class History:
+    """`file` is written by one rank, `report` called on every one."""
+
+    def __init__(self, file: Path, *, is_writer: bool, report: Report) -> None:
+        self._file, self._is_writer, self._report = file, is_writer, report
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        if self._is_writer:
+            with self._file.open("a") as stream:
+                stream.write(json.dumps(line) + "\n")
+        self._report(line)
+
+    def forget_after(self, step: int) -> None:
+        """Remove what was written after the checkpoint of `step`: it is written again."""
+        if self._is_writer:
+            kept = [line for line in read_history(self._file) if line["step"] <= step]
+            new = self._file.with_suffix(".new")
+            new.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            new.replace(self._file)
+
+    def last(self, key: str) -> Any:
+        """The latest number under `key`, None if there is none."""
+        return next((line[key] for line in reversed(read_history(self._file)) if key in line), None)

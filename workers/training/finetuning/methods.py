@@ -1,0 +1,66 @@
+"""The optimizers of a specification, all with `step(closure)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch.optim import Optimizer
+
+from workers.models.hub import locate
+from workers.training.finetuning.spec import Method
+from workers.training.mergopt.fit import Fit, fit, sample_of
+from workers.training.mergopt.noise import Gaussian, Laplace, Noise
+from workers.training.mergopt.optimizer import MergOPT
+from workers.training.mergopt.sharpness import SharpnessAware
+
+__all__ = ["fitted_scale", "make_optimizer"]
+
+
+def fitted_scale(method: Method, base: Path) -> Fit | None:
+    """The fit to task vectors that `scale: auto` asks for. Raises InvalidModel, and ValueError if these are 0."""
+    if method.scale != "auto" or method.kind != "mergopt":
+        return None
+    return fit(sample_of(base, [locate(expert) for expert in method.fit_to]), method.noise)
+
+
+def make_optimizer(
+    method: Method,
+    trained: Iterable[torch.nn.Parameter],
+    *,
+    learning_rate: float,
+    seed: int,
+    model: torch.nn.Module,
+    moved: Sequence[torch.nn.Parameter] | None = None,
+    fitted: Fit | None = None,
+) -> Optimizer:
+    """The optimizer of the parameters `trained` of `model`. `moved` are those that MergOPT gives an offset, if these
+    are others."""
+    parameters = list(trained)
+    is_sgd = method.kind == "sgd" or (method.kind != "adamw" and method.optimizer == "sgd")
+    inner: Optimizer
+    if is_sgd:
+        inner = torch.optim.SGD(
+            parameters, lr=learning_rate, momentum=method.momentum, weight_decay=method.weight_decay
+        )
+    else:
+        inner = torch.optim.AdamW(parameters, lr=learning_rate, betas=method.betas, weight_decay=method.weight_decay)
+    if method.kind in ("sam", "asam"):
+        return SharpnessAware(inner, rho=method.rho, is_adaptive=method.kind == "asam")
+    if method.kind == "mergopt":
+        return MergOPT(
+            inner,
+            noise=fitted.noise if fitted is not None else _noise(method),
+            coefficients=method.coefficients,
+            max_models=method.max_models,
+            seed=seed,
+            model=model if method.in_layers else None,
+            moved=moved,
+        )
+    return inner
+
+
+def _noise(method: Method) -> Noise:
+    assert method.scale != "auto"
+    return Laplace(method.scale) if method.noise == "laplace" else Gaussian(method.scale)

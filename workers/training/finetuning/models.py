@@ -1,0 +1,111 @@
+"""The model that is trained: all its weights, those of some layers, or LoRA adapters on frozen ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workers.errors import InvalidModel
+from workers.training.finetuning.spec import FinetuneSpec
+from workers.training.mergopt.tangent import TangentModel
+
+__all__ = ["TrainedModel", "load_model", "pad_token"]
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """`module` is what transformers or peft saves; `forward` gives logits and is called in training: the same, or its
+    tangent model. `trained` are the parameters that are updated, by name; `moved` those that get MergOPT's offset, None
+    if they are the same."""
+
+    module: Any
+    forward: torch.nn.Module
+    trained: dict[str, torch.nn.Parameter]
+    moved: tuple[torch.nn.Parameter, ...] | None
+
+
+class _Logits(torch.nn.Module):
+    """A model of transformers as a function from tokens to logits [rows, columns, vocabulary]."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Any) -> torch.Tensor:
+        logits: torch.Tensor = self.model(**inputs, use_cache=False).logits
+        return logits
+
+
+def load_model(spec: FinetuneSpec, base: Path, device: torch.device) -> TrainedModel:
+    """The base in float32 on `device`, in training mode. Raises InvalidModel: layers that it has not, adapter targets
+    that match nothing."""
+    from transformers import AutoModelForCausalLM
+
+    is_tangent = spec.method.kind == "tangent"
+    model = AutoModelForCausalLM.from_pretrained(
+        base,
+        dtype=torch.float32,
+        trust_remote_code=False,
+        attn_implementation="eager" if is_tangent else None,
+    ).to(device)
+    moved: tuple[torch.nn.Parameter, ...] | None = None
+    if spec.adapter is not None:
+        model, moved = _with_adapter(model, spec)
+    elif spec.training.layers is not None:
+        _freeze_but(model, spec.training.layers)
+    if spec.training.gradient_checkpointing:
+        if spec.adapter is not None:
+            model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return TrainedModel(model, TangentModel(model) if is_tangent else _Logits(model), trained, moved)
+
+
+def pad_token(spec: FinetuneSpec, tokenizer: Any, base: Path) -> int:
+    """The id of the token that rows are filled up with. Raises InvalidModel if there is none."""
+    name = spec.data.pad_token
+    if name is not None:
+        found = tokenizer.get_vocab().get(name)
+        if found is None:
+            raise InvalidModel((f"data.pad_token: {name!r}; the tokenizer of {base} has no such token",))
+        return int(found)
+    if tokenizer.pad_token_id is None:
+        raise InvalidModel((f"{base}: its tokenizer has no pad token; name one of its tokens in data.pad_token",))
+    return int(tokenizer.pad_token_id)
+
+
+def _with_adapter(model: Any, spec: FinetuneSpec) -> tuple[Any, tuple[torch.nn.Parameter, ...]]:
+    from peft import LoraConfig, get_peft_model
+
+    assert spec.adapter is not None
+    targets = spec.adapter.targets
+    try:
+        adapted = get_peft_model(
+            model,
+            LoraConfig(
+                r=spec.adapter.rank,
+                lora_alpha=spec.adapter.alpha,
+                lora_dropout=spec.adapter.dropout,
+                target_modules=targets if isinstance(targets, str) else list(targets),
+                task_type="CAUSAL_LM",
+            ),
+        )
+    except ValueError as error:
+        kinds = sorted({name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
+        raise InvalidModel(
+            (f"adapter.targets: {targets}: cannot be adapted ({error}); there are {', '.join(kinds)}",)
+        ) from error
+    # The offset of a merge is in the weights that the adapters change, not in the adapters.
+    return adapted, tuple(p for name, p in adapted.named_parameters() if ".base_layer." in name)
+
+
+def _freeze_but(model: Any, layers: tuple[int, ...]) -> None:
+    count = model.config.num_hidden_layers
+    if unknown := [layer for layer in layers if layer >= count]:
+        raise InvalidModel((f"training.layers: {unknown[0]}; the model has the layers 0 to {count - 1}",))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(f".layers.{layer}." in f".{name}" for layer in layers))

@@ -1,0 +1,71 @@
+"""The trained expert as a directory that studies take: safetensors, tokenizer, model card, and how it was trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from workers.directories import appearing
+from workers.models.hub import commit_of, id_of
+from workers.models.tokenizers import TOKENIZER_FILES
+from workers.training.finetuning.spec import FinetuneSpec
+
+__all__ = ["TRAINING_FILE", "write_expert"]
+
+# How the expert was trained, beside its weights.
+TRAINING_FILE = "finetune.json"
+
+
+def write_expert(
+    spec: FinetuneSpec, base: Path, model: Any, out: Path, *, facts: Mapping[str, Any], values: Mapping[str, float]
+) -> Path:
+    """Write the model, or its adapter, to the new directory `out`. `facts` are for TRAINING_FILE and the card,
+    `values` what the last evaluation found. The weights of `model` are rounded to the expert's
+    dtype in place. Returns `out`, left as it is if it exists."""
+    if out.exists():
+        return out
+    with appearing(out, "expert") as place:
+        dtype = getattr(torch, spec.dtype)
+        if spec.adapter is None:
+            model.to(dtype).save_pretrained(place)
+            for name in TOKENIZER_FILES:
+                if (base / name).is_file():
+                    shutil.copyfile(base / name, place / name)
+        else:
+            model.save_pretrained(place)
+        document = {"specification": spec.canonical(), **facts, "version": version("mergesearch")}
+        (place / TRAINING_FILE).write_text(json.dumps(document, indent=2) + "\n")
+        (place / "README.md").write_text(_card(spec, base, facts=facts, values=values))
+    return out
+
+
+def _card(spec: FinetuneSpec, base: Path, *, facts: Mapping[str, Any], values: Mapping[str, float]) -> str:
+    name = id_of(base)
+    front: dict[str, Any] = {"library_name": "transformers", "tags": ["mergesearch", spec.method.kind]}
+    if name:
+        front["base_model"] = name
+    origin = f"{name}@{commit_of(base)}" if name else base.name
+    data = (spec.data.file and Path(spec.data.file).name) or spec.data.dataset
+    kind = "LoRA adapter" if spec.adapter is not None else "model"
+    lines = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
+        f"# {spec.name}",
+        f"A {kind} fine-tuned from {origin} on {data} by mergesearch, with the optimizer {spec.method.kind}: "
+        f"{facts['steps']} updates of {spec.training.batch} rows, learning rate {spec.training.learning_rate:g}, seed "
+        f"{spec.seed}. The last loss was {facts['loss']:.4f}.",
+    ]
+    if values and spec.evaluation is not None:
+        rows = "\n".join(f"| {objective} | {value:.4f} |" for objective, value in values.items())
+        lines.append(
+            f"## Evaluation\n\nOn up to {spec.evaluation.samples} samples each, in the course of training.\n\n"
+            f"| objective | value |\n| --- | --- |\n{rows}"
+        )
+    lines.append(f"`{TRAINING_FILE}` has the whole specification; `mergesearch finetune` repeats it.")
+    return "\n\n".join(lines) + "\n"

@@ -1,0 +1,231 @@
+"""The specification of a fine-tuning: base model, data, optimizer, schedule, evaluation.
+
+All problems of a file are reported together. Models and data are not read here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from search_spaces.errors import InvalidStudy, Problem
+from search_spaces.section import Section
+from search_spaces.study.checks import WORDS
+from search_spaces.study.file import ObjectiveSpec, resolved_model, resolved_objective
+from search_spaces.study.sections import InlineTask, Line, Name
+from search_spaces.study.validation import in_file_order, problems_of
+from search_spaces.study.yaml import read_document
+from workers.types import TaskSpec
+
+__all__ = [
+    "Adapter",
+    "Data",
+    "Evaluation",
+    "FinetuneSpec",
+    "Method",
+    "Training",
+    "finetune_json_schema",
+    "load_spec",
+    "parse_spec",
+    "task_of",
+]
+
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Data(Section):
+    """Either `file` or `dataset`."""
+
+    file: Line | None = None
+    """A JSONL file: one object a line, with `messages` of a chat, or with what the templates use."""
+    dataset: Line | None = None
+    """A dataset's name on the hub, or its directory, as the library datasets takes it."""
+    split: Line = "train"
+    """Of a dataset."""
+    prompt: Annotated[str, Field(min_length=1)] = "{{prompt}}"
+    """Jinja template over a row's keys."""
+    completion: Annotated[str, Field(min_length=1)] = "{{completion}}"
+    """Jinja template over a row's keys. The loss is on completions and their end of text, in chats on what the
+    assistant says; never on prompts."""
+    max_length: Count = 1024
+    """Tokens of a row. A longer document is an error."""
+    packing: bool = True
+    """Several documents in one row, none of which sees another."""
+    pad_token: Line | None = None
+    """The token that rows are filled up with, where the tokenizer names none."""
+
+
+class Method(Section):
+    kind: Literal["mergopt", "adamw", "sgd", "sam", "asam", "tangent"] = "mergopt"
+    """mergopt: gradients where a merge may move the weights; sam, asam: sharpness-aware; tangent: in the tangent space
+    of the base; all but sgd update by AdamW unless `optimizer` says otherwise."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """What mergopt, sam, asam and tangent wrap."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    """AdamW's."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """SGD's."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    noise: Literal["laplace", "gaussian"] = "laplace"
+    """MergOPT's z."""
+    scale: Positive | Literal["auto"] = 0.0005
+    """Laplace's b, or the standard deviation; auto: fitted to the task vectors of `fit_to`."""
+    fit_to: tuple[Line, ...] = ()
+    """Experts of the same base, for scale: auto."""
+    coefficients: Annotated[tuple[float, ...], Field(min_length=1)] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+    """MergOPT's A."""
+    max_models: Count = 7
+    """MergOPT's K_max."""
+    in_layers: bool = False
+    """MergOPT: noise where layers read their weights, which needs no copy of them but makes the noise twice."""
+    rho: Positive | None = None
+    """The radius of sam (default 0.05) and asam (0.5)."""
+
+
+class Training(Section):
+    """Either `steps` or `epochs`."""
+
+    steps: Count | None = None
+    """Updates."""
+    epochs: Positive | None = None
+    """Passes over the data."""
+    batch: Count = 8
+    """Rows of one update, over all workers."""
+    micro_batch: Count = 8
+    """Rows that a worker reads at once."""
+    learning_rate: Positive = 2e-5
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls to 0 after the warm-up."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    max_gradient_norm: Positive | None = 1.0
+    gradient_checkpointing: bool = False
+    """Compute activations twice, to hold fewer."""
+    layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    """The decoder layers whose weights are trained. Default: all weights of the model."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of activations; weights are float32. auto: bfloat16 on GPU, float32 on CPU."""
+    checkpoint_every: Count = 100
+    """Steps between checkpoints."""
+
+
+class Adapter(Section):
+    """LoRA (library peft), in place of full weights."""
+
+    rank: Count = 16
+    alpha: Positive = 32
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    targets: Annotated[tuple[Line, ...], Field(min_length=1)] | Line = "all-linear"
+    """Names of modules, or all-linear."""
+
+
+class Evaluation(Section):
+    every: Count = 100
+    """Steps between evaluations; there is one at the end too."""
+    samples: Count = 100
+    """Of each objective: its first ones in the order of a study with the same seed."""
+    objectives: Annotated[tuple[ObjectiveSpec, ...], Field(min_length=1)]
+
+
+class FinetuneSpec(Section):
+    name: Name
+    base: Line
+    """The model that is fine-tuned: a directory, or a hub id."""
+    data: Data
+    method: Method = Method()
+    training: Training
+    adapter: Adapter | None = None
+    evaluation: Evaluation | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Of the expert that is written."""
+    workers: Count = 1
+    """Processes, each with a GPU where there are some; gradients are averaged over them."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+
+    def canonical(self) -> dict[str, Any]:
+        """As plain data with all defaults written out; `parse_spec` returns the same specification from it."""
+        return self.model_dump(mode="json")
+
+
+def finetune_json_schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of a specification."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **FinetuneSpec.model_json_schema()}
+
+
+def load_spec(file: Path | str) -> FinetuneSpec:
+    """The specification in a YAML or JSON file; relative paths are relative to its directory. Raises InvalidStudy with
+    every problem found."""
+    file = Path(file)
+    return parse_spec(read_document(file), file.absolute().parent)
+
+
+def parse_spec(document: Mapping[str, Any], directory: Path | None = None) -> FinetuneSpec:
+    """The specification that `document` describes. Relative paths are resolved against `directory`; None leaves them.
+
+    Raises InvalidStudy with every problem found."""
+    try:
+        spec = FinetuneSpec.model_validate_json(json.dumps(document), strict=True)
+    except ValidationError as error:
+        problems = problems_of(error.errors(include_url=False), finetune_json_schema(), WORDS)
+        raise InvalidStudy(in_file_order(problems, document)) from error
+    if problems := _contradictions(spec):
+        raise InvalidStudy(in_file_order(problems, document))
+    return spec if directory is None else _resolved(spec, directory)
+
+
+def task_of(objective: ObjectiveSpec, *, seed: int) -> TaskSpec:
+    """An objective's task as it is built while training."""
+    return TaskSpec(
+        task=objective.task.model_dump(mode="json") if isinstance(objective.task, InlineTask) else objective.task,
+        metric=objective.metric,
+        filter=objective.filter,
+        split=objective.split,
+        num_fewshot=objective.num_fewshot,
+        permutation_seed=seed,
+    )
+
+
+def _contradictions(spec: FinetuneSpec) -> list[Problem]:
+    found = []
+    data, training, method = spec.data, spec.training, spec.method
+    if (data.file is None) == (data.dataset is None):
+        found.append(Problem("data", "give either file or dataset"))
+    if (training.steps is None) == (training.epochs is None):
+        found.append(Problem("training", "give either steps or epochs"))
+    if training.batch < spec.workers:
+        found.append(
+            Problem("training.batch", f"{training.batch} rows for {spec.workers} workers; give at least one for each")
+        )
+    if method.scale == "auto" and not method.fit_to:
+        found.append(Problem("method.fit_to", "is empty; scale: auto needs experts whose task vectors it is fitted to"))
+    if method.kind == "tangent" and (spec.adapter is not None or method.in_layers or training.gradient_checkpointing):
+        found.append(
+            Problem("method.kind", "tangent works without adapter, method.in_layers and gradient_checkpointing")
+        )
+    if spec.adapter is not None and training.layers is not None:
+        found.append(Problem("training.layers", "is for full weights; leave it out, or the adapter"))
+    return found
+
+
+def _resolved(spec: FinetuneSpec, directory: Path) -> FinetuneSpec:
+    data = spec.data
+    if data.file is not None:
+        data = data.model_copy(update={"file": os.path.abspath(directory / Path(data.file).expanduser())})
+    elif data.dataset is not None:
+        data = data.model_copy(update={"dataset": resolved_model(data.dataset, directory)})
+    update: dict[str, Any] = {
+        "base": resolved_model(spec.base, directory),
+        "data": data,
+        "method": spec.method.model_copy(
+            update={"fit_to": tuple(resolved_model(expert, directory) for expert in spec.method.fit_to)}
+        ),
+    }
+    if spec.evaluation is not None:
+        objectives = tuple(resolved_objective(each, directory) for each in spec.evaluation.objectives)
+        update["evaluation"] = spec.evaluation.model_copy(update={"objectives": objectives})
+    return spec.model_copy(update=update)

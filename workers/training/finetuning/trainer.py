@@ -1,0 +1,265 @@
+"""The loop over updates, on one rank or several: the same batches, draws and losses, and one checkpoint for all.
+
+Ranks share each batch's rows and average gradients (DDP). The loss of an update is the mean over the targets of the
+whole batch, so that the number of workers and of rows read at once changes rounding only. A training that was killed
+goes on from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from search_spaces.study.sections import EngineOptions
+from workers.errors import InvalidModel, TrainingFailed
+from workers.evaluation.prompts import Prompts
+from workers.evaluation.tasks import check_task
+from workers.models.checkpoints import open_checkpoint
+from workers.models.hub import locate
+from workers.training.finetuning import checkpoints
+from workers.training.finetuning.data import IGNORED, Document, batch_rows, pack, read_documents, tensors_of
+from workers.training.finetuning.history import METRICS, History, Report
+from workers.training.finetuning.methods import fitted_scale, make_optimizer
+from workers.training.finetuning.models import TrainedModel, load_model, pad_token
+from workers.training.finetuning.result import write_expert
+from workers.training.finetuning.spec import FinetuneSpec, Training, task_of
+
+__all__ = ["CHECKPOINTS", "EXPERT", "check", "learning_rate_at", "train"]
+
+# In the directory of a training, beside its history: its checkpoints, and the expert.
+CHECKPOINTS, EXPERT = "checkpoints", "model"
+
+SEEDS = 1_000_003
+SHOWN = 5  # documents of a failed batch that are named
+
+
+def train(
+    spec: FinetuneSpec, out: Path, *, report: Report = lambda _: None, device: torch.device | None = None
+) -> dict[str, Any]:
+    """Train, or go on with, what `spec` describes in the directory `out`, whose user holds it for this training alone.
+
+    Runs on every rank of the process group, if there is one. `report` is called on each with the numbers of every
+    update and evaluation, as METRICS has them; `device` is this rank's (None: a GPU if there is one). Returns the facts
+    of the training. Raises InvalidModel, InvalidTask and TrainingFailed."""
+    ranks = _Ranks.here(device)
+    base = locate(spec.base)
+    prompts = Prompts(str(base), EngineOptions(max_model_len=spec.data.max_length))
+    rows = pack(
+        read_documents(spec.data, prompts), length=spec.data.max_length, packing=spec.data.packing, seed=spec.seed
+    )
+    num_steps = spec.training.steps or math.ceil(len(rows) * float(spec.training.epochs or 0) / spec.training.batch)
+    torch.manual_seed(spec.seed)  # adapters begin at random
+    model = load_model(spec, base, ranks.device)
+    fitted = fitted_scale(spec.method, base)
+    optimizer = make_optimizer(
+        spec.method,
+        model.trained.values(),
+        learning_rate=spec.training.learning_rate,
+        seed=spec.seed,
+        model=model.module,
+        moved=model.moved,
+        fitted=fitted,
+    )
+    history = History(out / METRICS, is_writer=ranks.rank == 0, report=report)
+    newest = checkpoints.latest(out / CHECKPOINTS)
+    start = checkpoints.step_of(newest)
+    if newest is not None:
+        checkpoints.load(newest, trained=model.trained, optimizer=optimizer)
+    history.forget_after(start)
+    evaluator = None
+    if spec.evaluation is not None and ranks.rank == 0:
+        from workers.training.finetuning.evaluation import Evaluator
+
+        evaluator = Evaluator(spec.evaluation, base, model.module, max_length=spec.data.max_length, seed=spec.seed)
+    passes = _Passes(spec, model, rows, ranks, pad=pad_token(spec, prompts.tokenizer, base))
+    loss, values = history.last("loss"), history.last("values") or {}
+    for step in range(start, num_steps):
+        began = time.perf_counter()
+        rate = learning_rate_at(step, num_steps, spec.training)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        torch.manual_seed(
+            ((spec.seed * SEEDS + step) * SEEDS + ranks.rank) % 2**63
+        )  # of dropout, after a resumption too
+        update = passes.update(step, optimizer, kept=newest)
+        optimizer.step(update.gradients)
+        loss = update.loss
+        line = {"step": step + 1, "loss": loss, "gradient_norm": update.norm, "learning_rate": rate}
+        history.add({**line, "tokens": update.num_targets, "seconds": time.perf_counter() - began})
+        is_last = step + 1 == num_steps
+        if spec.evaluation is not None and (is_last or (step + 1) % spec.evaluation.every == 0):
+            if evaluator is not None:
+                values = evaluator.values()
+            history.add({"step": step + 1, "values": values})
+        if is_last or (step + 1) % spec.training.checkpoint_every == 0:
+            if ranks.rank == 0:
+                checkpoints.save(
+                    out / CHECKPOINTS, step=step + 1, trained=model.trained, optimizer=optimizer, loss=loss
+                )
+            ranks.wait()
+            newest = checkpoints.latest(out / CHECKPOINTS)
+    facts: dict[str, Any] = {"steps": num_steps, "loss": loss, "rows": len(rows), "values": values}
+    if fitted is not None:
+        facts["noise"] = asdict(fitted)
+    if ranks.rank == 0:
+        write_expert(spec, base, model.module, out / EXPERT, facts=facts, values=values)
+    ranks.wait()
+    return facts
+
+
+def check(spec: FinetuneSpec) -> None:
+    """Everything that can be checked without the model's weights. Raises InvalidModel and InvalidTask."""
+    base = locate(spec.base)
+    reads = open_checkpoint(base).settings.get("max_position_embeddings")
+    if reads is not None and spec.data.max_length > reads:
+        raise InvalidModel(
+            (f"data.max_length: {spec.data.max_length}; the model in {base} reads at most {reads} tokens",)
+        )
+    prompts = Prompts(str(base), EngineOptions(max_model_len=spec.data.max_length))
+    pad_token(spec, prompts.tokenizer, base)
+    read_documents(spec.data, prompts)
+    for objective in spec.evaluation.objectives if spec.evaluation is not None else ():
+        check_task(task_of(objective, seed=spec.seed))
+
+
+def learning_rate_at(step: int, num_steps: int, training: Training) -> float:
+    """That of update `step` (0, 1, ...): a linear warm-up, then a fall to 0 after the last update."""
+    warmup = training.warmup_steps
+    if step < warmup:
+        return training.learning_rate * (step + 1) / warmup
+    done = (step - warmup) / max(1, num_steps - warmup)
+    falls = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}
+    return training.learning_rate * falls[training.schedule]
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """This process among those that train together."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @classmethod
+    def here(cls, device: torch.device | None) -> _Ranks:
+        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if dist.is_available() and dist.is_initialized():
+            return cls(dist.get_rank(), dist.get_world_size(), device)
+        return cls(0, 1, device)
+
+    def wait(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def total(self, number: float) -> float:
+        """The sum over all ranks."""
+        if self.size == 1:
+            return number
+        found = torch.tensor(number, dtype=torch.float64, device=self.device)
+        dist.all_reduce(found)
+        return float(found)
+
+
+class _Passes:
+    """Forward and backward passes over this rank's rows of each batch."""
+
+    def __init__(
+        self,
+        spec: FinetuneSpec,
+        model: TrainedModel,
+        rows: Sequence[tuple[Document, ...]],
+        ranks: _Ranks,
+        *,
+        pad: int,
+    ) -> None:
+        self.spec, self.rows, self.ranks, self.pad = spec, rows, ranks, pad
+        self.parameters = list(model.trained.values())
+        self._forward = model.forward if ranks.size == 1 else DistributedDataParallel(model.forward)
+        wanted = spec.training.precision
+        is_bfloat16 = wanted == "bfloat16" or (wanted == "auto" and ranks.device.type == "cuda")
+        self._autocast = torch.autocast(ranks.device.type, torch.bfloat16, enabled=is_bfloat16)
+
+    def update(self, step: int, optimizer: torch.optim.Optimizer, *, kept: Path | None) -> _Update:
+        numbers = batch_rows(len(self.rows), batch=self.spec.training.batch, step=step, seed=self.spec.seed)
+        return _Update(self, optimizer, step, numbers, kept)
+
+    def logits(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        device = self.ranks.device
+        with self._autocast:
+            logits: torch.Tensor = self._forward(input_ids=tokens.to(device), position_ids=positions.to(device))
+        return logits
+
+    def without_averaging(self) -> AbstractContextManager[Any]:
+        """Within, backward passes only add to this rank's gradients."""
+        if isinstance(self._forward, DistributedDataParallel):
+            context: AbstractContextManager[Any] = self._forward.no_sync()
+            return context
+        return nullcontext()
+
+
+class _Update:
+    """One update's batch. `gradients` is the optimizer's closure, which may be called more than once; `loss` is that of
+    its first call. `kept` is the last checkpoint, for messages."""
+
+    def __init__(
+        self,
+        passes: _Passes,
+        optimizer: torch.optim.Optimizer,
+        step: int,
+        numbers: Sequence[int],
+        kept: Path | None,
+    ) -> None:
+        self._passes, self._optimizer, self._step, self._kept = passes, optimizer, step, kept
+        self._batch = [passes.rows[number] for number in numbers]
+        self.num_targets = sum(sum(document.has_loss[1:]) for row in self._batch for document in row)
+        self.loss = self.norm = math.nan
+        self._is_first = True
+
+    def gradients(self) -> float:
+        """Clear the gradients, compute those of the mean loss over all targets of the batch, clip them; the loss."""
+        self._optimizer.zero_grad()
+        ranks = self._passes.ranks
+        total = 0.0
+        for rows, is_last in self._micro_batches():
+            with nullcontext() if is_last else self._passes.without_averaging():
+                batch = tensors_of(rows, pad=self._passes.pad)
+                logits = self._passes.logits(batch.tokens, batch.positions).flatten(0, 1).float()
+                labels = batch.labels.flatten().to(logits.device)
+                loss = cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+                # Averaged over ranks, where this is a sum over them.
+                torch.autograd.backward(loss * (ranks.size / self.num_targets))
+                total += float(loss.detach())
+        limit = self._passes.spec.training.max_gradient_norm
+        norm = float(torch.nn.utils.clip_grad_norm_(self._passes.parameters, math.inf if limit is None else limit))
+        mean = ranks.total(total) / self.num_targets
+        if not math.isfinite(mean) or not math.isfinite(norm):
+            raise TrainingFailed(self._failure(mean, norm))
+        if self._is_first:
+            self.loss, self.norm, self._is_first = mean, norm, False
+        return mean
+
+    def _micro_batches(self) -> Iterator[tuple[Sequence[tuple[Document, ...]], bool]]:
+        """This rank's rows, as many as are read at once, and whether they are its last of the batch."""
+        ranks, size = self._passes.ranks, self._passes.spec.training.micro_batch
+        mine = self._batch[ranks.rank :: ranks.size]
+        for start in range(0, len(mine), size):
+            yield mine[start : start + size], start + size >= len(mine)
+
+    def _failure(self, loss: float, norm: float) -> str:
+        places = [document.place for row in self._batch for document in row]
+        others = f" and {len(places) - SHOWN} others" if len(places) > SHOWN else ""
+        kept = f"the last good checkpoint is {self._kept}" if self._kept else "there is no checkpoint yet"
+        return (
+            f"step {self._step + 1}: the loss is {loss} and the gradient's norm {norm}; the batch was "
+            f"{'; '.join(places[:SHOWN])}{others}; {kept}. A lower learning rate or other data may help"
+        )

@@ -1,0 +1,81 @@
+"""Where the elements of parameters are among the elements of all of them: the counter of the noise.
+
+Parameters follow each other in the optimizer's order, each in C order of its whole shape. A rank that holds a shard of
+a parameter (FSDP2) counts as if it held all: so its noise is that part of the noise of a process that does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from workers.training.mergopt import kernel
+from workers.training.mergopt.noise import add_plainly
+
+__all__ = ["Part", "parts_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What this process holds of a parameter: `tensor`, sharing its memory, whose first element is number `start`."""
+
+    parameter: torch.Tensor
+    tensor: torch.Tensor
+    start: int
+
+    def add_noise(self, quantiles: torch.Tensor, *, key: int) -> None:
+        """Add the draw's noise, in place."""
+        add(self.tensor, quantiles, key=key, start=self.start)
+
+
+def parts_of(parameters: Iterable[torch.Tensor]) -> list[Part]:
+    """This process's parts; a parameter given twice counts once. Raises ValueError for a parameter that is not of a
+    floating dtype, or sharded along another dimension than the first."""
+    found: list[Part] = []
+    seen: set[int] = set()
+    start = 0
+    for parameter in parameters:
+        if id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        if not parameter.is_floating_point():
+            raise ValueError(f"mergopt: a parameter of dtype {parameter.dtype}; expected a floating dtype")
+        local, offset = _local(parameter)
+        found.append(Part(parameter, local, start + offset))
+        start += math.prod(parameter.shape)
+    return found
+
+
+def add(tensor: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: int) -> None:
+    """Add noise to the elements of `tensor`, the first of which is number `start`, in place."""
+    whole = tensor if tensor.is_contiguous() else tensor.contiguous()
+    if whole.device.type == "cpu" and whole.dtype in kernel.DTYPES:
+        kernel.add_noise(whole, quantiles, key=key, start=start)
+    else:
+        add_plainly(whole.view(-1), quantiles, key=key, start=start)
+    if whole is not tensor:
+        tensor.copy_(whole)
+
+
+def _local(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The memory that this process holds, and how many elements of the parameter come before it."""
+    if not isinstance(parameter, DTensor):
+        return parameter.detach(), 0
+    placements = parameter.placements
+    if any(type(place) not in _KNOWN or (place.is_shard() and not place.is_shard(0)) for place in placements):
+        raise ValueError(
+            f"mergopt: a parameter is placed as {tuple(map(str, placements))}; expected replicas and shards of the "
+            "first dimension, as fully_shard makes them"
+        )
+    _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, placements)
+    rows: Sequence[int] = parameter.shape[1:]
+    local: torch.Tensor = parameter.to_local().detach()
+    return local, offsets[0] * math.prod(rows) if offsets else 0
+
+
+_KNOWN = (torch.distributed.tensor.Replicate, torch.distributed.tensor.Shard)

@@ -1,0 +1,80 @@
+"""The scale of MergOPT's noise from task vectors that there are (`b: auto`), and how well the noise fits them: the
+Kolmogorov-Smirnov distance and mean log-likelihood of the paper's table 10 (appendix D.1.1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from workers.errors import InvalidModel
+from workers.models.checkpoints import Checkpoint, open_checkpoint, read_expert
+from workers.training.mergopt.noise import Gaussian, Laplace, Noise
+
+__all__ = ["Fit", "fit", "sample_of"]
+
+# Elements of a task vector that are looked at, as in the paper's footnote 2.
+SAMPLE = 1_000_000
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A distribution around 0 by maximum likelihood. `distance` is the Kolmogorov-Smirnov distance in [0, 1] between
+    it and the elements, `log_likelihood` the mean of the elements' (natural log), `zeros` the share of elements that
+    are exactly 0, which rounding to a short dtype makes."""
+
+    distribution: str
+    scale: float
+    distance: float
+    log_likelihood: float
+    zeros: float
+    num_elements: int
+
+    @property
+    def noise(self) -> Noise:
+        return Laplace(self.scale) if self.distribution == "laplace" else Gaussian(self.scale)
+
+
+def fit(elements: torch.Tensor, distribution: str = "laplace") -> Fit:
+    """Of task vectors' `elements` [n]: b = mean |x| for "laplace", the root of mean x^2 for "gaussian". Raises
+    ValueError for another name, and where no element differs from 0."""
+    x = elements.detach().flatten().double().sort().values
+    if not x.numel() or not bool(x.abs().max() > 0):
+        raise ValueError("mergopt: the task vectors are 0; expected experts that differ from their base")
+    if distribution == "laplace":
+        scale = float(x.abs().mean())
+        below = 0.5 * torch.exp(-x.abs() / scale)
+        cumulative = torch.where(x < 0, below, 1 - below)
+        likelihood = -math.log(2 * scale) - 1.0
+    elif distribution == "gaussian":
+        scale = float(x.square().mean().sqrt())
+        cumulative = torch.special.ndtr(x / scale)
+        likelihood = -math.log(scale) - 0.5 * math.log(2 * math.pi) - 0.5
+    else:
+        raise ValueError(f"mergopt: distribution {distribution!r}; expected laplace or gaussian")
+    steps = torch.arange(x.numel() + 1, dtype=torch.float64) / x.numel()
+    distance = max(float((steps[1:] - cumulative).max()), float((cumulative - steps[:-1]).max()))
+    return Fit(distribution, scale, distance, likelihood, float((x == 0).double().mean()), x.numel())
+
+
+def sample_of(base: Path, experts: Sequence[Path], *, num_elements: int = SAMPLE) -> torch.Tensor:
+    """Elements of the experts' task vectors, float32: as many of each, evenly spaced in each tensor, about
+    `num_elements` in all. `experts` are whole models or adapters. Raises InvalidModel."""
+    origin = open_checkpoint(base)
+    return torch.cat([_spaced(origin, expert, num_elements // len(experts)) for expert in experts])
+
+
+def _spaced(base: Checkpoint, directory: Path, num_elements: int) -> torch.Tensor:
+    expert = read_expert(directory, base)
+    assert expert is not None
+    shapes = {name: tensor.shape for name, tensor in base.tensors.items()}
+    shared = [name for name, tensor in expert.tensors.items() if shapes.get(name) == tensor.shape]
+    if not shared:
+        raise InvalidModel((f"{directory}: has no tensor in common with {base.directory}",))
+    every = max(1, sum(math.prod(shapes[name]) for name in shared) // max(1, num_elements))
+    return torch.cat(
+        [expert.read(name).flatten()[::every].float() - base.read(name).flatten()[::every].float() for name in shared]
+    )

@@ -1,0 +1,110 @@
+"""Offsets added where layers read their weights, so that no parameter changes and no copy of all is held.
+
+While a module computes, a parameter with an offset is hidden behind a tensor with noise. What autograd keeps of that
+tensor is a note how to make it again, so it is freed when the module is done. The backward pass makes it again, one
+at a time. At most one layer's tensors exist at once; under activation checkpointing those of a checkpointed part.
+
+Parameters that a module reads from another module than itself are not seen, and autocast keeps casts of weights, as it
+does without offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from workers.training.mergopt.elements import Part
+
+__all__ = ["offset_in_layers"]
+
+
+@contextmanager
+def offset_in_layers(
+    model: torch.nn.Module, parts: Sequence[Part], tables: Mapping[torch.device, torch.Tensor], *, key: int
+) -> Iterator[None]:
+    """Within, forward and backward passes of `model` see its parameters with the noise of `key`; `tables` has the
+    quantiles for each device. Raises ValueError if `model` does not have all of `parts`."""
+    known = {id(part.parameter): part for part in parts}
+    owners: list[tuple[torch.nn.Module, dict[str, Part]]] = []
+    for module in model.modules():
+        named = {name: known[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in known}
+        if named:
+            owners.append((module, named))
+    held = {id(part.parameter) for _, named in owners for part in named.values()}
+    if missing := known.keys() - held:
+        raise ValueError(f"mergopt: the model has not {len(missing)} of the {len(known)} parameters")
+    draw = _Draw(tables, key)
+    with ExitStack() as stack:
+        for module, named in owners:
+            stack.callback(module.register_forward_pre_hook(partial(draw.hide, named)).remove)
+            stack.callback(module.register_forward_hook(partial(draw.show, named), always_call=True).remove)
+        stack.enter_context(saved_tensors_hooks(draw.pack, draw.unpack))
+        yield
+
+
+@dataclass(frozen=True)
+class _Note:
+    """A tensor that autograd asked to keep: a view of a part with noise."""
+
+    part: Part
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    place: Any
+
+
+class _Draw:
+    """The tensors with noise that exist now, by the address of their memory."""
+
+    def __init__(self, tables: Mapping[torch.device, torch.Tensor], key: int) -> None:
+        self._tables, self._key = tables, key
+        self._alive: dict[int, Part] = {}
+
+    def hide(self, named: Mapping[str, Part], module: torch.nn.Module, _: Any) -> None:
+        for name, part in named.items():
+            noisy: torch.Tensor = _with_noise(part.parameter, partial(self._made, part))
+            self._alive[noisy.untyped_storage().data_ptr()] = part
+            module.__dict__[name] = noisy  # found before the parameter, which stays where state_dict reads it
+
+    def show(self, named: Mapping[str, Part], module: torch.nn.Module, *_: Any) -> None:
+        for name in named:
+            noisy = module.__dict__.pop(name, None)
+            if noisy is not None:
+                self._alive.pop(noisy.untyped_storage().data_ptr(), None)
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Note:
+        part = self._alive.get(tensor.untyped_storage().data_ptr())
+        if part is None or tensor.dtype != part.tensor.dtype:
+            return tensor
+        return _Note(part, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+
+    def unpack(self, kept: torch.Tensor | _Note) -> torch.Tensor:
+        if not isinstance(kept, _Note):
+            return kept
+        return self._made(kept.part).as_strided(kept.size, kept.stride, kept.place)
+
+    def _made(self, part: Part) -> torch.Tensor:
+        with torch.no_grad():
+            noisy = part.tensor.clone(memory_format=torch.contiguous_format)
+            Part(part.parameter, noisy, part.start).add_noise(self._tables[noisy.device], key=self._key)
+        return noisy
+
+
+class _WithNoise(torch.autograd.Function):
+    """The parameter with noise; its gradient is that of the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, make: Any) -> Any:
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+_with_noise: Any = _WithNoise.apply

@@ -1,0 +1,47 @@
+"""The noise of `noise`, added by compiled code on CPU: the same bits as `noise.add_plainly`, several times as fast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from workers.merging.kernels.arguments import WORDS, as_array
+from workers.merging.kernels.compilation import compiled
+from workers.merging.kernels.elements import hashed, rounded, value
+from workers.merging.kernels.threads import pieces, run
+from workers.merging.masks import key_words
+
+__all__ = ["DTYPES", "add_noise"]
+
+DTYPES = tuple(WORDS)
+
+BLOCK = 1 << 10  # elements: the parts of threads are whole ones
+HIGH_WORD = 1 << 32  # the compiled hash takes indices below this
+MASK_32 = HIGH_WORD - 1
+
+
+def add_noise(flat: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: int) -> None:
+    """As `noise.add_plainly`, for a contiguous tensor on CPU whose dtype is one of DTYPES."""
+    words, table = as_array(flat), quantiles.numpy()
+    k0, k1 = key_words(key)
+    first = 0
+    while first < words.size:  # the high word of the index is constant within each turn
+        high, low = divmod(start + first, HIGH_WORD)
+        stop = min(words.size, first + HIGH_WORD - low)
+        k1s = np.uint32((k1 + high) & MASK_32)
+        part = words[first:stop]
+        calls = [
+            (part, table, np.uint32(low), np.uint32(k0), k1s, *map(np.int64, piece))
+            for piece in pieces(part.size, BLOCK)
+        ]
+        run(_add, calls)
+        first = stop
+
+
+@compiled
+def _add(words: Any, table: Any, low: Any, k0: Any, k1: Any, start: Any, stop: Any) -> None:
+    for i in range(start, stop):
+        h = hashed(np.uint32(low + np.uint32(i)), k0, k1)
+        words[i] = rounded(value(words[i]) + table[h >> np.uint32(16)], words[i])

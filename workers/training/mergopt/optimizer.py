@@ -1,0 +1,190 @@
+"""MergOPT: A Merge-Aware Optimizer for Robust Model Merging (under review, 2025), algorithm 1.
+
+At every step of the optimizer that it wraps, the gradient is taken where a merge might move the parameters:
+
+    alpha ~ Uniform(A), K ~ Uniform{1, ..., K_max}, z ~ Laplace(0, b)                           (line 4, equation 10)
+    g = grad L(theta + (K alpha - 1) z)                                                         (lines 5 and 6)
+    theta <- Optimizer(theta, g)                                                                (line 7)
+
+The paper's text is followed, not its published code, in which b is 0.01 by default (the paper: 0.0005), a closure's
+gradients are added up over two backward passes, and the last update uses the gradient at the offset.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from workers.training.mergopt.elements import parts_of
+from workers.training.mergopt.in_layers import offset_in_layers
+from workers.training.mergopt.noise import Laplace, Noise, draw_key
+from workers.training.mergopt.wrapper import OptimizerWrapper
+
+__all__ = ["COEFFICIENTS", "MAX_MODELS", "Draw", "MergOPT", "draw_of"]
+
+# The paper's A and K_max (appendix B.2).
+COEFFICIENTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+MAX_MODELS = 7
+
+STATE = "mergopt"
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a step simulates: the merge of `num_models` experts with task vectors z and coefficient `alpha`. `key` is
+    that of z's elements."""
+
+    alpha: float
+    num_models: int
+    key: int
+
+    @property
+    def factor(self) -> float:
+        """K alpha - 1, by which z is multiplied."""
+        return self.num_models * self.alpha - 1
+
+
+def draw_of(
+    seed: int, step: int, *, coefficients: Sequence[float] = COEFFICIENTS, max_models: int = MAX_MODELS
+) -> Draw:
+    """The draw of optimizer step `step`, a function of the arguments alone: every rank has the same."""
+    rng = random.Random(f"mergopt {seed} {step}")
+    return Draw(rng.choice(list(coefficients)), rng.randint(1, max_models), draw_key(seed, step))
+
+
+class MergOPT(OptimizerWrapper):
+    """Wraps any optimizer.
+
+    With a closure that computes the loss and its gradients (of all micro-batches, clipped if wanted):
+
+        optimizer.step(closure)
+
+    or, with a gradient scaler for example:
+
+        with optimizer.offset():            # the parameters are theta + (K alpha - 1) z
+            scaler.scale(loss()).backward()
+        scaler.step(optimizer)              # the parameters are theta
+
+    One draw belongs to one step of the optimizer, however often `offset` is entered before it. Outside of `offset` the
+    parameters are theta, bit for bit. By default they come back from a copy, which is the memory it takes. With `model`
+    they never change: the noise is added where the layers of `model` read their weights and made again in the backward
+    pass, which takes the memory of the largest tensor (`in_layers`); not for sharded parameters.
+
+    `noise` is the distribution of z, `coefficients` A, `max_models` K_max. `moved` are the parameters that get an
+    offset, by default those of the optimizer; with adapters they are the frozen weights that these adapt. `seed` and
+    the number of the step decide the draw; both are in `state_dict`. All ranks of a data-parallel or fully sharded
+    model must have the same seed, and hold their parameters in the same order.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        noise: Noise | None = None,
+        coefficients: Sequence[float] = COEFFICIENTS,
+        max_models: int = MAX_MODELS,
+        seed: int = 0,
+        model: torch.nn.Module | None = None,
+        moved: Iterable[torch.Tensor] | None = None,
+    ) -> None:
+        if not coefficients:
+            raise ValueError("mergopt: no coefficients; expected at least one, such as 0.3")
+        if max_models < 1:
+            raise ValueError(f"mergopt: max_models {max_models}; expected at least 1")
+        super().__init__(optimizer)
+        self._noise: Noise = noise if noise is not None else Laplace()
+        self._coefficients, self._max_models = tuple(coefficients), max_models
+        self._seed, self._step = seed, 0
+        of_optimizer = (p for group in optimizer.param_groups for p in group["params"])
+        self._parts = parts_of(of_optimizer if moved is None else moved)
+        self._model = model
+        if model is not None and any(part.tensor.shape != part.parameter.shape for part in self._parts):
+            raise ValueError("mergopt: sharded parameters need a copy; leave `model` out")
+        self._copies: list[torch.Tensor] = []
+        self._tables: dict[torch.device, torch.Tensor] = {}
+        self._is_offset = False
+        self._has_gradient = False
+
+    @property
+    def draw(self) -> Draw:
+        """What the next update simulates."""
+        return draw_of(self._seed, self._step, coefficients=self._coefficients, max_models=self._max_models)
+
+    @contextmanager
+    def offset(self) -> Iterator[Draw]:
+        """Within, forward and backward passes see theta + (K alpha - 1) z. Raises RuntimeError if nested."""
+        if self._is_offset:
+            raise RuntimeError("mergopt: offset() within offset()")
+        draw = self.draw
+        tables = self._scaled_quantiles(draw.factor)
+        self._is_offset = True
+        try:
+            if draw.factor == 0:
+                yield draw
+            elif self._model is not None:
+                with offset_in_layers(self._model, self._parts, tables, key=draw.key):
+                    yield draw
+            else:
+                with self._moved(tables, key=draw.key):
+                    yield draw
+        finally:
+            self._is_offset = False
+        self._has_gradient = True
+
+    @contextmanager
+    def _moved(self, tables: Mapping[torch.device, torch.Tensor], *, key: int) -> Iterator[None]:
+        tensors = [part.tensor for part in self._parts]
+        with torch.no_grad():
+            if not self._copies:
+                self._copies = [torch.empty_like(tensor) for tensor in tensors]
+            torch._foreach_copy_(self._copies, tensors)
+        try:
+            with torch.no_grad():
+                for part in self._parts:
+                    part.add_noise(tables[part.tensor.device], key=key)
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(tensors, self._copies)
+
+    def _scaled_quantiles(self, factor: float) -> dict[torch.device, torch.Tensor]:
+        """The quantiles of (K alpha - 1) z on each device: what is added is rounded here, and so the same wherever it
+        is added."""
+        devices = {part.tensor.device for part in self._parts}
+        for device in devices - self._tables.keys():
+            self._tables[device] = self._noise.quantiles.to(device)
+        return {device: self._tables[device] * factor for device in devices}
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update theta by the gradients, which were computed within `offset`: by `closure`, if given, whose result is
+        returned, else before. Raises RuntimeError if they were not, and within `offset`."""
+        if self._is_offset:
+            raise RuntimeError("mergopt: step() within offset(); the update belongs to theta, so leave offset() first")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad(), self.offset():
+                loss = closure()
+        if not self._has_gradient:
+            raise RuntimeError("mergopt: step() without gradients from within offset(); they would be those of theta")
+        self.optimizer.step()
+        self._step += 1
+        self._has_gradient = False
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the wrapped optimizer, with the seed and number of the next draw."""
+        return {**super().state_dict(), STATE: {"seed": self._seed, "step": self._step}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raises ValueError for a state of another optimizer."""
+        if STATE not in state_dict:
+            raise ValueError(f"mergopt: the state has no {STATE!r}; expected one that its state_dict() gave")
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != STATE})
+        self._seed, self._step = state_dict[STATE]["seed"], state_dict[STATE]["step"]
+        self._has_gradient = False

@@ -1,0 +1,89 @@
+"""Sharpness-aware minimization, with which SAFT-Merge trains experts: SAM (Foret et al., ICLR 2021, equations 2 and 3)
+and ASAM (Kwon et al., ICML 2021, equation 7 and algorithm 1).
+
+    SAM:  theta + rho g / |g|;    ASAM:  theta + rho T^2 g / |T g|, T = |theta| + eta on matrices, 1 on vectors
+
+The gradient there updates theta. Two forward and backward passes a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from workers.training.mergopt.wrapper import OptimizerWrapper
+
+__all__ = ["ASAM_RHO", "SAM_RHO", "SharpnessAware"]
+
+# The papers' defaults for SAM and ASAM, and ASAM's eta.
+SAM_RHO, ASAM_RHO, ASAM_ETA = 0.05, 0.5, 0.01
+
+
+class SharpnessAware(OptimizerWrapper):
+    """Wraps any optimizer. `step` takes a closure that clears the gradients, computes the loss and its gradients, and
+    returns the loss; it is called twice, and the loss at theta is returned. `rho` > 0 is the radius; `is_adaptive`
+    makes SAM an ASAM. Under data parallelism gradients are averaged over ranks before the ascent, so that all ascend
+    alike; sharded parameters are refused (ValueError)."""
+
+    def __init__(
+        self, optimizer: Optimizer, *, rho: float | None = None, is_adaptive: bool = False, eta: float = ASAM_ETA
+    ) -> None:
+        rho = (ASAM_RHO if is_adaptive else SAM_RHO) if rho is None else rho
+        if not 0 < rho < float("inf"):
+            raise ValueError(f"sam: rho {rho}; expected a finite number above 0")
+        if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError("sam: sharded parameters; expected whole ones, or replicas of them")
+        super().__init__(optimizer)
+        self.rho, self.is_adaptive, self.eta = rho, is_adaptive, eta
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update. Raises ValueError without a closure."""
+        if closure is None:
+            raise ValueError("sam: step() needs a closure, which it calls at two points")
+        with torch.enable_grad():
+            loss = closure()
+        with _Moved(self._ascent()), torch.enable_grad():
+            closure()
+        self.optimizer.step()
+        return loss
+
+    @torch.no_grad()
+    def _ascent(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The parameters with a gradient, and what is added to each."""
+        moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not moved:
+            return []
+        # T g and T^2 g; T is 1 for SAM
+        scales = [self._scale(p) for p in moved]
+        scaled = [p.grad * scale for p, scale in zip(moved, scales, strict=True)]
+        norm = torch.stack([each.float().norm() for each in scaled]).norm()
+        if norm == 0:
+            return []
+        factor = self.rho / norm
+        return [(p, each * scale * factor.to(p.dtype)) for p, each, scale in zip(moved, scaled, scales, strict=True)]
+
+    def _scale(self, parameter: torch.Tensor) -> torch.Tensor | float:
+        return parameter.abs() + self.eta if self.is_adaptive and parameter.dim() > 1 else 1.0
+
+
+class _Moved:
+    """Within, parameters have something added; afterwards they are as they were, bit for bit."""
+
+    def __init__(self, steps: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._steps = steps
+        self._copies: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def __enter__(self) -> None:
+        self._copies = [parameter.detach().clone() for parameter, _ in self._steps]
+        for parameter, step in self._steps:
+            parameter.add_(step)
+
+    @torch.no_grad()
+    def __exit__(self, *error: object) -> None:
+        for (parameter, _), copy in zip(self._steps, self._copies, strict=True):
+            parameter.copy_(copy)

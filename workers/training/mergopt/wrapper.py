@@ -1,0 +1,40 @@
+"""An optimizer around another one: it has its parameter groups and state, so learning-rate schedules work on either."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+__all__ = ["OptimizerWrapper"]
+
+
+class OptimizerWrapper(Optimizer):
+    """Subclasses define `step`. Parameters are given to the wrapped `optimizer`, before."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.optimizer = optimizer
+        self._share()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises RuntimeError: what wrappers keep of parameters is made once."""
+        if hasattr(self, "optimizer"):
+            raise RuntimeError(f"{type(self).__name__}: construct it with all parameters; none can be added")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.optimizer.load_state_dict(dict(state_dict))
+        self._share()
+
+    def _share(self) -> None:
+        """Loading a state replaces the wrapped optimizer's groups and state."""
+        self.param_groups = self.optimizer.param_groups
+        self.state = self.optimizer.state
