@@ -36,8 +36,10 @@ from service.schemas.files import (
     EstimateDocument,
     FindingDocument,
     HoldoutDocument,
+    LineageDocument,
     ObjectiveDocument,
     ParetoDocument,
+    RecipesDocument,
     SamplesDocument,
     SearchDocument,
     SummaryDocument,
@@ -45,7 +47,7 @@ from service.schemas.files import (
     VerificationDocument,
     VolumeDocument,
 )
-from service.types import Comparison, Estimate, Origin, TrialRecord, TrialState
+from service.types import ChainedSource, Comparison, Estimate, Origin, TrialRecord, TrialState
 from workers.types import VerificationReport
 
 __all__ = [
@@ -142,6 +144,8 @@ def summary(run: RunRecord) -> SummaryDocument:
         "trials": {state.value: states[state] for state in TrialState if states[state]},
         "search": _search_document(run),
         "samples": samples_document(run),
+        "recipes": _recipes_document(run),
+        "lineage": _lineage_documents(run.study.resolved.chained),
         "wall_clock_s": run.wall_clock_s,
         "engine": _engine_document(run.engine),
         "best": None
@@ -180,11 +184,34 @@ def summary(run: RunRecord) -> SummaryDocument:
 def samples_document(run: RunRecord) -> SamplesDocument:
     """How many samples the trials took, and how many scoring every distinct recipe in full would have taken."""
     recipes = {trial.recipe.digest for trial in run.trials if trial.state is not TrialState.FAIL}
+    scored = sum(trial.samples_scored for trial in run.trials)
+    full_budget = len(recipes) * sum(run.full_budget.values())
     return {
-        "scored": sum(trial.samples_scored for trial in run.trials),
+        "scored": scored,
         "reused": sum(trial.samples_reused for trial in run.trials),
-        "full_budget": len(recipes) * sum(run.full_budget.values()),
+        "full_budget": full_budget,
+        "saved": 1 - scored / full_budget if full_budget else None,
         "per_second": run.samples_per_second,
+    }
+
+
+def _recipes_document(run: RunRecord) -> RecipesDocument:
+    first: dict[str, int] = {}
+    for trial in sorted(run.trials, key=lambda trial: trial.number):
+        first.setdefault(trial.recipe.digest, trial.number)
+    proposed = [trial for trial in run.trials if trial.origin is Origin.SEARCH]
+    distinct = sum(first[trial.recipe.digest] == trial.number for trial in proposed)
+    return {
+        "proposed": len(proposed),
+        "distinct": distinct,
+        "share": distinct / len(proposed) if proposed else None,
+    }
+
+
+def _lineage_documents(chained: Mapping[str, ChainedSource]) -> dict[str, LineageDocument]:
+    return {
+        alias: {"study": own.study, "name": own.name, "trial": own.trial, "recipe_digest": own.recipe_digest}
+        for alias, own in chained.items()
     }
 
 

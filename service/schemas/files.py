@@ -78,7 +78,24 @@ class SamplesDocument(TypedDict):
     scored: Number
     reused: Number
     full_budget: Annotated[int, Field(description="Samples needed to score every distinct recipe in full.")]
+    saved: Annotated[
+        float | None,
+        Field(description="1 - scored / full_budget: what rungs and equal recipes save; null without any."),
+    ]
     per_second: float | None
+
+
+class RecipesDocument(TypedDict):
+    proposed: Annotated[int, Field(description="Configurations that the searcher proposed.")]
+    distinct: Annotated[int, Field(description="Those whose recipe no earlier trial had; the others cost nothing.")]
+    share: Annotated[float | None, Field(description="distinct / proposed; null without any.")]
+
+
+class LineageDocument(TypedDict):
+    study: Annotated[str, Field(description="The id of the study that the source is a merge of.")]
+    name: str
+    trial: Number
+    recipe_digest: str
 
 
 class SearchDocument(TypedDict):
@@ -223,6 +240,8 @@ class SummaryDocument(TypedDict):
     trials: dict[str, int]
     search: SearchDocument
     samples: SamplesDocument
+    recipes: RecipesDocument
+    lineage: Annotated[dict[str, LineageDocument], Field(description="The sources that are merges of other studies.")]
     wall_clock_s: float
     engine: EngineDocument
     best: BestDocument | None

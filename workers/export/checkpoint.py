@@ -26,7 +26,7 @@ import yaml
 
 from search_spaces.recipe import Recipe
 from workers.directories import appearing, partial_directories, sync
-from workers.export.model_card import Score, model_card, source_name
+from workers.export.model_card import Score, lineage, model_card, source_name
 from workers.mergekit.exporter import Inexpressible, mergekit_config
 from workers.merging.bank import Bank
 from workers.merging.materialize import merged_names, merged_tensors
@@ -99,7 +99,13 @@ def export(
                 shutil.copyfile(source / name, directory / name)
         _write_json(
             directory / "recipe.json",
-            {**recipe.to_json(), "digest": recipe.digest, "dtype": _name(dtype), "study": study},
+            {
+                **recipe.to_json(),
+                "digest": recipe.digest,
+                "dtype": _name(dtype),
+                "study": study,
+                **lineage(recipe, bank.family),
+            },
         )
         configuration = _mergekit(recipe, bank, dtype)
         if isinstance(configuration, dict):

@@ -13,7 +13,7 @@ from search_spaces.recipe import COMPONENTS, Merge, Recipe, Source
 from workers.models.hub import commit_of, id_of
 from workers.types import Family
 
-__all__ = ["Score", "licence", "model_card", "recipe_rows", "source_name"]
+__all__ = ["Score", "licence", "lineage", "model_card", "recipe_rows", "source_name"]
 
 
 class Score(Protocol):
@@ -127,14 +127,30 @@ def source_name(directory: Path) -> str:
     return f"{name}@{commit_of(directory)}" if name else str(directory)
 
 
-def _merge_name(directory: Path) -> str | None:
-    """What a source is that is itself an export: the merge, its study and its models; None if it is none."""
+def lineage(recipe: Recipe, family: Family) -> dict[str, Any]:
+    """The recipes of those sources that are merges themselves, by alias, under the key "lineage"; empty without any."""
+    held = {model.fingerprint: Path(model.directory) for model in family.models}
+    found = {alias: _recipe_document(held[content]) for alias, content in recipe.models.items()}
+    merges = {alias: document for alias, document in found.items() if document is not None}
+    return {"lineage": merges} if merges else {}
+
+
+def _recipe_document(directory: Path) -> dict[str, Any] | None:
+    """The recipe in an export's directory; None if it is no export."""
     try:
         document = json.loads((directory / "recipe.json").read_text())
-        recipe = Recipe.from_json(document)
+        Recipe.from_json(document)
     except (OSError, ValueError):  # InvalidRecipe is a ValueError
         return None
-    study = document.get("study")
+    return dict(document)
+
+
+def _merge_name(directory: Path) -> str | None:
+    """What a source is that is itself an export: the merge, its study and its models; None if it is none."""
+    document = _recipe_document(directory)
+    if document is None:
+        return None
+    recipe, study = Recipe.from_json(document), document.get("study")
     origin = f' by the study "{study}"' if study else ""
     return f"merge {recipe.digest[:12]} of {', '.join(recipe.models)}{origin}"
 

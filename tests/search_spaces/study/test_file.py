@@ -111,7 +111,7 @@ def test_a_study_cannot_be_changed():
         ("objectives.0.metrics", "x", 'unknown key; did you mean "metric"?'),
         ("objectives.1.task.max_token", 3, 'unknown key; did you mean "max_tokens"? known keys: file, prompt'),
         ("engine.verify.trial", 3, 'unknown key; did you mean "trials"? known keys: trials, samples'),
-        ("search_space.kind", "lsf", f'"lsf" is not known; did you mean "lfs"? available: {KINDS}'),
+        ("search_space.kind", "llfs", f'"llfs" is not known; did you mean "lfs"? available: {KINDS}'),
         ("search_space.kind", 5, f"5 is not known; available: {KINDS}"),
         ("search_space", "lfs", '"lfs" is not accepted; give a mapping (key: value)'),
         (

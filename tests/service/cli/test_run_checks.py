@@ -162,7 +162,11 @@ def test_problems_of_headers_tokenizer_and_tasks_come_together(place: Workplace)
         ("serch", {}, 'serch: unknown key; did you mean "search"? known keys: name, models, search_space, search'),
         ("search.max_trial", 3, 'search.max_trial: unknown key; did you mean "max_trials"?'),
         ("objectives.0.task.max_token", 3, 'objectives.0.task.max_token: unknown key; did you mean "max_tokens"?'),
-        ("search_space.kind", "lsf", f'search_space.kind: "lsf" is not known; did you mean "lfs"? available: {KINDS}'),
+        (
+            "search_space.kind",
+            "llfs",
+            f'search_space.kind: "llfs" is not known; did you mean "lfs"? available: {KINDS}',
+        ),
         ("search_space.kind", "hm3", f'search_space.kind: "hm3" is not available yet; available: {KINDS}'),
         ("search_space.methods", ["tie"], '"tie" is not known; did you mean "ties"? available: task_arithmetic, ties'),
         ("search.algorithm", "smak", f'"smak" is not known; did you mean "smac"? available: {AVAILABLE}'),

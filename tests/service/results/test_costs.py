@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from service.results.report import render_report
 from service.results.selection import best_trial, costs_of, finalists
 from service.results.series import CHARTS
 from service.schemas.files import schemas
-from service.types import TrialState
+from service.types import ChainedSource, Origin, TrialState
 from tests.service.paths_study import MAX_LAYERS, OBJECTIVES, SIZE, paths_study
 
 
@@ -101,3 +102,25 @@ def test_files_tables_plots_and_report_show_them(run: RunRecord, tmp_path: Path)
     console.print(holdout_table(summary(run)))
     assert "depth ↓" in shown.getvalue()
     assert " 140 " in shown.getvalue()  # four layers of ten parameters, and a hundred
+
+
+def test_the_summary_says_how_many_recipes_are_distinct_and_what_was_saved(run: RunRecord) -> None:
+    document = summary(run)
+    proposed = [trial for trial in run.trials if trial.origin is Origin.SEARCH]
+    assert document["recipes"]["proposed"] == len(proposed) == 20
+    assert document["recipes"]["share"] == document["recipes"]["distinct"] / 20
+    repeated = replace(run, trials=(*run.trials, replace(proposed[0], number=len(run.trials), samples_scored=0)))
+    again = summary(repeated)
+    assert again["recipes"] == {
+        "proposed": 21,
+        "distinct": document["recipes"]["distinct"],
+        "share": again["recipes"]["distinct"] / 21,
+    }
+    samples = document["samples"]
+    assert samples["saved"] == 1 - samples["scored"] / samples["full_budget"]
+    assert document["lineage"] == {}
+    source = ChainedSource("c0ffee", "first", 7, "d1", "/somewhere")
+    chained = replace(run, study=replace(run.study, resolved=replace(run.study.resolved, chained={"lfs": source})))
+    own = {"study": "c0ffee", "name": "first", "trial": 7, "recipe_digest": "d1"}
+    assert summary(chained)["lineage"] == {"lfs": own}
+    jsonschema.validate(json.loads(json.dumps(summary(chained))), schemas()["summary"])

@@ -19,6 +19,7 @@ from service.api.preflight_process import ServerPlace, _with_sources, read_reque
 from service.results.selection import best_trial
 from service.store import Store
 from service.studies.chains import SOURCES, on_server, with_exported_sources
+from service.studies.export import write_model
 from service.studies.local_run import DATABASE, as_started
 from service.studies.preflight.models import searched_models, with_revisions
 from service.types import Origin, ResolvedStudy
@@ -169,6 +170,23 @@ def test_a_run_s_directory_is_refused_on_a_server_and_an_unknown_id_too(finished
         _with_sources(finished.next_study(), place)
     with pytest.raises(InvalidStudy, match="c0ffee"):
         _with_sources(finished.next_study(id="c0ffee"), place)
+
+
+def test_the_exported_recipe_has_that_of_its_sources(finished: Finished, tmp_path: Path) -> None:
+    from workers.merging.bank import Bank
+
+    started, chained = as_started(finished.next_study(), tmp_path, sources_in=tmp_path, note=lambda _: None)
+    sources = resolve_family(started.models.base, started.models.named).fetched()
+    num_layers = sources.layout.num_layers
+    layers = (Merge("linear", (Source("text", i), Source("merged", i)), {"weight": 0.5}) for i in range(num_layers))
+    whole = Merge("passthrough", (Source("merged"),))
+    recipe = Recipe(sources.fingerprints, "base", tuple(LayerRecipe(m, m, m) for m in layers), whole, whole)
+    write_model(recipe, Bank(sources), tmp_path / "out", dtype="float32")
+    written = json.loads((tmp_path / "out" / "recipe.json").read_text())
+    assert list(written["lineage"]) == ["merged"]
+    assert written["lineage"]["merged"]["digest"] == chained["merged"].recipe_digest
+    assert Recipe.from_json(written) == recipe
+    assert "lineage" not in written["lineage"]["merged"]
 
 
 def test_the_model_card_says_which_merge_a_source_is(finished: Finished, tmp_path: Path) -> None:
