@@ -27,7 +27,7 @@ def run() -> dict[str, Any]:
             max_trials=12,
             write_study=write_gradient_study,
             undisturbed=on_the_server,
-            patience_s=60.0,
+            patience_s=300.0,
             FAKE_SCORER={"sample_delay_s": 0.01},
         )
     is_killed = sum(result["kills"].values()) == NUM_KILLS and all(result["kills"].get(part) for part in GRADIENT_KILLS)
