@@ -19,7 +19,7 @@ from pydantic import Field
 from search_spaces.errors import InvalidConfiguration, InvalidStudy, Problem
 from search_spaces.methods import METHODS
 from search_spaces.parameters import Configuration, Float, Parameters
-from search_spaces.recipe import COMPONENTS, Component, LayerRecipe, Merge, Recipe, Source
+from search_spaces.recipe import COEFFICIENT_DECIMALS, COMPONENTS, Component, LayerRecipe, Merge, Recipe, Source
 from search_spaces.spaces.base import (
     Part,
     SearchedModels,
@@ -27,6 +27,7 @@ from search_spaces.spaces.base import (
     SpaceSection,
     TensorPlace,
 )
+from search_spaces.spaces.dis_paths import SCALES
 from search_spaces.spaces.layers import split_layers, with_own_aliases
 
 __all__ = ["MAX_TENSOR_COEFFICIENTS", "SPACE", "LayerwiseSection", "LayerwiseSpace"]
@@ -61,6 +62,8 @@ class LayerwiseSection(SpaceSection):
     """The share of each task vector's elements that TIES and DARE keep. Default: 0.2 for TIES, 0.5 for DARE."""
     mask_seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
     """The seed of DARE's masks. Default: 0."""
+    layer_scales: bool = False
+    """Whether each layer's output has a factor of its own too, 0.5 to 1.5; the last layer has none."""
 
     @property
     def merge_methods(self) -> tuple[str, ...]:
@@ -116,6 +119,9 @@ class LayerwiseSpace:
         self._first: dict[tuple[Part, int | None], str] = {}
         for name, place in models.tensors.items():
             self._first.setdefault((place.part, place.layer), name)
+        # What the last layer hands on goes into the final norm, which takes any factor off again.
+        scaled = range(models.num_layers - 1) if section.layer_scales else ()
+        self._scales = {layer: f"scale:{layer}" for layer in scaled}
         low, high = section.range
         start = min(max(1 / len(models.experts), low), high)  # the average of the experts
         keys = {
@@ -127,14 +133,19 @@ class LayerwiseSpace:
             layer: tuple(Source(expert, layer) for expert in models.experts)
             for layer in (None, *range(models.num_layers))
         }
+        roles = {key: expert for own in keys.values() for key, expert in zip(own, models.experts, strict=True)}
         self.parameters = Parameters(
-            (Float(key, low, high, default=start) for key in chain.from_iterable(keys.values())),
-            roles={key: expert for own in keys.values() for key, expert in zip(own, models.experts, strict=True)},
+            chain(
+                (Float(key, low, high, default=start) for key in chain.from_iterable(keys.values())),
+                (Float(key, *SCALES, default=1.0) for key in self._scales.values()),
+            ),
+            roles=roles | dict.fromkeys(self._scales.values(), "scale:"),
         )
 
     def describe(self) -> SpaceDescription:
         names = {"component": "component of a layer", "layer_group": f"group of layers ({len(self._layer_groups)})"}
         text = f"{self.method}, one coefficient per expert and {names.get(self._granularity, self._granularity)}"
+        text += ", and a scale per layer" if self._scales else ""
         return SpaceDescription(self.kind, self._layer_groups, self._component_groups(), text)
 
     def to_recipe(self, configuration: Configuration) -> Recipe:
@@ -161,7 +172,14 @@ class LayerwiseSpace:
             self._models.fingerprints,
             self._models.base,
             tuple(
-                LayerRecipe(part("attention", layer), part("mlp", layer), part("norm", layer))
+                LayerRecipe(
+                    part("attention", layer),
+                    part("mlp", layer),
+                    part("norm", layer),
+                    scale=round(configuration[self._scales[layer]], COEFFICIENT_DECIMALS)
+                    if layer in self._scales
+                    else 1.0,
+                )
                 for layer in range(self._models.num_layers)
             ),
             embedding=part("embedding"),
@@ -182,7 +200,7 @@ class LayerwiseSpace:
                 return None
         configuration = {
             key: number for piece, keys in self._keys.items() for key, number in zip(keys, found[piece], strict=True)
-        }
+        } | {key: renamed.layers[layer].scale for layer, key in self._scales.items()}
         try:
             return configuration if self.to_recipe(configuration).digest == recipe.digest else None
         except InvalidConfiguration:  # a number outside its range
@@ -195,8 +213,8 @@ class LayerwiseSpace:
 
     @property
     def layer_scales(self) -> Mapping[int, str]:
-        """None is searched."""
-        return {}
+        """The scales of all layers but the last, with that option."""
+        return self._scales
 
     def _piece(self, name: str, place: TensorPlace, group_of: Mapping[int, str]) -> str:
         """The name of what shares its coefficients with a tensor."""

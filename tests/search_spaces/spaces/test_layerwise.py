@@ -188,3 +188,16 @@ def test_a_merge_of_other_layers_is_not_contained():
     layers = (LayerRecipe(crossed, crossed, crossed),) * 2
     recipe = Recipe(family.fingerprints, "base", layers, embedding=outside, head=outside)
     assert space("layerwise", family).from_recipe(recipe) is None
+
+
+def test_a_scale_per_layer_is_searched_besides_where_asked_for():
+    own = space("layerwise", granularity="layer", layer_scales=True)
+    plain = space("layerwise", granularity="layer")
+    assert own.parameters.names == (*plain.parameters.names, "scale:0", "scale:1", "scale:2")
+    assert own.layer_scales == {layer: f"scale:{layer}" for layer in range(3)}
+    assert plain.layer_scales == {}
+    point = dict.fromkeys(plain.parameters.names, 0.25)
+    recipe = own.to_recipe(point | {"scale:0": 0.75, "scale:1": 1.0, "scale:2": 1.25})
+    assert [layer.scale for layer in recipe.layers] == [0.75, 1.0, 1.25, 1.0]
+    assert plain.from_recipe(recipe) is None
+    assert own.from_recipe(plain.to_recipe(point))["scale:1"] == 1.0

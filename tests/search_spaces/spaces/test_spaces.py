@@ -49,6 +49,7 @@ EXAMPLES = {
     "layerwise, component": described("layerwise", models(tokenizer="union"), granularity="component"),
     "layerwise, layer": described("layerwise", granularity="layer", range=(0, 1)),
     "layerwise, layer_group": described("layerwise", models(num_layers=7), granularity="layer_group", layer_groups=3),
+    "layerwise, scales": described("layerwise", models(is_tied=True), granularity="layer", layer_scales=True),
     "layerwise, TIES": described("layerwise", method="ties_peft", granularity="layer"),
     "m3": described("m3"),
     "m3, two experts": described("m3", models(("math", "code"))),

@@ -90,6 +90,7 @@ def test_a_study_without_a_space_or_a_kind_is_layerwise():
             "method": "task_arithmetic",
             "density": None,
             "mask_seed": None,
+            "layer_scales": False,
         }
     coarse = changed("search_space", {"granularity": "layer_group", "layer_groups": 2}, SMALL)
     assert (
