@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 from safetensors.torch import load_file
@@ -61,11 +63,20 @@ def wait_for_step(process: subprocess.Popen[bytes], out: Path, step: int, log: P
         time.sleep(0.05)
 
 
+def runs_on_the_dashboard(log: Path) -> list[str]:
+    """The names on the Train page of the Ray that the command says it uses."""
+    found = re.search(r"Ray dashboard: (http://[^/]+)", log.read_text())
+    assert found is not None
+    answer = httpx.get(f"{found[1]}/api/train/v2/runs/v1", timeout=60)
+    return [run["name"] for run in answer.raise_for_status().json()["train_runs"]]
+
+
 @pytest.mark.timeout(900)
 def test_a_training_survives_its_worker_and_its_driver(tmp_path: Path) -> None:
     spec, out, log = specification(tmp_path), tmp_path / "out", tmp_path / "log"
     process = started(spec, out)
     wait_for_step(process, out, 8, log)
+    assert [name.rpartition("-")[0] for name in runs_on_the_dashboard(log)] == ["sums"]
     first = int((out / WRITER_LOCK).read_text())
     os.kill(first, signal.SIGKILL)
     deadline = time.monotonic() + WAIT_S

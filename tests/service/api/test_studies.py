@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from service.errors import StaleAttempt
-from service.types import StudyState
+from service.types import JobKind, StudyState
 from tests.service.api.harness import ApiServer, document, finished_study, rung, stored_study
 
 UNKNOWN = "0" * 32
@@ -114,6 +114,14 @@ def test_a_study_tells_how_far_it_is(http: httpx.Client, server: ApiServer) -> N
         "submission_id": "math-text-lookup-1",
         "dashboard_url": "http://dashboard/#/jobs/math-text-lookup-1",
     }
+
+
+def test_a_job_of_another_kind_is_no_study(http: httpx.Client, server: ApiServer) -> None:
+    study = stored_study(server.store)
+    training = server.store.create_study(name="math", document={}, resolved=study.resolved, kind=JobKind.FINETUNE)
+    assert [listed["id"] for listed in http.get("/v1/studies").json()["studies"]] == [study.id]
+    answer = http.get(f"/v1/studies/{training.id}")
+    assert (answer.status_code, answer.json()["detail"]) == (404, f"study {training.id!r}: is a finetune, not a study")
 
 
 def test_what_is_no_study_is_not_found(http: httpx.Client) -> None:
