@@ -364,7 +364,7 @@ class LayerDocument(TypedDict):
 class RecipeDocument(TypedDict):
     """recipe.json"""
 
-    format: Literal["mergesearch-recipe/1"]
+    format: Literal["mergesearch-recipe/1", "mergesearch-recipe/2"]
     models: Annotated[dict[str, str], Field(description="Alias to content fingerprint.")]
     base: str
     embedding: MergeDocument

@@ -12,9 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from search_spaces.errors import InvalidStudy, SearchSpaceError
 from search_spaces.spaces.base import SearchSpace
 from service.errors import StudyFailed
@@ -85,7 +82,8 @@ class Coordinator:
         self._provenance = ProvenanceCheck(plan.bank_fingerprint, evidence)
         self._replicas = {row.replica for row in evidence}
         self._rescoring = Rescoring(plan.study_id, store, writer, self._samples)
-        self.table = rung_table(plan, violation=self._feasibility.violation, differences=self._differences)
+        differences = self._samples.differences_of(self._trials)
+        self.table = rung_table(plan, violation=self._feasibility.violation, differences=differences)
         self._replay()
         self.look_for_faults()
 
@@ -373,10 +371,6 @@ class Coordinator:
         for bracket in self.table.end_search():
             self._writer.resize_bracket(bracket, self.table.size(bracket))
             self._apply(self.table.decide(bracket))
-
-    def _differences(self, number: int, rival: int, rung: int) -> tuple[NDArray[np.float64], ...]:
-        recipes = (self._trials[trial].recipe for trial in (number, rival))
-        return self._samples.cost_differences(*recipes, rung=rung)
 
     # -- evaluations -----------------------------------------------------------------------------------------------
 

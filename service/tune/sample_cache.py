@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from search_spaces.recipe import Recipe
 from service.results.statistics import estimate
 from service.store import Store
 from service.tune.plan import Plan
-from service.types import RungRecord
+from service.types import RungRecord, TrialRecord
 from workers.types import SampleResult, Span, Split, TaskSpec
 
 __all__ = ["SampleCache"]
@@ -76,6 +77,10 @@ class SampleCache:
                 values[objective], standard_errors[objective] = found.value, found.standard_error
         exact = self._plan.recipe_values(recipe)
         return RungRecord(rung, dict(samples), values | exact, standard_errors | dict.fromkeys(exact, 0.0))
+
+    def differences_of(self, trials: Mapping[int, TrialRecord]) -> Callable[[int, int, int], Sequence[NDArray[Any]]]:
+        """`cost_differences` by the numbers of trial and rival, and the rung."""
+        return lambda trial, rival, rung: self.cost_differences(trials[trial].recipe, trials[rival].recipe, rung=rung)
 
     def cost_differences(self, recipe: Recipe, rival: Recipe, *, rung: int) -> tuple[NDArray[np.float64], ...]:
         """By objective, the cost of a recipe minus that of its `rival` on each sample of a rung [samples], in [-1, 1],

@@ -1,5 +1,6 @@
 import hashlib
 from collections import Counter
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -381,7 +382,9 @@ def test_the_published_space_has_one_lambda():
     ],
 )
 def test_a_seed_gives_the_recipes_that_it_always_gave(options, digest):
-    """Stored studies go on with these: a change of parameters or their order would change what a seed means."""
+    """Stored studies go on with these: a change of parameters or their order would change what a seed means. The
+    digests are those of format 1, which recipes that cut at a rank had before."""
     lfs = families.space("lfs", families.models(num_layers=8), **options)
-    drawn = (lfs.to_recipe(lfs.parameters.sample(np.random.default_rng(seed))).digest for seed in range(50))
+    recipes = [lfs.to_recipe(lfs.parameters.sample(np.random.default_rng(seed))) for seed in range(50)]
+    drawn = (replace(recipe, keeps_equal=True).digest for recipe in recipes)
     assert hashlib.sha256("".join(drawn).encode()).hexdigest() == digest
