@@ -13,22 +13,18 @@ import functools
 import hashlib
 import json
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 from search_spaces.errors import InvalidRecipe
 from search_spaces.methods import METHODS
-from search_spaces.methods.base import CoefficientValue, MergeMethod
+from search_spaces.methods.base import COEFFICIENT_DECIMALS, Coefficient, CoefficientValue, MergeMethod
 
 __all__ = ["COEFFICIENT_DECIMALS", "COMPONENTS", "Component", "LayerRecipe", "Merge", "Recipe", "Source"]
 
 Component = Literal["attention", "mlp", "norm"]
 COMPONENTS: tuple[Component, ...] = ("attention", "mlp", "norm")
-
-# Coefficients are rounded to this many decimals before hashing and before merging: two configurations that differ by
-# less are the same merge.
-COEFFICIENT_DECIMALS = 6
 
 FORMAT = "mergesearch-recipe/1"
 
@@ -46,15 +42,16 @@ class Merge:
     """How the tensors of one component are computed from the same tensors of `sources`.
 
     `coefficients` maps a name to a number (shared by all sources) or to a tuple with one number per source, in the
-    order of `sources`. Sources are the operands; methods on task vectors (task_arithmetic, ties) subtract the
-    recipe's base model, which is not listed. SLERP's two sources are its ends: t = 0 is the first. `seed` is for
-    methods that draw random masks. `methods` declares what each method takes.
+    order of `sources`. Sources are the operands; methods on task vectors (task_arithmetic, ties) subtract `base`, which
+    is not listed: by default the recipe's base model, in the layer of the sources. SLERP's two sources are its ends:
+    t = 0 is the first. `seed` is for methods that draw random masks. `methods` declares what each method takes.
     """
 
     method: str
     sources: tuple[Source, ...]
     coefficients: Mapping[str, CoefficientValue] = field(default_factory=dict)
     seed: int | None = None
+    base: Source | None = None
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -68,13 +65,13 @@ class Merge:
                         f"merge: {self.method}.{name} has {len(value)} numbers for {len(self.sources)} sources; "
                         "give one per source"
                     )
-                rounded[name] = tuple(_rounded(v) for v in value)
+                rounded[name] = tuple(_rounded(v, self._decimals(name)) for v in value)
             else:
-                rounded[name] = _rounded(value)
+                rounded[name] = _rounded(value, self._decimals(name))
         object.__setattr__(self, "coefficients", rounded)
 
     def __hash__(self) -> int:
-        return hash((self.method, self.sources, tuple(self.coefficients.items()), self.seed))
+        return hash((self.method, self.sources, tuple(self.coefficients.items()), self.seed, self.base))
 
     def number(self, name: str) -> float:
         """The shared coefficient `name`, or its default. Raises InvalidRecipe if it is missing or per source."""
@@ -108,10 +105,21 @@ class Merge:
         if broken is not None:
             raise InvalidRecipe(f"merge: {self.method}: {broken}")
 
+    def base_in(self, recipe_base: str) -> Source:
+        """What methods on task vectors subtract, in a recipe whose base model is `recipe_base`."""
+        return self.base or Source(recipe_base, self.sources[0].layer)
+
     def _default(self, name: str) -> float | None:
-        declared = METHODS.get(self.method)
-        coefficient = None if declared is None else declared.coefficient(name)
+        coefficient = self._declared(name)
         return None if coefficient is None else coefficient.default
+
+    def _decimals(self, name: str) -> int:
+        coefficient = self._declared(name)
+        return COEFFICIENT_DECIMALS if coefficient is None else coefficient.decimals
+
+    def _declared(self, name: str) -> Coefficient | None:
+        declared = METHODS.get(self.method)
+        return None if declared is None else declared.coefficient(name)
 
     def to_json(self) -> dict[str, Any]:
         document: dict[str, Any] = {
@@ -124,6 +132,8 @@ class Merge:
             }
         if self.seed is not None:
             document["seed"] = self.seed
+        if self.base is not None:
+            document["base"] = [self.base.model, self.base.layer]
         return document
 
     @classmethod
@@ -131,12 +141,13 @@ class Merge:
         try:
             return cls(
                 method=str(document["method"]),
-                sources=tuple(Source(str(model), _whole(layer)) for model, layer in document["sources"]),
+                sources=tuple(map(_source, document["sources"])),
                 coefficients={
                     name: tuple(float(v) for v in value) if isinstance(value, list) else float(value)
                     for name, value in document.get("coefficients", {}).items()
                 },
                 seed=_whole(document.get("seed")),
+                base=_source(document["base"]) if "base" in document else None,
             )
         except InvalidRecipe:
             raise
@@ -203,7 +214,7 @@ class Recipe:
     def __post_init__(self) -> None:
         object.__setattr__(self, "models", dict(sorted(self.models.items())))
         object.__setattr__(self, "tensors", dict(sorted(self.tensors.items())))
-        used = {self.base} | {source.model for merge in self.merges() for source in merge.sources}
+        used = {self.base, *_models(self.merges())}
         if missing := sorted(used - set(self.models)):
             raise InvalidRecipe(f"recipe: {missing} not in models; known are {sorted(self.models)}")
         if self.tokenizer == self.base:
@@ -252,7 +263,7 @@ class Recipe:
             return self
         self.check()
         recipe = self.rewritten(lambda merge: _canonical(merge, base=self.base, fingerprints=self.models))
-        used = {self.base} | {source.model for merge in recipe.merges() for source in merge.sources}
+        used = {self.base, *_models(recipe.merges())}
         if self.tokenizer != "base":
             used = set(self.models)
         recipe = replace(recipe, models={alias: self.models[alias] for alias in used})
@@ -314,10 +325,22 @@ def _whole(value: Any) -> int | None:
     return None if value is None else operator.index(value)
 
 
-def _rounded(value: float) -> float:
+def _source(document: Any) -> Source:
+    model, layer = document
+    return Source(str(model), _whole(layer))
+
+
+def _models(merges: Iterable[Merge]) -> Iterator[str]:
+    for merge in merges:
+        yield from (source.model for source in merge.sources)
+        if merge.base is not None:
+            yield merge.base.model
+
+
+def _rounded(value: float, decimals: int) -> float:
     if value != value or value in (float("inf"), float("-inf")):
         raise InvalidRecipe(f"merge: coefficient {value} is not a finite number")
-    return round(float(value), COEFFICIENT_DECIMALS) + 0.0  # + 0.0 turns -0.0 into 0.0
+    return round(float(value), decimals) + 0.0  # + 0.0 turns -0.0 into 0.0
 
 
 def _passthrough(source: Source) -> Merge:
@@ -325,7 +348,7 @@ def _passthrough(source: Source) -> Merge:
 
 
 def _canonical(merge: Merge, *, base: str, fingerprints: Mapping[str, str]) -> Merge:
-    base_source = Source(base, merge.sources[0].layer)
+    base_source = merge.base_in(base)
     declared = METHODS[merge.method]
     coefficients, sources = dict(merge.coefficients), merge.sources
 
@@ -369,8 +392,9 @@ def _canonical(merge: Merge, *, base: str, fingerprints: Mapping[str, str]) -> M
             name: tuple(value[i] for i in order) if isinstance(value, tuple) else value
             for name, value in coefficients.items()
         }
-    is_canonical = sources == merge.sources and coefficients == merge.coefficients
-    return merge if is_canonical else Merge(merge.method, sources, coefficients, merge.seed)
+    is_usual = not declared.needs_base or {Source(base, source.layer) for source in sources} == {base_source}
+    found = Merge(merge.method, sources, coefficients, merge.seed, None if is_usual else base_source)
+    return merge if found == merge else found
 
 
 def _brief(coefficients: Mapping[str, CoefficientValue], declared: MergeMethod) -> dict[str, CoefficientValue]:
@@ -394,6 +418,8 @@ def _renamed(document: Any, names: Mapping[str, str]) -> Any:
         return {
             key: [[names[model], layer] for model, layer in value]
             if key == "sources" and isinstance(value, list)
+            else [names[value[0]], value[1]]
+            if key == "base" and isinstance(value, list)
             else names[value]
             if key == "base" and isinstance(value, str)
             else _renamed(value, names)

@@ -173,7 +173,9 @@ def merge(options: argparse.Namespace) -> int:
     directories = _directories(options.model)
     if options.check:
         note = partial(print, file=sys.stderr)
-        plan = check_merge(options.file, directories, options.out, dtype=options.dtype, note=note)
+        plan = check_merge(
+            options.file, directories, options.out, dtype=options.dtype, strict=options.strict, note=note
+        )
         print_json(plan.to_json()) if options.json else print(plan.to_text())
         return 0
     shards = {} if options.max_shard_size is None else {"max_shard_bytes": options.max_shard_size}
@@ -184,6 +186,7 @@ def merge(options: argparse.Namespace) -> int:
                 directories,
                 options.out,
                 dtype=options.dtype,
+                strict=options.strict,
                 note=partial(print, file=sys.stderr),
                 progress=view.update,
                 **shards,

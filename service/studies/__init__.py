@@ -8,5 +8,6 @@
 - `local_run`: a study in one directory, without a server
 - `progress`: what an attempt reports
 - `export`: a trial's merged model
+- `merge_documents`: reading the files of `merge`
 - `merge`: a merged model from a recipe's or mergekit's file
 """

@@ -6,7 +6,6 @@ headers are checked before weights are read.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -16,17 +15,17 @@ from pathlib import Path
 from threading import Timer
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import Recipe
 from service.disk import free_bytes, gib
 from service.studies.export import model_bytes, write_model
+from service.studies.merge_documents import read_document
 from service.studies.preflight.dtype import DTYPE_BYTES
 from workers.errors import InvalidModel
 from workers.export.model_card import licence, recipe_rows
-from workers.mergekit.config import DTYPES, read_configuration, split_adapter
+from workers.mergekit.config import DTYPES, split_adapter
 from workers.mergekit.importer import to_recipe
+from workers.mergekit.reader import read_configuration
 from workers.models.family import ResolvedFamily, resolve_family, resolve_model
 from workers.models.hub import HUB_ID, named
 
@@ -68,7 +67,7 @@ class DiskBytes:
 @dataclass(frozen=True)
 class MergePlan:
     """What a merge will do. `merges` are rows (layers, component, method, sources, coefficients); `is_done` says that
-    the complete merged model exists already."""
+    the complete merged model exists already; `warnings` are lines about what the file says without effect."""
 
     models: tuple[PlannedModel, ...]
     merges: tuple[tuple[str, ...], ...]
@@ -78,6 +77,7 @@ class MergePlan:
     digest: str
     disk_bytes: DiskBytes
     is_done: bool
+    warnings: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -102,6 +102,7 @@ class MergePlan:
                 f"{gib(self.disk_bytes.export)}" + (", there already" if self.is_done else ""),
                 f"disk      {gib(self.disk_bytes.available)} free",
                 *self._download(),
+                *(f"warning   {warning}" for warning in self.warnings),
             )
         )
 
@@ -119,16 +120,17 @@ def check_merge(
     out: Path,
     *,
     dtype: str | None = None,
+    strict: bool = False,
     note: Callable[[str], None] = logger.info,
 ) -> MergePlan:
     """Check everything that `merge_file` would, without writing or downloading anything, and return what it would do.
 
-    `note` and errors as in `merge_file`."""
+    `strict`, `note` and errors as in `merge_file`."""
     import torch
 
     from workers.export.checkpoint import is_written
 
-    job = _prepared(file, directories, dtype, downloads=False, note=note)
+    job = _prepared(file, directories, dtype, strict, downloads=False, note=note)
     sources = job.bank.sources
     if lack := sources.lack_of_space:
         raise InvalidModel((lack,))
@@ -153,6 +155,7 @@ def check_merge(
         digest=job.recipe.digest,
         disk_bytes=DiskBytes(num_bytes, free_bytes(out), sources.absent_bytes),
         is_done=is_written(job.recipe, out, getattr(torch, job.dtype)),
+        warnings=job.warnings,
     )
 
 
@@ -162,18 +165,22 @@ def merge_file(
     out: Path,
     *,
     dtype: str | None = None,
+    strict: bool = False,
     note: Callable[[str], None] = logger.info,
     **details: Any,
 ) -> Path:
     """Write the merge that `file` describes to `out` and return `out`; `details` are further arguments of
-    `checkpoint.export`, and `note` is called with messages about downloads and slow reads.
+    `checkpoint.export`, and `note` is called with messages about downloads and slow reads, and with warnings about what
+    the file says without effect; with `strict` these are errors.
 
     `directories` maps models to directories, by alias in a recipe or by name in a mergekit configuration. Other names
     in a mergekit configuration are directories, relative to the file or to the current directory, or hub ids. `dtype`
     None is the file's.
     Raises InvalidRecipe, InvalidModel, Conflict.
     """
-    job = _prepared(file, directories, dtype, note=note)
+    job = _prepared(file, directories, dtype, strict, note=note)
+    for warning in job.warnings:
+        note(f"warning: {warning}")
     return write_model(job.recipe, job.bank, out, dtype=job.dtype, **details)
 
 
@@ -182,84 +189,40 @@ class _Job:
     recipe: Recipe
     bank: Bank
     dtype: str
+    warnings: tuple[str, ...] = ()
 
 
-def _prepared(file: Path, directories: Mapping[str, Path], dtype: str | None, **fetching: Any) -> _Job:
+def _prepared(file: Path, directories: Mapping[str, Path], dtype: str | None, strict: bool, **fetching: Any) -> _Job:
     """`fetching`: the further arguments of `_bank`."""
     import torch
 
     from workers.export.checkpoint import merged_config
     from workers.merging.materialize import check_recipe
 
-    document = _read(file)
+    warnings: list[str] = []
+    document = read_document(file, warn=warnings.append)
+    problems: Exception | None = None
     try:
         if isinstance(document, Mapping) and "merge_method" in document and "format" not in document:
-            job = _of_configuration(read_configuration(document), file, directories, **fetching)
+            configuration = read_configuration(document, warn=warnings.append)
+            job = _of_configuration(configuration, file, directories, warnings.append, **fetching)
         else:
             job = _of_recipe(document, directories, **fetching)
         check_recipe(job.recipe, job.bank)
         merged_config(job.recipe, job.bank, torch.float32)
     except InvalidRecipe as error:
-        raise InvalidRecipe("\n".join(f"{file}: {line}" for line in str(error).splitlines())) from error
+        problems = error
+    warnings = list(dict.fromkeys(warnings))
+    lines = str(problems or "").splitlines()
+    if strict:
+        lines += warnings
+    elif problems:
+        lines += [f"warning: {warning}" for warning in warnings]
+    if lines:
+        raise InvalidRecipe("\n".join(f"{file}: {line}" for line in lines)) from problems
     _ = job.bank.sources.result_dir  # raises InvalidModel if the models' tokenizers cannot be combined
+    job = replace(job, warnings=tuple(f"{file}: {line}" for line in warnings))
     return replace(job, dtype=dtype) if dtype else job
-
-
-# The file
-
-
-def _read(file: Path) -> Any:
-    """What the file holds, JSON or YAML."""
-    try:
-        text = file.read_text()
-        is_json = file.suffix == ".json" or text.lstrip()[:1] in ("{", "[")
-        document = json.loads(text) if is_json else yaml.load(text, _Loader)
-    except OSError as error:
-        raise InvalidRecipe(f"{file}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InvalidRecipe(
-            f"{file}: is not UTF-8 text (byte {error.start}); give a recipe.json or a mergekit configuration"
-        ) from error
-    except json.JSONDecodeError as error:
-        raise InvalidRecipe(f"{file}: line {error.lineno}: not JSON: {error.msg}") from error
-    except yaml.YAMLError as error:
-        raise InvalidRecipe(f"{file}: {_yaml_problem(error)}") from error
-    except RecursionError as error:
-        raise InvalidRecipe(f"{file}: is nested too deeply") from error
-    except ValueError as error:  # a number too long for Python
-        raise InvalidRecipe(f"{file}: {error}") from error
-    if isinstance(document, Mapping) and "experts" in document and "merge_method" not in document:
-        raise InvalidRecipe(
-            f"{file}: experts: mixtures of experts cannot be built from whole models, as mergekit-moe does"
-        )
-    if not is_json and not (isinstance(document, Mapping) and document.keys() & {"merge_method", "format"}):
-        raise InvalidRecipe(
-            f"{file}: is neither a mergekit configuration (it has no merge_method) nor a recipe (it has no format)"
-        )
-    return document
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader, as in mergekit, but a repeated key is an error; SafeLoader would take the last one."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        marks: dict[Any, yaml.Mark] = {}
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and marks.setdefault(key.value, key.start_mark) is not key.start_mark:
-                raise yaml.MarkedYAMLError(
-                    problem=f"key {key.value!r} is given twice (first in line {marks[key.value].line + 1})",
-                    problem_mark=key.start_mark,
-                )
-        return super().construct_mapping(node, deep)
-
-
-def _yaml_problem(error: Any) -> str:
-    mark = getattr(error, "problem_mark", None)
-    where = f"line {mark.line + 1}: " if mark else ""
-    problem = getattr(error, "problem", None) or str(error)
-    if "another document" in problem:
-        return f"{where}holds several documents, as mergekit-multi reads; give a file with one"
-    return f"{where}not YAML: {problem}"
 
 
 # A recipe
@@ -289,7 +252,11 @@ def _of_recipe(document: Any, directories: Mapping[str, Path], **fetching: Any) 
 
 
 def _of_configuration(
-    configuration: MergekitConfig, file: Path, directories: Mapping[str, Path], **fetching: Any
+    configuration: MergekitConfig,
+    file: Path,
+    directories: Mapping[str, Path],
+    warn: Callable[[str], None],
+    **fetching: Any,
 ) -> _Job:
     if unknown := sorted(set(directories) - set(configuration.models)):
         raise InvalidRecipe(f"has no model {', '.join(unknown)}; it names {', '.join(configuration.models)}")
@@ -302,7 +269,10 @@ def _of_configuration(
     tokenizer = _tokenizer(configuration, aliases)
     sources = _resolved(base, places, tokenizer)
     unknown_contents = {alias: alias for alias in places}
-    recipe = to_recipe(configuration, aliases, fingerprints=unknown_contents, layout=sources.checkpoints[base].layout)
+    layouts = {alias: checkpoint.layout for alias, checkpoint in sources.checkpoints.items()}
+    recipe = to_recipe(
+        configuration, aliases, fingerprints=unknown_contents, layout=layouts[base], layouts=layouts, warn=warn
+    )
     bank = _bank(sources, **fetching)
     recipe = replace(recipe, models=bank.family.fingerprints, tokenizer=tokenizer)
     return _Job(recipe, bank, configuration.dtype or _stored_dtype(sources))

@@ -104,6 +104,10 @@ class Bank:
         """The base model, in the family's vocabulary: every merge has its configuration, tensor headers and layout."""
         return self.sources.base
 
+    def view(self, alias: str) -> Checkpoint:
+        """The model `alias` in the family's vocabulary."""
+        return self._checkpoints[alias]
+
     @property
     def layout(self) -> Layout:
         return self.base.layout

@@ -236,13 +236,9 @@ def test_what_a_killed_merge_has_left_counts_as_room(home: Path, monkeypatch: py
             "merge_method: ties\n---\nmerge_method: linear\n",
             "line 2: holds several documents, as mergekit-multi reads; ",
         ),
-        (
-            "merge_method: slerp\nparameters: {}\nparameters: {t: 1}\n",
-            "line 3: not YAML: key 'parameters' is given twice",
-        ),
         ("a: &x {b: 1}\nc: {<<: *x, b: 2}\n", "is neither a mergekit configuration"),
         ("sources: []\n", "is neither a mergekit configuration (it has no merge_method) nor a recipe (it has no "),
-        ("experts: []\n", "experts: mixtures of experts cannot be built from whole models, as mergekit-moe does"),
+        ("experts: []\n", "experts: a file of mergekit-moe, which builds a mixture of experts from whole models"),
         ("just text", "is neither a mergekit configuration"),
         ("merge_method: ties", "expected exactly one of models and slices"),
         ("format: mergesearch-recipe/0", "recipe: format is 'mergesearch-recipe/0'; this version reads "),
@@ -253,6 +249,31 @@ def test_what_a_killed_merge_has_left_counts_as_room(home: Path, monkeypatch: py
 def test_files_that_cannot_be_read(home: Path, capsys: pytest.CaptureFixture[str], text: str, message: str) -> None:
     file = written(home / "merge.yml", text)
     assert f"{file}: {message}" in refused(capsys, file, "--out", home / "out")
+
+
+def test_what_has_no_effect_is_warned_of_and_refused_if_strict(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = yaml.safe_dump({**CONFIGURATION, "parameters": {"lamda": 0.5}})
+    file = written(home / "merge.yml", "dtype: float16\n" + text + "dtype: float32\n")
+    lines = [
+        f"{file}: line {text.count(chr(10)) + 2}: key 'dtype' is given twice (first in line 1); the last one counts",
+        f"{file}: parameters.lamda: 0.5 has no effect: task_arithmetic takes no such parameter; did you mean "
+        '"lambda"? it takes weight, density, lambda, normalize, rescale',
+    ]
+    out = home / "out"
+    assert main(["merge", str(file), "--out", str(out), "--check"]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")] == [
+        f"warning   {line}" for line in lines
+    ]
+    assert main(["merge", str(file), "--out", str(out), "--check", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["warnings"] == lines
+    for options in (["--strict"], ["--strict", "--check"]):
+        assert refused(capsys, file, "--out", out, *options).splitlines() == lines
+    assert not out.exists()
+    assert main(["merge", str(file), "--out", str(out)]) == 0
+    assert [line for line in capsys.readouterr().err.splitlines() if "warning" in line] == [
+        f"warning: {line}" for line in lines
+    ]
+    assert merged(out)["model.norm.weight"].dtype == torch.float32
 
 
 def test_models_of_one_name_have_numbered_aliases(home: Path) -> None:

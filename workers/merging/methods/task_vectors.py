@@ -37,6 +37,7 @@ __all__ = [
     "ties_peft",
     "ties_sum",
     "ties_weighted",
+    "trimmed_breadcrumbs",
     "trimmed_task_vectors",
 ]
 
@@ -166,11 +167,12 @@ def dare_linear_l1(
     lambdas: Sequence[float],
     densities: Sequence[float],
     keys: Sequence[int],
+    rescale: bool = True,
 ) -> torch.Tensor:
     """`dare_linear`, but the elements kept are scaled to the sum of magnitudes of the whole task vector (mergekit)."""
     merged = base.clone()
     for tensor, lambda_, density, key in zip(tensors, lambdas, densities, keys, strict=True):
-        merged += _dropped_l1(tensor - base, density, key).mul_(lambda_)
+        merged += _dropped_l1(tensor - base, density, key, rescale=rescale).mul_(lambda_)
     return merged
 
 
@@ -202,10 +204,12 @@ def dare_ties_l1(
     lambda_: float,
     normalize: bool,
     keys: Sequence[int],
+    rescale: bool = True,
 ) -> torch.Tensor:
     """DARE scaled to the sum of magnitudes, instead of the trimming of `ties_weighted` (mergekit's dare_ties)."""
     taus = [
-        _dropped_l1(tensor - base, density, key) for tensor, density, key in zip(tensors, densities, keys, strict=True)
+        _dropped_l1(tensor - base, density, key, rescale=rescale)
+        for tensor, density, key in zip(tensors, densities, keys, strict=True)
     ]
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
 
@@ -265,12 +269,13 @@ def della_l1(
     lambda_: float,
     normalize: bool,
     keys: Sequence[int],
+    rescale: bool = True,
     ranks: Ranks = None,
 ) -> torch.Tensor:
     """MagPrune with symmetric probabilities, scaled to the sum of magnitudes, instead of the trimming of
     `ties_weighted` (mergekit's della)."""
     taus = [
-        _sampled_l1(tensor - base, density, epsilon, key, known)
+        _sampled_l1(tensor - base, density, epsilon, key, known, rescale=rescale)
         for tensor, density, epsilon, key, known in zip(
             tensors, densities, epsilons, keys, _each(ranks, tensors), strict=True
         )
@@ -306,13 +311,14 @@ def della_linear_l1(
     densities: Sequence[float],
     epsilons: Sequence[float],
     keys: Sequence[int],
+    rescale: bool = True,
     ranks: Ranks = None,
 ) -> torch.Tensor:
     """`della_linear` with the probabilities and the rescaling of `della_l1` (mergekit's della_linear)."""
     merged = base.clone()
     each = zip(tensors, lambdas, densities, epsilons, keys, _each(ranks, tensors), strict=True)
     for tensor, lambda_, density, epsilon, key, known in each:
-        merged += _sampled_l1(tensor - base, density, epsilon, key, known).mul_(lambda_)
+        merged += _sampled_l1(tensor - base, density, epsilon, key, known, rescale=rescale).mul_(lambda_)
     return merged
 
 
@@ -329,7 +335,7 @@ def breadcrumbs(
     """Model Breadcrumbs (arXiv:2312.06795): theta_pre + sum_t lambda_t times the task vectors without their
     largest (share gamma) and smallest elements (`sparsify.cut_both_ends`). The paper has one lambda."""
     merged = base.clone()
-    crumbs = _breadcrumbs(tensors, base, densities, gammas, magnitudes)
+    crumbs = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes)
     for tau, lambda_ in zip(crumbs, lambdas, strict=True):
         merged += tau.mul_(lambda_)
     return merged
@@ -348,7 +354,7 @@ def breadcrumbs_ties(
     magnitudes: Magnitudes = None,
 ) -> torch.Tensor:
     """Breadcrumbs instead of the trimming of `ties_weighted` (mergekit's breadcrumbs_ties)."""
-    taus = _breadcrumbs(tensors, base, densities, gammas, magnitudes)
+    taus = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes)
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
 
 
@@ -362,13 +368,14 @@ def trimmed_task_vectors(
     ]
 
 
-def _breadcrumbs(
+def trimmed_breadcrumbs(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
     densities: Sequence[float],
     gammas: Sequence[float],
     magnitudes: Magnitudes,
 ) -> list[torch.Tensor]:
+    """theta_t - theta_pre, each without its largest and its smallest elements."""
     known = magnitudes or (None,) * len(tensors)
     return [
         cut_both_ends(tensor - base, density, gamma, sorted_)
@@ -376,15 +383,15 @@ def _breadcrumbs(
     ]
 
 
-def _dropped_l1(tau: torch.Tensor, density: float, key: int) -> torch.Tensor:
-    return match_l1_norm(dropped(tau.clone(), density, key), tau)
+def _dropped_l1(tau: torch.Tensor, density: float, key: int, *, rescale: bool) -> torch.Tensor:
+    return match_l1_norm(dropped(tau.clone(), density, key), tau) if rescale else dropped(tau, density, key)
 
 
 def _sampled_l1(
-    tau: torch.Tensor, density: float, epsilon: float, key: int, ranks: torch.Tensor | None
+    tau: torch.Tensor, density: float, epsilon: float, key: int, ranks: torch.Tensor | None, *, rescale: bool
 ) -> torch.Tensor:
     sampled = magnitude_sampled(tau.clone(), density, epsilon, key, is_symmetric=True, rescale=False, ranks=ranks)
-    return match_l1_norm(sampled, tau)
+    return match_l1_norm(sampled, tau) if rescale else sampled
 
 
 def _each(ranks: Ranks, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
