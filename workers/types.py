@@ -63,11 +63,13 @@ def digest_of(document: Any) -> str:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """One checkpoint: its alias in recipes, its absolute directory, and its content fingerprint."""
+    """One checkpoint: its alias in recipes, its absolute directory, and its content fingerprint. `adapts` is the
+    directory of the model that an adapter changes; None: the family's base."""
 
     alias: str
     directory: str
     fingerprint: str
+    adapts: str | None = None
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from workers.export.model_card import licence, recipe_rows
 from workers.mergekit.config import DTYPES, split_adapter
 from workers.mergekit.importer import to_recipe
 from workers.mergekit.reader import read_configuration
+from workers.models.chat_templates import NAMED, most_common
 from workers.models.family import ResolvedFamily, resolve_family, resolve_model
 from workers.models.hub import HUB_ID, named
 
@@ -134,7 +135,7 @@ def check_merge(
     sources = job.bank.sources
     if lack := sources.lack_of_space:
         raise InvalidModel((lack,))
-    num_bytes = model_bytes(job.recipe, job.bank, out, dtype=job.dtype)
+    num_bytes = model_bytes(job.recipe, job.bank, out, dtype=job.dtype, chat_template=job.chat_template)
     base, used = sources.family.base, job.recipe.canonical().models
     return MergePlan(
         models=tuple(
@@ -154,7 +155,7 @@ def check_merge(
         dtype=job.dtype,
         digest=job.recipe.digest,
         disk_bytes=DiskBytes(num_bytes, free_bytes(out), sources.absent_bytes),
-        is_done=is_written(job.recipe, out, getattr(torch, job.dtype)),
+        is_done=is_written(job.recipe, out, getattr(torch, job.dtype), chat_template=job.chat_template),
         warnings=job.warnings,
     )
 
@@ -181,7 +182,7 @@ def merge_file(
     job = _prepared(file, directories, dtype, strict, note=note)
     for warning in job.warnings:
         note(f"warning: {warning}")
-    return write_model(job.recipe, job.bank, out, dtype=job.dtype, **details)
+    return write_model(job.recipe, job.bank, out, dtype=job.dtype, chat_template=job.chat_template, **details)
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,7 @@ class _Job:
     recipe: Recipe
     bank: Bank
     dtype: str
+    chat_template: str | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -237,7 +239,14 @@ def _of_recipe(document: Any, directories: Mapping[str, Path], **fetching: Any) 
         raise InvalidRecipe(f"no directory is given for {', '.join(missing)}; add {hint}")
     if unknown := sorted(set(directories) - set(recipe.models)):
         raise InvalidRecipe(f"has no model {', '.join(unknown)}; it names {', '.join(recipe.models)}")
-    sources = _resolved(recipe.base, directories, recipe.tokenizer)
+    places: dict[str, str | Path] = {}
+    adapted: dict[str, str | Path] = {}
+    for alias, directory in directories.items():
+        whole, adapter = (None, None) if directory.exists() else split_adapter(str(directory))
+        places[alias] = adapter or directory
+        if adapter is not None and whole is not None:
+            adapted[alias] = whole
+    sources = _resolved(recipe.base, places, recipe.tokenizer, adapted, any_depth=True)
     bank = _bank(sources, **fetching)
     for alias, fingerprint in bank.sources.fingerprints.items():
         if recipe.models[alias] != fingerprint:
@@ -245,7 +254,10 @@ def _of_recipe(document: Any, directories: Mapping[str, Path], **fetching: Any) 
                 f"{directories[alias]} is not the recipe's {alias!r}: its content has fingerprint "
                 f"{fingerprint[:12]}, the recipe's {recipe.models[alias][:12]}"
             )
-    return _Job(recipe, bank, document.get("dtype") or DEFAULT_DTYPE)
+    template = document.get("chat_template")
+    if not isinstance(template, str | None):
+        raise InvalidRecipe(f"chat_template: {template!r} is not a text")
+    return _Job(recipe, bank, document.get("dtype") or DEFAULT_DTYPE, template)
 
 
 # A mergekit configuration
@@ -258,16 +270,19 @@ def _of_configuration(
     warn: Callable[[str], None],
     **fetching: Any,
 ) -> _Job:
-    if unknown := sorted(set(directories) - set(configuration.models)):
+    named = {part for model in configuration.models for part in (model, *split_adapter(model)) if part}
+    if unknown := sorted(set(directories) - named):
         raise InvalidRecipe(f"has no model {', '.join(unknown)}; it names {', '.join(configuration.models)}")
     aliases = _aliases(configuration.models)
-    places = {
-        alias: directories.get(model) or _place(model, _adapter_or_model(model, configuration), file)
-        for model, alias in aliases.items()
-    }
-    base = aliases[configuration.base]
-    tokenizer = _tokenizer(configuration, aliases)
-    sources = _resolved(base, places, tokenizer)
+    base, tokenizer = aliases[configuration.base], _tokenizer(configuration, aliases)
+    places: dict[str, str | Path] = {}
+    adapted: dict[str, str | Path] = {}
+    for model, alias in aliases.items():
+        whole, adapter = split_adapter(model)
+        places[alias] = directories.get(model) or _place(adapter or whole, directories, file, warn)
+        if adapter is not None and whole != configuration.base:
+            adapted[alias] = _place(whole, directories, file, warn)
+    sources = _resolved(base, places, tokenizer, adapted, any_depth=True)
     unknown_contents = {alias: alias for alias in places}
     layouts = {alias: checkpoint.layout for alias, checkpoint in sources.checkpoints.items()}
     recipe = to_recipe(
@@ -275,35 +290,47 @@ def _of_configuration(
     )
     bank = _bank(sources, **fetching)
     recipe = replace(recipe, models=bank.family.fingerprints, tokenizer=tokenizer)
-    return _Job(recipe, bank, configuration.dtype or _stored_dtype(sources))
+    template = _chat_template(configuration.chat_template, file, sources)
+    return _Job(recipe, bank, configuration.dtype or _stored_dtype(sources), template)
 
 
-def _adapter_or_model(model: str, configuration: MergekitConfig) -> str:
-    """Where a model's files are: for MODEL+LORA those of the adapter, because MODEL is the base."""
-    whole, adapter = split_adapter(model)
-    if adapter is not None and model == configuration.base:
-        raise InvalidRecipe(
-            f"base_model: {model}: the base must be a whole model; write it first, with a file that has "
-            f"merge_method: passthrough and models: [model: {model}]"
-        )
-    if adapter is not None and whole != configuration.base:
-        raise InvalidRecipe(
-            f"{model}: an adapter can only be an expert of the model that it adapts; give base_model: {whole}"
-        )
-    return model if adapter is None else adapter
-
-
-def _place(model: str, files: str, file: Path) -> str | Path:
-    """Where the `files` of `model` are: the directory of that name, relative to the file or to the current directory,
-    else a hub id. Raises InvalidRecipe."""
-    path = Path(files).expanduser()
+def _chat_template(choice: str | None, file: Path, sources: ResolvedFamily) -> str | None:
+    """The template that `choice` means: the models' most common one ("auto"), a published format by its name, the
+    contents of a file, or itself. Raises InvalidRecipe."""
+    if choice is None or "{" in choice or "\n" in choice:
+        return choice
+    if choice == "auto":
+        wholes = [checkpoint.base or checkpoint for checkpoint in sources.checkpoints.values()]
+        return most_common(whole.directory for whole in wholes)
+    if choice in NAMED:
+        return NAMED[choice]
+    path = Path(choice).expanduser()
     for place in (file.parent / path, path):
-        if place.exists():
-            return place
-    if HUB_ID.fullmatch(files):
-        return files
-    where = "" if path.is_absolute() else f", neither next to {file.name} nor in the current directory"
-    raise InvalidRecipe(f"{files}: there is no such directory{where}; give it with --model {model}=DIR")
+        if place.is_file():
+            return place.read_text()
+    raise InvalidRecipe(
+        f"chat_template: {choice!r} is neither a name, nor a file, nor a template; give auto, {', '.join(NAMED)}, a "
+        "file in Jinja, or its text"
+    )
+
+
+def _place(name: str, directories: Mapping[str, Path], file: Path, warn: Callable[[str], None]) -> str | Path:
+    """Where the model or adapter `name` is: as `directories` says, else the directory of that name, relative to the
+    file or to the current directory, else a hub id. Raises InvalidRecipe."""
+    if name in directories:
+        return directories[name]
+    without_revision, at, _ = name.rpartition("@")
+    for text in (name, without_revision) if at else (name,):
+        path = Path(text).expanduser()
+        for place in (file.parent / path, path):
+            if place.exists():
+                if text != name:
+                    warn(f"{name}: the revision has no effect: {text} is a directory")
+                return place
+    if HUB_ID.fullmatch(name):
+        return name
+    where = "" if Path(name).is_absolute() else f", neither next to {file.name} nor in the current directory"
+    raise InvalidRecipe(f"{name}: there is no such directory{where}; give it with --model {name}=DIR")
 
 
 def _aliases(models: tuple[str, ...]) -> dict[str, str]:
@@ -343,12 +370,22 @@ def _stored_dtype(sources: ResolvedFamily) -> str:
 # Both
 
 
-def _resolved(base: str, directories: Mapping[str, str | Path], tokenizer: str) -> ResolvedFamily:
-    """The models, `base` first (it may be the only one), with their headers checked. Raises InvalidModel."""
+def _resolved(
+    base: str,
+    directories: Mapping[str, str | Path],
+    tokenizer: str,
+    adapted: Mapping[str, str | Path],
+    *,
+    any_depth: bool = False,
+) -> ResolvedFamily:
+    """The models, `base` first (it may be the only one), with their headers checked; `adapted` are the models that
+    adapters change, where that is not the base. Raises InvalidModel."""
     others = {alias: directory for alias, directory in directories.items() if alias != base}
     if not others:
-        return resolve_model(directories[base], alias=base)
-    return resolve_family(directories[base], others, tokenizer=tokenizer, base_alias=base)
+        return resolve_model(directories[base], alias=base, adapts=adapted.get(base))
+    return resolve_family(
+        directories[base], others, tokenizer=tokenizer, base_alias=base, adapted=adapted, any_depth=any_depth
+    )
 
 
 def _bank(sources: ResolvedFamily, *, downloads: bool = True, note: Callable[[str], None] = logger.info) -> Bank:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import yaml
 
-from search_spaces.recipe import COMPONENTS, Merge, Recipe
+from search_spaces.recipe import COMPONENTS, Merge, Recipe, Source
 from workers.models.hub import commit_of, id_of
 from workers.types import Family
 
@@ -127,13 +127,15 @@ def source_name(directory: Path) -> str:
 def _relative(merge: Merge, index: int) -> object:
     """The merge, with the layers of its sources relative to the merged layer."""
     offsets = tuple((source.model, (source.layer or 0) - index) for source in merge.sources)
-    return merge.method, offsets, tuple(merge.coefficients.items()), merge.seed
+    base = merge.base and (merge.base.model, (merge.base.layer or 0) - index)
+    return merge.method, offsets, tuple(merge.coefficients.items()), merge.seed, base
 
 
 def _described(merge: Merge, index: int | None = None) -> tuple[str, str, str]:
-    sources = ", ".join(
-        source.model if source.layer == index else f"{source.model} (layer {source.layer})" for source in merge.sources
-    )
+    def named(source: Source) -> str:
+        return source.model if source.layer == index else f"{source.model} (layer {source.layer})"
+
+    sources = ", ".join(map(named, merge.sources)) + (f", from {named(merge.base)}" if merge.base else "")
     coefficients = ", ".join(
         f"{name} = " + (", ".join(f"{v:g}" for v in value) if isinstance(value, tuple) else f"{value:g}")
         for name, value in merge.coefficients.items()

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from search_spaces.methods.mergekit import Scalar
-from workers.mergekit.methods import MERGEKIT_METHODS
 
 __all__ = [
     "DTYPES",
@@ -77,17 +76,13 @@ class MergekitConfig:
     settings: Settings = field(default_factory=dict)
     dtype: str | None = None
     tokenizer_source: str | None = None
+    chat_template: str | None = None
 
     @property
     def base(self) -> str:
         """The model whose configuration and tokenizer the merge has, and from which task vectors are computed. Without
-        a base_model it is the model of the first adapter, else the first model."""
-        named = self.base_model or self.slices[0].base
-        if named is not None:
-            return named if MERGEKIT_METHODS[self.method].base != "unused" else split_adapter(named)[0]
-        inputs = [source.model for slice_ in self.slices for source in slice_.inputs]
-        adapted = (whole for whole, adapter in map(split_adapter, inputs) if adapter is not None)
-        return next(adapted, inputs[0])
+        a base_model it is the first model."""
+        return self.base_model or self.slices[0].base or self.slices[0].inputs[0].model
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -21,14 +21,22 @@ __all__ = ["read_configuration", "shown"]
 
 log = logging.getLogger(__name__)
 
-TOP = ("merge_method", "base_model", "models", "slices", "parameters", "dtype", "out_dtype", "tokenizer_source")
+TOP = (
+    "merge_method",
+    "base_model",
+    "models",
+    "slices",
+    "parameters",
+    "dtype",
+    "out_dtype",
+    "tokenizer_source",
+    "chat_template",
+)
 
 # The only module of a language model, as mergekit calls it.
 MODULE = "default"
 
 NOT_MERGED = {
-    "chat_template": "cannot be set: it comes with the tokenizer; leave it out, and write another into "
-    "the merged model's chat_template.jinja",
     "tokens": "embeddings of single tokens cannot be chosen; give only source",
     "pad_to_multiple_of": "the vocabulary is not padded here; leave it out",
 }
@@ -98,6 +106,7 @@ class _Reader:
             settings=settings,
             dtype=next((dtype for dtype in dtypes if dtype), None),
             tokenizer_source=self._optional_model(source, "tokenizer_source"),
+            chat_template=self._chat_template(top.get("chat_template")),
         )
 
     def _module(self, node: Any) -> tuple[tuple[Slice, ...], Settings]:
@@ -259,6 +268,12 @@ class _Reader:
             return name
         self._problem(place, f"{shown(node)} is not supported; give {', '.join(DTYPES)}")
         return None
+
+    def _chat_template(self, node: Any) -> str | None:
+        if node is not None and not isinstance(node, str):
+            self._problem("chat_template", f"{shown(node)} is not accepted; give auto, a name, a file or a template")
+            return None
+        return node or None
 
     def _list(self, node: Any, place: str) -> list[Any]:
         if isinstance(node, list) and node:

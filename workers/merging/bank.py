@@ -79,9 +79,10 @@ class Bank:
         self.num_bytes = self.sources.stored_bytes
         self.placement = Placement(placement)
         place = _placing(self.placement, self.device, self.num_bytes)
+        models = [model for view in self._checkpoints.values() for model in (view.base, view) if model is not None]
         self._stored = {
             info: place(checkpoint.read_stored(info))
-            for checkpoint in self._checkpoints.values()
+            for checkpoint in {id(model): model for model in models}.values()
             if not is_metadata_only(checkpoint.directory)
             for info in checkpoint.own
         }

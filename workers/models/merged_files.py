@@ -14,7 +14,7 @@ from typing import Any
 from workers.errors import InvalidModel
 from workers.models.checkpoints import Checkpoint
 from workers.models.tokenizers import TOKENIZER_FILES, load_tokenizer
-from workers.models.vocabulary import UNION, Alignment, added_tokens, token_ids
+from workers.models.vocabulary import BASE, UNION, Alignment, added_tokens, token_ids
 
 __all__ = ["make_result_dir"]
 
@@ -30,12 +30,12 @@ def make_result_dir(
     """A temporary directory with the files of every merge of `sources`, by alias, the base first, in the vocabulary
     `tokenizer`: config.json (`config`), the tokenizer and generation_config.json. Raises InvalidModel."""
     made = TemporaryDirectory(prefix="mergesearch-result-")
-    place, base = Path(made.name), next(iter(sources.values())).directory
+    place, base = Path(made.name), next(iter(sources.values())).tokenizer_dir
     if tokenizer == UNION:
         _save_union(place, base, alignment.added, sources)
         owner = base
     else:
-        owner = sources[tokenizer].directory
+        owner = base if tokenizer == BASE else sources[tokenizer].tokenizer_dir
         has_tokenizer = any((owner / name).is_file() for name in TOKENIZER_FILES)
         _copy(owner if has_tokenizer else base, place, TOKENIZER_FILES)
     _copy(owner if (owner / GENERATION_CONFIG).is_file() else base, place, (GENERATION_CONFIG,))
@@ -51,7 +51,7 @@ def _save_union(place: Path, base: Path, added: tuple[str, ...], sources: Mappin
 
     described: dict[str, tuple[bool, ...]] = {}
     for source in sources.values():
-        for content, token in added_tokens(source.directory).items():
+        for content, token in added_tokens(source.tokenizer_dir).items():
             flags = tuple(bool(token.get(flag)) for flag in FLAGS)
             described[content] = max(flags, described.get(content, flags))
     tokenizer = load_tokenizer(base)

@@ -352,7 +352,7 @@ def test_a_model_of_another_shape_is_refused_by_its_header(
     (home / "text").symlink_to(untied_family.base.directory)
     found = refused(capsys, written(home / "merge.yml", CONFIGURATION), "--out", home / "out", "--check")
     assert "expert 'text': " in found
-    assert "num_hidden_layers is 5; the base has 3" in found
+    assert "architectures is ['LlamaForCausalLM']; the base has ['Qwen2ForCausalLM']" in found
 
 
 def test_one_model_alone_is_a_family(home: Path) -> None:
@@ -396,17 +396,6 @@ def test_an_adapter_is_merged_like_the_model_that_it_makes(
         again = home / f"again-{left}"
         assert main(["merge", str(out / left), *arguments, "--out", str(again)]) == 0
         assert all(torch.equal(tensor, merged(again)[key]) for key, tensor in merged(out).items())
-    for changes, message in (
-        (
-            {"models": [{"model": "math+tuned"}]},
-            "math+tuned: an adapter can only be an expert of the model that ",
-        ),
-        (
-            {"base_model": "base+tuned"},
-            "base_model: base+tuned: the base must be a whole model; write it ",
-        ),
-    ):
-        assert message in refused(capsys, written(home / "x.yml", CONFIGURATION, **changes), "--out", home / "new")
 
 
 def test_adapters_without_a_base_are_merged_into_the_model_that_they_are_to(home: Path) -> None:

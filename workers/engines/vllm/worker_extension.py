@@ -296,7 +296,7 @@ def _first_with_room(family: Family, placements: Sequence[Placement], device: to
 
 
 def family_to_json(family: Family) -> str:
-    models = [[model.alias, model.directory, model.fingerprint] for model in family.models]
+    models = [[model.alias, model.directory, model.fingerprint, model.adapts] for model in family.models]
     return json.dumps({"models": models, "tokenizer": family.tokenizer})
 
 
