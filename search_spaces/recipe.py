@@ -199,8 +199,9 @@ class Recipe:
     merged model's layers in order; `embedding` is the input embedding (a tied output head follows it); `head` is the
     final norm and, where untied, the output head. `tensors` are single tensors, by their names in the merged model,
     whose merge differs from their component's. `tokenizer` is the merged model's vocabulary, by which the rows of
-    embeddings are aligned: "base", "union", or the alias of another model. With a vocabulary other than the base's,
-    `models` keeps models that no merge uses, because the vocabulary depends on them.
+    embeddings are aligned: "base", "union", or the alias of another model; `vocabulary` says more about it, as
+    `workers.models.vocabulary.Wishes` reads it. With a vocabulary other than the base's, `models` keeps models that no
+    merge uses, because the vocabulary depends on them.
     """
 
     models: Mapping[str, str]
@@ -210,6 +211,7 @@ class Recipe:
     head: Merge
     tensors: Mapping[str, Merge] = field(default_factory=dict)
     tokenizer: str = "base"
+    vocabulary: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "models", dict(sorted(self.models.items())))
@@ -264,7 +266,7 @@ class Recipe:
         self.check()
         recipe = self.rewritten(lambda merge: _canonical(merge, base=self.base, fingerprints=self.models))
         used = {self.base, *_models(recipe.merges())}
-        if self.tokenizer != "base":
+        if self.tokenizer != "base" or self.vocabulary:
             used = set(self.models)
         recipe = replace(recipe, models={alias: self.models[alias] for alias in used})
         object.__setattr__(recipe, "_is_canonical", True)
@@ -277,7 +279,7 @@ class Recipe:
         if cached is None:
             document = self.canonical().to_json()
             del document["models"]
-            if self.tokenizer != "base":
+            if self.tokenizer != "base" or self.vocabulary:
                 of = self.models.get(self.tokenizer, self.tokenizer)
                 document["tokenizer"] = {"of": of, "models": sorted(self.models.values())}
             text = json.dumps(_renamed(document, self.models), sort_keys=True, separators=(",", ":"))
@@ -298,6 +300,8 @@ class Recipe:
             document["tensors"] = {name: merge.to_json() for name, merge in self.tensors.items()}
         if self.tokenizer != "base":
             document["tokenizer"] = self.tokenizer
+        if self.vocabulary:
+            document["vocabulary"] = dict(self.vocabulary)
         return document
 
     @classmethod
@@ -315,6 +319,7 @@ class Recipe:
                 head=Merge.from_json(document["head"]),
                 tensors={str(name): Merge.from_json(merge) for name, merge in document.get("tensors", {}).items()},
                 tokenizer=str(document.get("tokenizer", "base")),
+                vocabulary=dict(document.get("vocabulary", {})),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise InvalidRecipe(f"recipe: missing or malformed: {error!r}") from error
@@ -420,8 +425,8 @@ def _renamed(document: Any, names: Mapping[str, str]) -> Any:
             if key == "sources" and isinstance(value, list)
             else [names[value[0]], value[1]]
             if key == "base" and isinstance(value, list)
-            else names[value]
-            if key == "base" and isinstance(value, str)
+            else names.get(value, value)
+            if key in ("base", "model") and isinstance(value, str)
             else _renamed(value, names)
             for key, value in document.items()
         }

@@ -75,11 +75,12 @@ class ModelSource:
 @dataclass(frozen=True)
 class Family:
     """A base model and its experts: the models that one engine can merge. `tokenizer` is the vocabulary of every merge:
-    "base", "union", or an expert's alias (`workers.models.vocabulary`)."""
+    "base", "union", or an expert's alias; `vocabulary` says more about it (`workers.models.vocabulary`)."""
 
     base: ModelSource
     experts: tuple[ModelSource, ...]
     tokenizer: str = "base"
+    vocabulary: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def models(self) -> tuple[ModelSource, ...]:
@@ -98,6 +99,8 @@ class Family:
         }
         if self.tokenizer != "base":
             document["tokenizer"] = self.fingerprints.get(self.tokenizer, self.tokenizer)
+        if self.vocabulary:
+            document["vocabulary"] = dict(self.vocabulary)
         return digest_of(document)
 
 

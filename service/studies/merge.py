@@ -246,7 +246,7 @@ def _of_recipe(document: Any, directories: Mapping[str, Path], **fetching: Any) 
         places[alias] = adapter or directory
         if adapter is not None and whole is not None:
             adapted[alias] = whole
-    sources = _resolved(recipe.base, places, recipe.tokenizer, adapted, any_depth=True)
+    sources = _resolved(recipe.base, places, recipe.tokenizer, adapted, recipe.vocabulary)
     bank = _bank(sources, **fetching)
     for alias, fingerprint in bank.sources.fingerprints.items():
         if recipe.models[alias] != fingerprint:
@@ -282,14 +282,15 @@ def _of_configuration(
         places[alias] = directories.get(model) or _place(adapter or whole, directories, file, warn)
         if adapter is not None and whole != configuration.base:
             adapted[alias] = _place(whole, directories, file, warn)
-    sources = _resolved(base, places, tokenizer, adapted, any_depth=True)
+    vocabulary = _vocabulary(configuration, aliases)
+    sources = _resolved(base, places, tokenizer, adapted, vocabulary)
     unknown_contents = {alias: alias for alias in places}
     layouts = {alias: checkpoint.layout for alias, checkpoint in sources.checkpoints.items()}
     recipe = to_recipe(
         configuration, aliases, fingerprints=unknown_contents, layout=layouts[base], layouts=layouts, warn=warn
     )
     bank = _bank(sources, **fetching)
-    recipe = replace(recipe, models=bank.family.fingerprints, tokenizer=tokenizer)
+    recipe = replace(recipe, models=bank.family.fingerprints, tokenizer=tokenizer, vocabulary=vocabulary)
     template = _chat_template(configuration.chat_template, file, sources)
     return _Job(recipe, bank, configuration.dtype or _stored_dtype(sources), template)
 
@@ -350,13 +351,23 @@ def _aliases(models: tuple[str, ...]) -> dict[str, str]:
 def _tokenizer(configuration: MergekitConfig, aliases: Mapping[str, str]) -> str:
     """The vocabulary of the merged model: "base", "union", or an alias."""
     source = configuration.tokenizer_source
-    if source is None or source in ("union", configuration.base):
+    if source is None or source in ("base", "union", configuration.base):
         return source if source == "union" else "base"
-    if source != "base" and source not in aliases:
-        raise InvalidRecipe(
-            f"tokenizer_source: {source} is not one of the models; give base, union, or {', '.join(aliases)}"
-        )
-    return "base" if source == "base" else aliases[source]
+    return aliases[source]
+
+
+def _vocabulary(configuration: MergekitConfig, aliases: Mapping[str, str]) -> dict[str, Any]:
+    """What the configuration says about it, as a recipe does."""
+    found: dict[str, Any] = {}
+    if configuration.tokenizer_source == "union":
+        found["by_id"] = True
+    if configuration.pad_to_multiple_of:
+        found["multiple_of"] = configuration.pad_to_multiple_of
+    for token, source in configuration.tokens.items():
+        row = {"model": source.model and aliases[source.model], "token": source.token, "id": source.id}
+        of_token = {key: value for key, value in row.items() if value is not None}
+        found.setdefault("tokens", {})[token] = of_token | ({"force": True} if source.force else {})
+    return found
 
 
 def _stored_dtype(sources: ResolvedFamily) -> str:
@@ -375,16 +386,21 @@ def _resolved(
     directories: Mapping[str, str | Path],
     tokenizer: str,
     adapted: Mapping[str, str | Path],
-    *,
-    any_depth: bool = False,
+    vocabulary: Mapping[str, Any],
 ) -> ResolvedFamily:
     """The models, `base` first (it may be the only one), with their headers checked; `adapted` are the models that
     adapters change, where that is not the base. Raises InvalidModel."""
     others = {alias: directory for alias, directory in directories.items() if alias != base}
     if not others:
-        return resolve_model(directories[base], alias=base, adapts=adapted.get(base))
+        return resolve_model(directories[base], alias=base, adapts=adapted.get(base), vocabulary=vocabulary)
     return resolve_family(
-        directories[base], others, tokenizer=tokenizer, base_alias=base, adapted=adapted, any_depth=any_depth
+        directories[base],
+        others,
+        tokenizer=tokenizer,
+        base_alias=base,
+        adapted=adapted,
+        any_depth=True,
+        vocabulary=vocabulary,
     )
 
 

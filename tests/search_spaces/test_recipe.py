@@ -177,8 +177,8 @@ def test_single_tensors_are_part_of_json_digest_and_canonical_form():
     # A tensor may be called anything.
     odd = replace(whole, tensors={name: merge("passthrough", "base") for name in ("base", "sources", "models")})
     assert len(odd.digest) == 64
-    with pytest.raises(InvalidRecipe, match=r"^a: slerp\.t is 2; give a number in \[0, 1\]"):
-        replace(whole, tensors={"a": merge("slerp", "math", "text", t=2)}).check()
+    with pytest.raises(InvalidRecipe, match=r"^a: ties\.k is 2; give a number in \[0, 1\]"):
+        replace(whole, tensors={"a": merge("ties", "math", lambda_=1, k=2)}).check()
     with pytest.raises(InvalidRecipe, match=r"\['code'\] not in models"):
         replace(whole, tensors={"a": merge("passthrough", "code")})
 

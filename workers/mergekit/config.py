@@ -14,6 +14,7 @@ __all__ = [
     "ModelInput",
     "Settings",
     "Slice",
+    "TokenSource",
     "split_adapter",
 ]
 
@@ -63,6 +64,17 @@ class Slice:
 
 
 @dataclass(frozen=True)
+class TokenSource:
+    """Where a token's row comes from: a model's row of the token, of another `token`, or with an `id`; without a model
+    it is zero. `force`: for models that have the token, too."""
+
+    model: str | None
+    token: str | None = None
+    id: int | None = None
+    force: bool = False
+
+
+@dataclass(frozen=True)
 class MergekitConfig:
     """A validated configuration. Models are named as it names them: directories or hub ids, MODEL+LORA for
     an adapter to a model.
@@ -77,6 +89,8 @@ class MergekitConfig:
     dtype: str | None = None
     tokenizer_source: str | None = None
     chat_template: str | None = None
+    tokens: Mapping[str, TokenSource] = field(default_factory=dict)
+    pad_to_multiple_of: int | None = None
 
     @property
     def base(self) -> str:
@@ -89,7 +103,9 @@ class MergekitConfig:
         """Every model, the base first."""
         inputs = (source.model for slice_ in self.slices for source in slice_.inputs)
         bases = (slice_.base for slice_ in self.slices if slice_.base is not None)
-        return tuple(dict.fromkeys([self.base, *inputs, *bases]))
+        named = (self.tokenizer_source, *(token.model for token in self.tokens.values()))
+        others = (model for model in named if model not in (None, "base", "union"))
+        return tuple(dict.fromkeys([self.base, *inputs, *bases, *map(str, others)]))
 
     def conditions(self) -> Iterator[Condition]:
         """Every setting of every parameter, wherever it is given."""

@@ -14,7 +14,16 @@ from typing import Any
 
 from search_spaces.errors import InvalidRecipe
 from search_spaces.methods.mergekit import Parameter, Scalar
-from workers.mergekit.config import DTYPES, Condition, MergekitConfig, ModelInput, Settings, Slice, split_adapter
+from workers.mergekit.config import (
+    DTYPES,
+    Condition,
+    MergekitConfig,
+    ModelInput,
+    Settings,
+    Slice,
+    TokenSource,
+    split_adapter,
+)
 from workers.mergekit.methods import MERGEKIT_METHODS, WITHOUT_EFFECT
 
 __all__ = ["read_configuration", "shown"]
@@ -35,11 +44,6 @@ TOP = (
 
 # The only module of a language model, as mergekit calls it.
 MODULE = "default"
-
-NOT_MERGED = {
-    "tokens": "embeddings of single tokens cannot be chosen; give only source",
-    "pad_to_multiple_of": "the vocabulary is not padded here; leave it out",
-}
 
 # Keys that mean something to another program or in another place.
 EXPLAINED = {
@@ -93,11 +97,13 @@ class _Reader:
             slices, inner = self._module(top["modules"])
             settings |= {name: (*conditions, *settings.get(name, ())) for name, conditions in inner.items()}
         source = top.get("tokenizer_source")
+        tokenizer: Mapping[str, Any] = {}
         if top.get("tokenizer") is not None:
             if source is not None:
                 self._problem("tokenizer", "tokenizer_source is given too; give one of them")
+            tokenizer = self._mapping(top["tokenizer"], "tokenizer", ("source", "tokens", "pad_to_multiple_of"))
             # What mergekit's tokenizer is where it says no more.
-            source = self._mapping(top["tokenizer"], "tokenizer", ("source",)).get("source", "union")
+            source = tokenizer.get("source", "union")
         dtypes = [self._dtype(top.get(name), name) for name in ("out_dtype", "dtype")]
         return MergekitConfig(
             method=self._method or "",
@@ -107,6 +113,8 @@ class _Reader:
             dtype=next((dtype for dtype in dtypes if dtype), None),
             tokenizer_source=self._optional_model(source, "tokenizer_source"),
             chat_template=self._chat_template(top.get("chat_template")),
+            tokens=self._tokens(tokenizer.get("tokens")),
+            pad_to_multiple_of=self._multiple(tokenizer.get("pad_to_multiple_of")),
         )
 
     def _module(self, node: Any) -> tuple[tuple[Slice, ...], Settings]:
@@ -269,6 +277,46 @@ class _Reader:
         self._problem(place, f"{shown(node)} is not supported; give {', '.join(DTYPES)}")
         return None
 
+    def _tokens(self, node: Any) -> Mapping[str, TokenSource]:
+        place = "tokenizer.tokens"
+        if node is None:
+            return {}
+        if not isinstance(node, Mapping):
+            self._problem(place, f"{shown(node)} is not accepted; give a mapping (token: source)")
+            return {}
+        return {str(token): self._token(entry, f"{place}.{token}") for token, entry in node.items()}
+
+    def _token(self, node: Any, place: str) -> TokenSource:
+        found = self._mapping(node, place, ("source", "force"))
+        source, force = found.get("source"), _flag(found.get("force", False))
+        if force is None:
+            self._problem(f"{place}.force", f"{shown(found['force'])} is not accepted; give true or false")
+        kind = source.get("kind") if isinstance(source, Mapping) else None
+        if kind == "zero":
+            return TokenSource(None, force=bool(force))
+        if kind != "model_token":
+            if source is None:
+                self._problem(f"{place}.source", "is missing; give a model, kind: zero, or kind: model_token")
+                return TokenSource(None)
+            return TokenSource(self._model(source, f"{place}.source"), force=bool(force))
+        inner = self._mapping(source, f"{place}.source", ("kind", "model", "token", "token_id"))
+        token, number = inner.get("token"), inner.get("token_id")
+        if (
+            (token is None) == (number is None)
+            or not isinstance(token, str | None)
+            or not isinstance(number, int | None)
+        ):
+            self._problem(f"{place}.source", "expected either token, a text, or token_id, a whole number")
+        model = self._model(inner.get("model"), f"{place}.source.model")
+        return TokenSource(model, token, number, bool(force))
+
+    def _multiple(self, node: Any) -> int | None:
+        number = _number(node)
+        if node is not None and (number is None or number % 1 or number < 0):
+            self._problem("tokenizer.pad_to_multiple_of", f"{shown(node)} is not accepted; give a whole number")
+            return None
+        return int(number) if number else None
+
     def _chat_template(self, node: Any) -> str | None:
         if node is not None and not isinstance(node, str):
             self._problem("chat_template", f"{shown(node)} is not accepted; give auto, a name, a file or a template")
@@ -288,9 +336,6 @@ class _Reader:
         for key in node:
             if key not in known and node[key] is not None and key not in WITHOUT_EFFECT:
                 here = f"{place}.{key}" if place else str(key)
-                if key in NOT_MERGED:
-                    self._problem(here, NOT_MERGED[key])
-                    continue
                 reason = f"unknown key; {_nearest(key, known)}known keys: {', '.join(known)}"
                 if "parameters" in known and key in PARAMETER_NAMES:
                     reason = "a parameter is read under parameters only"

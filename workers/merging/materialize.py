@@ -247,7 +247,9 @@ def _bank_aliases(recipe: Recipe, bank: Bank) -> dict[str, str]:
     family = bank.family
     if _vocabulary(recipe.tokenizer, recipe.models) != _vocabulary(family.tokenizer, family.fingerprints):
         problems.append(f"recipe: tokenizer is {recipe.tokenizer!r}; the models were opened for {family.tokenizer!r}")
-    if recipe.tokenizer != BASE:
+    if dict(recipe.vocabulary) != dict(family.vocabulary):
+        problems.append(f"recipe: vocabulary is {recipe.vocabulary}; the models were opened for {family.vocabulary}")
+    if recipe.tokenizer != BASE or recipe.vocabulary:
         spare = {model.alias for model in family.models if model.fingerprint not in recipe.models.values()}
         if spare:
             problems.append(

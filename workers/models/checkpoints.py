@@ -21,7 +21,7 @@ from workers.models.config import in_common_names
 from workers.models.headers import TensorInfo, read_headers
 from workers.models.hub import is_metadata_only, locate, named
 from workers.models.tokenizers import TOKENIZER_FILES
-from workers.models.vocabulary import Alignment, Vocabulary, align, token_ids
+from workers.models.vocabulary import NO_WISHES, Alignment, Vocabulary, Wishes, align, token_ids
 
 if TYPE_CHECKING:
     import torch
@@ -136,7 +136,9 @@ def read_expert(directory: Path, base: Checkpoint | None) -> Checkpoint | None:
     return Checkpoint(directory, base.config, adapter.tensors, tuple(sorted(adapter.files)), base)
 
 
-def aligned(checkpoints: Mapping[str, Checkpoint], tokenizer: str) -> tuple[dict[str, Checkpoint], Alignment]:
+def aligned(
+    checkpoints: Mapping[str, Checkpoint], tokenizer: str, wishes: Wishes = NO_WISHES
+) -> tuple[dict[str, Checkpoint], Alignment]:
     """The checkpoints (by alias, the base first) with embeddings and heads of one vocabulary, as `vocabulary.align`
     says; the base's configuration is that of a model with this vocabulary. Raises InvalidModel."""
     models = {
@@ -147,7 +149,7 @@ def aligned(checkpoints: Mapping[str, Checkpoint], tokenizer: str) -> tuple[dict
         )
         for alias, checkpoint in checkpoints.items()
     }
-    alignment = align(models, tokenizer)
+    alignment = align(models, tokenizer, wishes)
     views = dict(checkpoints)
     for alias, view in checkpoints.items() if alignment.tensors else ():
         config = {**view.config, "vocab_size": alignment.num_rows}

@@ -18,7 +18,7 @@ from workers.models.headers import TensorInfo
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LowRank", "Read", "Rows", "RowsOfOthers", "SourceTensor"]
+__all__ = ["LowRank", "Padded", "Read", "Rows", "RowsOfOthers", "SourceTensor"]
 
 Read = Callable[[TensorInfo], "torch.Tensor"]
 
@@ -79,7 +79,7 @@ class LowRank:
 
 @dataclass(frozen=True, eq=False)
 class RowsOfOthers:
-    """Row `positions[i]` is the mean of row `rows[k][i]` of each `donors[k]`."""
+    """Row `positions[i]` is the mean of row `rows[k][i]` of each `donors[k]`; zero without donors."""
 
     positions: NDArray[np.int64]
     donors: tuple[SourceTensor, ...]
@@ -123,5 +123,33 @@ class Rows:
             total = torch.zeros((), device=own.device)
             for donor, numbers in zip(rows.donors, rows.rows, strict=True):
                 total = total + donor.value(read)[torch.from_numpy(numbers).to(own.device)]
-            found[torch.from_numpy(rows.positions).to(own.device)] = (total / len(rows.donors)).to(found.dtype)
+            mean = total / max(1, len(rows.donors))
+            found[torch.from_numpy(rows.positions).to(own.device)] = mean.to(found.dtype)
         return found
+
+
+@dataclass(frozen=True, eq=False)
+class Padded:
+    """`tensor` with more rows, `num_rows` in all: each is the mean of its first `num_averaged` rows."""
+
+    tensor: SourceTensor
+    num_rows: int
+    num_averaged: int
+
+    @property
+    def dtype(self) -> str:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.num_rows, *self.tensor.shape[1:]
+
+    def stored(self) -> Iterator[TensorInfo]:
+        yield from self.tensor.stored()
+
+    def value(self, read: Read) -> torch.Tensor:
+        import torch
+
+        found = self.tensor.value(read)
+        mean = found[: self.num_averaged].float().mean(dim=0, keepdim=True).to(found.dtype)
+        return torch.cat([found, mean.expand(self.num_rows - len(found), *mean.shape[1:])])

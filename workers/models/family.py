@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from workers.errors import EvidenceMismatch, InvalidModel
 from workers.models.checkpoints import Checkpoint, aligned, read_checkpoint, read_expert, stored_bytes
@@ -22,7 +23,7 @@ from workers.models.components import Layout
 from workers.models.fingerprints import FileState, content_problems, file_states, fingerprint
 from workers.models.hub import absent_bytes, commit_of, fetched, lack_of_space, locate, named
 from workers.models.merged_files import make_result_dir
-from workers.models.vocabulary import BASE, UNION, Alignment
+from workers.models.vocabulary import BASE, UNION, Alignment, Wishes
 from workers.types import Family, ModelSource
 
 __all__ = [
@@ -57,6 +58,7 @@ class ResolvedFamily:
     cache: str | Path | None = None
     adapted: Mapping[str, Path] = field(default_factory=dict)
     any_depth: bool = False
+    vocabulary: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def base_alias(self) -> str:
@@ -144,7 +146,7 @@ class ResolvedFamily:
             ModelSource(alias, str(checkpoint.directory.resolve()), self.fingerprints[alias], self._adapts(alias))
             for alias, checkpoint in self.checkpoints.items()
         )
-        return Family(base, tuple(experts), self.tokenizer)
+        return Family(base, tuple(experts), self.tokenizer, self.vocabulary)
 
     def _adapts(self, alias: str) -> str | None:
         return str(self.adapted[alias].resolve()) if alias in self.adapted else None
@@ -170,7 +172,7 @@ class ResolvedFamily:
         It is the base's where merges have the base's vocabulary, else a temporary one without weights that exists as
         long as this object. Raises InvalidModel.
         """
-        if self.tokenizer == BASE and self.checkpoints[self.base_alias].base is None:
+        if self.tokenizer == BASE and not self.vocabulary and self.checkpoints[self.base_alias].base is None:
             return str(self.checkpoints[self.base_alias].directory)
         return self._made_result_dir.name
 
@@ -200,7 +202,9 @@ class ResolvedFamily:
         count = len(self.checkpoints)
         directories = dict(zip(self.checkpoints, after[:count], strict=True))
         located = LocatedFamily(self.given, directories, {}, dict(zip(self.adapted, after[count:], strict=True)))
-        return located.resolve(tokenizer=self.tokenizer, any_depth=self.any_depth, cache=self.cache)
+        return located.resolve(
+            tokenizer=self.tokenizer, vocabulary=self.vocabulary, any_depth=self.any_depth, cache=self.cache
+        )
 
 
 @dataclass(frozen=True)
@@ -218,7 +222,12 @@ class LocatedFamily:
         return self.directories.get(next(iter(self.given)))
 
     def resolve(
-        self, *, tokenizer: str = BASE, any_depth: bool = False, cache: str | Path | None = None
+        self,
+        *,
+        tokenizer: str = BASE,
+        vocabulary: Mapping[str, Any] | None = None,
+        any_depth: bool = False,
+        cache: str | Path | None = None,
     ) -> ResolvedFamily:
         """Open and check all models. Raises InvalidModel, as `resolve_family` does."""
         base_alias, *experts = self.given
@@ -238,7 +247,7 @@ class LocatedFamily:
             problems += foreign_adapters(own, self.given) if base_alias in own else ()
             if tokenizer in (BASE, UNION, *opened):
                 try:
-                    views, alignment = aligned(opened, tokenizer)
+                    views, alignment = aligned(opened, tokenizer, Wishes.from_json(vocabulary or {}))
                 except InvalidModel as error:
                     problems += error.problems
             base = views[base_alias]
@@ -250,7 +259,9 @@ class LocatedFamily:
             problems.append(f"tokenizer: {tokenizer!r}; expected {BASE}, {UNION}, or one of {', '.join(experts)}")
         if problems or alignment is None:
             raise InvalidModel(tuple(map(named, problems)))
-        return ResolvedFamily(self.given, opened, views, alignment, tokenizer, cache, self.adapted, any_depth)
+        return ResolvedFamily(
+            self.given, opened, views, alignment, tokenizer, cache, self.adapted, any_depth, vocabulary or {}
+        )
 
     def _open(self, alias: str, opened: Mapping[str, Checkpoint]) -> Checkpoint | None:
         """The model `alias`, given those before it."""
@@ -300,6 +311,7 @@ def resolve_family(
     base_alias: str = BASE,
     adapted: Mapping[str, str | Path] | None = None,
     any_depth: bool = False,
+    vocabulary: Mapping[str, Any] | None = None,
     cache: str | Path | None = None,
 ) -> ResolvedFamily:
     """A base and all experts that can be merged with it: whole models or LoRA adapters, directories or hub ids.
@@ -307,22 +319,27 @@ def resolve_family(
     Checks that they have the same structure and that their embeddings can be aligned to the vocabulary `tokenizer`.
     Reads configurations, headers and tokenizers only; of hub models that are not here, as metadata-only snapshots.
     `adapted` as in `locate_family`; with `any_depth` the models may have different numbers of layers, and merges must
-    name layers that they have. Raises InvalidModel with every problem of every model.
+    name layers that they have; `vocabulary` as in a recipe. Raises InvalidModel with every problem of every model.
     """
     if not experts:
         raise InvalidModel(("models.experts: there are none; name at least one model fine-tuned from the base",))
     located = locate_family(base, experts, base_alias=base_alias, adapted=adapted)
-    return located.resolve(tokenizer=tokenizer, any_depth=any_depth, cache=cache)
+    return located.resolve(tokenizer=tokenizer, vocabulary=vocabulary, any_depth=any_depth, cache=cache)
 
 
 def resolve_model(
-    model: str | Path, *, alias: str = BASE, adapts: str | Path | None = None, cache: str | Path | None = None
+    model: str | Path,
+    *,
+    alias: str = BASE,
+    adapts: str | Path | None = None,
+    vocabulary: Mapping[str, Any] | None = None,
+    cache: str | Path | None = None,
 ) -> ResolvedFamily:
     """A family of one model, as a merge of a single model needs it; `adapts` is the model that an adapter changes.
 
     Raises InvalidModel."""
     adapted = {} if adapts is None else {alias: adapts}
-    return locate_family(model, {}, base_alias=alias, adapted=adapted).resolve(cache=cache)
+    return locate_family(model, {}, base_alias=alias, adapted=adapted).resolve(vocabulary=vocabulary, cache=cache)
 
 
 def open_sources(family: Family, *, cache: str | Path | None = None) -> ResolvedFamily:
@@ -332,7 +349,7 @@ def open_sources(family: Family, *, cache: str | Path | None = None) -> Resolved
     experts = {model.alias: model.directory for model in family.experts}
     adapted = {model.alias: model.adapts for model in family.models if model.adapts is not None}
     located = locate_family(family.base.directory, experts, base_alias=family.base.alias, adapted=adapted)
-    return located.resolve(tokenizer=family.tokenizer, cache=cache)
+    return located.resolve(tokenizer=family.tokenizer, vocabulary=family.vocabulary, cache=cache)
 
 
 def open_family(

@@ -31,9 +31,9 @@ def make_result_dir(
     `tokenizer`: config.json (`config`), the tokenizer and generation_config.json. Raises InvalidModel."""
     made = TemporaryDirectory(prefix="mergesearch-result-")
     place, base = Path(made.name), next(iter(sources.values())).tokenizer_dir
-    if tokenizer == UNION:
-        _save_union(place, base, alignment.added, sources)
-        owner = base
+    if tokenizer == UNION or alignment.added:
+        owner = base if tokenizer in (BASE, UNION) else sources[tokenizer].tokenizer_dir
+        _save_union(place, owner, alignment.added, sources)
     else:
         owner = base if tokenizer == BASE else sources[tokenizer].tokenizer_dir
         has_tokenizer = any((owner / name).is_file() for name in TOKENIZER_FILES)
@@ -44,7 +44,7 @@ def make_result_dir(
 
 
 def _save_union(place: Path, base: Path, added: tuple[str, ...], sources: Mapping[str, Checkpoint]) -> None:
-    """The base's tokenizer with the tokens that others have added.
+    """The tokenizer in `base` with tokens that others have, and with new ones.
 
     Where models describe a token differently, the choice does not depend on their order."""
     from tokenizers import AddedToken
@@ -55,7 +55,9 @@ def _save_union(place: Path, base: Path, added: tuple[str, ...], sources: Mappin
             flags = tuple(bool(token.get(flag)) for flag in FLAGS)
             described[content] = max(flags, described.get(content, flags))
     tokenizer = load_tokenizer(base)
-    tokenizer.add_tokens([AddedToken(token, **dict(zip(FLAGS, described[token], strict=True))) for token in added])
+    plain = tuple(flag == "normalized" for flag in FLAGS)  # as add_tokens describes a text
+    of_tokens = {token: dict(zip(FLAGS, described.get(token, plain), strict=True)) for token in added}
+    tokenizer.add_tokens([AddedToken(token, **properties) for token, properties in of_tokens.items()])
     tokenizer.save_pretrained(place)
     before = token_ids(base) or {}
     first = 1 + max(before.values(), default=-1)

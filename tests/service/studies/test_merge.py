@@ -232,10 +232,6 @@ def test_what_a_killed_merge_has_left_counts_as_room(home: Path, monkeypatch: py
     ("text", "message"),
     [
         ("models: [", "line 1: not YAML: "),
-        (
-            "merge_method: ties\n---\nmerge_method: linear\n",
-            "line 2: holds several documents, as mergekit-multi reads; ",
-        ),
         ("a: &x {b: 1}\nc: {<<: *x, b: 2}\n", "is neither a mergekit configuration"),
         ("sources: []\n", "is neither a mergekit configuration (it has no merge_method) nor a recipe (it has no "),
         ("experts: []\n", "experts: a file of mergekit-moe, which builds a mixture of experts from whole models"),
@@ -328,9 +324,7 @@ def test_models_with_other_tokens_are_brought_to_one_vocabulary(home: Path, caps
             torch.equal(tensor, merged(home / f"again-{out.name}")[name]) for name, tensor in merged(out).items()
         )
     file = written(home / "merge.yml", CONFIGURATION, tokenizer_source="code")
-    assert refused(capsys, file, "--out", home / "out") == (
-        f"{file}: tokenizer_source: code is not one of the models; give base, union, or base, math, text"
-    )
+    assert "expert 'code': code: neither a directory nor a hub model" in refused(capsys, file, "--out", home / "out")
     (copy / "tokenizer.json").unlink()
     file = written(home / "merge.yml", CONFIGURATION)
     assert "has 390 rows for tokens, the base 384, and " in refused(capsys, file, "--out", home / "out")

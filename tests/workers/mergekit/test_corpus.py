@@ -22,6 +22,7 @@ from search_spaces.errors import InvalidRecipe
 from service.studies.merge import check_merge, merge_file
 from tests.builders import lora_adapter, tiny_family, tiny_qwen2, with_tokens
 from workers.errors import InvalidModel
+from workers.models.vocabulary import token_ids
 
 PAIR = "models: [{model: math, parameters: {weight: 0.6}}, {model: text, parameters: {weight: 0.3}}]\n"
 BASED = PAIR + "base_model: base\n"
@@ -193,6 +194,28 @@ CORPUS = {
     "base_model: {model: base, lora: lora}\nmerge_method: nuslerp\nparameters: {weight: 1}\n".replace(
         "{model: text}]", "{model: text}, {model: math}]"
     ),
+    # Vocabularies: tool has two tokens more than base, code two, of which one is the same.
+    "tokens of the base": "models: [{model: base}, {model: tool}]\nparameters: {weight: 0.5}\n"
+    "merge_method: linear\nbase_model: base\ntokenizer_source: base\n",
+    "tokens of another": "models: [{model: math}, {model: tool}]\nparameters: {weight: 0.5}\n"
+    "merge_method: linear\nbase_model: math\ntokenizer_source: tool\n",
+    "tokens of all": "models: [{model: math}, {model: tool}]\nparameters: {weight: 0.5}\n"
+    "merge_method: task_arithmetic\nbase_model: base\ntokenizer: {source: union}\n",
+    "tokens of a model that is not merged": PAIR + "merge_method: linear\nbase_model: math\ntokenizer_source: tuned\n",
+    "padded": PAIR + "merge_method: linear\nbase_model: math\ntokenizer: {source: base, pad_to_multiple_of: 100}\n",
+    "single tokens": """
+        models: [{model: base, parameters: {weight: 0.5}}, {model: tool, parameters: {weight: 0.5}}]
+        merge_method: linear
+        base_model: base
+        tokenizer:
+          source: union
+          tokens:
+            <tool>: {source: tool, force: true}
+            <call>: {source: {kind: model_token, model: base, token: a}}
+            <new>: {source: {kind: model_token, model: tool, token_id: 70}}
+            <zero>: {source: {kind: zero}}
+            b: {source: {kind: model_token, model: tool, token: c}, force: true}
+        """,
     # Keys and models.
     "a revision of a directory": "models: [{model: math@main, parameters: {weight: 1}}]\nmerge_method: linear\n",
     "a revision, in parts": "models: [{model: {model: {path: math, revision: main}}}]\nmerge_method: passthrough\n",
@@ -239,6 +262,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     lora_adapter(place / "math", place / "lora_math", 2, use_rslora=True)
     with_tokens(place / "base", place / "tool", "<tool>", "<call>", seed=3)
     with_tokens(place / "base", place / "code", "<code>", "<tool>", seed=4)
+    with_tokens(place / "base", place / "tuned", seed=5)
     before = Path.cwd()
     os.chdir(place)
     yield place
@@ -274,11 +298,16 @@ def by_us(text: str, out: Path, warnings: list[str]) -> dict[str, torch.Tensor]:
     return loaded(merge_file(file, {}, out, dtype="float32", note=warnings.append))
 
 
-def compare(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
+def compare(
+    mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], num_tokens: int | None = None
+) -> None:
     assert mine.keys() == theirs.keys() - {"lm_head.weight"}
     for name, whole in mine.items():
-        tensor = whole[: len(theirs[name])]  # with a tokenizer, mergekit drops rows that stand for no token
-        torch.testing.assert_close(tensor, theirs[name], rtol=1e-6, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+        # With a tokenizer, mergekit drops rows that stand for no token.
+        tensor, other = (
+            each[:num_tokens] if "embed" in name and num_tokens else each for each in (whole, theirs[name])
+        )
+        torch.testing.assert_close(tensor, other, rtol=1e-6, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.slow
@@ -294,7 +323,13 @@ def test_a_file_that_mergekit_merges_merges_here_to_the_same_tensors(home: Path,
         assert not (tmp_path / "ours").exists()
         return
     assert theirs is not None, "mergekit refuses it"
-    compare(by_us(text, tmp_path / "ours", []), theirs)
+    mine = by_us(text, tmp_path / "ours", [])
+    ids = token_ids(tmp_path / "theirs")
+    compare(mine, theirs, len(ids) if ids and "tokenizer" in text else None)
+    assert ids is None or token_ids(tmp_path / "ours") == ids
+    if "pad_to_multiple_of" in text:
+        shapes = {len(tensors["model.embed_tokens.weight"]) for tensors in (mine, theirs)}
+        assert shapes == {400}
 
 
 # What is more than tensors.

@@ -501,8 +501,14 @@ REFUSALS: list[tuple[Mapping[str, Any], str]] = [
     ({"modules": {"default": {"models": []}}}, "expected exactly one of models, slices and modules"),
     ({"slices": None, "modules": {"default": {}}}, "modules.default: expected exactly one of models and slices"),
     ({"slices": None, "modules": {"default": {"models": 1}}}, "modules.default.models: 1 is not accepted; give a list"),
-    ({"chat_template": "auto"}, "chat_template: cannot be set: "),
-    ({"tokenizer": {"source": "base", "tokens": {}}}, "tokenizer.tokens: embeddings of single tokens cannot "),
+    ({"chat_template": 5}, "chat_template: 5 is not accepted; give auto, a name, a file or a template"),
+    ({"tokenizer": {"tokens": {"a": {"source": None}}}}, "tokenizer.tokens.a.source: is missing; give a model, kind: "),
+    ({"tokenizer": {"tokens": [1]}}, "tokenizer.tokens: [1] is not accepted; give a mapping (token: source)"),
+    (
+        {"tokenizer": {"tokens": {"a": {"source": {"kind": "model_token", "model": "MATH"}}}}},
+        "tokenizer.tokens.a.source: expected either token, a text, or token_id, a whole number",
+    ),
+    ({"tokenizer": {"pad_to_multiple_of": 1.5}}, "tokenizer.pad_to_multiple_of: 1.5 is not accepted; give a whole"),
     ({"tokenizer": {"source": "base"}, "tokenizer_source": "union"}, "tokenizer: tokenizer_source is given too; "),
     ({"merge_method": "tie"}, "merge_method: 'tie' is not supported; did you mean \"ties\"? known: passthrough, "),
     ({"merge_method": None}, "merge_method: nothing is not supported; known: passthrough, linear, "),
@@ -674,10 +680,7 @@ def test_models_are_named_in_one_way(tied: Bank) -> None:
             document = {"merge_method": "linear", "models": [{"model": model}]}
             assert read_configuration(document).slices[0].inputs[0].model == expected
     both = {"model": {"path": "a", "revision": "x"}, "lora": {"path": "b", "revision": "y"}}
-    assert read_configuration({"merge_method": "linear", "models": [{"model": both}]}).models == (
-        "a@x",
-        "a@x+b@y",
-    )
+    assert read_configuration({"merge_method": "linear", "models": [{"model": both}]}).models == ("a@x+b@y",)
 
 
 @pytest.mark.parametrize(
