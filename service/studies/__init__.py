@@ -9,5 +9,6 @@
 - `progress`: what an attempt reports
 - `export`: a trial's merged model
 - `merge_documents`: reading the files of `merge`
+- `merge_series`: merges of a file with several documents
 - `merge`: a merged model from a recipe's or mergekit's file
 """

@@ -122,16 +122,17 @@ def check_merge(
     *,
     dtype: str | None = None,
     strict: bool = False,
+    document: Any = None,
     note: Callable[[str], None] = logger.info,
 ) -> MergePlan:
     """Check everything that `merge_file` would, without writing or downloading anything, and return what it would do.
 
-    `strict`, `note` and errors as in `merge_file`."""
+    `strict`, `document`, `note` and errors as in `merge_file`."""
     import torch
 
     from workers.export.checkpoint import is_written
 
-    job = _prepared(file, directories, dtype, strict, downloads=False, note=note)
+    job = _prepared(file, document, directories, dtype, strict, downloads=False, note=note)
     sources = job.bank.sources
     if lack := sources.lack_of_space:
         raise InvalidModel((lack,))
@@ -167,6 +168,7 @@ def merge_file(
     *,
     dtype: str | None = None,
     strict: bool = False,
+    document: Any = None,
     note: Callable[[str], None] = logger.info,
     **details: Any,
 ) -> Path:
@@ -176,10 +178,10 @@ def merge_file(
 
     `directories` maps models to directories, by alias in a recipe or by name in a mergekit configuration. Other names
     in a mergekit configuration are directories, relative to the file or to the current directory, or hub ids. `dtype`
-    None is the file's.
+    None is the file's; `document` is one of a file's documents where it has several.
     Raises InvalidRecipe, InvalidModel, Conflict.
     """
-    job = _prepared(file, directories, dtype, strict, note=note)
+    job = _prepared(file, document, directories, dtype, strict, note=note)
     for warning in job.warnings:
         note(f"warning: {warning}")
     return write_model(job.recipe, job.bank, out, dtype=job.dtype, chat_template=job.chat_template, **details)
@@ -194,7 +196,9 @@ class _Job:
     warnings: tuple[str, ...] = ()
 
 
-def _prepared(file: Path, directories: Mapping[str, Path], dtype: str | None, strict: bool, **fetching: Any) -> _Job:
+def _prepared(
+    file: Path, document: Any, directories: Mapping[str, Path], dtype: str | None, strict: bool, **fetching: Any
+) -> _Job:
     """`fetching`: the further arguments of `_bank`."""
     import torch
 
@@ -202,7 +206,7 @@ def _prepared(file: Path, directories: Mapping[str, Path], dtype: str | None, st
     from workers.merging.materialize import check_recipe
 
     warnings: list[str] = []
-    document = read_document(file, warn=warnings.append)
+    document = document or read_document(file, warn=warnings.append)
     problems: Exception | None = None
     try:
         if isinstance(document, Mapping) and "merge_method" in document and "format" not in document:

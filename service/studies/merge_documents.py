@@ -11,7 +11,7 @@ import yaml
 
 from search_spaces.errors import InvalidRecipe
 
-__all__ = ["read_document"]
+__all__ = ["read_document", "read_documents"]
 
 # Keys by which the files of mergekit's other programs are told, and what those do.
 OTHER_PROGRAMS = {
@@ -22,13 +22,23 @@ OTHER_PROGRAMS = {
 
 
 def read_document(file: Path, *, warn: Callable[[str], None]) -> Any:
-    """What the file holds; `warn` is called with a line for each key that is given twice. Raises InvalidRecipe."""
+    """What the file holds, its only document. Errors and `warn` as in `read_documents`."""
+    document, *others = read_documents(file, warn=warn)
+    if others:
+        raise InvalidRecipe(f"{file}: holds {len(others) + 1} documents; expected one")
+    return document
+
+
+def read_documents(file: Path, *, warn: Callable[[str], None]) -> list[Any]:
+    """The documents that the file holds, at least one; `warn` is called with a line for each key that is given twice.
+
+    Raises InvalidRecipe."""
     try:
         text = file.read_text()
         if file.suffix == ".json":
-            document = json.loads(text, object_pairs_hook=lambda pairs: _last(pairs, warn))
+            documents = [json.loads(text, object_pairs_hook=lambda pairs: _last(pairs, warn))]
         else:
-            document = _from_yaml(text, warn)
+            documents = _from_yaml(text, warn)
     except OSError as error:
         raise InvalidRecipe(f"{file}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -43,6 +53,9 @@ def read_document(file: Path, *, warn: Callable[[str], None]) -> Any:
         raise InvalidRecipe(f"{file}: is nested too deeply") from error
     except ValueError as error:  # a number too long for Python
         raise InvalidRecipe(f"{file}: {error}") from error
+    if len(documents) > 1:
+        return documents
+    document = documents[0] if documents else None
     if not isinstance(document, Mapping) or not document.keys() & {"merge_method", "format"}:
         for key, program in OTHER_PROGRAMS.items():
             if isinstance(document, Mapping) and key in document:
@@ -50,7 +63,7 @@ def read_document(file: Path, *, warn: Callable[[str], None]) -> Any:
         raise InvalidRecipe(
             f"{file}: is neither a mergekit configuration (it has no merge_method) nor a recipe (it has no format)"
         )
-    return document
+    return [document]
 
 
 def _last(pairs: list[tuple[str, Any]], warn: Callable[[str], None]) -> dict[str, Any]:
@@ -62,7 +75,7 @@ def _last(pairs: list[tuple[str, Any]], warn: Callable[[str], None]) -> dict[str
     return found
 
 
-def _from_yaml(text: str, warn: Callable[[str], None]) -> Any:
+def _from_yaml(text: str, warn: Callable[[str], None]) -> list[Any]:
     """As SafeLoader reads it, like mergekit, with a warning where it takes the last of repeated keys."""
 
     class Loader(yaml.SafeLoader):
@@ -77,13 +90,11 @@ def _from_yaml(text: str, warn: Callable[[str], None]) -> Any:
                     first[key.value] = line
             return super().construct_mapping(node, deep)
 
-    return yaml.load(text, Loader)
+    return [document for document in yaml.load_all(text, Loader) if document is not None]
 
 
 def _yaml_problem(error: Any) -> str:
     mark = getattr(error, "problem_mark", None)
     where = f"line {mark.line + 1}: " if mark else ""
     problem = getattr(error, "problem", None) or str(error)
-    if "another document" in problem:
-        return f"{where}holds several documents, as mergekit-multi reads; give a file with one"
     return f"{where}not YAML: {problem}"

@@ -19,7 +19,8 @@ import yaml
 from safetensors.torch import load_file
 
 from search_spaces.errors import InvalidRecipe
-from service.studies.merge import check_merge, merge_file
+from service.studies.merge import MergePlan, check_merge, merge_file
+from service.studies.merge_series import check_merges, merge_all
 from tests.builders import lora_adapter, tiny_family, tiny_qwen2, with_tokens
 from workers.errors import InvalidModel
 from workers.models.vocabulary import token_ids
@@ -373,6 +374,59 @@ def test_a_merge_with_adapters_is_made_again_from_its_recipe_and_its_configurati
         f"{home / 'base'}+{home / 'lora'}",
         f"{home / 'math'}+{home / 'lora_math'}",
     ]
+
+
+SERIES = """
+name: first
+models: [{model: math, parameters: {weight: 0.5}}, {model: text, parameters: {weight: 0.5}}]
+merge_method: linear
+---
+models: [{model: first}, {model: second+lora, parameters: {weight: 0.7, density: 0.5}}]
+merge_method: ties
+base_model: base
+parameters: {weight: 0.5}
+---
+name: second
+models: [{model: first}]
+base_model: text
+merge_method: slerp
+parameters: {t: 0.3}
+"""
+
+
+def test_several_documents_are_merged_one_after_another(home: Path, tmp_path: Path) -> None:
+    from mergekit.options import MergeOptions
+    from mergekit.scripts.multimerge import load_config, make_tasks
+
+    file, out = tmp_path / "merge.yml", tmp_path / "out"
+    file.write_text(SERIES)
+    plans = check_merges(file, {}, out)
+    assert list(plans) == ["first", "second", ""]
+    assert isinstance(plans["first"], MergePlan)
+    assert (plans["second"], plans[""]) == (("first",), ("first", "second"))
+    merge_all(file, {}, out, note=lambda _: None)
+    place = str(tmp_path / "theirs")
+    configurations, needed = load_config(SERIES, place)
+    options = MergeOptions(device="cpu", lora_merge_cache=place, write_model_card=False, quiet=True)
+    for task in make_tasks(configurations, needed, options, place, str(tmp_path / "their-out"), False)[::-1]:
+        for name in ("first", "second"):
+            task.input_merges.data.get(name) and task.input_merges[name].execute()
+        task.execute()
+    compare(loaded(out), loaded(tmp_path / "their-out"))
+    again = merge_all(file, {}, out, note=lambda _: None)  # what is there is left as it is
+    assert again == out
+    for text, message in {
+        SERIES.replace("name: second", "name: first"): "document 1: name: first is given twice",
+        SERIES.replace("model: math", "model: second"): "the merges first, None, second are made from each other",
+        SERIES.replace("name: second\n", ""): "the final merge is not clear: documents without a name, or that no oth",
+        SERIES.replace("ties", "tie"): "document 2: merge_method: 'tie' is not supported; did you mean",
+        SERIES.replace("name: first", "name: ../first"): "document 1: name: '../first' is not accepted",
+    }.items():
+        file.write_text(text)
+        with pytest.raises(InvalidRecipe, match=r"merge\.yml: ") as caught:
+            merge_all(file, {}, tmp_path / "none")
+        assert message in str(caught.value)
+        assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(
