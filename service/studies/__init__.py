@@ -9,6 +9,7 @@
 - `progress`: what an attempt reports
 - `export`: a trial's merged model
 - `merge_documents`: reading the files of `merge`
+- `merge_sources`: what the files of `merge` name: models, vocabulary, chat template
 - `merge_series`: merges of a file with several documents
 - `merge`: a merged model from a recipe's or mergekit's file
 """

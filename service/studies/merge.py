@@ -7,7 +7,6 @@ headers are checked before weights are read.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -20,15 +19,23 @@ from search_spaces.recipe import Recipe
 from service.disk import free_bytes, gib
 from service.studies.export import model_bytes, write_model
 from service.studies.merge_documents import read_document
+from service.studies.merge_sources import (
+    aliases_of,
+    chat_template_of,
+    place_of,
+    stored_dtype,
+    tokenizer_of,
+    vocabulary_kept,
+    vocabulary_of,
+)
 from service.studies.preflight.dtype import DTYPE_BYTES
 from workers.errors import InvalidModel
 from workers.export.model_card import licence, recipe_rows
 from workers.mergekit.config import DTYPES, split_adapter
 from workers.mergekit.importer import to_recipe
 from workers.mergekit.reader import read_configuration
-from workers.models.chat_templates import NAMED, most_common
 from workers.models.family import ResolvedFamily, resolve_family, resolve_model
-from workers.models.hub import HUB_ID, named
+from workers.models.hub import named
 
 if TYPE_CHECKING:
     from workers.mergekit.config import MergekitConfig
@@ -277,17 +284,21 @@ def _of_configuration(
     named = {part for model in configuration.models for part in (model, *split_adapter(model)) if part}
     if unknown := sorted(set(directories) - named):
         raise InvalidRecipe(f"has no model {', '.join(unknown)}; it names {', '.join(configuration.models)}")
-    aliases = _aliases(configuration.models)
-    base, tokenizer = aliases[configuration.base], _tokenizer(configuration, aliases)
+    aliases = aliases_of(configuration.models)
+    base, tokenizer = aliases[configuration.base], tokenizer_of(configuration, aliases)
     places: dict[str, str | Path] = {}
     adapted: dict[str, str | Path] = {}
     for model, alias in aliases.items():
         whole, adapter = split_adapter(model)
-        places[alias] = directories.get(model) or _place(adapter or whole, directories, file, warn)
+        places[alias] = directories.get(model) or place_of(adapter or whole, directories, file, warn)
         if adapter is not None and whole != configuration.base:
-            adapted[alias] = _place(whole, directories, file, warn)
-    vocabulary = _vocabulary(configuration, aliases)
+            adapted[alias] = place_of(whole, directories, file, warn)
+    vocabulary = vocabulary_of(configuration, aliases)
     sources = _resolved(base, places, tokenizer, adapted, vocabulary)
+    kept = vocabulary_kept(configuration, aliases, sources, warn)
+    if kept != tokenizer:
+        tokenizer, vocabulary = kept, {**vocabulary, "by_id": True}
+        sources = _resolved(base, places, tokenizer, adapted, vocabulary)
     unknown_contents = {alias: alias for alias in places}
     layouts = {alias: checkpoint.layout for alias, checkpoint in sources.checkpoints.items()}
     recipe = to_recipe(
@@ -295,91 +306,8 @@ def _of_configuration(
     )
     bank = _bank(sources, **fetching)
     recipe = replace(recipe, models=bank.family.fingerprints, tokenizer=tokenizer, vocabulary=vocabulary)
-    template = _chat_template(configuration.chat_template, file, sources)
-    return _Job(recipe, bank, configuration.dtype or _stored_dtype(sources), template)
-
-
-def _chat_template(choice: str | None, file: Path, sources: ResolvedFamily) -> str | None:
-    """The template that `choice` means: the models' most common one ("auto"), a published format by its name, the
-    contents of a file, or itself. Raises InvalidRecipe."""
-    if choice is None or "{" in choice or "\n" in choice:
-        return choice
-    if choice == "auto":
-        wholes = [checkpoint.base or checkpoint for checkpoint in sources.checkpoints.values()]
-        return most_common(whole.directory for whole in wholes)
-    if choice in NAMED:
-        return NAMED[choice]
-    path = Path(choice).expanduser()
-    for place in (file.parent / path, path):
-        if place.is_file():
-            return place.read_text()
-    raise InvalidRecipe(
-        f"chat_template: {choice!r} is neither a name, nor a file, nor a template; give auto, {', '.join(NAMED)}, a "
-        "file in Jinja, or its text"
-    )
-
-
-def _place(name: str, directories: Mapping[str, Path], file: Path, warn: Callable[[str], None]) -> str | Path:
-    """Where the model or adapter `name` is: as `directories` says, else the directory of that name, relative to the
-    file or to the current directory, else a hub id. Raises InvalidRecipe."""
-    if name in directories:
-        return directories[name]
-    without_revision, at, _ = name.rpartition("@")
-    for text in (name, without_revision) if at else (name,):
-        path = Path(text).expanduser()
-        for place in (file.parent / path, path):
-            if place.exists():
-                if text != name:
-                    warn(f"{name}: the revision has no effect: {text} is a directory")
-                return place
-    if HUB_ID.fullmatch(name):
-        return name
-    where = "" if Path(name).is_absolute() else f", neither next to {file.name} nor in the current directory"
-    raise InvalidRecipe(f"{name}: there is no such directory{where}; give it with --model {name}=DIR")
-
-
-def _aliases(models: tuple[str, ...]) -> dict[str, str]:
-    """Short names: the last part of each path or hub id (of MODEL+LORA the adapter's), numbered where equal."""
-    aliases: dict[str, str] = {}
-    for model in models:
-        whole, adapter = split_adapter(model)
-        without_revision = (adapter or whole).partition("@")[0]
-        name = re.sub(r"[^\w.-]+", "-", Path(without_revision).name) or "model"
-        alias, number = name, 2
-        while alias in aliases.values() or alias == "union" or (aliases and alias == "base"):
-            alias, number = f"{name}-{number}", number + 1
-        aliases[model] = alias
-    return aliases
-
-
-def _tokenizer(configuration: MergekitConfig, aliases: Mapping[str, str]) -> str:
-    """The vocabulary of the merged model: "base", "union", or an alias."""
-    source = configuration.tokenizer_source
-    if source is None or source in ("base", "union", configuration.base):
-        return source if source == "union" else "base"
-    return aliases[source]
-
-
-def _vocabulary(configuration: MergekitConfig, aliases: Mapping[str, str]) -> dict[str, Any]:
-    """What the configuration says about it, as a recipe does."""
-    found: dict[str, Any] = {}
-    if configuration.tokenizer_source == "union":
-        found["by_id"] = True
-    if configuration.pad_to_multiple_of:
-        found["multiple_of"] = configuration.pad_to_multiple_of
-    for token, source in configuration.tokens.items():
-        row = {"model": source.model and aliases[source.model], "token": source.token, "id": source.id}
-        of_token = {key: value for key, value in row.items() if value is not None}
-        found.setdefault("tokens", {})[token] = of_token | ({"force": True} if source.force else {})
-    return found
-
-
-def _stored_dtype(sources: ResolvedFamily) -> str:
-    """The dtype of all whole models, float32 where they have several."""
-    names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-    whole = [checkpoint for checkpoint in sources.checkpoints.values() if checkpoint.base is None]
-    dtypes = {checkpoint.tensors[name].dtype for checkpoint in whole for name in checkpoint.layout.places}
-    return names[dtypes.pop()] if len(dtypes) == 1 else "float32"
+    template = chat_template_of(configuration.chat_template, file, sources)
+    return _Job(recipe, bank, configuration.dtype or stored_dtype(sources), template)
 
 
 # Both

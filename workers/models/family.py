@@ -23,7 +23,7 @@ from workers.models.components import Layout
 from workers.models.fingerprints import FileState, content_problems, file_states, fingerprint
 from workers.models.hub import absent_bytes, commit_of, fetched, lack_of_space, locate, named
 from workers.models.merged_files import make_result_dir
-from workers.models.vocabulary import BASE, UNION, Alignment, Wishes
+from workers.models.vocabulary import BASE, EMBEDDING_NAMES, UNION, Alignment, Wishes, token_ids
 from workers.types import Family, ModelSource
 
 __all__ = [
@@ -76,6 +76,17 @@ class ResolvedFamily:
     @property
     def directories(self) -> Mapping[str, Path]:
         return {alias: checkpoint.directory for alias, checkpoint in self.checkpoints.items()}
+
+    def new_tokens(self, alias: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The tokens of model `alias` that the base does not have: those with a row of their own, and those without;
+        both in the order of their ids."""
+        known = token_ids(self.checkpoints[self.base_alias].tokenizer_dir) or {}
+        checkpoint = self.checkpoints[alias]
+        found = token_ids(checkpoint.tokenizer_dir) or {}
+        rows = [tensor.shape[0] for name, tensor in checkpoint.tensors.items() if name.endswith(EMBEDDING_NAMES)]
+        new = sorted(found.keys() - known.keys(), key=found.__getitem__)
+        with_rows = tuple(token for token in new if rows and found[token] < rows[0])
+        return with_rows, tuple(token for token in new if token not in with_rows)
 
     @property
     def num_parameters(self) -> int:

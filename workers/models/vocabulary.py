@@ -131,9 +131,13 @@ def align(models: Mapping[str, Vocabulary], tokenizer: str, wishes: Wishes = NO_
     num_rows = models[owner].num_rows
     num_padded = -(-num_rows // wishes.multiple_of) * wishes.multiple_of
     is_equal = all(tokens[alias] == tokens[owner] and model.num_rows == num_rows for alias, model in models.items())
+    is_equal &= owner == base or tokens[owner] == (models[owner].tokens or tokens[owner])
     if is_equal and not wishes.tokens and num_padded == num_rows:
         return Alignment(num_rows, {})
     target, added = dict(tokens[owner]), list[str]()
+    if owner != base:  # tokens without a row of their own get one, as the tokenizer has them
+        target |= models[owner].tokens or {}
+        num_rows = max(num_rows, 1 + max(target.values(), default=-1))
     if tokenizer == UNION:
         added = _added_by_others(models, tokens, by_id=wishes.by_id)
     added += [token for token in wishes.tokens if token not in target and token not in added]

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from search_spaces.errors import InvalidRecipe
 from service.studies.merge import MergePlan, check_merge, merge_file
 from service.studies.merge_series import check_merges, merge_all
-from tests.builders import lora_adapter, tiny_family, tiny_qwen2, with_tokens
+from tests.builders import lora_adapter, tiny_family, tiny_llama, tiny_qwen2, with_tokens
 from workers.errors import InvalidModel
 from workers.models.vocabulary import token_ids
 
@@ -450,6 +450,42 @@ def test_the_most_common_chat_template_is_taken_and_files_are_read(home: Path, t
         assert (out / "chat_template.jinja").read_text() == expected
     with pytest.raises(InvalidRecipe, match="chat_template: 'chatmml' is neither a name, nor a file, nor a template"):
         by_us(CORPUS["one model"] + "chat_template: chatmml\n", tmp_path / "no", [])
+
+
+def test_an_adapter_with_tokens_of_its_own_keeps_their_rows(tmp_path: Path) -> None:
+    base = tiny_llama(tmp_path / "base", tied=False, vocab_size=100)
+    wizard = with_tokens(base, tmp_path / "wizard", "<spell>")
+    adapter, spare = tmp_path / "adapter", tmp_path / "spare"
+    trained = lora_adapter(wizard, adapter, modules_to_save=["embed_tokens", "lm_head"]).merge_and_unload()
+    lora_adapter(base, spare)
+    for place in (adapter, spare):  # the spare one has the tokenizer, and no rows of its own
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copyfile(wizard / name, place / name)
+    ids = token_ids(wizard)
+    assert ids is not None
+    expected = trained.get_input_embeddings().weight[ids["<spell>"]]
+    text = f"models: [{{model: {base}+ADAPTER, parameters: {{weight: 1}}}}]\nmerge_method: task_arithmetic\n"
+    text += f"base_model: {base}\n"
+    for source, rows, message in (
+        ("", 101, "the adapter has rows for tokens of its own: '<spell>'; the merge has the union of all tokens; "),
+        ("tokenizer_source: base\n", 100, ""),
+    ):
+        notes: list[str] = []
+        out = tmp_path / f"out-{rows}"
+        found = by_us(text.replace("ADAPTER", str(adapter)) + source, out, notes)["model.embed_tokens.weight"]
+        assert len(found) == rows
+        assert ("<spell>" in (token_ids(out) or {})) == (rows == 101)
+        assert message in "".join(notes)
+        assert bool(notes) == bool(message)
+        if message:
+            torch.testing.assert_close(found[ids["<spell>"]], expected, rtol=1e-6, atol=2e-6)
+    for source, rows, where in (("", 100, "they are left out"), (f"tokenizer_source: {base}+{spare}\n", 101, "zeros")):
+        notes = []
+        out = tmp_path / f"spare-{rows}"
+        found = by_us(text.replace("ADAPTER", str(spare)) + source, out, notes)["model.embed_tokens.weight"]
+        assert len(found) == rows > max((token_ids(out) or {}).values())
+        assert "its tokenizer has tokens without a row of their own: '<spell>'; " in notes[0]
+        assert where in notes[0]
 
 
 def test_models_of_other_depths_make_a_model_that_loads(home: Path, tmp_path: Path) -> None:
