@@ -398,7 +398,7 @@ def _canonical(merge: Merge, *, base: str, fingerprints: Mapping[str, str]) -> M
             for name, value in coefficients.items()
         }
     is_usual = not declared.needs_base or {Source(base, source.layer) for source in sources} == {base_source}
-    found = Merge(merge.method, sources, coefficients, merge.seed, None if is_usual else base_source)
+    found = Merge(merge.method, sources, coefficients, merge.seed, None if is_usual else merge.base)
     return merge if found == merge else found
 
 

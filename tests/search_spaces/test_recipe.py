@@ -200,3 +200,14 @@ def test_the_tokenizer_is_part_of_the_digest_and_left_out_where_it_is_the_bases(
     assert replace(renamed, tokenizer="b").tokenizer == "base"
     with pytest.raises(InvalidRecipe, match=r"tokenizer is 'code'; expected base, union or one of \['base', 'math'"):
         replace(plain, tokenizer="code")
+
+
+def test_a_merge_may_subtract_a_base_of_its_own():
+    usual = merge("ties_weighted", "math", "text", weight=1.0, density=0.5)
+    plain, other = recipe(usual), recipe(replace(usual, base=Source("text")))
+    assert plain.digest == recipe(replace(usual, base=Source("base"))).digest != other.digest
+    assert "base" not in plain.canonical().embedding.to_json()
+    assert other.canonical().embedding.base == Source("text")
+    assert Recipe.from_json(json.loads(json.dumps(other.to_json()))) == other
+    nothing = recipe(replace(usual, base=Source("text"), coefficients={"weight": 0.0, "density": 0.5}))
+    assert nothing.canonical().embedding == merge("passthrough", "text")

@@ -113,6 +113,7 @@ def export(
         )
         configuration = _mergekit(recipe, bank, dtype)
         if isinstance(configuration, dict):
+            configuration |= template
             text = yaml.safe_dump(configuration, sort_keys=False)
             (directory / "mergekit_config.yml").write_text(text)
         card = model_card(
@@ -311,6 +312,8 @@ def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] 
     alignment, tokenizer = bank.alignment, bank.family.tokenizer
     if alignment.tensors and alignment.num_unnamed:
         return f"{alignment.num_unnamed} rows of the embedding stand for no token, which mergekit drops"
+    if bank.family.vocabulary.keys() - {"by_id"}:
+        return "rows of single tokens are chosen, or the vocabulary is padded"
     try:
         document = mergekit_config(recipe, bank.layout, directories, dtype=_name(dtype))
         if alignment.tensors or tokenizer != "base":

@@ -226,8 +226,7 @@ def _check_merge(merge: Merge, where: str, index: int | None, bank: Bank, aliase
     layers = {source.layer for source in merge.sources}
     if method.needs_base and merge.base is None and len(layers) > 1:
         raise InvalidRecipe(
-            f"{where}: {method.name} subtracts the base's layer, so all sources must name one layer or the merge its "
-            "base; found "
+            f"{where}: {method.name} subtracts the base's layer, so all sources must name one layer; found "
             f"{sorted(layer for layer in layers if layer is not None)}"
         )
 
