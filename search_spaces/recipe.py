@@ -13,22 +13,18 @@ import functools
 import hashlib
 import json
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 from search_spaces.errors import InvalidRecipe
 from search_spaces.methods import METHODS
-from search_spaces.methods.base import CoefficientValue, MergeMethod
+from search_spaces.methods.base import COEFFICIENT_DECIMALS, Coefficient, CoefficientValue, MergeMethod
 
 __all__ = ["COEFFICIENT_DECIMALS", "COMPONENTS", "Component", "LayerRecipe", "Merge", "Recipe", "Source"]
 
 Component = Literal["attention", "mlp", "norm"]
 COMPONENTS: tuple[Component, ...] = ("attention", "mlp", "norm")
-
-# Coefficients are rounded to this many decimals before hashing and before merging: two configurations that differ by
-# less are the same merge.
-COEFFICIENT_DECIMALS = 6
 
 # Format 2 is of recipes with a method that cuts at a rank (`MergeMethod.cuts_at_rank`): of elements of equal magnitude
 # as many are kept as the rank says. In format 1 all of them were.
@@ -48,15 +44,16 @@ class Merge:
     """How the tensors of one component are computed from the same tensors of `sources`.
 
     `coefficients` maps a name to a number (shared by all sources) or to a tuple with one number per source, in the
-    order of `sources`. Sources are the operands; methods on task vectors (task_arithmetic, ties) subtract the
-    recipe's base model, which is not listed. SLERP's two sources are its ends: t = 0 is the first. `seed` is for
-    methods that draw random masks. `methods` declares what each method takes.
+    order of `sources`. Sources are the operands; methods on task vectors (task_arithmetic, ties) subtract `base`, which
+    is not listed: by default the recipe's base model, in the layer of the sources. SLERP's two sources are its ends:
+    t = 0 is the first. `seed` is for methods that draw random masks. `methods` declares what each method takes.
     """
 
     method: str
     sources: tuple[Source, ...]
     coefficients: Mapping[str, CoefficientValue] = field(default_factory=dict)
     seed: int | None = None
+    base: Source | None = None
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -70,13 +67,13 @@ class Merge:
                         f"merge: {self.method}.{name} has {len(value)} numbers for {len(self.sources)} sources; "
                         "give one per source"
                     )
-                rounded[name] = tuple(_rounded(v) for v in value)
+                rounded[name] = tuple(_rounded(v, self._decimals(name)) for v in value)
             else:
-                rounded[name] = _rounded(value)
+                rounded[name] = _rounded(value, self._decimals(name))
         object.__setattr__(self, "coefficients", rounded)
 
     def __hash__(self) -> int:
-        return hash((self.method, self.sources, tuple(self.coefficients.items()), self.seed))
+        return hash((self.method, self.sources, tuple(self.coefficients.items()), self.seed, self.base))
 
     def number(self, name: str) -> float:
         """The shared coefficient `name`, or its default. Raises InvalidRecipe if it is missing or per source."""
@@ -110,10 +107,21 @@ class Merge:
         if broken is not None:
             raise InvalidRecipe(f"merge: {self.method}: {broken}")
 
+    def base_in(self, recipe_base: str) -> Source:
+        """What methods on task vectors subtract, in a recipe whose base model is `recipe_base`."""
+        return self.base or Source(recipe_base, self.sources[0].layer)
+
     def _default(self, name: str) -> float | None:
-        declared = METHODS.get(self.method)
-        coefficient = None if declared is None else declared.coefficient(name)
+        coefficient = self._declared(name)
         return None if coefficient is None else coefficient.default
+
+    def _decimals(self, name: str) -> int:
+        coefficient = self._declared(name)
+        return COEFFICIENT_DECIMALS if coefficient is None else coefficient.decimals
+
+    def _declared(self, name: str) -> Coefficient | None:
+        declared = METHODS.get(self.method)
+        return None if declared is None else declared.coefficient(name)
 
     def to_json(self) -> dict[str, Any]:
         document: dict[str, Any] = {
@@ -126,6 +134,8 @@ class Merge:
             }
         if self.seed is not None:
             document["seed"] = self.seed
+        if self.base is not None:
+            document["base"] = [self.base.model, self.base.layer]
         return document
 
     @classmethod
@@ -133,12 +143,13 @@ class Merge:
         try:
             return cls(
                 method=str(document["method"]),
-                sources=tuple(Source(str(model), _whole(layer)) for model, layer in document["sources"]),
+                sources=tuple(map(_source, document["sources"])),
                 coefficients={
                     name: tuple(float(v) for v in value) if isinstance(value, list) else float(value)
                     for name, value in document.get("coefficients", {}).items()
                 },
                 seed=_whole(document.get("seed")),
+                base=_source(document["base"]) if "base" in document else None,
             )
         except InvalidRecipe:
             raise
@@ -190,8 +201,9 @@ class Recipe:
     merged model's layers in order; `embedding` is the input embedding (a tied output head follows it); `head` is the
     final norm and, where untied, the output head. `tensors` are single tensors, by their names in the merged model,
     whose merge differs from their component's. `tokenizer` is the merged model's vocabulary, by which the rows of
-    embeddings are aligned: "base", "union", or the alias of another model. With a vocabulary other than the base's,
-    `models` keeps models that no merge uses, because the vocabulary depends on them.
+    embeddings are aligned: "base", "union", or the alias of another model; `vocabulary` says more about it, as
+    `workers.models.vocabulary.Wishes` reads it. With a vocabulary other than the base's, `models` keeps models that no
+    merge uses, because the vocabulary depends on them.
 
     `keeps_equal`: methods that cut at a rank keep all elements of the magnitude at that rank, as in format 1.
     """
@@ -204,13 +216,14 @@ class Recipe:
     tensors: Mapping[str, Merge] = field(default_factory=dict)
     tokenizer: str = "base"
     keeps_equal: bool = False
+    vocabulary: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.keeps_equal and not self._cuts_at_rank():
             object.__setattr__(self, "keeps_equal", False)
         object.__setattr__(self, "models", dict(sorted(self.models.items())))
         object.__setattr__(self, "tensors", dict(sorted(self.tensors.items())))
-        used = {self.base} | {source.model for merge in self.merges() for source in merge.sources}
+        used = {self.base, *_models(self.merges())}
         if missing := sorted(used - set(self.models)):
             raise InvalidRecipe(f"recipe: {missing} not in models; known are {sorted(self.models)}")
         if self.tokenizer == self.base:
@@ -264,8 +277,8 @@ class Recipe:
             return known
         self.check()
         recipe = self.rewritten(lambda merge: _canonical(merge, base=self.base, fingerprints=self.models))
-        used = {self.base} | {source.model for merge in recipe.merges() for source in merge.sources}
-        if self.tokenizer != "base":
+        used = {self.base, *_models(recipe.merges())}
+        if self.tokenizer != "base" or self.vocabulary:
             used = set(self.models)
         recipe = replace(recipe, models={alias: self.models[alias] for alias in used})
         object.__setattr__(recipe, "_canonical", recipe)
@@ -279,7 +292,7 @@ class Recipe:
         if cached is None:
             document = self.canonical().to_json()
             del document["models"]
-            if self.tokenizer != "base":
+            if self.tokenizer != "base" or self.vocabulary:
                 of = self.models.get(self.tokenizer, self.tokenizer)
                 document["tokenizer"] = {"of": of, "models": sorted(self.models.values())}
             text = json.dumps(_renamed(document, self.models), sort_keys=True, separators=(",", ":"))
@@ -300,6 +313,8 @@ class Recipe:
             document["tensors"] = {name: merge.to_json() for name, merge in self.tensors.items()}
         if self.tokenizer != "base":
             document["tokenizer"] = self.tokenizer
+        if self.vocabulary:
+            document["vocabulary"] = dict(self.vocabulary)
         return document
 
     @classmethod
@@ -318,6 +333,7 @@ class Recipe:
                 tensors={str(name): Merge.from_json(merge) for name, merge in document.get("tensors", {}).items()},
                 tokenizer=str(document.get("tokenizer", "base")),
                 keeps_equal=found == FORMAT,
+                vocabulary=dict(document.get("vocabulary", {})),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise InvalidRecipe(f"recipe: missing or malformed: {error!r}") from error
@@ -328,10 +344,22 @@ def _whole(value: Any) -> int | None:
     return None if value is None else operator.index(value)
 
 
-def _rounded(value: float) -> float:
+def _source(document: Any) -> Source:
+    model, layer = document
+    return Source(str(model), _whole(layer))
+
+
+def _models(merges: Iterable[Merge]) -> Iterator[str]:
+    for merge in merges:
+        yield from (source.model for source in merge.sources)
+        if merge.base is not None:
+            yield merge.base.model
+
+
+def _rounded(value: float, decimals: int) -> float:
     if value != value or value in (float("inf"), float("-inf")):
         raise InvalidRecipe(f"merge: coefficient {value} is not a finite number")
-    return round(float(value), COEFFICIENT_DECIMALS) + 0.0  # + 0.0 turns -0.0 into 0.0
+    return round(float(value), decimals) + 0.0  # + 0.0 turns -0.0 into 0.0
 
 
 def _passthrough(source: Source) -> Merge:
@@ -339,7 +367,7 @@ def _passthrough(source: Source) -> Merge:
 
 
 def _canonical(merge: Merge, *, base: str, fingerprints: Mapping[str, str]) -> Merge:
-    base_source = Source(base, merge.sources[0].layer)
+    base_source = merge.base_in(base)
     declared = METHODS[merge.method]
     coefficients, sources = dict(merge.coefficients), merge.sources
 
@@ -383,8 +411,9 @@ def _canonical(merge: Merge, *, base: str, fingerprints: Mapping[str, str]) -> M
             name: tuple(value[i] for i in order) if isinstance(value, tuple) else value
             for name, value in coefficients.items()
         }
-    is_canonical = sources == merge.sources and coefficients == merge.coefficients
-    return merge if is_canonical else Merge(merge.method, sources, coefficients, merge.seed)
+    is_usual = not declared.needs_base or {Source(base, source.layer) for source in sources} == {base_source}
+    found = Merge(merge.method, sources, coefficients, merge.seed, None if is_usual else merge.base)
+    return merge if found == merge else found
 
 
 def _brief(coefficients: Mapping[str, CoefficientValue], declared: MergeMethod) -> dict[str, CoefficientValue]:
@@ -408,8 +437,10 @@ def _renamed(document: Any, names: Mapping[str, str]) -> Any:
         return {
             key: [[names[model], layer] for model, layer in value]
             if key == "sources" and isinstance(value, list)
-            else names[value]
-            if key == "base" and isinstance(value, str)
+            else [names[value[0]], value[1]]
+            if key == "base" and isinstance(value, list)
+            else names.get(value, value)
+            if key in ("base", "model") and isinstance(value, str)
             else _renamed(value, names)
             for key, value in document.items()
         }

@@ -67,21 +67,24 @@ def digest_of(document: Any) -> str:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """One checkpoint: its alias in recipes, its absolute directory, and its content fingerprint."""
+    """One checkpoint: its alias in recipes, its absolute directory, and its content fingerprint. `adapts` is the
+    directory of the model that an adapter changes; None: the family's base."""
 
     alias: str
     directory: str
     fingerprint: str
+    adapts: str | None = None
 
 
 @dataclass(frozen=True)
 class Family:
     """A base model and its experts: the models that one engine can merge. `tokenizer` is the vocabulary of every merge:
-    "base", "union", or an expert's alias (`workers.models.vocabulary`)."""
+    "base", "union", or an expert's alias; `vocabulary` says more about it (`workers.models.vocabulary`)."""
 
     base: ModelSource
     experts: tuple[ModelSource, ...]
     tokenizer: str = "base"
+    vocabulary: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def models(self) -> tuple[ModelSource, ...]:
@@ -100,6 +103,8 @@ class Family:
         }
         if self.tokenizer != "base":
             document["tokenizer"] = self.fingerprints.get(self.tokenizer, self.tokenizer)
+        if self.vocabulary:
+            document["vocabulary"] = dict(self.vocabulary)
         return digest_of(document)
 
 

@@ -11,6 +11,7 @@ has every `MergeMethod` that a module of this package assigns to a name, familie
 - `averages`: averages and interpolations of whole models, fusions of a pair
 - `ties`: variants of TIES, each named after its origin
 - `sparse`: task vectors sparsified at random or by magnitude
+- `unscaled`: mergekit's methods with other settings than usual
 - `competition`: task vectors that compete for each element: SCE, RAM, PCB-Merging, TALL masks, WUDI
 """
 

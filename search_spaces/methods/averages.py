@@ -20,9 +20,11 @@ NUSLERP_PARAMETERS = (
 )
 MULTISLERP_PARAMETERS = (
     Parameter("weight", "expert"),
-    Parameter("normalize_weights", default=True, is_fixed=True),
-    Parameter("eps", default=1e-8, is_fixed=True),
+    Parameter("normalize_weights", default=True),
+    Parameter("eps", default=1e-8),
 )
+# Added to the norms that are divided by.
+EPS = Coefficient("eps", 0, 0.01, default=1e-8, decimals=12)
 MODEL_STOCK_PARAMETERS = (Parameter("filter_wise", default=False),)
 # With 1 a ratio out of range is used, as mergekit does.
 UNBOUNDED = Coefficient("unbounded", 0, 1, default=0, is_whole=True)
@@ -88,40 +90,44 @@ MULTISLERP = MergeMethod(
     name="multislerp",
     source=MULTISLERP_PAGE,
     variant="of whole models; all-zero tensors stay zero, where mergekit raises",
-    coefficients=(SHARES,),
+    coefficients=(SHARES, EPS),
     drops_zeros="weight",
     is_itself_alone=True,
     constraint=weights_do_not_cancel,
-    mergekit=Counterpart("multislerp", MULTISLERP_PARAMETERS),
+    mergekit=Counterpart("multislerp", MULTISLERP_PARAMETERS, settings={"normalize_weights": True}),
 )
 
 MULTISLERP_TASK_VECTORS = MergeMethod(
     name="multislerp_task_vectors",
     source=MULTISLERP_PAGE,
     variant="of task vectors; models equal to the base give the base, where mergekit raises; one source alone is kept",
-    coefficients=(SHARES,),
+    coefficients=(SHARES, EPS),
     needs_base=True,
     drops_zeros="weight",
     is_itself_alone=True,
     constraint=weights_do_not_cancel,
-    mergekit=Counterpart("multislerp", MULTISLERP_PARAMETERS, "recipe"),
+    mergekit=Counterpart("multislerp", MULTISLERP_PARAMETERS, "recipe", settings={"normalize_weights": True}),
 )
 
 KARCHER = MergeMethod(
     name="karcher",
     source="arXiv:2603.04972",
     variant=(
-        "weights, equal unless given; 10 steps, tolerance 1e-5; opposite directions are left out of a step, where "
-        "mergekit divides by sin(pi)"
+        "weights, equal unless given; steps until one is shorter than `tol`; opposite directions are left out of a "
+        "step, where mergekit divides by sin(pi)"
     ),
     # Not searched: the weights are equal, as published.
-    coefficients=(Coefficient("weight", 0, per_model=True, default=1, has_gradient=True),),
+    coefficients=(
+        Coefficient("weight", 0, per_model=True, default=1, has_gradient=True),
+        Coefficient("max_iter", 0, 1_000_000, default=10, is_whole=True),
+        Coefficient("tol", 0, 0.1, default=1e-5, decimals=12),
+    ),
     drops_zeros="weight",
     is_itself_alone=True,
     constraint=weights_do_not_cancel,
     mergekit=Counterpart(
         "karcher",
-        (Parameter("max_iter", default=10.0, is_fixed=True), Parameter("tol", default=1e-5, is_fixed=True)),
+        (Parameter("max_iter", default=10.0), Parameter("tol", default=1e-5)),
         exact_at={"weight": 1.0},
     ),
     mergekit_difference="has equal weights in mergekit",

@@ -10,6 +10,7 @@ from typing import Literal, Self
 from search_spaces.methods.mergekit import CoefficientValue, Counterpart
 
 __all__ = [
+    "COEFFICIENT_DECIMALS",
     "Coefficient",
     "CoefficientValue",
     "MergeMethod",
@@ -19,6 +20,10 @@ __all__ = [
     "Range",
     "SourceChoice",
 ]
+
+# Coefficients are rounded to this many decimals before hashing and before merging: two configurations that differ by
+# less are the same merge.
+COEFFICIENT_DECIMALS = 6
 
 # From a coefficient's name to its numbers, one per source.
 Numbers = Callable[[str], tuple[float, ...]]
@@ -63,7 +68,8 @@ class Coefficient:
 
     A coefficient with a `default` is optional, and canonical recipes omit it where it has that value. `searched` says
     how a search varies it; None: it keeps its default. `has_gradient`: the merged tensor differentiates by it, with the
-    elements that the method keeps and the signs that it elects held fixed."""
+    elements that the method keeps and the signs that it elects held fixed. It is rounded to `decimals`: tolerances
+    need more than other numbers."""
 
     name: str
     low: float = -math.inf
@@ -73,6 +79,7 @@ class Coefficient:
     is_whole: bool = False
     searched: Range | PairShare | NumSources | None = None
     has_gradient: bool = False
+    decimals: int = COEFFICIENT_DECIMALS
 
     def searched_in(self, low: float, high: float) -> Self:
         """The same coefficient, searched in [low, high] with one number for all experts."""

@@ -47,4 +47,8 @@ def normalize(default: int) -> Coefficient:
 def weights_do_not_cancel(numbers: Numbers) -> str | None:
     """The constraint of methods that divide by the sum of the weights."""
     weights = numbers("weight")
-    return None if abs(math.fsum(weights)) >= 1e-6 else f"weights {weights} sum to zero; they must not"
+    return (
+        None
+        if abs(math.fsum(weights)) >= 1e-6
+        else (f"weights {weights} sum to zero; they must not, as they are divided by their sum")
+    )

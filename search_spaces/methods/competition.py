@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from search_spaces.methods.base import Coefficient, MergeMethod, NumSources
 from search_spaces.methods.coefficients import LAMBDA, K
-from search_spaces.methods.mergekit import Counterpart, Parameter
+from search_spaces.methods.mergekit import CoefficientValue, Counterpart, Parameter, Values
 
 POSITION = 5
 
@@ -21,6 +23,11 @@ PCB_COEFFICIENTS = (LAMBDA.searched_in(0.0, 2.0), Coefficient("density", 1e-6, 1
 # TALL masks: mask lambdas 0.2 to 0.6, agreement of two models.
 MASK_LAMBDAS = Coefficient("mask_lambda", 0, per_model=True).searched_in(0.2, 0.6)
 AGREEMENT = Coefficient("agreement", 1, is_whole=True, searched=NumSources(2.0))
+
+
+def _selected(values: Values) -> Mapping[str, CoefficientValue]:
+    return {"select_topk": min(1.0, max(0.0, values.number("select_topk")))}
+
 
 SCE = MergeMethod(
     name="sce",
@@ -45,7 +52,7 @@ SCE_MERGEKIT = MergeMethod(
     coefficients=(SELECT_TOPK,),
     needs_base=True,
     cuts_at_rank=True,
-    mergekit=Counterpart("sce", (Parameter("select_topk", default=1.0),), "recipe"),
+    mergekit=Counterpart("sce", (Parameter("select_topk", default=1.0),), "recipe", coefficients=_selected),
     mergekit_difference="differs in mergekit where variances are equal",
 )
 

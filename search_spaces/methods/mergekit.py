@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from search_spaces.errors import InvalidRecipe
-
 __all__ = [
     "EQUAL_MAGNITUDES",
     "CoefficientValue",
@@ -21,7 +19,6 @@ __all__ = [
     "Values",
     "elected",
     "generalized",
-    "normalized_weights",
     "summed",
 ]
 
@@ -36,13 +33,11 @@ EQUAL_MAGNITUDES = (
 @dataclass(frozen=True)
 class Parameter:
     """A parameter in mergekit's files: one number for all inputs ("shared"), one for "each" input, or one for each
-    "expert", an input that is not the base. Without a `default` it must be given; with `is_fixed` only the default is
-    accepted."""
+    "expert", an input that is not the base. Without a `default` it must be given."""
 
     name: str
     scope: Literal["shared", "each", "expert"] = "shared"
     default: Scalar | None = None
-    is_fixed: bool = False
 
     @property
     def is_flag(self) -> bool:
@@ -97,6 +92,7 @@ def generalized(
     normalize: bool,
     rescale: bool,
     exact_at: Mapping[str, float] | None = None,
+    settings: Mapping[str, bool] | None = None,
 ) -> Counterpart:
     """One of mergekit's variants of task arithmetic. They share their parameters; without a sparse mask `density` and
     `rescale` have no effect."""
@@ -105,25 +101,16 @@ def generalized(
         Parameter("density", "expert", 1.0),
         Parameter("lambda", default=1.0),
         Parameter("normalize", default=normalize),
-        Parameter("rescale", default=rescale, is_fixed=method != "task_arithmetic"),
+        Parameter("rescale", default=rescale),
         *others,
     )
-    return Counterpart(method, parameters, "recipe", coefficients=coefficients, exact_at=exact_at or {})
-
-
-def normalized_weights(values: Values) -> Mapping[str, CoefficientValue]:
-    """The weights of an average. Raises InvalidRecipe if mergekit does not divide by their sum and it is not 1."""
-    weights = values.numbers("weight")
-    if not values.by_name["normalize"] and abs(math.fsum(weights) - 1) > 1e-6:
-        raise InvalidRecipe(
-            f"linear with normalize: false and weights that sum to {math.fsum(weights):g}; here weights sum to 1"
-        )
-    return {"weight": weights}
+    return Counterpart(method, parameters, "recipe", settings or {}, coefficients, exact_at or {})
 
 
 def summed(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
     """Coefficients of base + a sum of task vectors: mergekit's weight, divided or not, times its lambda. `sparse` are
-    the parameters of the mask, `density` first."""
+    the parameters of the mask, `density` first, and `rescale` if it is a coefficient. With density 0 a task vector
+    counts in the total weight alone."""
 
     def coefficients(values: Values) -> Mapping[str, CoefficientValue]:
         weights = values.numbers("weight")
@@ -131,7 +118,9 @@ def summed(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
         factor = values.number("lambda")
         if values.by_name["normalize"] and abs(total) >= 1e-8:
             factor /= total
-        return {"lambda": tuple(factor * weight for weight in weights), **_sparsity(values, sparse)}
+        kept = _kept(values, sparse)
+        lambdas = tuple(factor * weight if is_kept else 0.0 for weight, is_kept in zip(weights, kept, strict=True))
+        return {"lambda": lambdas, **_sparsity(values, sparse)}
 
     return coefficients
 
@@ -141,18 +130,29 @@ def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
 
     def coefficients(values: Values) -> Mapping[str, CoefficientValue]:
         shared = {name: values.number(name) for name in ("lambda", "normalize")}
-        return {"weight": values.numbers("weight"), **shared, **_sparsity(values, sparse)}
+        pairs = zip(values.numbers("weight"), _kept(values, sparse), strict=True)
+        weights = tuple(weight if is_kept else 0.0 for weight, is_kept in pairs)
+        return {"weight": weights, **shared, **_sparsity(values, sparse)}
 
     return coefficients
 
 
+def _kept(values: Values, names: tuple[str, ...]) -> tuple[bool, ...]:
+    """Whether anything is kept of each task vector."""
+    return tuple(not names or density != 0 for density in values.numbers("density"))
+
+
 def _sparsity(values: Values, names: tuple[str, ...]) -> dict[str, CoefficientValue]:
-    """At density 1 or more nothing is dropped, whatever the other numbers are."""
+    """At density 1 or more nothing is dropped, whatever the other numbers are; nor where nothing is kept, whose weight
+    is zero."""
     if not names:
         return {}
-    densities = values.numbers("density")
+    densities = tuple(density or 1.0 for density in values.numbers("density"))
     found: dict[str, CoefficientValue] = {"density": tuple(min(density, 1.0) for density in densities)}
     for name in names[1:]:
+        if name == "rescale":
+            found[name] = values.number(name)
+            continue
         pairs = zip(values.numbers(name), densities, strict=True)
         found[name] = tuple(0.0 if density >= 1 else value for value, density in pairs)
     return found

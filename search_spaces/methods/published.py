@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from search_spaces.methods.base import Coefficient, MergeMethod, Range
 from search_spaces.methods.coefficients import LAMBDA, LAMBDAS, SHARES, K, weights_do_not_cancel
-from search_spaces.methods.mergekit import Counterpart, Parameter, generalized, normalized_weights, summed
+from search_spaces.methods.mergekit import Counterpart, Parameter, generalized, summed
 
 POSITION = 1
+
+LINEAR_PARAMETERS = (Parameter("weight", "each"), Parameter("normalize", default=True))
 
 PASSTHROUGH = MergeMethod(
     name="passthrough",
@@ -21,14 +23,14 @@ PASSTHROUGH = MergeMethod(
 LINEAR = MergeMethod(
     name="linear",
     source="arXiv:2203.05482",
-    variant="weights divided by their sum, which must not be zero; mergekit divides by zero",
+    variant="weights divided by their sum, which must not be zero; mergekit divides by zero (see `weighted_sum`)",
     coefficients=(SHARES,),
     drops_zeros="weight",
     constraint=weights_do_not_cancel,
     mergekit=Counterpart(
         "linear",
-        (Parameter("weight", "each"), Parameter("normalize", default=True)),
-        coefficients=normalized_weights,
+        LINEAR_PARAMETERS,
+        settings={"normalize": True},
     ),
 )
 
@@ -58,7 +60,7 @@ SLERP = MergeMethod(
     name="slerp",
     source="Shoemake 1985",
     variant=("angle per tensor; linear beyond a cosine of +-0.9995; a tensor of zero norm counts as orthogonal"),
-    coefficients=(Coefficient("t", 0, 1, searched=Range(0.0, 1.0), has_gradient=True),),
+    coefficients=(Coefficient("t", searched=Range(0.0, 1.0), has_gradient=True),),
     min_sources=2,
     max_sources=2,
     is_itself_alone=True,

@@ -37,6 +37,9 @@ EPSILONS = Coefficient("epsilon", 0, 0.5, per_model=True).searched_in(0.0, 0.2)
 BREADCRUMBS_DENSITIES = DENSITIES.searched_in(0.1, 0.9)
 GAMMAS = Coefficient("gamma", 0, 1, per_model=True).searched_in(0.0, 0.05)
 
+# With 0 what is kept is not rescaled.
+RESCALE = Coefficient("rescale", 0, 1, default=1, is_whole=True)
+
 MERGEKIT_EPSILON = Parameter("epsilon", "expert", 0.15)
 MERGEKIT_GAMMA = Parameter("gamma", "expert", 0.01)
 
@@ -46,13 +49,6 @@ def _probabilities_are_valid(numbers: Numbers) -> str | None:
         if round(density - epsilon, 9) < 0 or round(density + epsilon, 9) > 1:
             wrong = f"density {density:g} and epsilon {epsilon:g}"
             return f"{wrong}: density - epsilon and density + epsilon must be in [0, 1]"
-    return None
-
-
-def _shares_are_valid(numbers: Numbers) -> str | None:
-    for density, gamma in zip(numbers("density"), numbers("gamma"), strict=True):
-        if round(density + gamma, 9) > 1:
-            return f"density {density:g} and gamma {gamma:g}: density + gamma must be at most 1"
     return None
 
 
@@ -70,13 +66,13 @@ DARE_LINEAR = MergeMethod(
 DARE_LINEAR_L1 = MergeMethod(
     name="dare_linear_l1",
     source="mergekit",
-    variant=f"rescaled to the sum of magnitudes; {MASKS_BY_NAME}",
-    coefficients=(LAMBDAS, DARE_DENSITIES),
+    variant=f"rescaled to the sum of magnitudes unless `rescale` is 0; {MASKS_BY_NAME}",
+    coefficients=(LAMBDAS, DARE_DENSITIES, RESCALE),
     needs_base=True,
     takes_seed=True,
     drops_zeros="lambda",
     base_at_zero="lambda",
-    mergekit=generalized("dare_linear", summed("density"), normalize=False, rescale=True),
+    mergekit=generalized("dare_linear", summed("density", "rescale"), normalize=False, rescale=True),
 )
 
 DARE_TIES = MergeMethod(
@@ -93,12 +89,12 @@ DARE_TIES_L1 = MergeMethod(
     name="dare_ties_l1",
     source="mergekit",
     variant=f"rescaled to the sum of magnitudes, then signs of `ties_weighted`; {MASKS_BY_NAME}",
-    coefficients=(WEIGHTS, DARE_DENSITIES, LAMBDA_OR_1, normalize(0)),
+    coefficients=(WEIGHTS, DARE_DENSITIES, LAMBDA_OR_1, normalize(0), RESCALE),
     needs_base=True,
     takes_seed=True,
     drops_zeros="weight",
     base_at_zero="lambda",
-    mergekit=generalized("dare_ties", elected("density"), normalize=False, rescale=True),
+    mergekit=generalized("dare_ties", elected("density", "rescale"), normalize=False, rescale=True),
 )
 
 M3_DARE = MergeMethod(
@@ -133,14 +129,16 @@ DELLA_L1 = MergeMethod(
         f"symmetric probabilities, rescaled to the sum of magnitudes, signs of `ties_weighted`; {MASKS_BY_NAME}; rows "
         "of one element, which mergekit cannot merge, by density"
     ),
-    coefficients=(WEIGHTS, DELLA_DENSITIES, EPSILONS, LAMBDA_OR_1, normalize(1)),
+    coefficients=(WEIGHTS, DELLA_DENSITIES, EPSILONS, LAMBDA_OR_1, normalize(1), RESCALE),
     needs_base=True,
     cuts_at_rank=True,
     takes_seed=True,
     drops_zeros="weight",
     base_at_zero="lambda",
     constraint=_probabilities_are_valid,
-    mergekit=generalized("della", elected("density", "epsilon"), MERGEKIT_EPSILON, normalize=True, rescale=True),
+    mergekit=generalized(
+        "della", elected("density", "epsilon", "rescale"), MERGEKIT_EPSILON, normalize=True, rescale=True
+    ),
 )
 
 DELLA_LINEAR = MergeMethod(
@@ -160,29 +158,35 @@ DELLA_LINEAR_L1 = MergeMethod(
     name="della_linear_l1",
     source="mergekit",
     variant=f"`della_l1` without signs; {MASKS_BY_NAME}",
-    coefficients=(LAMBDAS, DELLA_DENSITIES, EPSILONS),
+    coefficients=(LAMBDAS, DELLA_DENSITIES, EPSILONS, RESCALE),
     needs_base=True,
     cuts_at_rank=True,
     takes_seed=True,
     drops_zeros="lambda",
     base_at_zero="lambda",
     constraint=_probabilities_are_valid,
-    mergekit=generalized("della_linear", summed("density", "epsilon"), MERGEKIT_EPSILON, normalize=False, rescale=True),
+    mergekit=generalized(
+        "della_linear", summed("density", "epsilon", "rescale"), MERGEKIT_EPSILON, normalize=False, rescale=True
+    ),
 )
 
 BREADCRUMBS = MergeMethod(
     name="breadcrumbs",
     source=BREADCRUMBS_PAPER,
-    variant=(
-        f"lambda per model; {EQUAL_MAGNITUDES}, and lowers gamma where density + gamma exceeds 1, which is refused here"
-    ),
+    variant=(f"lambda per model, a lower gamma where density + gamma exceeds 1; {EQUAL_MAGNITUDES}"),
     coefficients=(LAMBDAS, BREADCRUMBS_DENSITIES, GAMMAS),
     needs_base=True,
     cuts_at_rank=True,
     drops_zeros="lambda",
     base_at_zero="lambda",
-    constraint=_shares_are_valid,
-    mergekit=generalized("breadcrumbs", summed("density", "gamma"), MERGEKIT_GAMMA, normalize=False, rescale=False),
+    mergekit=generalized(
+        "breadcrumbs",
+        summed("density", "gamma"),
+        MERGEKIT_GAMMA,
+        normalize=False,
+        rescale=False,
+        settings={"rescale": False},
+    ),
     mergekit_difference="differs in mergekit where magnitudes are equal",
 )
 
@@ -195,9 +199,13 @@ BREADCRUMBS_TIES = MergeMethod(
     cuts_at_rank=True,
     drops_zeros="weight",
     base_at_zero="lambda",
-    constraint=_shares_are_valid,
     mergekit=generalized(
-        "breadcrumbs_ties", elected("density", "gamma"), MERGEKIT_GAMMA, normalize=False, rescale=False
+        "breadcrumbs_ties",
+        elected("density", "gamma"),
+        MERGEKIT_GAMMA,
+        normalize=False,
+        rescale=False,
+        settings={"rescale": False},
     ),
     mergekit_difference="differs in mergekit where magnitudes are equal",
 )

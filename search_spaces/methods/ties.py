@@ -51,7 +51,14 @@ TIES_WEIGHTED = MergeMethod(
     cuts_at_rank=True,
     drops_zeros="weight",
     base_at_zero="lambda",
-    mergekit=generalized("ties", elected("density"), normalize=True, rescale=False, exact_at={"density": 1.0}),
+    mergekit=generalized(
+        "ties",
+        elected("density"),
+        normalize=True,
+        rescale=False,
+        exact_at={"density": 1.0},
+        settings={"rescale": False},
+    ),
     mergekit_difference="differs in mergekit where magnitudes are equal",
 )
 

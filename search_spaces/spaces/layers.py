@@ -29,7 +29,8 @@ def shared_merges(layers: Sequence[LayerRecipe], *, start: int) -> dict[Componen
     for layer, recipe in enumerate(layers, start):
         merges = {component: recipe.component(component) for component in COMPONENTS}
         own = all(source.layer == layer for merge in merges.values() for source in merge.sources)
-        if not own or recipe.scale != 1 or recipe.alignment is not None:
+        usual = all(merge.base is None for merge in merges.values())
+        if not (own and usual) or recipe.scale != 1 or recipe.alignment is not None:
             return None
         stripped.append({component: at_layer(merge, None) for component, merge in merges.items()})
     return stripped[0] if all(merges == stripped[0] for merges in stripped) else None
@@ -42,8 +43,11 @@ def with_own_aliases(recipe: Recipe, *, base: str, fingerprints: Mapping[str, st
     if None in names.values() or names[recipe.base] != base:
         return None
 
+    def renamed(source: Source) -> Source:
+        return replace(source, model=str(names[source.model]))
+
     def rename(merge: Merge) -> Merge:
-        return replace(merge, sources=tuple(Source(str(names[s.model]), s.layer) for s in merge.sources))
+        return replace(merge, sources=tuple(map(renamed, merge.sources)), base=merge.base and renamed(merge.base))
 
     known = {**recipe.models, **fingerprints}
     return replace(recipe, models=known, base=base).rewritten(rename)

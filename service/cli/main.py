@@ -154,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
         help="directory of a model that the recipe or the mergekit configuration names; repeatable",
     )
     command.add_argument("--check", action="store_true", help="check everything, print the plan, write nothing")
+    command.add_argument("--strict", action="store_true", help="refuse what has no effect instead of warning of it")
     command.add_argument("--dtype", choices=DTYPES, help="default: the file's, else the models' (recipes: bfloat16)")
     command.add_argument(
         "--max-shard-size", type=_num_bytes, metavar="SIZE", help="largest size of one weight file; default: 5GB"

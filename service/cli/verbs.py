@@ -175,22 +175,30 @@ def export(options: argparse.Namespace) -> int:
 
 
 def merge(options: argparse.Namespace) -> int:
-    from service.studies.merge import check_merge, merge_file
+    from service.studies.merge import MergePlan
+    from service.studies.merge_series import check_merges, merge_all
 
     directories = _directories(options.model)
     if options.check:
         note = partial(print, file=sys.stderr)
-        plan = check_merge(options.file, directories, options.out, dtype=options.dtype, note=note)
-        print_json(plan.to_json()) if options.json else print(plan.to_text())
+        plans = check_merges(
+            options.file, directories, options.out, dtype=options.dtype, strict=options.strict, note=note
+        )
+        for name, plan in plans.items():
+            if isinstance(plan, MergePlan):
+                print_json(plan.to_json()) if options.json else print(plan.to_text())
+            elif not options.json:
+                print(f"{name or 'the final merge'} is made from {', '.join(plan)}, and checked once they are there")
         return 0
     shards = {} if options.max_shard_size is None else {"max_shard_bytes": options.max_shard_size}
     try:
         with ExportView() as view:
-            out = merge_file(
+            out = merge_all(
                 options.file,
                 directories,
                 options.out,
                 dtype=options.dtype,
+                strict=options.strict,
                 note=partial(print, file=sys.stderr),
                 progress=view.update,
                 **shards,

@@ -9,5 +9,8 @@
 - `local_run`: a study in one directory, without a server
 - `progress`: what an attempt reports
 - `export`: a trial's merged model
+- `merge_documents`: reading the files of `merge`
+- `merge_sources`: what the files of `merge` name: models, vocabulary, chat template
+- `merge_series`: merges of a file with several documents
 - `merge`: a merged model from a recipe's or mergekit's file
 """

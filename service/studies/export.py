@@ -58,7 +58,9 @@ def export_trial(
     )
 
 
-def write_model(recipe: Recipe, bank: Bank, out: Path, *, dtype: str, **details: Any) -> Path:
+def write_model(
+    recipe: Recipe, bank: Bank, out: Path, *, dtype: str, chat_template: str | None = None, **details: Any
+) -> Path:
     """`checkpoint.export` with its further arguments `details`.
 
     Raises Conflict as `model_bytes` does, and if the disk is full before the model is complete; the incomplete model is
@@ -67,9 +69,9 @@ def write_model(recipe: Recipe, bank: Bank, out: Path, *, dtype: str, **details:
 
     from workers.export.checkpoint import export
 
-    model_bytes(recipe, bank, out, dtype=dtype)
+    model_bytes(recipe, bank, out, dtype=dtype, chat_template=chat_template)
     try:
-        return export(recipe, bank, out, dtype=getattr(torch, dtype), **details)
+        return export(recipe, bank, out, dtype=getattr(torch, dtype), chat_template=chat_template, **details)
     except FileExistsError as error:
         raise Conflict(str(error)) from error
     except OSError as error:
@@ -81,7 +83,7 @@ def write_model(recipe: Recipe, bank: Bank, out: Path, *, dtype: str, **details:
         ) from error
 
 
-def model_bytes(recipe: Recipe, bank: Bank, out: Path, *, dtype: str) -> int:
+def model_bytes(recipe: Recipe, bank: Bank, out: Path, *, dtype: str, chat_template: str | None = None) -> int:
     """Bytes of the merged model. Raises Conflict if something else is at `out`, or if the disk has too little space."""
     import torch
 
@@ -90,7 +92,7 @@ def model_bytes(recipe: Recipe, bank: Bank, out: Path, *, dtype: str) -> int:
 
     num_bytes = sum(map(math.prod, merged_names(recipe, bank).values())) * DTYPE_BYTES[dtype]
     try:
-        is_written(recipe, out, getattr(torch, dtype))
+        is_written(recipe, out, getattr(torch, dtype), chat_template=chat_template)
     except FileExistsError as error:
         raise Conflict(str(error)) from error
     if lack := lack_of_space(out, num_bytes - left_behind_bytes(out)):

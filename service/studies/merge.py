@@ -6,9 +6,7 @@ headers are checked before weights are read.
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -16,19 +14,28 @@ from pathlib import Path
 from threading import Timer
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import Recipe
 from service.disk import free_bytes, gib
 from service.studies.export import model_bytes, write_model
+from service.studies.merge_documents import read_document
+from service.studies.merge_sources import (
+    aliases_of,
+    chat_template_of,
+    place_of,
+    stored_dtype,
+    tokenizer_of,
+    vocabulary_kept,
+    vocabulary_of,
+)
 from service.studies.preflight.dtype import DTYPE_BYTES
 from workers.errors import InvalidModel
 from workers.export.model_card import licence, recipe_rows
-from workers.mergekit.config import DTYPES, read_configuration, split_adapter
+from workers.mergekit.config import DTYPES, split_adapter
 from workers.mergekit.importer import to_recipe
+from workers.mergekit.reader import read_configuration
 from workers.models.family import ResolvedFamily, resolve_family, resolve_model
-from workers.models.hub import HUB_ID, named
+from workers.models.hub import named
 from workers.models.merged_files import merged_config
 
 if TYPE_CHECKING:
@@ -69,7 +76,7 @@ class DiskBytes:
 @dataclass(frozen=True)
 class MergePlan:
     """What a merge will do. `merges` are rows (layers, component, method, sources, coefficients); `is_done` says that
-    the complete merged model exists already."""
+    the complete merged model exists already; `warnings` are lines about what the file says without effect."""
 
     models: tuple[PlannedModel, ...]
     merges: tuple[tuple[str, ...], ...]
@@ -79,6 +86,7 @@ class MergePlan:
     digest: str
     disk_bytes: DiskBytes
     is_done: bool
+    warnings: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -103,6 +111,7 @@ class MergePlan:
                 f"{gib(self.disk_bytes.export)}" + (", there already" if self.is_done else ""),
                 f"disk      {gib(self.disk_bytes.available)} free",
                 *self._download(),
+                *(f"warning   {warning}" for warning in self.warnings),
             )
         )
 
@@ -120,20 +129,22 @@ def check_merge(
     out: Path,
     *,
     dtype: str | None = None,
+    strict: bool = False,
+    document: Any = None,
     note: Callable[[str], None] = logger.info,
 ) -> MergePlan:
     """Check everything that `merge_file` would, without writing or downloading anything, and return what it would do.
 
-    `note` and errors as in `merge_file`."""
+    `strict`, `document`, `note` and errors as in `merge_file`."""
     import torch
 
     from workers.export.checkpoint import is_written
 
-    job = _prepared(file, directories, dtype, downloads=False, note=note)
+    job = _prepared(file, document, directories, dtype, strict, downloads=False, note=note)
     sources = job.bank.sources
     if lack := sources.lack_of_space:
         raise InvalidModel((lack,))
-    num_bytes = model_bytes(job.recipe, job.bank, out, dtype=job.dtype)
+    num_bytes = model_bytes(job.recipe, job.bank, out, dtype=job.dtype, chat_template=job.chat_template)
     base, used = sources.family.base, job.recipe.canonical().models
     return MergePlan(
         models=tuple(
@@ -153,7 +164,8 @@ def check_merge(
         dtype=job.dtype,
         digest=job.recipe.digest,
         disk_bytes=DiskBytes(num_bytes, free_bytes(out), sources.absent_bytes),
-        is_done=is_written(job.recipe, out, getattr(torch, job.dtype)),
+        is_done=is_written(job.recipe, out, getattr(torch, job.dtype), chat_template=job.chat_template),
+        warnings=job.warnings,
     )
 
 
@@ -163,19 +175,24 @@ def merge_file(
     out: Path,
     *,
     dtype: str | None = None,
+    strict: bool = False,
+    document: Any = None,
     note: Callable[[str], None] = logger.info,
     **details: Any,
 ) -> Path:
     """Write the merge that `file` describes to `out` and return `out`; `details` are further arguments of
-    `checkpoint.export`, and `note` is called with messages about downloads and slow reads.
+    `checkpoint.export`, and `note` is called with messages about downloads and slow reads, and with warnings about what
+    the file says without effect; with `strict` these are errors.
 
     `directories` maps models to directories, by alias in a recipe or by name in a mergekit configuration. Other names
     in a mergekit configuration are directories, relative to the file or to the current directory, or hub ids. `dtype`
-    None is the file's.
+    None is the file's; `document` is one of a file's documents where it has several.
     Raises InvalidRecipe, InvalidModel, Conflict.
     """
-    job = _prepared(file, directories, dtype, note=note)
-    return write_model(job.recipe, job.bank, out, dtype=job.dtype, **details)
+    job = _prepared(file, document, directories, dtype, strict, note=note)
+    for warning in job.warnings:
+        note(f"warning: {warning}")
+    return write_model(job.recipe, job.bank, out, dtype=job.dtype, chat_template=job.chat_template, **details)
 
 
 @dataclass(frozen=True)
@@ -183,82 +200,40 @@ class _Job:
     recipe: Recipe
     bank: Bank
     dtype: str
+    chat_template: str | None = None
+    warnings: tuple[str, ...] = ()
 
 
-def _prepared(file: Path, directories: Mapping[str, Path], dtype: str | None, **fetching: Any) -> _Job:
+def _prepared(
+    file: Path, document: Any, directories: Mapping[str, Path], dtype: str | None, strict: bool, **fetching: Any
+) -> _Job:
     """`fetching`: the further arguments of `_bank`."""
-
     from workers.merging.materialize import check_recipe
 
-    document = _read(file)
+    warnings: list[str] = []
+    document = document or read_document(file, warn=warnings.append)
+    problems: Exception | None = None
     try:
         if isinstance(document, Mapping) and "merge_method" in document and "format" not in document:
-            job = _of_configuration(read_configuration(document), file, directories, **fetching)
+            configuration = read_configuration(document, warn=warnings.append)
+            job = _of_configuration(configuration, file, directories, warnings.append, **fetching)
         else:
             job = _of_recipe(document, directories, **fetching)
         check_recipe(job.recipe, job.bank)
-        merged_config(job.recipe, job.bank.base, dtype="float32")
+        merged_config(job.recipe, job.bank.base, job.bank.views(job.recipe.models), dtype="float32")
     except InvalidRecipe as error:
-        raise InvalidRecipe("\n".join(f"{file}: {line}" for line in str(error).splitlines())) from error
+        problems = error
+    warnings = list(dict.fromkeys(warnings))
+    lines = str(problems or "").splitlines()
+    if strict:
+        lines += warnings
+    elif problems:
+        lines += [f"warning: {warning}" for warning in warnings]
+    if lines:
+        raise InvalidRecipe("\n".join(f"{file}: {line}" for line in lines)) from problems
     _ = job.bank.sources.result_dir  # raises InvalidModel if the models' tokenizers cannot be combined
+    job = replace(job, warnings=tuple(f"{file}: {line}" for line in warnings))
     return replace(job, dtype=dtype) if dtype else job
-
-
-# The file
-
-
-def _read(file: Path) -> Any:
-    """What the file holds, JSON or YAML."""
-    try:
-        text = file.read_text()
-        is_json = file.suffix == ".json" or text.lstrip()[:1] in ("{", "[")
-        document = json.loads(text) if is_json else yaml.load(text, _Loader)
-    except OSError as error:
-        raise InvalidRecipe(f"{file}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InvalidRecipe(
-            f"{file}: is not UTF-8 text (byte {error.start}); give a recipe.json or a mergekit configuration"
-        ) from error
-    except json.JSONDecodeError as error:
-        raise InvalidRecipe(f"{file}: line {error.lineno}: not JSON: {error.msg}") from error
-    except yaml.YAMLError as error:
-        raise InvalidRecipe(f"{file}: {_yaml_problem(error)}") from error
-    except RecursionError as error:
-        raise InvalidRecipe(f"{file}: is nested too deeply") from error
-    except ValueError as error:  # a number too long for Python
-        raise InvalidRecipe(f"{file}: {error}") from error
-    if isinstance(document, Mapping) and "experts" in document and "merge_method" not in document:
-        raise InvalidRecipe(
-            f"{file}: experts: mixtures of experts cannot be built from whole models, as mergekit-moe does"
-        )
-    if not is_json and not (isinstance(document, Mapping) and document.keys() & {"merge_method", "format"}):
-        raise InvalidRecipe(
-            f"{file}: is neither a mergekit configuration (it has no merge_method) nor a recipe (it has no format)"
-        )
-    return document
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader, as in mergekit, but a repeated key is an error; SafeLoader would take the last one."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        marks: dict[Any, yaml.Mark] = {}
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and marks.setdefault(key.value, key.start_mark) is not key.start_mark:
-                raise yaml.MarkedYAMLError(
-                    problem=f"key {key.value!r} is given twice (first in line {marks[key.value].line + 1})",
-                    problem_mark=key.start_mark,
-                )
-        return super().construct_mapping(node, deep)
-
-
-def _yaml_problem(error: Any) -> str:
-    mark = getattr(error, "problem_mark", None)
-    where = f"line {mark.line + 1}: " if mark else ""
-    problem = getattr(error, "problem", None) or str(error)
-    if "another document" in problem:
-        return f"{where}holds several documents, as mergekit-multi reads; give a file with one"
-    return f"{where}not YAML: {problem}"
 
 
 # A recipe
@@ -273,7 +248,14 @@ def _of_recipe(document: Any, directories: Mapping[str, Path], **fetching: Any) 
         raise InvalidRecipe(f"no directory is given for {', '.join(missing)}; add {hint}")
     if unknown := sorted(set(directories) - set(recipe.models)):
         raise InvalidRecipe(f"has no model {', '.join(unknown)}; it names {', '.join(recipe.models)}")
-    sources = _resolved(recipe.base, directories, recipe.tokenizer)
+    places: dict[str, str | Path] = {}
+    adapted: dict[str, str | Path] = {}
+    for alias, directory in directories.items():
+        whole, adapter = (None, None) if directory.exists() else split_adapter(str(directory))
+        places[alias] = adapter or directory
+        if adapter is not None and whole is not None:
+            adapted[alias] = whole
+    sources = _resolved(recipe.base, places, recipe.tokenizer, adapted, recipe.vocabulary)
     bank = _bank(sources, **fetching)
     for alias, fingerprint in bank.sources.fingerprints.items():
         if recipe.models[alias] != fingerprint:
@@ -281,103 +263,75 @@ def _of_recipe(document: Any, directories: Mapping[str, Path], **fetching: Any) 
                 f"{directories[alias]} is not the recipe's {alias!r}: its content has fingerprint "
                 f"{fingerprint[:12]}, the recipe's {recipe.models[alias][:12]}"
             )
-    return _Job(recipe, bank, document.get("dtype") or DEFAULT_DTYPE)
+    template = document.get("chat_template")
+    if not isinstance(template, str | None):
+        raise InvalidRecipe(f"chat_template: {template!r} is not a text")
+    return _Job(recipe, bank, document.get("dtype") or DEFAULT_DTYPE, template)
 
 
 # A mergekit configuration
 
 
 def _of_configuration(
-    configuration: MergekitConfig, file: Path, directories: Mapping[str, Path], **fetching: Any
+    configuration: MergekitConfig,
+    file: Path,
+    directories: Mapping[str, Path],
+    warn: Callable[[str], None],
+    **fetching: Any,
 ) -> _Job:
-    if unknown := sorted(set(directories) - set(configuration.models)):
+    named = {part for model in configuration.models for part in (model, *split_adapter(model)) if part}
+    if unknown := sorted(set(directories) - named):
         raise InvalidRecipe(f"has no model {', '.join(unknown)}; it names {', '.join(configuration.models)}")
-    aliases = _aliases(configuration.models)
-    places = {
-        alias: directories.get(model) or _place(model, _adapter_or_model(model, configuration), file)
-        for model, alias in aliases.items()
-    }
-    base = aliases[configuration.base]
-    tokenizer = _tokenizer(configuration, aliases)
-    sources = _resolved(base, places, tokenizer)
-    unknown_contents = {alias: alias for alias in places}
-    recipe = to_recipe(configuration, aliases, fingerprints=unknown_contents, layout=sources.checkpoints[base].layout)
-    bank = _bank(sources, **fetching)
-    recipe = replace(recipe, models=bank.family.fingerprints, tokenizer=tokenizer)
-    return _Job(recipe, bank, configuration.dtype or _stored_dtype(sources))
-
-
-def _adapter_or_model(model: str, configuration: MergekitConfig) -> str:
-    """Where a model's files are: for MODEL+LORA those of the adapter, because MODEL is the base."""
-    whole, adapter = split_adapter(model)
-    if adapter is not None and model == configuration.base:
-        raise InvalidRecipe(
-            f"base_model: {model}: the base must be a whole model; write it first, with a file that has "
-            f"merge_method: passthrough and models: [model: {model}]"
-        )
-    if adapter is not None and whole != configuration.base:
-        raise InvalidRecipe(
-            f"{model}: an adapter can only be an expert of the model that it adapts; give base_model: {whole}"
-        )
-    return model if adapter is None else adapter
-
-
-def _place(model: str, files: str, file: Path) -> str | Path:
-    """Where the `files` of `model` are: the directory of that name, relative to the file or to the current directory,
-    else a hub id. Raises InvalidRecipe."""
-    path = Path(files).expanduser()
-    for place in (file.parent / path, path):
-        if place.exists():
-            return place
-    if HUB_ID.fullmatch(files):
-        return files
-    where = "" if path.is_absolute() else f", neither next to {file.name} nor in the current directory"
-    raise InvalidRecipe(f"{files}: there is no such directory{where}; give it with --model {model}=DIR")
-
-
-def _aliases(models: tuple[str, ...]) -> dict[str, str]:
-    """Short names: the last part of each path or hub id (of MODEL+LORA the adapter's), numbered where equal."""
-    aliases: dict[str, str] = {}
-    for model in models:
+    aliases = aliases_of(configuration.models)
+    base, tokenizer = aliases[configuration.base], tokenizer_of(configuration, aliases)
+    places: dict[str, str | Path] = {}
+    adapted: dict[str, str | Path] = {}
+    for model, alias in aliases.items():
         whole, adapter = split_adapter(model)
-        without_revision = (adapter or whole).partition("@")[0]
-        name = re.sub(r"[^\w.-]+", "-", Path(without_revision).name) or "model"
-        alias, number = name, 2
-        while alias in aliases.values() or alias == "union" or (aliases and alias == "base"):
-            alias, number = f"{name}-{number}", number + 1
-        aliases[model] = alias
-    return aliases
-
-
-def _tokenizer(configuration: MergekitConfig, aliases: Mapping[str, str]) -> str:
-    """The vocabulary of the merged model: "base", "union", or an alias."""
-    source = configuration.tokenizer_source
-    if source is None or source in ("union", configuration.base):
-        return source if source == "union" else "base"
-    if source != "base" and source not in aliases:
-        raise InvalidRecipe(
-            f"tokenizer_source: {source} is not one of the models; give base, union, or {', '.join(aliases)}"
-        )
-    return "base" if source == "base" else aliases[source]
-
-
-def _stored_dtype(sources: ResolvedFamily) -> str:
-    """The dtype of all whole models, float32 where they have several."""
-    names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-    whole = [checkpoint for checkpoint in sources.checkpoints.values() if checkpoint.base is None]
-    dtypes = {checkpoint.tensors[name].dtype for checkpoint in whole for name in checkpoint.layout.places}
-    return names[dtypes.pop()] if len(dtypes) == 1 else "float32"
+        places[alias] = directories.get(model) or place_of(adapter or whole, directories, file, warn)
+        if adapter is not None and whole != configuration.base:
+            adapted[alias] = place_of(whole, directories, file, warn)
+    vocabulary = vocabulary_of(configuration, aliases)
+    sources = _resolved(base, places, tokenizer, adapted, vocabulary)
+    kept = vocabulary_kept(configuration, aliases, sources, warn)
+    if kept != tokenizer:
+        tokenizer, vocabulary = kept, {**vocabulary, "by_id": True}
+        sources = _resolved(base, places, tokenizer, adapted, vocabulary)
+    unknown_contents = {alias: alias for alias in places}
+    layouts = {alias: checkpoint.layout for alias, checkpoint in sources.checkpoints.items()}
+    recipe = to_recipe(
+        configuration, aliases, fingerprints=unknown_contents, layout=layouts[base], layouts=layouts, warn=warn
+    )
+    bank = _bank(sources, **fetching)
+    recipe = replace(recipe, models=bank.family.fingerprints, tokenizer=tokenizer, vocabulary=vocabulary)
+    template = chat_template_of(configuration.chat_template, file, sources)
+    return _Job(recipe, bank, configuration.dtype or stored_dtype(sources), template)
 
 
 # Both
 
 
-def _resolved(base: str, directories: Mapping[str, str | Path], tokenizer: str) -> ResolvedFamily:
-    """The models, `base` first (it may be the only one), with their headers checked. Raises InvalidModel."""
+def _resolved(
+    base: str,
+    directories: Mapping[str, str | Path],
+    tokenizer: str,
+    adapted: Mapping[str, str | Path],
+    vocabulary: Mapping[str, Any],
+) -> ResolvedFamily:
+    """The models, `base` first (it may be the only one), with their headers checked; `adapted` are the models that
+    adapters change, where that is not the base. Raises InvalidModel."""
     others = {alias: directory for alias, directory in directories.items() if alias != base}
     if not others:
-        return resolve_model(directories[base], alias=base)
-    return resolve_family(directories[base], others, tokenizer=tokenizer, base_alias=base)
+        return resolve_model(directories[base], alias=base, adapts=adapted.get(base), vocabulary=vocabulary)
+    return resolve_family(
+        directories[base],
+        others,
+        tokenizer=tokenizer,
+        base_alias=base,
+        adapted=adapted,
+        any_depth=True,
+        vocabulary=vocabulary,
+    )
 
 
 def _bank(sources: ResolvedFamily, *, downloads: bool = True, note: Callable[[str], None] = logger.info) -> Bank:

@@ -192,8 +192,8 @@ def test_single_tensors_are_part_of_json_digest_and_canonical_form():
     # A tensor may be called anything.
     odd = replace(whole, tensors={name: merge("passthrough", "base") for name in ("base", "sources", "models")})
     assert len(odd.digest) == 64
-    with pytest.raises(InvalidRecipe, match=r"^a: slerp\.t is 2; give a number in \[0, 1\]"):
-        replace(whole, tensors={"a": merge("slerp", "math", "text", t=2)}).check()
+    with pytest.raises(InvalidRecipe, match=r"^a: ties\.k is 2; give a number in \[0, 1\]"):
+        replace(whole, tensors={"a": merge("ties", "math", lambda_=1, k=2)}).check()
     with pytest.raises(InvalidRecipe, match=r"\['code'\] not in models"):
         replace(whole, tensors={"a": merge("passthrough", "code")})
 
@@ -215,3 +215,14 @@ def test_the_tokenizer_is_part_of_the_digest_and_left_out_where_it_is_the_bases(
     assert replace(renamed, tokenizer="b").tokenizer == "base"
     with pytest.raises(InvalidRecipe, match=r"tokenizer is 'code'; expected base, union or one of \['base', 'math'"):
         replace(plain, tokenizer="code")
+
+
+def test_a_merge_may_subtract_a_base_of_its_own():
+    usual = merge("ties_weighted", "math", "text", weight=1.0, density=0.5)
+    plain, other = recipe(usual), recipe(replace(usual, base=Source("text")))
+    assert plain.digest == recipe(replace(usual, base=Source("base"))).digest != other.digest
+    assert "base" not in plain.canonical().embedding.to_json()
+    assert other.canonical().embedding.base == Source("text")
+    assert Recipe.from_json(json.loads(json.dumps(other.to_json()))) == other
+    nothing = recipe(replace(usual, base=Source("text"), coefficients={"weight": 0.0, "density": 0.5}))
+    assert nothing.canonical().embedding == merge("passthrough", "text")

@@ -30,7 +30,7 @@ from workers.export.model_card import Score, lineage, model_card, source_name
 from workers.mergekit.exporter import Inexpressible, mergekit_config
 from workers.merging.bank import Bank
 from workers.merging.materialize import merged_names, merged_tensors
-from workers.models.adapters import is_adapter
+from workers.models.chat_templates import write_template
 from workers.models.checkpoints import open_checkpoint
 from workers.models.merged_files import merged_config
 from workers.models.tokenizers import TOKENIZER_FILES
@@ -69,6 +69,7 @@ def export(
     dtype: torch.dtype = torch.float32,
     scores: Mapping[str, Score] | None = None,
     study: str | None = None,
+    chat_template: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Path:
@@ -76,18 +77,18 @@ def export(
     can express the recipe, mergekit_config.yml. Returns the directory.
 
     The tensors are bit for bit those of `merged_tensors` for `dtype`; the tokenizer is that of the bank's family.
-    `scores` maps an objective to its held-out value, `study` names the study in the model card; `progress` is called
-    for every tensor. An existing export of the same recipe and dtype is left unchanged; complete shards of an export
-    that was killed or interrupted are checked and kept. Raises FileExistsError for any other directory that is not
-    empty and while another process writes to it, PermissionError, InvalidRecipe, InvalidModel, and EvidenceMismatch if
-    files of the sources change.
+    `scores` maps an objective to its held-out value, `study` names the study in the model card; `chat_template`
+    replaces the tokenizer's; `progress` is called for every tensor. An existing export of the same recipe, dtype and
+    template is left unchanged; complete shards of an export that was killed or interrupted are checked and kept. Raises
+    FileExistsError for any other directory that is not empty and while another process writes to it, PermissionError,
+    InvalidRecipe, InvalidModel, and EvidenceMismatch if files of the sources change.
     """
     if dtype not in DTYPES:
         raise ValueError(f"export: dtype {_name(dtype)}; expected one of {', '.join(map(_name, DTYPES))}")
     out = Path(out_dir).resolve()  # a symbolic link's target is what gets created
     shards = _shards(merged_names(recipe, bank), dtype.itemsize, max_shard_bytes)
-    config = merged_config(recipe, bank.base, dtype=_name(dtype))
-    if is_written(recipe, out, dtype):
+    config = merged_config(recipe, bank.base, bank.views(recipe.models), dtype=_name(dtype))
+    if is_written(recipe, out, dtype, chat_template=chat_template):
         return out
     with appearing(out, _job(recipe, bank, dtype, max_shard_bytes)) as directory:
         _write_shards(shards, recipe, bank, dtype, directory, progress)
@@ -97,6 +98,9 @@ def export(
         for name in (*TOKENIZER_FILES, "generation_config.json"):
             if (source / name).is_file():
                 shutil.copyfile(source / name, directory / name)
+        if chat_template is not None:
+            write_template(directory, chat_template)
+        template = {} if chat_template is None else {"chat_template": chat_template}
         _write_json(
             directory / "recipe.json",
             {
@@ -104,11 +108,13 @@ def export(
                 "digest": recipe.digest,
                 "dtype": _name(dtype),
                 "study": study,
+                **template,
                 **lineage(recipe, bank.family),
             },
         )
         configuration = _mergekit(recipe, bank, dtype)
         if isinstance(configuration, dict):
+            configuration |= template
             text = yaml.safe_dump(configuration, sort_keys=False)
             (directory / "mergekit_config.yml").write_text(text)
         card = model_card(
@@ -118,8 +124,9 @@ def export(
     return out
 
 
-def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype) -> bool:
-    """Whether `out_dir` is a complete export of this recipe in this dtype; False if it is missing or empty.
+def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype, *, chat_template: str | None = None) -> bool:
+    """Whether `out_dir` is a complete export of this recipe in this dtype, with this chat template; False if it is
+    missing or empty.
 
     Raises FileExistsError if it holds anything else, PermissionError if it cannot be created."""
     out = Path(out_dir).resolve()
@@ -135,7 +142,8 @@ def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype) -> bool:
         open_checkpoint(out)
     except (OSError, ValueError):  # InvalidModel is a ValueError
         found = None
-    if isinstance(found, dict) and (found.get("digest"), found.get("dtype")) == (recipe.digest, _name(dtype)):
+    wanted = {"digest": recipe.digest, "dtype": _name(dtype), "chat_template": chat_template}
+    if isinstance(found, dict) and {key: found.get(key) for key in wanted} == wanted:
         return True
     raise FileExistsError(
         f"{out}: exists and is not an export of recipe {recipe.digest[:12]} in {_name(dtype)}; "
@@ -260,16 +268,16 @@ def _write_shard(
 
 def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] | str:
     """The mergekit configuration, or the reason why there is none."""
-    base = source_name(Path(bank.family.base.directory))
-    held = {
-        model.alias: f"{base}+{source_name(directory)}" if is_adapter(directory) else source_name(directory)
-        for model in bank.family.models
-        for directory in [Path(model.directory)]
-    }
+    held = {}
+    for alias, checkpoint in bank.sources.checkpoints.items():
+        parts = (checkpoint,) if checkpoint.base is None else (checkpoint.base, checkpoint)
+        held[alias] = "+".join(source_name(part.directory.resolve()) for part in parts)
     directories = {alias: held[bank.alias(content) or alias] for alias, content in recipe.models.items()}
     alignment, tokenizer = bank.alignment, bank.family.tokenizer
     if alignment.tensors and alignment.num_unnamed:
         return f"{alignment.num_unnamed} rows of the embedding stand for no token, which mergekit drops"
+    if bank.family.vocabulary.keys() - {"by_id"}:
+        return "rows of single tokens are chosen, or the vocabulary is padded"
     try:
         document = mergekit_config(recipe, bank.layout, directories, dtype=_name(dtype))
         if alignment.tensors or tokenizer != "base":

@@ -158,7 +158,8 @@ def _merge_name(directory: Path) -> str | None:
 def _relative(merge: Merge, index: int) -> object:
     """The merge, with the layers of its sources relative to the merged layer."""
     offsets = tuple((source.model, (source.layer or 0) - index) for source in merge.sources)
-    return merge.method, offsets, tuple(merge.coefficients.items()), merge.seed
+    base = merge.base and (merge.base.model, (merge.base.layer or 0) - index)
+    return merge.method, offsets, tuple(merge.coefficients.items()), merge.seed, base
 
 
 def _described(merge: Merge, index: int | None = None, length: int = 1) -> tuple[str, str, str]:
@@ -170,7 +171,7 @@ def _described(merge: Merge, index: int | None = None, length: int = 1) -> tuple
         last = source.layer + length - 1
         return f"{source.model} (layer {last})" if length == 1 else f"{source.model} (layers {source.layer}-{last})"
 
-    sources = ", ".join(map(described, merge.sources))
+    sources = ", ".join(map(described, merge.sources)) + (f", from {described(merge.base)}" if merge.base else "")
     coefficients = ", ".join(
         f"{name} = " + (", ".join(f"{v:g}" for v in value) if isinstance(value, tuple) else f"{value:g}")
         for name, value in merge.coefficients.items()

@@ -1,21 +1,11 @@
-"""mergekit's configurations as documents: every key and value is read, or refused with its place.
-
-What mergekit ignores is refused here, because it is a mistake or obsolete. The exception is `int8_mask`, which has long
-had no effect and is in many files. Models are neither located nor opened here.
-"""
+"""mergekit's configurations as validated documents. Models are neither located nor opened here."""
 
 from __future__ import annotations
 
-import difflib
-import math
-import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from search_spaces.errors import InvalidRecipe
-from search_spaces.methods.mergekit import Parameter, Scalar
-from workers.mergekit.methods import MERGEKIT_METHODS, WITHOUT_EFFECT
+from search_spaces.methods.mergekit import Scalar
 
 __all__ = [
     "DTYPES",
@@ -24,7 +14,7 @@ __all__ = [
     "ModelInput",
     "Settings",
     "Slice",
-    "read_configuration",
+    "TokenSource",
     "split_adapter",
 ]
 
@@ -74,6 +64,17 @@ class Slice:
 
 
 @dataclass(frozen=True)
+class TokenSource:
+    """Where a token's row comes from: a model's row of the token, of another `token`, or with an `id`; without a model
+    it is zero. `force`: for models that have the token, too."""
+
+    model: str | None
+    token: str | None = None
+    id: int | None = None
+    force: bool = False
+
+
+@dataclass(frozen=True)
 class MergekitConfig:
     """A validated configuration. Models are named as it names them: directories or hub ids, MODEL+LORA for
     an adapter to a model.
@@ -87,24 +88,24 @@ class MergekitConfig:
     settings: Settings = field(default_factory=dict)
     dtype: str | None = None
     tokenizer_source: str | None = None
+    chat_template: str | None = None
+    tokens: Mapping[str, TokenSource] = field(default_factory=dict)
+    pad_to_multiple_of: int | None = None
 
     @property
     def base(self) -> str:
         """The model whose configuration and tokenizer the merge has, and from which task vectors are computed. Without
-        a base_model it is the model of the first adapter, else the first model."""
-        named = self.base_model or self.slices[0].base
-        if named is not None:
-            return named if MERGEKIT_METHODS[self.method].base != "unused" else split_adapter(named)[0]
-        inputs = [source.model for slice_ in self.slices for source in slice_.inputs]
-        adapted = (whole for whole, adapter in map(split_adapter, inputs) if adapter is not None)
-        return next(adapted, inputs[0])
+        a base_model it is the first model."""
+        return self.base_model or self.slices[0].base or self.slices[0].inputs[0].model
 
     @property
     def models(self) -> tuple[str, ...]:
         """Every model, the base first."""
         inputs = (source.model for slice_ in self.slices for source in slice_.inputs)
         bases = (slice_.base for slice_ in self.slices if slice_.base is not None)
-        return tuple(dict.fromkeys([self.base, *inputs, *bases]))
+        named = (self.tokenizer_source, *(token.model for token in self.tokens.values()))
+        others = (model for model in named if model not in (None, "base", "union"))
+        return tuple(dict.fromkeys([self.base, *inputs, *bases, *map(str, others)]))
 
     def conditions(self) -> Iterator[Condition]:
         """Every setting of every parameter, wherever it is given."""
@@ -115,268 +116,7 @@ class MergekitConfig:
                 yield from conditions
 
 
-def read_configuration(document: Any) -> MergekitConfig:
-    """Read the document in a mergekit file. Raises InvalidRecipe with a line for everything that is wrong or not
-    supported, with its place."""
-    reader = _Reader()
-    configuration = reader.configuration(document)
-    if reader.problems:
-        raise InvalidRecipe("\n".join(dict.fromkeys(reader.problems)))
-    return configuration
-
-
 def split_adapter(model: str) -> tuple[str, str | None]:
     """A model and the LoRA adapter to it that MODEL+LORA names; None without one."""
     name, plus, adapter = model.partition("+")
     return name, adapter if plus else None
-
-
-TOP = ("merge_method", "base_model", "models", "slices", "parameters", "dtype", "out_dtype", "tokenizer_source")
-
-# The only module of a language model, as mergekit calls it.
-MODULE = "default"
-
-NOT_MERGED = {
-    "chat_template": "cannot be set: it comes with the tokenizer; leave it out, and write another into "
-    "the merged model's chat_template.jinja",
-    "tokens": "embeddings of single tokens cannot be chosen; give only source",
-    "pad_to_multiple_of": "the vocabulary is not padded here; leave it out",
-    "residual_weight": "has no effect; leave it out",
-    "override_architecture": "the architecture is what the model's config.json says; leave it out",
-    "out_path": "is given by --out; leave it out",
-    "experts": "mixtures of experts cannot be built from whole models, as mergekit-moe does",
-}
-
-
-PARAMETER_NAMES = {parameter.name for method in MERGEKIT_METHODS.values() for parameter in method.parameters}
-
-
-class _Reader:
-    """Reads a document and collects what is wrong with it."""
-
-    def __init__(self) -> None:
-        self.problems: list[str] = []
-        self._method: str | None = None
-
-    def configuration(self, document: Any) -> MergekitConfig:
-        top = self._mapping(document, "", (*TOP, "modules", "tokenizer", "name"))
-        self._method = self._merge_method(top.get("merge_method"))
-        settings = dict(self._settings(top.get("parameters"), "parameters"))
-        if top.get("modules") is None:
-            slices = self._slices(top, "")
-        else:
-            if top.get("models") is not None or top.get("slices") is not None:
-                self._problem("", "expected exactly one of models, slices and modules")
-            slices, inner = self._module(top["modules"])
-            settings |= {name: (*conditions, *settings.get(name, ())) for name, conditions in inner.items()}
-        source = top.get("tokenizer_source")
-        if top.get("tokenizer") is not None:
-            if source is not None:
-                self._problem("tokenizer", "tokenizer_source is given too; give one of them")
-            # What mergekit's tokenizer is where it says no more.
-            source = self._mapping(top["tokenizer"], "tokenizer", ("source",)).get("source", "union")
-        dtypes = [self._dtype(top.get(name), name) for name in ("out_dtype", "dtype")]
-        return MergekitConfig(
-            method=self._method or "",
-            slices=slices,
-            base_model=self._optional_model(top.get("base_model"), "base_model"),
-            settings=settings,
-            dtype=next((dtype for dtype in dtypes if dtype), None),
-            tokenizer_source=self._optional_model(source, "tokenizer_source"),
-        )
-
-    def _module(self, node: Any) -> tuple[tuple[Slice, ...], Settings]:
-        """The slices and settings of a language model's one module: another way to write `models` or `slices`."""
-        if not isinstance(node, Mapping) or set(node) != {MODULE}:
-            self._problem("modules", f"models of several modules are not supported; give {MODULE}, models or slices")
-            return (), {}
-        place = f"modules.{MODULE}"
-        found = self._mapping(node[MODULE], place, ("models", "slices", "parameters"))
-        return self._slices(found, place), self._settings(found.get("parameters"), f"{place}.parameters")
-
-    def _slices(self, node: Mapping[str, Any], place: str) -> tuple[Slice, ...]:
-        """The slices of a node that has `models` or `slices`."""
-        given = [name for name in ("models", "slices") if name in node]
-        if len(given) > 1:
-            given = [name for name in given if node[name] is not None]
-        if len(given) != 1:
-            self._problem(place, "expected exactly one of models and slices")
-            return ()
-        here = f"{place}.{given[0]}" if place else given[0]
-        if given == ["models"]:
-            return (Slice(self._inputs(node["models"], here, has_layers=False), None, {}, ""),)
-        listed = self._list(node["slices"], here)
-        return tuple(self._slice(entry, f"{here}.{i}") for i, entry in enumerate(listed))
-
-    def _merge_method(self, name: Any) -> str | None:
-        if isinstance(name, str) and name in MERGEKIT_METHODS:
-            return name
-        accepted = ", ".join(MERGEKIT_METHODS)
-        self._problem(
-            "merge_method", f"{_shown(name)} is not supported; {_nearest(name, MERGEKIT_METHODS)}known: {accepted}"
-        )
-        return None
-
-    def _slice(self, node: Any, place: str) -> Slice:
-        found = self._mapping(node, place, ("sources", "base_model", "parameters"))
-        inputs = self._inputs(found.get("sources"), f"{place}.sources", has_layers=True)
-        ranges = {source.layers[1] - source.layers[0] for source in inputs if source.layers}
-        if len(ranges) > 1:
-            self._problem(
-                place, f"its sources have {' and '.join(map(str, sorted(ranges)))} layers; their numbers must agree"
-            )
-        base = self._optional_model(found.get("base_model"), f"{place}.base_model")
-        return Slice(inputs, base, self._settings(found.get("parameters"), f"{place}.parameters"), place)
-
-    def _inputs(self, node: Any, place: str, *, has_layers: bool) -> tuple[ModelInput, ...]:
-        known = ("model", "layer_range", "parameters") if has_layers else ("model", "parameters")
-        inputs: list[ModelInput] = []
-        for index, entry in enumerate(self._list(node, place)):
-            here = f"{place}.{index}"
-            found = self._mapping(entry, here, known)
-            if not isinstance(entry, Mapping):
-                continue
-            model = self._model(found.get("model"), f"{here}.model")
-            if model and model in [source.model for source in inputs]:
-                self._problem(f"{here}.model", f"{model} is listed twice; a model is merged once")
-            layers = self._layer_range(found.get("layer_range"), f"{here}.layer_range") if has_layers else None
-            settings = self._settings(found.get("parameters"), f"{here}.parameters", is_of_model=True)
-            inputs.append(ModelInput(model, layers, settings, here))
-        return tuple(inputs)
-
-    def _layer_range(self, node: Any, place: str) -> tuple[int, int]:
-        if isinstance(node, list) and len(node) == 2 and all(type(end) is int for end in node):
-            start, stop = node
-            if 0 <= start < stop:
-                return start, stop
-        self._problem(place, f"{_shown(node)} is not a range of layers; give [START, END] from 0, END not included")
-        return 0, 1
-
-    def _settings(self, node: Any, place: str, *, is_of_model: bool = False) -> Settings:
-        settings: dict[str, tuple[Condition, ...]] = {}
-        if self._method is None or node is None:
-            return settings
-        parameters = {parameter.name: parameter for parameter in MERGEKIT_METHODS[self._method].parameters}
-        if not isinstance(node, Mapping):
-            self._problem(place, f"{_shown(node)} is not accepted; give a mapping (name: value)")
-            return settings
-        for name, value in node.items():
-            here = f"{place}.{name}"
-            parameter = parameters.get(name)
-            if name in WITHOUT_EFFECT:
-                continue
-            if parameter is None:
-                takes = ", ".join(parameters) or "none"
-                self._problem(
-                    here,
-                    f"{self._method} takes no such parameter (mergekit ignores it): leave it out; "
-                    f"{_nearest(name, parameters)}it takes {takes}",
-                )
-            elif is_of_model and parameter.scope == "shared":
-                self._problem(here, f"{self._method} has one {name} for all models; give it under parameters")
-            else:
-                settings[name] = self._conditions(value, here, parameter)
-        return settings
-
-    def _conditions(self, node: Any, place: str, parameter: Parameter) -> tuple[Condition, ...]:
-        if isinstance(node, Mapping):
-            return (self._condition(node, place, parameter),)
-        if isinstance(node, list) and any(isinstance(entry, Mapping) for entry in node):
-            return tuple(self._condition(entry, f"{place}.{i}", parameter) for i, entry in enumerate(node))
-        return (Condition("", self._values(node, place, parameter), place),)
-
-    def _condition(self, node: Any, place: str, parameter: Parameter) -> Condition:
-        found = self._mapping(node, place, ("filter", "value"))
-        text = found.get("filter")
-        if text is not None and not isinstance(text, str):
-            self._problem(f"{place}.filter", f"{_shown(text)} is not accepted; give a part of a tensor's name")
-            text = None
-        values = self._values(found.get("value"), f"{place}.value", parameter)
-        return Condition("" if text in (None, "*") else text, values, place)
-
-    def _values(self, node: Any, place: str, parameter: Parameter) -> tuple[Scalar, ...]:
-        entries = node if isinstance(node, list) else [node]
-        places = [f"{place}.{i}" for i in range(len(entries))] if isinstance(node, list) else [place]
-        values = (self._value(entry, here, parameter) for entry, here in zip(entries, places, strict=True))
-        return tuple(value for value in values if value is not None)
-
-    def _value(self, node: Any, place: str, parameter: Parameter) -> Scalar | None:
-        value: Scalar | None = None
-        if parameter.is_flag:
-            value = bool(node) if node in (True, False) else None
-        elif isinstance(node, int | float | str) and not isinstance(node, bool):
-            try:
-                value = float(node)  # YAML reads 1e-5 as text
-            except (ValueError, OverflowError):
-                value = None
-        if value is None or not math.isfinite(value):
-            accepted = "true or false" if parameter.is_flag else "a number, or a list of them as a gradient over layers"
-            self._problem(place, f"{_shown(node)} is not accepted; give {accepted}")
-            return None
-        if parameter.is_fixed and value != parameter.default:
-            fixed = str(parameter.default).lower() if parameter.is_flag else f"{parameter.default:g}"
-            self._problem(place, f"{_shown(node)} is not supported; {self._method} has {parameter.name}: {fixed}")
-        return value
-
-    def _optional_model(self, node: Any, place: str) -> str | None:
-        return None if node is None else self._model(node, place)
-
-    def _model(self, node: Any, place: str) -> str:
-        if isinstance(node, Mapping) and "path" in node:
-            found = self._mapping(node, place, ("path", "revision"))
-            path, revision = self._model(found["path"], f"{place}.path"), found.get("revision")
-            if not isinstance(revision, str | None):
-                self._problem(
-                    f"{place}.revision", f"{_shown(revision)} is not a branch, tag or commit; write it in quotes"
-                )
-                return path
-            return path if revision is None else f"{path}@{revision}"
-        if isinstance(node, Mapping):
-            found = self._mapping(node, place, ("model", "lora"))
-            model = self._model(found.get("model"), f"{place}.model")
-            adapter = None if found.get("lora") is None else self._model(found["lora"], f"{place}.lora")
-            return self._model(f"{model}+{adapter}", place) if model and adapter else model
-        if not isinstance(node, str) or not node:
-            self._problem(place, f"{_shown(node)} is not a model; give a directory or the id of a hub model")
-            return ""
-        if not all(part is None or part for part in split_adapter(node)):
-            self._problem(place, f"{node} is not a model; give MODEL+LORA, or a name without +")
-        return node
-
-    def _dtype(self, node: Any, place: str) -> str | None:
-        name = node.removeprefix("torch.") if isinstance(node, str) else node
-        if name is None or name in DTYPES:
-            return name
-        self._problem(place, f"{_shown(node)} is not supported; give {', '.join(DTYPES)}")
-        return None
-
-    def _list(self, node: Any, place: str) -> list[Any]:
-        if isinstance(node, list) and node:
-            return node
-        self._problem(place, f"{_shown(node)} is not accepted; give a list with at least one entry")
-        return []
-
-    def _mapping(self, node: Any, place: str, known: tuple[str, ...]) -> Mapping[str, Any]:
-        if not isinstance(node, Mapping):
-            self._problem(place, f"{_shown(node)} is not accepted; give a mapping with {', '.join(known)}")
-            return {}
-        for key in node:
-            if key not in known and node[key] is not None and key not in WITHOUT_EFFECT:
-                here = f"{place}.{key}" if place else str(key)
-                message = f"unknown key; {_nearest(key, known)}known keys: {', '.join(known)}"
-                if "parameters" in known and key in PARAMETER_NAMES:
-                    message = "is a parameter, which mergekit ignores here; give it under parameters"
-                self._problem(here, NOT_MERGED.get(key, message))
-        return node
-
-    def _problem(self, place: str, message: str) -> None:
-        self.problems.append(f"{place}: {message}" if place else message)
-
-
-def _nearest(name: Any, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1) if isinstance(name, str) else []
-    return f'did you mean "{near[0]}"? ' if near else ""
-
-
-def _shown(value: Any) -> str:
-    return "nothing" if value is None else reprlib.repr(value)

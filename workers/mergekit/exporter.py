@@ -52,6 +52,8 @@ def mergekit_config(
     merges = recipe.merges()
     if any(layer.scale != 1 or layer.alignment is not None for layer in recipe.layers):
         raise Inexpressible("layers are scaled or aligned")
+    if any(merge.base is not None for merge in merges):
+        raise Inexpressible("task vectors are of several bases, or of another layer than the base's")
     methods = {merge.method for merge in merges}
     if (path := _path_slices(recipe)) is not None:
         method, slices = "passthrough", path

@@ -8,8 +8,11 @@ Models are not located here.
 
 from __future__ import annotations
 
+import difflib
+import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from search_spaces.errors import InvalidRecipe
 from search_spaces.methods import METHODS
@@ -17,9 +20,12 @@ from search_spaces.methods.mergekit import Parameter, Scalar, Values
 from search_spaces.recipe import COMPONENTS, LayerRecipe, Merge, Recipe, Source
 from workers.mergekit.config import MergekitConfig, ModelInput, Settings, Slice
 from workers.mergekit.methods import MERGEKIT_METHODS, Inputs
+from workers.mergekit.reader import shown
 from workers.models.components import Layout
 
 __all__ = ["to_recipe"]
+
+log = logging.getLogger(__name__)
 
 
 def to_recipe(
@@ -28,15 +34,21 @@ def to_recipe(
     *,
     fingerprints: Mapping[str, str],
     layout: Layout,
+    layouts: Mapping[str, Layout] | None = None,
     seed: int = 0,
+    warn: Callable[[str], None] = log.warning,
 ) -> Recipe:
-    """The recipe that `configuration` describes, of models that all have `layout`.
+    """The recipe that `configuration` describes, of models with the base's `layout`, except that `layouts`, by alias,
+    may have other numbers of layers.
 
     `aliases` maps the configuration's names of models to the recipe's, `fingerprints` the recipe's to the contents;
-    `seed` is for methods with random masks. Raises InvalidRecipe, a line for everything that is wrong, with its place.
+    `seed` is for methods with random masks. `warn` is called with a line, with its place, for what mergekit passes
+    over: filters that fit no tensor, parameters of the base. Raises InvalidRecipe, a line for everything that is wrong.
     """
-    builder = _Builder(configuration, aliases, layout, seed)
+    builder = _Builder(configuration, aliases, layout, layouts or {}, seed)
     recipe_parts = builder.parts()
+    for warning in builder.warnings:
+        warn(warning)
     if builder.problems:
         raise InvalidRecipe("\n".join(builder.problems.values()))
     return Recipe(fingerprints, aliases[configuration.base], *recipe_parts)
@@ -50,8 +62,17 @@ class _Builder:
 
     `problems` has one entry per cause: what is wrong in every layer is reported once."""
 
-    def __init__(self, configuration: MergekitConfig, aliases: Mapping[str, str], layout: Layout, seed: int) -> None:
+    def __init__(
+        self,
+        configuration: MergekitConfig,
+        aliases: Mapping[str, str],
+        layout: Layout,
+        layouts: Mapping[str, Layout],
+        seed: int,
+    ) -> None:
         self.problems: dict[object, str] = {}
+        self.warnings: list[str] = []
+        self._layouts = {model: layouts.get(alias, layout) for model, alias in aliases.items()}
         self._configuration = configuration
         self._method = MERGEKIT_METHODS[configuration.method]
         self._aliases = aliases
@@ -85,6 +106,7 @@ class _Builder:
         where = f"{slice_.place}.base_model" if slice_.base else "base_model"
         base = slice_.base or self._configuration.base_model
         inputs = slice_.inputs
+        self._warn_of_parameters(base, inputs)
         if base is not None and base not in [source.model for source in inputs]:
             if not slice_.place:
                 inputs = (*inputs, ModelInput(base, None, {}, "base_model"))
@@ -92,23 +114,45 @@ class _Builder:
                 self._problem(where, f"{base} is not among the sources of {slice_.place}; add it, with its layer_range")
         if base is None and self._method.base == "needed":
             self._problem(where, f"is missing; {self._configuration.method} needs it")
-        num_layers = self._layout.num_layers
         for source in inputs:
+            num_layers = self._layouts[source.model].num_layers
             if source.layers and source.layers[1] > num_layers:
                 self._problem(
-                    f"{source.place}.layer_range", f"ends at {source.layers[1]}; the models have {num_layers} layers"
+                    f"{source.place}.layer_range",
+                    f"ends at {source.layers[1]}; {source.model} has {num_layers} layers",
                 )
+        depths = {stop - start for start, stop in map(self._range, inputs)}
+        if len(depths) > 1:
+            self._problem(
+                slice_.place or "models",
+                f"the models have {_listed(depths)} layers, and are merged layer by layer; give slices with a "
+                "layer_range for each",
+            )
         return Slice(inputs, base, slice_.settings, slice_.place)
 
+    def _warn_of_parameters(self, base: str | None, inputs: Iterable[ModelInput]) -> None:
+        """Warn of parameters that are read of experts alone and given for the base."""
+        if self._method.base == "unused":
+            return
+        of_experts = {parameter.name for parameter in self._method.parameters if parameter.scope == "expert"}
+        for source in inputs:
+            for name in of_experts & source.settings.keys() if source.model == base else ():
+                values = [list(condition.values) for condition in source.settings[name]]
+                given = values[0][0] if len(values) == 1 and len(values[0]) == 1 else values
+                self.warnings.append(
+                    f"{source.place}.parameters.{name}: {shown(given)} has no effect: {base} is the base, and {name} "
+                    "is read of the models that are merged into it"
+                )
+
     def _range(self, source: ModelInput) -> tuple[int, int]:
-        return source.layers or (0, self._layout.num_layers)
+        return source.layers or (0, self._layouts[source.model].num_layers)
 
     def _component(self, name: str, slice_: Slice, *, offset: int | None, index: int | None, t: float) -> Merge:
         """The merge of most tensors of a component of merged layer `index`; the others are kept as single tensors."""
         layers = [None if offset is None else self._range(source)[0] + offset for source in slice_.inputs]
         merges = {
             self._layout.name(suffix, index): self._merge(suffix, slice_, layers, index, t)
-            for suffix in self._layout.suffixes(name, layers[0])
+            for suffix in self._layouts[slice_.inputs[0].model].suffixes(name, layers[0])
         }
         if not merges:
             return Merge("passthrough", (Source(self._aliases[slice_.inputs[0].model], layers[0]),))
@@ -152,21 +196,10 @@ class _Builder:
             self._problem(where, text.replace(merge.method, self._configuration.method, 1))
             return _placeholder()
         if METHODS[merge.method].needs_base:
-            self._check_base(merge, base, slice_)
+            assert base is not None
+            usual = {Source(self._aliases[self._configuration.base], source.layer) for source in merge.sources}
+            return merge if usual == {base} else replace(merge, base=base)
         return merge
-
-    def _check_base(self, merge: Merge, base: Source | None, slice_: Slice) -> None:
-        """Task vectors are of one base model, and of one layer of it."""
-        assert base is not None
-        method, one = self._configuration.method, self._configuration.base
-        if slice_.base != one:
-            self._problem(f"{slice_.place}.base_model", f"{method} here has one base model for all slices, {one}")
-        if others := {source.layer for source in merge.sources} - {base.layer}:
-            self._problem(
-                slice_.place,
-                f"{method} merges layer {_listed(others)} of a model with layer {base.layer} of the base; here task "
-                "vectors are of one layer: give all sources the same layer_range",
-            )
 
     def _value(self, parameter: Parameter, scopes: Sequence[Settings], name: str, t: float, place: str) -> Scalar:
         """The parameter's value for tensor `name`: the first that fits, from the narrowest scope outwards."""
@@ -185,14 +218,17 @@ class _Builder:
 
     def _check_filters(self) -> None:
         for condition in self._configuration.conditions():
-            if not any(condition.filter in name for name in self._names):
+            text = condition.filter
+            if not any(text in name for name in self._names):
                 places = self._layout.places.values()
                 parts = {place.suffix.split(".")[0] for place in places if place.layer is not None}
                 outside = [place.suffix for place in places if place.layer is None]
-                self._problem(
-                    f"{condition.place}.filter",
-                    f"{condition.filter!r} is in no tensor's name; give a part of one: "
-                    + ", ".join([*sorted(parts), *outside]),
+                near = difflib.get_close_matches(text, {part for name in self._names for part in name.split(".")}, n=1)
+                self.warnings.append(
+                    f"{condition.place}.filter: {text!r} has no effect: it is in no tensor's name; "
+                    + (f'did you mean "{near[0]}"? ' if near else "")
+                    + "a filter is a part of one: "
+                    + ", ".join([*sorted(parts), *outside])
                 )
 
     def _problem(self, place: str, message: str) -> None:

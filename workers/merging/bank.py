@@ -5,7 +5,7 @@ It knows where the tensors are, and keeps what depends on the sources alone (`st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -82,9 +82,10 @@ class Bank:
         self.num_bytes = self.sources.stored_bytes
         self.placement = Placement(placement)
         place = _placing(self.placement, self.device, self.num_bytes)
+        models = [model for view in self._checkpoints.values() for model in (view.base, view) if model is not None]
         self._stored = {
             info: place(checkpoint.read_stored(info))
-            for checkpoint in self._checkpoints.values()
+            for checkpoint in {id(model): model for model in models}.values()
             if not is_metadata_only(checkpoint.directory)
             for info in checkpoint.own
         }
@@ -106,6 +107,14 @@ class Bank:
     def base(self) -> Checkpoint:
         """The base model, in the family's vocabulary: every merge has its configuration, tensor headers and layout."""
         return self.sources.base
+
+    def view(self, alias: str) -> Checkpoint:
+        """The model `alias` in the family's vocabulary."""
+        return self._checkpoints[alias]
+
+    def views(self, models: Mapping[str, str]) -> dict[str, Checkpoint]:
+        """The views of those of `models`, fingerprints by a recipe's aliases, that the bank holds."""
+        return {name: self._checkpoints[held] for name, print_ in models.items() if (held := self.alias(print_))}
 
     @property
     def layout(self) -> Layout:

@@ -137,9 +137,7 @@ def merged_names(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, tuple[int
 def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]:
     """For every tensor that `merged_tensors` gives, what it is computed from and how: equal values, equal bits."""
     plan = plan_tensors(recipe, bank)
-    base = plan.aliases[plan.recipe.base]
-    keeps_equal = plan.recipe.keeps_equal
-    return {tensor.name: (*_computation(tensor, base, plan.aliases), keeps_equal) for tensor in plan.tensors}
+    return {tensor.name: _computation(tensor, plan) for tensor in plan.tensors}
 
 
 def check_recipe(recipe: Recipe, bank: Bank) -> None:
@@ -168,62 +166,71 @@ def operands_of(tensor: MergedTensor, plan: TensorPlan, bank: Bank) -> Operands:
 def _plan(given: Recipe, recipe: Recipe, bank: Bank) -> TensorPlan:
     bank.sources.check_unchanged()
     aliases = _bank_aliases(recipe, bank)
-    plan = _part(recipe, recipe.embedding, "embedding", None, bank)
+    plan = _part(recipe, recipe.embedding, "embedding", None, bank, aliases)
     factors = branch_factors(recipe.layers, model_type=str(bank.base.config.get("model_type")))
     for index, (layer, factor) in enumerate(zip(recipe.layers, factors, strict=True)):
         of_layer = [
             tensor
             for component in COMPONENTS
-            for tensor in _part(recipe, layer.component(component), component, index, bank)
+            for tensor in _part(recipe, layer.component(component), component, index, bank, aliases)
         ]
         if factor != 1:
             of_layer = [replace(each, factor=factor) if ends_a_branch(each.suffix) else each for each in of_layer]
         plan += of_layer
-    plan += _part(recipe, recipe.head, "head", None, bank)
+    plan += _part(recipe, recipe.head, "head", None, bank, aliases)
     if unknown := recipe.tensors.keys() - {tensor.name for tensor in plan}:
         raise InvalidRecipe(f"tensors: the merged model has no {some_of(unknown)}")
     return TensorPlan(given, tuple(plan), aliases)
 
 
-def _part(recipe: Recipe, merge: Merge, component: str, index: int | None, bank: Bank) -> list[MergedTensor]:
+def _part(
+    recipe: Recipe, merge: Merge, component: str, index: int | None, bank: Bank, aliases: Mapping[str, str]
+) -> list[MergedTensor]:
     """The tensors of one component of merged layer `index` (None: outside layers)."""
     where = component if index is None else f"layer {index}, {component}"
-    _check_merge(merge, where, index, bank)
-    layout, tensors = bank.layout, bank.base.tensors
-    layer = merge.sources[0].layer
-    suffixes = layout.suffixes(component, layer)
-    for source in merge.sources[1:]:
-        if layout.suffixes(component, source.layer) != suffixes:
+    _check_merge(merge, where, index, bank, aliases)
+    layout = bank.layout
+    first, *others = _operands(merge)
+    layer, suffixes = first.layer, bank.view(aliases[first.model]).layout.suffixes(component, first.layer)
+    for source in others:
+        if bank.view(aliases[source.model]).layout.suffixes(component, source.layer) != suffixes:
             raise InvalidRecipe(f"{where}: layers {layer} and {source.layer} do not hold the same tensors")
     planned = []
     for suffix in suffixes:
         name = layout.name(suffix, index)
         own = recipe.tensors.get(name, merge)
         if own is not merge:
-            _check_merge(own, name, index, bank)
-        names = [layout.name(suffix, source.layer) for source in own.sources]
-        if missing := sorted(set(names) - tensors.keys()):
+            _check_merge(own, name, index, bank, aliases)
+        keys = [(aliases[source.model], layout.name(suffix, source.layer)) for source in _operands(own)]
+        found = [bank.view(alias).tensors.get(key) for alias, key in keys]
+        if missing := sorted({key for (_, key), tensor in zip(keys, found, strict=True) if tensor is None}):
             raise InvalidRecipe(f"{where}: {name}: the models have no {some_of(missing)}")
-        shapes = {tensors[source].shape for source in names}
+        shapes = {tensor.shape for tensor in found if tensor is not None}
         if len(shapes) > 1:
             raise InvalidRecipe(f"{where}: {suffix} has different shapes in its source layers: {sorted(shapes)}")
         planned.append(MergedTensor(name, own, suffix, shapes.pop(), index))
     return planned
 
 
-def _check_merge(merge: Merge, where: str, index: int | None, bank: Bank) -> None:
+def _operands(merge: Merge) -> tuple[Source, ...]:
+    """The sources, and the base where the merge names its own."""
+    return merge.sources if merge.base is None else (*merge.sources, merge.base)
+
+
+def _check_merge(merge: Merge, where: str, index: int | None, bank: Bank, aliases: Mapping[str, str]) -> None:
     method = METHODS[merge.method]
-    for source in merge.sources:
+    for source in _operands(merge):
         if (source.layer is None) != (index is None):
             expected = "no layer" if index is None else "a layer"
             raise InvalidRecipe(f"{where}: source {source.model!r} names layer {source.layer}; expected {expected}")
-        if source.layer is not None and not 0 <= source.layer < bank.layout.num_layers:
+        num_layers = bank.view(aliases[source.model]).layout.num_layers
+        if source.layer is not None and not 0 <= source.layer < num_layers:
             raise InvalidRecipe(
                 f"{where}: source {source.model!r} names layer {source.layer}; "
-                f"the models have layers 0..{bank.layout.num_layers - 1}"
+                f"the models have layers 0..{num_layers - 1}"
             )
     layers = {source.layer for source in merge.sources}
-    if method.needs_base and len(layers) > 1:
+    if method.needs_base and merge.base is None and len(layers) > 1:
         raise InvalidRecipe(
             f"{where}: {method.name} subtracts the base's layer, so all sources must name one layer; found "
             f"{sorted(layer for layer in layers if layer is not None)}"
@@ -245,7 +252,9 @@ def _bank_aliases(recipe: Recipe, bank: Bank) -> dict[str, str]:
     family = bank.family
     if _vocabulary(recipe.tokenizer, recipe.models) != _vocabulary(family.tokenizer, family.fingerprints):
         problems.append(f"recipe: tokenizer is {recipe.tokenizer!r}; the models were opened for {family.tokenizer!r}")
-    if recipe.tokenizer != BASE:
+    if dict(recipe.vocabulary) != dict(family.vocabulary):
+        problems.append(f"recipe: vocabulary is {recipe.vocabulary}; the models were opened for {family.vocabulary}")
+    if recipe.tokenizer != BASE or recipe.vocabulary:
         spare = {model.alias for model in family.models if model.fingerprint not in recipe.models.values()}
         if spare:
             problems.append(
@@ -260,10 +269,13 @@ def _vocabulary(tokenizer: str, fingerprints: Mapping[str, str]) -> str:
     return tokenizer if tokenizer in (BASE, UNION) else fingerprints[tokenizer]
 
 
-def _computation(tensor: MergedTensor, base: str, aliases: Mapping[str, str]) -> tuple[Hashable, ...]:
-    merge = tensor.merge
+def _computation(tensor: MergedTensor, plan: TensorPlan) -> Hashable:
+    merge, recipe, aliases = tensor.merge, plan.recipe, plan.aliases
     sources = tuple((aliases[source.model], source.layer) for source in merge.sources)
-    return merge.method, tuple(merge.coefficients.items()), merge.seed, tensor.suffix, sources, base, tensor.factor
+    base = merge.base_in(recipe.base)
+    of = aliases[base.model], base.layer
+    how = merge.method, tuple(merge.coefficients.items()), merge.seed, recipe.keeps_equal, tensor.factor
+    return how, tensor.suffix, sources, of
 
 
 @dataclass(frozen=True)
@@ -291,7 +303,7 @@ class _Computation:
             return aliases[source.model], bank.layout.name(tensor.suffix, source.layer)
 
         sources = tuple(key(source) for source in merge.sources)
-        base = key(Source(recipe.base, merge.sources[0].layer))
+        base = key(merge.base_in(recipe.base))
         masks = None
         if declared.takes_seed:
             assert merge.seed is not None, f"{merge.method} without a seed passed the check"

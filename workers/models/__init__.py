@@ -11,6 +11,7 @@
 - `compatibility`: why models cannot be merged with each other
 - `fingerprints`: hashes of contents; NaN and infinity in weights
 - `tokenizers`: tokenizers that agree with their tokenizer.json
+- `chat_templates`: chat templates of models, and by name
 - `merged_files`: configuration and tokenizer of a merged model
 - `hub`: models on the Hugging Face hub
 """

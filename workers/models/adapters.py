@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.models.components import EMBEDDING, Layout, is_output_head, some_of
-from workers.models.computed_tensors import LowRank, SourceTensor
+from workers.models.computed_tensors import Dora, LowRank, ReplacedRows, Shifted, SourceTensor
 from workers.models.headers import TensorInfo, read_headers
 
 __all__ = ["ADAPTER_CONFIG", "AdaptedBase", "Adapter", "is_adapter", "read_adapter", "stated_base"]
@@ -32,9 +32,6 @@ PREFIX = "base_model.model."
 
 # Settings that change the weights in another way than B A does, and how.
 UNSUPPORTED = {
-    "use_dora": "DoRA scales each row",
-    "lora_bias": "its matrices have biases",
-    "trainable_token_indices": "it trains single rows of the embedding",
     "layer_replication": "it repeats layers",
     "target_parameters": "it changes parameters that are no module's weight",
     "alora_invocation_tokens": "it acts on some tokens only",
@@ -106,10 +103,12 @@ def read_adapter(path: Path, base: AdaptedBase | None, problems: list[str]) -> A
     before = len(problems)
     stored = read_headers(path, problems, stem="adapter_model")
     parts = _parts(stored)
+    if settings is not None:
+        parts.unknown += _unexpected(parts, settings)
     where = path / "adapter_model.safetensors"
     if parts.unknown:
         problems.append(f"{where}: holds {some_of(parts.unknown)}; expected A and B of LoRA layers and whole tensors")
-    if len(problems) == before and not parts.matrices and not parts.whole:
+    if len(problems) == before and not parts.matrices and not parts.whole and not parts.rows:
         problems.append(f"{where}: holds no tensors; expected A and B of LoRA layers and whole tensors")
     if settings is None or base is None:
         return None
@@ -136,7 +135,25 @@ def read_adapter(path: Path, base: AdaptedBase | None, problems: list[str]) -> A
             problems += [f"{where}: {problem}" for problem in found]
         else:
             a, b = matrices.sides["A"], matrices.sides["B"]
-            tensors[name] = LowRank(tensors[name], a, b, settings.scaling(module), is_transposed)
+            changed = LowRank(tensors[name], a, b, settings.scaling(module), is_transposed)
+            tensors[name] = changed if matrices.magnitude is None else Dora(changed, matrices.magnitude)
+            bias = base.name(f"{module}.bias")
+            if matrices.bias is not None and bias is not None:
+                tensors[bias] = Shifted(tensors[bias], matrices.bias, settings.scaling(module))
+            elif matrices.bias is not None:
+                problems.append(f"{where}: {module}: lora_bias has a bias, and the base has none there to change")
+    for module, rows in parts.rows.items():
+        name = base.name(f"{module}.weight")
+        numbers = settings.token_numbers(module)
+        if name is None or len(rows.shape) != 2 or rows.shape[1:] != tensors[name].shape[1:]:
+            problems.append(f"{where}: {module}: rows of single tokens that are not the base's")
+        elif rows.shape[0] != len(numbers) or not all(0 <= n < tensors[name].shape[0] for n in numbers):
+            problems.append(
+                f"{where}: {module}: has {rows.shape[0]} rows for the tokens {list(numbers)!r:.80} of "
+                f"trainable_token_indices, the base {tensors[name].shape[0]} rows; expected one for each, by number"
+            )
+        else:
+            tensors[name] = ReplacedRows(tensors[name], rows, numbers)
     if unknown:
         problems.append(
             f"{where}: an adapter of another model: it changes {some_of(unknown)}, which the base {base.directory} "
@@ -165,6 +182,14 @@ class _Settings:
     whole_modules: tuple[str, ...]
     ties_weights: bool
     stated_base: str
+    tokens: Mapping[str, tuple[int, ...]]
+    is_dora: bool
+    has_biases: bool
+
+    def token_numbers(self, module: str) -> tuple[int, ...]:
+        """The rows of the embedding `module` that are trained one by one."""
+        fitting = (numbers for name, numbers in self.tokens.items() if f".{module}".endswith(f".{name}"))
+        return next(fitting, ())
 
     def rank(self, module: str) -> int:
         return self.ranks.get(_pattern(self.ranks, module), self.r)
@@ -214,6 +239,11 @@ def _read_settings(path: Path, problems: list[str]) -> _Settings | None:
         wrong.append(f"alpha_pattern is {alphas!r:.80}; expected numbers by regular expressions")
     if not isinstance(modules, list) or not all(isinstance(module, str) for module in modules):
         wrong.append(f"modules_to_save is {modules!r:.80}; expected a list of names")
+    tokens = config.get("trainable_token_indices") or {}
+    # PEFT finds the embedding by itself where only numbers are given.
+    of_modules = tokens if isinstance(tokens, dict) else dict.fromkeys(EMBEDDING_MODULES, tokens)
+    if not all(isinstance(numbers, list) and all(type(n) is int for n in numbers) for numbers in of_modules.values()):
+        wrong.append(f"trainable_token_indices is {tokens!r:.80}; expected numbers of tokens, by module or alone")
     problems += [f"{file}: {problem}" for problem in wrong]
     if wrong:
         return None
@@ -226,6 +256,9 @@ def _read_settings(path: Path, problems: list[str]) -> _Settings | None:
         whole_modules=tuple(modules),
         ties_weights=bool(config.get("ensure_weight_tying")),
         stated_base=str(config.get("base_model_name_or_path") or ""),
+        tokens={str(module): tuple(numbers or ()) for module, numbers in of_modules.items()},
+        is_dora=bool(config.get("use_dora")),
+        has_biases=bool(config.get("lora_bias")),
     )
 
 
@@ -249,16 +282,20 @@ def _are_patterns(value: Any, is_right: Callable[[Any], bool]) -> bool:
 
 @dataclass
 class _Matrices:
-    """A and B of one module, as far as they are stored; those of an embedding change the transposed weight."""
+    """A and B of one module, as far as they are stored; those of an embedding change the transposed weight. `magnitude`
+    is DoRA's, `bias` that of B."""
 
     is_embedding: bool
     sides: dict[str, TensorInfo] = field(default_factory=dict)
+    magnitude: TensorInfo | None = None
+    bias: TensorInfo | None = None
 
 
 @dataclass
 class _Parts:
     matrices: dict[str, _Matrices] = field(default_factory=dict)
     whole: dict[str, TensorInfo] = field(default_factory=dict)
+    rows: dict[str, TensorInfo] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
 
 
@@ -267,8 +304,14 @@ LORA = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB]
 WRAPPERS = re.compile(r"\.(?:base_layer|modules_to_save)(?=\.)")
 
 
+# What belongs to matrices, and rows of single tokens.
+MAGNITUDE, BIAS, TOKENS = ".lora_magnitude_vector", ".lora_B.bias", ".token_adapter.trainable_tokens_delta"
+EMBEDDING_MODULES = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings")
+
+
 def _parts(stored: Mapping[str, TensorInfo]) -> _Parts:
     parts = _Parts()
+    more: dict[str, TensorInfo] = {}
     for key, info in stored.items():
         name = key.removeprefix(PREFIX)
         lora = LORA.fullmatch(name)
@@ -277,11 +320,34 @@ def _parts(stored: Mapping[str, TensorInfo]) -> _Parts:
         elif lora and bool(lora["embedding"]) != bool(lora["weight"]):
             matrices = parts.matrices.setdefault(lora["module"], _Matrices(bool(lora["embedding"])))
             matrices.sides[lora["side"]] = info
+        elif name.endswith((MAGNITUDE, BIAS)):
+            more[name] = info
+        elif name.endswith(TOKENS):
+            parts.rows[name.removesuffix(TOKENS)] = info
         elif "lora_" in name or "trainable_tokens" in name:
             parts.unknown.append(key)
         else:
             parts.whole[WRAPPERS.sub("", name)] = info
+    for name, info in more.items():
+        kind = MAGNITUDE if name.endswith(MAGNITUDE) else BIAS
+        of_module = parts.matrices.get(name.removesuffix(kind))
+        if of_module is None:
+            parts.unknown.append(f"{PREFIX}{name}")
+        elif kind == MAGNITUDE:
+            of_module.magnitude = info
+        else:
+            of_module.bias = info
     return parts
+
+
+def _unexpected(parts: _Parts, settings: _Settings) -> Iterator[str]:
+    """What is stored, though the settings do not say so."""
+    for module, matrices in parts.matrices.items():
+        if matrices.magnitude is not None and not settings.is_dora:
+            yield f"{PREFIX}{module}{MAGNITUDE}"
+        if matrices.bias is not None and not settings.has_biases:
+            yield f"{PREFIX}{module}{BIAS}"
+    yield from (f"{PREFIX}{module}{TOKENS}" for module in parts.rows if not settings.token_numbers(module))
 
 
 def _matrix_problems(
@@ -299,6 +365,11 @@ def _matrix_problems(
     if (found := {a.shape[0], b.shape[1]}) != {rank}:
         ranks = " and ".join(map(str, sorted(found)))
         problems.append(f"{module}: its matrices are of rank {ranks}, {ADAPTER_CONFIG} says {rank}")
+    if matrices.magnitude is not None and matrices.magnitude.shape != b.shape[:1]:
+        found_shape = list(matrices.magnitude.shape)
+        problems.append(f"{module}: DoRA's magnitude has shape {found_shape}; expected {list(b.shape[:1])}")
+    if matrices.bias is not None and matrices.bias.shape != b.shape[:1]:
+        problems.append(f"{module}: B's bias has shape {list(matrices.bias.shape)}; expected {list(b.shape[:1])}")
     change = (a.shape[1], b.shape[0]) if is_transposed else (b.shape[0], a.shape[1])
     if change != shape:
         problems.append(

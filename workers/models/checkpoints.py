@@ -20,7 +20,8 @@ from workers.models.computed_tensors import SourceTensor
 from workers.models.config import in_common_names
 from workers.models.headers import TensorInfo, read_headers
 from workers.models.hub import is_metadata_only, locate, named
-from workers.models.vocabulary import Alignment, Vocabulary, align, token_ids
+from workers.models.tokenizers import TOKENIZER_FILES
+from workers.models.vocabulary import NO_WISHES, Alignment, Vocabulary, Wishes, align, token_ids
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +58,12 @@ class Checkpoint:
     def layout(self) -> Layout:
         return layout(self.settings, self.tensors)
 
+    @property
+    def tokenizer_dir(self) -> Path:
+        """Where its tokenizer is: an adapter has its own, or that of the model that it adapts."""
+        has_own = any((self.directory / name).is_file() for name in TOKENIZER_FILES)
+        return self.directory if has_own or self.base is None else self.base.directory
+
     def read(self, name: str) -> torch.Tensor:
         """The tensor `name`. Raises InvalidModel if there is none."""
         tensor = self.tensors.get(name)
@@ -87,7 +94,7 @@ class Checkpoint:
 
     @property
     def own(self) -> frozenset[TensorInfo]:
-        """Those of its own files."""
+        """Those of its own files; the other tensors are those of the model that it adapts, or other models' rows."""
         return frozenset(info for info in self.stored if info.file.parent == self.directory)
 
 
@@ -129,18 +136,20 @@ def read_expert(directory: Path, base: Checkpoint | None) -> Checkpoint | None:
     return Checkpoint(directory, base.config, adapter.tensors, tuple(sorted(adapter.files)), base)
 
 
-def aligned(checkpoints: Mapping[str, Checkpoint], tokenizer: str) -> tuple[dict[str, Checkpoint], Alignment]:
+def aligned(
+    checkpoints: Mapping[str, Checkpoint], tokenizer: str, wishes: Wishes = NO_WISHES
+) -> tuple[dict[str, Checkpoint], Alignment]:
     """The checkpoints (by alias, the base first) with embeddings and heads of one vocabulary, as `vocabulary.align`
     says; the base's configuration is that of a model with this vocabulary. Raises InvalidModel."""
     models = {
         alias: Vocabulary(
             checkpoint.directory,
             {name: checkpoint.tensors[name] for name in checkpoint.layout.places},
-            token_ids(checkpoint.directory),
+            token_ids(checkpoint.tokenizer_dir),
         )
         for alias, checkpoint in checkpoints.items()
     }
-    alignment = align(models, tokenizer)
+    alignment = align(models, tokenizer, wishes)
     views = dict(checkpoints)
     for alias, view in checkpoints.items() if alignment.tensors else ():
         config = {**view.config, "vocab_size": alignment.num_rows}

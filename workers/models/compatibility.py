@@ -35,6 +35,9 @@ STRUCTURE = (
     "use_parallel_residual",
 )
 
+# Those of STRUCTURE that follow from the number of layers.
+OF_DEPTH = ("num_hidden_layers", "layer_types")
+
 # A report lists this many shapes of one model that differ, then counts the rest.
 MAX_SHAPES = 5
 
@@ -65,11 +68,13 @@ def foreign_adapters(opened: Mapping[str, Checkpoint], given: Mapping[str, str])
             )
 
 
-def differences(base: Checkpoint, expert: Checkpoint) -> Iterator[str]:
-    """Why layers of `expert` cannot be exchanged with those of `base`."""
+def differences(base: Checkpoint, expert: Checkpoint, *, any_depth: bool = False) -> Iterator[str]:
+    """Why layers of `expert` cannot be exchanged with those of `base`; with `any_depth`, those that both have."""
     where = str(expert.directory)
     stated, wanted = _structure(expert.settings), _structure(base.settings)
     for name in wanted:
+        if any_depth and name in OF_DEPTH:
+            continue
         if name in stated and stated[name] != wanted[name]:
             yield f"{where}: {name} is {stated[name]!r}; the base has {wanted[name]!r}"
     if base.layout.is_tied != expert.layout.is_tied:
@@ -78,7 +83,8 @@ def differences(base: Checkpoint, expert: Checkpoint) -> Iterator[str]:
             f"{where}: its output head is {names[expert.layout.is_tied]}, the base's is {names[base.layout.is_tied]}; "
             "both must be the same (tie_word_embeddings, lm_head.weight)"
         )
-    base_names, names_ = _comparable(base.layout), _comparable(expert.layout)
+    depth = min(base.layout.num_layers, expert.layout.num_layers) if any_depth else None
+    base_names, names_ = _comparable(base.layout, depth), _comparable(expert.layout, depth)
     if missing := base_names - names_:
         yield f"{where}: lacks {len(missing)} tensors of the base: {some_of(missing)}"
     if extra := names_ - base_names:
@@ -102,6 +108,11 @@ def _structure(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _comparable(found: Layout) -> set[str]:
-    """The tensors to compare between models: all but output heads, whose difference has a message of its own."""
-    return {name for name in found.places if not is_output_head(name)}
+def _comparable(found: Layout, depth: int | None) -> set[str]:
+    """The tensors to compare between models, of the first `depth` layers: all but output heads, whose difference has
+    a message of its own."""
+    return {
+        name
+        for name, place in found.places.items()
+        if not is_output_head(name) and (depth is None or place.layer is None or place.layer < depth)
+    }

@@ -18,7 +18,7 @@ from workers.models.headers import TensorInfo
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LowRank", "Read", "Rows", "RowsOfOthers", "SourceTensor"]
+__all__ = ["Dora", "LowRank", "Padded", "Read", "ReplacedRows", "Rows", "RowsOfOthers", "Shifted", "SourceTensor"]
 
 Read = Callable[[TensorInfo], "torch.Tensor"]
 
@@ -77,9 +77,93 @@ class LowRank:
         return self.weight.value(read).to(torch.float32, copy=True).addmm_(first, second, alpha=self.scaling)
 
 
+@dataclass(frozen=True)
+class Dora:
+    """`changed` with each output scaled to the length in `magnitude`, in float32: DoRA (arXiv:2402.09353, eq. 5).
+
+    `magnitude` is [outputs], the outputs are the rows of `changed`, its columns if that is transposed."""
+
+    changed: LowRank
+    magnitude: TensorInfo
+
+    @property
+    def dtype(self) -> str:
+        return "F32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.changed.shape
+
+    def stored(self) -> Iterator[TensorInfo]:
+        yield from self.changed.stored()
+        yield self.magnitude
+
+    def value(self, read: Read) -> torch.Tensor:
+        import torch
+
+        weight = self.changed.value(read)
+        inputs = 0 if self.changed.is_transposed else 1
+        lengths = torch.linalg.vector_norm(weight, dim=inputs, keepdim=True)
+        return weight.mul_(read(self.magnitude).float().view(lengths.shape) / lengths)
+
+
+@dataclass(frozen=True)
+class Shifted:
+    """vector + scaling x addition, in float32: a bias as a LoRA adapter with a bias of its own changes it."""
+
+    vector: SourceTensor
+    addition: TensorInfo
+    scaling: float
+
+    @property
+    def dtype(self) -> str:
+        return "F32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.vector.shape
+
+    def stored(self) -> Iterator[TensorInfo]:
+        yield from self.vector.stored()
+        yield self.addition
+
+    def value(self, read: Read) -> torch.Tensor:
+        return self.vector.value(read).float() + self.scaling * read(self.addition).float()
+
+
+@dataclass(frozen=True)
+class ReplacedRows:
+    """`weight` with row `numbers[i]` replaced by row i of `rows`: the single tokens that an adapter trains."""
+
+    weight: SourceTensor
+    rows: TensorInfo
+    numbers: tuple[int, ...]
+
+    @property
+    def dtype(self) -> str:
+        return self.weight.dtype if self.weight.dtype == self.rows.dtype else "F32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    def stored(self) -> Iterator[TensorInfo]:
+        yield from self.weight.stored()
+        yield self.rows
+
+    def value(self, read: Read) -> torch.Tensor:
+        import torch
+
+        weight = self.weight.value(read)
+        rows = read(self.rows)
+        found = weight.to(weight.dtype if self.dtype == self.weight.dtype else torch.float32, copy=True)
+        found[list(self.numbers)] = rows.to(found.dtype)
+        return found
+
+
 @dataclass(frozen=True, eq=False)
 class RowsOfOthers:
-    """Row `positions[i]` is the mean of row `rows[k][i]` of each `donors[k]`."""
+    """Row `positions[i]` is the mean of row `rows[k][i]` of each `donors[k]`; zero without donors."""
 
     positions: NDArray[np.int64]
     donors: tuple[SourceTensor, ...]
@@ -123,5 +207,33 @@ class Rows:
             total = torch.zeros((), device=own.device)
             for donor, numbers in zip(rows.donors, rows.rows, strict=True):
                 total = total + donor.value(read)[torch.from_numpy(numbers).to(own.device)]
-            found[torch.from_numpy(rows.positions).to(own.device)] = (total / len(rows.donors)).to(found.dtype)
+            mean = total / max(1, len(rows.donors))
+            found[torch.from_numpy(rows.positions).to(own.device)] = mean.to(found.dtype)
         return found
+
+
+@dataclass(frozen=True, eq=False)
+class Padded:
+    """`tensor` with more rows, `num_rows` in all: each is the mean of its first `num_averaged` rows."""
+
+    tensor: SourceTensor
+    num_rows: int
+    num_averaged: int
+
+    @property
+    def dtype(self) -> str:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.num_rows, *self.tensor.shape[1:]
+
+    def stored(self) -> Iterator[TensorInfo]:
+        yield from self.tensor.stored()
+
+    def value(self, read: Read) -> torch.Tensor:
+        import torch
+
+        found = self.tensor.value(read)
+        mean = found[: self.num_averaged].float().mean(dim=0, keepdim=True).to(found.dtype)
+        return torch.cat([found, mean.expand(self.num_rows - len(found), *mean.shape[1:])])

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from workers.errors import EvidenceMismatch, InvalidModel
 from workers.models.checkpoints import Checkpoint, aligned, read_checkpoint, read_expert, stored_bytes
@@ -22,7 +23,7 @@ from workers.models.components import Layout
 from workers.models.fingerprints import FileState, content_problems, file_states, fingerprint
 from workers.models.hub import absent_bytes, commit_of, fetched, lack_of_space, locate, named
 from workers.models.merged_files import make_result_dir
-from workers.models.vocabulary import BASE, UNION, Alignment
+from workers.models.vocabulary import BASE, EMBEDDING_NAMES, UNION, Alignment, Wishes, token_ids
 from workers.types import Family, ModelSource
 
 __all__ = [
@@ -43,8 +44,10 @@ class ResolvedFamily:
     """Models that can be merged, by alias, the base first; a single model is a base without experts.
 
     `checkpoints` are the models as they are stored, `views` the same with embeddings and output heads in the vocabulary
-    `tokenizer`, as `alignment` says. `given` is what the caller named them: directories or hub ids. Fingerprints, which
-    need the contents, are computed when first asked for, once; `cache` is that of `workers.cache.cache_dir`.
+    `tokenizer`, as `alignment` says. `given` is what the caller named them: directories or hub ids. `adapted` are the
+    models that adapters change, by alias, except the base; with `any_depth` the numbers of layers may differ.
+    Fingerprints, which need the contents, are computed when first asked for, once; `cache` is that of
+    `workers.cache.cache_dir`.
     """
 
     given: Mapping[str, str]
@@ -53,6 +56,9 @@ class ResolvedFamily:
     alignment: Alignment
     tokenizer: str
     cache: str | Path | None = None
+    adapted: Mapping[str, Path] = field(default_factory=dict)
+    any_depth: bool = False
+    vocabulary: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def base_alias(self) -> str:
@@ -70,6 +76,17 @@ class ResolvedFamily:
     @property
     def directories(self) -> Mapping[str, Path]:
         return {alias: checkpoint.directory for alias, checkpoint in self.checkpoints.items()}
+
+    def new_tokens(self, alias: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The tokens of model `alias` that the base does not have: those with a row of their own, and those without;
+        both in the order of their ids."""
+        known = token_ids(self.checkpoints[self.base_alias].tokenizer_dir) or {}
+        checkpoint = self.checkpoints[alias]
+        found = token_ids(checkpoint.tokenizer_dir) or {}
+        rows = [tensor.shape[0] for name, tensor in checkpoint.tensors.items() if name.endswith(EMBEDDING_NAMES)]
+        new = sorted(found.keys() - known.keys(), key=found.__getitem__)
+        with_rows = tuple(token for token in new if rows and found[token] < rows[0])
+        return with_rows, tuple(token for token in new if token not in with_rows)
 
     @property
     def num_parameters(self) -> int:
@@ -97,13 +114,22 @@ class ResolvedFamily:
         _ = self._states  # taken before the contents are read: a change during that counts
         base = fingerprint(self.checkpoints[self.base_alias], cache=self.cache)
         return {
-            alias: base if alias == self.base_alias else fingerprint(checkpoint, base=base, cache=self.cache)
+            alias: base if alias == self.base_alias else self._fingerprint(checkpoint, base)
             for alias, checkpoint in self.checkpoints.items()
         }
 
+    def _fingerprint(self, checkpoint: Checkpoint, base: str) -> str:
+        is_of_base = checkpoint.base is self.checkpoints[self.base_alias]
+        return fingerprint(checkpoint, base=base if is_of_base else None, cache=self.cache)
+
     @cached_property
     def _states(self) -> dict[str, dict[Path, FileState]]:
-        return {alias: file_states(checkpoint) for alias, checkpoint in self.checkpoints.items()}
+        states = {}
+        for alias, checkpoint in self.checkpoints.items():
+            states[alias] = file_states(checkpoint)
+            if checkpoint.base is not None and alias in self.adapted:
+                states[alias] |= file_states(checkpoint.base)
+        return states
 
     def check_unchanged(self) -> None:
         """Raise EvidenceMismatch if a file has other contents than those that `fingerprints` are of.
@@ -116,9 +142,8 @@ class ResolvedFamily:
             changes = [f"{file}: {change}" for file, state in states.items() if (change := state.change(file))]
             if not changes:
                 continue
-            now = file_states(checkpoint)
-            base = None if checkpoint.base is None else self.fingerprints[self.base_alias]
-            if fingerprint(checkpoint, base=base, cache=self.cache) != self.fingerprints[alias]:
+            now = {file: FileState.of(file) for file in states if file.is_file()}
+            if self._fingerprint(checkpoint, self.fingerprints[self.base_alias]) != self.fingerprints[alias]:
                 raise EvidenceMismatch(
                     f"model {alias!r} has changed since it was opened: {'; '.join(changes)}; expected the contents of "
                     f"fingerprint {self.fingerprints[alias][:12]}: restore them, or start a new study"
@@ -129,19 +154,27 @@ class ResolvedFamily:
     def family(self) -> Family:
         """The description of these models for other processes. Raises InvalidModel as `fingerprints` does."""
         base, *experts = (
-            ModelSource(alias, str(checkpoint.directory.resolve()), self.fingerprints[alias])
+            ModelSource(alias, str(checkpoint.directory.resolve()), self.fingerprints[alias], self._adapts(alias))
             for alias, checkpoint in self.checkpoints.items()
         )
-        return Family(base, tuple(experts), self.tokenizer)
+        return Family(base, tuple(experts), self.tokenizer, self.vocabulary)
+
+    def _adapts(self, alias: str) -> str | None:
+        return str(self.adapted[alias].resolve()) if alias in self.adapted else None
 
     def content_problems(self, *, exclude: Collection[str] = ()) -> dict[str, tuple[str, ...]]:
         """By alias, the problems that only the weights show, as `fingerprints.content_problems` finds them. The
         weights of models in `exclude` are not read."""
-        return {
+        problems = {
             alias: content_problems(checkpoint, self.fingerprints[alias], cache=self.cache)
             for alias, checkpoint in self.checkpoints.items()
             if alias not in exclude
         }
+        for alias in problems.keys() & self.adapted.keys():
+            whole = self.checkpoints[alias].base
+            assert whole is not None
+            problems[alias] += content_problems(whole, fingerprint(whole, cache=self.cache), cache=self.cache)
+        return problems
 
     @property
     def result_dir(self) -> str:
@@ -150,7 +183,7 @@ class ResolvedFamily:
         It is the base's where merges have the base's vocabulary, else a temporary one without weights that exists as
         long as this object. Raises InvalidModel.
         """
-        if self.tokenizer == BASE:
+        if self.tokenizer == BASE and not self.vocabulary and self.checkpoints[self.base_alias].base is None:
             return str(self.checkpoints[self.base_alias].directory)
         return self._made_result_dir.name
 
@@ -161,39 +194,52 @@ class ResolvedFamily:
     @property
     def absent_bytes(self) -> int:
         """Bytes of weights that `fetched` would download."""
-        return absent_bytes(self.directories.values())
+        return absent_bytes((*self.directories.values(), *self.adapted.values()))
 
     @property
     def lack_of_space(self) -> str | None:
         """Why the disk has no room for the weights that `fetched` would download; None if it has."""
-        return lack_of_space(self.directories.values())
+        return lack_of_space((*self.directories.values(), *self.adapted.values()))
 
     def fetched(self, *, note: Callable[[str], None] = log.info) -> ResolvedFamily:
         """The family with all weights here: itself, or opened and checked again after a download.
 
         `note` is called with lines about downloads. Raises InvalidModel.
         """
-        before = list(self.directories.values())
-        directories = dict(zip(self.checkpoints, fetched(before, note=note), strict=True))
-        if [*directories.values()] == before:
+        before = [*self.directories.values(), *self.adapted.values()]
+        after = [*fetched(before, note=note)]
+        if after == before:
             return self
-        located = LocatedFamily(self.given, directories, {})
-        return located.resolve(tokenizer=self.tokenizer, cache=self.cache)
+        count = len(self.checkpoints)
+        directories = dict(zip(self.checkpoints, after[:count], strict=True))
+        located = LocatedFamily(self.given, directories, {}, dict(zip(self.adapted, after[count:], strict=True)))
+        return located.resolve(
+            tokenizer=self.tokenizer, vocabulary=self.vocabulary, any_depth=self.any_depth, cache=self.cache
+        )
 
 
 @dataclass(frozen=True)
 class LocatedFamily:
-    """Where the models of a family are, by alias, the base first; `problems` of those that were not found."""
+    """Where the models of a family are, by alias, the base first; `problems` of those that were not found. `adapted`
+    as in `ResolvedFamily`."""
 
     given: Mapping[str, str]
     directories: Mapping[str, Path]
     problems: Mapping[str, tuple[str, ...]]
+    adapted: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def base_dir(self) -> Path | None:
         return self.directories.get(next(iter(self.given)))
 
-    def resolve(self, *, tokenizer: str = BASE, cache: str | Path | None = None) -> ResolvedFamily:
+    def resolve(
+        self,
+        *,
+        tokenizer: str = BASE,
+        vocabulary: Mapping[str, Any] | None = None,
+        any_depth: bool = False,
+        cache: str | Path | None = None,
+    ) -> ResolvedFamily:
         """Open and check all models. Raises InvalidModel, as `resolve_family` does."""
         base_alias, *experts = self.given
         opened: dict[str, Checkpoint] = {}
@@ -201,47 +247,71 @@ class LocatedFamily:
         for alias in self.given:
             where = f"expert {alias!r}" if alias != base_alias else "base model" if experts else ""
             try:
-                checkpoint = self._open(alias, opened.get(base_alias))
+                checkpoint = self._open(alias, opened)
             except InvalidModel as error:
                 problems += [f"{where}: {problem}" if where else problem for problem in error.problems]
             else:
                 opened |= {alias: checkpoint} if checkpoint else {}
         views, alignment = opened, None
         if base_alias in opened:
-            problems += foreign_adapters(opened, self.given)
+            own = {alias: checkpoint for alias, checkpoint in opened.items() if alias not in self.adapted}
+            problems += foreign_adapters(own, self.given) if base_alias in own else ()
             if tokenizer in (BASE, UNION, *opened):
                 try:
-                    views, alignment = aligned(opened, tokenizer)
+                    views, alignment = aligned(opened, tokenizer, Wishes.from_json(vocabulary or {}))
                 except InvalidModel as error:
                     problems += error.problems
             base = views[base_alias]
             for alias in [alias for alias in experts if alias in views]:
-                problems += [f"expert {alias!r}: {problem}" for problem in differences(base, views[alias])]
+                problems += [
+                    f"expert {alias!r}: {problem}" for problem in differences(base, views[alias], any_depth=any_depth)
+                ]
         if not problems and alignment is None:
             problems.append(f"tokenizer: {tokenizer!r}; expected {BASE}, {UNION}, or one of {', '.join(experts)}")
         if problems or alignment is None:
             raise InvalidModel(tuple(map(named, problems)))
-        return ResolvedFamily(self.given, opened, views, alignment, tokenizer, cache)
+        return ResolvedFamily(
+            self.given, opened, views, alignment, tokenizer, cache, self.adapted, any_depth, vocabulary or {}
+        )
 
-    def _open(self, alias: str, base: Checkpoint | None) -> Checkpoint | None:
+    def _open(self, alias: str, opened: Mapping[str, Checkpoint]) -> Checkpoint | None:
+        """The model `alias`, given those before it."""
         if alias in self.problems:
             raise InvalidModel(self.problems[alias])
-        is_base = alias == next(iter(self.given))
-        directory = self.directories[alias]
-        return read_checkpoint(directory) if is_base else read_expert(directory, base)
+        base_alias, directory = next(iter(self.given)), self.directories[alias]
+        if (whole := self.adapted.get(alias)) is not None:
+            known = (checkpoint for checkpoint in _wholes(opened.values()) if checkpoint.directory == whole)
+            return read_expert(directory, next(known, None) or read_checkpoint(whole))
+        return read_checkpoint(directory) if alias == base_alias else read_expert(directory, opened.get(base_alias))
 
 
-def locate_family(base: str | Path, experts: Mapping[str, str | Path], *, base_alias: str = BASE) -> LocatedFamily:
-    """Find the models, directories or hub ids, as `hub.locate` does; those that are not found are in `problems`."""
+def _wholes(checkpoints: Iterable[Checkpoint]) -> Iterator[Checkpoint]:
+    for checkpoint in checkpoints:
+        yield checkpoint if checkpoint.base is None else checkpoint.base
+
+
+def locate_family(
+    base: str | Path,
+    experts: Mapping[str, str | Path],
+    *,
+    base_alias: str = BASE,
+    adapted: Mapping[str, str | Path] | None = None,
+) -> LocatedFamily:
+    """Find the models, directories or hub ids, as `hub.locate` does; those that are not found are in `problems`.
+
+    `adapted` are the models that adapters change, by alias, where that is not the base."""
     directories: dict[str, Path] = {}
+    wholes: dict[str, Path] = {}
     problems: dict[str, tuple[str, ...]] = {}
     given = {base_alias: base, **experts}
     for alias, model in given.items():
         try:
             directories[alias] = locate(model)
+            if adapted and alias in adapted:
+                wholes[alias] = locate(adapted[alias])
         except InvalidModel as error:
             problems[alias] = error.problems
-    return LocatedFamily({alias: str(model) for alias, model in given.items()}, directories, problems)
+    return LocatedFamily({alias: str(model) for alias, model in given.items()}, directories, problems, wholes)
 
 
 def resolve_family(
@@ -250,22 +320,37 @@ def resolve_family(
     *,
     tokenizer: str = BASE,
     base_alias: str = BASE,
+    adapted: Mapping[str, str | Path] | None = None,
+    any_depth: bool = False,
+    vocabulary: Mapping[str, Any] | None = None,
     cache: str | Path | None = None,
 ) -> ResolvedFamily:
     """A base and all experts that can be merged with it: whole models or LoRA adapters, directories or hub ids.
 
     Checks that they have the same structure and that their embeddings can be aligned to the vocabulary `tokenizer`.
     Reads configurations, headers and tokenizers only; of hub models that are not here, as metadata-only snapshots.
-    Raises InvalidModel with every problem of every model.
+    `adapted` as in `locate_family`; with `any_depth` the models may have different numbers of layers, and merges must
+    name layers that they have; `vocabulary` as in a recipe. Raises InvalidModel with every problem of every model.
     """
     if not experts:
         raise InvalidModel(("models.experts: there are none; name at least one model fine-tuned from the base",))
-    return locate_family(base, experts, base_alias=base_alias).resolve(tokenizer=tokenizer, cache=cache)
+    located = locate_family(base, experts, base_alias=base_alias, adapted=adapted)
+    return located.resolve(tokenizer=tokenizer, vocabulary=vocabulary, any_depth=any_depth, cache=cache)
 
 
-def resolve_model(model: str | Path, *, alias: str = BASE, cache: str | Path | None = None) -> ResolvedFamily:
-    """A family of one model, as a merge of a single model needs it. Raises InvalidModel."""
-    return locate_family(model, {}, base_alias=alias).resolve(cache=cache)
+def resolve_model(
+    model: str | Path,
+    *,
+    alias: str = BASE,
+    adapts: str | Path | None = None,
+    vocabulary: Mapping[str, Any] | None = None,
+    cache: str | Path | None = None,
+) -> ResolvedFamily:
+    """A family of one model, as a merge of a single model needs it; `adapts` is the model that an adapter changes.
+
+    Raises InvalidModel."""
+    adapted = {} if adapts is None else {alias: adapts}
+    return locate_family(model, {}, base_alias=alias, adapted=adapted).resolve(vocabulary=vocabulary, cache=cache)
 
 
 def open_sources(family: Family, *, cache: str | Path | None = None) -> ResolvedFamily:
@@ -273,8 +358,9 @@ def open_sources(family: Family, *, cache: str | Path | None = None) -> Resolved
 
     Raises InvalidModel as `resolve_family` does."""
     experts = {model.alias: model.directory for model in family.experts}
-    located = locate_family(family.base.directory, experts, base_alias=family.base.alias)
-    return located.resolve(tokenizer=family.tokenizer, cache=cache)
+    adapted = {model.alias: model.adapts for model in family.models if model.adapts is not None}
+    located = locate_family(family.base.directory, experts, base_alias=family.base.alias, adapted=adapted)
+    return located.resolve(tokenizer=family.tokenizer, vocabulary=family.vocabulary, cache=cache)
 
 
 def open_family(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,7 +17,7 @@ from workers.errors import InvalidModel
 from workers.models.checkpoints import Checkpoint
 from workers.models.config import LAYERS_WITHOUT_EXPERTS, of_each_layer
 from workers.models.tokenizers import TOKENIZER_FILES, load_tokenizer
-from workers.models.vocabulary import UNION, Alignment, added_tokens, token_ids
+from workers.models.vocabulary import BASE, UNION, Alignment, added_tokens, token_ids
 
 __all__ = ["WINDOWED", "make_result_dir", "merged_config"]
 
@@ -39,12 +39,12 @@ def make_result_dir(
     """A temporary directory with the files of every merge of `sources`, by alias, the base first, in the vocabulary
     `tokenizer`: config.json (`config`), the tokenizer and generation_config.json. Raises InvalidModel."""
     made = TemporaryDirectory(prefix="mergesearch-result-")
-    place, base = Path(made.name), next(iter(sources.values())).directory
-    if tokenizer == UNION:
-        _save_union(place, base, alignment.added, sources)
-        owner = base
+    place, base = Path(made.name), next(iter(sources.values())).tokenizer_dir
+    if tokenizer == UNION or alignment.added:
+        owner = base if tokenizer in (BASE, UNION) else sources[tokenizer].tokenizer_dir
+        _save_union(place, owner, alignment.added, sources)
     else:
-        owner = sources[tokenizer].directory
+        owner = base if tokenizer == BASE else sources[tokenizer].tokenizer_dir
         has_tokenizer = any((owner / name).is_file() for name in TOKENIZER_FILES)
         _copy(owner if has_tokenizer else base, place, TOKENIZER_FILES)
     _copy(owner if (owner / GENERATION_CONFIG).is_file() else base, place, (GENERATION_CONFIG,))
@@ -52,21 +52,27 @@ def make_result_dir(
     return made
 
 
-def merged_config(recipe: Recipe, base: Checkpoint, *, dtype: str) -> dict[str, Any]:
+def merged_config(recipe: Recipe, base: Checkpoint, models: Mapping[str, Checkpoint], *, dtype: str) -> dict[str, Any]:
     """config.json of the merged model: that of `base`, with `dtype` ("float32"), and of another number or order of
-    layers what it says of each. What differs between kinds of attention follows the first source of a layer's
-    attention. Raises InvalidRecipe for an order that it cannot express."""
+    layers what is said of each. What differs between kinds of attention follows the first source of a layer's
+    attention, as the configuration of that model says: of `models`, by the recipe's aliases, which may have other
+    numbers of layers. Raises InvalidRecipe for an order that it cannot express."""
     config = {key: value for key, value in base.config.items() if key != "_name_or_path"}
     for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
         config[key] = dtype
     depth = base.layout.num_layers
-    sources = [layer.attention.sources[0].layer or 0 for layer in recipe.layers]
-    if sources == list(range(depth)):
+    sources = [layer.attention.sources[0] for layer in recipe.layers]
+    depths = {models[source.model].layout.num_layers for source in sources}
+    if [source.layer or 0 for source in sources] == list(range(depth)) and depths == {depth}:
         return config
     if not sources:
         raise InvalidRecipe("layers: the recipe has none; expected at least one")
     listed = of_each_layer(config, depth)
-    config |= {key: [values[layer] for layer in sources] for key, values in listed.items()}
+    of_models = {model: _each_layer(models[model]) for model in {source.model for source in sources}}
+    config |= {
+        key: [of_models[source.model].get(key, values)[source.layer or 0] for source in sources]
+        for key, values in listed.items()
+    }
     config |= dict.fromkeys(DEPTH_KEYS & config.keys() or DEPTH_KEYS[:1], len(sources))
     if FULL_LAYERS in config:
         kinds = config.get("layer_types", ()) if config.get("use_sliding_window") else ()
@@ -80,25 +86,32 @@ def merged_config(recipe: Recipe, base: Checkpoint, *, dtype: str) -> dict[str, 
                 f"of type {config['model_type']!r} cannot express another order of them"
             )
         dense = min(kinds_of_mlp, key=len)
-        mlps = [layer.mlp.sources[0].layer or 0 for layer in recipe.layers]
-        numbers = [number for number, layer in enumerate(mlps) if kinds_of_mlp[layer] == dense]
+        mlps = [layer.mlp.sources[0] for layer in recipe.layers]
+        kinds_of_mlp = [frozenset(models[mlp.model].layout.suffixes("mlp", mlp.layer)) for mlp in mlps]
+        numbers = [number for number, kind in enumerate(kinds_of_mlp) if kind == dense]
         config |= {LAYERS_WITHOUT_EXPERTS: numbers, "decoder_sparse_step": 1}
     return config
 
 
+def _each_layer(model: Checkpoint) -> Mapping[str, Sequence[Any]]:
+    return of_each_layer(model.config, model.layout.num_layers)
+
+
 def _save_union(place: Path, base: Path, added: tuple[str, ...], sources: Mapping[str, Checkpoint]) -> None:
-    """The base's tokenizer with the tokens that others have added.
+    """The tokenizer in `base` with tokens that others have, and with new ones.
 
     Where models describe a token differently, the choice does not depend on their order."""
     from tokenizers import AddedToken
 
     described: dict[str, tuple[bool, ...]] = {}
     for source in sources.values():
-        for content, token in added_tokens(source.directory).items():
+        for content, token in added_tokens(source.tokenizer_dir).items():
             flags = tuple(bool(token.get(flag)) for flag in FLAGS)
             described[content] = max(flags, described.get(content, flags))
     tokenizer = load_tokenizer(base)
-    tokenizer.add_tokens([AddedToken(token, **dict(zip(FLAGS, described[token], strict=True))) for token in added])
+    plain = tuple(flag == "normalized" for flag in FLAGS)  # as add_tokens describes a text
+    of_tokens = {token: dict(zip(FLAGS, described.get(token, plain), strict=True)) for token in added}
+    tokenizer.add_tokens([AddedToken(token, **properties) for token, properties in of_tokens.items()])
     tokenizer.save_pretrained(place)
     before = token_ids(base) or {}
     first = 1 + max(before.values(), default=-1)

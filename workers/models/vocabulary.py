@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,21 @@ from numpy.typing import NDArray
 
 from workers.errors import InvalidModel
 from workers.models.components import is_output_head, some_of
-from workers.models.computed_tensors import Rows, RowsOfOthers, SourceTensor
+from workers.models.computed_tensors import Padded, Rows, RowsOfOthers, SourceTensor
 
-__all__ = ["BASE", "EMBEDDING_NAMES", "UNION", "Alignment", "Vocabulary", "added_tokens", "align", "token_ids"]
+__all__ = [
+    "BASE",
+    "EMBEDDING_NAMES",
+    "NO_WISHES",
+    "UNION",
+    "Alignment",
+    "TokenRow",
+    "Vocabulary",
+    "Wishes",
+    "added_tokens",
+    "align",
+    "token_ids",
+]
 
 # Vocabularies of no single expert.
 BASE, UNION = "base", "union"
@@ -31,6 +43,45 @@ BASE, UNION = "base", "union"
 EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 
 TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """Where the row of a token comes from: `model`'s row of that token, of another `token` or with an `id`; without a
+    model it is zero. Only models without the token get it, unless `is_forced`."""
+
+    model: str | None = None
+    token: str | None = None
+    id: int | None = None
+    is_forced: bool = False
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a vocabulary is to be like besides whose it is: rows of single `tokens`, which are added where they are
+    missing; a number of rows that is a `multiple_of` something; tokens that a union adds in order of their ids
+    (`by_id`), not of their names."""
+
+    tokens: Mapping[str, TokenRow] = field(default_factory=dict)
+    multiple_of: int = 1
+    by_id: bool = False
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Wishes:
+        """Of a recipe's `vocabulary`: {"tokens": {TOKEN: {"model", "token", "id", "force"}}, "multiple_of", "by_id"}.
+
+        Raises InvalidModel."""
+        try:
+            tokens = {
+                token: TokenRow(row.get("model"), row.get("token"), row.get("id"), bool(row.get("force")))
+                for token, row in document.get("tokens", {}).items()
+            }
+            return cls(tokens, int(document.get("multiple_of", 1)), bool(document.get("by_id")))
+        except (AttributeError, TypeError, ValueError) as error:
+            raise InvalidModel((f"vocabulary: not one of a recipe: {error}",)) from error
+
+
+NO_WISHES = Wishes()
 
 
 @dataclass(frozen=True)
@@ -64,8 +115,9 @@ class Alignment:
     num_unnamed: int = 0
 
 
-def align(models: Mapping[str, Vocabulary], tokenizer: str) -> Alignment:
-    """Bring the rows of `models` (by alias, the base first) to the vocabulary `tokenizer`: BASE, UNION or an alias.
+def align(models: Mapping[str, Vocabulary], tokenizer: str, wishes: Wishes = NO_WISHES) -> Alignment:
+    """Bring the rows of `models` (by alias, the base first) to the vocabulary `tokenizer`: BASE, UNION or an alias,
+    as `wishes` say.
 
     A model without a tokenizer.json that has as many rows as the base is assumed to have its tokens.
 
@@ -77,21 +129,36 @@ def align(models: Mapping[str, Vocabulary], tokenizer: str) -> Alignment:
     if problems:
         raise InvalidModel(tuple(problems))
     num_rows = models[owner].num_rows
-    if all(tokens[alias] == tokens[owner] and model.num_rows == num_rows for alias, model in models.items()):
+    num_padded = -(-num_rows // wishes.multiple_of) * wishes.multiple_of
+    is_equal = all(tokens[alias] == tokens[owner] and model.num_rows == num_rows for alias, model in models.items())
+    is_equal &= owner == base or tokens[owner] == (models[owner].tokens or tokens[owner])
+    if is_equal and not wishes.tokens and num_padded == num_rows:
         return Alignment(num_rows, {})
     target, added = dict(tokens[owner]), list[str]()
+    if owner != base:  # tokens without a row of their own get one, as the tokenizer has them
+        target |= models[owner].tokens or {}
+        num_rows = max(num_rows, 1 + max(target.values(), default=-1))
     if tokenizer == UNION:
-        added = _added_by_others(models, tokens)
-        first = 1 + max((models[base].tokens or target).values(), default=-1)
+        added = _added_by_others(models, tokens, by_id=wishes.by_id)
+    added += [token for token in wishes.tokens if token not in target and token not in added]
+    if added:
+        first = 1 + max((models[owner].tokens or target).values(), default=-1)
         target |= {token: first + i for i, token in enumerate(added)}
         num_rows = max(num_rows, first + len(added))
-    plans = {alias: _Plan(alias, owner, base, tokens, target, num_rows) for alias in models}
+    chosen = _chosen_rows(models, tokens, wishes)
+    plans = {alias: _Plan(alias, owner, base, tokens, target, num_rows, chosen) for alias in models}
     names = [name for name in models[base].tensors if all(model.has_rows(name) for model in models.values())]
     tensors = {
         alias: {name: plan.applied(name, models) for name in names}
         for alias, plan in plans.items()
         if not plan.is_identity(models[alias].num_rows)
     }
+    num_padded = -(-num_rows // wishes.multiple_of) * wishes.multiple_of
+    if num_padded > num_rows:
+        for alias, model in models.items():
+            found = {name: tensors.get(alias, {}).get(name, model.tensors[name]) for name in names}
+            tensors[alias] = {name: Padded(tensor, num_padded, num_rows) for name, tensor in found.items()}
+        num_rows = num_padded
     return Alignment(num_rows, tensors, tuple(added), num_rows - len(set(target.values())))
 
 
@@ -137,8 +204,33 @@ def _tokens_with_rows(models: Mapping[str, Vocabulary]) -> tuple[dict[str, Mappi
     return tokens, problems
 
 
-def _added_by_others(models: Mapping[str, Vocabulary], tokens: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """The union's tokens beyond the base's, sorted, so that the order of models does not matter."""
+Chosen = Mapping[str, tuple[tuple[str, int] | None, bool]]
+
+
+def _chosen_rows(models: Mapping[str, Vocabulary], tokens: Mapping[str, Mapping[str, int]], wishes: Wishes) -> Chosen:
+    """For each token with a wish (model, row), or None for zero, and whether it is for all models.
+
+    Raises InvalidModel."""
+    found: dict[str, tuple[tuple[str, int] | None, bool]] = {}
+    problems = []
+    for token, row in wishes.tokens.items():
+        number: int | None = row.id
+        if row.model is not None and row.id is None:
+            number = tokens[row.model].get(row.token or token)
+        if row.model is not None and (number is None or not 0 <= number < models[row.model].num_rows):
+            which = f"a token of id {row.id}" if row.id is not None else f"no token {row.token or token!r}"
+            problems.append(f"tokens: {token!r}: model {row.model!r} has {which} without a row; give another source")
+        found[token] = (None if row.model is None else (row.model, number or 0)), row.is_forced
+    if problems:
+        raise InvalidModel(tuple(problems))
+    return found
+
+
+def _added_by_others(
+    models: Mapping[str, Vocabulary], tokens: Mapping[str, Mapping[str, int]], *, by_id: bool
+) -> list[str]:
+    """The union's tokens beyond the base's, sorted by name, or by their smallest id, so that the order of models does
+    not matter."""
     base, *others = models
     problems = []
     if rowless := (models[base].tokens or {}).keys() - tokens[base].keys():
@@ -158,7 +250,8 @@ def _added_by_others(models: Mapping[str, Vocabulary], tokens: Mapping[str, Mapp
         added |= new
     if problems:
         raise InvalidModel(tuple(problems))
-    return sorted(added)
+    ids = {token: min(known[token] for known in tokens.values() if token in known) for token in added}
+    return sorted(added, key=lambda token: (ids[token] if by_id else 0, token))
 
 
 class _Plan:
@@ -172,6 +265,7 @@ class _Plan:
         tokens: Mapping[str, Mapping[str, int]],
         target: Mapping[str, int],
         num_rows: int,
+        chosen: Chosen,
     ) -> None:
         self._alias = alias
         self._index = np.full(num_rows, -1, dtype=np.int64)
@@ -179,8 +273,13 @@ class _Plan:
         positions: dict[tuple[str, ...], list[int]] = {}
         rows: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
         for token, position in target.items():
-            if token in own:
+            wished, is_forced = chosen.get(token, (None, False))
+            if token in own and not is_forced:
                 self._index[position] = own[token]
+                continue
+            if token in chosen:
+                positions.setdefault((wished[0],) if wished else (), []).append(position)
+                rows.setdefault((wished[0],) if wished else (), []).append((wished[1],) if wished else ())
                 continue
             donors = (base,) if token in tokens[base] else tuple(other for other in tokens if token in tokens[other])
             positions.setdefault(donors, []).append(position)

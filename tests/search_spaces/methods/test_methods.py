@@ -132,8 +132,8 @@ def test_a_new_module_of_the_package_is_found_without_a_list(tmp_path, monkeypat
             r"della: density 0.9 and epsilon 0.2: density - epsilon and density \+ epsilon must be in \[0, 1\]",
         ),
         (
-            merge("breadcrumbs", "a", "b", lambda_=1.0, density=(0.5, 0.9), gamma=0.2),
-            r"breadcrumbs: density 0.9 and gamma 0.2: density \+ gamma must be at most 1",
+            merge("breadcrumbs", "a", "b", lambda_=1.0, density=(0.5, 0.9), gamma=1.2),
+            r"breadcrumbs.gamma is 1.2; give a number in \[0, 1\]",
         ),
         (merge("multislerp", "a", "b", weight=(0.5, -0.5)), r"weights \(0.5, -0.5\) sum to zero; they must not"),
     ],

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from tests.workers.merging.methods.karcher_reference import TOLERANCE, iterates
 from workers.export.checkpoint import export
-from workers.mergekit.config import read_configuration
 from workers.mergekit.exporter import Inexpressible, mergekit_config
 from workers.mergekit.importer import to_recipe
+from workers.mergekit.reader import read_configuration
 from workers.merging.bank import Bank
 from workers.merging.materialize import merged_tensors
 from workers.types import Family

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import Recipe
 from workers.export.checkpoint import export
-from workers.mergekit.config import read_configuration
 from workers.mergekit.exporter import mergekit_config
 from workers.mergekit.importer import to_recipe
 from workers.mergekit.methods import MERGEKIT_METHODS
+from workers.mergekit.reader import read_configuration
 from workers.merging.bank import Bank
 from workers.merging.masks import keep, keep_each, mask_key
 from workers.merging.materialize import merged_tensors
@@ -288,6 +288,82 @@ parameters:
         parameters: {epsilon: 0.03, r: 0.5, alpha: [0.1, 0.9]}
         """,
     ),
+    "linear, weights as they are": ("tied", PAIR + "merge_method: linear\nparameters: {normalize: false}"),
+    "slerp, beyond the ends": (
+        "tied",
+        "models: [{model: MATH}]\nmerge_method: slerp\nbase_model: TEXT\nparameters: {t: [-0.3, 1.2]}",
+    ),
+    "ties, rescaled": ("tied", EXPERTS + "merge_method: ties\nparameters: {rescale: true}"),
+    "ties, nothing kept of one": ("tied", EXPERTS.replace("0.5}", "0.0}") + "merge_method: ties"),
+    "breadcrumbs, rescaled": ("tied", EXPERTS + "merge_method: breadcrumbs\nparameters: {rescale: true}"),
+    "breadcrumbs_ties, rescaled": ("tied", EXPERTS + "merge_method: breadcrumbs_ties\nparameters: {rescale: true}"),
+    "breadcrumbs, more kept and cut than there is": (
+        "tied",
+        EXPERTS.replace("0.5}", "0.9}") + "merge_method: breadcrumbs\nparameters: {gamma: 0.3}",
+    ),
+    "dare_linear, not rescaled": ("tied", EXPERTS + "merge_method: dare_linear\nparameters: {rescale: false}"),
+    "dare_linear, divided, nothing kept of one": (
+        "tied",
+        EXPERTS.replace("0.5}", "0.0}") + "merge_method: dare_linear\nparameters: {normalize: true}",
+    ),
+    "dare_ties, not rescaled": ("tied", EXPERTS + "merge_method: dare_ties\nparameters: {rescale: false}"),
+    "della, not rescaled": ("tied", EXPERTS + "merge_method: della\nparameters: {rescale: false}"),
+    "della_linear, not rescaled": ("tied", EXPERTS + "merge_method: della_linear\nparameters: {rescale: false}"),
+    "nuslerp of rows of task vectors": (
+        "tied",
+        PAIR + "base_model: BASE\nmerge_method: nuslerp\nparameters: {nuslerp_flatten: false}",
+    ),
+    "nuslerp of columns of task vectors": (
+        "tied",
+        PAIR + "base_model: BASE\nmerge_method: nuslerp\nparameters: {nuslerp_flatten: no, nuslerp_row_wise: 'on'}",
+    ),
+    "multislerp, weights as they are": (
+        "untied",
+        PAIR + "merge_method: multislerp\nparameters: {normalize_weights: false, eps: 1e-6}",
+    ),
+    "karcher to convergence": (
+        "untied",
+        "models: [{model: MATH}, {model: TEXT}, {model: BASE}]\nmerge_method: karcher\n"
+        "parameters: {max_iter: 30, tol: 1e-9}",
+    ),
+    "ties across layers": (
+        "tied",
+        """
+        slices:
+          - sources:
+              - {model: BASE, layer_range: [0, 2]}
+              - {model: MATH, layer_range: [1, 3], parameters: {weight: 0.6, density: 0.5}}
+              - {model: TEXT, layer_range: [0, 2], parameters: {weight: 0.3, density: 0.7}}
+          - sources:
+              - {model: BASE, layer_range: [2, 3]}
+              - {model: MATH, layer_range: [0, 1], parameters: {weight: 0.6, density: 0.5}}
+              - {model: TEXT, layer_range: [0, 1], parameters: {weight: 0.3, density: 0.7}}
+        base_model: BASE
+        merge_method: ties
+        """,
+    ),
+    "task_arithmetic, a base for each slice": (
+        "untied",
+        """
+        slices:
+          - sources: [{model: BASE, layer_range: [0, 2]}, {model: MATH, layer_range: [0, 2]}]
+          - sources: [{model: TEXT, layer_range: [2, 5]}, {model: MATH, layer_range: [2, 5]}]
+            base_model: TEXT
+        base_model: BASE
+        merge_method: task_arithmetic
+        parameters: {weight: 0.4}
+        """,
+    ),
+    "linear, empty parameters": (
+        "tied",
+        """
+        models:
+          - {model: MATH, parameters: }
+          - {model: TEXT, parameters: {}}
+        merge_method: linear
+        parameters: {weight: [{filter: mlp, value: [0.5]}, {value: 0.7}], normalize: []}
+        """,
+    ),
     "passthrough, layers of two models, some again": (
         "untied",
         """
@@ -319,7 +395,7 @@ parameters:
 
 
 # Summing norms and dot products in float32, as it does, mergekit is off by more than 1e-6.
-IN_FLOAT64 = {"multislerp"}
+IN_FLOAT64 = {"multislerp", "multislerp, weights as they are"}
 
 
 @pytest.fixture
@@ -337,7 +413,7 @@ def our_masks(tied: Bank, untied: Bank, monkeypatch: pytest.MonkeyPatch) -> None
     sparsify = module.sparsify
 
     def known(delta: torch.Tensor, **settings: Any) -> torch.Tensor:
-        current[:] = [keys[delta.numpy().tobytes()]]
+        current[:] = [keys.get(delta.numpy().tobytes(), 0)]  # 0: where no mask is drawn
         return sparsify(delta, **settings)
 
     def bernoulli(chances: torch.Tensor) -> torch.Tensor:
@@ -421,24 +497,24 @@ GOOD: dict[str, Any] = {
 FIRST = "slices.0.sources.1"
 
 REFUSALS: list[tuple[Mapping[str, Any], str]] = [
-    ({"modules": {"text": {}}}, "modules: models of several modules are not supported; give default, models or "),
+    ({"modules": {"text": {}}}, "modules: text is not supported: models of several modules, which read images or "),
     ({"modules": {"default": {"models": []}}}, "expected exactly one of models, slices and modules"),
     ({"slices": None, "modules": {"default": {}}}, "modules.default: expected exactly one of models and slices"),
     ({"slices": None, "modules": {"default": {"models": 1}}}, "modules.default.models: 1 is not accepted; give a list"),
-    ({"chat_template": "auto"}, "chat_template: cannot be set: "),
-    ({"tokenizer": {"source": "base", "tokens": {}}}, "tokenizer.tokens: embeddings of single tokens cannot "),
+    ({"chat_template": 5}, "chat_template: 5 is not accepted; give auto, a name, a file or a template"),
+    ({"tokenizer": {"tokens": {"a": {"source": None}}}}, "tokenizer.tokens.a.source: is missing; give a model, kind: "),
+    ({"tokenizer": {"tokens": [1]}}, "tokenizer.tokens: [1] is not accepted; give a mapping (token: source)"),
+    (
+        {"tokenizer": {"tokens": {"a": {"source": {"kind": "model_token", "model": "MATH"}}}}},
+        "tokenizer.tokens.a.source: expected either token, a text, or token_id, a whole number",
+    ),
+    ({"tokenizer": {"pad_to_multiple_of": 1.5}}, "tokenizer.pad_to_multiple_of: 1.5 is not accepted; give a whole"),
     ({"tokenizer": {"source": "base"}, "tokenizer_source": "union"}, "tokenizer: tokenizer_source is given too; "),
-    ({"merge_methods": "ties"}, 'merge_methods: unknown key; did you mean "merge_method"? known keys: merge_method, '),
     ({"merge_method": "tie"}, "merge_method: 'tie' is not supported; did you mean \"ties\"? known: passthrough, "),
     ({"merge_method": None}, "merge_method: nothing is not supported; known: passthrough, linear, "),
-    ({"normalize": True}, "normalize: is a parameter, which mergekit ignores here; give it under parameters"),
-    ({"out_path": "out"}, "out_path: is given by --out; leave it out"),
-    ({"experts": []}, "experts: mixtures of experts cannot be built from whole models"),
     ({"models": [{"model": "MATH"}]}, "expected exactly one of models and slices"),
     ({"slices": None}, "slices: nothing is not accepted; give a list with at least one entry"),
     ({"slices": [5]}, "slices.0: 5 is not accepted; give a mapping with sources, base_model, parameters"),
-    ({"slices.0.residual_weight": 0.5}, "slices.0.residual_weight: has no effect; leave it out"),
-    ({"dtype": "float64"}, "dtype: 'float64' is not supported; give float32, bfloat16, float16"),
     ({"out_dtype": 16}, "out_dtype: 16 is not supported; "),
     ({"base_model": 7}, "base_model: 7 is not a model; give a directory or the id of a hub model"),
     ({"base_model": None}, "base_model: is missing; ties needs it"),
@@ -452,7 +528,7 @@ REFUSALS: list[tuple[Mapping[str, Any], str]] = [
     ({f"{FIRST}.model": "BASE"}, f"{FIRST}.model: BASE is listed twice; a model is merged once"),
     (
         {f"slices.0.sources.{i}.layer_range": [0, 9] for i in range(3)},
-        f"{FIRST}.layer_range: ends at 9; the models have 3 layers",
+        f"{FIRST}.layer_range: ends at 9; MATH has 3 layers",
     ),
     ({f"{FIRST}.layer_range": [0, 2]}, "slices.0: its sources have 2 and 3 layers; their numbers must agree"),
     (
@@ -460,18 +536,6 @@ REFUSALS: list[tuple[Mapping[str, Any], str]] = [
         f"{FIRST}.layer_range: [2, 1] is not a range of layers; give [START, END] from 0",
     ),
     ({f"{FIRST}.layer_range": None}, f"{FIRST}.layer_range: nothing is not a range of layers; "),
-    (
-        {f"{FIRST}.parameters.foo": 1},
-        f"{FIRST}.parameters.foo: ties takes no such parameter (mergekit ignores it): leave it out; it takes ",
-    ),
-    (
-        {"parameters.denisty": 1},
-        'parameters.denisty: ties takes no such parameter (mergekit ignores it): leave it out; did you mean "den',
-    ),
-    (
-        {f"{FIRST}.parameters.lambda": 1},
-        f"{FIRST}.parameters.lambda: ties has one lambda for all models; give it under ",
-    ),
     (
         {f"{FIRST}.parameters": {}},
         f"{FIRST}.parameters.weight: is missing (for model.embed_tokens.weight); ties needs it",
@@ -483,17 +547,7 @@ REFUSALS: list[tuple[Mapping[str, Any], str]] = [
     ({f"{FIRST}.parameters.weight": [1, None]}, f"{FIRST}.parameters.weight.1: nothing is not accepted; give a number"),
     ({"parameters.density": 2e-7}, "slices.0: ties.density is 0; give a number in [1e-06, 1]"),
     ({"parameters.density": float("nan")}, "parameters.density: nan is not accepted; give a number"),
-    ({"parameters.rescale": True}, "parameters.rescale: True is not supported; ties has rescale: false"),
-    ({"parameters.normalize": "yes"}, "parameters.normalize: 'yes' is not accepted; give true or false"),
-    (
-        {"parameters.density": [{"filter": "self_atn", "value": 1}]},
-        "parameters.density.0.filter: 'self_atn' is in no tensor's name; give a part of one: input_layernorm, mlp, "
-        "post_attention_layernorm, self_attn, model.embed_tokens.weight, model.norm.weight",
-    ),
-    (
-        {"parameters.density": {"value": 1, "layers": [0]}},
-        "parameters.density.layers: unknown key; known keys: filter, ",
-    ),
+    ({"parameters.normalize": "maybe"}, "parameters.normalize: 'maybe' is not accepted; give true or false"),
     (
         {"parameters.density": {"value": 1, "filter": 3}},
         "parameters.density.filter: 3 is not accepted; give a part of ",
@@ -527,40 +581,16 @@ def test_what_is_not_merged_is_refused_with_its_place(tied: Bank, changes: Mappi
 
 
 METHOD_REFUSALS = [
-    ("slerp", {"t": 1.5}, ["MATH"], "models: slerp.t is 1.5; give a number in [0, 1]"),
     ("slerp", {"t": 0.5}, ["MATH", "TEXT"], "models: slerp has 3 sources; it takes 2"),
     ("slerp", {}, ["MATH"], "parameters.t: is missing (for model.embed_tokens.weight); slerp needs it"),
     ("passthrough", {}, ["MATH"], "models: passthrough has 2 sources; it takes 1"),
-    ("linear", {"weight": 0.7, "normalize": False}, ["MATH"], "models: linear with normalize: false and weights that "),
-    (
-        "multislerp",
-        {"weight": 1, "eps": 1e-5},
-        ["MATH", "TEXT"],
-        "parameters.eps: 1e-05 is not supported; multislerp has",
-    ),
-    (
-        "multislerp",
-        {"weight": 1, "normalize_weights": False},
-        ["MATH", "TEXT"],
-        "parameters.normalize_weights: False is",
-    ),
-    (
-        "karcher",
-        {"max_iter": 50},
-        ["MATH", "TEXT"],
-        "parameters.max_iter: 50 is not supported; karcher has max_iter: 10",
-    ),
-    (
-        "nuslerp",
-        {"weight": 1, "nuslerp_flatten": False},
-        ["MATH", "TEXT"],
-        "models: nuslerp_flatten: false is not supported",
-    ),
+    ("linear", {"weight": 0}, ["MATH"], "models: linear: weights (0.0, 0.0) sum to zero; they must not, as they are "),
+    ("karcher", {"max_iter": 1.5}, ["MATH", "TEXT"], "models: karcher.max_iter is 1.5; give a whole number in "),
     (
         "breadcrumbs",
-        {"weight": 1, "density": 0.9, "gamma": 0.2},
+        {"weight": 1, "density": 0.5, "gamma": 2},
         ["MATH"],
-        "models: breadcrumbs: density 0.9 and gamma 0.2",
+        "models: breadcrumbs.gamma is 2; give a number in [0, 1]",
     ),
     ("della", {"weight": 1, "density": 0.9}, ["MATH"], "models: della: density 0.9 and epsilon 0.15: "),
     ("model_stock", {}, ["MATH"], "models: model_stock has 1 sources; it takes at least 2"),
@@ -576,16 +606,62 @@ def test_what_a_method_does_not_take_is_refused(
     assert refusal(document, tied).startswith(message)
 
 
-def test_task_vectors_of_another_layer_or_base_are_refused(tied: Bank) -> None:
-    shifted = changed(GOOD, {"slices.0.sources.0.layer_range": [0, 1], "slices.0.sources.1.layer_range": [1, 2]})
-    del shifted["slices"][0]["sources"][2]
-    assert refusal(shifted, tied) == (
-        "slices.0: ties merges layer 1 of a model with layer 0 of the base; here task vectors are of one layer: give "
-        "all sources the same layer_range"
-    )
-    assert refusal(
-        changed(GOOD, {"slices.0.base_model": "MATH", "slices.0.sources.0.parameters": {"weight": 1}}), tied
-    ) == ("slices.0.base_model: ties here has one base model for all slices, BASE")
+# What mergekit passes over.
+
+WARNINGS: list[tuple[Mapping[str, Any], str]] = [
+    (
+        {"merge_methods": "ties"},
+        "merge_methods: 'ties' has no effect: unknown key; did you mean \"merge_method\"? known ",
+    ),
+    ({"normalize": True}, "normalize: True has no effect: a parameter is read under parameters only"),
+    ({"out_path": "out"}, "out_path: 'out' has no effect: the result's directory is given by --out"),
+    ({"experts": [1]}, "experts: [1] has no effect: mergekit-moe reads it"),
+    ({"slices.0.residual_weight": 0.5}, "slices.0.residual_weight: 0.5 has no effect: mergekit accepts it and never "),
+    ({"dtype": "float64"}, "dtype: float64 is not kept: merges are computed and written in float32"),
+    ({f"{FIRST}.parameters.foo": 1}, f"{FIRST}.parameters.foo: 1 has no effect: ties takes no such parameter; it tak"),
+    (
+        {"parameters.denisty": 1},
+        'parameters.denisty: 1 has no effect: ties takes no such parameter; did you mean "density"? it takes ',
+    ),
+    ({f"{FIRST}.parameters.lambda": 1}, f"{FIRST}.parameters.lambda: 1 has no effect: ties has one lambda for all mod"),
+    ({f"{FIRST}.revision": "v1"}, f"{FIRST}.revision: 'v1' has no effect: write the revision with the model's name, "),
+    (
+        {"parameters.density": [{"filter": "self_atn", "value": 1}]},
+        "parameters.density.0.filter: 'self_atn' has no effect: it is in no tensor's name; did you mean \"self_attn\"? "
+        "a filter is a part of one: input_layernorm, mlp, post_attention_layernorm, self_attn, "
+        "model.embed_tokens.weight, model.norm.weight",
+    ),
+    (
+        {"parameters.density": {"value": 1, "layers": [0]}},
+        "parameters.density.layers: [0] has no effect: unknown key; known keys: filter, value",
+    ),
+    (
+        {"slices.0.sources.0.parameters": {"weight": 0.5}},
+        "slices.0.sources.0.parameters.weight: 0.5 has no effect: BASE is the base, and weight is read of the models ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WARNINGS, ids=[message.split(":")[0] for _, message in WARNINGS])
+def test_what_mergekit_passes_over_is_warned_of_once_with_its_place_and_value(
+    tied: Bank, changes: Mapping[str, Any], message: str
+) -> None:
+    warnings: list[str] = []
+    models = {"BASE": "base", "MATH": "math", "TEXT": "text"}
+    recipes = [
+        to_recipe(
+            read_configuration(document, warn=warnings.append),
+            models,
+            fingerprints=tied.family.fingerprints,
+            layout=tied.layout,
+            warn=warnings.append,
+        )
+        for document in (GOOD, changed(GOOD, changes))
+    ]
+    assert len(warnings) == 1
+    assert warnings[0].startswith(message)
+    if "density" not in changes.get("parameters", {}) and "parameters.density" not in changes:
+        assert recipes[0] == recipes[1]
 
 
 def test_models_are_named_in_one_way(tied: Bank) -> None:
@@ -604,10 +680,7 @@ def test_models_are_named_in_one_way(tied: Bank) -> None:
             document = {"merge_method": "linear", "models": [{"model": model}]}
             assert read_configuration(document).slices[0].inputs[0].model == expected
     both = {"model": {"path": "a", "revision": "x"}, "lora": {"path": "b", "revision": "y"}}
-    assert read_configuration({"merge_method": "linear", "models": [{"model": both}]}).models == (
-        "a@x",
-        "a@x+b@y",
-    )
+    assert read_configuration({"merge_method": "linear", "models": [{"model": both}]}).models == ("a@x+b@y",)
 
 
 @pytest.mark.parametrize(

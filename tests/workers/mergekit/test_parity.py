@@ -135,7 +135,26 @@ CASES: list[tuple[str, Coefficients, str, Mapping[str, Any], bool, int]] = [
     ),
     ("multislerp", {"weight": W}, "multislerp", {"weight": W}, False, 3),
     ("multislerp_task_vectors", {"weight": W}, "multislerp", {"weight": W}, True, 3),
+    ("multislerp", {"weight": W, "eps": 0.01}, "multislerp", {"weight": W, "eps": 0.01}, False, 3),
+    ("multislerp_unscaled", {"weight": W}, "multislerp", {"weight": W, "normalize_weights": False}, False, 3),
+    (
+        *("multislerp_unscaled_task_vectors", {"weight": W}, "multislerp"),
+        *({"weight": W, "normalize_weights": False}, True, 3),
+    ),
+    ("weighted_sum", {"weight": W}, "linear", {"weight": W, "normalize": False}, False, 3),
+    ("weighted_sum", {"weight": (0.5, -0.5)}, "linear", {"weight": (0.5, -0.5), "normalize": False}, False, 2),
+    (
+        *("nuslerp_rows_task_vectors", {"weight": PAIR}, "nuslerp"),
+        *({"weight": PAIR, "nuslerp_flatten": False}, True, 2),
+    ),
+    (
+        *("nuslerp_columns_task_vectors", {"weight": PAIR}, "nuslerp"),
+        *({"weight": PAIR, "nuslerp_flatten": False, "nuslerp_row_wise": True}, True, 2),
+    ),
     ("karcher", {}, "karcher", {}, False, 3),
+    ("karcher", {"max_iter": 1000, "tol": 1e-9}, "karcher", {"max_iter": 1000, "tol": 1e-9}, False, 3),
+    ("karcher", {"max_iter": 1, "tol": 0.01}, "karcher", {"max_iter": 1, "tol": 0.01}, False, 3),
+    ("karcher", {"max_iter": 0}, "karcher", {"max_iter": 0}, False, 3),
     ("model_stock", {}, "model_stock", {}, True, 3),
     ("model_stock", {}, "model_stock", {}, True, 2),
     ("model_stock_rows", {}, "model_stock", {"filter_wise": True}, True, 3),
@@ -145,6 +164,22 @@ CASES: list[tuple[str, Coefficients, str, Mapping[str, Any], bool, int]] = [
         *({"weight": W, "density": 0.25, "lambda": 0.7, "normalize": False}, True, 3),
     ),
     ("ties_weighted", {"weight": W, "density": 1.0}, "ties", {"weight": W}, True, 3),
+    (
+        *("ties_weighted_l1", {"weight": W, "density": D}, "ties"),
+        *({"weight": W, "density": D, "rescale": True}, True, 3),
+    ),
+    (
+        *("breadcrumbs_l1", {"lambda": W, "density": 0.5, "gamma": 0.25}, "breadcrumbs"),
+        *({"weight": W, "density": 0.5, "gamma": 0.25, "rescale": True}, True, 3),
+    ),
+    (
+        *("breadcrumbs_ties_l1", {"weight": W, "density": D, "gamma": G, "lambda": 0.8}, "breadcrumbs_ties"),
+        *({"weight": W, "density": D, "gamma": G, "lambda": 0.8, "rescale": True}, True, 3),
+    ),
+    (
+        *("breadcrumbs", {"lambda": W, "density": 0.9, "gamma": 0.25}, "breadcrumbs"),
+        *({"weight": W, "density": 0.9, "gamma": 0.25}, True, 3),
+    ),
     (
         *("breadcrumbs", {"lambda": W, "density": 0.5, "gamma": 0.25}, "breadcrumbs"),
         *({"weight": W, "density": 0.5, "gamma": 0.25}, True, 3),
@@ -175,6 +210,22 @@ CASES: list[tuple[str, Coefficients, str, Mapping[str, Any], bool, int]] = [
     ),
     ("dare_linear_l1", {"lambda": W, "density": 1.0}, "task_arithmetic", {"weight": W}, True, 3),
     (
+        *("dare_linear_l1", {"lambda": W, "density": D, "rescale": 0}, "dare_linear"),
+        *({"weight": W, "density": D, "rescale": False}, True, 3),
+    ),
+    (
+        *("dare_ties_l1", {"weight": W, "density": D, "rescale": 0}, "dare_ties"),
+        *({"weight": W, "density": D, "rescale": False}, True, 3),
+    ),
+    (
+        *("della_l1", {"weight": W, "density": D, "epsilon": 0.15, "rescale": 0}, "della"),
+        *({"weight": W, "density": D, "epsilon": 0.15, "rescale": False}, True, 3),
+    ),
+    (
+        *("della_linear_l1", {"lambda": W, "density": 0.5, "epsilon": 0.2, "rescale": 0}, "della_linear"),
+        *({"weight": W, "density": 0.5, "epsilon": 0.2, "rescale": False}, True, 3),
+    ),
+    (
         *("della_l1", {"weight": W, "density": D, "epsilon": 0.15}, "della"),
         *({"weight": W, "density": D, "epsilon": 0.15}, True, 3),
     ),
@@ -185,7 +236,10 @@ CASES: list[tuple[str, Coefficients, str, Mapping[str, Any], bool, int]] = [
 ]  # fmt: skip
 
 # Of elements of equal magnitude these keep or rank others than mergekit, as many of them: tested below.
-CUTTING = {"ties_weighted", "breadcrumbs", "breadcrumbs_ties", "sce", "sce_mergekit", "della_l1", "della_linear_l1"}
+CUTTING = {
+    *("ties_weighted", "ties_weighted_l1", "breadcrumbs", "breadcrumbs_l1", "breadcrumbs_ties", "breadcrumbs_ties_l1"),
+    *("sce", "sce_mergekit", "della_l1", "della_linear_l1"),
+}
 
 
 @pytest.mark.parametrize(
@@ -205,12 +259,13 @@ def test_mergekit_gives_the_same(
     base, experts = TENSORS[kind]()
     mine = ours(name, base if METHODS[name].needs_base else None, experts[:count], coefficients)
     other = theirs(peer, base if has_base else None, experts[:count], parameters)
-    torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6 * max(1.0, float(other.abs().max())))
 
 
 PAIRS: list[tuple[str, Coefficients]] = [
     ("slerp", {"t": 0.3}),
     ("slerp", {"t": 1.0}),
+    ("slerp", {"t": -0.5}),
     ("nearswap", {"t": 0.01}),
     ("nearswap", {"t": 0.0}),
     ("arcee_fusion", {}),
@@ -312,14 +367,6 @@ def test_deviation_breadcrumbs_without_outliers_to_cut_keeps_its_share() -> None
         assert int((mine != base).sum()) == 4
         other = theirs("breadcrumbs", base, experts[:1], {"weight": (1.0,), "density": 0.4, "gamma": gamma})
         torch.testing.assert_close(mine, other)
-
-
-def test_deviation_breadcrumbs_refuses_to_keep_and_cut_more_than_there_is() -> None:
-    base, experts = random(10)
-    with pytest.raises(InvalidRecipe, match=r"density 0\.9 and gamma 0\.2: density \+ gamma must be at most 1"):
-        ours("breadcrumbs", base, experts[:1], {"lambda": 1.0, "density": 0.9, "gamma": 0.2})
-    lowered = theirs("breadcrumbs", base, experts[:1], {"weight": (1.0,), "density": 0.9, "gamma": 0.2})
-    assert int((lowered != base).sum()) == 9
 
 
 def test_deviation_masks_depend_on_seed_model_and_name_and_not_on_what_was_drawn_before() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.builders import lora_adapter, tiny_llama
+from tests.builders import lora_adapter, tiny_llama, tiny_qwen2
 from tests.workers.recipes import arithmetic
 from workers.errors import InvalidModel
 from workers.merging.bank import Bank
@@ -57,12 +57,33 @@ LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
         {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
         {"modules_to_save": ["lm_head", "embed_tokens", "norm"]},
         {"bias": "all", "init_lora_weights": "gaussian"},
+        {"use_dora": True, "target_modules": LINEAR},
+        {"use_dora": True, "target_modules": ["embed_tokens", "q_proj"]},
+        {"trainable_token_indices": [3, 9]},
+        {"trainable_token_indices": {"embed_tokens": [5]}, "use_rslora": True},
     ],
-    ids=["plain", "rank-stabilised", "patterns", "embedding", "whole modules", "biases"],
+    ids=[
+        *("plain", "rank-stabilised", "patterns", "embedding", "whole modules", "biases"),
+        *("DoRA", "DoRA of an embedding", "single tokens", "single tokens by module"),
+    ],
 )
 def test_an_adapters_weights_are_those_that_peft_merges(base: Path, tmp_path: Path, config: dict[str, Any]) -> None:
     expected = lora_adapter(base, tmp_path / "tuned", **config).merge_and_unload().state_dict()
     assert_equal(base, tmp_path, expected)
+
+
+def test_biases_of_its_matrices_change_those_of_the_base(tmp_path: Path) -> None:
+    base = tiny_qwen2(tmp_path / "base", hidden=32)
+    model = lora_adapter(base, tmp_path / "tuned", lora_bias=True, target_modules=["q_proj", "v_proj"])
+    assert_equal(base, tmp_path, model.merge_and_unload().state_dict())
+    lora_adapter(base, tmp_path / "other", lora_bias=True)
+    (problem,) = {each.partition(": model.")[2][9:] for each in problems_of(base, tmp_path / "other")}
+    assert problem == "mlp.down_proj: lora_bias has a bias, and the base has none there to change"
+
+
+def test_dora_of_conv1d_scales_columns(gpt2: Path, tmp_path: Path) -> None:
+    model = lora_adapter(gpt2, tmp_path / "tuned", target_modules=["c_attn", "c_fc"], use_dora=True)
+    assert_equal(gpt2, tmp_path, model.merge_and_unload().state_dict())
 
 
 @pytest.mark.parametrize("modules", [["c_attn", "c_proj", "c_fc"], ["c_proj"]])
@@ -172,8 +193,10 @@ def change(adapter: Path, how: Any) -> None:
     ("settings", "expected"),
     [
         ({"peft_type": "IA3"}, "an adapter of peft_type 'IA3'; only LORA is merged"),
-        ({"use_dora": True}, "use_dora is set: DoRA scales each row; only plain LoRA adapters are merged"),
-        ({"lora_bias": True}, "lora_bias is set: its matrices have biases; only plain LoRA adapters are merged"),
+        (
+            {"trainable_token_indices": ["a"]},
+            "trainable_token_indices is ['a']; expected numbers of tokens, by module ",
+        ),
         ({"target_parameters": ["x"]}, "target_parameters is set: it changes parameters that are no module's weight"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4', which changes the base"),
         ({"r": 0}, "r is 0; expected a whole number from 1"),

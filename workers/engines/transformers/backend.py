@@ -16,7 +16,7 @@ from search_spaces.study.sections import EngineOptions
 from workers.engines.logits import bad_rows, in_words
 from workers.errors import EvidenceMismatch, InvalidTask
 from workers.evaluation.prompts import Completion, Continuation, Generation, Prompts
-from workers.merging.materialize import merged_tensors
+from workers.merging.materialize import merged_tensors, plan_tensors
 from workers.models.merged_files import merged_config
 
 if TYPE_CHECKING:
@@ -129,16 +129,17 @@ def merged_model(recipe: Recipe, bank: Bank, *, dtype: str) -> Any:
     """
     import transformers
 
+    plan = plan_tensors(recipe, bank)
     # As exports have it, through a file, where infinity has a spelling of its own.
     with TemporaryDirectory(prefix="mergesearch-config-") as directory:
-        text = json.dumps(merged_config(recipe, bank.base, dtype="float32"))
+        text = json.dumps(merged_config(recipe, bank.base, bank.views(recipe.models), dtype="float32"))
         (Path(directory) / "config.json").write_text(text)
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
     kind = getattr(transformers, config.architectures[0])
     model, found = kind.from_pretrained(
         None,
         config=config,
-        state_dict={name: tensor.cpu().float() for name, tensor in merged_tensors(recipe, bank, getattr(torch, dtype))},
+        state_dict={name: tensor.cpu().float() for name, tensor in merged_tensors(plan, bank, getattr(torch, dtype))},
         dtype=torch.float32,
         attn_implementation=ATTENTION,
         output_loading_info=True,

@@ -389,4 +389,5 @@ def base_recipe(family: Family) -> Recipe:
         embedding=copied(None),
         head=copied(None),
         tokenizer=family.tokenizer,
+        vocabulary=family.vocabulary,
     )

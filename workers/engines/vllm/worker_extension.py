@@ -210,11 +210,11 @@ def _first_with_room(family: Family, placements: Sequence[Placement], device: to
 
 
 def family_to_json(family: Family) -> str:
-    models = [[model.alias, model.directory, model.fingerprint] for model in family.models]
-    return json.dumps({"models": models, "tokenizer": family.tokenizer})
+    models = [[model.alias, model.directory, model.fingerprint, model.adapts] for model in family.models]
+    return json.dumps({"models": models, "tokenizer": family.tokenizer, "vocabulary": dict(family.vocabulary)})
 
 
 def family_from_json(text: str) -> Family:
     document = json.loads(text)
     base, *experts = (ModelSource(*fields) for fields in document["models"])
-    return Family(base, tuple(experts), document["tokenizer"])
+    return Family(base, tuple(experts), document["tokenizer"], document["vocabulary"])

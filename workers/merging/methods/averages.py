@@ -1,5 +1,5 @@
-"""Averages and interpolations of whole models: linear, the SLERP family, Karcher mean, Model Stock, and two fusions of
-a pair. Equation numbers are those of "Automated Model Merging", section A.2.
+"""Averages and interpolations of whole models: linear, SLERP and NuSLERP, Model Stock, and two fusions of a pair.
+Equation numbers are those of "Automated Model Merging", section A.2.
 """
 
 from __future__ import annotations
@@ -31,25 +31,24 @@ __all__ = [
     "arcee_fusion",
     "importance_of",
     "importances_at",
-    "karcher",
-    "karcher_weights",
     "linear",
     "linear_weights",
     "model_stock",
     "model_stock_rows",
     "model_stock_weights",
-    "multislerp",
-    "multislerp_task_vectors",
-    "multislerp_weights",
     "nearswap",
     "nuslerp",
     "nuslerp_columns",
+    "nuslerp_columns_task_vectors",
     "nuslerp_rows",
+    "nuslerp_rows_task_vectors",
     "nuslerp_task_vectors",
     "nuslerp_weights",
     "passthrough",
+    "shares_of",
     "slerp",
     "slerp_weights",
+    "weighted",
 ]
 
 log = logging.getLogger(__name__)
@@ -60,12 +59,6 @@ COLLINEAR = 0.9995
 NUSLERP_COLLINEAR = 1 - 1e-7
 # For weights that sum to less, the share of each is undefined.
 NO_WEIGHT = 10.0**-COEFFICIENT_DECIMALS
-# Multi-SLERP's epsilon, added to norms it divides by.
-MULTISLERP_EPSILON = 1e-8
-# A shorter weighted mean of directions has no direction: lengths from inner products have an error of about 1e-8.
-NO_MEAN = 1e-7
-# Karcher mean: at most this many steps, and none shorter than the tolerance.
-KARCHER_STEPS, KARCHER_TOLERANCE = 10, 1e-5
 # Below this denominator 1 + (N - 1) cos Model Stock has no finite ratio: the result is the base.
 SINGULAR = 1e-6
 # What rounding may add to a ratio at the ends of its range.
@@ -89,9 +82,15 @@ def linear(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.T
     return weighted_sum(tensors, linear_weights(weights))
 
 
+@merges("weighted_sum")
+def weighted(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """sum_t w_t theta_t with weights as they are (mergekit's linear with `normalize: false`)."""
+    return weighted_sum(tensors, weights)
+
+
 def linear_weights(weights: Sequence[float]) -> list[float]:
     """The factor of each tensor in `linear`."""
-    return _shares("linear", weights)
+    return shares_of("linear", weights)
 
 
 @merges("slerp")
@@ -163,103 +162,20 @@ def nuslerp_task_vectors(
     return nuslerp([tensor - base for tensor in tensors], weights=weights, cos=cos).add_(base)
 
 
-@merges("multislerp")
-def multislerp(
-    tensors: Sequence[torch.Tensor], *, weights: Sequence[float], products: Products | None = None
+@merges("nuslerp_rows_task_vectors")
+def nuslerp_rows_task_vectors(
+    tensors: Sequence[torch.Tensor], base: torch.Tensor, *, weights: Sequence[float]
 ) -> torch.Tensor:
-    """Barycentric interpolation on the hypersphere (mergekit's Multi-SLERP, goddard.blog/posts/multislerp).
-
-    With w_t summing to one, u_t = theta_t / |theta_t| and m = sum_t w_t u_t / |sum_t w_t u_t|: the tangent vectors
-    v = sum_t w_t (u_t - <u_t, m> m) at m give (m cos |v| + v sin |v| / |v|) * sum_t w_t |theta_t|. As sum_t w_t u_t
-    has m's direction, v is zero except for rounding, and the result is m * sum_t w_t |theta_t|. If the weighted mean
-    direction vanishes, two tensors are interpolated linearly; more raise InvalidRecipe. A single tensor is returned.
-    """
-    if len(tensors) == 1:
-        return tensors[0]
-    return weighted_sum(tensors, multislerp_weights(weights, products or inner_products(tensors)))
+    """theta_pre + `nuslerp_rows` of the task vectors (mergekit: `nuslerp_flatten: false` with a base model)."""
+    return nuslerp_rows([tensor - base for tensor in tensors], weights=weights) + base
 
 
-def multislerp_weights(weights: Sequence[float], products: Products) -> list[float]:
-    """The factor of each tensor in `multislerp`. Raises InvalidRecipe if more than two directions cancel."""
-    if len(products) == 1:
-        return [1.0]
-    shares, norms = _shares("multislerp", weights), _norms(products)
-    units = [share / (size + MULTISLERP_EPSILON) for share, size in zip(shares, norms, strict=True)]
-    size = _length(units, products)
-    if size < NO_MEAN:
-        counting = [norm for norm, share in zip(norms, shares, strict=True) if share != 0]
-        if len(counting) <= 2 or max(counting) == 0:
-            return shares
-        raise InvalidRecipe(
-            f"multislerp: the directions of {len(counting)} tensors cancel with weights {tuple(weights)}: there is no "
-            "mean direction; use other weights or another method"
-        )
-    length = scalars.fsum(share * size for share, size in zip(shares, norms, strict=True))
-    return [unit * length / size for unit in units]
-
-
-@merges("multislerp_task_vectors")
-def multislerp_task_vectors(
-    tensors: Sequence[torch.Tensor],
-    base: torch.Tensor,
-    *,
-    weights: Sequence[float],
-    products: Products | None = None,
+@merges("nuslerp_columns_task_vectors")
+def nuslerp_columns_task_vectors(
+    tensors: Sequence[torch.Tensor], base: torch.Tensor, *, weights: Sequence[float]
 ) -> torch.Tensor:
-    """theta_pre + `multislerp` of the task vectors (mergekit's Multi-SLERP with a base model)."""
-    if len(tensors) == 1:
-        return tensors[0]
-    return multislerp([tensor - base for tensor in tensors], weights=weights, products=products).add_(base)
-
-
-@merges("karcher")
-def karcher(
-    tensors: Sequence[torch.Tensor], *, weights: Sequence[float], products: Products | None = None
-) -> torch.Tensor:
-    """The Karcher (Riemannian) mean of directions on the unit sphere, times the mean norm (arXiv:2603.04972).
-
-    The m with sum_t w_t log_m(u_t) = 0, by steps m <- exp_m(sum_t w_t log_m(u_t)) from the normalised mean: at most 10,
-    and none shorter than 1e-5. Tensors without direction count in the mean norm, not in the direction. A single tensor
-    is returned. The paper's weights are equal.
-    """
-    if len(tensors) == 1:
-        return tensors[0]
-    return weighted_sum(tensors, karcher_weights(weights, products or inner_products(tensors)))
-
-
-def karcher_weights(weights: Sequence[float], products: Products) -> list[float]:
-    """The factor of each tensor in `karcher`: m and the steps are sums of the u_t, so only angles are needed."""
-    if len(products) == 1:
-        return [1.0]
-    shares, norms = _shares("karcher", weights), _norms(products)
-    length = scalars.fsum(share * size for share, size in zip(shares, norms, strict=True))
-    pointing = [i for i, size in enumerate(norms) if size > KARCHER_TOLERANCE and shares[i] != 0]
-    found = [0.0] * len(products)
-    if not pointing:
-        return found
-    cosines = [[max(-1.0, min(1.0, products[i][j] / (norms[i] * norms[j]))) for j in pointing] for i in pointing]
-    shares = _shares("karcher", [shares[i] for i in pointing])
-    size = _length(shares, cosines)
-    mean = [1.0] + [0.0] * (len(pointing) - 1) if size < KARCHER_TOLERANCE else [share / size for share in shares]
-    for _ in range(KARCHER_STEPS):
-        step = [0.0] * len(pointing)
-        for i, share in enumerate(shares):
-            along = max(-1.0, min(1.0, scalars.fsum(m * c for m, c in zip(mean, cosines[i], strict=True))))
-            theta = scalars.acos(along)
-            if theta < KARCHER_TOLERANCE or scalars.sin(theta) < KARCHER_TOLERANCE:
-                continue  # at the mean already, or opposite to it: no direction leads there
-            factor = share * theta / scalars.sin(theta)
-            step = [part - of_mean * factor * along for part, of_mean in zip(step, mean, strict=True)]
-            step[i] += factor
-        size = _length(step, cosines)
-        if size < KARCHER_TOLERANCE:
-            break
-        mean = [m * scalars.cos(size) + s * scalars.sin(size) / size for m, s in zip(mean, step, strict=True)]
-        size = _length(mean, cosines)
-        mean = [m / size for m in mean]
-    for i, of_mean in zip(pointing, mean, strict=True):
-        found[i] = of_mean / norms[i] * length
-    return found
+    """theta_pre + `nuslerp_columns` of the task vectors (mergekit: also `nuslerp_row_wise: true`)."""
+    return nuslerp_columns([tensor - base for tensor in tensors], weights=weights) + base
 
 
 @merges("model_stock")
@@ -368,25 +284,12 @@ def _divergences(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return (p * torch.log(p / q)).sum(dim=-1)
 
 
-def _shares(method: str, weights: Sequence[float]) -> list[float]:
+def shares_of(method: str, weights: Sequence[float]) -> list[float]:
+    """The weights divided by their sum. Raises InvalidRecipe if it is zero."""
     total = scalars.fsum(weights)
     if abs(total) < NO_WEIGHT:
         raise InvalidRecipe(f"{method}: weights {tuple(weights)} sum to {total}; they must not sum to zero")
     return [weight / total for weight in weights]
-
-
-def _norms(products: Products) -> list[float]:
-    return [math.sqrt(row[i]) for i, row in enumerate(products)]
-
-
-def _length(coefficients: Sequence[float], products: Products) -> float:
-    """The norm of the sum of vectors times their coefficients."""
-    terms = (
-        a * b * product
-        for a, row in zip(coefficients, products, strict=True)
-        for b, product in zip(coefficients, row, strict=True)
-    )
-    return scalars.sqrt(max(0.0, scalars.fsum(terms)))
 
 
 def _t(weights: Sequence[float]) -> float:

@@ -53,9 +53,10 @@ def cut_both_ends(
 
 
 def cut_ranks(density: float, gamma: float, num_elements: int) -> tuple[int, int] | None:
-    """The ranks of the largest and the smallest magnitude that `cut_both_ends` keeps; None where it keeps all."""
-    num_cut = share_of(gamma, num_elements)
-    count = min(num_kept(density, num_elements), num_elements - num_cut)
+    """The ranks of the largest and the smallest magnitude that `cut_both_ends` keeps; None where it keeps all. Fewer
+    are cut at the top where density + gamma exceeds 1."""
+    count = num_kept(density, num_elements)
+    num_cut = min(share_of(gamma, num_elements), num_elements - count)
     return None if count <= 0 or count == num_elements else (num_cut + 1, num_cut + count)
 
 

@@ -40,6 +40,7 @@ __all__ = [
     "ties_peft",
     "ties_sum",
     "ties_weighted",
+    "trimmed_breadcrumbs",
     "trimmed_task_vectors",
 ]
 
@@ -190,11 +191,12 @@ def dare_linear_l1(
     lambdas: Sequence[float],
     densities: Sequence[float],
     keys: Sequence[int],
+    rescale: bool = True,
 ) -> torch.Tensor:
     """`dare_linear`, but the elements kept are scaled to the sum of magnitudes of the whole task vector (mergekit)."""
     merged = base.clone()
     for tensor, lambda_, density, key in zip(tensors, lambdas, densities, keys, strict=True):
-        merged += _dropped_l1(tensor - base, density, key).mul_(lambda_)
+        merged += _dropped_l1(tensor - base, density, key, rescale=rescale).mul_(lambda_)
     return merged
 
 
@@ -226,10 +228,12 @@ def dare_ties_l1(
     lambda_: float,
     normalize: bool,
     keys: Sequence[int],
+    rescale: bool = True,
 ) -> torch.Tensor:
     """DARE scaled to the sum of magnitudes, instead of the trimming of `ties_weighted` (mergekit's dare_ties)."""
     taus = [
-        _dropped_l1(tensor - base, density, key) for tensor, density, key in zip(tensors, densities, keys, strict=True)
+        _dropped_l1(tensor - base, density, key, rescale=rescale)
+        for tensor, density, key in zip(tensors, densities, keys, strict=True)
     ]
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
 
@@ -290,13 +294,14 @@ def della_l1(
     lambda_: float,
     normalize: bool,
     keys: Sequence[int],
+    rescale: bool = True,
     ranks: Ranks = None,
     orders: Orders = None,
 ) -> torch.Tensor:
     """MagPrune with symmetric probabilities, scaled to the sum of magnitudes, instead of the trimming of
     `ties_weighted` (mergekit's della)."""
     taus = [
-        _sampled_l1(tensor - base, density, epsilon, key, order, known)
+        _sampled_l1(tensor - base, density, epsilon, key, order, known, rescale=rescale)
         for tensor, density, epsilon, key, order, known in zip(
             tensors, densities, epsilons, keys, each_order(orders, tensors), _each(ranks, tensors), strict=True
         )
@@ -333,6 +338,7 @@ def della_linear_l1(
     densities: Sequence[float],
     epsilons: Sequence[float],
     keys: Sequence[int],
+    rescale: bool = True,
     ranks: Ranks = None,
     orders: Orders = None,
 ) -> torch.Tensor:
@@ -340,7 +346,7 @@ def della_linear_l1(
     merged = base.clone()
     given = zip(densities, epsilons, keys, each_order(orders, tensors), strict=True)
     for tensor, lambda_, each, known in zip(tensors, lambdas, given, _each(ranks, tensors), strict=True):
-        merged += _sampled_l1(tensor - base, *each, known).mul_(lambda_)
+        merged += _sampled_l1(tensor - base, *each, known, rescale=rescale).mul_(lambda_)
     return merged
 
 
@@ -358,7 +364,7 @@ def breadcrumbs(
     """Model Breadcrumbs (arXiv:2312.06795): theta_pre + sum_t lambda_t times the task vectors without their
     largest (share gamma) and smallest elements (`sparsify.cut_both_ends`). The paper has one lambda."""
     merged = base.clone()
-    crumbs = _breadcrumbs(tensors, base, densities, gammas, magnitudes, orders)
+    crumbs = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes, orders)
     for tau, lambda_ in zip(crumbs, lambdas, strict=True):
         merged += tau.mul_(lambda_)
     return merged
@@ -378,7 +384,7 @@ def breadcrumbs_ties(
     orders: Orders = None,
 ) -> torch.Tensor:
     """Breadcrumbs instead of the trimming of `ties_weighted` (mergekit's breadcrumbs_ties)."""
-    taus = _breadcrumbs(tensors, base, densities, gammas, magnitudes, orders)
+    taus = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes, orders)
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
 
 
@@ -402,7 +408,7 @@ def each_order(orders: Orders, tensors: Sequence[torch.Tensor]) -> Sequence[TieO
     return [TieOrder(place) for place in range(len(tensors))] if orders is None else orders
 
 
-def _breadcrumbs(
+def trimmed_breadcrumbs(
     tensors: Sequence[torch.Tensor],
     base: torch.Tensor,
     densities: Sequence[float],
@@ -410,6 +416,7 @@ def _breadcrumbs(
     magnitudes: Magnitudes,
     orders: Orders,
 ) -> list[torch.Tensor]:
+    """theta_t - theta_pre, each without its largest and its smallest elements."""
     known = magnitudes or (None,) * len(tensors)
     shares = zip(densities, gammas, each_order(orders, tensors), strict=True)
     return [
@@ -417,17 +424,24 @@ def _breadcrumbs(
     ]
 
 
-def _dropped_l1(tau: torch.Tensor, density: float, key: int) -> torch.Tensor:
-    return match_l1_norm(dropped(tau.clone(), density, key), tau)
+def _dropped_l1(tau: torch.Tensor, density: float, key: int, *, rescale: bool) -> torch.Tensor:
+    return match_l1_norm(dropped(tau.clone(), density, key), tau) if rescale else dropped(tau, density, key)
 
 
 def _sampled_l1(
-    tau: torch.Tensor, density: float, epsilon: float, key: int, order: TieOrder, ranks: torch.Tensor | None
+    tau: torch.Tensor,
+    density: float,
+    epsilon: float,
+    key: int,
+    order: TieOrder,
+    ranks: torch.Tensor | None,
+    *,
+    rescale: bool,
 ) -> torch.Tensor:
     sampled = magnitude_sampled(
         tau.clone(), density, epsilon, key, order, is_symmetric=True, rescale=False, ranks=ranks
     )
-    return match_l1_norm(sampled, tau)
+    return match_l1_norm(sampled, tau) if rescale else sampled
 
 
 def _each(ranks: Ranks, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:

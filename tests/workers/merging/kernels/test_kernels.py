@@ -60,6 +60,7 @@ def chosen_merges(num_sources: int) -> Iterator[Merge]:
     sources = tuple(Source(f"m{i}") for i in range(num_sources))
     numbers = LAMBDAS[:num_sources]
     yield Merge("linear", sources, {"weight": numbers})
+    yield Merge("weighted_sum", sources, {"weight": numbers})
     yield Merge("task_arithmetic", sources, {"lambda": 1})
     yield Merge("task_arithmetic", sources, {"lambda": numbers})
     yield Merge("passthrough", sources[:1], {"scale": 0.7})
@@ -94,9 +95,12 @@ def chosen_merges(num_sources: int) -> Iterator[Merge]:
         yield Merge("della_l1", sources, {"weight": numbers} | share, seed=3)
         yield Merge("della_linear", sources, {"lambda": numbers} | share, seed=3)
         yield Merge("della_linear_l1", sources, {"lambda": numbers} | share, seed=3)
+        yield Merge("della_linear_l1", sources, {"lambda": numbers, "rescale": 0} | share, seed=3)
+        yield Merge("dare_ties_l1", sources, {"weight": numbers, "density": each, "rescale": 0}, seed=3)
     yield Merge("ram", sources, {"epsilon": 0.03})
     yield Merge("multislerp", sources, {"weight": numbers})
     yield Merge("multislerp_task_vectors", sources, {"weight": numbers})
+    yield Merge("karcher", sources, {"weight": tuple(map(abs, numbers)), "max_iter": 3, "tol": 0.001})
     yield Merge("karcher", sources, {"weight": tuple(map(abs, numbers))})
     if num_sources > 1:
         yield Merge("model_stock", sources)

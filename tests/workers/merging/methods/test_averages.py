@@ -10,7 +10,7 @@ from torch import tensor
 
 from search_spaces.errors import InvalidRecipe
 from tests.workers.merging.methods.karcher_reference import TOLERANCE, iterates
-from workers.merging.methods import averages
+from workers.merging.methods import averages, spherical
 
 
 def test_passthrough_may_scale() -> None:
@@ -55,13 +55,13 @@ def test_nuslerp_of_task_vectors_turns_around_the_base() -> None:
 
 
 def test_multislerp_of_two_is_the_middle_of_the_arc_with_the_mean_length() -> None:
-    merged = averages.multislerp([tensor([2.0, 0.0]), tensor([0.0, 4.0])], weights=[1.0, 1.0])
+    merged = spherical.multislerp([tensor([2.0, 0.0]), tensor([0.0, 4.0])], weights=[1.0, 1.0])
     torch.testing.assert_close(merged, 3 * tensor([0.5**0.5, 0.5**0.5]))
 
 
 def test_multislerp_maps_the_mean_tangent_back_to_the_sphere() -> None:
     # Units e1, e2 with weights 3/4 and 1/4: the mean direction is (3, 1) / sqrt 10.
-    merged = averages.multislerp([tensor([1.0, 0.0]), tensor([0.0, 1.0])], weights=[0.75, 0.25])
+    merged = spherical.multislerp([tensor([1.0, 0.0]), tensor([0.0, 1.0])], weights=[0.75, 0.25])
     mean = tensor([3.0, 1.0]) / math.sqrt(10)
     tangents = [unit - (unit @ mean) * mean for unit in (tensor([1.0, 0.0]), tensor([0.0, 1.0]))]
     tangent = 0.75 * tangents[0] + 0.25 * tangents[1]
@@ -71,23 +71,23 @@ def test_multislerp_maps_the_mean_tangent_back_to_the_sphere() -> None:
 
 def test_multislerp_without_a_mean_direction_goes_straight_or_says_so() -> None:
     first = tensor([1.0, 0.0])
-    assert torch.equal(averages.multislerp([first, -first], weights=[1.0, 1.0]), torch.zeros(2))
+    assert torch.equal(spherical.multislerp([first, -first], weights=[1.0, 1.0]), torch.zeros(2))
     angles = [0, 2 * math.pi / 3, 4 * math.pi / 3]
     around = [torch.tensor([math.cos(a), math.sin(a)], dtype=torch.float64) for a in angles]
     with pytest.raises(InvalidRecipe, match="multislerp: the directions of 3 tensors cancel with weights"):
-        averages.multislerp(around, weights=[1.0, 1.0, 1.0])
+        spherical.multislerp(around, weights=[1.0, 1.0, 1.0])
     with pytest.raises(InvalidRecipe, match=r"multislerp: weights .* sum to 0\.0; they must not sum to zero"):
-        averages.multislerp([first, first], weights=[1.0, -1.0])
+        spherical.multislerp([first, first], weights=[1.0, -1.0])
 
 
 def test_karcher_mean_of_the_axes_is_their_diagonal_with_the_mean_length() -> None:
     axes = [torch.eye(3)[i] * length for i, length in enumerate((1.0, 2.0, 3.0))]
-    torch.testing.assert_close(averages.karcher(axes, weights=[1.0] * 3), torch.full((3,), 2 / math.sqrt(3)))
+    torch.testing.assert_close(spherical.karcher(axes, weights=[1.0] * 3), torch.full((3,), 2 / math.sqrt(3)))
 
 
 def test_karcher_mean_divides_an_arc_by_weight_where_the_normalised_mean_does_not() -> None:
     first, second = tensor([1.0, 0.0]), tensor([0.0, 1.0])
-    merged = averages.karcher([first, second], weights=[3.0, 1.0])
+    merged = spherical.karcher([first, second], weights=[3.0, 1.0])
     torch.testing.assert_close(merged, tensor([math.cos(math.pi / 8), math.sin(math.pi / 8)]), rtol=1e-5, atol=1e-5)
 
 
@@ -99,7 +99,7 @@ def test_karcher_is_its_iteration_in_float64_and_near_the_mean(spread: float, we
     tensors = [common + spread * torch.randn(500, generator=generator) for _ in weights]
     means = iterates(tensors, weights, 60)
     stop = min(10, [length < TOLERANCE for _, length in means].index(True))
-    merged = averages.karcher(tensors, weights=weights)
+    merged = spherical.karcher(tensors, weights=weights)
     torch.testing.assert_close(merged, means[stop][0].float(), rtol=1e-6, atol=1e-7)
     # A step is at most a third of the one before, so all steps that were not taken are at most 3/2 of the tolerance.
     lengths = [length for _, length in means]
@@ -110,8 +110,8 @@ def test_karcher_is_its_iteration_in_float64_and_near_the_mean(spread: float, we
 
 
 def test_karcher_counts_a_zero_tensor_in_the_length_only() -> None:
-    assert averages.karcher([tensor([0.0, 2.0]), torch.zeros(2)], weights=[1.0, 1.0]).tolist() == [0.0, 1.0]
-    assert averages.karcher([torch.zeros(2), torch.zeros(2)], weights=[1.0, 1.0]).tolist() == [0.0, 0.0]
+    assert spherical.karcher([tensor([0.0, 2.0]), torch.zeros(2)], weights=[1.0, 1.0]).tolist() == [0.0, 1.0]
+    assert spherical.karcher([torch.zeros(2), torch.zeros(2)], weights=[1.0, 1.0]).tolist() == [0.0, 0.0]
 
 
 def test_model_stock_goes_from_the_base_by_the_angle_between_task_vectors() -> None:

@@ -42,7 +42,7 @@ WEIGHTED_SUMS = {
     name
     for name, method in METHODS.items()
     if (normalize := method.coefficient("normalize")) is not None and normalize.default == 0
-}
+} | {"weighted_sum", "multislerp_unscaled", "multislerp_unscaled_task_vectors"}
 # Moves part of the way only, clips, or is in general no average.
 NO_AVERAGE = {"wudi", "pcb_tanh"}
 

@@ -153,12 +153,12 @@ class _Checked:
 
     def clear(self) -> None:
         self._models: dict[str, str] = {}
-        self._base = ""
+        self._of: Hashable = None
         self._contents: dict[tuple[Merge, ...], Hashable] = {}
 
     def contents(self, recipe: Recipe) -> list[Hashable] | None:
         """What each layer holds; None if that has to be planned."""
-        if recipe.tensors or recipe.tokenizer != "base" or recipe.base != self._base:
+        if not _is_known_by_layers(recipe) or _of(recipe) != self._of:
             return None
         if not recipe.models.items() <= self._models.items():
             return None
@@ -166,20 +166,30 @@ class _Checked:
         return None if None in found else found
 
     def add(self, recipe: Recipe, contents: Sequence[Hashable]) -> None:
-        if recipe.tensors or recipe.tokenizer != "base":
+        if not _is_known_by_layers(recipe):
             return
         is_renamed = any(self._models.get(alias, content) != content for alias, content in recipe.models.items())
-        if is_renamed or recipe.base != self._base or len(self._contents) > self._most:
+        if is_renamed or _of(recipe) != self._of or len(self._contents) > self._most:
             self.clear()
         self._models |= recipe.models
-        self._base = recipe.base
+        self._of = _of(recipe)
         self._contents.update(zip(map(_merges, recipe.layers), contents, strict=True))
 
 
 def _outside(recipe: Recipe) -> Hashable:
     """What the merges outside layers are, wherever their models' aliases mean the same."""
     recipe = recipe.canonical()
-    return recipe.base, recipe.embedding, recipe.head
+    return _of(recipe), recipe.embedding, recipe.head
+
+
+def _of(recipe: Recipe) -> Hashable:
+    """What the merges of a recipe depend on, besides themselves."""
+    return recipe.base, recipe.keeps_equal
+
+
+def _is_known_by_layers(recipe: Recipe) -> bool:
+    """Whether nothing but its layers says what they hold, in the vocabulary of the base."""
+    return not recipe.tensors and recipe.tokenizer == "base" and not recipe.vocabulary
 
 
 def _merges(layer: LayerRecipe) -> tuple[Merge, ...]:
@@ -204,7 +214,13 @@ def source_recipe(alias: str, bank: Bank) -> Recipe:
     layers = tuple(LayerRecipe(copied(i), copied(i), copied(i)) for i in range(bank.layout.num_layers))
     family = bank.family
     return Recipe(
-        family.fingerprints, family.base.alias, layers, copied(None), copied(None), tokenizer=family.tokenizer
+        family.fingerprints,
+        family.base.alias,
+        layers,
+        embedding=copied(None),
+        head=copied(None),
+        tokenizer=family.tokenizer,
+        vocabulary=family.vocabulary,
     )
 
 

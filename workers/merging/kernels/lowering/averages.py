@@ -13,14 +13,13 @@ from workers.merging.kernels.lowering.base import cosine, fuses, products
 from workers.merging.kernels.rules import Important, Rule, TaskSum, WeightedSum
 from workers.merging.methods.arithmetic import cosine_of
 from workers.merging.methods.averages import (
-    karcher_weights,
     linear_weights,
     model_stock_weights,
-    multislerp_weights,
     nuslerp_weights,
     slerp_weights,
 )
 from workers.merging.methods.plain import Operands
+from workers.merging.methods.spherical import karcher_weights, multislerp_weights
 
 __all__ = ["Nearswap"]
 
@@ -35,6 +34,11 @@ def _passthrough(merge: Merge, stored: Operands) -> Rule:
 @fuses("linear", is_on_cuda=True)
 def _linear(merge: Merge, stored: Operands) -> Rule:
     return WeightedSum(tuple(linear_weights(merge.per_source("weight"))))
+
+
+@fuses("weighted_sum", is_on_cuda=True)
+def _weighted_sum(merge: Merge, stored: Operands) -> Rule:
+    return WeightedSum(merge.per_source("weight"))
 
 
 @fuses("slerp", is_on_cuda=True)
@@ -54,19 +58,24 @@ def _nuslerp_task_vectors(merge: Merge, stored: Operands) -> Rule:
 
 @fuses("multislerp", is_on_cuda=True)
 def _multislerp(merge: Merge, stored: Operands) -> Rule:
-    return WeightedSum(tuple(multislerp_weights(merge.per_source("weight"), products(stored))))
+    return WeightedSum(_multislerp_weights(merge, stored))
 
 
 @fuses("multislerp_task_vectors", is_on_cuda=True)
 def _multislerp_task_vectors(merge: Merge, stored: Operands) -> Rule:
     if len(stored.tensors) == 1:
         return WeightedSum((1.0,))
-    return TaskSum(tuple(multislerp_weights(merge.per_source("weight"), products(stored))))
+    return TaskSum(_multislerp_weights(merge, stored))
+
+
+def _multislerp_weights(merge: Merge, stored: Operands) -> tuple[float, ...]:
+    return tuple(multislerp_weights(merge.per_source("weight"), products(stored), eps=merge.number("eps")))
 
 
 @fuses("karcher", is_on_cuda=True)
 def _karcher(merge: Merge, stored: Operands) -> Rule:
-    return WeightedSum(tuple(karcher_weights(merge.per_source("weight"), products(stored))))
+    steps, tol = int(merge.number("max_iter")), merge.number("tol")
+    return WeightedSum(tuple(karcher_weights(merge.per_source("weight"), products(stored), max_iter=steps, tol=tol)))
 
 
 @fuses("model_stock", is_on_cuda=True)

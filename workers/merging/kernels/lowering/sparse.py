@@ -103,7 +103,7 @@ def _dropped(merge: Merge, stored: Operands, scales: Sequence[float]) -> Dropped
 
 def _dropped_l1(merge: Merge, stored: Operands) -> Dropped:
     sparse = _dropped(merge, stored, [1.0] * len(stored.tensors))
-    return sparse._replace(scales=_l1_scales(sparse, stored))
+    return sparse._replace(scales=_l1_scales(sparse, stored)) if merge.number("rescale") else sparse
 
 
 def _sampled(merge: Merge, stored: Operands, *, is_l1: bool = False) -> Sampled:
@@ -116,7 +116,7 @@ def _sampled(merge: Merge, stored: Operands, *, is_l1: bool = False) -> Sampled:
     origins, starts, steps = zip(*lines, strict=True)
     every = (1.0,) * len(lines)
     sparse = Sampled(k0s, k1s, stored.ranks, origins, starts, steps, (0.0,) * len(lines) if is_l1 else every, every)
-    return sparse._replace(scales=_l1_scales(sparse, stored)) if is_l1 else sparse
+    return sparse._replace(scales=_l1_scales(sparse, stored)) if is_l1 and merge.number("rescale") else sparse
 
 
 def _l1_scales(sparse: Dropped | Sampled, stored: Operands) -> tuple[float, ...]:

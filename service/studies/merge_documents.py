@@ -1,0 +1,100 @@
+"""The file of a merge: what it holds, JSON or YAML, and whose it is if it is not for merging."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from search_spaces.errors import InvalidRecipe
+
+__all__ = ["read_document", "read_documents"]
+
+# Keys by which the files of mergekit's other programs are told, and what those do.
+OTHER_PROGRAMS = {
+    "experts": "a file of mergekit-moe, which builds a mixture of experts from whole models",
+    "genome": "a file of mergekit-evolve, which searches; write a study for `mergesearch run`",
+    "layer_slices": "a file of bakllama, mergekit's former program; write slices for merge_method: passthrough",
+}
+
+
+def read_document(file: Path, *, warn: Callable[[str], None]) -> Any:
+    """What the file holds, its only document. Errors and `warn` as in `read_documents`."""
+    document, *others = read_documents(file, warn=warn)
+    if others:
+        raise InvalidRecipe(f"{file}: holds {len(others) + 1} documents; expected one")
+    return document
+
+
+def read_documents(file: Path, *, warn: Callable[[str], None]) -> list[Any]:
+    """The documents that the file holds, at least one; `warn` is called with a line for each key that is given twice.
+
+    Raises InvalidRecipe."""
+    try:
+        text = file.read_text()
+        if file.suffix == ".json":
+            documents = [json.loads(text, object_pairs_hook=lambda pairs: _last(pairs, warn))]
+        else:
+            documents = _from_yaml(text, warn)
+    except OSError as error:
+        raise InvalidRecipe(f"{file}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidRecipe(
+            f"{file}: is not UTF-8 text (byte {error.start}); give a recipe.json or a mergekit configuration"
+        ) from error
+    except json.JSONDecodeError as error:
+        raise InvalidRecipe(f"{file}: line {error.lineno}: not JSON: {error.msg}") from error
+    except yaml.YAMLError as error:
+        raise InvalidRecipe(f"{file}: {_yaml_problem(error)}") from error
+    except RecursionError as error:
+        raise InvalidRecipe(f"{file}: is nested too deeply") from error
+    except ValueError as error:  # a number too long for Python
+        raise InvalidRecipe(f"{file}: {error}") from error
+    if len(documents) > 1:
+        return documents
+    document = documents[0] if documents else None
+    if not isinstance(document, Mapping) or not document.keys() & {"merge_method", "format"}:
+        for key, program in OTHER_PROGRAMS.items():
+            if isinstance(document, Mapping) and key in document:
+                raise InvalidRecipe(f"{file}: {key}: {program}; it cannot be merged here")
+        raise InvalidRecipe(
+            f"{file}: is neither a mergekit configuration (it has no merge_method) nor a recipe (it has no format)"
+        )
+    return [document]
+
+
+def _last(pairs: list[tuple[str, Any]], warn: Callable[[str], None]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            warn(f"key {key!r} is given twice; the last one counts")
+        found[key] = value
+    return found
+
+
+def _from_yaml(text: str, warn: Callable[[str], None]) -> list[Any]:
+    """As SafeLoader reads it, like mergekit, with a warning where it takes the last of repeated keys."""
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            first: dict[Any, int] = {}
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode):
+                    line = key.start_mark.line + 1
+                    if key.value in first:
+                        before = f"(first in line {first[key.value]})"
+                        warn(f"line {line}: key {key.value!r} is given twice {before}; the last one counts")
+                    first[key.value] = line
+            return super().construct_mapping(node, deep)
+
+    return [document for document in yaml.load_all(text, Loader) if document is not None]
+
+
+def _yaml_problem(error: Any) -> str:
+    mark = getattr(error, "problem_mark", None)
+    where = f"line {mark.line + 1}: " if mark else ""
+    problem = getattr(error, "problem", None) or str(error)
+    return f"{where}not YAML: {problem}"

@@ -1,0 +1,138 @@
+"""What a mergekit configuration of a merge names: models and their places, vocabulary, chat template, dtype."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from search_spaces.errors import InvalidRecipe
+from workers.mergekit.config import MergekitConfig, split_adapter
+from workers.models.chat_templates import NAMED, most_common
+from workers.models.family import ResolvedFamily
+from workers.models.hub import HUB_ID
+
+__all__ = [
+    "aliases_of",
+    "chat_template_of",
+    "place_of",
+    "stored_dtype",
+    "tokenizer_of",
+    "vocabulary_kept",
+    "vocabulary_of",
+]
+
+
+def place_of(name: str, directories: Mapping[str, Path], file: Path, warn: Callable[[str], None]) -> str | Path:
+    """Where the model or adapter `name` is: as `directories` says, else the directory of that name, relative to the
+    file or to the current directory, else a hub id. Raises InvalidRecipe."""
+    if name in directories:
+        return directories[name]
+    without_revision, at, _ = name.rpartition("@")
+    for text in (name, without_revision) if at else (name,):
+        path = Path(text).expanduser()
+        for place in (file.parent / path, path):
+            if place.exists():
+                if text != name:
+                    warn(f"{name}: the revision has no effect: {text} is a directory")
+                return place
+    if HUB_ID.fullmatch(name):
+        return name
+    where = "" if Path(name).is_absolute() else f", neither next to {file.name} nor in the current directory"
+    raise InvalidRecipe(f"{name}: there is no such directory{where}; give it with --model {name}=DIR")
+
+
+def aliases_of(models: tuple[str, ...]) -> dict[str, str]:
+    """Short names: the last part of each path or hub id (of MODEL+LORA the adapter's), numbered where equal."""
+    aliases: dict[str, str] = {}
+    for model in models:
+        whole, adapter = split_adapter(model)
+        without_revision = (adapter or whole).partition("@")[0]
+        name = re.sub(r"[^\w.-]+", "-", Path(without_revision).name) or "model"
+        alias, number = name, 2
+        while alias in aliases.values() or alias == "union" or (aliases and alias == "base"):
+            alias, number = f"{name}-{number}", number + 1
+        aliases[model] = alias
+    return aliases
+
+
+def tokenizer_of(configuration: MergekitConfig, aliases: Mapping[str, str]) -> str:
+    """The vocabulary of the merged model: "base", "union", or an alias."""
+    source = configuration.tokenizer_source
+    if source is None or source in ("base", "union", configuration.base):
+        return source if source == "union" else "base"
+    return aliases[source]
+
+
+def vocabulary_of(configuration: MergekitConfig, aliases: Mapping[str, str]) -> dict[str, Any]:
+    """What the configuration says about it, as a recipe does."""
+    found: dict[str, Any] = {}
+    if configuration.tokenizer_source == "union":
+        found["by_id"] = True
+    if configuration.pad_to_multiple_of:
+        found["multiple_of"] = configuration.pad_to_multiple_of
+    for token, source in configuration.tokens.items():
+        row = {"model": source.model and aliases[source.model], "token": source.token, "id": source.id}
+        of_token = {key: value for key, value in row.items() if value is not None}
+        found.setdefault("tokens", {})[token] = of_token | ({"force": True} if source.force else {})
+    return found
+
+
+def vocabulary_kept(
+    configuration: MergekitConfig, aliases: Mapping[str, str], sources: ResolvedFamily, warn: Callable[[str], None]
+) -> str:
+    """The vocabulary to merge in: without a tokenizer_source the union, where adapters have rows for tokens of their
+    own. Warns of rows that are left out, and of tokens that have none."""
+    wanted = chosen = tokenizer_of(configuration, aliases)
+    for model, alias in aliases.items():
+        with_rows, without = sources.new_tokens(alias)
+        if (without and alias in (wanted, sources.base_alias)) or (without and sources.checkpoints[alias].base):
+            where = "they get zeros" if alias == wanted else "they are left out"
+            warn(f"{model}: its tokenizer has tokens without a row of their own: {_some(without)}; {where}")
+        if not with_rows or configuration.tokenizer_source is not None:
+            continue
+        if sources.checkpoints[alias].base is not None:
+            chosen = "union"
+            warn(
+                f"{model}: the adapter has rows for tokens of its own: {_some(with_rows)}; the merge has the union of "
+                "all tokens; give tokenizer_source: base to leave them out"
+            )
+        else:
+            warn(
+                f"{model}: its tokens that the base does not have are left out: {_some(with_rows)}; give "
+                "tokenizer_source: union to keep them"
+            )
+    return chosen
+
+
+def _some(tokens: Sequence[str]) -> str:
+    return ", ".join(map(repr, tokens[:5])) + (f" and {len(tokens) - 5} more" if len(tokens) > 5 else "")
+
+
+def stored_dtype(sources: ResolvedFamily) -> str:
+    """The dtype of all whole models, float32 where they have several."""
+    names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+    whole = [checkpoint for checkpoint in sources.checkpoints.values() if checkpoint.base is None]
+    dtypes = {checkpoint.tensors[name].dtype for checkpoint in whole for name in checkpoint.layout.places}
+    return names[dtypes.pop()] if len(dtypes) == 1 else "float32"
+
+
+def chat_template_of(choice: str | None, file: Path, sources: ResolvedFamily) -> str | None:
+    """The template that `choice` means: the models' most common one ("auto"), a published format by its name, the
+    contents of a file, or itself. Raises InvalidRecipe."""
+    if choice is None or "{" in choice or "\n" in choice:
+        return choice
+    if choice == "auto":
+        wholes = [checkpoint.base or checkpoint for checkpoint in sources.checkpoints.values()]
+        return most_common(whole.directory for whole in wholes)
+    if choice in NAMED:
+        return NAMED[choice]
+    path = Path(choice).expanduser()
+    for place in (file.parent / path, path):
+        if place.is_file():
+            return place.read_text()
+    raise InvalidRecipe(
+        f"chat_template: {choice!r} is neither a name, nor a file, nor a template; give auto, {', '.join(NAMED)}, a "
+        "file in Jinja, or its text"
+    )

@@ -1,0 +1,370 @@
+"""Reading mergekit's configurations: what it reads is checked, what it passes over is warned of, each with its place.
+
+The exception is `int8_mask`, which has long had no effect and is in many files.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+import reprlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from search_spaces.errors import InvalidRecipe
+from search_spaces.methods.mergekit import Parameter, Scalar
+from workers.mergekit.config import (
+    DTYPES,
+    Condition,
+    MergekitConfig,
+    ModelInput,
+    Settings,
+    Slice,
+    TokenSource,
+    split_adapter,
+)
+from workers.mergekit.methods import MERGEKIT_METHODS, WITHOUT_EFFECT
+
+__all__ = ["read_configuration", "shown"]
+
+log = logging.getLogger(__name__)
+
+TOP = (
+    "merge_method",
+    "base_model",
+    "models",
+    "slices",
+    "parameters",
+    "dtype",
+    "out_dtype",
+    "tokenizer_source",
+    "chat_template",
+)
+
+# The only module of a language model, as mergekit calls it.
+MODULE = "default"
+
+# Keys that mean something to another program or in another place.
+EXPLAINED = {
+    "residual_weight": "mergekit accepts it and never reads it",
+    "override_architecture": "the architecture is what the model's config.json says",
+    "out_path": "the result's directory is given by --out",
+    "experts": "mergekit-moe reads it, which builds mixtures of experts",
+    "revision": "write the revision with the model's name, as NAME@REVISION",
+}
+
+# As YAML 1.1 and pydantic write them.
+FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+PARAMETER_NAMES = {parameter.name for method in MERGEKIT_METHODS.values() for parameter in method.parameters}
+
+
+def read_configuration(document: Any, *, warn: Callable[[str], None] = log.warning) -> MergekitConfig:
+    """Read the document in a mergekit file. `warn` is called with a line, with its place, for everything that mergekit
+    would pass over in silence. Raises InvalidRecipe with a line for everything that is wrong or not supported."""
+    reader = _Reader()
+    configuration = reader.configuration(document)
+    for warning in dict.fromkeys(reader.warnings):
+        warn(warning)
+    if reader.problems:
+        raise InvalidRecipe("\n".join(dict.fromkeys(reader.problems)))
+    return configuration
+
+
+def shown(value: Any) -> str:
+    """A value in a message."""
+    return "nothing" if value is None else reprlib.repr(value)
+
+
+class _Reader:
+    """Reads a document; collects what is wrong with it, and what mergekit would pass over."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.warnings: list[str] = []
+        self._method: str | None = None
+
+    def configuration(self, document: Any) -> MergekitConfig:
+        top = self._mapping(document, "", (*TOP, "modules", "tokenizer", "name"))
+        self._method = self._merge_method(top.get("merge_method"))
+        settings = dict(self._settings(top.get("parameters"), "parameters"))
+        if not top.get("modules"):
+            slices = self._slices(top, "")
+        else:
+            if top.get("models") or top.get("slices"):
+                self._problem("", "expected exactly one of models, slices and modules")
+            slices, inner = self._module(top["modules"])
+            settings |= {name: (*conditions, *settings.get(name, ())) for name, conditions in inner.items()}
+        source = top.get("tokenizer_source")
+        tokenizer: Mapping[str, Any] = {}
+        if top.get("tokenizer") is not None:
+            if source is not None:
+                self._problem("tokenizer", "tokenizer_source is given too; give one of them")
+            tokenizer = self._mapping(top["tokenizer"], "tokenizer", ("source", "tokens", "pad_to_multiple_of"))
+            # What mergekit's tokenizer is where it says no more.
+            source = tokenizer.get("source", "union")
+        dtypes = [self._dtype(top.get(name), name) for name in ("out_dtype", "dtype")]
+        return MergekitConfig(
+            method=self._method or "",
+            slices=slices,
+            base_model=self._optional_model(top.get("base_model"), "base_model"),
+            settings=settings,
+            dtype=next((dtype for dtype in dtypes if dtype), None),
+            tokenizer_source=self._optional_model(source, "tokenizer_source"),
+            chat_template=self._chat_template(top.get("chat_template")),
+            tokens=self._tokens(tokenizer.get("tokens")),
+            pad_to_multiple_of=self._multiple(tokenizer.get("pad_to_multiple_of")),
+        )
+
+    def _module(self, node: Any) -> tuple[tuple[Slice, ...], Settings]:
+        """The slices and settings of a language model's one module: another way to write `models` or `slices`."""
+        if not isinstance(node, Mapping) or set(node) != {MODULE}:
+            names = ", ".join(map(str, node)) if isinstance(node, Mapping) else shown(node)
+            self._problem(
+                "modules",
+                f"{names} is not supported: models of several modules, which read images or sound or have an encoder, "
+                f"are not merged; give {MODULE}, models or slices",
+            )
+            return (), {}
+        place = f"modules.{MODULE}"
+        found = self._mapping(node[MODULE], place, ("models", "slices", "parameters"))
+        return self._slices(found, place), self._settings(found.get("parameters"), f"{place}.parameters")
+
+    def _slices(self, node: Mapping[str, Any], place: str) -> tuple[Slice, ...]:
+        """The slices of a node that has `models` or `slices`."""
+        given = [name for name in ("models", "slices") if name in node]
+        if len(given) > 1:
+            given = [name for name in given if node[name]]
+        if len(given) != 1:
+            self._problem(place, "expected exactly one of models and slices")
+            return ()
+        here = f"{place}.{given[0]}" if place else given[0]
+        if given == ["models"]:
+            return (Slice(self._inputs(node["models"], here, has_layers=False), None, {}, ""),)
+        listed = self._list(node["slices"], here)
+        return tuple(self._slice(entry, f"{here}.{i}") for i, entry in enumerate(listed))
+
+    def _merge_method(self, name: Any) -> str | None:
+        if isinstance(name, str) and name in MERGEKIT_METHODS:
+            return name
+        accepted = ", ".join(MERGEKIT_METHODS)
+        self._problem(
+            "merge_method", f"{shown(name)} is not supported; {_nearest(name, MERGEKIT_METHODS)}known: {accepted}"
+        )
+        return None
+
+    def _slice(self, node: Any, place: str) -> Slice:
+        found = self._mapping(node, place, ("sources", "base_model", "parameters"))
+        inputs = self._inputs(found.get("sources"), f"{place}.sources", has_layers=True)
+        ranges = {source.layers[1] - source.layers[0] for source in inputs if source.layers}
+        if len(ranges) > 1:
+            self._problem(
+                place, f"its sources have {' and '.join(map(str, sorted(ranges)))} layers; their numbers must agree"
+            )
+        base = self._optional_model(found.get("base_model"), f"{place}.base_model")
+        return Slice(inputs, base, self._settings(found.get("parameters"), f"{place}.parameters"), place)
+
+    def _inputs(self, node: Any, place: str, *, has_layers: bool) -> tuple[ModelInput, ...]:
+        known = ("model", "layer_range", "parameters") if has_layers else ("model", "parameters")
+        inputs: list[ModelInput] = []
+        for index, entry in enumerate(self._list(node, place)):
+            here = f"{place}.{index}"
+            found = self._mapping(entry, here, known)
+            if not isinstance(entry, Mapping):
+                continue
+            model = self._model(found.get("model"), f"{here}.model")
+            if model and model in [source.model for source in inputs]:
+                self._problem(f"{here}.model", f"{model} is listed twice; a model is merged once")
+            layers = self._layer_range(found.get("layer_range"), f"{here}.layer_range") if has_layers else None
+            settings = self._settings(found.get("parameters"), f"{here}.parameters", is_of_model=True)
+            inputs.append(ModelInput(model, layers, settings, here))
+        return tuple(inputs)
+
+    def _layer_range(self, node: Any, place: str) -> tuple[int, int]:
+        if isinstance(node, list) and len(node) == 2:
+            start, stop = (_number(end) for end in node)
+            if start is not None and stop is not None and 0 <= start < stop and start % 1 == stop % 1 == 0:
+                return int(start), int(stop)
+        self._problem(place, f"{shown(node)} is not a range of layers; give [START, END] from 0, END not included")
+        return 0, 1
+
+    def _settings(self, node: Any, place: str, *, is_of_model: bool = False) -> Settings:
+        settings: dict[str, tuple[Condition, ...]] = {}
+        if self._method is None or node is None:
+            return settings
+        parameters = {parameter.name: parameter for parameter in MERGEKIT_METHODS[self._method].parameters}
+        if not isinstance(node, Mapping):
+            self._problem(place, f"{shown(node)} is not accepted; give a mapping (name: value)")
+            return settings
+        for name, value in node.items():
+            here = f"{place}.{name}"
+            parameter = parameters.get(name)
+            if name in WITHOUT_EFFECT:
+                continue
+            if parameter is None:
+                takes = ", ".join(parameters) or "none"
+                reason = f"{self._method} takes no such parameter; {_nearest(name, parameters)}it takes {takes}"
+                self._warn(here, value, reason)
+            elif is_of_model and parameter.scope == "shared":
+                self._warn(here, value, f"{self._method} has one {name} for all models; give it under parameters")
+            else:
+                settings[name] = self._conditions(value, here, parameter)
+        return settings
+
+    def _conditions(self, node: Any, place: str, parameter: Parameter) -> tuple[Condition, ...]:
+        if isinstance(node, Mapping):
+            return (self._condition(node, place, parameter),)
+        if isinstance(node, list) and any(isinstance(entry, Mapping) for entry in node):
+            return tuple(self._condition(entry, f"{place}.{i}", parameter) for i, entry in enumerate(node))
+        return (Condition("", self._values(node, place, parameter), place),)
+
+    def _condition(self, node: Any, place: str, parameter: Parameter) -> Condition:
+        found = self._mapping(node, place, ("filter", "value"))
+        text = found.get("filter")
+        if text is not None and not isinstance(text, str):
+            self._problem(f"{place}.filter", f"{shown(text)} is not accepted; give a part of a tensor's name")
+            text = None
+        values = self._values(found.get("value"), f"{place}.value", parameter)
+        return Condition("" if text in (None, "*") else text, values, place)
+
+    def _values(self, node: Any, place: str, parameter: Parameter) -> tuple[Scalar, ...]:
+        entries = node if isinstance(node, list) else [node]
+        places = [f"{place}.{i}" for i in range(len(entries))] if isinstance(node, list) else [place]
+        values = (self._value(entry, here, parameter) for entry, here in zip(entries, places, strict=True))
+        return tuple(value for value in values if value is not None)
+
+    def _value(self, node: Any, place: str, parameter: Parameter) -> Scalar | None:
+        value: Scalar | None = _flag(node) if parameter.is_flag else _number(node)
+        if value is None or not math.isfinite(value):
+            accepted = "true or false" if parameter.is_flag else "a number, or a list of them as a gradient over layers"
+            self._problem(place, f"{shown(node)} is not accepted; give {accepted}")
+            return None
+        return value
+
+    def _optional_model(self, node: Any, place: str) -> str | None:
+        return None if node is None else self._model(node, place)
+
+    def _model(self, node: Any, place: str) -> str:
+        if isinstance(node, Mapping) and "path" in node:
+            found = self._mapping(node, place, ("path", "revision"))
+            path, revision = self._model(found["path"], f"{place}.path"), found.get("revision")
+            if not isinstance(revision, str | None):
+                self._problem(
+                    f"{place}.revision", f"{shown(revision)} is not a branch, tag or commit; write it in quotes"
+                )
+                return path
+            return path if revision is None else f"{path}@{revision}"
+        if isinstance(node, Mapping):
+            found = self._mapping(node, place, ("model", "lora"))
+            model = self._model(found.get("model"), f"{place}.model")
+            adapter = None if found.get("lora") is None else self._model(found["lora"], f"{place}.lora")
+            return self._model(f"{model}+{adapter}", place) if model and adapter else model
+        if not isinstance(node, str) or not node:
+            self._problem(place, f"{shown(node)} is not a model; give a directory or the id of a hub model")
+            return ""
+        if not all(part is None or part for part in split_adapter(node)):
+            self._problem(place, f"{node} is not a model; give MODEL+LORA, or a name without +")
+        return node
+
+    def _dtype(self, node: Any, place: str) -> str | None:
+        name = node.removeprefix("torch.") if isinstance(node, str) else node
+        if name == "float64":
+            self.warnings.append(f"{place}: float64 is not kept: merges are computed and written in float32")
+            return "float32"
+        if name is None or name in DTYPES:
+            return name
+        self._problem(place, f"{shown(node)} is not supported; give {', '.join(DTYPES)}")
+        return None
+
+    def _tokens(self, node: Any) -> Mapping[str, TokenSource]:
+        place = "tokenizer.tokens"
+        if node is None:
+            return {}
+        if not isinstance(node, Mapping):
+            self._problem(place, f"{shown(node)} is not accepted; give a mapping (token: source)")
+            return {}
+        return {str(token): self._token(entry, f"{place}.{token}") for token, entry in node.items()}
+
+    def _token(self, node: Any, place: str) -> TokenSource:
+        found = self._mapping(node, place, ("source", "force"))
+        source, force = found.get("source"), _flag(found.get("force", False))
+        if force is None:
+            self._problem(f"{place}.force", f"{shown(found['force'])} is not accepted; give true or false")
+        kind = source.get("kind") if isinstance(source, Mapping) else None
+        if kind == "zero":
+            return TokenSource(None, force=bool(force))
+        if kind != "model_token":
+            if source is None:
+                self._problem(f"{place}.source", "is missing; give a model, kind: zero, or kind: model_token")
+                return TokenSource(None)
+            return TokenSource(self._model(source, f"{place}.source"), force=bool(force))
+        inner = self._mapping(source, f"{place}.source", ("kind", "model", "token", "token_id"))
+        token, number = inner.get("token"), inner.get("token_id")
+        if (
+            (token is None) == (number is None)
+            or not isinstance(token, str | None)
+            or not isinstance(number, int | None)
+        ):
+            self._problem(f"{place}.source", "expected either token, a text, or token_id, a whole number")
+        model = self._model(inner.get("model"), f"{place}.source.model")
+        return TokenSource(model, token, number, bool(force))
+
+    def _multiple(self, node: Any) -> int | None:
+        number = _number(node)
+        if node is not None and (number is None or number % 1 or number < 0):
+            self._problem("tokenizer.pad_to_multiple_of", f"{shown(node)} is not accepted; give a whole number")
+            return None
+        return int(number) if number else None
+
+    def _chat_template(self, node: Any) -> str | None:
+        if node is not None and not isinstance(node, str):
+            self._problem("chat_template", f"{shown(node)} is not accepted; give auto, a name, a file or a template")
+            return None
+        return node or None
+
+    def _list(self, node: Any, place: str) -> list[Any]:
+        if isinstance(node, list) and node:
+            return node
+        self._problem(place, f"{shown(node)} is not accepted; give a list with at least one entry")
+        return []
+
+    def _mapping(self, node: Any, place: str, known: tuple[str, ...]) -> Mapping[str, Any]:
+        if not isinstance(node, Mapping):
+            self._problem(place, f"{shown(node)} is not accepted; give a mapping with {', '.join(known)}")
+            return {}
+        for key in node:
+            if key not in known and node[key] is not None and key not in WITHOUT_EFFECT:
+                here = f"{place}.{key}" if place else str(key)
+                reason = f"unknown key; {_nearest(key, known)}known keys: {', '.join(known)}"
+                if "parameters" in known and key in PARAMETER_NAMES:
+                    reason = "a parameter is read under parameters only"
+                self._warn(here, node[key], EXPLAINED.get(key, reason))
+        return node
+
+    def _problem(self, place: str, message: str) -> None:
+        self.problems.append(f"{place}: {message}" if place else message)
+
+    def _warn(self, place: str, value: Any, reason: str) -> None:
+        self.warnings.append(f"{place}: {shown(value)} has no effect: {reason}")
+
+
+def _number(node: Any) -> float | None:
+    """A number as pydantic reads it: YAML takes 1e-5 as text, and true is 1."""
+    if not isinstance(node, int | float | str):
+        return None
+    try:
+        return float(node)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _flag(node: Any) -> bool | None:
+    if isinstance(node, str):
+        return FLAGS.get(node.lower())
+    return bool(node) if node in (True, False) else None
+
+
+def _nearest(name: Any, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1) if isinstance(name, str) else []
+    return f'did you mean "{near[0]}"? ' if near else ""

@@ -1,0 +1,204 @@
+"""Means on a sphere of several models: Multi-SLERP and the Karcher mean.
+
+Both are sums of the models, whose factors follow from inner products alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from search_spaces.errors import InvalidRecipe
+from workers.merging.methods import scalars
+from workers.merging.methods.arithmetic import Products, inner_products, weighted_sum
+from workers.merging.methods.averages import shares_of
+from workers.merging.methods.registry import merges
+
+__all__ = [
+    "karcher",
+    "karcher_weights",
+    "multislerp",
+    "multislerp_task_vectors",
+    "multislerp_unscaled",
+    "multislerp_unscaled_task_vectors",
+    "multislerp_weights",
+]
+
+# Multi-SLERP's epsilon, added to norms it divides by.
+MULTISLERP_EPSILON = 1e-8
+# A shorter weighted mean of directions has no direction: lengths from inner products have an error of about 1e-8.
+NO_MEAN = 1e-7
+# Karcher mean: at most this many steps, and none shorter than the tolerance.
+KARCHER_STEPS, KARCHER_TOLERANCE = 10, 1e-5
+# Angles from inner products have an error of about 1e-8.
+SMALLEST_ANGLE = 1e-7
+
+
+@merges("multislerp")
+def multislerp(
+    tensors: Sequence[torch.Tensor],
+    *,
+    weights: Sequence[float],
+    eps: float = MULTISLERP_EPSILON,
+    products: Products | None = None,
+) -> torch.Tensor:
+    """Barycentric interpolation on the hypersphere (mergekit's Multi-SLERP, goddard.blog/posts/multislerp).
+
+    With w_t summing to one, u_t = theta_t / |theta_t| and m = sum_t w_t u_t / |sum_t w_t u_t|: the tangent vectors
+    v = sum_t w_t (u_t - <u_t, m> m) at m give (m cos |v| + v sin |v| / |v|) * sum_t w_t |theta_t|. As sum_t w_t u_t
+    has m's direction, v is zero except for rounding, and the result is m * sum_t w_t |theta_t|. If the weighted mean
+    direction vanishes, two tensors are interpolated linearly; more raise InvalidRecipe. A single tensor is returned.
+    """
+    if len(tensors) == 1:
+        return tensors[0]
+    return weighted_sum(tensors, multislerp_weights(weights, products or inner_products(tensors), eps=eps))
+
+
+@merges("multislerp_unscaled")
+def multislerp_unscaled(
+    tensors: Sequence[torch.Tensor],
+    *,
+    weights: Sequence[float],
+    eps: float = MULTISLERP_EPSILON,
+    products: Products | None = None,
+) -> torch.Tensor:
+    """`multislerp` with weights as they are: the mean direction is the same, its length sum_t w_t |theta_t| is not
+    (mergekit: `normalize_weights: false`)."""
+    if len(tensors) == 1:
+        return tensors[0]
+    known = products or inner_products(tensors)
+    return weighted_sum(tensors, multislerp_weights(weights, known, eps=eps, normalize=False))
+
+
+def multislerp_weights(
+    weights: Sequence[float], products: Products, *, eps: float = MULTISLERP_EPSILON, normalize: bool = True
+) -> list[float]:
+    """The factor of each tensor in `multislerp`, or without `normalize` in `multislerp_unscaled`. Raises InvalidRecipe
+    if more than two directions cancel."""
+    if len(products) == 1:
+        return [1.0]
+    shares, norms = shares_of("multislerp", weights) if normalize else [*weights], _norms(products)
+    units = [share / (size + eps) if size + eps else 0.0 for share, size in zip(shares, norms, strict=True)]
+    size = _length(units, products)
+    if size < max(NO_MEAN, eps):
+        counting = [norm for norm, share in zip(norms, shares, strict=True) if share != 0]
+        if len(counting) <= 2 or max(counting) == 0:
+            return shares
+        raise InvalidRecipe(
+            f"multislerp: the directions of {len(counting)} tensors cancel with weights {tuple(weights)}: there is no "
+            "mean direction; use other weights or another method"
+        )
+    length = scalars.fsum(share * size for share, size in zip(shares, norms, strict=True))
+    # With longer units the tangent vectors would not add up to zero; mergekit adds eps to their length, too.
+    return [unit * length / size * math.cos(eps) for unit in units]
+
+
+@merges("multislerp_task_vectors")
+def multislerp_task_vectors(
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    *,
+    weights: Sequence[float],
+    eps: float = MULTISLERP_EPSILON,
+    products: Products | None = None,
+) -> torch.Tensor:
+    """theta_pre + `multislerp` of the task vectors (mergekit's Multi-SLERP with a base model)."""
+    if len(tensors) == 1:
+        return tensors[0]
+    return multislerp([tensor - base for tensor in tensors], weights=weights, eps=eps, products=products).add_(base)
+
+
+@merges("multislerp_unscaled_task_vectors")
+def multislerp_unscaled_task_vectors(
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    *,
+    weights: Sequence[float],
+    eps: float = MULTISLERP_EPSILON,
+    products: Products | None = None,
+) -> torch.Tensor:
+    """theta_pre + `multislerp_unscaled` of the task vectors (mergekit's Multi-SLERP with a base model)."""
+    if len(tensors) == 1:
+        return tensors[0]
+    taus = [tensor - base for tensor in tensors]
+    return multislerp_unscaled(taus, weights=weights, eps=eps, products=products).add_(base)
+
+
+@merges("karcher")
+def karcher(
+    tensors: Sequence[torch.Tensor],
+    *,
+    weights: Sequence[float],
+    max_iter: int = KARCHER_STEPS,
+    tol: float = KARCHER_TOLERANCE,
+    products: Products | None = None,
+) -> torch.Tensor:
+    """The Karcher (Riemannian) mean of directions on the unit sphere, times the mean norm (arXiv:2603.04972).
+
+    The m with sum_t w_t log_m(u_t) = 0, by steps m <- exp_m(sum_t w_t log_m(u_t)) from the normalised mean: at most
+    `max_iter`, and none shorter than `tol`. Tensors no longer than `tol` count in the mean norm, not in the direction.
+    A single tensor is returned. The paper's weights are equal.
+    """
+    if len(tensors) == 1:
+        return tensors[0]
+    return weighted_sum(
+        tensors, karcher_weights(weights, products or inner_products(tensors), max_iter=max_iter, tol=tol)
+    )
+
+
+def karcher_weights(
+    weights: Sequence[float],
+    products: Products,
+    *,
+    max_iter: int = KARCHER_STEPS,
+    tol: float = KARCHER_TOLERANCE,
+) -> list[float]:
+    """The factor of each tensor in `karcher`: m and the steps are sums of the u_t, so only angles are needed."""
+    if len(products) == 1:
+        return [1.0]
+    shares, norms = shares_of("karcher", weights), _norms(products)
+    length = scalars.fsum(share * size for share, size in zip(shares, norms, strict=True))
+    pointing = [i for i, size in enumerate(norms) if size > tol and shares[i] != 0]
+    found = [0.0] * len(products)
+    if not pointing:
+        return found
+    cosines = [[max(-1.0, min(1.0, products[i][j] / (norms[i] * norms[j]))) for j in pointing] for i in pointing]
+    shares = shares_of("karcher", [shares[i] for i in pointing])
+    size = _length(shares, cosines)
+    has_mean = size >= max(tol, NO_MEAN)
+    mean = [share / size for share in shares] if has_mean else [1.0] + [0.0] * (len(pointing) - 1)
+    for _ in range(max_iter):
+        step = [0.0] * len(pointing)
+        for i, share in enumerate(shares):
+            along = max(-1.0, min(1.0, scalars.fsum(m * c for m, c in zip(mean, cosines[i], strict=True))))
+            theta = scalars.acos(along)
+            if theta < max(tol, SMALLEST_ANGLE) or scalars.sin(theta) < SMALLEST_ANGLE:
+                continue  # at the mean already, or opposite to it: no direction leads there
+            factor = share * theta / scalars.sin(theta)
+            step = [part - of_mean * factor * along for part, of_mean in zip(step, mean, strict=True)]
+            step[i] += factor
+        size = _length(step, cosines)
+        if size < max(tol, SMALLEST_ANGLE):
+            break
+        mean = [m * scalars.cos(size) + s * scalars.sin(size) / size for m, s in zip(mean, step, strict=True)]
+        size = _length(mean, cosines)
+        mean = [m / size for m in mean]
+    for i, of_mean in zip(pointing, mean, strict=True):
+        found[i] = of_mean / norms[i] * length
+    return found
+
+
+def _norms(products: Products) -> list[float]:
+    return [math.sqrt(row[i]) for i, row in enumerate(products)]
+
+
+def _length(coefficients: Sequence[float], products: Products) -> float:
+    """The norm of the sum of vectors times their coefficients."""
+    terms = (
+        a * b * product
+        for a, row in zip(coefficients, products, strict=True)
+        for b, product in zip(coefficients, row, strict=True)
+    )
+    return scalars.sqrt(max(0.0, scalars.fsum(terms)))
