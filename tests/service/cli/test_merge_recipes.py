@@ -67,7 +67,7 @@ def test_a_recipe_that_names_only_the_base_is_the_base(place: Workplace, family:
     ("text", "message"),
     [
         ("{", "line 1: not JSON: "),
-        ("[1]", "recipe: format is [1]; this version reads "),
+        ("[1]", "is neither a mergekit configuration (it has no merge_method) nor a recipe (it has no format)"),
         ('{"format": "other"}', "recipe: format is 'other'; this version reads "),
         ("9" * 10_000, "Exceeds the limit"),
         ("[" * 100_000, "is nested too deeply"),
