@@ -38,6 +38,7 @@ SOURCES = (
     MERGING / "masks.py",
     MERGING / "order_statistics.py",
     MERGING / "methods" / "arithmetic.py",
+    MERGING.parent / "training" / "mergopt" / "kernel.py",
 )
 
 
