@@ -72,6 +72,8 @@ class Coordinator:
         self._lost_actors: dict[int, int] = {}
         self._crashes = Crashes(store.events(plan.study_id))
         self._asking = Asking(proposer, writer)
+        # A study that an earlier version began keeps its recipes' format.
+        self._keeps_equal = any(trial.recipe.keeps_equal for trial in store.trials(plan.study_id))
         self._holdout: deque[int] | None = None
         self._trials: dict[int, TrialRecord] = {}
         self._feasibility = Feasibility(plan.objectives, self._trials)
@@ -334,7 +336,7 @@ class Coordinator:
         try:
             self._space.parameters.check(configuration)
             configuration = self._space.parameters.repair(configuration)
-            recipe = self._space.to_recipe(configuration)
+            recipe = replace(self._space.to_recipe(configuration), keeps_equal=self._keeps_equal)
         except SearchSpaceError as error:
             raise StudyFailed(f"trial {proposal.number}: the searcher left the search space: {error}") from error
         if proposal.opens is not None:

@@ -50,6 +50,8 @@ MAX_TRIES = 3
 
 # The end of a replica's error log that is searched for a fatal signal; its stack traces follow the line.
 FATAL_LINES = 1000
+# Its end may be known before the report is written.
+FATAL_WAIT_S = 5.0
 
 # Only one process of the cluster at a time starts Serve or deploys; this is the name of the Ray actor that it holds.
 DEPLOYING = "deploying"
@@ -338,14 +340,23 @@ def _raise_if_scoring(request: ScoreRequest, error: RayActorError) -> None:
 def _fatal_error(actor: str | None) -> str | None:
     """Python's report of the signal that ended the process of this Ray actor (hex), "Fatal Python error: Segmentation
     fault" for example. None without one, after SIGKILL for example, and where its log cannot be read."""
+    import ray
     from ray.util.state import get_log
 
-    try:
-        lines = "".join(get_log(actor_id=actor, suffix="err", tail=FATAL_LINES, timeout=10)).splitlines()
-    except Exception as error:  # it raises whatever its HTTP client raises
-        log.warning("the log of the replica with Ray actor %s was not read: %s", actor, error)
-        return None
-    return next((line for line in reversed(lines) if line.startswith("Fatal Python error: ")), None)
+    # Without an address it asks the Ray that was started last on this machine.
+    address = ray.get_runtime_context().gcs_address
+    deadline = time.monotonic() + FATAL_WAIT_S
+    while True:
+        try:
+            found = get_log(address=address, actor_id=actor, suffix="err", tail=FATAL_LINES, timeout=10)
+            lines = "".join(found).splitlines()
+        except Exception as error:  # it raises whatever its HTTP client raises
+            log.warning("the log of the replica with Ray actor %s was not read: %s", actor, error)
+            return None
+        fatal = next((line for line in reversed(lines) if line.startswith("Fatal Python error: ")), None)
+        if fatal is not None or time.monotonic() > deadline:
+            return fatal
+        time.sleep(0.5)
 
 
 @functools.lru_cache(maxsize=8)

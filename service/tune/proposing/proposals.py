@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from search_spaces.spaces.base import SearchSpace
@@ -110,7 +111,7 @@ class Observations:
     def _of_baseline(self, trial: TrialRecord) -> Mapping[str, Any] | None:
         """The configuration of a recipe that was not proposed, found once."""
         if trial.number not in self._baselines:
-            self._baselines[trial.number] = self._space.from_recipe(trial.recipe)
+            self._baselines[trial.number] = self._space.from_recipe(replace(trial.recipe, keeps_equal=False))
         return self._baselines[trial.number]
 
 
