@@ -1,8 +1,8 @@
 """One fine-tuning on Ray Train: `workers.training.finetuning` on one or several workers, in one directory.
 
 The directory holds the specification, checkpoints, numbers and at last the expert. A worker that dies is replaced by
-Ray Train, a driver that dies by whoever calls `run_finetune` again; both go on from the last checkpoint. Ray Train's
-own checkpoints are not used: those of the directory are complete or absent, whoever is killed when.
+Ray Train, a driver that dies by the next call of `run_finetune`; both go on from the last checkpoint. Ray Train's
+own checkpoints are not used: those of the directory are complete or absent, whatever is killed.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from search_spaces.errors import InvalidRecipe
 
 __all__ = ["read_document", "read_documents"]
 
-# Keys by which the files of mergekit's other programs are told, and what those do.
+# Keys by which the files of mergekit's other programs are recognised, and what those do.
 OTHER_PROGRAMS = {
     "experts": "a file of mergekit-moe, which builds a mixture of experts from whole models",
     "genome": "a file of mergekit-evolve, which searches; write a study for `mergesearch run`",

@@ -343,11 +343,11 @@ def _fatal_error(actor: str | None) -> str | None:
     import ray
     from ray.util.state import get_log
 
-    # Without an address it asks the Ray that was started last on this machine.
-    address = ray.get_runtime_context().gcs_address
     deadline = time.monotonic() + FATAL_WAIT_S
     while True:
         try:
+            # Without an address it asks the Ray that was started last on this machine.
+            address = ray.get_runtime_context().gcs_address
             found = get_log(address=address, actor_id=actor, suffix="err", tail=FATAL_LINES, timeout=10)
             lines = "".join(found).splitlines()
         except Exception as error:  # it raises whatever its HTTP client raises
