@@ -190,11 +190,11 @@ def path_engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """A local Ray of this session's own. Its dashboard hands out the logs of processes that died."""
+    """A local Ray of this session's own."""
     import ray
 
     def start() -> None:
-        ray.init("local", num_cpus=2, include_dashboard=True, log_to_driver=False, logging_level="error")
+        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
 
     try:
         start()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from workers.types import ScoreRequest, digest_of
 
@@ -23,13 +23,15 @@ KEY = "chunk of replica "
 @dataclass(frozen=True)
 class CurrentChunk:
     """The last chunk that a replica began. `scored_others`: the replica had scored another recipe before. `overdue`:
-    why it counts as hung (`watchdog`)."""
+    why it counts as hung (`watchdog`). `error_log` is a file of the Ray node `node` (hex); both empty if not known."""
 
     chunk: str
     replica: str
     scored_others: bool
     log_file: str
     overdue: str | None = None
+    error_log: str = ""
+    node: str = ""
 
 
 def chunk_id(request: ScoreRequest) -> str:
@@ -39,7 +41,7 @@ def chunk_id(request: ScoreRequest) -> str:
 
 
 def note_chunk(current: CurrentChunk) -> None:
-    """Called in a replica. Without Ray, or while its head is gone, nothing is noted."""
+    """Notes the chunk with the node. Called in a replica; without Ray, or while its head is gone, nothing is noted."""
     import ray
     from ray.exceptions import RayError
     from ray.experimental.internal_kv import _internal_kv_put
@@ -47,8 +49,9 @@ def note_chunk(current: CurrentChunk) -> None:
     if not ray.is_initialized():
         return
     try:
-        actor = ray.get_runtime_context().get_actor_id()
-        _internal_kv_put(f"{KEY}{actor}", json.dumps(asdict(current)), namespace=NAMESPACE)
+        context = ray.get_runtime_context()
+        note = json.dumps(asdict(replace(current, node=context.get_node_id())))
+        _internal_kv_put(f"{KEY}{context.get_actor_id()}", note, namespace=NAMESPACE)
     except RayError as error:
         log.warning("the current chunk was not noted: %s", error)
 

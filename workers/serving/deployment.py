@@ -18,6 +18,7 @@ from search_spaces.study.sections import EngineOptions
 from workers.engines.vllm.environment import engine_environment
 from workers.errors import CrashKind, EngineCrashed, EngineUnavailable, EvidenceMismatch, RequestFailed, WorkerError
 from workers.serving.current_chunk import chunk_id, current_chunk
+from workers.serving.fatal_errors import fatal_error
 from workers.serving.replica import EngineWorker, ScoringReplica, Worker
 from workers.serving.watchdog import TIME_LIMITS, TimeLimits
 from workers.types import (
@@ -47,11 +48,6 @@ MAX_ONGOING_REQUESTS = 3
 
 # A request that fails beside the engine is sent this often; the next replica may have what this one lacks.
 MAX_TRIES = 3
-
-# The end of a replica's error log that is searched for a fatal signal; its stack traces follow the line.
-FATAL_LINES = 1000
-# Its end may be known before the report is written.
-FATAL_WAIT_S = 5.0
 
 # Only one process of the cluster at a time starts Serve or deploys; this is the name of the Ray actor that it holds.
 DEPLOYING = "deploying"
@@ -330,33 +326,11 @@ def _raise_if_scoring(request: ScoreRequest, error: RayActorError) -> None:
     kind, why = CrashKind.EXIT, "ended while it scored the chunk"
     if current.overdue:
         kind, why = CrashKind.HANG, f"was replaced: {current.overdue}"
-    elif fatal_error := _fatal_error(error.actor_id):
-        kind, why = CrashKind.ERROR, f"{why}: {fatal_error}"
+    elif report := fatal_error(current):
+        kind, why = CrashKind.ERROR, f"{why}: {report}"
     raise EngineCrashed(
         f"{current.replica} {why}; its log is {current.log_file}", current.replica, current.scored_others, kind
     ) from error
-
-
-def _fatal_error(actor: str | None) -> str | None:
-    """Python's report of the signal that ended the process of this Ray actor (hex), "Fatal Python error: Segmentation
-    fault" for example. None without one, after SIGKILL for example, and where its log cannot be read."""
-    import ray
-    from ray.util.state import get_log
-
-    deadline = time.monotonic() + FATAL_WAIT_S
-    while True:
-        try:
-            # Without an address it asks the Ray that was started last on this machine.
-            address = ray.get_runtime_context().gcs_address
-            found = get_log(address=address, actor_id=actor, suffix="err", tail=FATAL_LINES, timeout=10)
-            lines = "".join(found).splitlines()
-        except Exception as error:  # it raises whatever its HTTP client raises
-            log.warning("the log of the replica with Ray actor %s was not read: %s", actor, error)
-            return None
-        fatal = next((line for line in reversed(lines) if line.startswith("Fatal Python error: ")), None)
-        if fatal is not None or time.monotonic() > deadline:
-            return fatal
-        time.sleep(0.5)
 
 
 @functools.lru_cache(maxsize=8)

@@ -319,7 +319,11 @@ class ScoringReplica:
         if request.crashes and not self._has_scored_others(digest):
             self._try_the_base(request)
         self._current = CurrentChunk(
-            chunk_id(request), self._worker.name, self._has_scored_others(digest), log_file=log_file()
+            chunk_id(request),
+            self._worker.name,
+            self._has_scored_others(digest),
+            log_file=log_file(),
+            error_log=_file_behind(2),
         )
         note_chunk(self._current)
         with self._watchdog.chunk(request):
@@ -372,7 +376,11 @@ def _base_alone(recipe: Recipe) -> Recipe:
 
 def log_file() -> str:
     """Where this process's output, vLLM's log included, goes: the file behind its standard output."""
+    return _file_behind(1) or "the replica's standard output"
+
+
+def _file_behind(descriptor: int) -> str:
     try:
-        return os.readlink("/proc/self/fd/1")
+        return os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:
-        return "the replica's standard output"
+        return ""

@@ -1,0 +1,65 @@
+"""Which signal ended a replica's process, as the reports of Ray and Python in the process's error log say."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+
+from workers.serving.current_chunk import CurrentChunk
+
+__all__ = ["fatal_error"]
+
+log = logging.getLogger(__name__)
+
+# Ray's report comes first. SIGTERM, which it reports as well, comes from outside.
+REPORT = re.compile(r"\*\*\* (SIG(?:SEGV|BUS|ILL|FPE|ABRT|TRAP) received)|(Fatal Python error: .+)")
+# The end of the error log that is searched; the stack traces of all threads follow the report's first line.
+MAX_BYTES = 1 << 20
+# The end of a process may be known before its report is written.
+WAIT_S = 5.0
+# How long the node may take to start a process that reads the log.
+READ_S = 30.0
+
+
+def fatal_error(current: CurrentChunk) -> str | None:
+    """The report of the signal that ended this replica, "Fatal Python error: Segmentation fault" for example. None
+    without one, after SIGKILL for example, and where the log cannot be read: the node is gone, for example.
+
+    A Ray task on the replica's node reads the log, so no dashboard is needed."""
+    import ray
+    from ray.exceptions import GetTimeoutError, RayError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    if not (current.node and current.error_log):
+        return None
+    reading = (
+        ray.remote(find_report)
+        .options(
+            num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(current.node, soft=False)
+        )
+        .remote(current.error_log, WAIT_S)
+    )
+    try:
+        report: str | None = ray.get(reading, timeout=WAIT_S + READ_S)
+    except (OSError, RayError) as error:
+        if isinstance(error, GetTimeoutError):
+            ray.cancel(reading, force=True)
+        log.warning("the error log of %s was not read: %s", current.replica, error)
+        return None
+    return report
+
+
+def find_report(error_log: str, wait_s: float) -> str | None:
+    """The last report in the file, for which it waits `wait_s` seconds. Raises OSError if the file cannot be read."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        with open(error_log, "rb") as file:
+            file.seek(max(file.seek(0, 2) - MAX_BYTES, 0))
+            lines = file.read().decode(errors="replace").splitlines()
+        report = next(filter(None, map(REPORT.match, reversed(lines))), None)
+        if report is not None:
+            return report[1] or report[2]
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.5)
