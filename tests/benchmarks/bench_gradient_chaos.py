@@ -1,7 +1,8 @@
-"""Whether studies that compute gradients survive: 20 seeded kill -9s of a driver, a replica or a gradient actor.
+"""Whether studies that compute gradients survive kill -9s, in an order drawn from a seed.
 
-HTTP server, Ray, its jobs, Serve, the gradient actor (of a tiny model) and store are real; the replicas are fakes.
-Every study must end with the trials and steps of an undisturbed run.
+HTTP server, Ray, its jobs, Serve, the gradient actor and store are real. Twenty kills of a driver, a replica or a
+gradient actor (of a tiny model) while fakes score, and two while real engines score the shipped family: of a gradient
+actor and a replica. Every study must end with the trials and steps of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -12,30 +13,46 @@ from pathlib import Path
 from typing import Any
 
 from tests.end_to_end.chaos import GRADIENT_KILLS, on_the_server, run_chaos
-from tests.end_to_end.studies import write_gradient_study
+from tests.end_to_end.studies import write_gradient_study, write_shipped_gradient_study
 
 NUM_KILLS, SEED = 20, 0
+REAL_KILLS = ("gradient actor", "replica")
 
 
 def run() -> dict[str, Any]:
+    fakes = _run_chaos(
+        kills=random.Random(SEED).choices(tuple(GRADIENT_KILLS), k=NUM_KILLS),
+        rungs=(20, 60),
+        max_trials=12,
+        write_study=write_gradient_study,
+        FAKE_SCORER={"sample_delay_s": 0.01},
+    )
+    engines = _run_chaos(
+        kills=REAL_KILLS,
+        rungs=(90, 270),
+        max_trials=4,
+        write_study=write_shipped_gradient_study,
+        max_pause_s=10.0,
+        command=("service.cli.main", "serve"),
+    )
+    is_killed = all(fakes["kills"].get(part) for part in GRADIENT_KILLS) and all(
+        sum(result["kills"].values()) == number for result, number in ((fakes, NUM_KILLS), (engines, len(REAL_KILLS)))
+    )
+    is_equal = not any(result["differing"] or not any(result["gradients"]) for result in (fakes, engines))
+    return {"fakes": fakes, "engines": engines, "met": is_killed and is_equal}
+
+
+def _run_chaos(**options: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="mergesearch-bench-") as directory:
-        result = run_chaos(
-            Path(directory),
-            kills=random.Random(SEED).choices(tuple(GRADIENT_KILLS), k=NUM_KILLS),
-            seed=SEED,
-            rungs=(20, 60),
-            max_trials=12,
-            write_study=write_gradient_study,
-            undisturbed=on_the_server,
-            patience_s=300.0,
-            FAKE_SCORER={"sample_delay_s": 0.01},
-        )
-    is_killed = sum(result["kills"].values()) == NUM_KILLS and all(result["kills"].get(part) for part in GRADIENT_KILLS)
-    return {**result, "met": not result["differing"] and is_killed and any(result["gradients"])}
+        return run_chaos(Path(directory), seed=SEED, undisturbed=on_the_server, patience_s=300.0, **options)
 
 
 def show(result: dict[str, Any]) -> None:
-    kills = ", ".join(f"{number} x {part}" for part, number in sorted(result["kills"].items()))
-    print(f"kills: {kills}; {result['studies']} studies in {result['seconds']:.0f} s")
-    print(f"gradients of each study: {', '.join(map(str, result['gradients']))}")
-    print(f"studies that differ from an undisturbed run: {', '.join(result['differing']) or 'none'}   must be none")
+    for name in ("fakes", "engines"):
+        part = result[name]
+        kills = ", ".join(f"{number} x {what}" for what, number in sorted(part["kills"].items()))
+        print(f"{name}: kills: {kills}; {part['studies']} studies in {part['seconds']:.0f} s")
+        print(f"    gradients of each study: {', '.join(map(str, part['gradients']))}")
+        print(
+            f"    studies that differ from an undisturbed run: {', '.join(part['differing']) or 'none'}   must be none"
+        )

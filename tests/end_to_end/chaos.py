@@ -1,7 +1,8 @@
 """Kills and stops what works on studies, in an order drawn from a seed, and compares their trials with undisturbed
 ones.
 
-HTTP server, Ray, its jobs, Serve, the gradient actor and the store are real; fakes score. A study follows the other
+HTTP server, Ray, its jobs, Serve, the gradient actor and the store are real; fakes score, unless the server is
+`mergesearch serve` itself. A study follows the other
 until all faults were injected; between two of them, the study at work has stored at least one chunk, or one step of its
 searcher.
 """
@@ -180,6 +181,7 @@ def run_chaos(
     patience_s: float = 0.0,
     max_pause_s: float = 1.0,
     seed: int = 0,
+    command: Sequence[str] = ("tests.benchmarks.fake_serve",),
     **environment: Any,
 ) -> dict[str, Any]:
     """In an order drawn from `seed`, kill what `kills` names, and stop what `stops` names, for `stop_s` seconds and
@@ -187,9 +189,9 @@ def run_chaos(
     seconds pass; what is to be killed and is not there is waited for `patience_s` seconds.
 
     Each study has `rungs` and `max_trials`, and is written by `write_study`; `undisturbed` is how one is run again.
-    `environment` holds the settings of `tests.benchmarks.fake_serve` and `fake_job`, as JSON. Returns the number of
-    kills of each part, the studies, those that differ from an undisturbed run, how many gradients each one computed,
-    and what was seen of each stop."""
+    `command` is the server's module and arguments, `environment` holds the settings of `tests.benchmarks.fake_serve` and
+    `fake_job`, as JSON. Returns the number of kills of each part, the studies, those that differ from an undisturbed
+    run, how many gradients each one computed, and what was seen of each stop."""
     draw = random.Random(seed)
     faults = [*(f"kill {part}" for part in kills), *(f"stop {part}" for part in stops)]
     draw.shuffle(faults)
@@ -199,7 +201,7 @@ def run_chaos(
     done: Counter[str] = Counter()
     seen: list[dict[str, Any]] = []
     settings = {name: json.dumps(value) for name, value in environment.items()}
-    with serving(["tests.benchmarks.fake_serve"], directory / "data", environment=settings) as server:
+    with serving(command, directory / "data", environment=settings) as server:
         store = Store(f"sqlite:///{directory / 'data' / DATABASE}")
         studies = _Studies(server, store, directory, file, undisturbed)
         for fault in faults:

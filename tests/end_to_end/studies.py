@@ -88,6 +88,18 @@ def shipped_study(directory: Path, *, name: str, seed: int) -> dict[str, Any]:
     return document
 
 
+def write_shipped_gradient_study(directory: Path, *, name: str, rungs: Sequence[int], max_trials: int) -> Path:
+    """For real engines: the shipped family, searched by gradients of its own models; the last trial is a mutant."""
+    document = shipped_study(directory, name=name, seed=0)
+    document["search_space"] = {"kind": "layerwise"}
+    gradient = {"steps": 12 * (max_trials - 1), "batch": 24, "points": max_trials - 1}
+    document["search"] = {"algorithm": "gradient", "max_trials": max_trials, "seed": 0, "gradient": gradient}
+    document["fidelity"] = {"scheduler": "racing", "rungs": list(rungs)}
+    file = directory / "study.yaml"
+    file.write_text(yaml.safe_dump(document))
+    return file
+
+
 def undisturbed(
     study_file: Path,
     directory: Path,
