@@ -189,9 +189,10 @@ def run_chaos(
     seconds pass; what is to be killed and is not there is waited for `patience_s` seconds.
 
     Each study has `rungs` and `max_trials`, and is written by `write_study`; `undisturbed` is how one is run again.
-    `command` is the server's module and arguments, `environment` holds the settings of `tests.benchmarks.fake_serve` and
-    `fake_job`, as JSON. Returns the number of kills of each part, the studies, those that differ from an undisturbed
-    run, how many gradients each one computed, and what was seen of each stop."""
+    `command` is the server's module and arguments, `environment` holds the settings of `tests.benchmarks.fake_serve`
+    and `fake_job`, as JSON. Returns the number of kills of each part, the studies, those that differ from one that
+    nothing disturbed,
+    how many gradients each one computed, and what was seen of each stop."""
     draw = random.Random(seed)
     faults = [*(f"kill {part}" for part in kills), *(f"stop {part}" for part in stops)]
     draw.shuffle(faults)
