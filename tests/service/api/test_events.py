@@ -23,6 +23,8 @@ from service.types import StudyState
 from tests.service.api.harness import ApiServer, finished_study, snapshot, stored_study
 from tests.service.synthetic_run import run_record
 
+pytestmark = pytest.mark.slow  # each watches a running study over HTTP
+
 Frame = tuple[int | None, str, dict[str, Any]]
 
 NO_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -154,7 +156,6 @@ def test_a_client_that_reconnects_with_its_last_id_misses_nothing_and_reads_noth
     assert seen[-1] == (None, "end", {"state": "FAILED", "reason": "the end"})
 
 
-@pytest.mark.slow
 def test_a_hundred_watchers_lose_nothing(server: ApiServer) -> None:
     writer = running_study(server.store)
 
@@ -171,7 +172,6 @@ def test_a_hundred_watchers_lose_nothing(server: ApiServer) -> None:
         assert seen[-1][1] == "end"
 
 
-@pytest.mark.slow
 def test_progress_is_told_when_it_changes_and_only_then(server: ApiServer) -> None:
     writer = running_study(server.store)
     progress = snapshot(run_record(num_trials=3)).to_json()

@@ -32,6 +32,8 @@ from service.types import (
 )
 from tests.service.api.harness import FAMILY, ApiServer, finished_study, stored_study
 
+pytestmark = pytest.mark.slow  # exports are written
+
 TIMEOUT_S = 180.0
 
 
@@ -69,7 +71,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
         yield server
 
 
-@pytest.mark.slow
 def test_the_best_trial_is_downloaded_as_export_writes_it(
     http: httpx.Client, server: ApiServer, tmp_path: Path
 ) -> None:
@@ -138,7 +139,6 @@ def test_what_are_no_weights_is_refused(
     assert server.store.exports(record.id) == ()
 
 
-@pytest.mark.slow
 def test_an_export_that_failed_may_be_tried_again_and_says_why_it_failed(http: httpx.Client, server: ApiServer) -> None:
     record = finished_study(server.store, num_trials=3)  # its fingerprints are of no real files
     name = export_id(record.id, 1, "bfloat16")
@@ -215,7 +215,6 @@ def test_an_export_whose_files_were_removed_says_so_and_may_be_asked_for_again(
     assert again.json()["state"] in ("WAITING", "RUNNING")
 
 
-@pytest.mark.slow
 def test_an_interrupted_export_is_written_at_the_next_start(tmp_path: Path) -> None:
     name = export_id("s", 0, "float32")
     store = Store(f"sqlite:///{tmp_path / 'mergesearch.db'}")

@@ -24,6 +24,8 @@ from service.types import StudyRecord, StudyState, TrialState
 from tests.service.api.harness import ApiServer, document, finished_study, resolved, rung, stored_study, write_trial
 from tests.service.synthetic_run import run_record as made_up
 
+pytestmark = pytest.mark.slow  # whole searches
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
@@ -50,7 +52,6 @@ def as_json(document: Any) -> Any:
     return json.loads(json.dumps(document))
 
 
-@pytest.mark.slow
 def test_pages_of_trials_are_all_of_them(get: Any, server: ApiServer, study: StudyRecord, http: httpx.Client) -> None:
     every = [as_json(trial_document(trial)) for trial in server.store.trials(study.id)]
     assert get("/trials")["trials"] == every

@@ -19,6 +19,8 @@ from tests.service.api.harness import ApiServer
 from tests.service.cli.terminals import ServerTerminal
 from tests.service.site import Site
 
+pytestmark = pytest.mark.slow  # each starts an HTTP server
+
 
 def words(text: str) -> str:
     return re.sub(r"\s+", " ", text).strip()
@@ -180,7 +182,6 @@ def test_the_log_is_printed(
     assert terminal.refused("log", finished, code=1) == "Ray is being started"
 
 
-@pytest.mark.slow
 def test_export_fetches_the_model(site: Site, finished: str, terminal: ServerTerminal, tmp_path: Path) -> None:
     out = tmp_path / "merged"
     assert terminal.shown("export", "finished", "1", "--out", out) == f"merged model: {out}\n"

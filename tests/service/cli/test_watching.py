@@ -22,6 +22,8 @@ from tests.service.cli.terminals import ServerTerminal
 from tests.service.http_server import HttpServer
 from tests.service.site import PROGRESS, Site
 
+pytestmark = pytest.mark.slow  # each starts an HTTP server
+
 
 def work(site: Site, writer: StudyWriter, *, end: Callable[[], object]) -> None:
     """What a driver writes in a second."""

@@ -32,6 +32,8 @@ from tests.service.client.asker import Asker
 from tests.service.http_server import HttpServer
 from tests.service.site import PROGRESS, Site
 
+pytestmark = pytest.mark.slow  # each starts an HTTP server
+
 # Studies.
 
 
@@ -258,7 +260,6 @@ def test_events_come_while_they_happen(site: Site) -> None:
         assert [event.kind for event in events] == ["state", "end"]
 
 
-@pytest.mark.slow
 def test_no_event_is_missed_or_told_twice_when_the_server_is_stopped_and_started(site: Site, ask: Asker) -> None:
     writer = site.begin(site.new_name())
     own = HttpServer(site.app)
@@ -308,7 +309,6 @@ def test_events_of_no_study_are_refused(ask: Asker) -> None:
 # Exports.
 
 
-@pytest.mark.slow
 def test_an_exported_model_is_the_trial_that_was_named(site: Site, finished: str, ask: Asker, tmp_path: Path) -> None:
     received: list[tuple[int, int | None]] = []
     out = ask("export", finished, 1, tmp_path / "merged", received=lambda *count: received.append(count))

@@ -30,6 +30,8 @@ from tests.service.client.asker import Asker
 from tests.service.http_server import HttpServer
 from tests.service.site import Site
 
+pytestmark = pytest.mark.slow  # each starts an HTTP server
+
 
 class Scripted:
     """An application that answers each request with the next of `answers`: (status, headers, body), the last one for

@@ -25,6 +25,8 @@ from service.types import EventKind, Origin, RungRecord, TrialRecord, TrialState
 from tests.service.resolved import resolved_study
 from workers.types import Evidence, SampleResult, ScoreResult, Split
 
+pytestmark = pytest.mark.slow  # whole searches
+
 Values = Mapping[str, np.ndarray]
 N = 60
 MATH = Objective("math", "exact_match", "maximize")

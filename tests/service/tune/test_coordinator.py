@@ -402,6 +402,7 @@ def test_a_driver_that_was_replaced_cannot_write(tmp_path: Path) -> None:
         old.on_outcome(evaluation, score(FakeScorer(), evaluation, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_a_finished_search_goes_on_with_more_trials(tmp_path: Path, scheduler: Scheduler) -> None:
     store, study, _ = finished_study(tmp_path, scheduler=scheduler)
@@ -412,6 +413,7 @@ def test_a_finished_search_goes_on_with_more_trials(tmp_path: Path, scheduler: S
     assert len(after) == len(before) + 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_a_limit_ends_the_search_and_a_larger_one_takes_it_up_again(tmp_path: Path, scheduler: Scheduler) -> None:
     store, study = new_study(tmp_path)
@@ -515,6 +517,7 @@ def test_a_mean_outside_the_default_range_fails_its_trial_with_the_reason(tmp_pa
     assert all(other.state.is_finished for other in store.trials(study))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("value", "error"), [(0.3, None), (1.0, 0.5)])
 def test_a_rung_of_one_sample_has_a_standard_error_only_if_the_metric_is_binary(
     tmp_path: Path, value: float, error: float | None

@@ -32,6 +32,8 @@ from tests.service.tune.harness import (
 from workers.serving.fake import FakeScorer
 from workers.types import Split
 
+pytestmark = pytest.mark.slow  # whole searches
+
 RELATIVE = ("text >= base + 0.1", "math >= best expert - 0.15")
 
 
@@ -74,7 +76,6 @@ def values_at(store: Store, study: str, digest: str, rung: int) -> dict[str, flo
     return {name: sum(stored[name][i] for i in range(size)) / size for name in stored}
 
 
-@pytest.mark.slow
 def test_searchers_are_told_by_how_much_constraints_hold_on_the_same_samples(tmp_path: Path) -> None:
     store, study, proposer, _ = finished(tmp_path, *RELATIVE)
     trials = {trial.number: trial for trial in store.trials(study)}
@@ -131,7 +132,6 @@ def test_nothing_is_proposed_before_what_bounds_are_relative_to_is_scored(tmp_pa
     assert {"base", "expert:math", "expert:text"} <= labels
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", ["hyperband", "racing"])
 def test_a_killed_search_ends_as_an_undisturbed_one(tmp_path: Path, scheduler: Scheduler) -> None:
     reference, expected, _, _ = finished(tmp_path / "reference", *RELATIVE, scheduler=scheduler)

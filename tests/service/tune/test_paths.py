@@ -26,6 +26,8 @@ from tests.service.tune.harness import (
 )
 from workers.serving.fake import FakeScorer
 
+pytestmark = pytest.mark.slow  # whole searches, killed at every step
+
 
 def paths_space(**options: Any) -> SearchSpace:
     family = models(("math", "text"), 4, max_layers=5)

@@ -21,6 +21,8 @@ from workers.errors import EngineFault
 from workers.serving.fake import FakeScorer
 from workers.types import CanaryReport, ScoreRequest, Span, Split
 
+pytestmark = pytest.mark.slow  # whole searches
+
 # Both studies propose the same configurations; the second has fewer trials.
 SIZES = (14, 9)
 
@@ -98,7 +100,6 @@ def events(store: Store, study: str, kind: EventKind) -> list[Any]:
     return [event.payload for event in store.events(study) if event.kind == kind]
 
 
-@pytest.mark.slow
 def test_both_studies_score_again_what_a_faulty_engine_scored_and_go_on_if_nothing_changed(
     tmp_path: Path, studies: tuple[Store, list[str]]
 ) -> None:
@@ -255,7 +256,6 @@ def complete(store: Store, study: str, scorer: Any, *, max_trials: int) -> None:
     coordinator._writer.set_state(StudyState.COMPLETE, "the space is exhausted")
 
 
-@pytest.mark.slow
 def test_a_study_that_is_complete_is_told_of_void_samples_and_scores_them_again_when_it_is_resumed(
     tmp_path: Path, studies: tuple[Store, list[str]]
 ) -> None:

@@ -15,6 +15,8 @@ from service.api.limits.exports import DAY_S, ExportLimits, KeptExport, to_remov
 from service.types import ExportRecord, ExportState, StudyState
 from tests.service.api.harness import ApiServer, finished_study, stored_study
 
+pytestmark = pytest.mark.slow  # exports are written
+
 NOW = 1_800_000_000.0
 
 

@@ -21,6 +21,8 @@ from workers.training.finetuning.result import TRAINING_FILE
 from workers.training.finetuning.spec import FinetuneSpec, Training, load_spec, parse_spec
 from workers.training.finetuning.trainer import CHECKPOINTS, EXPERT, check, learning_rate_at, train
 
+pytestmark = pytest.mark.slow  # models are trained
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -207,7 +209,6 @@ def test_the_scale_is_fitted_to_experts(place: Path, tmp_path: Path) -> None:
     assert 0 < facts["noise"]["distance"] < 1
 
 
-@pytest.mark.slow
 def test_the_tasks_of_studies_are_scored_while_training(place: Path, tmp_path: Path) -> None:
     objective = {"name": "sums", "task": {"file": "data.jsonl", "max_tokens": 4}, "metric": "exact_match"}
     facts = run(
