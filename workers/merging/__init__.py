@@ -6,6 +6,7 @@ From the top; each module imports only modules below it:
 - `bank`: the source weights of a family, held once, with the statistics computed from them.
 - `statistics`: what depends on the sources alone, computed by the kernels.
 - `kernels`: fused kernels for CPU (Numba) and CUDA (Triton), bit for bit the plain methods.
+- `precompile`: compiles the kernels that merges usually need, at install.
 - `methods`: the merge methods in plain torch, the reference for the kernels.
 - `residual_scales`: scales of layers, folded into weights.
 - `recent`: how much of the statistics of several sources is kept.

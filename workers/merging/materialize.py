@@ -33,6 +33,7 @@ __all__ = [
     "TensorPlan",
     "check_recipe",
     "computations",
+    "is_small",
     "merge_into",
     "merged_names",
     "merged_tensors",
@@ -40,6 +41,10 @@ __all__ = [
     "plan_as_stated",
     "plan_tensors",
 ]
+
+
+# Elements of all operands of a merge that is small. Importing Numba and loading its kernels takes longer.
+SMALL = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,7 @@ def merged_tensors(
     *,
     names: Container[str] | None = None,
     into: Callable[[str, tuple[int, ...]], torch.Tensor] | None = None,
+    compiles: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The merged model, tensor by tensor: embedding, layers in order, head; a tied output head is not emitted. With
     `names` only these tensors.
@@ -100,11 +106,24 @@ def merged_tensors(
     Each is computed in float32 and rounded once, to `dtype`. Equal digests give equal bits. A tensor may share memory
     with the bank: never write to it. `into` may give memory for a tensor of a name and shape, contiguous, of `dtype`,
     on the bank's device: allocating memory takes longer than filling it. Where the destinations exist already,
-    `merge_into` is faster. Raises as `plan_tensors` does, before the first tensor.
+    `merge_into` is faster. Without `compiles` all methods are the plain ones, which give the same bits, slower but
+    without Numba: for a process that merges no more than `is_small` says. Raises as `plan_tensors` does, before the
+    first tensor.
     """
     plan = plan_tensors(recipe, bank)
     tensors = plan.tensors if names is None else [tensor for tensor in plan.tensors if tensor.name in names]
-    return ((tensor.name, _Computation.of(tensor, plan, bank).result(bank, dtype, into)) for tensor in tensors)
+    return (
+        (tensor.name, _Computation.of(tensor, plan, bank, compiles=compiles).result(bank, dtype, into))
+        for tensor in tensors
+    )
+
+
+def is_small(recipe: Recipe | TensorPlan, bank: Bank) -> bool:
+    """Whether a process that does only this merge computes it sooner without compiled code. Raises as
+    `plan_tensors` does."""
+    tensors = plan_tensors(recipe, bank).tensors
+    num_elements = sum(math.prod(tensor.shape) * (len(_operands(tensor.merge)) + 1) for tensor in tensors)
+    return bank.device.type == "cpu" and num_elements <= SMALL
 
 
 def merge_into(recipe: Recipe | TensorPlan, bank: Bank, destinations: Mapping[str, torch.Tensor]) -> None:
@@ -292,12 +311,14 @@ class _Computation:
     importance: Importance | None
     variances: MagnitudeTable | None
     keeps_equal: bool
+    compiles: bool
 
     @classmethod
-    def of(cls, tensor: MergedTensor, plan: TensorPlan, bank: Bank) -> Self:
+    def of(cls, tensor: MergedTensor, plan: TensorPlan, bank: Bank, *, compiles: bool = True) -> Self:
+        """Without `compiles` what depends on the sources alone is left to the plain method."""
         recipe, aliases = plan.recipe, plan.aliases
         merge, declared = tensor.merge, METHODS[tensor.merge.method]
-        uses = PLAIN[merge.method].uses
+        uses = PLAIN[merge.method].uses if compiles else frozenset()
 
         def key(source: Source) -> Key:
             return aliases[source.model], bank.layout.name(tensor.suffix, source.layer)
@@ -322,6 +343,7 @@ class _Computation:
             bank.importance(*sources) if "importance" in uses else None,
             bank.variances(sources, base) if "variances" in uses else None,
             recipe.keeps_equal,
+            compiles,
         )
 
     @property
@@ -350,7 +372,7 @@ class _Computation:
 
     def _is_fused(self, operands: Operands, dtype: torch.dtype) -> bool:
         # The kernels cut as format 2 does.
-        return is_fused(self.tensor.merge, operands, dtype) and not self.keeps_equal
+        return self.compiles and is_fused(self.tensor.merge, operands, dtype) and not self.keeps_equal
 
     def operands(self, bank: Bank) -> Operands:
         # As large as half a source: for one tensor at a time.
@@ -372,7 +394,7 @@ class _Computation:
         )
 
     def _ranks(self, bank: Bank) -> tuple[torch.Tensor, ...] | None:
-        if self.base is None or self.keeps_equal:  # the bank's ranks are those of format 2
+        if self.base is None or self.keeps_equal or not self.compiles:  # the bank's ranks are those of format 2
             return None
         return bank.ranks(self.sources, self.base)
 
