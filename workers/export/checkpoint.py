@@ -39,6 +39,7 @@ from workers.types import digest_of
 __all__ = [
     "MAX_SHARD_BYTES",
     "Progress",
+    "check_place",
     "export",
     "is_written",
     "left_behind_bytes",
@@ -130,12 +131,8 @@ def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype, *, chat_
 
     Raises FileExistsError if it holds anything else, PermissionError if it cannot be created."""
     out = Path(out_dir).resolve()
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        above = next(parent for parent in out.parents if parent.exists())
-        if not above.is_dir():
-            raise FileExistsError(f"{out}: cannot be created, because {above} is not a directory")
-        if not os.access(above, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(above))
+    wanted_export = f"an export of recipe {recipe.digest[:12]} in {_name(dtype)}"
+    if not check_place(out, expected=wanted_export):
         return False
     try:
         found = json.loads((out / "recipe.json").read_text())
@@ -145,10 +142,24 @@ def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype, *, chat_
     wanted = {"digest": recipe.digest, "dtype": _name(dtype), "chat_template": chat_template}
     if isinstance(found, dict) and {key: found.get(key) for key in wanted} == wanted:
         return True
-    raise FileExistsError(
-        f"{out}: exists and is not an export of recipe {recipe.digest[:12]} in {_name(dtype)}; "
-        "expected a new or empty directory"
-    )
+    raise FileExistsError(f"{out}: exists and is not {wanted_export}; expected a new or empty directory")
+
+
+def check_place(out_dir: str | Path, *, expected: str = "an export") -> bool:
+    """Whether there may be an export at `out_dir`, False if it is missing or empty; `expected` is for the message.
+
+    Raises FileExistsError if something else is there, PermissionError if it cannot be created."""
+    out = Path(out_dir).resolve()
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        above = next(parent for parent in out.parents if parent.exists())
+        if not above.is_dir():
+            raise FileExistsError(f"{out}: cannot be created, because {above} is not a directory")
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(above))
+        return False
+    if not (out / "recipe.json").is_file():
+        raise FileExistsError(f"{out}: exists and is not {expected}; expected a new or empty directory")
+    return True
 
 
 def left_behind_bytes(out_dir: str | Path) -> int:

@@ -3,6 +3,7 @@
 From the top; each module imports only modules below it:
 
 - `materialize`: the merged model of a recipe, as one stream of tensors.
+- `merged_tensor`: one tensor to merge, and the stacks of experts.
 - `bank`: the source weights of a family, held once, with the statistics computed from them.
 - `statistics`: what depends on the sources alone, computed by the kernels.
 - `kernels`: fused kernels for CPU (Numba) and CUDA (Triton), bit for bit the plain methods.

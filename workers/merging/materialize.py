@@ -19,6 +19,7 @@ from workers.errors import InvalidModel
 from workers.merging.bank import Bank, Key
 from workers.merging.kernels import FUSED, for_each, is_fused, merge_stored
 from workers.merging.masks import mask_key
+from workers.merging.merged_tensor import MergedTensor, pieces_of
 from workers.merging.methods.arithmetic import Products
 from workers.merging.methods.averages import Importance
 from workers.merging.methods.plain import PLAIN, Operands
@@ -28,7 +29,6 @@ from workers.models.components import some_of
 from workers.models.vocabulary import BASE, UNION
 
 __all__ = [
-    "MergedTensor",
     "Scratch",
     "TensorPlan",
     "check_recipe",
@@ -45,22 +45,6 @@ __all__ = [
 
 # Elements of all operands of a merge that is small. Importing Numba and loading its kernels takes longer.
 SMALL = 1 << 23
-
-
-@dataclass(frozen=True)
-class MergedTensor:
-    """One tensor of the merged model before it is computed: its name, its merge, and its operands in the bank.
-
-    `suffix` is the tensor's name within merged layer `layer`, or its whole name outside layers (None). The merge is
-    multiplied by `factor`, which folds the scales of earlier layers in (`residual_scales`).
-    """
-
-    name: str
-    merge: Merge
-    suffix: str
-    shape: tuple[int, ...]
-    layer: int | None = None
-    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -111,11 +95,15 @@ def merged_tensors(
     first tensor.
     """
     plan = plan_tensors(recipe, bank)
-    tensors = plan.tensors if names is None else [tensor for tensor in plan.tensors if tensor.name in names]
-    return (
-        (tensor.name, _Computation.of(tensor, plan, bank, compiles=compiles).result(bank, dtype, into))
-        for tensor in tensors
-    )
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for tensor in plan.tensors:
+            if names is None or any(name in names for name in tensor.shapes()):
+                computation = _Computation.of(tensor, plan, bank, compiles=compiles)
+                merged = computation.result(bank, dtype, None if tensor.pieces else into)
+                yield from ((name, part) for name, part in tensor.split(merged) if names is None or name in names)
+
+    return tensors()
 
 
 def is_small(recipe: Recipe | TensorPlan, bank: Bank) -> bool:
@@ -133,13 +121,19 @@ def merge_into(recipe: Recipe | TensorPlan, bank: Bank, destinations: Mapping[st
     together = []
 
     def write(computation: _Computation) -> None:
+        if computation.tensor.pieces:
+            merged = computation.result(bank, next(iter(destinations.values())).dtype, None)
+            for name, part in computation.tensor.split(merged):
+                if name in destinations:
+                    destinations[name].copy_(part)
+            return
         destination = destinations[computation.tensor.name]
         merged = computation.result(bank, destination.dtype, lambda name, shape: destination)
         if merged is not destination:
             destination.copy_(merged)
 
     for tensor in plan.tensors:
-        if tensor.name in destinations:
+        if destinations.keys() & tensor.shapes():
             computation = _Computation.of(tensor, plan, bank)
             if tensor.merge.method in FUSED:
                 together.append((math.prod(tensor.shape), computation))
@@ -150,13 +144,15 @@ def merge_into(recipe: Recipe | TensorPlan, bank: Bank, destinations: Mapping[st
 
 def merged_names(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that `merged_tensors` gives, in its order. Raises as it does."""
-    return {tensor.name: tensor.shape for tensor in plan_tensors(recipe, bank).tensors}
+    return {name: shape for tensor in plan_tensors(recipe, bank).tensors for name, shape in tensor.shapes().items()}
 
 
 def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]:
     """For every tensor that `merged_tensors` gives, what it is computed from and how: equal values, equal bits."""
     plan = plan_tensors(recipe, bank)
-    return {tensor.name: _computation(tensor, plan) for tensor in plan.tensors}
+    return {
+        name: (_computation(tensor, plan), part) for tensor in plan.tensors for part, name in enumerate(tensor.shapes())
+    }
 
 
 def check_recipe(recipe: Recipe, bank: Bank) -> None:
@@ -209,10 +205,15 @@ def _part(
     where = component if index is None else f"layer {index}, {component}"
     _check_merge(merge, where, index, bank, aliases)
     layout = bank.layout
+    layouts = {
+        source.model: of.stacked if recipe.stacks_experts else of
+        for source in _operands(merge)
+        for of in (bank.view(aliases[source.model]).layout,)
+    }
     first, *others = _operands(merge)
-    layer, suffixes = first.layer, bank.view(aliases[first.model]).layout.suffixes(component, first.layer)
+    layer, suffixes = first.layer, layouts[first.model].suffixes(component, first.layer)
     for source in others:
-        if bank.view(aliases[source.model]).layout.suffixes(component, source.layer) != suffixes:
+        if layouts[source.model].suffixes(component, source.layer) != suffixes:
             raise InvalidRecipe(f"{where}: layers {layer} and {source.layer} do not hold the same tensors")
     planned = []
     for suffix in suffixes:
@@ -221,13 +222,14 @@ def _part(
         if own is not merge:
             _check_merge(own, name, index, bank, aliases)
         keys = [(aliases[source.model], layout.name(suffix, source.layer)) for source in _operands(own)]
-        found = [bank.view(alias).tensors.get(key) for alias, key in keys]
+        found = [bank.view(alias).tensor(key) for alias, key in keys]
         if missing := sorted({key for (_, key), tensor in zip(keys, found, strict=True) if tensor is None}):
             raise InvalidRecipe(f"{where}: {name}: the models have no {some_of(missing)}")
         shapes = {tensor.shape for tensor in found if tensor is not None}
         if len(shapes) > 1:
             raise InvalidRecipe(f"{where}: {suffix} has different shapes in its source layers: {sorted(shapes)}")
-        planned.append(MergedTensor(name, own, suffix, shapes.pop(), index))
+        pieces = pieces_of(bank.view(keys[0][0]), keys[0][1], layout, index)
+        planned.append(MergedTensor(name, own, suffix, shapes.pop(), index, pieces=pieces))
     return planned
 
 
