@@ -263,15 +263,15 @@ class Recipe:
         """The recipe with `rewrite` applied to every merge, once to equal ones."""
         once = functools.cache(rewrite)
         layers = tuple(
-            replace(layer, **{name: once(layer.component(name)) for name in COMPONENTS}) for layer in self.layers
+            replace(layer, attention=once(layer.attention), mlp=once(layer.mlp), norm=once(layer.norm))
+            for layer in self.layers
         )
         tensors = {name: once(merge) for name, merge in self.tensors.items()}
         return replace(self, layers=layers, embedding=once(self.embedding), head=once(self.head), tensors=tensors)
 
     def canonical(self) -> Recipe:
-        """The equivalent recipe in canonical form: without sources that have no influence and without unused models,
-        sources ordered by (fingerprint, layer), and a merge that equals one of its sources as passthrough. Raises
-        InvalidRecipe as `check` does."""
+        """The equivalent recipe in canonical form: no sources without influence, no unused models, sources ordered by
+        (fingerprint, layer), a merge that equals one of its sources as passthrough. Raises InvalidRecipe as `check`."""
         known: Recipe | None = self.__dict__.get("_canonical")
         if known is not None:
             return known

@@ -330,7 +330,7 @@ class _Reader:
             self._warn("experts", node, EXPLAINED["experts"])
         elif node not in (None, "each", "stacked"):
             self._problem("experts", f"{shown(node)} is not accepted; give each (the default) or stacked")
-        return node == "stacked"
+        return bool(node == "stacked")
 
     def _chat_template(self, node: Any) -> str | None:
         if node is not None and not isinstance(node, str):
