@@ -49,6 +49,9 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
+# Methods that look at no more than one element of each source, so that experts may be stacked or not.
+ELEMENT_BY_ELEMENT = {"passthrough", "linear", "weighted_sum", "task_arithmetic", "nearswap"}
+
 # Beside the files of a directory that is not complete: the checksums of those that are.
 STATE = "state.json"
 
@@ -290,8 +293,16 @@ def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] 
         return f"{alignment.num_unnamed} rows of the embedding stand for no token, which mergekit drops"
     if bank.family.vocabulary.keys() - {"by_id"}:
         return "rows of single tokens are chosen, or the vocabulary is padded"
+    of_mlps = {layer.mlp.method for layer in recipe.canonical().layers}
+    if bank.layout.stacks and not recipe.stacks_experts and (whole := of_mlps - ELEMENT_BY_ELEMENT):
+        return (
+            f"experts are merged one by one, by {', '.join(sorted(whole))}, and mergekit merges a layer's as one tensor"
+        )
     try:
-        document = mergekit_config(recipe, bank.layout, directories, dtype=_name(dtype))
+        layout = bank.layout.stacked if recipe.stacks_experts else bank.layout
+        document = mergekit_config(recipe, layout, directories, dtype=_name(dtype))
+        if recipe.stacks_experts:
+            document["experts"] = "stacked"  # mergekit passes over it
         if alignment.tensors or tokenizer != "base":
             document["tokenizer_source"] = held.get(tokenizer, tokenizer)
         return document

@@ -88,6 +88,10 @@ def test_the_stack_is_merged_and_its_matrices_are_written(family: Family, bank: 
     found = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
     assert all(torch.equal(found[name], tensor) for name, tensor in merged.items())
     assert "All experts of a layer are merged as one tensor." in (out / "README.md").read_text()
+    assert yaml.safe_load((out / "mergekit_config.yml").read_text())["experts"] == "stacked"
+    other = export(replace(recipe, stacks_experts=False), bank, tmp_path / "other")
+    assert not (other / "mergekit_config.yml").exists()
+    assert "experts are merged one by one, by ties, and mergekit merges a layer" in (other / "README.md").read_text()
 
 
 def test_it_is_part_of_a_recipe(family: Family) -> None:
