@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from service.studies.merge import check_merge, merge_file
 from tests.layouts import layout_family
+from tests.workers.recipes import slerp
 from workers.export.checkpoint import export
 from workers.merging.bank import Bank
 from workers.merging.materialize import merge_into, merged_names, merged_tensors
@@ -88,10 +89,15 @@ def test_the_stack_is_merged_and_its_matrices_are_written(family: Family, bank: 
     found = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
     assert all(torch.equal(found[name], tensor) for name, tensor in merged.items())
     assert "All experts of a layer are merged as one tensor." in (out / "README.md").read_text()
+
+
+def test_a_mergekit_configuration_says_how_experts_are_merged(family: Family, bank: Bank, tmp_path: Path) -> None:
+    each = slerp(family, 0.3)
+    out = export(replace(each, stacks_experts=True), bank, tmp_path / "stacked")
     assert yaml.safe_load((out / "mergekit_config.yml").read_text())["experts"] == "stacked"
-    other = export(replace(recipe, stacks_experts=False), bank, tmp_path / "other")
-    assert not (other / "mergekit_config.yml").exists()
-    assert "experts are merged one by one, by ties, and mergekit merges a layer" in (other / "README.md").read_text()
+    out = export(each, bank, tmp_path / "each")
+    assert not (out / "mergekit_config.yml").exists()
+    assert "experts are merged one by one, by slerp, and mergekit merges a layer" in (out / "README.md").read_text()
 
 
 def test_it_is_part_of_a_recipe(family: Family) -> None:
