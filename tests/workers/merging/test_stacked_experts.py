@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from service.studies.merge import check_merge, merge_file
 from tests.layouts import layout_family
-from tests.workers.recipes import slerp
+from tests.workers.recipes import arithmetic, slerp
 from workers.export.checkpoint import export
 from workers.merging.bank import Bank
 from workers.merging.materialize import merge_into, merged_names, merged_tensors
@@ -92,10 +92,10 @@ def test_the_stack_is_merged_and_its_matrices_are_written(family: Family, bank: 
 
 
 def test_a_mergekit_configuration_says_how_experts_are_merged(family: Family, bank: Bank, tmp_path: Path) -> None:
-    each = slerp(family, 0.3)
-    out = export(replace(each, stacks_experts=True), bank, tmp_path / "stacked")
+    stacked_sum = replace(arithmetic(family, 0.3, 0.4), stacks_experts=True)
+    out = export(stacked_sum, bank, tmp_path / "stacked")
     assert yaml.safe_load((out / "mergekit_config.yml").read_text())["experts"] == "stacked"
-    out = export(each, bank, tmp_path / "each")
+    out = export(slerp(family, 0.3), bank, tmp_path / "each")
     assert not (out / "mergekit_config.yml").exists()
     assert "experts are merged one by one, by slerp, and mergekit merges a layer" in (out / "README.md").read_text()
 
