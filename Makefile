@@ -31,6 +31,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(TORCH_BACKEND) $(CONSTRAINTS:%=--constraint %) --editable '.[$(EXTRAS)]'
+	$(BIN)/python -m workers.merging.precompile
 	@touch $@
 
 demo: install

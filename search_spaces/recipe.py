@@ -204,8 +204,8 @@ class Recipe:
     embeddings are aligned: "base", "union", or the alias of another model; `vocabulary` says more about it, as
     `workers.models.vocabulary.Wishes` reads it. With a vocabulary other than the base's, `models` keeps models that no
     merge uses, because the vocabulary depends on them.
-
     `keeps_equal`: methods that cut at a rank keep all elements of the magnitude at that rank, as in format 1.
+    `stacks_experts`: all experts of a layer are merged as one tensor, not each by itself.
     """
 
     models: Mapping[str, str]
@@ -217,6 +217,7 @@ class Recipe:
     tokenizer: str = "base"
     keeps_equal: bool = False
     vocabulary: Mapping[str, Any] = field(default_factory=dict)
+    stacks_experts: bool = False
 
     def __post_init__(self) -> None:
         if self.keeps_equal and not self._cuts_at_rank():
@@ -269,9 +270,8 @@ class Recipe:
         return replace(self, layers=layers, embedding=once(self.embedding), head=once(self.head), tensors=tensors)
 
     def canonical(self) -> Recipe:
-        """The equivalent recipe in canonical form: without sources that have no influence and without unused models,
-        sources ordered by (fingerprint, layer), and a merge that equals one of its sources as passthrough. Raises
-        InvalidRecipe as `check` does."""
+        """The equivalent recipe in canonical form: no sources without influence, no unused models, sources ordered by
+        (fingerprint, layer), a merge that equals one of its sources as passthrough. Raises InvalidRecipe as `check`."""
         known: Recipe | None = self.__dict__.get("_canonical")
         if known is not None:
             return known
@@ -309,13 +309,13 @@ class Recipe:
             "layers": [layer.to_json() for layer in self.layers],
             "head": self.head.to_json(),
         }
-        if self.tensors:
-            document["tensors"] = {name: merge.to_json() for name, merge in self.tensors.items()}
-        if self.tokenizer != "base":
-            document["tokenizer"] = self.tokenizer
-        if self.vocabulary:
-            document["vocabulary"] = dict(self.vocabulary)
-        return document
+        unusual = {
+            "tensors": {name: merge.to_json() for name, merge in self.tensors.items()},
+            "tokenizer": "" if self.tokenizer == "base" else self.tokenizer,
+            "vocabulary": dict(self.vocabulary),
+            "experts": "stacked" if self.stacks_experts else "",
+        }
+        return document | {key: value for key, value in unusual.items() if value}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
@@ -334,6 +334,7 @@ class Recipe:
                 tokenizer=str(document.get("tokenizer", "base")),
                 keeps_equal=found == FORMAT,
                 vocabulary=dict(document.get("vocabulary", {})),
+                stacks_experts=document.get("experts") == "stacked",
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise InvalidRecipe(f"recipe: missing or malformed: {error!r}") from error

@@ -24,6 +24,8 @@ import workers.errors
 from search_spaces.errors import InvalidStudy, Problem
 from service.errors import RequestRefused
 from workers.errors import InvalidModel
+from workers.models.config import read_config
+from workers.tiny_family import family_dir
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "ray", "vllm", "transformers", "lm_eval", "smac", "sklearn", "scipy", "sqlalchemy", "fastapi")
@@ -102,6 +104,25 @@ def test_the_verbs_that_only_read_need_no_engine_and_no_ray() -> None:
         "service.studies.dry_run",
     )
     assert loaded_by(*verbs) & {"torch", "ray", "vllm", "transformers", "lm_eval", "smac"} == set()
+
+
+MERGE = """
+import sys
+from service.cli.main import main
+
+assert main(["merge", "docs/examples/mergekit.yml", "--out", sys.argv[1]]) == 0
+print(*(name for name in sys.argv[2:] if name in sys.modules))
+"""
+
+
+@pytest.mark.slow
+def test_a_merge_of_a_small_model_loads_torch_and_nothing_else_that_is_heavy(tmp_path: Path) -> None:
+    """Starting takes most of its time. What transformers knows of a model type is kept from an earlier merge."""
+    read_config(family_dir() / "base")
+    heavy = {*HEAVY, "numba", "pydantic", "rich", "tokenizers"} - {"torch"}
+    command = [sys.executable, "-c", MERGE, str(tmp_path / "merged"), *sorted(heavy)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.splitlines()[-1] == ""
 
 
 ERRORS = sorted(

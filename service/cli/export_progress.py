@@ -9,6 +9,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
+from service.results.format import duration
+
 if TYPE_CHECKING:
     from workers.export.checkpoint import Progress
 
@@ -59,8 +61,6 @@ class ExportView:
 
 def _line(progress: Progress, elapsed_s: float) -> str:
     """`[42s] writing: 1.4 of 13.5 GiB (0.9 GiB already there), 250 MiB/s, 49s left`."""
-    from service.results.format import duration
-
     size, unit = (2**30, "GiB") if progress.total >= 2**30 else (2**20, "MiB")
     there = f" ({progress.kept / size:.1f} {unit} already there)" if progress.kept else ""
     rate = (progress.written - progress.kept) / elapsed_s

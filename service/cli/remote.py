@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from service.cli.terminal import console, print_export, print_json, print_json_line, print_results
 from service.client import Client, Event
 from service.errors import ServerUnreachable
+from service.studies.progress import ProgressSnapshot
 from service.types import StudyState, TrialState
 
 if TYPE_CHECKING:
@@ -172,7 +173,6 @@ class ServerVerbs:
 
     def _follow(self, study: StudyDocument) -> None:
         from service.cli.progress import ProgressView
-        from service.studies.progress import ProgressSnapshot
 
         with ProgressView(worked_s=study["wall_clock_s"]) as view:
             waits = f", waits for {study['waiting_for']}" if study["waiting_for"] else ""

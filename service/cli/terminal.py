@@ -6,6 +6,8 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from service.results.format import preferred_text
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -40,8 +42,6 @@ def print_export(directory: Path, chosen: PreferredDocument | None, *, as_json: 
         print_json({"directory": str(directory)} | ({} if chosen is None else {"preferred": chosen}))
         return
     if chosen is not None:
-        from service.results.format import preferred_text
-
         print(preferred_text(chosen))
     print(f"merged model: {directory}")
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
-from service.schemas.files import HoldoutDocument, PreferredDocument, SearchDocument
+if TYPE_CHECKING:
+    from service.schemas.files import HoldoutDocument, PreferredDocument, SearchDocument
 
 __all__ = ["duration", "preferred_text", "sample_count", "search_sentences", "sort_holdout", "violation_text"]
 

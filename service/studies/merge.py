@@ -14,11 +14,10 @@ from pathlib import Path
 from threading import Timer
 from typing import TYPE_CHECKING, Any
 
-from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import Recipe
 from service.disk import free_bytes, gib
 from service.studies.export import model_bytes, write_model
-from service.studies.merge_documents import read_document
+from service.studies.merge_documents import Problems, read_document
 from service.studies.merge_sources import (
     aliases_of,
     chat_template_of,
@@ -39,7 +38,6 @@ from workers.models.hub import named
 from workers.models.merged_files import merged_config
 
 if TYPE_CHECKING:
-    from workers.mergekit.config import MergekitConfig
     from workers.merging.bank import Bank
 
 __all__ = ["MergePlan", "check_merge", "merge_file"]
@@ -140,7 +138,7 @@ def check_merge(
 
     from workers.export.checkpoint import is_written
 
-    job = _prepared(file, document, directories, dtype, strict, downloads=False, note=note)
+    job = _prepared(file, out, document, directories, dtype, strict, downloads=False, note=note)
     sources = job.bank.sources
     if lack := sources.lack_of_space:
         raise InvalidModel((lack,))
@@ -189,7 +187,7 @@ def merge_file(
     None is the file's; `document` is one of a file's documents where it has several.
     Raises InvalidRecipe, InvalidModel, Conflict.
     """
-    job = _prepared(file, document, directories, dtype, strict, note=note)
+    job = _prepared(file, out, document, directories, dtype, strict, note=note)
     for warning in job.warnings:
         note(f"warning: {warning}")
     return write_model(job.recipe, job.bank, out, dtype=job.dtype, chat_template=job.chat_template, **details)
@@ -205,67 +203,84 @@ class _Job:
 
 
 def _prepared(
-    file: Path, document: Any, directories: Mapping[str, Path], dtype: str | None, strict: bool, **fetching: Any
+    file: Path,
+    out: Path,
+    document: Any,
+    directories: Mapping[str, Path],
+    dtype: str | None,
+    strict: bool,
+    **fetching: Any,
 ) -> _Job:
-    """`fetching`: the further arguments of `_bank`."""
-    from workers.merging.materialize import check_recipe
+    """The merge with its models opened and checked. Raises what is wrong in the file, its models and `out` together.
 
+    `fetching`: the further arguments of `_bank`."""
     warnings: list[str] = []
     document = document or read_document(file, warn=warnings.append)
-    problems: Exception | None = None
-    try:
+    problems = Problems(file, warnings, strict=strict)
+    job: _Job | None = None
+    with problems.collected():
         if isinstance(document, Mapping) and "merge_method" in document and "format" not in document:
-            configuration = read_configuration(document, warn=warnings.append)
-            job = _of_configuration(configuration, file, directories, warnings.append, **fetching)
+            job = _of_configuration(document, file, directories, problems, **fetching)
         else:
-            job = _of_recipe(document, directories, **fetching)
-        check_recipe(job.recipe, job.bank)
-        merged_config(job.recipe, job.bank.base, job.bank.views(job.recipe.models), dtype="float32")
-    except InvalidRecipe as error:
-        problems = error
-    warnings = list(dict.fromkeys(warnings))
-    lines = str(problems or "").splitlines()
-    if strict:
-        lines += warnings
-    elif problems:
-        lines += [f"warning: {warning}" for warning in warnings]
-    if lines:
-        raise InvalidRecipe("\n".join(f"{file}: {line}" for line in lines)) from problems
-    _ = job.bank.sources.result_dir  # raises InvalidModel if the models' tokenizers cannot be combined
-    job = replace(job, warnings=tuple(f"{file}: {line}" for line in warnings))
+            job = _of_recipe(document, directories, problems, **fetching)
+    if problems:
+        from workers.export.checkpoint import check_place
+
+        with problems.collected():
+            check_place(out)
+    problems.raise_all()
+    assert job is not None, "neither a merge nor a problem"
+    job = replace(job, warnings=tuple(f"{file}: {line}" for line in dict.fromkeys(warnings)))
     return replace(job, dtype=dtype) if dtype else job
+
+
+def _check(recipe: Recipe, bank: Bank) -> None:
+    """Raise InvalidRecipe if the recipe has no merge of these models, InvalidModel if their tokenizers cannot be
+    combined."""
+    from workers.merging.materialize import check_recipe
+
+    check_recipe(recipe, bank)
+    merged_config(recipe, bank.base, bank.views(recipe.models), dtype="float32")
+    _ = bank.sources.result_dir
 
 
 # A recipe
 
 
-def _of_recipe(document: Any, directories: Mapping[str, Path], **fetching: Any) -> _Job:
+def _of_recipe(document: Any, directories: Mapping[str, Path], problems: Problems, **fetching: Any) -> _Job | None:
+    """None if something is wrong, which is added to `problems`."""
     recipe = Recipe.from_json(document)
+    template = document.get("chat_template")
+    if not isinstance(template, str | None):
+        problems.add(f"chat_template: {template!r} is not a text")
     if (stated := document.get("dtype")) not in (*DTYPES, None):
-        raise InvalidRecipe(f"dtype: {stated!r} is not supported; give {', '.join(DTYPES)}")
+        problems.add(f"dtype: {stated!r} is not supported; give {', '.join(DTYPES)}")
     if missing := sorted(set(recipe.models) - set(directories)):
         hint = " ".join(f"--model {alias}=DIR" for alias in missing)
-        raise InvalidRecipe(f"no directory is given for {', '.join(missing)}; add {hint}")
+        problems.add(f"no directory is given for {', '.join(missing)}; add {hint}")
     if unknown := sorted(set(directories) - set(recipe.models)):
-        raise InvalidRecipe(f"has no model {', '.join(unknown)}; it names {', '.join(recipe.models)}")
+        problems.add(f"has no model {', '.join(unknown)}; it names {', '.join(recipe.models)}")
     places: dict[str, str | Path] = {}
     adapted: dict[str, str | Path] = {}
     for alias, directory in directories.items():
+        if alias not in recipe.models:
+            continue
         whole, adapter = (None, None) if directory.exists() else split_adapter(str(directory))
         places[alias] = adapter or directory
         if adapter is not None and whole is not None:
             adapted[alias] = whole
-    sources = _resolved(recipe.base, places, recipe.tokenizer, adapted, recipe.vocabulary)
+    sources = _opened(recipe.base, places, recipe.tokenizer, adapted, recipe.vocabulary, problems)
+    if problems or sources is None:
+        return None
     bank = _bank(sources, **fetching)
     for alias, fingerprint in bank.sources.fingerprints.items():
         if recipe.models[alias] != fingerprint:
-            raise InvalidRecipe(
+            problems.add(
                 f"{directories[alias]} is not the recipe's {alias!r}: its content has fingerprint "
                 f"{fingerprint[:12]}, the recipe's {recipe.models[alias][:12]}"
             )
-    template = document.get("chat_template")
-    if not isinstance(template, str | None):
-        raise InvalidRecipe(f"chat_template: {template!r} is not a text")
+    if not problems:
+        _check(recipe, bank)
     return _Job(recipe, bank, document.get("dtype") or DEFAULT_DTYPE, template)
 
 
@@ -273,26 +288,36 @@ def _of_recipe(document: Any, directories: Mapping[str, Path], **fetching: Any) 
 
 
 def _of_configuration(
-    configuration: MergekitConfig,
-    file: Path,
-    directories: Mapping[str, Path],
-    warn: Callable[[str], None],
-    **fetching: Any,
-) -> _Job:
+    document: Any, file: Path, directories: Mapping[str, Path], problems: Problems, **fetching: Any
+) -> _Job | None:
+    """None if something is wrong, which is added to `problems`: the models are checked even if what the file says of
+    them cannot be read."""
+    warn = problems.warnings.append
+    configuration = read_configuration(document, warn=warn, problems=problems.of_file)
+    is_read = not problems
     named = {part for model in configuration.models for part in (model, *split_adapter(model)) if part}
-    if unknown := sorted(set(directories) - named):
-        raise InvalidRecipe(f"has no model {', '.join(unknown)}; it names {', '.join(configuration.models)}")
+    if is_read and (unknown := sorted(set(directories) - named)):
+        problems.add(f"has no model {', '.join(unknown)}; it names {', '.join(configuration.models)}")
     aliases = aliases_of(configuration.models)
-    base, tokenizer = aliases[configuration.base], tokenizer_of(configuration, aliases)
     places: dict[str, str | Path] = {}
     adapted: dict[str, str | Path] = {}
     for model, alias in aliases.items():
         whole, adapter = split_adapter(model)
-        places[alias] = directories.get(model) or place_of(adapter or whole, directories, file, warn)
-        if adapter is not None and whole != configuration.base:
-            adapted[alias] = place_of(whole, directories, file, warn)
-    vocabulary = vocabulary_of(configuration, aliases)
-    sources = _resolved(base, places, tokenizer, adapted, vocabulary)
+        with problems.collected():
+            place = directories.get(model) or place_of(adapter or whole, directories, file, warn)
+            if adapter is not None and whole != configuration.base:
+                adapted[alias] = place_of(whole, directories, file, warn)
+            places[alias] = place
+    base = aliases.get(configuration.base, "")
+    tokenizer = tokenizer_of(configuration, aliases) if is_read else "base"
+    vocabulary = vocabulary_of(configuration, aliases) if is_read else {}
+    sources = _opened(base, places, tokenizer, adapted, vocabulary, problems)
+    template: str | None = None
+    if sources is not None or configuration.chat_template != "auto":
+        with problems.collected():
+            template = chat_template_of(configuration.chat_template, file, sources)
+    if sources is None or not is_read:
+        return None
     kept = vocabulary_kept(configuration, aliases, sources, warn)
     if kept != tokenizer:
         tokenizer, vocabulary = kept, {**vocabulary, "by_id": True}
@@ -302,13 +327,35 @@ def _of_configuration(
     recipe = to_recipe(
         configuration, aliases, fingerprints=unknown_contents, layout=layouts[base], layouts=layouts, warn=warn
     )
+    if problems:
+        return None
     bank = _bank(sources, **fetching)
     recipe = replace(recipe, models=bank.family.fingerprints, tokenizer=tokenizer, vocabulary=vocabulary)
-    template = chat_template_of(configuration.chat_template, file, sources)
+    _check(recipe, bank)
     return _Job(recipe, bank, configuration.dtype or stored_dtype(sources), template)
 
 
 # Both
+
+
+def _opened(
+    base: str,
+    places: Mapping[str, str | Path],
+    tokenizer: str,
+    adapted: Mapping[str, str | Path],
+    vocabulary: Mapping[str, Any],
+    problems: Problems,
+) -> ResolvedFamily | None:
+    """As `_resolved`; what is wrong with the models that are there is added to `problems`, and then the result is
+    None."""
+    if base not in places:
+        return None
+    is_complete = not problems
+    with problems.collected():
+        if is_complete:
+            return _resolved(base, places, tokenizer, adapted, vocabulary)
+        _resolved(base, places, "base", adapted, {})
+    return None
 
 
 def _resolved(

@@ -1,17 +1,19 @@
-"""The file of a merge: what it holds, JSON or YAML, and whose it is if it is not for merging."""
+"""The file of a merge: what it holds, JSON or YAML, whose it is if it is not for merging, what is wrong with it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from search_spaces.errors import InvalidRecipe
+from workers.errors import InvalidModel
 
-__all__ = ["read_document", "read_documents"]
+__all__ = ["Problems", "read_document", "read_documents"]
 
 # Keys by which the files of mergekit's other programs are recognised, and what those do.
 OTHER_PROGRAMS = {
@@ -19,6 +21,55 @@ OTHER_PROGRAMS = {
     "genome": "a file of mergekit-evolve, which searches; write a study for `mergesearch run`",
     "layer_slices": "a file of bakllama, mergekit's former program; write slices for merge_method: passthrough",
 }
+
+
+class Problems:
+    """What is wrong with a merge, of all its parts: lines about the file, and about models and the result's place.
+
+    `warnings` are of what the file says without effect; with `strict` they are problems."""
+
+    def __init__(self, file: Path, warnings: list[str], *, strict: bool) -> None:
+        self.of_file: list[str] = []
+        self.warnings = warnings
+        self._of_others: list[str] = []
+        self._file = file
+        self._is_strict = strict
+
+    def __bool__(self) -> bool:
+        return bool(self.of_file or self._of_others)
+
+    def add(self, *lines: str) -> None:
+        """Add lines about the file."""
+        self.of_file += lines
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Add what the block raises about the file, the models or the result's place, and go on after it."""
+        try:
+            yield
+        except InvalidRecipe as error:
+            self.add(*str(error).splitlines())
+        except InvalidModel as error:
+            self._of_others += error.problems
+        except FileExistsError as error:
+            self._of_others.append(str(error))
+        except PermissionError as error:
+            self._of_others.append(f"{error.filename}: {error.strerror}")
+
+    def raise_all(self) -> None:
+        """Raise InvalidRecipe, or InvalidModel if nothing is wrong in the file, with all lines; nothing if there are
+        none."""
+        in_file = list(dict.fromkeys(self.of_file))
+        warnings = list(dict.fromkeys(self.warnings))
+        others = tuple(dict.fromkeys(self._of_others))
+        if self._is_strict:
+            in_file += warnings
+        elif in_file:
+            in_file += [f"warning: {warning}" for warning in warnings]
+        if in_file:
+            raise InvalidRecipe("\n".join((*(f"{self._file}: {line}" for line in in_file), *others)))
+        if others:
+            raise InvalidModel(others)
 
 
 def read_document(file: Path, *, warn: Callable[[str], None]) -> Any:

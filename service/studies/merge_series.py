@@ -15,6 +15,7 @@ from typing import Any
 from search_spaces.errors import InvalidRecipe
 from service.studies.merge import MergePlan, check_merge, merge_file
 from service.studies.merge_documents import read_documents
+from workers.errors import InvalidModel
 from workers.mergekit.config import split_adapter
 from workers.mergekit.reader import read_configuration
 
@@ -52,16 +53,25 @@ def check_merges(
     """`check_merge` of every document of the file, in the order of their merges, by name ("" for the final one). Of a
     document that is made from others the names of these: it is checked once they are there.
 
-    Options and errors as in `check_merge`."""
+    Options and errors as in `check_merge`; problems of several documents are reported together."""
     place = intermediate_dir(out)
     checked: dict[str, MergePlan | tuple[str, ...]] = {}
+    errors: list[Exception] = []
     for document in _series(file, note, strict=strict):
         missing = tuple(name for name in document.uses if not (place / name).is_dir())
         known = {**directories, **{name: place / name for name in document.uses}}
         target = out if document.name is None else place / document.name
-        checked[document.name or ""] = missing or check_merge(
-            file, _named_in(document, known), target, strict=strict, document=document.content, note=note, **options
-        )
+        try:
+            checked[document.name or ""] = missing or check_merge(
+                file, _named_in(document, known), target, strict=strict, document=document.content, note=note, **options
+            )
+        except (InvalidRecipe, InvalidModel) as error:
+            errors.append(error)
+    if len(errors) > 1:
+        lines = (line for each in errors for line in str(each).splitlines())
+        raise InvalidRecipe("\n".join(dict.fromkeys(lines)))
+    if errors:
+        raise errors[0]
     return checked
 
 

@@ -118,12 +118,13 @@ def stored_dtype(sources: ResolvedFamily) -> str:
     return names[dtypes.pop()] if len(dtypes) == 1 else "float32"
 
 
-def chat_template_of(choice: str | None, file: Path, sources: ResolvedFamily) -> str | None:
-    """The template that `choice` means: the models' most common one ("auto"), a published format by its name, the
-    contents of a file, or itself. Raises InvalidRecipe."""
+def chat_template_of(choice: str | None, file: Path, sources: ResolvedFamily | None) -> str | None:
+    """The template that `choice` means: the models' most common one ("auto", which needs them), a published format by
+    its name, the contents of a file, or itself. Raises InvalidRecipe."""
     if choice is None or "{" in choice or "\n" in choice:
         return choice
     if choice == "auto":
+        assert sources is not None, "auto without models"
         wholes = [checkpoint.base or checkpoint for checkpoint in sources.checkpoints.values()]
         return most_common(whole.directory for whole in wholes)
     if choice in NAMED:

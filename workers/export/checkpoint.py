@@ -29,7 +29,7 @@ from workers.directories import appearing, partial_directories, sync
 from workers.export.model_card import Score, lineage, model_card, source_name
 from workers.mergekit.exporter import Inexpressible, mergekit_config
 from workers.merging.bank import Bank
-from workers.merging.materialize import merged_names, merged_tensors
+from workers.merging.materialize import is_small, merged_names, merged_tensors
 from workers.models.chat_templates import write_template
 from workers.models.checkpoints import open_checkpoint
 from workers.models.merged_files import merged_config
@@ -39,6 +39,7 @@ from workers.types import digest_of
 __all__ = [
     "MAX_SHARD_BYTES",
     "Progress",
+    "check_place",
     "export",
     "is_written",
     "left_behind_bytes",
@@ -47,6 +48,9 @@ __all__ = [
 MAX_SHARD_BYTES = 5 * 10**9
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+# Methods that look at no more than one element of each source, so that experts may be stacked or not.
+ELEMENT_BY_ELEMENT = {"passthrough", "linear", "weighted_sum", "task_arithmetic", "nearswap"}
 
 # Beside the files of a directory that is not complete: the checksums of those that are.
 STATE = "state.json"
@@ -130,12 +134,8 @@ def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype, *, chat_
 
     Raises FileExistsError if it holds anything else, PermissionError if it cannot be created."""
     out = Path(out_dir).resolve()
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        above = next(parent for parent in out.parents if parent.exists())
-        if not above.is_dir():
-            raise FileExistsError(f"{out}: cannot be created, because {above} is not a directory")
-        if not os.access(above, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(above))
+    wanted_export = f"an export of recipe {recipe.digest[:12]} in {_name(dtype)}"
+    if not check_place(out, expected=wanted_export):
         return False
     try:
         found = json.loads((out / "recipe.json").read_text())
@@ -145,10 +145,24 @@ def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype, *, chat_
     wanted = {"digest": recipe.digest, "dtype": _name(dtype), "chat_template": chat_template}
     if isinstance(found, dict) and {key: found.get(key) for key in wanted} == wanted:
         return True
-    raise FileExistsError(
-        f"{out}: exists and is not an export of recipe {recipe.digest[:12]} in {_name(dtype)}; "
-        "expected a new or empty directory"
-    )
+    raise FileExistsError(f"{out}: exists and is not {wanted_export}; expected a new or empty directory")
+
+
+def check_place(out_dir: str | Path, *, expected: str = "an export") -> bool:
+    """Whether there may be an export at `out_dir`, False if it is missing or empty; `expected` is for the message.
+
+    Raises FileExistsError if something else is there, PermissionError if it cannot be created."""
+    out = Path(out_dir).resolve()
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        above = next(parent for parent in out.parents if parent.exists())
+        if not above.is_dir():
+            raise FileExistsError(f"{out}: cannot be created, because {above} is not a directory")
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(above))
+        return False
+    if not (out / "recipe.json").is_file():
+        raise FileExistsError(f"{out}: exists and is not {expected}; expected a new or empty directory")
+    return True
 
 
 def left_behind_bytes(out_dir: str | Path) -> int:
@@ -199,7 +213,8 @@ def _write_shards(
     current = Progress(kept, kept, sum(shard.num_bytes for shard in shards))
     progress(current)
     missing = [shard for shard in shards if shard.file not in checksums]
-    stream = merged_tensors(recipe, bank, dtype, names={name for shard in missing for name in shard.shapes})
+    wanted = {name for shard in missing for name in shard.shapes}
+    stream = merged_tensors(recipe, bank, dtype, names=wanted, compiles=not is_small(recipe, bank))
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal current
@@ -278,8 +293,16 @@ def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] 
         return f"{alignment.num_unnamed} rows of the embedding stand for no token, which mergekit drops"
     if bank.family.vocabulary.keys() - {"by_id"}:
         return "rows of single tokens are chosen, or the vocabulary is padded"
+    of_mlps = {layer.mlp.method for layer in recipe.canonical().layers}
+    if bank.layout.stacks and not recipe.stacks_experts and (whole := of_mlps - ELEMENT_BY_ELEMENT):
+        return (
+            f"experts are merged one by one, by {', '.join(sorted(whole))}, and mergekit merges a layer's as one tensor"
+        )
     try:
-        document = mergekit_config(recipe, bank.layout, directories, dtype=_name(dtype))
+        layout = bank.layout.stacked if recipe.stacks_experts else bank.layout
+        document = mergekit_config(recipe, layout, directories, dtype=_name(dtype))
+        if recipe.stacks_experts:
+            document["experts"] = "stacked"  # mergekit passes over it
         if alignment.tensors or tokenizer != "base":
             document["tokenizer_source"] = held.get(tokenizer, tokenizer)
         return document

@@ -70,7 +70,8 @@ def model_card(
         ),
         "## Recipe",
         f"Digest `{recipe.digest}`; the complete recipe is in `recipe.json`."
-        + (f" Its tokens are those of {recipe.tokenizer}." if recipe.tokenizer != "base" else ""),
+        + (f" Its tokens are those of {recipe.tokenizer}." if recipe.tokenizer != "base" else "")
+        + (" All experts of a layer are merged as one tensor." if recipe.stacks_experts else ""),
         _table(("layers", "component", "method", "sources", "coefficients"), recipe_rows(recipe)),
     ]
     if scores:

@@ -79,7 +79,8 @@ class MergekitConfig:
     """A validated configuration. Models are named as it names them: directories or hub ids, MODEL+LORA for
     an adapter to a model.
 
-    `tokenizer_source` is "base", "union", a model, or None, which is the base.
+    `tokenizer_source` is "base", "union", a model, or None, which is the base. `stacks_experts`: all experts of a layer
+    are one tensor.
     """
 
     method: str
@@ -91,12 +92,15 @@ class MergekitConfig:
     chat_template: str | None = None
     tokens: Mapping[str, TokenSource] = field(default_factory=dict)
     pad_to_multiple_of: int | None = None
+    stacks_experts: bool = False
 
     @property
     def base(self) -> str:
         """The model whose configuration and tokenizer the merge has, and from which task vectors are computed. Without
-        a base_model it is the first model."""
-        return self.base_model or self.slices[0].base or self.slices[0].inputs[0].model
+        a base_model it is the first model. "" where none could be read."""
+        bases = (slice_.base for slice_ in self.slices[:1])
+        inputs = (source.model for slice_ in self.slices[:1] for source in slice_.inputs)
+        return next((model for model in (self.base_model, *bases, *inputs) if model), "")
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -105,7 +109,7 @@ class MergekitConfig:
         bases = (slice_.base for slice_ in self.slices if slice_.base is not None)
         named = (self.tokenizer_source, *(token.model for token in self.tokens.values()))
         others = (model for model in named if model not in (None, "base", "union"))
-        return tuple(dict.fromkeys([self.base, *inputs, *bases, *map(str, others)]))
+        return tuple(dict.fromkeys(filter(None, [self.base, *inputs, *bases, *map(str, others)])))
 
     def conditions(self) -> Iterator[Condition]:
         """Every setting of every parameter, wherever it is given."""

@@ -45,13 +45,19 @@ def to_recipe(
     `seed` is for methods with random masks. `warn` is called with a line, with its place, for what mergekit passes
     over: filters that fit no tensor, parameters of the base. Raises InvalidRecipe, a line for everything that is wrong.
     """
-    builder = _Builder(configuration, aliases, layout, layouts or {}, seed)
+    layouts = layouts or {}
+    stacks = configuration.stacks_experts and bool(layout.stacks)
+    if stacks:
+        layout, layouts = layout.stacked, {alias: each.stacked for alias, each in layouts.items()}
+    elif configuration.stacks_experts:
+        warn("experts: 'stacked' has no effect: the models have no experts in tensors of their own")
+    builder = _Builder(configuration, aliases, layout, layouts, seed)
     recipe_parts = builder.parts()
     for warning in builder.warnings:
         warn(warning)
     if builder.problems:
         raise InvalidRecipe("\n".join(builder.problems.values()))
-    return Recipe(fingerprints, aliases[configuration.base], *recipe_parts)
+    return Recipe(fingerprints, aliases[configuration.base], *recipe_parts, stacks_experts=stacks)
 
 
 Parts = tuple[tuple[LayerRecipe, ...], Merge, Merge, Mapping[str, Merge]]

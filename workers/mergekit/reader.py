@@ -60,15 +60,21 @@ FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "of
 PARAMETER_NAMES = {parameter.name for method in MERGEKIT_METHODS.values() for parameter in method.parameters}
 
 
-def read_configuration(document: Any, *, warn: Callable[[str], None] = log.warning) -> MergekitConfig:
+def read_configuration(
+    document: Any, *, warn: Callable[[str], None] = log.warning, problems: list[str] | None = None
+) -> MergekitConfig:
     """Read the document in a mergekit file. `warn` is called with a line, with its place, for everything that mergekit
-    would pass over in silence. Raises InvalidRecipe with a line for everything that is wrong or not supported."""
+    would pass over in silence. Raises InvalidRecipe with a line for everything that is wrong or not supported; if
+    `problems` is given these lines are added to it instead, and the configuration has what could be read."""
     reader = _Reader()
     configuration = reader.configuration(document)
     for warning in dict.fromkeys(reader.warnings):
         warn(warning)
-    if reader.problems:
-        raise InvalidRecipe("\n".join(dict.fromkeys(reader.problems)))
+    found = list(dict.fromkeys(reader.problems))
+    if problems is not None:
+        problems += found
+    elif found:
+        raise InvalidRecipe("\n".join(found))
     return configuration
 
 
@@ -86,7 +92,7 @@ class _Reader:
         self._method: str | None = None
 
     def configuration(self, document: Any) -> MergekitConfig:
-        top = self._mapping(document, "", (*TOP, "modules", "tokenizer", "name"))
+        top = self._mapping(document, "", (*TOP, "modules", "tokenizer", "name", "experts"))
         self._method = self._merge_method(top.get("merge_method"))
         settings = dict(self._settings(top.get("parameters"), "parameters"))
         if not top.get("modules"):
@@ -115,6 +121,7 @@ class _Reader:
             chat_template=self._chat_template(top.get("chat_template")),
             tokens=self._tokens(tokenizer.get("tokens")),
             pad_to_multiple_of=self._multiple(tokenizer.get("pad_to_multiple_of")),
+            stacks_experts=self._stacks_experts(top.get("experts")),
         )
 
     def _module(self, node: Any) -> tuple[tuple[Slice, ...], Settings]:
@@ -316,6 +323,14 @@ class _Reader:
             self._problem("tokenizer.pad_to_multiple_of", f"{shown(node)} is not accepted; give a whole number")
             return None
         return int(number) if number else None
+
+    def _stacks_experts(self, node: Any) -> bool:
+        """Our own key, unless it holds what mergekit-moe reads."""
+        if isinstance(node, list | Mapping):
+            self._warn("experts", node, EXPLAINED["experts"])
+        elif node not in (None, "each", "stacked"):
+            self._problem("experts", f"{shown(node)} is not accepted; give each (the default) or stacked")
+        return bool(node == "stacked")
 
     def _chat_template(self, node: Any) -> str | None:
         if node is not None and not isinstance(node, str):

@@ -239,7 +239,7 @@ class Bank:
 
     def _source(self, alias: str, name: str) -> SourceTensor:
         checkpoint = self._checkpoints.get(alias)
-        tensor = checkpoint.tensors.get(name) if checkpoint else None
+        tensor = checkpoint.tensor(name) if checkpoint else None
         if tensor is None:
             held = ", ".join(self._checkpoints)
             raise InvalidModel((f"bank: no tensor {name!r} of model {alias!r}; it holds the tensors of {held}",))

@@ -19,6 +19,7 @@ from workers.errors import InvalidModel
 from workers.merging.bank import Bank, Key
 from workers.merging.kernels import FUSED, for_each, is_fused, merge_stored
 from workers.merging.masks import mask_key
+from workers.merging.merged_tensor import MergedTensor, pieces_of
 from workers.merging.methods.arithmetic import Products
 from workers.merging.methods.averages import Importance
 from workers.merging.methods.plain import PLAIN, Operands
@@ -28,11 +29,11 @@ from workers.models.components import some_of
 from workers.models.vocabulary import BASE, UNION
 
 __all__ = [
-    "MergedTensor",
     "Scratch",
     "TensorPlan",
     "check_recipe",
     "computations",
+    "is_small",
     "merge_into",
     "merged_names",
     "merged_tensors",
@@ -42,20 +43,8 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class MergedTensor:
-    """One tensor of the merged model before it is computed: its name, its merge, and its operands in the bank.
-
-    `suffix` is the tensor's name within merged layer `layer`, or its whole name outside layers (None). The merge is
-    multiplied by `factor`, which folds the scales of earlier layers in (`residual_scales`).
-    """
-
-    name: str
-    merge: Merge
-    suffix: str
-    shape: tuple[int, ...]
-    layer: int | None = None
-    factor: float = 1.0
+# Elements of all operands of a merge that is small. Importing Numba and loading its kernels takes longer.
+SMALL = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -93,6 +82,7 @@ def merged_tensors(
     *,
     names: Container[str] | None = None,
     into: Callable[[str, tuple[int, ...]], torch.Tensor] | None = None,
+    compiles: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The merged model, tensor by tensor: embedding, layers in order, head; a tied output head is not emitted. With
     `names` only these tensors.
@@ -100,11 +90,28 @@ def merged_tensors(
     Each is computed in float32 and rounded once, to `dtype`. Equal digests give equal bits. A tensor may share memory
     with the bank: never write to it. `into` may give memory for a tensor of a name and shape, contiguous, of `dtype`,
     on the bank's device: allocating memory takes longer than filling it. Where the destinations exist already,
-    `merge_into` is faster. Raises as `plan_tensors` does, before the first tensor.
+    `merge_into` is faster. Without `compiles` all methods are the plain ones, which give the same bits, slower but
+    without Numba: for a process that merges no more than `is_small` says. Raises as `plan_tensors` does, before the
+    first tensor.
     """
     plan = plan_tensors(recipe, bank)
-    tensors = plan.tensors if names is None else [tensor for tensor in plan.tensors if tensor.name in names]
-    return ((tensor.name, _Computation.of(tensor, plan, bank).result(bank, dtype, into)) for tensor in tensors)
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for tensor in plan.tensors:
+            if names is None or any(name in names for name in tensor.shapes()):
+                computation = _Computation.of(tensor, plan, bank, compiles=compiles)
+                merged = computation.result(bank, dtype, None if tensor.pieces else into)
+                yield from ((name, part) for name, part in tensor.split(merged) if names is None or name in names)
+
+    return tensors()
+
+
+def is_small(recipe: Recipe | TensorPlan, bank: Bank) -> bool:
+    """Whether a process that does only this merge computes it sooner without compiled code. Raises as
+    `plan_tensors` does."""
+    tensors = plan_tensors(recipe, bank).tensors
+    num_elements = sum(math.prod(tensor.shape) * (len(_operands(tensor.merge)) + 1) for tensor in tensors)
+    return bank.device.type == "cpu" and num_elements <= SMALL
 
 
 def merge_into(recipe: Recipe | TensorPlan, bank: Bank, destinations: Mapping[str, torch.Tensor]) -> None:
@@ -114,13 +121,19 @@ def merge_into(recipe: Recipe | TensorPlan, bank: Bank, destinations: Mapping[st
     together = []
 
     def write(computation: _Computation) -> None:
+        if computation.tensor.pieces:
+            merged = computation.result(bank, next(iter(destinations.values())).dtype, None)
+            for name, part in computation.tensor.split(merged):
+                if name in destinations:
+                    destinations[name].copy_(part)
+            return
         destination = destinations[computation.tensor.name]
         merged = computation.result(bank, destination.dtype, lambda name, shape: destination)
         if merged is not destination:
             destination.copy_(merged)
 
     for tensor in plan.tensors:
-        if tensor.name in destinations:
+        if destinations.keys() & tensor.shapes():
             computation = _Computation.of(tensor, plan, bank)
             if tensor.merge.method in FUSED:
                 together.append((math.prod(tensor.shape), computation))
@@ -131,13 +144,15 @@ def merge_into(recipe: Recipe | TensorPlan, bank: Bank, destinations: Mapping[st
 
 def merged_names(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that `merged_tensors` gives, in its order. Raises as it does."""
-    return {tensor.name: tensor.shape for tensor in plan_tensors(recipe, bank).tensors}
+    return {name: shape for tensor in plan_tensors(recipe, bank).tensors for name, shape in tensor.shapes().items()}
 
 
 def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]:
     """For every tensor that `merged_tensors` gives, what it is computed from and how: equal values, equal bits."""
     plan = plan_tensors(recipe, bank)
-    return {tensor.name: _computation(tensor, plan) for tensor in plan.tensors}
+    return {
+        name: (_computation(tensor, plan), part) for tensor in plan.tensors for part, name in enumerate(tensor.shapes())
+    }
 
 
 def check_recipe(recipe: Recipe, bank: Bank) -> None:
@@ -190,10 +205,15 @@ def _part(
     where = component if index is None else f"layer {index}, {component}"
     _check_merge(merge, where, index, bank, aliases)
     layout = bank.layout
+    layouts = {
+        source.model: of.stacked if recipe.stacks_experts else of
+        for source in _operands(merge)
+        for of in (bank.view(aliases[source.model]).layout,)
+    }
     first, *others = _operands(merge)
-    layer, suffixes = first.layer, bank.view(aliases[first.model]).layout.suffixes(component, first.layer)
+    layer, suffixes = first.layer, layouts[first.model].suffixes(component, first.layer)
     for source in others:
-        if bank.view(aliases[source.model]).layout.suffixes(component, source.layer) != suffixes:
+        if layouts[source.model].suffixes(component, source.layer) != suffixes:
             raise InvalidRecipe(f"{where}: layers {layer} and {source.layer} do not hold the same tensors")
     planned = []
     for suffix in suffixes:
@@ -202,13 +222,14 @@ def _part(
         if own is not merge:
             _check_merge(own, name, index, bank, aliases)
         keys = [(aliases[source.model], layout.name(suffix, source.layer)) for source in _operands(own)]
-        found = [bank.view(alias).tensors.get(key) for alias, key in keys]
+        found = [bank.view(alias).tensor(key) for alias, key in keys]
         if missing := sorted({key for (_, key), tensor in zip(keys, found, strict=True) if tensor is None}):
             raise InvalidRecipe(f"{where}: {name}: the models have no {some_of(missing)}")
         shapes = {tensor.shape for tensor in found if tensor is not None}
         if len(shapes) > 1:
             raise InvalidRecipe(f"{where}: {suffix} has different shapes in its source layers: {sorted(shapes)}")
-        planned.append(MergedTensor(name, own, suffix, shapes.pop(), index))
+        pieces = pieces_of(bank.view(keys[0][0]), keys[0][1], layout, index)
+        planned.append(MergedTensor(name, own, suffix, shapes.pop(), index, pieces=pieces))
     return planned
 
 
@@ -292,12 +313,14 @@ class _Computation:
     importance: Importance | None
     variances: MagnitudeTable | None
     keeps_equal: bool
+    compiles: bool
 
     @classmethod
-    def of(cls, tensor: MergedTensor, plan: TensorPlan, bank: Bank) -> Self:
+    def of(cls, tensor: MergedTensor, plan: TensorPlan, bank: Bank, *, compiles: bool = True) -> Self:
+        """Without `compiles` what depends on the sources alone is left to the plain method."""
         recipe, aliases = plan.recipe, plan.aliases
         merge, declared = tensor.merge, METHODS[tensor.merge.method]
-        uses = PLAIN[merge.method].uses
+        uses = PLAIN[merge.method].uses if compiles else frozenset()
 
         def key(source: Source) -> Key:
             return aliases[source.model], bank.layout.name(tensor.suffix, source.layer)
@@ -322,6 +345,7 @@ class _Computation:
             bank.importance(*sources) if "importance" in uses else None,
             bank.variances(sources, base) if "variances" in uses else None,
             recipe.keeps_equal,
+            compiles,
         )
 
     @property
@@ -350,7 +374,7 @@ class _Computation:
 
     def _is_fused(self, operands: Operands, dtype: torch.dtype) -> bool:
         # The kernels cut as format 2 does.
-        return is_fused(self.tensor.merge, operands, dtype) and not self.keeps_equal
+        return self.compiles and is_fused(self.tensor.merge, operands, dtype) and not self.keeps_equal
 
     def operands(self, bank: Bank) -> Operands:
         # As large as half a source: for one tensor at a time.
@@ -372,7 +396,7 @@ class _Computation:
         )
 
     def _ranks(self, bank: Bank) -> tuple[torch.Tensor, ...] | None:
-        if self.base is None or self.keeps_equal:  # the bank's ranks are those of format 2
+        if self.base is None or self.keeps_equal or not self.compiles:  # the bank's ranks are those of format 2
             return None
         return bank.ranks(self.sources, self.base)
 

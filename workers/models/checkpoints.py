@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from workers.errors import InvalidModel
 from workers.models.adapters import AdaptedBase, is_adapter, read_adapter
 from workers.models.components import IGNORED, Layout, layout
-from workers.models.computed_tensors import SourceTensor
+from workers.models.computed_tensors import SourceTensor, Stacked
 from workers.models.config import in_common_names
 from workers.models.headers import TensorInfo, read_headers
 from workers.models.hub import is_metadata_only, locate, named
@@ -63,6 +63,13 @@ class Checkpoint:
         """Where its tokenizer is: an adapter has its own, or that of the model that it adapts."""
         has_own = any((self.directory / name).is_file() for name in TOKENIZER_FILES)
         return self.directory if has_own or self.base is None else self.base.directory
+
+    def tensor(self, name: str) -> SourceTensor | None:
+        """The tensor `name`, or the stack of a layer's experts of that name (`Layout.stacks`); None without either."""
+        stack = None if name in self.tensors else self.layout.stacks.get(name)
+        if stack is None:
+            return self.tensors.get(name)
+        return Stacked(tuple(tuple(self.tensors[part] for part in parts) for parts in stack))
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor `name`. Raises InvalidModel if there is none."""

@@ -32,6 +32,10 @@ COMPONENT_OF: tuple[tuple[Component, re.Pattern[str]], ...] = (
 OTHER_INPUT = re.compile(r"(?:^|[._])(?:vision|visual|image|video|audio|speech)(?:$|[._])")
 EMBEDDING = re.compile(r"embed|(?:^|\.)w[tp]e\.")
 OUTPUT_HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output)\.")
+# A matrix of one expert of a mixture; and the stacks of those of all experts of a layer in which transformers holds
+# them, with the names that files have for what is joined, by rows, in each.
+EXPERT = re.compile(r"(?P<place>.+\.experts)\.(?P<number>\d+)\.(?P<matrix>\w+)\.weight")
+STACKS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 # Buffers stored in old checkpoints (rotary frequencies, causal masks); models compute them again.
 IGNORED = re.compile(r"rotary_emb\.inv_freq$|(?:^|\.)(?:self_|cross)?(?:attn|attention)\.(?:masked_)?bias$")
 
@@ -71,6 +75,33 @@ class Layout:
         for place in self.places.values():
             groups.setdefault((place.component, place.layer), []).append(place.suffix)
         return {key: tuple(sorted(suffixes)) for key, suffixes in groups.items()}
+
+    @cached_property
+    def stacks(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
+        """The stacks of the experts of each layer, by name: for each expert the tensors that are joined in it."""
+        mixtures: dict[str, dict[int, set[str]]] = {}
+        for name in self.places:
+            if match := EXPERT.fullmatch(name):
+                mixtures.setdefault(match["place"], {}).setdefault(int(match["number"]), set()).add(match["matrix"])
+        return {
+            f"{place}.{stack}": tuple(
+                tuple(f"{place}.{number}.{matrix}.weight" for matrix in matrices) for number in sorted(experts)
+            )
+            for place, experts in mixtures.items()
+            for stack, known in STACKS.items()
+            for matrices in known
+            if all(found >= set(matrices) for found in experts.values())
+        }
+
+    @cached_property
+    def stacked(self) -> Layout:
+        """The layout in which the experts of a layer are in `stacks`."""
+        parts = {part for stack in self.stacks.values() for joined in stack for part in joined}
+        places = {name: place for name, place in self.places.items() if name not in parts}
+        for name, ((first, *_), *_) in self.stacks.items():
+            of = self.places[first]
+            places[name] = Place(of.component, of.layer, name[len(first) - len(of.suffix) :])
+        return Layout(places, self.num_layers, self.layer_prefix, self.tied_head)
 
     def suffixes(self, component: str, layer: int | None = None) -> tuple[str, ...]:
         """The tensors of one component, as names within the layer, sorted."""

@@ -18,7 +18,18 @@ from workers.models.headers import TensorInfo
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Dora", "LowRank", "Padded", "Read", "ReplacedRows", "Rows", "RowsOfOthers", "Shifted", "SourceTensor"]
+__all__ = [
+    "Dora",
+    "LowRank",
+    "Padded",
+    "Read",
+    "ReplacedRows",
+    "Rows",
+    "RowsOfOthers",
+    "Shifted",
+    "SourceTensor",
+    "Stacked",
+]
 
 Read = Callable[[TensorInfo], "torch.Tensor"]
 
@@ -210,6 +221,33 @@ class Rows:
             mean = total / max(1, len(rows.donors))
             found[torch.from_numpy(rows.positions).to(own.device)] = mean.to(found.dtype)
         return found
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """The experts of a layer as one tensor [experts, rows, columns]: of each those in its `parts`, joined by rows."""
+
+    parts: tuple[tuple[SourceTensor, ...], ...]
+
+    @property
+    def dtype(self) -> str:
+        dtypes = {part.dtype for parts in self.parts for part in parts}
+        return dtypes.pop() if len(dtypes) == 1 else "F32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first = self.parts[0]
+        return len(self.parts), sum(part.shape[0] for part in first), *first[0].shape[1:]
+
+    def stored(self) -> Iterator[TensorInfo]:
+        for parts in self.parts:
+            for part in parts:
+                yield from part.stored()
+
+    def value(self, read: Read) -> torch.Tensor:
+        import torch
+
+        return torch.stack([torch.cat([part.value(read) for part in parts]) for parts in self.parts])
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,10 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from workers.cache import cached
 from workers.errors import InvalidModel
 
 __all__ = ["LAYERS_WITHOUT_EXPERTS", "in_common_names", "of_each_layer", "read_config"]
@@ -65,18 +68,26 @@ def _with_all_numbers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache
 def _known(model_type: str) -> tuple[Mapping[str, str], Mapping[str, Any]]:
-    """A model type's own name for each common one, and its defaults."""
-    from importlib.metadata import version
-
+    """A model type's own name for each common one, and its defaults; they are kept between runs, because importing
+    transformers' configurations takes longer than merging a small model."""
+    release = version("transformers")
+    key = f"names and defaults of {model_type!r} in transformers {release}"
+    if (record := cached(key)) is not None:
+        names, defaults = json.loads(record)
+        return names, defaults
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if model_type not in CONFIG_MAPPING:
         raise InvalidModel(
             (
-                f"config.json: model_type {model_type!r} is not one that transformers {version('transformers')} knows; "
+                f"config.json: model_type {model_type!r} is not one that transformers {release} knows; "
                 "code that comes with a model is never run",
             )
         )
     kind = CONFIG_MAPPING[model_type]
-    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
-    return kind.attribute_map, {name: value for name, value in defaults.items() if value is not dataclasses.MISSING}
+    found = {field.name: field.default for field in dataclasses.fields(kind)}
+    known = [kind.attribute_map, {name: value for name, value in found.items() if value is not dataclasses.MISSING}]
+    with suppress(TypeError):  # of a default that JSON has no form for
+        if json.loads(record := json.dumps(known)) == known:
+            cached(key, record)
+    return known[0], known[1]

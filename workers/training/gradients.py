@@ -27,13 +27,13 @@ from workers.evaluation.prompts import Prompts
 from workers.evaluation.references import References, Target
 from workers.merging.bank import Bank
 from workers.merging.materialize import (
-    MergedTensor,
     TensorPlan,
     computations,
     merge_into,
     plan_as_stated,
     plan_tensors,
 )
+from workers.merging.merged_tensor import MergedTensor
 from workers.merging.residual_scales import ends_a_branch
 from workers.training.losses import minibatches, sample_losses
 from workers.training.model import Place, TrainableModel

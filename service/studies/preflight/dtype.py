@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from search_spaces.study.file import Study
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from search_spaces.study.file import Study
 
 __all__ = ["DTYPE_BYTES", "engine_dtype"]
 

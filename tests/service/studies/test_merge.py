@@ -94,7 +94,10 @@ def test_a_recipe_says_what_it_lacks(home: Path, tied_family: Family, capsys: py
     recipe = {**arithmetic(tied_family, 0.3, 0.4).to_json(), "dtype": "int8"}
     file = written(home / "recipe.json", json.dumps(recipe))
     found = refused(capsys, file, "--out", home / "out")
-    assert found == f"{file}: dtype: 'int8' is not supported; give float32, bfloat16, float16"
+    assert found.splitlines() == [
+        f"{file}: dtype: 'int8' is not supported; give float32, bfloat16, float16",
+        f"{file}: no directory is given for base, math, text; add --model base=DIR --model math=DIR --model text=DIR",
+    ]
     file.write_text(json.dumps({**recipe, "dtype": "float16"}))
     here = [f"--model={alias}={home / alias}" for alias in ("base", "math")]
     assert (
@@ -167,6 +170,41 @@ def test_check_refuses_what_the_merge_would(
         assert "merge_method: 'x' is not supported" in refused(
             capsys, written(home / "x.yml", CONFIGURATION, merge_method="x"), "--out", home / "out", *options
         )
+
+
+def test_what_is_wrong_with_file_models_and_place_is_reported_together(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(home / "text", home / "broken")
+    (home / "broken" / "model.safetensors").write_bytes(b"")
+    (home / "taken").mkdir()
+    (home / "taken" / "file").write_text("mine")
+    models = [
+        {"model": "math", "parameters": {"weight": "much"}},
+        {"model": "broken", "parameters": {"weight": 0.4}},
+        {"model": "./gone", "parameters": {"weight": 0.4}},
+    ]
+    file = written(home / "merge.yml", CONFIGURATION, models=models, chat_template="vicuna")
+    expected = [
+        f"{file}: models.0.parameters.weight: 'much' is not accepted; give a number",
+        f"{file}: ./gone: there is no such directory",
+        f"{file}: chat_template: 'vicuna' is neither a name, nor a file, nor a template; give auto, ",
+        f"expert 'broken': {home / 'broken' / 'model.safetensors'}: not a complete safetensors file: it has 0 bytes",
+        f"{home / 'taken'}: exists and is not an export; expected a new or empty directory",
+    ]
+    for options in ([], ["--check"]):
+        found = refused(capsys, file, "--out", home / "taken", *options).splitlines()
+        assert len(found) == len(expected), found
+        assert all(line.startswith(start) for line, start in zip(found, expected, strict=True)), found
+
+
+def test_problems_of_several_documents_are_reported_together(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = {**CONFIGURATION, "name": "first", "chat_template": "vicuna"}
+    final = {**CONFIGURATION, "base_model": "./gone"}
+    file = home / "merge.yml"
+    file.write_text(f"{yaml.safe_dump(first)}---\n{yaml.safe_dump(final)}")
+    found = refused(capsys, file, "--out", home / "out", "--check").splitlines()
+    assert [line.removeprefix(f"{file}: ").split(": ")[0] for line in found] == ["chat_template", "./gone"]
 
 
 def test_models_here_are_found_from_a_file_elsewhere(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """The formula of each rule: the merged element i, from `value(base[i])` and the sources' `value(xs[s][i])`.
 
-The type of the rule selects its formula, which becomes part of the compiled pass. The formulas of the shared rules are
-here; a rule of one method only is defined with its formula in a module of `lowering`.
+The type of the rule selects its formula, which becomes part of the compiled pass.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numba
+import numpy as np
 from numba.extending import overload
 
 from workers.merging.kernels import rules
@@ -20,6 +20,8 @@ from workers.merging.kernels.sparsity import kept
 __all__ = ["computes", "element"]
 
 Formula = TypeVar("Formula", bound=Callable[..., Any])
+
+NEAREST = np.float32(1e-6)  # the smallest distance that NearSwap divides by
 
 FORMULAS: dict[type, Callable[..., Any]] = {}
 
@@ -53,6 +55,14 @@ def _weighted_sum(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     for s in range(1, len(xs)):
         total += value(xs[s][i]) * rule.weights[s]
     return total
+
+
+@computes(rules.Nearswap)
+def _nearswap(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    a, b = value(xs[0][i]), value(xs[1][i])
+    share = ONE / larger(abs(a - b), NEAREST) * rule.t
+    share = share if share < ONE else ONE
+    return share * b + (ONE - share) * a
 
 
 @computes(rules.TaskSum)

@@ -11,7 +11,7 @@ function here, registered by `@merges(NAME)`. Import names from their modules.
 - `averages`: averages and interpolations of whole models, fusions of a pair
 - `spherical`: means on a sphere of several models
 - `task_vectors`: sums of task vectors, sparsified or with elected signs
-- `rescaled`: trimmed task vectors, rescaled
+- `trimming`: task vectors without their smallest elements, or without both ends
 - `competition`: task vectors that compete for each element
 - `arithmetic`: weighted sums, inner products, angles and ranks
 - `scalars`: arithmetic on coefficients, with a gradient where they are tensors

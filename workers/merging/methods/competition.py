@@ -10,7 +10,7 @@ import torch
 from workers.merging.methods import consensus
 from workers.merging.methods.arithmetic import dot, num_kept, share_of, total
 from workers.merging.methods.registry import merges
-from workers.merging.methods.task_vectors import Magnitudes, Orders, each_order, trimmed_task_vectors
+from workers.merging.methods.trimming import Magnitudes, Orders, each_order, trimmed_task_vectors
 from workers.merging.order_statistics import MagnitudeTable, TieOrder, place_of_rank
 
 __all__ = [

@@ -8,18 +8,18 @@ for each source the table of |source - base|, and `ranks` the ranks of these mag
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from workers.merging.methods import consensus
 from workers.merging.methods.registry import merges
 from workers.merging.methods.scalars import fsum
-from workers.merging.methods.sparsify import cut_both_ends, dropped, magnitude_sampled, match_l1_norm, trimmed
-from workers.merging.order_statistics import MagnitudeTable, TieOrder
+from workers.merging.methods.sparsify import dropped, magnitude_sampled, match_l1_norm
+from workers.merging.methods.trimming import Magnitudes, Orders, each_order, trimmed_breadcrumbs, trimmed_task_vectors
+from workers.merging.order_statistics import TieOrder
 
 __all__ = [
-    "Magnitudes",
-    "Orders",
     "breadcrumbs",
     "breadcrumbs_ties",
     "dare_linear",
@@ -30,7 +30,6 @@ __all__ = [
     "della_l1",
     "della_linear",
     "della_linear_l1",
-    "each_order",
     "m3_dare",
     "m3_lambdas",
     "m3_ties",
@@ -40,12 +39,8 @@ __all__ = [
     "ties_peft",
     "ties_sum",
     "ties_weighted",
-    "trimmed_breadcrumbs",
-    "trimmed_task_vectors",
 ]
 
-Magnitudes = Sequence[MagnitudeTable | None] | None
-Orders = Sequence[TieOrder] | None
 Ranks = Sequence[torch.Tensor] | None
 
 
@@ -120,13 +115,18 @@ def ties_weighted(
     densities: Sequence[float],
     lambda_: float,
     normalize: bool,
+    rescale: bool = False,
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
     """`ties` with weights: they count in the election of signs (+ if it is a draw) and in the mean, which is divided by
-    the weights of those that agree, unless `normalize` is 0 (mergekit's TIES)."""
-    taus = trimmed_task_vectors(tensors, base, densities, magnitudes, orders)
+    the weights of those that agree, unless `normalize` is 0; with `rescale` the task vectors have their sum of
+    magnitudes again (mergekit's TIES)."""
+    taus = trimmed_task_vectors(tensors, base, densities, magnitudes, orders, rescale=rescale)
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
+
+
+merges("ties_weighted_l1")(partial(ties_weighted, rescale=True))
 
 
 @merges("ties_peft")
@@ -358,16 +358,21 @@ def breadcrumbs(
     lambdas: Sequence[float],
     densities: Sequence[float],
     gammas: Sequence[float],
+    rescale: bool = False,
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
     """Model Breadcrumbs (arXiv:2312.06795): theta_pre + sum_t lambda_t times the task vectors without their
-    largest (share gamma) and smallest elements (`sparsify.cut_both_ends`). The paper has one lambda."""
+    largest (share gamma) and smallest elements (`sparsify.cut_both_ends`). The paper has one lambda. With `rescale`
+    they have their sum of magnitudes again (mergekit)."""
     merged = base.clone()
-    crumbs = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes, orders)
+    crumbs = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes, orders, rescale=rescale)
     for tau, lambda_ in zip(crumbs, lambdas, strict=True):
         merged += tau.mul_(lambda_)
     return merged
+
+
+merges("breadcrumbs_l1")(partial(breadcrumbs, rescale=True))
 
 
 @merges("breadcrumbs_ties")
@@ -380,48 +385,17 @@ def breadcrumbs_ties(
     gammas: Sequence[float],
     lambda_: float,
     normalize: bool,
+    rescale: bool = False,
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """Breadcrumbs instead of the trimming of `ties_weighted` (mergekit's breadcrumbs_ties)."""
-    taus = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes, orders)
+    """Breadcrumbs instead of the trimming of `ties_weighted`, likewise with `rescale` (mergekit's
+    breadcrumbs_ties)."""
+    taus = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes, orders, rescale=rescale)
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
 
 
-def trimmed_task_vectors(
-    tensors: Sequence[torch.Tensor],
-    base: torch.Tensor,
-    shares: Sequence[float],
-    magnitudes: Magnitudes = None,
-    orders: Orders = None,
-) -> list[torch.Tensor]:
-    """theta_t - theta_pre, each with only the share of its largest magnitudes."""
-    known = magnitudes or (None,) * len(tensors)
-    return [
-        trimmed(tensor - base, share, order, table)
-        for tensor, share, order, table in zip(tensors, shares, each_order(orders, tensors), known, strict=True)
-    ]
-
-
-def each_order(orders: Orders, tensors: Sequence[torch.Tensor]) -> Sequence[TieOrder]:
-    """The order of equal magnitudes in each source; where none is given, one of its own for each place."""
-    return [TieOrder(place) for place in range(len(tensors))] if orders is None else orders
-
-
-def trimmed_breadcrumbs(
-    tensors: Sequence[torch.Tensor],
-    base: torch.Tensor,
-    densities: Sequence[float],
-    gammas: Sequence[float],
-    magnitudes: Magnitudes,
-    orders: Orders,
-) -> list[torch.Tensor]:
-    """theta_t - theta_pre, each without its largest and its smallest elements."""
-    known = magnitudes or (None,) * len(tensors)
-    shares = zip(densities, gammas, each_order(orders, tensors), strict=True)
-    return [
-        cut_both_ends(tensor - base, *each, table) for tensor, each, table in zip(tensors, shares, known, strict=True)
-    ]
+merges("breadcrumbs_ties_l1")(partial(breadcrumbs_ties, rescale=True))
 
 
 def _dropped_l1(tau: torch.Tensor, density: float, key: int, *, rescale: bool) -> torch.Tensor:

@@ -21,7 +21,8 @@ from workers.merging.residual_scales import branch_factors
 
 if TYPE_CHECKING:
     from workers.merging.bank import Bank
-    from workers.merging.materialize import MergedTensor, TensorPlan
+    from workers.merging.materialize import TensorPlan
+    from workers.merging.merged_tensor import MergedTensor
 
 __all__ = ["HeldPath"]
 

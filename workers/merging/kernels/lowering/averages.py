@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import numpy as np
-
 from search_spaces.recipe import Merge
-from workers.merging.kernels.elements import ONE, larger, value
-from workers.merging.kernels.formulas import computes
 from workers.merging.kernels.lowering.base import cosine, fuses, products
-from workers.merging.kernels.rules import Important, Rule, TaskSum, WeightedSum
+from workers.merging.kernels.rules import Important, Nearswap, Rule, TaskSum, WeightedSum
 from workers.merging.methods.arithmetic import cosine_of
 from workers.merging.methods.averages import (
     linear_weights,
@@ -21,9 +15,7 @@ from workers.merging.methods.averages import (
 from workers.merging.methods.plain import Operands
 from workers.merging.methods.spherical import karcher_weights, multislerp_weights
 
-__all__ = ["Nearswap"]
-
-NEAREST = np.float32(1e-6)  # the smallest distance that NearSwap divides by
+__all__: list[str] = []
 
 
 @fuses("passthrough", is_on_cuda=True)
@@ -84,23 +76,9 @@ def _model_stock(merge: Merge, stored: Operands) -> Rule:
     return TaskSum(tuple(model_stock_weights(products(stored), unbounded=unbounded, name=stored.name)))
 
 
-class Nearswap(NamedTuple):
-    """The first of two sources, moved towards the second by at most t."""
-
-    t: float
-
-
 @fuses("nearswap", is_on_cuda=True)
 def _nearswap(merge: Merge, stored: Operands) -> Rule:
     return Nearswap(merge.number("t"))
-
-
-@computes(Nearswap)
-def _nearswap_element(rule: Any, base: Any, xs: Any, i: Any) -> Any:
-    a, b = value(xs[0][i]), value(xs[1][i])
-    share = ONE / larger(abs(a - b), NEAREST) * rule.t
-    share = share if share < ONE else ONE
-    return share * b + (ONE - share) * a
 
 
 @fuses("arcee_fusion")

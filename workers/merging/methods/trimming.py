@@ -1,0 +1,66 @@
+"""Task vectors without their smallest elements, or without both ends: what several methods begin with.
+
+`magnitudes` are for each source the table of |source - base|, if known, `orders` how elements of equal magnitude are
+ordered in each source. With `rescale` the sum of the magnitudes that are kept is that of the whole task vector
+(mergekit: `rescale: true`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from workers.merging.methods.sparsify import cut_both_ends, match_l1_norm, trimmed
+from workers.merging.order_statistics import MagnitudeTable, TieOrder
+
+__all__ = ["Magnitudes", "Orders", "each_order", "trimmed_breadcrumbs", "trimmed_task_vectors"]
+
+Magnitudes = Sequence[MagnitudeTable | None] | None
+Orders = Sequence[TieOrder] | None
+
+
+def trimmed_task_vectors(
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    shares: Sequence[float],
+    magnitudes: Magnitudes = None,
+    orders: Orders = None,
+    *,
+    rescale: bool = False,
+) -> list[torch.Tensor]:
+    """theta_t - theta_pre, each with only the share of its largest magnitudes."""
+    known = magnitudes or (None,) * len(tensors)
+    taus = [
+        trimmed(tensor - base, share, order, table)
+        for tensor, share, order, table in zip(tensors, shares, each_order(orders, tensors), known, strict=True)
+    ]
+    return _rescaled(taus, tensors, base) if rescale else taus
+
+
+def trimmed_breadcrumbs(
+    tensors: Sequence[torch.Tensor],
+    base: torch.Tensor,
+    densities: Sequence[float],
+    gammas: Sequence[float],
+    magnitudes: Magnitudes,
+    orders: Orders,
+    *,
+    rescale: bool = False,
+) -> list[torch.Tensor]:
+    """theta_t - theta_pre, each without its largest and its smallest elements."""
+    known = magnitudes or (None,) * len(tensors)
+    shares = zip(densities, gammas, each_order(orders, tensors), strict=True)
+    taus = [
+        cut_both_ends(tensor - base, *each, table) for tensor, each, table in zip(tensors, shares, known, strict=True)
+    ]
+    return _rescaled(taus, tensors, base) if rescale else taus
+
+
+def each_order(orders: Orders, tensors: Sequence[torch.Tensor]) -> Sequence[TieOrder]:
+    """The order of equal magnitudes in each source; where none is given, one of its own for each place."""
+    return [TieOrder(place) for place in range(len(tensors))] if orders is None else orders
+
+
+def _rescaled(taus: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], base: torch.Tensor) -> list[torch.Tensor]:
+    return [match_l1_norm(tau, tensor - base) for tau, tensor in zip(taus, tensors, strict=True)]

@@ -1,0 +1,100 @@
+"""`python -m workers.merging.precompile`: compile the CPU kernels of the most used methods, as `make install` does.
+
+A kernel is compiled for a rule, a number of sources and a dtype, at its first use, which takes seconds; the code is
+kept on disk (`kernels.compilation`). Where it cannot be kept, and where it was compiled before, nothing is gained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from search_spaces.methods import METHODS
+from search_spaces.recipe import Merge, Source
+from workers.merging.kernels import merge_stored
+from workers.merging.masks import mask_key
+from workers.merging.methods.plain import PLAIN, Operands
+from workers.merging.order_statistics import TieOrder
+from workers.merging.statistics import inner_products, magnitude_table, variance_table
+
+__all__ = ["Usual", "compile_kernels", "operands", "usual"]
+
+DTYPES = (torch.bfloat16, torch.float32)
+NUM_SOURCES = (2, 3)
+# With numbers that no kernel depends on. Methods of the same rule share its kernel: `ties` those of task vectors that
+# are trimmed, `linear` those of means and interpolations.
+COEFFICIENTS = {
+    "linear": {"weight": 0.5},
+    "task_arithmetic": {"lambda": 0.5},
+    "ties": {"lambda": 1.0, "k": 0.2},
+    "ties_weighted": {"weight": 0.5, "density": 0.5},
+    "dare_linear": {"lambda": 0.5, "density": 0.5},
+    "dare_ties": {"lambda": 1.0, "density": 0.5},
+    "dare_ties_l1": {"weight": 0.5, "density": 0.5},
+    "sce_mergekit": {"select_topk": 0.1},
+}
+SHAPE = (64, 512)
+
+
+@dataclass(frozen=True)
+class Usual:
+    """A kernel to compile. `is_tied`: other elements have the magnitude at a threshold, which has a kernel of its
+    own."""
+
+    merge: Merge
+    dtype: torch.dtype
+    is_tied: bool
+
+
+def usual() -> Iterator[Usual]:
+    """What most merges need: of two and three sources, in bfloat16 and in float32."""
+    for name, numbers in COEFFICIENTS.items():
+        uses = PLAIN[name].uses
+        for count in NUM_SOURCES:
+            seed = 0 if METHODS[name].takes_seed else None
+            merge = Merge(name, tuple(Source(f"m{i}") for i in range(count)), numbers, seed)
+            for dtype in DTYPES:
+                cuts = uses & {"magnitudes", "variances"}
+                for is_tied in (True, False) if cuts and dtype == torch.float32 else (True,):
+                    yield Usual(merge, dtype, is_tied)
+
+
+def operands(case: Usual) -> Operands:
+    """Random operands with the statistics that the method uses."""
+    generator = torch.Generator().manual_seed(0)
+    finest = torch.bfloat16 if case.is_tied else torch.float32
+    base = torch.randn(SHAPE, generator=generator).to(finest)
+    count = len(case.merge.sources)
+    changes = (0.05 * torch.randn(SHAPE, generator=generator) for _ in range(count))
+    tensors = tuple((base.float() + change).to(finest).to(case.dtype) for change in changes)
+    base = base.to(case.dtype)
+    orders = tuple(map(TieOrder, range(count)))
+    uses = PLAIN[case.merge.method].uses
+    return Operands(
+        tensors,
+        base if METHODS[case.merge.method].needs_base else None,
+        magnitudes=(
+            tuple(magnitude_table(tensor, base, order) for tensor, order in zip(tensors, orders, strict=True))
+            if "magnitudes" in uses
+            else None
+        ),
+        keys=tuple(mask_key(0, source.model, "weight") for source in case.merge.sources),
+        variances=variance_table(tensors, base, TieOrder(count)) if "variances" in uses else None,
+        orders=orders,
+        order=TieOrder(count),
+        name="weight",
+    )
+
+
+def compile_kernels() -> None:
+    """Compile what is not on disk yet: the kernels of `usual`, and those of the statistics that their methods use."""
+    for case in usual():
+        merge_stored(case.merge, operands(case), torch.empty(SHAPE, dtype=case.dtype))
+    for dtype in DTYPES:  # SLERP, whose kernel is that of `linear`
+        inner_products([torch.ones(SHAPE, dtype=dtype)] * 2)
+
+
+if __name__ == "__main__":
+    compile_kernels()
