@@ -130,16 +130,6 @@ class Encoding:
         moved = np.where(moves, np.where(self._is_categorical, fresh, stepped), rows)
         return self.normalise(np.where(is_active, moved, fresh))
 
-    def shift_role(self, rows: Rows, rng: np.random.Generator, *, step: float) -> Rows:
-        """Neighbours of `rows` in which the numbers of one role, drawn uniformly, all move by one normal step of standard
-        deviation `step`; `rows` where no two numbers share a role."""
-        roles, counts = np.unique(self._role[~self._is_categorical], return_counts=True)
-        if counts.max(initial=0) < 2:
-            return rows
-        moves = (self._role == rng.choice(roles, size=len(rows))[:, None]) & ~self._is_categorical & (rows != INACTIVE)
-        shifts = rng.normal(0.0, step, (len(rows), 1))
-        return self.normalise(np.where(moves, np.clip(rows + shifts, 0.0, 1.0), rows))
-
     def keys(self, rows: Rows) -> list[bytes]:
         """One key per row: equal where the configurations agree to 1e-6 of each range."""
         return [row.tobytes() for row in np.round(rows * 1e6).astype(np.int64)]

@@ -31,7 +31,6 @@ class EvolutionStrategy:
     """One objective. A choice moves with probability `step`: as steps become small, choices are kept."""
 
     rate: float = 0.5  # the probability that a number moves
-    role_rate: float = 0.5  # the probability that the numbers of one role move together instead
     first_step: float = 0.15  # standard deviation of a move, as a share of the parameter's range
     smallest_step: float = 0.005
     largest_step: float = 0.5
@@ -54,8 +53,6 @@ class EvolutionStrategy:
             rate = np.where(encoding.is_categorical, step, self.rate)
             rows = np.repeat(encoding.encode([parent.configuration]), _NUM_MUTANTS, axis=0)
             mutants = encoding.mutate(rows, rng, rate=rate, step=step)
-            is_shifted = rng.random((_NUM_MUTANTS, 1)) < self.role_rate
-            mutants = np.where(is_shifted, encoding.shift_role(rows, rng, step=step), mutants)
             if (mutant := encoding.first_unknown(mutants, encoding.encode(known))) is not None:
                 return encoding.decode(mutant)
         return sample_unseen(parameters, rng, known)
