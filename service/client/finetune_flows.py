@@ -32,8 +32,7 @@ def submit_finetune(
     """
     from workers.training.finetuning.fleet import load_pipeline
 
-    is_document = isinstance(specification, Mapping)
-    document = specification if is_document else load_pipeline(Path(specification)).canonical()
+    document = specification if isinstance(specification, Mapping) else load_pipeline(Path(specification)).canonical()
     return cast("FinetuneDocument", (yield from submitted("/v1/finetunes", document, idempotency_key)))
 
 
