@@ -14,6 +14,7 @@ from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
 
 from search_spaces.study.file import Study
+from workers.training.finetuning.fleet import OPTIONAL_SECTIONS, SECTIONS
 from workers.training.finetuning.spec import FinetuneSpec, finetune_json_schema
 
 __all__ = [
@@ -388,16 +389,17 @@ def pipeline_schemas(template: str) -> dict[str, dict[str, Any]]:
     """JSON Schemas by name of what may be submitted as a fine-tuning: Finetuning, and what it refers to; `template` is
     how references are written."""
     spec = FinetuneSpec.model_json_schema(ref_template=template)
-    shared = {name: {"type": "object"} for name in spec["properties"] if name not in ("name", "base")}
+    # Sections may be given in part: what is left out may be an expert's own.
+    sections = {name: {"type": "object"} for name in SECTIONS}
+    sections |= {name: {"type": ["object", "null"]} for name in OPTIONAL_SECTIONS}
     fleet = {
         "type": "object",
         "description": "What is different for each expert is laid over the other sections. `study` then merges them.",
         "properties": {
-            **shared,
-            "name": spec["properties"]["name"],
-            "base": spec["properties"]["base"],
+            **spec["properties"],
+            **sections,
             "experts": {"type": "object", "minProperties": 1, "additionalProperties": {"type": "object"}},
-            "study": {"type": "object", "description": "A study without models, which are the experts."},
+            "study": {"type": ["object", "null"], "description": "A study without models, which are the experts."},
         },
         "required": ["name", "base", "experts"],
     }

@@ -18,13 +18,25 @@ from search_spaces.study.sections import NAME
 from search_spaces.study.yaml import read_document
 from workers.training.finetuning.spec import FinetuneSpec, parse_spec
 
-__all__ = ["EXPERTS", "STUDY", "Pipeline", "is_pipeline", "load_pipeline", "parse_pipeline"]
+__all__ = [
+    "EXPERTS",
+    "OPTIONAL_SECTIONS",
+    "SECTIONS",
+    "STUDY",
+    "Pipeline",
+    "is_pipeline",
+    "load_pipeline",
+    "parse_pipeline",
+]
 
 # Keys of a fleet, and the directories of its results.
 EXPERTS, STUDY = "experts", "study"
 
 # Options that are the same for all experts of a fleet.
 COMMON = ("name", "base")
+
+# Sections, over which an expert's own options are laid.
+SECTIONS, OPTIONAL_SECTIONS = ("data", "method", "training"), ("adapter", "evaluation")
 
 
 @dataclass(frozen=True)
@@ -91,6 +103,9 @@ def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -
     given, name = document[EXPERTS], document.get("name")
     if not isinstance(name, str) or not re.fullmatch(NAME, name):
         problems.append(Problem("name", f"{name!r:.60} is no name; give letters, digits, '.', '_' and '-'"))
+    for key in (*SECTIONS, *OPTIONAL_SECTIONS):
+        if not isinstance(shared.get(key, {}), Mapping) and not (shared[key] is None and key in OPTIONAL_SECTIONS):
+            problems.append(Problem(key, f"{shared[key]!r:.60} is no mapping; give the options that experts share"))
     if not isinstance(given, Mapping) or not given:
         raise InvalidStudy((Problem(EXPERTS, "expected a mapping of aliases to what is different for each expert"),))
     for alias, own in given.items():
