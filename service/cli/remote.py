@@ -20,7 +20,6 @@ from service.cli.terminal import console, print_export, print_json, print_json_l
 from service.client import Client, Event
 from service.errors import Conflict, ServerUnreachable
 from service.types import JobKind, StudyState, TrialState
-from workers.training.finetuning.fleet import is_pipeline
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -65,6 +64,8 @@ class ServerVerbs:
         self._as_json = as_json
 
     def submit(self, file: Path, *, key: str | None, watch: bool) -> int:
+        from workers.training.finetuning.fleet import is_pipeline
+
         submit = self._client.submit_finetune if is_pipeline(read_document(file)) else self._client.submit
         study = submit(file, idempotency_key=key)
         if watch:
