@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from service.errors import Conflict
+from service.errors import InUse
 
-__all__ = ["LOCK_FILE", "data_dir_of", "free_bytes", "gib", "lack_of_space", "locked", "study_dir"]
+__all__ = ["LOCK_FILE", "artifacts_dir", "data_dir_of", "free_bytes", "gib", "lack_of_space", "locked", "study_dir"]
 
 # For configuration, tokenizer, model card, and what other programs write meanwhile.
 MARGIN_BYTES = 64 * 2**20
@@ -25,6 +25,11 @@ def study_dir(data_dir: Path, study_id: str) -> Path:
     return data_dir / "studies" / study_id
 
 
+def artifacts_dir(data_dir: Path) -> Path:
+    """Where the files of artifacts are, in a server's data directory."""
+    return data_dir / "artifacts"
+
+
 def data_dir_of(work_dir: Path) -> Path:
     """The data directory in which `work_dir` is a study's."""
     return work_dir.parents[1]
@@ -32,14 +37,14 @@ def data_dir_of(work_dir: Path) -> Path:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Lock `directory` for this process, until it exits at the latest. Raises Conflict if another process has it."""
+    """Lock `directory` for this process, until it exits at the latest. Raises InUse if another process has it."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK_FILE).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)
-            raise Conflict(
+            raise InUse(
                 f"{directory}: process {file.read().strip() or 'unknown'} is at work here; "
                 "wait for it, stop it, or give another directory"
             ) from error

@@ -2,7 +2,8 @@
 
 ServiceError
 ├── NotFound       (KeyError)      the study, trial or file does not exist
-├── Conflict       (RuntimeError)  not possible in the current state, e.g. another run uses the directory
+├── Conflict       (RuntimeError)  not possible in the current state, e.g. the directory holds another run
+│   └── InUse                      another process uses the directory: wait for it
 ├── StaleAttempt   (RuntimeError)  stop: a newer driver owns the study
 ├── StudyFailed    (RuntimeError)  the study cannot continue; finished work is kept
 ├── StudyUnusable  (RuntimeError)  an engine cannot use its models or a task: check these again
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Conflict",
     "ExportFailed",
+    "InUse",
     "InvalidAnswer",
     "NotFound",
     "RequestRefused",
@@ -47,6 +49,10 @@ class NotFound(ServiceError, KeyError):
 
 class Conflict(ServiceError, RuntimeError):
     """The request is well formed, but not possible in the current state."""
+
+
+class InUse(Conflict):
+    """Another process is at work in the directory; the message names it."""
 
 
 class StaleAttempt(ServiceError, RuntimeError):

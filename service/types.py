@@ -69,6 +69,11 @@ class JobKind(StrEnum):
     SEARCH = "search"
     FINETUNE = "finetune"
 
+    @property
+    def noun(self) -> str:
+        """What messages call a stored study of this kind."""
+        return {JobKind.SEARCH: "study", JobKind.FINETUNE: "fine-tuning"}[self]
+
 
 class StudyState(StrEnum):
     """CREATED -> RUNNING -> COMPLETE | FAILED | CANCELLED. A server continues a STOPPED study automatically, a FAILED
@@ -121,6 +126,7 @@ class EventKind(StrEnum):
     SCORED_AGAIN = "scored_again"
     CANARIES = "canaries"
     TRAINING = "training"
+    STUDY = "study"
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,10 @@ from service.api.problems import install_handlers
 from service.api.protocols import Cluster
 from service.api.record_cache import RunRecords
 from service.api.requests import principal
-from service.api.routes import events, exports, operations, results, studies
+from service.api.routes import events, exports, finetunes, operations, results, studies
+from service.disk import artifacts_dir
 from service.store import Store
+from service.store.artifacts import ArtifactStore
 
 __all__ = ["create_app"]
 
@@ -51,6 +53,7 @@ def create_app(
         cluster=cluster,
         preflight=preflight or PreflightProcess(default_access(data_dir), place=ServerPlace(store.url, data_dir)),
         exports=Exports(store, data_dir, keep=keep),
+        artifacts=ArtifactStore(store, artifacts_dir(data_dir)),
         hub=EventHub(store),
         records=RunRecords(store),
         requests=requests,
@@ -83,7 +86,7 @@ def create_app(
     app.add_middleware(CountRequests, counter=requests)  # the last one added gets requests first
     install_handlers(app)
     install_openapi(app)
-    for part in (studies, results, events, exports):
+    for part in (studies, finetunes, results, events, exports):
         app.include_router(part.router, prefix="/v1")
     app.include_router(operations.router)
     install_docs(app)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 from weakref import WeakValueDictionary
 
 from fastapi import Depends, Request
@@ -22,9 +23,21 @@ from service.api.record_cache import RunRecords
 from service.api.requests import principal
 from service.errors import NotFound
 from service.store import Store
+from service.store.artifacts import ArtifactStore
 from service.types import JobKind, StudyRecord
 
-__all__ = ["MAX_ID", "MAX_NUMBER", "PAGE_HEADERS", "Context", "Sender", "Services", "Study", "TrialNumber"]
+__all__ = [
+    "GIVEN",
+    "MAX_ID",
+    "MAX_NUMBER",
+    "PAGE_HEADERS",
+    "Context",
+    "Finetune",
+    "Sender",
+    "Services",
+    "Study",
+    "TrialNumber",
+]
 
 # For pages of text and SVG: they may neither run scripts nor load anything.
 PAGE_HEADERS = {
@@ -43,6 +56,7 @@ class Services:
     cluster: Cluster
     preflight: Preflight
     exports: Exports
+    artifacts: ArtifactStore
     hub: EventHub
     records: RunRecords
     requests: RequestCounter
@@ -68,17 +82,34 @@ Sender = Annotated[Principal, Depends(principal)]
 TrialNumber = Annotated[int, PathParameter(description="The trial's `number`.", ge=0, le=MAX_NUMBER)]
 
 
+ID_PATTERN = "^[0-9a-f]{32}$"
+
+
 def _study(
-    study_id: Annotated[str, PathParameter(description="As in the study's `id`.", pattern="^[0-9a-f]{32}$")],
+    study_id: Annotated[str, PathParameter(description="As in the study's `id`.", pattern=ID_PATTERN)],
     services: Context,
 ) -> StudyRecord:
+    return _found(services, study_id, JobKind.SEARCH)
+
+
+def _finetune(
+    finetune_id: Annotated[str, PathParameter(description="As in the fine-tuning's `id`.", pattern=ID_PATTERN)],
+    services: Context,
+) -> StudyRecord:
+    return _found(services, finetune_id, JobKind.FINETUNE)
+
+
+def _found(services: Services, study_id: str, kind: JobKind) -> StudyRecord:
     try:
         record = services.store.study(study_id)
     except NotFound as error:
-        raise Refusal(404, f"study {study_id!r}: there is no such study") from error
-    if record.kind is not JobKind.SEARCH:
-        raise Refusal(404, f"study {study_id!r}: is a {record.kind.value}, not a study")
+        raise Refusal(404, f"{kind.noun} {study_id!r}: there is no such {kind.noun}") from error
+    if record.kind is not kind:
+        raise Refusal(404, f"{kind.noun} {study_id!r}: is a {record.kind.noun}, not a {kind.noun}")
     return record
 
 
-Study = Annotated[StudyRecord, Depends(_study)]
+# Parameters of routes: the stored record that the path names.
+GIVEN: Mapping[JobKind, Any] = {JobKind.SEARCH: Depends(_study), JobKind.FINETUNE: Depends(_finetune)}
+Study = Annotated[StudyRecord, GIVEN[JobKind.SEARCH]]
+Finetune = Annotated[StudyRecord, GIVEN[JobKind.FINETUNE]]

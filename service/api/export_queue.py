@@ -10,7 +10,7 @@ import tarfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,21 +77,21 @@ class Exports:
         name = self._store.study(record.study).name
         return self._root / record.id / f"{name}-trial-{record.trial}"
 
-    def reading(self, record: ExportRecord, chunks: Iterable[bytes]) -> Iterator[bytes]:
-        """`chunks` of the export's files, which are not removed meanwhile."""
-        self._downloads[record.id] += 1
+    def reading(self, owner: str, chunks: Iterable[bytes]) -> Iterator[bytes]:
+        """`chunks` of the files of `owner`, the id of an export or fine-tuning, which are not removed meanwhile."""
+        self._downloads[owner] += 1
         try:
             yield from chunks
         finally:
-            self._downloads[record.id] -= 1
+            self._downloads[owner] -= 1
 
     async def delete(self, record: ExportRecord) -> None:
         """Delete an export and its files. Raises NotFound, and Conflict if it is being written or downloaded."""
         await anyio.to_thread.run_sync(self._delete, (record,))
 
     async def delete_study(self, study_id: str) -> None:
-        """Delete a study that has ended, with its exports. Raises NotFound, and Conflict, when nothing is deleted, if
-        it has not ended or one of its exports is being written or downloaded."""
+        """Delete a study or fine-tuning that has ended, with its exports. Raises NotFound, and Conflict, when
+        nothing is deleted, if it has not ended or one of its models is being written or downloaded."""
 
         def delete() -> None:
             self._delete(self._store.exports(study_id), study_id=study_id)
@@ -131,6 +131,8 @@ class Exports:
                 if self._downloads[record.id]:
                     raise Conflict(f"export {record.id} is being downloaded; it can be deleted afterwards")
             if study_id is not None:
+                if self._downloads[study_id]:
+                    raise Conflict(f"an expert of {study_id} is being downloaded; it can be deleted afterwards")
                 self._store.delete_study(study_id)
             for record in records:
                 self._store.delete_export(record.id)
@@ -224,10 +226,11 @@ def _export(url: str, study_id: str, trial: str, directory: Path, *, dtype: str)
 
 @dataclass(frozen=True)
 class Tar:
-    """An uncompressed archive of the files of `directory`, in one folder of that name. Only one chunk at a time is in
-    memory. The same files give the same bytes."""
+    """An uncompressed archive of `files`, by their paths in its one folder. Only one chunk at a time is in memory. The
+    same files give the same bytes."""
 
-    directory: Path
+    folder: str
+    files: Mapping[str, Path]
     modified_at: float
 
     @property
@@ -251,8 +254,8 @@ class Tar:
         yield bytes(_padded(written + 2 * BLOCK, RECORD) - written)
 
     def _members(self) -> Iterator[tuple[Path, bytes]]:
-        for file in sorted(self.directory.iterdir()):
-            member = tarfile.TarInfo(f"{self.directory.name}/{file.name}")
+        for path, file in sorted(self.files.items()):
+            member = tarfile.TarInfo(f"{self.folder}/{path}")
             member.size = file.stat().st_size
             member.mtime = int(self.modified_at)
             yield file, member.tobuf()

@@ -19,7 +19,8 @@ from starlette.responses import HTMLResponse
 from starlette.staticfiles import StaticFiles
 
 from search_spaces.study.file import Study
-from service.schemas.api import EndDocument, ProblemDocument, ProgressDocument
+from service.schemas.api import EndDocument, ProblemDocument, ProgressDocument, TrainingProgressDocument
+from service.schemas.files import pipeline_schemas
 
 __all__ = ["EXPORT_REQUEST", "install_docs", "install_openapi"]
 
@@ -71,11 +72,12 @@ def install_openapi(app: FastAPI) -> None:
 def _document(app: FastAPI) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     schemas = document["components"]["schemas"]
-    for model in (Study, ProblemDocument, ProgressDocument, EndDocument):
+    for model in (Study, ProblemDocument, ProgressDocument, TrainingProgressDocument, EndDocument):
         schema = TypeAdapter(model).json_schema(ref_template=TEMPLATE)
         schemas |= schema.pop("$defs", {})
         schemas[model.__name__] = schema
     schemas["ExportRequest"] = EXPORT_REQUEST
+    schemas |= pipeline_schemas(TEMPLATE)
     # Routes declare their error responses; FastAPI adds a 422 of its own format to every route with parameters.
     for operations in document["paths"].values():
         for operation in operations.values():

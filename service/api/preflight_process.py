@@ -1,4 +1,4 @@
-"""Parses and checks the study in a request's body, with the same checks as the command line.
+"""Parses and checks the study or fine-tuning in a request's body, with the same checks as the command line.
 
 The checks import torch and lm-eval and read models, so they run in separate processes, the validators, within limits of
 time, processor time and memory: no body can stop the server, and no client can stop another one's requests.
@@ -7,8 +7,7 @@ time, processor time and memory: no body can stop the server, and no client can 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import psutil
 
 from search_spaces.errors import InvalidStudy, Problem
-from search_spaces.study.file import InlineTask, Study, parse_study
+from search_spaces.study.file import Study, parse_study
 from search_spaces.study.yaml import parse_document
 from service.api.limits.fair_queue import FairQueue
 from service.api.problems import Unavailable
@@ -26,10 +25,23 @@ from service.store import Store
 from service.studies.chains import SOURCES, on_server, with_exported_sources
 from service.studies.preflight.dtype import engine_dtype
 from service.studies.preflight.examine import examine
-from service.studies.preflight.files import check_files
-from service.types import ChainedSource, ResolvedStudy
+from service.studies.preflight.files import (
+    check_files,
+    file_path_problem,
+    model_path_problem,
+    no_file_problem,
+    task_files,
+)
+from service.studies.preflight.finetune import (
+    check_finetune_files,
+    check_server_paths,
+    examine_finetune,
+    resolved_finetune,
+)
+from service.types import ChainedSource, JobKind, ResolvedStudy
 from workers.file_access import FileAccess
 from workers.models.hub import hub_cache
+from workers.training.finetuning.fleet import Pipeline, parse_pipeline
 
 __all__ = [
     "Limits",
@@ -39,6 +51,7 @@ __all__ = [
     "ServerPlace",
     "default_access",
     "examine_here",
+    "read_finetune",
     "read_request",
 ]
 
@@ -76,7 +89,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class PreflightOutcome:
-    """A study that passed preflight: its canonical document, and what its names resolve to."""
+    """A study or fine-tuning that passed preflight: its canonical document, and what its names resolve to."""
 
     name: str
     document: Mapping[str, Any]
@@ -92,15 +105,18 @@ class ServerPlace:
 
 
 class Preflight(Protocol):
-    """Checks studies for the server."""
+    """Checks studies and fine-tunings for the server."""
 
     def start(self) -> None: ...
 
     def stop(self) -> None: ...
 
-    async def examine(self, content: bytes, *, is_json: bool, client: str = "") -> PreflightOutcome:
-        """Raises InvalidStudy with every problem, and Unavailable if no check is possible at the moment. `client` is
-        the sender, whose requests wait for each other before others wait for them."""
+    async def examine(
+        self, content: bytes, *, is_json: bool, kind: JobKind = JobKind.SEARCH, client: str = ""
+    ) -> PreflightOutcome:
+        """The outcome of a body that is a study or fine-tuning, as `kind` says. Raises InvalidStudy with every problem,
+        and Unavailable if no check is possible at the moment. `client` is the sender, whose requests wait for each
+        other before others wait for them."""
 
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
         """The dtype that a study's engines score in."""
@@ -139,8 +155,12 @@ class PreflightProcess:
         for validator in self._validators:
             validator.stop()
 
-    async def examine(self, content: bytes, *, is_json: bool, client: str = "") -> PreflightOutcome:
-        return await self._call(client, examine_here, content, is_json=is_json, access=self._access, place=self._place)
+    async def examine(
+        self, content: bytes, *, is_json: bool, kind: JobKind = JobKind.SEARCH, client: str = ""
+    ) -> PreflightOutcome:
+        return await self._call(
+            client, examine_here, content, is_json=is_json, kind=kind, access=self._access, place=self._place
+        )
 
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
         return await self._call(client, _engine_dtype, document)
@@ -190,47 +210,32 @@ def _too_much(limit: str) -> InvalidStudy:
 
 def read_request(content: bytes, *, is_json: bool, access: FileAccess | None = None) -> Study:
     """The study in a body. Raises InvalidStudy with every problem, also of paths: relative or outside `access`."""
-    try:
-        study = parse_study(parse_document(content, BODY, is_json=is_json))
-    except RecursionError as error:
-        raise InvalidStudy((Problem("", f"{BODY}: is nested too deeply"),)) from error
-    if problems := tuple(_relative_paths(study)):
+    study = _read(content, parse_study, is_json=is_json)
+    models = {"base": study.models.base} | {f"experts.{alias}": v for alias, v in study.models.named.items()}
+    found = {f"models.{place}": model_path_problem(value) for place, value in models.items()}
+    found |= {place: file_path_problem(file) for place, file in task_files(study)}
+    if problems := tuple(Problem(place, text) for place, text in found.items() if text):
         raise InvalidStudy(problems)
     check_files(study, access)
-    if problems := tuple(_no_files(study)):
+    found = {place: no_file_problem(file) for place, file in task_files(study)}
+    if problems := tuple(Problem(place, text) for place, text in found.items() if text):
         raise InvalidStudy(problems)
     return study
 
 
-def _relative_paths(study: Study) -> Iterator[Problem]:
-    models = {"base": study.models.base} | {f"experts.{alias}": v for alias, v in study.models.named.items()}
-    for place, value in models.items():
-        # As in a study file: `name` and `owner/name` are hub ids unless a directory has that name.
-        is_path = value.startswith((".", "~")) or value.endswith("/") or value.count("/") > 1 or os.path.exists(value)
-        if is_path and not os.path.isabs(value):
-            yield Problem(f"models.{place}", _relative(value))
-    for place, file in _task_files(study):
-        if not os.path.isabs(file):
-            yield Problem(place, _relative(file))
+def read_finetune(content: bytes, *, is_json: bool, access: FileAccess | None = None) -> Pipeline:
+    """The fine-tuning in a body. Raises as `read_request`."""
+    pipeline = _read(content, parse_pipeline, is_json=is_json)
+    check_server_paths(pipeline)
+    check_finetune_files(pipeline, access)
+    return pipeline
 
 
-def _no_files(study: Study) -> Iterator[Problem]:
-    for place, file in _task_files(study):
-        if os.path.exists(file) and not os.path.isfile(file):  # a device or a pipe might never end
-            yield Problem(place, f"{file}: is not a file")
-
-
-def _task_files(study: Study) -> Iterator[tuple[str, str]]:
-    """The files that a study names as tasks, each with its place."""
-    for place, spec in study.with_tasks():
-        if isinstance(spec.task, InlineTask):
-            yield f"{place}.task.file", spec.task.file
-        elif spec.task.endswith((".yaml", ".yml")):
-            yield f"{place}.task", spec.task
-
-
-def _relative(value: str) -> str:
-    return f"{value}: is relative; give an absolute path on the server"
+def _read(content: bytes, parse: Callable[[dict[str, Any]], Result], *, is_json: bool) -> Result:
+    try:
+        return parse(parse_document(content, BODY, is_json=is_json))
+    except RecursionError as error:
+        raise InvalidStudy((Problem("", f"{BODY}: is nested too deeply"),)) from error
 
 
 def _with_sources(study: Study, place: ServerPlace | None) -> tuple[Study, Mapping[str, ChainedSource]]:
@@ -260,24 +265,44 @@ def _warm_up() -> None:
 
 
 def examine_here(
-    content: bytes, *, is_json: bool, access: FileAccess | None = None, place: ServerPlace | None = None
+    content: bytes,
+    *,
+    is_json: bool,
+    kind: JobKind = JobKind.SEARCH,
+    access: FileAccess | None = None,
+    place: ServerPlace | None = None,
 ) -> PreflightOutcome:
     """Run the preflight in this process. Weights are read without limits of memory and processor time: their amount is
     not the sender's choice, and reading large ones maps all of their files. So are merges of other studies written,
     which `place` has."""
-    study = read_request(content, is_json=is_json, access=access)
+    check = _examined_finetune if kind is JobKind.FINETUNE else _examined_study
     try:
-        exported, chained = _with_sources(study, place)
-        if chained and access is not None and place is not None:
-            access = replace(access, readable=(*access.readable, str(place.directory.resolve() / SOURCES)))
-        preflight = examine(exported, downloads=False, access=access, chained=chained, before_weights=lift_limits)
-        return PreflightOutcome(study.name, study.canonical(), preflight.resolved())
+        return check(content, is_json=is_json, access=access, place=place)
     except (InvalidStudy, MemoryError):
         raise
-    except Exception as error:  # the study's driver runs the same checks and would fail too
-        logger.exception("study %s could not be checked", study.name)
-        message = f"the study could not be checked: {type(error).__name__}: {error}"
+    except Exception as error:  # its driver runs the same checks and would fail too
+        logger.exception("a %s could not be checked", kind.noun)
+        message = f"the {kind.noun} could not be checked: {type(error).__name__}: {error}"
         raise InvalidStudy((Problem("", message),)) from error
+
+
+def _examined_study(
+    content: bytes, *, is_json: bool, access: FileAccess | None, place: ServerPlace | None
+) -> PreflightOutcome:
+    study = read_request(content, is_json=is_json, access=access)
+    exported, chained = _with_sources(study, place)
+    if chained and access is not None and place is not None:
+        access = replace(access, readable=(*access.readable, str(place.directory.resolve() / SOURCES)))
+    preflight = examine(exported, downloads=False, access=access, chained=chained, before_weights=lift_limits)
+    return PreflightOutcome(study.name, study.canonical(), preflight.resolved())
+
+
+def _examined_finetune(
+    content: bytes, *, is_json: bool, access: FileAccess | None, place: ServerPlace | None
+) -> PreflightOutcome:
+    pipeline = read_finetune(content, is_json=is_json, access=access)
+    examine_finetune(pipeline, access=access)
+    return PreflightOutcome(pipeline.name, pipeline.canonical(), resolved_finetune(access=access))
 
 
 def _engine_dtype(document: Mapping[str, Any]) -> str:

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
 from service.api.protocols import Cluster
-from service.schemas.api import EventDocument, ExportDocument, ProgressDocument, StudyDocument
+from service.schemas.api import (
+    EventDocument,
+    ExpertDocument,
+    ExportDocument,
+    FinetuneDocument,
+    ProgressDocument,
+    StudyDocument,
+)
 from service.store import EventRecord
-from service.types import ExportRecord, ExportState, StudyRecord
+from service.types import ArtifactRecord, ExportRecord, ExportState, StudyRecord
+from workers.training.finetuning.fleet import EXPERTS
 
-__all__ = ["event_document", "export_document", "export_path", "rfc_3339", "study_document", "study_path"]
+__all__ = [
+    "event_document",
+    "export_document",
+    "export_path",
+    "finetune_document",
+    "finetune_path",
+    "rfc_3339",
+    "study_document",
+    "study_path",
+]
 
 LINKED = ("study", "trials", "pareto", "summary", "report", "events", "plots", "exports", "log")
+FINETUNE_LINKED = ("specification", "curves", "report", "events", "log")
 
 
 def rfc_3339(time_s: float) -> str:
@@ -24,6 +42,10 @@ def rfc_3339(time_s: float) -> str:
 
 def study_path(study_id: str) -> str:
     return f"/v1/studies/{study_id}"
+
+
+def finetune_path(finetune_id: str) -> str:
+    return f"/v1/finetunes/{finetune_id}"
 
 
 def export_path(record: ExportRecord) -> str:
@@ -47,6 +69,41 @@ def study_document(record: StudyRecord, *, trials: Mapping[str, int], cluster: C
         "progress": None if record.progress is None else cast(ProgressDocument, dict(record.progress)),
         "job": cluster.job(record),
         "links": {"self": path, **{name: f"{path}/{name}" for name in LINKED}},
+    }
+
+
+def finetune_document(
+    record: StudyRecord, *, artifacts: Iterable[ArtifactRecord], study: StudyRecord | None, cluster: Cluster
+) -> FinetuneDocument:
+    """`artifacts` are the experts that are trained, `study` is the one that was made of them."""
+    path = finetune_path(record.id)
+    progress = (record.progress or {}).get("experts", {})
+    trained = {artifact.name: artifact for artifact in artifacts}
+    experts: dict[str, ExpertDocument] = {
+        alias: {
+            "method": spec["method"]["kind"],
+            "progress": progress.get(alias),
+            "bytes": trained[alias].num_bytes if alias in trained else None,
+            "links": {"download": f"{path}/experts/{alias}/download"} if alias in trained else {},
+        }
+        for alias, spec in record.document.get(EXPERTS, {record.name: record.document}).items()
+    }
+    return {
+        "id": record.id,
+        "name": record.name,
+        "state": record.state.value,
+        "reason": record.reason,
+        "waiting_for": cluster.waiting_for(record),
+        "created_at": rfc_3339(record.created_at),
+        "wall_clock_s": record.wall_clock_s,
+        "attempt": record.attempt,
+        "experts": experts,
+        "job": cluster.job(record),
+        "links": {
+            "self": path,
+            **{name: f"{path}/{name}" for name in FINETUNE_LINKED},
+            **({} if study is None else {"study": study_path(study.id)}),
+        },
     }
 
 

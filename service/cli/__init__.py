@@ -2,7 +2,8 @@
 
 - `main`: options, exit codes, error messages
 - `verbs`: what each verb does
-- `finetune`: the verb that trains an expert
+- `finetune`: the verb that trains experts
+- `finetune_tables`: fine-tunings of a server as tables
 - `remote`: the verbs that ask a server
 - `terminal`: printing JSON or tables
 - `tables`: results as tables

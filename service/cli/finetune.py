@@ -5,39 +5,55 @@ from __future__ import annotations
 import argparse
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from service.cli.terminal import print_json, print_json_line
+from workers.errors import TrainingFailed
 from workers.training.finetuning.history import METRICS, read_history
 
-__all__ = ["finetune"]
+__all__ = ["finetune", "training_text"]
 
 INTERVAL_S = 5.0
+
+REPORT = "report.html"
 
 
 def finetune(options: argparse.Namespace, *, run_study: Callable[[Any, Path], int]) -> int:
     """`run_study` runs a study in a directory, exports its best merge, prints its results and returns the exit code."""
     from service.jobs.finetune import EXPERT_DIR, run_fleet
+    from service.results.training import directory_curves, render_training
+    from service.types import StudyState
     from workers.training.finetuning.fleet import STUDY, load_pipeline
 
     out: Path = options.out
     pipeline = load_pipeline(options.spec)
     places = pipeline.places(out)
+
+    def report(state: StudyState, reason: str | None = None) -> Path:
+        file = out / REPORT
+        file.write_text(render_training(pipeline, directory_curves(places), state=state.value, reason=reason))
+        return file
+
     try:
         with _progress(places, as_json=options.json):
             summaries = run_fleet(pipeline.experts, places, note=_quiet if options.json else _note)
     except KeyboardInterrupt:
         print(f"interrupted; the same command goes on with the fine-tuning in {out}", file=sys.stderr)
         return 130
+    except TrainingFailed as error:
+        report(StudyState.FAILED, str(error))
+        raise
+    written = report(StudyState.COMPLETE)
     study = pipeline.study_of({alias: place / EXPERT_DIR for alias, place in places.items()})
     if study is None and options.json:
         print_json(summaries if pipeline.is_fleet else next(iter(summaries.values())))
     elif not options.json:
         for alias, summary in summaries.items():
             print(_line(alias, summary, places[alias] / EXPERT_DIR))
+        print(f"report: {written}")
     return 0 if study is None else run_study(study, out / STUDY)
 
 
@@ -80,7 +96,12 @@ def _progress(places: dict[str, Path], *, as_json: bool) -> Iterator[None]:
 def _text(alias: str, lines: list[dict[str, Any]]) -> str:
     update = next((line for line in reversed(lines) if "loss" in line), None)
     values: dict[str, float] = next((line["values"] for line in reversed(lines) if line.get("values")), {})
-    if update is None:
-        return f"{alias}: no update yet"
-    scores = "".join(f"  {name} {value:.3f}" for name, value in values.items())
-    return f"{alias}: step {update['step']}  loss {update['loss']:.4f}  {update['seconds']:.2f} s a step{scores}"
+    return f"{alias}: no update yet" if update is None else training_text({"expert": alias, **update, "values": values})
+
+
+def training_text(line: Mapping[str, Any]) -> str:
+    """The numbers of an expert's update, of an evaluation, or of both."""
+    of = f" of {line['steps']}" if line.get("steps") else ""
+    loss = f"  loss {line['loss']:.4f}  {line['seconds']:.2f} s a step" if "loss" in line else ""
+    scores = "".join(f"  {name} {value:.3f}" for name, value in line.get("values", {}).items())
+    return f"{line['expert']}: step {line['step']}{of}{loss}{scores}"

@@ -116,29 +116,30 @@ def _parser() -> argparse.ArgumentParser:
         "--export-quota", type=_num_bytes, metavar="SIZE", help="bytes for all exports; default: a tenth of the disk"
     )
 
-    command = server_verb("submit", verbs.submit, "Submit a study file to a server.")
-    command.add_argument("study", type=Path, metavar="STUDY", help="study file (YAML or JSON)")
-    command.add_argument("--watch", action="store_true", help="then watch the study until it ends")
+    command = server_verb("submit", verbs.submit, "Submit a study or fine-tuning to a server.")
+    command.add_argument("study", type=Path, metavar="FILE", help="study file or specification (YAML or JSON)")
+    command.add_argument("--watch", action="store_true", help="then watch it until it ends")
     command.add_argument(
-        "--name-key", metavar="KEY", help="idempotency key: submitting again with it returns the study it created"
+        "--name-key", metavar="KEY", help="idempotency key: submitting again with it returns what it created"
     )
 
     server_verb("studies", verbs.studies, "List a server's studies.")
+    server_verb("finetunes", verbs.finetunes, "List a server's fine-tunings.")
 
     for name, call, text in (
-        ("show", verbs.show, "Show the state and progress of a study on a server."),
-        ("watch", verbs.watch, "Watch a study on a server until it ends."),
-        ("log", verbs.log, "Print the driver logs of a study on a server."),
-        ("cancel", verbs.cancel, "Cancel a study on a server permanently; its results are kept."),
-        ("resume", verbs.resume, "Let a study on a server that has failed go on from its results."),
-        ("delete", verbs.delete, "Delete a study that has ended from a server, with its results and exports."),
+        ("show", verbs.show, "Show the state and progress of a study or fine-tuning on a server."),
+        ("watch", verbs.watch, "Watch a study or fine-tuning on a server until it ends."),
+        ("log", verbs.log, "Print the driver logs of a study or fine-tuning on a server."),
+        ("cancel", verbs.cancel, "Cancel a study or fine-tuning on a server permanently; its results are kept."),
+        ("resume", verbs.resume, "Let one on a server that has failed go on from its results or last checkpoint."),
+        ("delete", verbs.delete, "Delete one that has ended from a server, with its results and exports."),
     ):
         command = server_verb(name, call, text)
-        command.add_argument("study", metavar="STUDY", help="id of the study, a prefix of its id, or its name")
+        command.add_argument("study", metavar="STUDY", help="id of the study or fine-tuning, a prefix, or its name")
 
-    command = server_verb("export", verbs.export, "Write a trial's merged model as safetensors.")
+    command = server_verb("export", verbs.export, "Write a trial's merged model, or a server's expert, as safetensors.")
     command.add_argument("run", metavar="DIR|STUDY", help=RUN_OR_STUDY)
-    command.add_argument("trial", metavar="TRIAL", help='trial number, or "best"')
+    command.add_argument("trial", metavar="TRIAL", help='trial number, or "best"; of a fine-tuning, an expert\'s alias')
     _add_prefer(command)
     command.add_argument("--out", type=Path, required=True, metavar="DIR")
     command.add_argument("--dtype", choices=DTYPES, help="default: the dtype of the study's engine")

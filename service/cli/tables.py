@@ -36,10 +36,14 @@ from service.types import Origin, StudyState, TrialState
 __all__ = [
     "finding_line",
     "holdout_table",
+    "id_digits",
+    "local_time",
     "pareto_table",
     "search_line",
+    "state_text",
     "studies_table",
     "study_table",
+    "titled",
     "trials_table",
     "verification_line",
 ]
@@ -54,7 +58,7 @@ ID_DIGITS = 8
 
 def pareto_table(document: ParetoDocument) -> Table:
     """The front, best mean of values first: one column per objective, value and standard error."""
-    table = _table("Pareto front")
+    table = titled("Pareto front")
     table.add_column("trial", justify="right")
     table.add_column("label", overflow="fold")
     for objective in document["objectives"]:
@@ -86,7 +90,7 @@ def pareto_table(document: ParetoDocument) -> Table:
 
 def holdout_table(document: SummaryDocument) -> Table:
     """The held-out stage, highest mean first: values with 95 % intervals, and the difference to the best trial."""
-    table = _table("Held-out data")
+    table = titled("Held-out data")
     table.add_column("trial", justify="right")
     table.add_column("label", overflow="fold")
     rows = sort_holdout(document["holdout"])
@@ -153,7 +157,7 @@ def verification_line(document: VerificationDocument) -> Text:
 
 def trials_table(documents: Iterable[TrialDocument], objectives: Sequence[str]) -> Table:
     """Every trial by number, with its values at the highest rung it finished."""
-    table = _table("Trials")
+    table = titled("Trials")
     for name, justify in (("trial", "right"), ("label", "left"), ("state", "left"), ("samples", "right")):
         table.add_column(name, justify="right" if justify == "right" else "left", overflow="fold")
     for name in objectives:
@@ -172,26 +176,24 @@ def trials_table(documents: Iterable[TrialDocument], objectives: Sequence[str]) 
 
 def studies_table(studies: Sequence[StudyDocument]) -> Table:
     """Studies in the order given, each with a unique prefix of its id."""
-    table = _table("Studies")
+    table = titled("Studies")
     for name in ("study", "name", "state"):
         table.add_column(name, overflow="fold")
     table.add_column("trials", justify="right")
     table.add_column("worked", justify="right")
     table.add_column("created", no_wrap=True)
     table.add_column("best so far", overflow="fold")
-    digits = ID_DIGITS
-    while len({study["id"][:digits] for study in studies}) < len(studies):
-        digits += 1
+    digits = id_digits([study["id"] for study in studies])
     for study in studies:
         progress = study["progress"]
         of = f"/{progress['max_trials']}" if progress else ""
         table.add_row(
             study["id"][:digits],
             Text(study["name"]),
-            _study_state(study),
+            state_text(study["state"]),
             f"{_num_finished(study)}{of}",
             duration(study["wall_clock_s"]),
-            _local_time(study["created_at"]),
+            local_time(study["created_at"]),
             _values_text(progress["best"]) if progress else "",
         )
     table.caption = "trials: finished / total; best: among trials at the full budget"
@@ -204,14 +206,14 @@ def study_table(study: StudyDocument, *, server: str) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     progress, job = study["progress"], study["job"]
-    state = _study_state(study).append(f": {study['reason']}" if study["reason"] else "", style="default")
+    state = state_text(study["state"]).append(f": {study['reason']}" if study["reason"] else "", style="default")
     drivers = f"{study['attempt']} driver{'s' if study['attempt'] != 1 else ''}"
     table.add_row("study", Text(study["name"], style="bold"))
     table.add_row("id", study["id"])
     table.add_row("state", state)
     if study["waiting_for"]:
         table.add_row("waits for", study["waiting_for"])
-    table.add_row("created", _local_time(study["created_at"]))
+    table.add_row("created", local_time(study["created_at"]))
     table.add_row("worked", f"{duration(study['wall_clock_s'])}, by {drivers}")
     if algorithm := study.get("algorithm"):  # servers of earlier versions send none
         table.add_row("search", f"{algorithm}: {study['algorithm_reason']}")
@@ -231,7 +233,7 @@ def study_table(study: StudyDocument, *, server: str) -> Table:
     return table
 
 
-def _table(title: str) -> Table:
+def titled(title: str) -> Table:
     return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, caption_justify="left")
 
 
@@ -239,8 +241,17 @@ def _label(label: str, origin: str) -> Text:
     return Text(label, style="" if origin == Origin.SEARCH else "dim")
 
 
-def _study_state(study: StudyDocument) -> Text:
-    return Text(study["state"].lower(), style=STUDY_STYLES.get(study["state"], ""))
+def state_text(state: str) -> Text:
+    """The state of a study or fine-tuning."""
+    return Text(state.lower(), style=STUDY_STYLES.get(state, ""))
+
+
+def id_digits(ids: Sequence[str]) -> int:
+    """How many digits of the ids are shown, so that none is shown twice."""
+    digits = ID_DIGITS
+    while len({name[:digits] for name in ids}) < len(ids):
+        digits += 1
+    return digits
 
 
 def _num_finished(study: StudyDocument) -> int:
@@ -260,7 +271,7 @@ def _values_text(values: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.4g}" for name, value in values.items())
 
 
-def _local_time(time: str) -> str:
+def local_time(time: str) -> str:
     return f"{datetime.fromisoformat(time).astimezone():%Y-%m-%d %H:%M}"
 
 

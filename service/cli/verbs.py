@@ -32,6 +32,7 @@ __all__ = [
     "demo",
     "export",
     "finetune",
+    "finetunes",
     "log",
     "merge",
     "pareto",
@@ -127,6 +128,11 @@ def submit(options: argparse.Namespace) -> int:
 def studies(options: argparse.Namespace) -> int:
     with _on_server(options) as server:
         return server.studies()
+
+
+def finetunes(options: argparse.Namespace) -> int:
+    with _on_server(options) as server:
+        return server.finetunes()
 
 
 def show(options: argparse.Namespace) -> int:

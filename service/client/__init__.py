@@ -13,6 +13,8 @@ Importing this package loads neither httpx nor anything heavy.
 
 - `clients`: the two clients, which send requests over HTTP
 - `flows`: the requests of each call, without input or output
+- `finetune_flows`: those of calls about fine-tunings
+- `requests`: one request: retries, responses, refusals
 - `events`: parses the stream of a study's events
 - `download`: unpacks a merged model from its tar stream
 """

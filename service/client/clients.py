@@ -10,14 +10,16 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
-from service.client import flows
+from service.client import finetune_flows, flows
 from service.client.download import check_free, unpack
 from service.client.events import SILENCE_S, Event, EventReader
-from service.client.flows import Call, Flow, Response, TransportError, refusal
+from service.client.requests import Call, Flow, Reference, Response, TransportError, refusal
 from service.errors import NotFound, ServerUnreachable
 
 if TYPE_CHECKING:
     import httpx
+
+    from service.schemas.api import FinetuneDocument
 
 __all__ = ["AsyncClient", "Client"]
 
@@ -100,6 +102,10 @@ class Client:
     pareto = _blocking(flows.pareto)
     report = _blocking(flows.report)
     log = _blocking(flows.log)
+    submit_finetune = _blocking(finetune_flows.submit_finetune)
+    finetunes = _blocking(finetune_flows.finetunes)
+    finetune = _blocking(finetune_flows.finetune)
+    curves = _blocking(finetune_flows.curves)
     trials = _blocking(flows.trials)
     trial = _blocking(flows.trial)
     recipe = _blocking(flows.recipe)
@@ -107,8 +113,8 @@ class Client:
     delete_export = _blocking(flows.delete_export)
     _finished_export = _blocking(flows.finished_export)
 
-    def events(self, study: str, *, after: int = 0) -> Iterator[Event]:
-        """The events of a study, from the first or from the one after id `after`, until the study has ended.
+    def events(self, study: Reference, *, after: int = 0) -> Iterator[Event]:
+        """The events of a study or fine-tuning, from the first or from the one after id `after`, until it has ended.
 
             for event in client.events("5f0c..."):
                 print(event.kind, event.payload)
@@ -158,6 +164,21 @@ class Client:
         check_free(Path(out))
         document = self._finished_export(study, trial, dtype=dtype, prefer=prefer)
         return self._fetch(flows.download(study, document), Path(out), document["bytes"], received, threading.Event())
+
+    def download(
+        self, finetune: str | FinetuneDocument, expert: str, out: Path | str, *, received: Received | None = None
+    ) -> Path:
+        """Download a trained expert of a fine-tuning to the new directory `out` and return `out`.
+
+            client.download("5f0c...", "math", "experts/math")
+
+        The directory appears complete or not at all. Raises NotFound (no such expert), Conflict (it is not trained yet,
+        `out` exists, its disk is too small), InvalidAnswer (the download is incomplete).
+        """
+        check_free(Path(out))
+        document = self.finetune(finetune)
+        call, size = finetune_flows.expert_download(document, expert), document["experts"][expert]["bytes"]
+        return self._fetch(call, Path(out), size, received, threading.Event())
 
     def _fetch(
         self, call: Call, out: Path, num_bytes: int | None, received: Received | None, stop: threading.Event
@@ -234,6 +255,10 @@ class AsyncClient:
     pareto = _awaited(flows.pareto)
     report = _awaited(flows.report)
     log = _awaited(flows.log)
+    submit_finetune = _awaited(finetune_flows.submit_finetune)
+    finetunes = _awaited(finetune_flows.finetunes)
+    finetune = _awaited(finetune_flows.finetune)
+    curves = _awaited(finetune_flows.curves)
     trials = _awaited(flows.trials)
     trial = _awaited(flows.trial)
     recipe = _awaited(flows.recipe)
@@ -241,7 +266,7 @@ class AsyncClient:
     delete_export = _awaited(flows.delete_export)
     _finished_export = _awaited(flows.finished_export)
 
-    async def events(self, study: str, *, after: int = 0) -> AsyncIterator[Event]:
+    async def events(self, study: Reference, *, after: int = 0) -> AsyncIterator[Event]:
         """As `Client.events`.
 
         async for event in client.events("5f0c..."):
@@ -280,10 +305,22 @@ class AsyncClient:
         """As `Client.export`; files are written, and `received` is called, in a thread."""
         check_free(Path(out))
         document = await self._finished_export(study, trial, dtype=dtype, prefer=prefer)
-        call, stop = flows.download(study, document), threading.Event()
+        return await self._fetched(flows.download(study, document), Path(out), document["bytes"], received)
+
+    async def download(
+        self, finetune: str | FinetuneDocument, expert: str, out: Path | str, *, received: Received | None = None
+    ) -> Path:
+        """As `Client.download`; files are written, and `received` is called, in a thread."""
+        check_free(Path(out))
+        document = await self.finetune(finetune)
+        call, size = finetune_flows.expert_download(document, expert), document["experts"][expert]["bytes"]
+        return await self._fetched(call, Path(out), size, received)
+
+    async def _fetched(self, call: Call, out: Path, num_bytes: int | None, received: Received | None) -> Path:
+        stop = threading.Event()
         try:
             with Client(self.url, timeout_s=self._timeout_s) as client:
-                return await asyncio.to_thread(client._fetch, call, Path(out), document["bytes"], received, stop)
+                return await asyncio.to_thread(client._fetch, call, out, num_bytes, received, stop)
         except asyncio.CancelledError:
             stop.set()
             raise

@@ -1,5 +1,5 @@
-"""Parses a study's stream of server-sent events (WHATWG HTML, section 9.2) and resumes it after a lost connection, from
-the last event received. No input or output here."""
+"""Parses the stream of server-sent events of a study or fine-tuning (WHATWG HTML, section 9.2) and resumes it after a
+lost connection, from the last event received. No input or output here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from service.client.flows import Call, Response, TransportError, path_of, refusal
+from service.client.requests import Call, Reference, Response, TransportError, path_of, refusal
 from service.errors import InvalidAnswer, RequestRefused, ServerUnreachable
 
 __all__ = ["SILENCE_S", "Event", "EventReader"]
@@ -23,7 +23,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 10.0
 
 @dataclass(frozen=True)
 class Event:
-    """An event of a study: its kind, its time (RFC 3339) and its payload.
+    """An event of a study or fine-tuning: its kind, its time (RFC 3339) and its payload.
 
     Events without an id and a time describe the current state and are not part of the history: "progress" (its payload
     is a ProgressDocument) and "end", the last one."""
@@ -43,7 +43,7 @@ class EventReader:
     """
 
     def __init__(
-        self, study: str, *, after: int, patience_s: float, clock: Callable[[], float] = time.monotonic
+        self, study: Reference, *, after: int, patience_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.has_ended = False
         self.after = after

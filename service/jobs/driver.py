@@ -16,7 +16,7 @@ from typing import Protocol
 
 from search_spaces.errors import InvalidStudy
 from service.disk import study_dir
-from service.errors import Conflict, NotFound, StaleAttempt, StudyFailed
+from service.errors import Conflict, InUse, NotFound, StaleAttempt, StudyFailed
 from service.jobs import finetune, search
 from service.jobs.progress_log import ProgressLog
 from service.store import Store, StudyWriter
@@ -79,6 +79,9 @@ def drive(store: Store, study_id: str, *, work_dir: Path, because: str | None = 
     except StudyFailed as error:  # stored already
         logger.error("%s", error)
         return 0
+    except InUse as error:  # the driver before this one has not ended yet
+        _wait(writer, heartbeat, str(error))
+        return 1
     except (Conflict, FilesRefused) as error:
         _end(writer, StudyState.FAILED, str(error))
         return 0

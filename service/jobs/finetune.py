@@ -1,4 +1,4 @@
-"""One fine-tuning on Ray Train: `workers.training.finetuning` on one or several workers, in one directory.
+"""Fine-tunings on Ray Train: `workers.training.finetuning` on one or several workers, each in one directory.
 
 The directory holds the specification, checkpoints, numbers and at last the expert. A worker that dies is replaced by
 Ray Train, a driver that dies by the next call of `run_finetune`; both go on from the last checkpoint. Ray Train's
@@ -10,29 +10,33 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import threading
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from importlib.metadata import version
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from service.cluster.session import ray_session
-from service.disk import data_dir_of, locked
-from service.errors import Conflict, StaleAttempt
+from service.disk import artifacts_dir, data_dir_of, locked
+from service.errors import Conflict
 from service.jobs.progress_log import ProgressLog
+from service.jobs.training_events import telling
+from service.jobs.training_study import begin_study
 from service.store import Store, StudyWriter
 from service.store.artifacts import ArtifactStore
 from service.studies.heartbeat import Heartbeat
-from service.types import EventKind, JobKind, ResolvedStudy, StudyRecord, StudyState
+from service.studies.preflight.finetune import check_finetune_files, resolved_finetune
+from service.types import JobKind, StudyRecord, StudyState
 from workers.errors import InvalidModel, InvalidTask, TrainingFailed
-from workers.training.finetuning.history import METRICS, Report, read_history
+from workers.file_access import FileAccess
+from workers.training.finetuning.fleet import Pipeline, parse_pipeline
+from workers.training.finetuning.history import CHECKPOINTS, EXPERT, Report
 from workers.training.finetuning.spec import FinetuneSpec, parse_spec
 
 __all__ = [
-    "ARTIFACTS",
     "EXPERT_DIR",
     "SPEC_FILE",
     "SUMMARY_FILE",
@@ -45,12 +49,7 @@ __all__ = [
 ]
 
 SPEC_FILE, SUMMARY_FILE, FAILURE_FILE = "finetune.json", "summary.json", "failure.json"
-EXPERT_DIR = "model"
-
-# In a server's data directory.
-ARTIFACTS = "artifacts"
-
-EVENTS_S = 2.0
+EXPERT_DIR, RAY_DIR = EXPERT, "ray"
 
 # Of one worker group after another; a failure of the training itself is not tried again.
 MAX_FAILURES = 5
@@ -68,9 +67,14 @@ FINAL: dict[str, Callable[[str], Exception]] = {
 
 
 def run_finetune(
-    spec: FinetuneSpec, directory: Path, *, note: Callable[[str], None] = lambda _: None
+    spec: FinetuneSpec,
+    directory: Path,
+    *,
+    note: Callable[[str], None] = lambda _: None,
+    access: FileAccess | None = None,
 ) -> dict[str, Any]:
-    """Train what `spec` says in `directory` to its end, or go on with it there. Returns the summary.
+    """Train what `spec` says in `directory` to its end, or go on with it there. Returns the summary. `access` limits
+    the files that evaluation tasks lead to (None: no limit).
 
     Raises InvalidModel and InvalidTask (nothing was started, or a worker found it), Conflict (the directory is used by
     another run or specification, or the cluster is too small), ConnectionError (no Ray), TrainingFailed."""
@@ -85,14 +89,14 @@ def run_finetune(
             raise Conflict(f"{directory}: holds a model that is not of this fine-tuning; give another directory")
         if (summary := _read(directory / SUMMARY_FILE)) is not None:
             return summary
-        note("Checking base model and data ...")
+        note(f"Checking base model and data of {spec.name} ...")
         _check(spec)
         _write(directory / SPEC_FILE, spec.canonical())
         (directory / FAILURE_FILE).unlink(missing_ok=True)
         with ray_session() as session:
             if session.dashboard_url:
                 note(f"Ray dashboard: {session.dashboard_url}/#/train")
-            _fit(spec, directory)
+            _fit(spec, directory, access)
         if (failure := _read(directory / FAILURE_FILE)) is not None:
             raise FINAL[failure["error"]](failure["message"])
         summary = _read(directory / SUMMARY_FILE)
@@ -101,21 +105,32 @@ def run_finetune(
 
 
 def run_fleet(
-    specs: Mapping[str, FinetuneSpec], directories: Mapping[str, Path], *, note: Callable[[str], None] = lambda _: None
+    specs: Mapping[str, FinetuneSpec],
+    directories: Mapping[str, Path],
+    *,
+    note: Callable[[str], None] = lambda _: None,
+    finished: Callable[[str, dict[str, Any]], None] = lambda *_: None,
+    access: FileAccess | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Train each expert in its directory, one after the other, on one Ray. Returns the summaries. Everything is checked
-    before the first is started. Raises as `run_finetune`."""
+    """Train each expert in its directory, one after the other, on one Ray. Returns the summaries; `finished` is called
+    with an alias and its summary as soon as there is one. Everything is checked before the first is started. Raises as
+    `run_finetune`."""
     unfinished = [alias for alias in specs if _read(directories[alias] / SUMMARY_FILE) is None]
     if len(unfinished) > 1:
         for alias in unfinished:
             note(f"Checking base model and data of {alias} ...")
             _check(specs[alias])
+    summaries = {}
     with ray_session() if len(unfinished) > 1 else nullcontext():
-        return {alias: run_finetune(spec, directories[alias], note=note) for alias, spec in specs.items()}
+        for alias, spec in specs.items():
+            summaries[alias] = run_finetune(spec, directories[alias], note=note, access=access)
+            finished(alias, summaries[alias])
+    return summaries
 
 
 def work(store: Store, writer: StudyWriter, *, work_dir: Path, heartbeat: Heartbeat, view: ProgressLog) -> None:
-    """Train the stored specification to its end, and store the expert as an artifact.
+    """Train the stored specification, or every expert of a fleet, to its end, and store each expert as an artifact of
+    its alias.
 
     Raises Conflict also for what `run_finetune` finds wrong with models, data and losses: another driver would, too."""
 
@@ -123,63 +138,41 @@ def work(store: Store, writer: StudyWriter, *, work_dir: Path, heartbeat: Heartb
         heartbeat.progressed()
         view.note(text)
 
+    def keep(alias: str, summary: Mapping[str, Any]) -> None:
+        facts = {name: summary[name] for name in ("method", "steps", "loss", "values")}
+        artifacts.put(writer.study_id, alias, places[alias] / EXPERT_DIR, facts=facts)
+        heartbeat.progressed()
+
     record = store.study(writer.study_id)
+    pipeline = parse_pipeline(record.document)
+    check_finetune_files(pipeline, record.resolved.access)
+    places = pipeline.places(work_dir)
+    artifacts = ArtifactStore(store, artifacts_dir(data_dir_of(work_dir)))
     writer.set_state(StudyState.RUNNING)
     try:
-        with _told(work_dir, writer, heartbeat):
-            summary = run_finetune(parse_spec(record.document), work_dir, note=note)
+        with telling(store, writer, heartbeat, places, spec_file=SPEC_FILE, worker_file=WRITER_LOCK):
+            run_fleet(pipeline.experts, places, note=note, finished=keep, access=record.resolved.access)
     except (InvalidModel, InvalidTask, TrainingFailed) as error:
         raise Conflict(str(error)) from error
-    facts = {name: summary[name] for name in ("method", "steps", "loss", "values")}
-    artifacts = ArtifactStore(store, data_dir_of(work_dir) / ARTIFACTS)
-    artifacts.put(writer.study_id, EXPERT_DIR, work_dir / EXPERT_DIR, facts=facts)
+    if pipeline.study is not None:
+        note("Checking the study of the experts ...")
+        begin_study(store, writer, pipeline, artifacts)
+    heartbeat.send()  # the last progress
     writer.set_state(StudyState.COMPLETE)
+    for place in places.values():  # what the artifacts hold, or nobody needs any more
+        for name in (EXPERT_DIR, CHECKPOINTS, RAY_DIR):
+            shutil.rmtree(place / name, ignore_errors=True)
 
 
-def stored(store: Store, spec: FinetuneSpec, **request: Any) -> StudyRecord:
+def stored(store: Store, pipeline: Pipeline, **request: Any) -> StudyRecord:
     """A new study of this kind. `request` is as for `Store.create_study`."""
-    resolved = ResolvedStudy(
-        fingerprints={},
-        num_layers=0,
-        tasks={},
-        holdout_tasks={},
-        rung_samples=(),
-        max_staleness=0,
-        objectives=(),
-        version=version("mergesearch"),
-    )
     return store.create_study(
-        name=spec.name, document=spec.canonical(), resolved=resolved, kind=JobKind.FINETUNE, **request
+        name=pipeline.name,
+        document=pipeline.canonical(),
+        resolved=resolved_finetune(),
+        kind=JobKind.FINETUNE,
+        **request,
     )
-
-
-@contextmanager
-def _told(directory: Path, writer: StudyWriter, heartbeat: Heartbeat) -> Iterator[None]:
-    """Store an event with the numbers of the last update every few seconds, and of every evaluation."""
-    done = threading.Event()
-
-    def tell() -> None:
-        seen = max((line["step"] for line in read_history(directory / METRICS)), default=0)
-        while not done.is_set():
-            done.wait(EVENTS_S)
-            new = [line for line in read_history(directory / METRICS) if line["step"] > seen]
-            if new:
-                seen = new[-1]["step"]
-                heartbeat.progressed()
-                updates = [line for line in new if "loss" in line]
-                try:
-                    for line in [*updates[-1:], *(line for line in new if "values" in line)]:
-                        writer.add_event(EventKind.TRAINING, line)
-                except StaleAttempt:  # the heartbeat finds it too, and ends this driver
-                    return
-
-    thread = threading.Thread(target=tell, name="events", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def written_spec(directory: Path) -> FinetuneSpec | None:
@@ -195,7 +188,7 @@ def _check(spec: FinetuneSpec) -> None:
     check(spec)
 
 
-def _fit(spec: FinetuneSpec, directory: Path) -> None:
+def _fit(spec: FinetuneSpec, directory: Path, access: FileAccess | None) -> None:
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
@@ -205,18 +198,24 @@ def _fit(spec: FinetuneSpec, directory: Path) -> None:
     cores = int(resources.get("CPU", 0))
     if cores < spec.workers:
         raise Conflict(f"workers: {spec.workers}; the cluster has {cores} CPU cores, and each worker needs one")
+    # Of those that replicas and other trainings leave; where they leave none, the workers wait for one each.
+    free = int(ray.available_resources().get("CPU", 0))
     trainer = TorchTrainer(
         _in_worker,
-        train_loop_config={"spec": spec.canonical(), "directory": str(directory.resolve())},
+        train_loop_config={
+            "spec": spec.canonical(),
+            "directory": str(directory.resolve()),
+            "access": None if access is None else asdict(access),
+        },
         scaling_config=ScalingConfig(
             num_workers=spec.workers,
             use_gpu=has_gpus,
-            resources_per_worker={"CPU": cores // spec.workers} | ({"GPU": 1} if has_gpus else {}),
+            resources_per_worker={"CPU": max(1, free // spec.workers)} | ({"GPU": 1} if has_gpus else {}),
         ),
         # A name that was used before would make Ray Train go on with that run's own state.
         run_config=RunConfig(
             name=f"{spec.name}-{uuid.uuid4().hex[:8]}",
-            storage_path=str(directory.resolve() / "ray"),
+            storage_path=str(directory.resolve() / RAY_DIR),
             failure_config=FailureConfig(max_failures=MAX_FAILURES),
         ),
     )
@@ -230,11 +229,20 @@ def _in_worker(config: Mapping[str, Any]) -> None:
 
     is_writer = ray.train.get_context().get_world_rank() == 0
     spec, directory = parse_spec(config["spec"]), Path(config["directory"])
+    access = None if config["access"] is None else FileAccess(**config["access"])
     # Ray's choice: GPUs may be visible to a worker that was not given one.
-    _trained(spec, directory, report=_report, is_writer=is_writer, device=get_device())
+    _trained(spec, directory, report=_report, is_writer=is_writer, device=get_device(), access=access)
 
 
-def _trained(spec: FinetuneSpec, directory: Path, *, report: Report, is_writer: bool, device: Any = None) -> None:
+def _trained(
+    spec: FinetuneSpec,
+    directory: Path,
+    *,
+    report: Report,
+    is_writer: bool,
+    device: Any = None,
+    access: FileAccess | None = None,
+) -> None:
     """Train on this rank; the writer leaves the summary, or why there is none."""
     from workers.training.finetuning.trainer import train
 
@@ -242,7 +250,7 @@ def _trained(spec: FinetuneSpec, directory: Path, *, report: Report, is_writer: 
         return
     with _alone(directory) if is_writer else nullcontext():
         try:
-            facts = train(spec, directory, report=report, device=device)
+            facts = train(spec, directory, report=report, device=device, access=access)
         except (InvalidModel, InvalidTask, TrainingFailed) as error:
             if is_writer:
                 _write(directory / FAILURE_FILE, {"error": type(error).__name__, "message": str(error)})

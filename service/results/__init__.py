@@ -13,4 +13,5 @@
 - `format`: durations and counts as text, and the order of held-out rows
 - `series`: the data series of charts
 - `report`: report.html
+- `training`: curves and report of fine-tunings
 """

@@ -1,4 +1,4 @@
-"""The server's JSON responses, except the documents of a run: studies, events, exports, lists of plots, problems.
+"""The server's JSON responses, except the documents of a run: studies, fine-tunings, events, exports, plots, problems.
 
 Server and client share them. The series of a plot are declared with the plot, in `service.results.series`. Keys may be
 added in later versions, never renamed or removed.
@@ -16,19 +16,26 @@ from typing_extensions import TypedDict
 from service.schemas.files import Number, PreferredDocument, State, TrialDocument, Values
 
 __all__ = [
+    "CurvesDocument",
     "DeletedDocument",
     "EndDocument",
     "EventDocument",
     "EventsDocument",
+    "ExpertCurvesDocument",
+    "ExpertDocument",
+    "ExpertProgressDocument",
     "ExportDocument",
     "ExportsDocument",
     "FieldProblem",
+    "FinetuneDocument",
+    "FinetunesDocument",
     "JobDocument",
     "PlotsDocument",
     "ProblemDocument",
     "ProgressDocument",
     "StudiesDocument",
     "StudyDocument",
+    "TrainingProgressDocument",
     "TrialsDocument",
 ]
 
@@ -53,7 +60,7 @@ class ProgressDocument(TypedDict):
 
 
 class JobDocument(TypedDict):
-    """The Ray Job that drives a study."""
+    """The Ray Job that drives a study or fine-tuning."""
 
     submission_id: str
     dashboard_url: Annotated[str | None, Field(description="Its page in the Ray dashboard, while that is up.")]
@@ -82,13 +89,80 @@ class StudiesDocument(TypedDict):
     studies: list[StudyDocument]
 
 
+class ExpertProgressDocument(TypedDict):
+    """How far the training of an expert is."""
+
+    step: Annotated[int, Field(description="Updates so far.")]
+    steps: Annotated[int, Field(description="All updates.")]
+    loss: Annotated[float, Field(description="Of the last update.")]
+    seconds: Annotated[float, Field(description="Of the last update.")]
+    values: Annotated[dict[str, float], Field(description="By objective, of the last evaluation; empty before it.")]
+
+
+class TrainingProgressDocument(TypedDict):
+    """The progress of a fine-tuning's driver; each report replaces the one before."""
+
+    experts: Annotated[dict[str, ExpertProgressDocument], Field(description="Of those that were begun, by alias.")]
+
+
+class ExpertDocument(TypedDict):
+    """An expert of a fine-tuning."""
+
+    method: Annotated[str, Field(description="The optimizer: `method.kind` of its specification.")]
+    progress: ExpertProgressDocument | None
+    bytes: Annotated[int | None, Field(description="Total size of its files, once it is trained.")]
+    links: Annotated[dict[str, str], Field(description="download, once it is trained.")]
+
+
+class FinetuneDocument(TypedDict):
+    """A fine-tuning on the server: of one expert, or of a fleet."""
+
+    id: str
+    name: str
+    state: State
+    reason: str | None
+    waiting_for: Annotated[str | None, Field(description="What must happen before it goes on.")]
+    created_at: Time
+    wall_clock_s: Annotated[float, Field(description="Seconds that drivers have worked on it.")]
+    attempt: Annotated[int, Field(description="Drivers that have worked on it so far.")]
+    experts: Annotated[dict[str, ExpertDocument], Field(description="By alias; one alone has the fine-tuning's name.")]
+    job: JobDocument | None
+    links: Annotated[dict[str, str], Field(description="self, specification, curves, report, events, log, study.")]
+
+
+class FinetunesDocument(TypedDict):
+    finetunes: list[FinetuneDocument]
+
+
+class LossPoint(TypedDict):
+    step: Annotated[int, Field(description="The last update of the mean.")]
+    loss: Annotated[float, Field(description="Mean over the updates since the point before.")]
+
+
+class EvaluationPoint(TypedDict):
+    step: int
+    values: Values
+
+
+class ExpertCurvesDocument(TypedDict):
+    expert: str
+    loss: list[LossPoint]
+    evaluations: list[EvaluationPoint]
+
+
+class CurvesDocument(TypedDict):
+    """The losses and evaluations of a fine-tuning, by expert."""
+
+    experts: list[ExpertCurvesDocument]
+
+
 class TrialsDocument(TypedDict):
     trials: list[TrialDocument]
     next: Annotated[str | None, Field(description="Link to the next page; null on the last one.")]
 
 
 class EventDocument(TypedDict):
-    """An event of a study. As a server-sent event its id and kind are the frame's `id` and `event`."""
+    """An event of a study or fine-tuning. As a server-sent event its id and kind are the frame's `id` and `event`."""
 
     id: int
     time: Time
@@ -101,7 +175,7 @@ class EventsDocument(TypedDict):
 
 
 class EndDocument(TypedDict):
-    """The last frame of a stream of events: how the study ended."""
+    """The last frame of a stream of events: how the study or fine-tuning ended."""
 
     state: State
     reason: str | None
@@ -125,7 +199,7 @@ class ExportDocument(TypedDict):
 
 
 class DeletedDocument(TypedDict):
-    """What was deleted: a study or an export."""
+    """What was deleted: a study, a fine-tuning or an export."""
 
     deleted: Annotated[str, Field(description="Its id.")]
 

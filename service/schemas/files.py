@@ -14,7 +14,8 @@ from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
 
 from search_spaces.study.file import Study
-from workers.training.finetuning.spec import finetune_json_schema
+from workers.training.finetuning.fleet import OPTIONAL_SECTIONS, SECTIONS
+from workers.training.finetuning.spec import FinetuneSpec, finetune_json_schema
 
 __all__ = [
     "ConstraintDocument",
@@ -30,6 +31,7 @@ __all__ = [
     "TrialDocument",
     "VerificationDocument",
     "VolumeDocument",
+    "pipeline_schemas",
     "schemas",
 ]
 
@@ -381,6 +383,28 @@ class RecipeDocument(TypedDict):
             str, Field(description='Of the merged model: "union", or the alias of a model; if absent, the base\'s.')
         ]
     ]
+
+
+def pipeline_schemas(template: str) -> dict[str, dict[str, Any]]:
+    """JSON Schemas by name of what may be submitted as a fine-tuning: Finetuning, and what it refers to; `template` is
+    how references are written."""
+    spec = FinetuneSpec.model_json_schema(ref_template=template)
+    # Sections may be given in part: what is left out may be an expert's own.
+    sections = {name: {"type": "object"} for name in SECTIONS}
+    sections |= {name: {"type": ["object", "null"]} for name in OPTIONAL_SECTIONS}
+    fleet = {
+        "type": "object",
+        "description": "What is different for each expert is laid over the other sections. `study` then merges them.",
+        "properties": {
+            **spec["properties"],
+            **sections,
+            "experts": {"type": "object", "minProperties": 1, "additionalProperties": {"type": "object"}},
+            "study": {"type": ["object", "null"], "description": "A study without models, which are the experts."},
+        },
+        "required": ["name", "base", "experts"],
+    }
+    references = [{"$ref": template.format(model=name)} for name in ("FinetuneSpec", "Fleet")]
+    return {**spec.pop("$defs", {}), "FinetuneSpec": spec, "Fleet": fleet, "Finetuning": {"anyOf": references}}
 
 
 def schemas() -> dict[str, dict[str, Any]]:

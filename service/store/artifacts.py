@@ -1,6 +1,7 @@
 """Artifacts: files and directories that drivers make, stored once by their content, with a row each in SQL.
 
     DIR/blobs/ab/cdef...    a file, named by its sha256
+    DIR/.lock               held, shared, while something is stored, and while what nobody has is deleted
     DIR/blobs/12/3456...    a manifest: {"path": {"digest": ..., "bytes": ...}} as JSON; its sha256 is the artifact's
 
 Files of equal content, as the tokenizers of a fleet of experts, take their room once. A file appears under its name
@@ -9,6 +10,7 @@ once it is complete, so a process that is killed leaves at most a temporary one.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -31,19 +33,24 @@ from workers.directories import appearing, sync
 
 __all__ = ["ArtifactStore"]
 
-BLOBS, TEMPORARY = "blobs", ".new-"
+BLOBS, TEMPORARY, LOCK = "blobs", ".new-", ".lock"
 
 
 class ArtifactStore:
     """The artifacts of the studies in `store`; their files are below `directory`. Every process may use it."""
 
     def __init__(self, store: Store, directory: Path) -> None:
+        self.directory = directory
         self._engine = store.engine
         self._reads = self._engine.execution_options(read_only=True)
         self._blobs = directory / BLOBS
 
     def put(self, study_id: str, name: str, source: Path, *, facts: Mapping[str, Any] | None = None) -> ArtifactRecord:
         """Store the directory `source` as an artifact of the study; an earlier one of that name is replaced."""
+        with self._locked(fcntl.LOCK_SH):
+            return self._put(study_id, name, source, dict(facts or {}))
+
+    def _put(self, study_id: str, name: str, source: Path, facts: dict[str, Any]) -> ArtifactRecord:
         manifest: dict[str, dict[str, Any]] = {}
         for file in sorted(path for path in source.rglob("*") if path.is_file()):
             digest, num_bytes = self._add(file)
@@ -56,7 +63,7 @@ class ArtifactStore:
             digest=self._add_bytes(json.dumps(manifest, sort_keys=True).encode()),
             num_bytes=sum(entry["bytes"] for entry in manifest.values()),
             created_at=time.time(),
-            facts=dict(facts or {}),
+            facts=facts,
         )
         table = schema.artifacts
         row = {"study": study_id, "name": name, "digest": record.digest, "num_bytes": record.num_bytes}
@@ -86,6 +93,13 @@ class ArtifactStore:
             rows = connection.execute(sa.select(table).where(table.c.study == study_id).order_by(table.c.name))
             return tuple(ArtifactRecord(**row) for row in rows.mappings())
 
+    def files(self, record: ArtifactRecord) -> dict[str, Path]:
+        """The artifact's files by their paths in it. Raises Conflict if one is missing, or the manifest has changed."""
+        found = {path: self._file(entry["digest"]) for path, entry in self._manifest(record).items()}
+        if gone := [path for path, file in found.items() if not file.is_file()]:
+            raise Conflict(f"artifact {record.name!r}: {gone[0]} is gone from {self._blobs}")
+        return found
+
     def write_to(self, record: ArtifactRecord, out: Path) -> Path:
         """Copy the artifact to the new directory `out`, which appears once it is complete. Returns `out`.
 
@@ -98,8 +112,15 @@ class ArtifactStore:
         return out
 
     def collect(self) -> int:
-        """Delete files that no artifact has, as those of studies that were deleted; not while something is stored.
+        """Delete files that no artifact has, as those of studies that were deleted; none while something is stored.
         Returns how many bytes that freed."""
+        try:
+            with self._locked(fcntl.LOCK_EX | fcntl.LOCK_NB):
+                return self._collect()
+        except BlockingIOError:  # the next call finds them
+            return 0
+
+    def _collect(self) -> int:
         with self._reads.connect() as connection:
             digests = set(connection.execute(sa.select(schema.artifacts.c.digest)).scalars())
         used = set(digests)
@@ -111,6 +132,14 @@ class ArtifactStore:
                 freed += file.stat().st_size
                 file.unlink(missing_ok=True)
         return freed
+
+    @contextmanager
+    def _locked(self, operation: int) -> Iterator[None]:
+        """Hold the lock of these files: shared by those that add some, which may count on files that are there."""
+        self._blobs.parent.mkdir(parents=True, exist_ok=True)
+        with (self._blobs.parent / LOCK).open("a") as file:
+            fcntl.flock(file, operation)
+            yield
 
     def _manifest(self, record: ArtifactRecord) -> dict[str, dict[str, Any]]:
         try:

@@ -169,14 +169,15 @@ class Store:
         not ended."""
         table = schema.studies
         with self._engine.begin() as connection:
-            state = connection.execute(
-                sa.select(table.c.state).where(table.c.id == study_id).with_for_update()
-            ).scalar_one_or_none()
-            if state is None:
+            found = connection.execute(
+                sa.select(table.c.state, table.c.kind).where(table.c.id == study_id).with_for_update()
+            ).one_or_none()
+            if found is None:
                 raise NotFound(f"study {study_id!r}: no such study in {self._engine.url.render_as_string()}")
-            if not StudyState(state).is_finished:
+            if not StudyState(found.state).is_finished:
+                noun = JobKind(found.kind).noun
                 raise Conflict(
-                    f"study {study_id} is {state}; only a study that has ended can be deleted: cancel it first"
+                    f"{noun} {study_id} is {found.state}; only a {noun} that has ended can be deleted: cancel it first"
                 )
             for part in reversed(schema.metadata.sorted_tables):
                 if "study" in part.c:

@@ -16,7 +16,7 @@ from search_spaces.spaces import SPACES
 from search_spaces.study.file import load_study, parse_study, study_json_schema
 from search_spaces.study.yaml import parse_document
 from service.api.openapi import install_openapi
-from service.api.routes import events, exports, operations, results, studies
+from service.api.routes import events, exports, finetunes, operations, results, studies
 from service.cli.main import main
 from tests.docs.pages import PAGES, ROOT, Page
 from tests.test_maps import PACKAGES
@@ -228,7 +228,7 @@ def test_every_route_is_in_the_table_and_no_other() -> None:
     from fastapi import FastAPI
 
     app = FastAPI()
-    for part in (studies, results, events, exports):
+    for part in (studies, finetunes, results, events, exports):
         app.include_router(part.router, prefix="/v1")
     app.include_router(operations.router)
     install_openapi(app)

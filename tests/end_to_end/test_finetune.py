@@ -1,8 +1,9 @@
 """`mergesearch finetune` as users start it: two workers on Ray Train, one of them killed, then the driver; it ends as a
-training on one process that nothing happened to."""
+training on one process that nothing happened to, and its experts are merged."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -19,9 +20,13 @@ import yaml
 from safetensors.torch import load_file
 
 from service.jobs.finetune import EXPERT_DIR, SUMMARY_FILE, WRITER_LOCK
+from service.studies.local_run import read_run
+from service.types import StudyState
 from tests.builders import tiny_llama
+from workers.models.family import open_family
+from workers.training.finetuning.fleet import EXPERTS, STUDY, load_pipeline
 from workers.training.finetuning.history import METRICS, read_history
-from workers.training.finetuning.spec import load_spec
+from workers.training.finetuning.result import TRAINING_FILE
 from workers.training.finetuning.trainer import train
 
 STEPS = 60
@@ -31,27 +36,43 @@ WAIT_S = 300.0
 TOLERANCE = 2e-3
 
 
-def specification(directory: Path) -> Path:
+def pipeline_file(directory: Path) -> Path:
+    """An expert that two workers train for a while, one that is trained in no time, and the study that merges them."""
     tiny_llama(directory / "base", layers=3, hidden=64)
-    lines = [json.dumps({"prompt": f"{i}+{i}=", "completion": str(2 * i)}) for i in range(400)]
-    (directory / "data.jsonl").write_text("\n".join(lines) + "\n")
-    file = directory / "spec.yaml"
+    for name, factor in (("sums", 2), ("threes", 3)):
+        lines = [json.dumps({"prompt": f"{i}+{i}=", "completion": str(factor * i)}) for i in range(400)]
+        (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    task = {"file": "sums.jsonl", "answer": "{{completion}}", "max_tokens": 6}
     document: dict[str, Any] = {
-        "name": "sums",
+        "name": "family",
         "base": "base",
-        "data": {"file": "data.jsonl", "max_length": 256},
+        "data": {"max_length": 256},
         "method": {"kind": "mergopt", "scale": 0.002},
         "training": {"steps": STEPS, "batch": 16, "micro_batch": 4, "learning_rate": 1e-4, "checkpoint_every": 5},
         "dtype": "float32",
-        "workers": 2,
+        "experts": {
+            "sums": {"data": {"file": "sums.jsonl"}, "workers": 2},
+            "threes": {"data": {"file": "threes.jsonl"}, "training": {"steps": 2}},
+        },
+        "study": {
+            "name": "merge",
+            "search_space": {"kind": "lfs", "layer_groups": 1},
+            "search": {"algorithm": "random", "max_trials": 2},
+            "fidelity": {"scheduler": "none", "max_samples": 8},
+            "objectives": [{"name": "sums", "task": task, "metric": "exact_match"}],
+            "engine": {"max_model_len": 64},
+        },
     }
+    file = directory / "pipeline.yaml"
     file.write_text(yaml.safe_dump(document))
     return file
 
 
-def started(spec: Path, out: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "service.cli.main", "finetune", str(spec), "--out", str(out)]
-    with (spec.parent / "log").open("ab") as log:
+def started(pipeline: Path, out: Path) -> subprocess.Popen[bytes]:
+    """The command, with the fake scorer in its study."""
+    scorer = ["-m", "tests.end_to_end.fake_run", json.dumps({"in_flight": 1})]
+    command = [sys.executable, *scorer, "finetune", str(pipeline), "--out", str(out)]
+    with (pipeline.parent / "log").open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
 
@@ -72,9 +93,10 @@ def runs_on_the_dashboard(log: Path) -> list[str]:
 
 
 @pytest.mark.timeout(900)
-def test_a_training_survives_its_worker_and_its_driver(tmp_path: Path) -> None:
-    spec, out, log = specification(tmp_path), tmp_path / "out", tmp_path / "log"
-    process = started(spec, out)
+def test_a_pipeline_survives_its_worker_and_its_driver_and_ends_with_a_merge(tmp_path: Path) -> None:
+    pipeline, whole, log = pipeline_file(tmp_path), tmp_path / "out", tmp_path / "log"
+    out = whole / EXPERTS / "sums"
+    process = started(pipeline, whole)
     wait_for_step(process, out, 8, log)
     assert [name.rpartition("-")[0] for name in runs_on_the_dashboard(log)] == ["sums"]
     first = int((out / WRITER_LOCK).read_text())
@@ -89,25 +111,49 @@ def test_a_training_survives_its_worker_and_its_driver(tmp_path: Path) -> None:
     process.wait()
     assert not (out / SUMMARY_FILE).exists()
 
-    again = started(spec, out)
+    again = started(pipeline, whole)
     assert again.wait(timeout=WAIT_S) == 0, log.read_text()
     assert json.loads((out / SUMMARY_FILE).read_text())["steps"] == STEPS
     assert [line["step"] for line in read_history(out / METRICS)] == list(range(1, STEPS + 1))
+    check_like_alone(pipeline, out, tmp_path / "alone")
+    check_lineage(whole, tmp_path)
+    assert "<h1>family</h1>" in (whole / "report.html").read_text()
 
-    (tmp_path / "alone").mkdir()
-    train(load_spec(spec), tmp_path / "alone")
-    found, expected = (load_file(place / EXPERT_DIR / "model.safetensors") for place in (out, tmp_path / "alone"))
-    base = load_file(tmp_path / "base" / "model.safetensors")
+    done = started(pipeline, whole)  # it has ended: nothing is started
+    assert done.wait(timeout=WAIT_S) == 0
+    pipeline.write_text(pipeline.read_text() + "seed: 5\n")
+    other = started(pipeline, whole)
+    assert other.wait(timeout=WAIT_S) == 2
+    assert "holds another fine-tuning ('sums'), which differs in seed" in log.read_text()
+
+
+def check_like_alone(pipeline: Path, out: Path, alone: Path) -> None:
+    """The expert in `out` is that of one process that nothing happened to."""
+    alone.mkdir()
+    train(load_pipeline(pipeline).experts["sums"], alone)
+    found, expected = (load_file(place / EXPERT_DIR / "model.safetensors") for place in (out, alone))
+    base = load_file(pipeline.parent / "base" / "model.safetensors")
     moved = max(float((expected[name] - base[name]).abs().max()) for name in base)
     apart = max(float((expected[name] - found[name]).abs().max()) for name in base)
     assert moved > 1e-3
     assert apart < TOLERANCE * moved
-    losses = [[line["loss"] for line in read_history(place / METRICS)] for place in (out, tmp_path / "alone")]
+    losses = [[line["loss"] for line in read_history(place / METRICS)] for place in (out, alone)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
-    done = started(spec, out)  # it has ended: nothing is started
-    assert done.wait(timeout=WAIT_S) == 0
-    spec.write_text(spec.read_text().replace("seed: 0", "") + "seed: 5\n")
-    other = started(spec, out)
-    assert other.wait(timeout=WAIT_S) == 2
-    assert "holds another fine-tuning ('sums'), which differs in seed" in log.read_text()
+
+def check_lineage(whole: Path, directory: Path) -> None:
+    """From the exported merge to the experts, and from these to base and data, by content."""
+    experts = {alias: whole / EXPERTS / alias / EXPERT_DIR for alias in ("sums", "threes")}
+    family = open_family(directory / "base", experts)
+    prints = {model.alias: model.fingerprint for model in family.models}
+    with read_run(whole / STUDY) as (_, study):
+        assert study.state is StudyState.COMPLETE
+        assert study.resolved.fingerprints == prints
+    exported = whole / STUDY / "export"
+    assert (exported / "model.safetensors").exists()
+    assert json.loads((exported / "recipe.json").read_text())["models"].items() <= prints.items()
+    for alias, place in experts.items():
+        made = json.loads((place / TRAINING_FILE).read_text())
+        data = (directory / f"{alias}.jsonl").read_bytes()
+        assert made["sources"] == {"base": prints["base"], "data": hashlib.sha256(data).hexdigest()}
+        assert made["specification"]["method"]["kind"] == "mergopt"

@@ -12,13 +12,13 @@ from typing import Any
 
 from search_spaces.study.file import Study, parse_study
 from service.api import create_app
-from service.api.preflight_process import PreflightOutcome, read_request
+from service.api.preflight_process import PreflightOutcome, examine_here, read_request
 from service.results.load import run_record
 from service.results.selection import held_out
 from service.schemas.api import JobDocument
 from service.store import Store, StudyWriter
 from service.studies.preflight.examine import examine
-from service.types import StudyRecord, StudyState, TrialRecord
+from service.types import JobKind, StudyRecord, StudyState, TrialRecord
 from tests.builders import tiny_family
 from tests.service.http_server import HttpServer
 from tests.service.sums import score_baselines, sums_study, write_sums
@@ -68,7 +68,11 @@ class Preflight:
     def stop(self) -> None:
         pass
 
-    async def examine(self, content: bytes, *, is_json: bool, client: str = "") -> PreflightOutcome:
+    async def examine(
+        self, content: bytes, *, is_json: bool, kind: JobKind = JobKind.SEARCH, client: str = ""
+    ) -> PreflightOutcome:
+        if kind is JobKind.FINETUNE:
+            return examine_here(content, is_json=is_json, kind=kind)
         study = read_request(content, is_json=is_json)
         return PreflightOutcome(study.name, study.canonical(), examine(study).resolved())
 

@@ -143,12 +143,12 @@ def download_export(export: Export, services: Context) -> Response:
             f"export {export.id}: its files are no longer on the server; request trial {export.trial} in "
             f"{export.dtype} again, and it is written again",
         )
-    tar = Tar(directory, modified_at=export.created_at)
+    tar = Tar(directory.name, {file.name: file for file in directory.iterdir()}, modified_at=export.created_at)
     headers = {
         "Content-Length": str(tar.size),
         "Content-Disposition": f'attachment; filename="{directory.name}.tar"',
     }
-    chunks = services.exports.reading(export, tar.chunks())
+    chunks = services.exports.reading(export.id, tar.chunks())
     return StreamingResponse(chunks, media_type="application/x-tar", headers=headers)
 
 

@@ -30,7 +30,7 @@ from service.results.series.budget import budget
 from service.schemas.files import ConstraintDocument
 from service.types import Origin
 
-__all__ = ["render_report"]
+__all__ = ["render_report", "template"]
 
 TEMPLATES = Path(__file__).parent
 
@@ -39,7 +39,7 @@ def render_report(run: RunRecord) -> str:
     """The page as one HTML document. Works at any stage of a run: a sentence replaces what is not there yet."""
     document = summary(run)
     best = best_trial(run.trials, run.objectives)
-    return _template().render(
+    return template("report.html.j2").render(
         run=run,
         summary=document,
         best=best,
@@ -66,7 +66,8 @@ def render_report(run: RunRecord) -> str:
 
 
 @cache
-def _template() -> jinja2.Template:
+def template(name: str) -> jinja2.Template:
+    """A page in this style, by its file here: the report of a study, or one that extends it."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -76,7 +77,7 @@ def _template() -> jinja2.Template:
     )
     environment.filters["number"] = number_text
     environment.filters["share"] = lambda share: f"{share:.0%}"
-    return environment.get_template("report.html.j2")
+    return environment.get_template(name)
 
 
 def _settings(run: RunRecord, constraints: Sequence[ConstraintDocument]) -> list[tuple[str, str]]:

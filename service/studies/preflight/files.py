@@ -1,4 +1,5 @@
-"""Checks that a study names only files that it may read. Nothing is opened here."""
+"""Checks that a study or fine-tuning names only files that it may read, with paths that a server can take. Nothing is
+opened here."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ from search_spaces.study.file import InlineTask, Study
 from workers.file_access import FileAccess
 from workers.models.hub import hub_cache
 
-__all__ = ["FilesRefused", "check_files"]
+__all__ = [
+    "FilesRefused",
+    "check_files",
+    "file_path_problem",
+    "model_path_problem",
+    "model_refusal",
+    "no_file_problem",
+    "task_files",
+]
 
 
 class FilesRefused(InvalidStudy):
@@ -28,7 +37,7 @@ def check_files(study: Study, access: FileAccess | None) -> None:
 
 def _problems(study: Study, access: FileAccess) -> Iterator[Problem]:
     for place, model in (("base", study.models.base), *((f"experts.{a}", m) for a, m in study.models.named.items())):
-        if reason := _model_refusal(model, access):
+        if reason := model_refusal(model, access):
             yield Problem(f"models.{place}", reason)
     for place, spec in study.with_tasks():
         is_inline = isinstance(spec.task, InlineTask)
@@ -39,8 +48,40 @@ def _problems(study: Study, access: FileAccess) -> Iterator[Problem]:
             yield Problem(f"{place}.task{'.file' if is_inline else ''}", reason)
 
 
-def _model_refusal(model: str, access: FileAccess) -> str | None:
+def model_refusal(model: str, access: FileAccess) -> str | None:
+    """Why a model, a directory or of the hub, must not be read; None if it may be."""
     if os.path.isabs(model) or os.path.exists(model):
         return access.refusal_of_all(model)
     reason = access.refusal(hub_cache())
     return f"{model}: models of the hub are read from its cache: {reason}" if reason else None
+
+
+def task_files(study: Study) -> Iterator[tuple[str, str]]:
+    """The files that a study names as tasks, each with its place."""
+    for place, spec in study.with_tasks():
+        if isinstance(spec.task, InlineTask):
+            yield f"{place}.task.file", spec.task.file
+        elif spec.task.endswith((".yaml", ".yml")):
+            yield f"{place}.task", spec.task
+
+
+def model_path_problem(model: str) -> str | None:
+    """Why a server cannot take the directory `model`; None if it can, or if it is a hub id."""
+    # As in a study file: `name` and `owner/name` are hub ids unless a directory has that name.
+    is_path = model.startswith((".", "~")) or model.endswith("/") or model.count("/") > 1 or os.path.exists(model)
+    return _relative(model) if is_path and not os.path.isabs(model) else None
+
+
+def file_path_problem(file: str) -> str | None:
+    """Why a server cannot take the path `file`; None if it can."""
+    return None if os.path.isabs(file) else _relative(file)
+
+
+def no_file_problem(file: str) -> str | None:
+    """Why `file`, which may be read, is not opened; None if it is, or if nothing is there, which is found then."""
+    # A device or a pipe might never end.
+    return f"{file}: is not a file" if os.path.exists(file) and not os.path.isfile(file) else None
+
+
+def _relative(value: str) -> str:
+    return f"{value}: is relative; give an absolute path on the server"

@@ -10,15 +10,28 @@ from typing import Any, Self
 from search_spaces.objectives import Objective
 from search_spaces.study.file import Study
 from service.api import create_app
-from service.api.preflight_process import Preflight, PreflightOutcome, read_request
+from service.api.preflight_process import Preflight, PreflightOutcome, read_finetune, read_request
+from service.disk import artifacts_dir
 from service.results.record import RunRecord
 from service.results.selection import held_out
 from service.store import Store, StudyWriter
+from service.store.artifacts import ArtifactStore
+from service.studies.preflight.finetune import resolved_finetune
 from service.studies.progress import ProgressSnapshot
-from service.types import EventKind, ResolvedStudy, RungRecord, StudyRecord, StudyState, TrialRecord, TrialState
+from service.types import (
+    EventKind,
+    JobKind,
+    ResolvedStudy,
+    RungRecord,
+    StudyRecord,
+    StudyState,
+    TrialRecord,
+    TrialState,
+)
 from tests.service.http_server import HttpServer
 from tests.service.site import FakeCluster
 from tests.service.synthetic_run import EXPERTS, FINGERPRINTS, RUNGS, run_record
+from workers.training.finetuning.fleet import parse_pipeline
 from workers.types import Evidence, SampleResult, ScoreResult, Split
 
 FAMILY = Path(__file__).parents[3] / "workers" / "tiny_family"
@@ -34,7 +47,12 @@ class QuickPreflight:
     def stop(self) -> None:
         pass
 
-    async def examine(self, content: bytes, *, is_json: bool, client: str = "") -> PreflightOutcome:
+    async def examine(
+        self, content: bytes, *, is_json: bool, kind: JobKind = JobKind.SEARCH, client: str = ""
+    ) -> PreflightOutcome:
+        if kind is JobKind.FINETUNE:
+            pipeline = read_finetune(content, is_json=is_json)
+            return PreflightOutcome(pipeline.name, pipeline.canonical(), resolved_finetune())
         study = read_request(content, is_json=is_json)
         return PreflightOutcome(study.name, study.canonical(), resolved(study))
 
@@ -159,3 +177,45 @@ def snapshot(run: RunRecord) -> ProgressSnapshot:
         samples_scored=100,
         samples_planned=100,
     )
+
+
+def finetuning(name: str = "family", **changes: Any) -> dict[str, Any]:
+    """A fleet of two experts, as a client sends it."""
+    return {
+        "name": name,
+        "base": str(FAMILY / "base"),
+        "data": {"max_length": 64},
+        "training": {"steps": 4, "batch": 2},
+        "experts": {n: {"data": {"file": str(FAMILY / "tasks" / f"{n}_search.jsonl")}} for n in ("math", "text")},
+        **changes,
+    }
+
+
+def stored_finetune(store: Store, *, name: str = "family") -> StudyRecord:
+    pipeline = parse_pipeline(finetuning(name))
+    return store.create_study(
+        name=name, document=pipeline.canonical(), resolved=resolved_finetune(), kind=JobKind.FINETUNE
+    )
+
+
+def finished_finetune(store: Store, data_dir: Path, *, name: str = "family") -> StudyRecord:
+    """A fine-tuning whose experts are trained, with what its driver told of it."""
+    record = stored_finetune(store, name=name)
+    store.record_submission(record.id, 1)
+    writer = store.open_attempt(record.id)
+    writer.set_state(StudyState.RUNNING)
+    artifacts = ArtifactStore(store, artifacts_dir(data_dir))
+    progress = {}
+    for number, alias in enumerate(("math", "text")):
+        update = {"expert": alias, "step": 4, "steps": 4, "loss": 1.0 + number, "seconds": 0.1}
+        writer.add_event(EventKind.TRAINING, {**update, "losses": [[2, 3.0], [4, 1.5 + number]]})
+        writer.add_event(EventKind.TRAINING, {"expert": alias, "step": 4, "values": {"accuracy": 0.25 * (number + 1)}})
+        progress[alias] = {"step": 4, "steps": 4, "loss": 1.0 + number, "seconds": 0.1, "values": {"accuracy": 0.25}}
+        expert = data_dir / f"{record.id}-{alias}"
+        expert.mkdir()
+        (expert / "config.json").write_text("{}")
+        (expert / "model.safetensors").write_bytes(alias.encode() * 1000)
+        artifacts.put(record.id, alias, expert)
+    writer.heartbeat(wall_clock_s=61.0, progress={"experts": progress})
+    writer.set_state(StudyState.COMPLETE)
+    return store.study(record.id)

@@ -250,9 +250,10 @@ def test_an_archive_is_as_long_as_it_said(tmp_path: Path, sizes: list[int]) -> N
     for index, size in enumerate(sizes):
         name = f"file-{index}-{'long' * 60 if index == 1 else ''}"
         (directory / name).write_bytes(expected.setdefault(f"model/{name}", bytes([index + 65]) * size))
-    archive = Tar(directory, modified_at=1_760_000_000.7)
+    files = {file.name: file for file in directory.iterdir()}
+    archive = Tar(directory.name, files, modified_at=1_760_000_000.7)
     content = b"".join(archive.chunks())
     assert archive.size == len(content)
     assert max(map(len, archive.chunks()), default=0) <= 2**20
     assert contents(content) == expected
-    assert content == b"".join(Tar(directory, modified_at=1_760_000_000.2).chunks())
+    assert content == b"".join(Tar(directory.name, files, modified_at=1_760_000_000.2).chunks())

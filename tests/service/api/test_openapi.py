@@ -16,7 +16,13 @@ from schemathesis.engine.events import FatalError, NonFatalError, ScenarioFinish
 
 from service.api.export_queue import Exports
 from service.types import ExportRecord, ExportState, StudyState
-from tests.service.api.harness import ApiServer, finished_study, stored_study
+from tests.service.api.harness import (
+    ApiServer,
+    finished_finetune,
+    finished_study,
+    stored_finetune,
+    stored_study,
+)
 
 EXPORT = "e" * 32
 CONFIGURATION = {
@@ -43,6 +49,9 @@ def schema(server: ApiServer) -> Any:
     finished = finished_study(server.store, num_trials=5)
     created, failed = stored_study(server.store), stored_study(server.store)
     server.store.open_attempt(failed.id).set_state(StudyState.FAILED, "no engine")
+    tuned, begun = finished_finetune(server.store, server.data_dir), stored_finetune(server.store)
+    lost = stored_finetune(server.store)
+    server.store.open_attempt(lost.id).set_state(StudyState.FAILED, "the loss is nan")
     export = ExportRecord(EXPORT, finished.id, 1, "float32", ExportState.COMPLETE, created_at=1.0)
     server.store.add_export(export)
     directory = server.app.state.services.exports.directory(export)
@@ -53,6 +62,7 @@ def schema(server: ApiServer) -> Any:
     )
 
     turns = itertools.cycle((finished, finished, created, None))
+    tuned_turns = itertools.cycle((tuned, tuned, begun, None))
 
     numbers = itertools.count()
 
@@ -64,8 +74,23 @@ def schema(server: ApiServer) -> Any:
         server.store.add_export(ExportRecord(name, study.id, 1, "float32", ExportState.COMPLETE, created_at=1.0))
         return study.id, name
 
+    def of_finetune(path_parameters: dict[str, Any], operation: Any) -> dict[str, Any]:
+        name = str(path_parameters["finetune_id"])
+        if len(name) != 32 or not set(name) <= set("0123456789abcdef") or (given := next(tuned_turns)) is None:
+            return path_parameters
+        if operation.path.endswith(":resume"):
+            given = lost
+        elif operation.path.endswith(("/events", "/download")):  # of what has not ended there is no end, and no expert
+            given = tuned
+        elif operation.method.upper() == "DELETE":
+            given = stored_finetune(server.store)
+            server.store.open_attempt(given.id).set_state(StudyState.CANCELLED)
+        return path_parameters | {"finetune_id": given.id} | ({"alias": "math"} if "alias" in path_parameters else {})
+
     @schema.hook
     def map_path_parameters(context: Any, path_parameters: Any) -> Any:
+        if "finetune_id" in (path_parameters or {}):
+            return of_finetune(path_parameters, context.operation)
         name = str((path_parameters or {}).get("study_id", ""))
         is_name = len(name) == 32 and set(name) <= set("0123456789abcdef")
         if is_name and context.operation.path.endswith(":resume"):

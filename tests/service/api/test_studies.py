@@ -121,7 +121,10 @@ def test_a_job_of_another_kind_is_no_study(http: httpx.Client, server: ApiServer
     training = server.store.create_study(name="math", document={}, resolved=study.resolved, kind=JobKind.FINETUNE)
     assert [listed["id"] for listed in http.get("/v1/studies").json()["studies"]] == [study.id]
     answer = http.get(f"/v1/studies/{training.id}")
-    assert (answer.status_code, answer.json()["detail"]) == (404, f"study {training.id!r}: is a finetune, not a study")
+    assert (answer.status_code, answer.json()["detail"]) == (
+        404,
+        f"study {training.id!r}: is a fine-tuning, not a study",
+    )
 
 
 def test_what_is_no_study_is_not_found(http: httpx.Client) -> None:

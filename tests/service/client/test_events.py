@@ -7,7 +7,7 @@ import json
 import pytest
 
 from service.client.events import MAX_PAUSE_S, Event, EventReader
-from service.client.flows import Response, TransportError
+from service.client.requests import Response, TransportError
 from service.errors import InvalidAnswer, NotFound, RequestRefused, ServerUnreachable
 
 TIME = "2031-05-04T12:00:00Z"

@@ -23,7 +23,7 @@ from service.client import (
     InvalidAnswer,
     ServerUnreachable,
     clients,
-    flows,
+    requests,
 )
 from service.errors import NotFound
 from tests.service.client.asker import Asker
@@ -69,7 +69,7 @@ def scripted(*answers: tuple[int, dict[str, str], bytes]) -> Iterator[tuple[Scri
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flows, "RETRY_PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr(requests, "RETRY_PAUSES_S", (0.01, 0.01))
 
 
 def test_an_address_where_nobody_listens_is_named(ask: Asker, tmp_path: Path) -> None:

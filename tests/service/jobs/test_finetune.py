@@ -4,33 +4,42 @@ trains."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
 from service.cluster.session import RaySession
-from service.disk import study_dir
+from service.disk import artifacts_dir, locked, study_dir
 from service.errors import Conflict
 from service.jobs import finetune
 from service.jobs.driver import KINDS, drive
-from service.jobs.finetune import ARTIFACTS, EXPERT_DIR, run_finetune
+from service.jobs.finetune import EXPERT_DIR, run_finetune
+from service.jobs.training_events import _is_older, _Teller
+from service.jobs.training_study import begin_study
 from service.store import Store
 from service.store.artifacts import ArtifactStore
+from service.studies.chains import SOURCES
+from service.studies.heartbeat import Heartbeat
+from service.studies.preflight.finetune import resolved_finetune
 from service.types import EventKind, JobKind, StudyState
 from tests.builders import tiny_llama
 from workers.errors import InvalidTask, TrainingFailed
+from workers.file_access import FileAccess
+from workers.training.finetuning.fleet import Pipeline, parse_pipeline
+from workers.training.finetuning.history import CHECKPOINTS, METRICS, History
+from workers.training.finetuning.result import TRAINING_FILE
 from workers.training.finetuning.spec import FinetuneSpec, parse_spec
 
 
 def leave_ray_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """One process trains, without Ray Train."""
 
-    def fit(spec: FinetuneSpec, directory: Path) -> None:
-        finetune._trained(spec, directory, report=lambda _: None, is_writer=True)
+    def fit(spec: FinetuneSpec, directory: Path, access: FileAccess | None) -> None:
+        finetune._trained(spec, directory, report=lambda _: None, is_writer=True, access=access)
 
     session = RaySession(is_own=True, dashboard_url=None)
     monkeypatch.setattr(finetune, "_fit", fit)
@@ -64,28 +73,167 @@ def spec_of(directory: Path, **training: Any) -> FinetuneSpec:
     return parse_spec(document, directory)
 
 
+def pipeline_of(directory: Path) -> Pipeline:
+    spec = spec_of(directory)
+    return Pipeline(spec.name, {spec.name: spec}, None, None, is_fleet=False)
+
+
 def test_every_kind_of_job_has_its_work() -> None:
     assert KINDS.keys() == set(JobKind)
 
 
 def test_a_driver_trains_the_expert_and_stores_it(store: Store, tmp_path: Path) -> None:
-    record = finetune.stored(store, spec_of(tmp_path))
+    record = finetune.stored(store, pipeline_of(tmp_path))
     work_dir = study_dir(tmp_path, record.id)
     assert drive(store, record.id, work_dir=work_dir) == 0
     after = store.study(record.id)
     assert (after.state, after.kind, after.reason) == (StudyState.COMPLETE, JobKind.FINETUNE, None)
-    events = store.events(record.id, kinds=[EventKind.TRAINING])
-    assert [event.payload["step"] for event in events] == [3]
-    artifacts = ArtifactStore(store, tmp_path / ARTIFACTS)
-    found = artifacts.get(record.id, EXPERT_DIR)
+    updates = [event.payload for event in store.events(record.id, kinds=[EventKind.TRAINING])]
+    assert {update["expert"] for update in updates} == {"sums"}
+    assert [step for update in updates for step, _ in update["losses"]] == [1, 2, 3]
+    assert after.progress is not None
+    assert after.progress["experts"]["sums"]["steps"] == after.progress["experts"]["sums"]["step"] == 3
+    artifacts = ArtifactStore(store, artifacts_dir(tmp_path))
+    found = artifacts.get(record.id, "sums")
     assert found.facts["steps"] == 3
     out = artifacts.write_to(found, tmp_path / "copy")
-    written, copied = (load_file(place / "model.safetensors") for place in (work_dir / EXPERT_DIR, out))
-    assert written.keys() == copied.keys()
+    assert (out / "model.safetensors").exists()
+    # The artifact is the only copy; what is needed to go on is not needed any more.
+    assert not (work_dir / EXPERT_DIR).exists()
+    assert not (work_dir / CHECKPOINTS).exists()
+
+
+def test_a_fleet_has_an_artifact_for_each_expert_as_soon_as_it_is_trained(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of(tmp_path).canonical()
+    alone = {"data": spec.pop("data")}
+    record = finetune.stored(store, parse_pipeline({**spec, "experts": {"one": alone, "two": alone}}))
+    artifacts = ArtifactStore(store, artifacts_dir(tmp_path))
+    fit, begun = finetune._fit, []
+
+    def interrupted(spec: FinetuneSpec, directory: Path, access: FileAccess | None) -> None:
+        begun.append(spec.name)
+        if begun == ["one", "two"]:
+            raise ConnectionError("Ray is gone")
+        fit(spec, directory, access)
+
+    monkeypatch.setattr(finetune, "_fit", interrupted)
+    work_dir = study_dir(tmp_path, record.id)
+    assert drive(store, record.id, work_dir=work_dir) == 1
+    assert store.study(record.id).state is StudyState.STOPPED
+    assert [artifact.name for artifact in artifacts.of(record.id)] == ["one"]
+    assert drive(store, record.id, work_dir=work_dir) == 0
+    assert begun == ["one", "two", "two"]
+    assert [artifact.name for artifact in artifacts.of(record.id)] == ["one", "two"]
+    told = [event.payload["expert"] for event in store.events(record.id, kinds=[EventKind.TRAINING])]
+    assert list(dict.fromkeys(told)) == ["one", "two"]
+
+
+def test_the_study_of_a_pipeline_is_created_once_its_experts_are_trained(store: Store, tmp_path: Path) -> None:
+    spec = spec_of(tmp_path).canonical()
+    alone = {"data": spec.pop("data")}
+    task = {"file": str(tmp_path / "data.jsonl"), "answer": "{{completion}}", "max_tokens": 4}
+    study = {
+        "name": "merge",
+        "search_space": {"kind": "lfs", "layer_groups": 1},
+        "search": {"algorithm": "random", "max_trials": 2},
+        "fidelity": {"scheduler": "none"},
+        "objectives": [{"name": "sums", "task": task, "metric": "exact_match"}],
+        "engine": {"max_model_len": 32},
+    }
+    pipeline = parse_pipeline({**spec, "experts": {"one": alone, "two": {**alone, "seed": 1}}, "study": study})
+    record = store.create_study(
+        name=pipeline.name,
+        document=pipeline.canonical(),
+        resolved=resolved_finetune(access=FileAccess((str(tmp_path / "base"), str(tmp_path / "data.jsonl")))),
+        kind=JobKind.FINETUNE,
+    )
+    assert drive(store, record.id, work_dir=study_dir(tmp_path, record.id)) == 0
+    assert store.study(record.id).reason is None
+    (merging,) = store.studies(JobKind.SEARCH)
+    assert (merging.name, merging.state) == ("merge", StudyState.CREATED)
+    experts = merging.document["models"]["experts"]
+    for alias, place in experts.items():
+        assert Path(place).parent == tmp_path / SOURCES
+        assert json.loads((Path(place) / TRAINING_FILE).read_text())["specification"]["name"] == alias
+    assert merging.resolved.access == FileAccess(
+        (str(tmp_path / "base"), str(tmp_path / "data.jsonl"), str(tmp_path / SOURCES))
+    )
+    artifacts = ArtifactStore(store, artifacts_dir(tmp_path))
+    assert begin_study(store, store.open_attempt(record.id), pipeline, artifacts) == merging
+    assert [event.payload["study"] for event in store.events(record.id, kinds=[EventKind.STUDY])] == [merging.id]
+
+
+def test_an_evaluation_is_told_after_its_update(store: Store, tmp_path: Path) -> None:
+    """Both have the same step; the evaluation may come any time later, also in another driver."""
+    record = finetune.stored(store, pipeline_of(tmp_path))
+    place = tmp_path / "place"
+    place.mkdir()
+    history = History(place / METRICS, is_writer=True, report=lambda _: None)
+    update = {"steps": 50, "seconds": 0.1}
+    for step in range(1, 26):
+        history.add({"step": step, "loss": float(step), **update})
+    writer = store.open_attempt(record.id)
+    _Teller(store, writer, Heartbeat(writer, 0.0), {"sums": place}).tell()
+    history.add({"step": 25, "values": {"math": 0.5}})
+    heartbeat = Heartbeat(writer, 0.0)
+    later = _Teller(store, writer, heartbeat, {"sums": place})
+    later.tell()
+    later.tell()
+    first, second = [event.payload for event in store.events(record.id, kinds=[EventKind.TRAINING])]
+    assert (first["step"], first["loss"], len(first["losses"])) == (25, 25.0, 9)
+    assert first["losses"][:2] == [[3, 2.0], [6, 5.0]]
+    assert second == {"expert": "sums", "step": 25, "values": {"math": 0.5}}
+    assert heartbeat.progress == {
+        "experts": {"sums": {"step": 25, "steps": 50, "loss": 25.0, "seconds": 0.1, "values": {"math": 0.5}}}
+    }
+    history.forget_after(20)  # a worker has died and goes on from a checkpoint
+    history.add({"step": 21, "loss": 21.0, **update})
+    history.add({"step": 26, "loss": 26.0, **update})
+    later.tell()
+    assert store.events(record.id, kinds=[EventKind.TRAINING])[-1].payload["losses"] == [[26, 26.0]]
+
+
+def test_a_training_that_waits_for_workers_is_not_stuck(store: Store, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    spec, worker = place / "spec", place / "worker"
+    assert not _is_older(worker, spec)
+    spec.touch()
+    assert _is_older(worker, spec)
+    worker.touch()
+    os.utime(spec, (1, 1))
+    assert not _is_older(worker, spec)
+
+
+def test_a_driver_waits_for_the_one_before_it(store: Store, tmp_path: Path) -> None:
+    record = finetune.stored(store, pipeline_of(tmp_path))
+    work_dir = study_dir(tmp_path, record.id)
+    with locked(work_dir):
+        assert drive(store, record.id, work_dir=work_dir) == 1
+    waiting = store.study(record.id)
+    assert waiting.state is StudyState.STOPPED
+    assert "is at work here" in str(waiting.reason)
+    assert drive(store, record.id, work_dir=work_dir) == 0
+
+
+def test_a_driver_reads_only_what_was_allowed_when_it_was_accepted(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    record = store.create_study(
+        name="sums",
+        document=pipeline_of(tmp_path).canonical(),
+        resolved=resolved_finetune(access=FileAccess((str(tmp_path / "other"),))),
+        kind=JobKind.FINETUNE,
+    )
+    assert drive(store, record.id, work_dir=study_dir(tmp_path, record.id)) == 0
+    after = store.study(record.id)
+    assert after.state is StudyState.FAILED
+    assert "is not below a directory that studies may read" in str(after.reason)
 
 
 def test_lists_tell_kinds_apart(store: Store, tmp_path: Path) -> None:
-    record = finetune.stored(store, spec_of(tmp_path), idempotency_key="a")
+    record = finetune.stored(store, pipeline_of(tmp_path), idempotency_key="a")
     assert [study.id for study in store.studies(JobKind.FINETUNE)] == [record.id]
     assert store.studies(JobKind.SEARCH) == ()
     assert len(store.studies()) == 1
@@ -103,7 +251,7 @@ def test_what_is_wrong_ends_it_with_the_reason(store: Store, tmp_path: Path, dam
     if damage == "rate":
         changed = {"training": spec.training.model_copy(update={"learning_rate": 1e38, "max_gradient_norm": None})}
         spec = spec.model_copy(update={**changed, "method": spec.method.model_copy(update={"kind": "sgd"})})
-    record = finetune.stored(store, spec)
+    record = finetune.stored(store, Pipeline(spec.name, {spec.name: spec}, None, None, is_fleet=False))
     assert drive(store, record.id, work_dir=study_dir(tmp_path, record.id)) == 0
     after = store.study(record.id)
     assert after.state is StudyState.FAILED
@@ -122,8 +270,6 @@ def test_a_directory_is_of_one_specification(tmp_path: Path) -> None:
 
 
 def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
-    from service.disk import locked
-
     with locked(tmp_path / "out"), pytest.raises(Conflict, match="is at work here"):
         run_finetune(spec_of(tmp_path), tmp_path / "out")
 
@@ -140,7 +286,7 @@ def test_a_failed_training_says_so_and_may_be_tried_again(tmp_path: Path, monkey
     fit = finetune._fit
     failure = {"error": "TrainingFailed", "message": "step 2: the loss is nan"}
     monkeypatch.setattr(
-        finetune, "_fit", lambda _, directory: (directory / finetune.FAILURE_FILE).write_text(json.dumps(failure))
+        finetune, "_fit", lambda _, directory, __: (directory / finetune.FAILURE_FILE).write_text(json.dumps(failure))
     )
     with pytest.raises(TrainingFailed, match="step 2: the loss is nan"):
         run_finetune(spec_of(tmp_path), tmp_path / "out")

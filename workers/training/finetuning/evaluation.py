@@ -10,6 +10,7 @@ import torch
 from search_spaces.study.sections import EngineOptions
 from workers.engines.transformers.backend import Reference
 from workers.evaluation.lm_eval import TaskEvaluator
+from workers.file_access import FileAccess
 from workers.training.finetuning.spec import Evaluation, task_of
 from workers.types import Span
 
@@ -17,15 +18,25 @@ __all__ = ["Evaluator"]
 
 
 class Evaluator:
-    """Scores the objectives of `section` on a model that is being trained. Raises InvalidTask."""
+    """Scores the objectives of `section` on a model that is being trained. `access` limits the files that tasks lead to
+    (None: no limit). Raises InvalidTask."""
 
-    def __init__(self, section: Evaluation, base: Path, model: Any, *, max_length: int, seed: int) -> None:
+    def __init__(
+        self,
+        section: Evaluation,
+        base: Path,
+        model: Any,
+        *,
+        max_length: int,
+        seed: int,
+        access: FileAccess | None = None,
+    ) -> None:
         reference = Reference(str(base), EngineOptions(max_model_len=max_length), model=_OnDevice(model))
         self._model = model
         self._evaluator = TaskEvaluator(reference, reference.prompts)
         self._spans = []
         for spec in section.objectives:
-            task = task_of(spec, seed=seed)
+            task = task_of(spec, seed=seed, access=access)
             available = self._evaluator.describe(task).num_samples
             self._spans.append(Span(spec.name, task, 0, min(section.samples, available)))
 

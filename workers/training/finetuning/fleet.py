@@ -18,17 +18,33 @@ from search_spaces.study.sections import NAME
 from search_spaces.study.yaml import read_document
 from workers.training.finetuning.spec import FinetuneSpec, parse_spec
 
-__all__ = ["EXPERTS", "STUDY", "Pipeline", "load_pipeline", "parse_pipeline"]
+__all__ = [
+    "EXPERTS",
+    "OPTIONAL_SECTIONS",
+    "SECTIONS",
+    "STUDY",
+    "Pipeline",
+    "is_pipeline",
+    "load_pipeline",
+    "parse_pipeline",
+]
 
 # Keys of a fleet, and the directories of its results.
 EXPERTS, STUDY = "experts", "study"
+
+# Options that are the same for all experts of a fleet.
+COMMON = ("name", "base")
+
+# Sections, over which an expert's own options are laid.
+SECTIONS, OPTIONAL_SECTIONS = ("data", "method", "training"), ("adapter", "evaluation")
 
 
 @dataclass(frozen=True)
 class Pipeline:
     """The specification of each expert by its alias, and the document of the study, if there is one. `is_fleet`: they
-    were given as a fleet, be it of one."""
+    were given as a fleet, be it of one; `name` is the fleet's, or that of the one expert."""
 
+    name: str
     experts: Mapping[str, FinetuneSpec]
     study: Mapping[str, Any] | None
     directory: Path | None
@@ -38,6 +54,24 @@ class Pipeline:
         """Where each expert is trained: `out` itself, or a directory in it for each of a fleet."""
         return {alias: out / EXPERTS / alias if self.is_fleet else out for alias in self.experts}
 
+    def field_of(self, alias: str, field: str = "") -> str:
+        """Where an option of an expert is in the document, as messages name it."""
+        return ".".join(filter(None, [*((EXPERTS, alias) if self.is_fleet else ()), field]))
+
+    def canonical(self) -> dict[str, Any]:
+        """As plain data with all defaults written out and all paths absolute; `parse_pipeline` returns an equal one
+        from it, but for `directory`, which no longer matters."""
+        specs = {alias: spec.canonical() for alias, spec in self.experts.items()}
+        if not self.is_fleet:
+            return specs[self.name]
+        base = next(iter(specs.values()))["base"]
+        own = {alias: {k: v for k, v in spec.items() if k not in COMMON} for alias, spec in specs.items()}
+        document = {"name": self.name, "base": base, EXPERTS: own}
+        study = self.study_of({alias: Path(alias) for alias in self.experts})
+        if study is not None:
+            document[STUDY] = {key: value for key, value in study.canonical().items() if key != "models"}
+        return document
+
     def study_of(self, directories: Mapping[str, Path]) -> Study | None:
         """The study of the experts in these directories. Raises InvalidStudy with every problem found."""
         if self.study is None:
@@ -45,6 +79,11 @@ class Pipeline:
         base = next(iter(self.experts.values())).base
         models = {"base": base, "experts": {alias: str(place.absolute()) for alias, place in directories.items()}}
         return parse_study({**self.study, "models": models}, self.directory)
+
+
+def is_pipeline(document: Mapping[str, Any]) -> bool:
+    """Whether a document is meant as a fine-tuning rather than as a study, which has `models` in place of a base."""
+    return "base" in document and "models" not in document
 
 
 def load_pipeline(file: Path) -> Pipeline:
@@ -57,11 +96,16 @@ def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -
     """As `load_pipeline`, from a document."""
     if EXPERTS not in document:
         spec = parse_spec(document, directory)
-        return Pipeline({spec.name: spec}, None, directory, is_fleet=False)
+        return Pipeline(spec.name, {spec.name: spec}, None, directory, is_fleet=False)
     shared = {key: value for key, value in document.items() if key not in (EXPERTS, STUDY)}
     problems: list[Problem] = []
     experts: dict[str, FinetuneSpec] = {}
-    given = document[EXPERTS]
+    given, name = document[EXPERTS], document.get("name")
+    if not isinstance(name, str) or not re.fullmatch(NAME, name):
+        problems.append(Problem("name", f"{name!r:.60} is no name; give letters, digits, '.', '_' and '-'"))
+    for key in (*SECTIONS, *OPTIONAL_SECTIONS):
+        if not isinstance(shared.get(key, {}), Mapping) and not (shared[key] is None and key in OPTIONAL_SECTIONS):
+            problems.append(Problem(key, f"{shared[key]!r:.60} is no mapping; give the options that experts share"))
     if not isinstance(given, Mapping) or not given:
         raise InvalidStudy((Problem(EXPERTS, "expected a mapping of aliases to what is different for each expert"),))
     for alias, own in given.items():
@@ -70,7 +114,7 @@ def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -
             problems.append(Problem(field, f"{alias!r} is no alias; give letters, digits, '.', '_' and '-', not base"))
         elif not isinstance(own, Mapping):
             problems.append(Problem(field, f"{own!r:.60} is no mapping; give what is different for this expert"))
-        elif common := sorted({"name", "base"} & own.keys()):
+        elif common := sorted(own.keys() & set(COMMON)):
             problems.append(Problem(f"{field}.{common[0]}", "is that of the whole fleet; give it outside of experts"))
         else:
             try:
@@ -82,7 +126,7 @@ def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -
         problems.append(Problem(STUDY, "expected a study without models, which are those of the fleet"))
     if problems:
         raise InvalidStudy(tuple(problems))
-    pipeline = Pipeline(experts, study, directory, is_fleet=True)
+    pipeline = Pipeline(str(name), experts, study, directory, is_fleet=True)
     try:
         pipeline.study_of({alias: Path("unknown") for alias in experts})
     except InvalidStudy as error:

@@ -1,19 +1,21 @@
 """The numbers of a training, a line each: of every update, and of every evaluation.
 
-{"step": 1, "loss": 2.3, "gradient_norm": 0.8, "learning_rate": 1e-5, "tokens": 512, "seconds": 0.4}
+{"step": 1, "steps": 500, "loss": 2.3, "gradient_norm": 0.8, "learning_rate": 1e-5, "tokens": 512, "seconds": 0.4}
 {"step": 50, "values": {"math": 0.61}}
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["METRICS", "History", "Report", "read_history"]
+__all__ = ["CHECKPOINTS", "EXPERT", "METRICS", "History", "HistoryReader", "Report", "read_history"]
 
-METRICS = "metrics.jsonl"
+# In the directory of a training: its history, its checkpoints, and the expert.
+METRICS, CHECKPOINTS, EXPERT = "metrics.jsonl", "checkpoints", "model"
 
 Report = Callable[[Mapping[str, Any]], None]
 
@@ -31,6 +33,29 @@ def read_history(file: Path) -> list[dict[str, Any]]:
         except ValueError:
             break
     return found
+
+
+class HistoryReader:
+    """Reads a history that another process writes."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._inode = self._offset = 0
+
+    def new(self) -> list[dict[str, Any]]:
+        """The complete lines since the last call; all lines once the file was replaced (`History.forget_after`)."""
+        try:
+            with self._file.open("rb") as stream:
+                inode = os.fstat(stream.fileno()).st_ino
+                if inode != self._inode:
+                    self._inode, self._offset = inode, 0
+                stream.seek(self._offset)
+                data = stream.read()
+        except FileNotFoundError:
+            return []
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return [json.loads(line) for line in complete.splitlines()]
 
 
 class History:

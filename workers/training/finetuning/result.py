@@ -13,6 +13,9 @@ import torch
 import yaml
 
 from workers.directories import appearing
+from workers.evaluation.tasks import content_hash
+from workers.models.checkpoints import open_checkpoint
+from workers.models.fingerprints import fingerprint
 from workers.models.hub import commit_of, id_of
 from workers.models.tokenizers import TOKENIZER_FILES
 from workers.training.finetuning.spec import FinetuneSpec
@@ -40,10 +43,22 @@ def write_expert(
                     shutil.copyfile(base / name, place / name)
         else:
             model.save_pretrained(place)
-        document = {"specification": spec.canonical(), **facts, "version": version("mergesearch")}
+        document = {
+            "specification": spec.canonical(),
+            "sources": _sources(spec, base),
+            **facts,
+            "version": version("mergesearch"),
+        }
         (place / TRAINING_FILE).write_text(json.dumps(document, indent=2) + "\n")
         (place / "README.md").write_text(_card(spec, base, facts=facts, values=values))
     return out
+
+
+def _sources(spec: FinetuneSpec, base: Path) -> dict[str, str]:
+    """What the expert was made from, by content: the base's fingerprint, as studies have it, and the sha256 of its data
+    file."""
+    data = {} if spec.data.file is None else {"data": content_hash(spec.data.file)}
+    return {"base": fingerprint(open_checkpoint(base)), **data}
 
 
 def _card(spec: FinetuneSpec, base: Path, *, facts: Mapping[str, Any], values: Mapping[str, float]) -> str:

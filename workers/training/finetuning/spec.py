@@ -20,6 +20,7 @@ from search_spaces.study.file import ObjectiveSpec, resolved_model, resolved_obj
 from search_spaces.study.sections import InlineTask, Line, Name
 from search_spaces.study.validation import in_file_order, problems_of
 from search_spaces.study.yaml import read_document
+from workers.file_access import FileAccess
 from workers.types import TaskSpec
 
 __all__ = [
@@ -178,8 +179,8 @@ def parse_spec(document: Mapping[str, Any], directory: Path | None = None) -> Fi
     return spec if directory is None else _resolved(spec, directory)
 
 
-def task_of(objective: ObjectiveSpec, *, seed: int) -> TaskSpec:
-    """An objective's task as it is built while training."""
+def task_of(objective: ObjectiveSpec, *, seed: int, access: FileAccess | None = None) -> TaskSpec:
+    """An objective's task as it is built while training. `access` limits the files that are read; None: no limit."""
     return TaskSpec(
         task=objective.task.model_dump(mode="json") if isinstance(objective.task, InlineTask) else objective.task,
         metric=objective.metric,
@@ -187,6 +188,7 @@ def task_of(objective: ObjectiveSpec, *, seed: int) -> TaskSpec:
         split=objective.split,
         num_fewshot=objective.num_fewshot,
         permutation_seed=seed,
+        access=access,
     )
 
 

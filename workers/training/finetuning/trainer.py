@@ -24,33 +24,37 @@ from search_spaces.study.sections import EngineOptions
 from workers.errors import InvalidModel, TrainingFailed
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.tasks import check_task
+from workers.file_access import FileAccess
 from workers.models.checkpoints import open_checkpoint
 from workers.models.hub import locate
 from workers.training.finetuning import checkpoints
 from workers.training.finetuning.data import IGNORED, Document, batch_rows, pack, read_documents, tensors_of
-from workers.training.finetuning.history import METRICS, History, Report
+from workers.training.finetuning.history import CHECKPOINTS, EXPERT, METRICS, History, Report
 from workers.training.finetuning.methods import fitted_scale, make_optimizer
 from workers.training.finetuning.models import TrainedModel, load_model, pad_token
 from workers.training.finetuning.result import write_expert
 from workers.training.finetuning.spec import FinetuneSpec, Training, task_of
 
-__all__ = ["CHECKPOINTS", "EXPERT", "check", "learning_rate_at", "train"]
-
-# In the directory of a training, beside its history: its checkpoints, and the expert.
-CHECKPOINTS, EXPERT = "checkpoints", "model"
+__all__ = ["check", "check_data", "learning_rate_at", "train"]
 
 SEEDS = 1_000_003
 SHOWN = 5  # documents of a failed batch that are named
 
 
 def train(
-    spec: FinetuneSpec, out: Path, *, report: Report = lambda _: None, device: torch.device | None = None
+    spec: FinetuneSpec,
+    out: Path,
+    *,
+    report: Report = lambda _: None,
+    device: torch.device | None = None,
+    access: FileAccess | None = None,
 ) -> dict[str, Any]:
     """Train, or go on with, what `spec` describes in the directory `out`, whose user holds it for this training alone.
 
     Runs on every rank of the process group, if there is one. `report` is called on each with the numbers of every
-    update and evaluation, as METRICS has them; `device` is this rank's (None: a GPU if there is one). Returns the facts
-    of the training. Raises InvalidModel, InvalidTask and TrainingFailed."""
+    update and evaluation, as METRICS has them; `device` is this rank's (None: a GPU if there is one). `access` limits
+    the files that evaluation tasks lead to (None: no limit). Returns the facts of the training. Raises InvalidModel,
+    InvalidTask and TrainingFailed."""
     ranks = _Ranks.here(device)
     base = locate(spec.base)
     prompts = Prompts(str(base), EngineOptions(max_model_len=spec.data.max_length))
@@ -80,7 +84,9 @@ def train(
     if spec.evaluation is not None and ranks.rank == 0:
         from workers.training.finetuning.evaluation import Evaluator
 
-        evaluator = Evaluator(spec.evaluation, base, model.module, max_length=spec.data.max_length, seed=spec.seed)
+        evaluator = Evaluator(
+            spec.evaluation, base, model.module, max_length=spec.data.max_length, seed=spec.seed, access=access
+        )
     passes = _Passes(spec, model, rows, ranks, pad=pad_token(spec, prompts.tokenizer, base))
     loss, values = history.last("loss"), history.last("values") or {}
     for step in range(start, num_steps):
@@ -94,7 +100,7 @@ def train(
         update = passes.update(step, optimizer, kept=newest)
         optimizer.step(update.gradients)
         loss = update.loss
-        line = {"step": step + 1, "loss": loss, "gradient_norm": update.norm, "learning_rate": rate}
+        line = {"step": step + 1, "steps": num_steps, "loss": loss, "gradient_norm": update.norm, "learning_rate": rate}
         history.add({**line, "tokens": update.num_targets, "seconds": time.perf_counter() - began})
         is_last = step + 1 == num_steps
         if spec.evaluation is not None and (is_last or (step + 1) % spec.evaluation.every == 0):
@@ -119,6 +125,13 @@ def train(
 
 def check(spec: FinetuneSpec) -> None:
     """Everything that can be checked without the model's weights. Raises InvalidModel and InvalidTask."""
+    check_data(spec)
+    for objective in spec.evaluation.objectives if spec.evaluation is not None else ():
+        check_task(task_of(objective, seed=spec.seed))
+
+
+def check_data(spec: FinetuneSpec) -> None:
+    """As `check`, but for the tasks of the evaluation: InvalidModel is about the base, InvalidTask about the data."""
     base = locate(spec.base)
     reads = open_checkpoint(base).settings.get("max_position_embeddings")
     if reads is not None and spec.data.max_length > reads:
@@ -128,8 +141,6 @@ def check(spec: FinetuneSpec) -> None:
     prompts = Prompts(str(base), EngineOptions(max_model_len=spec.data.max_length))
     pad_token(spec, prompts.tokenizer, base)
     read_documents(spec.data, prompts)
-    for objective in spec.evaluation.objectives if spec.evaluation is not None else ():
-        check_task(task_of(objective, seed=spec.seed))
 
 
 def learning_rate_at(step: int, num_steps: int, training: Training) -> float:

@@ -92,7 +92,7 @@ def test_the_quota_is_the_operators(http: httpx.Client, server: ApiServer, study
 def test_a_download_is_not_interrupted(http: httpx.Client, server: ApiServer, study: str) -> None:
     directory = stored_export(server, study, "a", days=8)
     exports = server.app.state.services.exports
-    chunks = exports.reading(server.store.export("a" * 32), iter([b"1", b"2"]))
+    chunks = exports.reading("a" * 32, iter([b"1", b"2"]))
     next(chunks)
     exports.sweep()
     assert directory.exists()

@@ -42,6 +42,15 @@ def test_the_study_merges_the_fleets_experts(tmp_path: Path) -> None:
     assert study.objectives[0].task.file == str(tmp_path / "dev.jsonl")
 
 
+def test_the_canonical_form_gives_the_same_pipeline(tmp_path: Path) -> None:
+    pipeline = parse_pipeline({**FLEET, "study": STUDY}, tmp_path)
+    again = parse_pipeline(pipeline.canonical())
+    assert (again.name, again.experts) == (pipeline.name, pipeline.experts)
+    assert again.canonical() == pipeline.canonical()
+    places = pipeline.places(tmp_path)
+    assert again.study_of(places) == pipeline.study_of(places)
+
+
 def test_one_expert_is_no_fleet(tmp_path: Path) -> None:
     document = {"name": "a", "base": "base", "data": {"file": "a.jsonl"}, "training": {"steps": 1}}
     pipeline = parse_pipeline(document, tmp_path)
@@ -58,6 +67,9 @@ def test_one_expert_is_no_fleet(tmp_path: Path) -> None:
         ({"experts": {"math": {"base": "x"}}}, "experts.math.base: is that of the whole fleet"),
         ({"experts": {"math": {}}}, "experts.math.data: give either file or dataset"),
         ({"experts": {"math": {"data": {"fil": "x"}}}}, "experts.math.data.fil"),
+        ({"data": 3, "experts": {"math": {"data": {"file": "a"}}}}, "data: 3 is no mapping"),
+        ({"method": None}, "method: None is no mapping"),
+        ({"name": "a b"}, "name: 'a b' is no name"),
         ({"study": {**STUDY, "models": {}}}, "study: expected a study without models"),
         ({"study": {**STUDY, "objectives": []}}, "study.objectives"),
     ],

@@ -16,10 +16,10 @@ from tests.builders import tiny_llama
 from workers.errors import InvalidModel, InvalidTask, TrainingFailed
 from workers.models.checkpoints import open_checkpoint, read_expert
 from workers.training.finetuning import checkpoints
-from workers.training.finetuning.history import METRICS, read_history
+from workers.training.finetuning.history import CHECKPOINTS, EXPERT, METRICS, read_history
 from workers.training.finetuning.result import TRAINING_FILE
 from workers.training.finetuning.spec import FinetuneSpec, Training, load_spec, parse_spec
-from workers.training.finetuning.trainer import CHECKPOINTS, EXPERT, check, learning_rate_at, train
+from workers.training.finetuning.trainer import check, learning_rate_at, train
 
 pytestmark = pytest.mark.slow  # models are trained
 

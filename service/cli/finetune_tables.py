@@ -1,0 +1,75 @@
+"""Fine-tunings of a server as tables for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from service.cli.tables import id_digits, local_time, state_text, titled
+from service.results.format import duration
+
+if TYPE_CHECKING:
+    from service.schemas.api import ExpertDocument, FinetuneDocument
+
+__all__ = ["finetune_table", "finetunes_table"]
+
+
+def finetunes_table(finetunes: Sequence[FinetuneDocument]) -> Table:
+    """Fine-tunings in the order given, each with a unique prefix of its id."""
+    table = titled("Fine-tunings")
+    for name in ("fine-tuning", "name", "state"):
+        table.add_column(name, overflow="fold")
+    table.add_column("experts", justify="right")
+    table.add_column("worked", justify="right")
+    table.add_column("created", no_wrap=True)
+    digits = id_digits([finetune["id"] for finetune in finetunes])
+    for finetune in finetunes:
+        trained = sum(expert["bytes"] is not None for expert in finetune["experts"].values())
+        table.add_row(
+            finetune["id"][:digits],
+            Text(finetune["name"]),
+            state_text(finetune["state"]),
+            f"{trained}/{len(finetune['experts'])}",
+            duration(finetune["wall_clock_s"]),
+            local_time(finetune["created_at"]),
+        )
+    table.caption = "experts: trained / all"
+    return table
+
+
+def finetune_table(finetune: FinetuneDocument, *, server: str) -> Table:
+    """Everything about one fine-tuning; `server` is the address that its links are relative to."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    reason = f": {finetune['reason']}" if finetune["reason"] else ""
+    drivers = f"{finetune['attempt']} driver{'s' if finetune['attempt'] != 1 else ''}"
+    table.add_row("fine-tuning", Text(finetune["name"], style="bold"))
+    table.add_row("id", finetune["id"])
+    table.add_row("state", state_text(finetune["state"]).append(reason, style="default"))
+    if finetune["waiting_for"]:
+        table.add_row("waits for", finetune["waiting_for"])
+    table.add_row("created", local_time(finetune["created_at"]))
+    table.add_row("worked", f"{duration(finetune['wall_clock_s'])}, by {drivers}")
+    for alias, expert in finetune["experts"].items():
+        table.add_row("expert", Text(f"{alias}: {_expert_text(expert)}"))
+    if job := finetune["job"]:
+        table.add_row("Ray job", job["submission_id"])
+        if job["dashboard_url"]:
+            table.add_row("dashboard", job["dashboard_url"])
+    for name in ("report", "log"):
+        table.add_row(name, server + finetune["links"][name])
+    return table
+
+
+def _expert_text(expert: ExpertDocument) -> str:
+    progress = expert["progress"]
+    if progress is None:
+        return f"{expert['method']}, not begun"
+    of = f" of {progress['steps']}" if expert["bytes"] is None else ""
+    values = "".join(f", {name} {value:.3f}" for name, value in progress["values"].items())
+    state = "trained, " if expert["bytes"] is not None else ""
+    return f"{expert['method']}, {state}update {progress['step']}{of}, loss {progress['loss']:.4f}{values}"

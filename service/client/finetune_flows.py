@@ -1,0 +1,90 @@
+"""Flows of the calls about fine-tunings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import quote
+
+from service.client.requests import Call, Flow, document_of, path_of, submitted
+from service.errors import Conflict, NotFound, RequestRefused
+
+if TYPE_CHECKING:
+    from service.schemas.api import CurvesDocument, FinetuneDocument, FinetunesDocument
+
+__all__ = ["curves", "expert_download", "finetune", "finetunes", "known_finetunes", "submit_finetune"]
+
+
+def submit_finetune(
+    specification: Path | str | Mapping[str, Any], *, idempotency_key: str | None = None
+) -> Flow[FinetuneDocument]:
+    """Submit the fine-tuning of an expert or a fleet and return the server's document of it.
+
+    As `submit`, with the file of `mergesearch finetune` or its content in place of a study.
+
+        finetune = client.submit_finetune("fleet.yaml")
+        for event in client.events(finetune):
+            print(event.kind, event.payload)
+        client.download(finetune, "math", "experts/math")
+
+    Raises InvalidStudy (the file is invalid) and RequestRefused (with every problem that the server found).
+    """
+    from workers.training.finetuning.fleet import load_pipeline
+
+    document = specification if isinstance(specification, Mapping) else load_pipeline(Path(specification)).canonical()
+    return cast("FinetuneDocument", (yield from submitted("/v1/finetunes", document, idempotency_key)))
+
+
+def finetunes(*, state: str | None = None, name: str | None = None) -> Flow[list[FinetuneDocument]]:
+    """Every fine-tuning, oldest first, or only those in a state ("RUNNING") or with a name.
+
+    client.finetunes(state="RUNNING")
+    """
+    query = {key: value for key, value in (("state", state), ("name", name)) if value is not None}
+    document = cast("FinetunesDocument", (yield from document_of(Call("GET", "/v1/finetunes", query))))
+    return document["finetunes"]
+
+
+def finetune(finetune: str | FinetuneDocument) -> Flow[FinetuneDocument]:
+    """A fine-tuning as it is now, by its id or an earlier document of it.
+
+    client.finetune("5f0c...")["experts"]["math"]["progress"]
+    """
+    return cast("FinetuneDocument", (yield from document_of(Call("GET", _finetune_path(finetune)))))
+
+
+def curves(finetune: str | FinetuneDocument) -> Flow[CurvesDocument]:
+    """The losses and evaluations of a fine-tuning so far.
+
+    [point["loss"] for point in client.curves("5f0c...")["experts"][0]["loss"]]
+    """
+    return cast("CurvesDocument", (yield from document_of(Call("GET", _finetune_path(finetune, "curves")))))
+
+
+def expert_download(finetune: FinetuneDocument, expert: str) -> Call:
+    """The request for an expert's files. Raises NotFound, and Conflict if it is not trained yet."""
+    experts = finetune["experts"]
+    if expert not in experts:
+        raise NotFound(f"expert {expert!r}: fine-tuning {finetune['name']!r} has {', '.join(experts)}")
+    link = experts[expert]["links"].get("download")
+    if link is None:
+        raise Conflict(f"expert {expert!r} is not trained yet; fine-tuning {finetune['name']!r} is {finetune['state']}")
+    return Call("GET", link, headers={"Accept": "application/x-tar"})
+
+
+def _finetune_path(finetune: str | FinetuneDocument, *rest: str) -> str:
+    if isinstance(finetune, str):
+        if not finetune:
+            raise NotFound("fine-tuning '': give the id of a fine-tuning")
+        return "/".join(["/v1/finetunes", quote(finetune, safe="", errors="replace"), *rest])
+    return path_of(finetune, *rest)
+
+
+def known_finetunes() -> Flow[list[FinetuneDocument]]:
+    try:
+        return (yield from finetunes())
+    except RequestRefused as error:  # servers of earlier versions have none
+        if error.status != 404:
+            raise
+        return []

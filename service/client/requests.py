@@ -1,0 +1,170 @@
+"""The requests that flows yield, and how their responses are read.
+
+A request is retried if its connection was lost: every request may be repeated (submissions carry an idempotency key).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from urllib.parse import quote
+
+from search_spaces.errors import InvalidStudy, Problem
+from service.errors import InvalidAnswer, NotFound, RequestRefused, ServerUnreachable
+
+if TYPE_CHECKING:
+    from service.schemas.api import FinetuneDocument, ProblemDocument, StudyDocument
+
+__all__ = [
+    "Call",
+    "Flow",
+    "Reference",
+    "Response",
+    "TransportError",
+    "document_of",
+    "path_of",
+    "refusal",
+    "respond",
+    "submitted",
+    "text_of",
+]
+
+T = TypeVar("T")
+
+# Pauses before the retries of a request whose connection was lost: in total long enough for a server to restart.
+RETRY_PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request; `path` starts with a slash and is percent-encoded."""
+
+    method: str
+    path: str
+    query: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    content: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Response:
+    """A response; header names are in lower case."""
+
+    url: str
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+
+@dataclass(frozen=True)
+class TransportError:
+    """No response, and why. `was_cut`: the connection was lost before the response was complete."""
+
+    url: str
+    reason: str
+    was_cut: bool
+
+
+Reference: TypeAlias = "str | StudyDocument | FinetuneDocument"
+"""A study by its id, or a study or fine-tuning as the server describes it."""
+
+Flow: TypeAlias = Generator[Call | float, Response | TransportError | None, T]
+"""Yields requests, and pauses in seconds; is sent the outcome of each request; returns the result."""
+
+
+def path_of(study: Reference, *rest: str | int) -> str:
+    """The path of a study or fine-tuning, or of a resource below it."""
+    if not study:
+        raise NotFound("study '': give the id of a study")
+    parts = [
+        quote(str(part), safe="", errors="replace") for part in ((study, *rest) if isinstance(study, str) else rest)
+    ]
+    return "/".join(["/v1/studies" if isinstance(study, str) else study["links"]["self"], *parts])
+
+
+def refusal(response: Response) -> RequestRefused | InvalidAnswer:
+    """The error that a response other than 2xx stands for."""
+    problem = _parsed(response) if "problem+json" in response.headers.get("content-type", "") else None
+    if isinstance(problem, dict) and isinstance(problem.get("detail"), str):
+        after = response.headers.get("retry-after", "")
+        known: Any = {"type": "about:blank", "title": "", **problem, "status": response.status}
+        return RequestRefused(cast("ProblemDocument", known), float(after) if after.isdecimal() else None)
+    if location := response.headers.get("location"):
+        return InvalidAnswer(f"{response.url}: is redirected to {location}; give the server's own address")
+    return _no_server(response, f"status {response.status}")
+
+
+def _no_server(response: Response, why: str) -> InvalidAnswer:
+    start = repr(response.content[:80].decode("utf-8", errors="replace"))
+    return InvalidAnswer(f"{response.url}: no mergesearch server answers there: {why}, {start}")
+
+
+def document_of(call: Call) -> Flow[dict[str, Any]]:
+    """The JSON object that answers a request. Raises InvalidAnswer, and as `respond`."""
+    response = yield from respond(call)
+    document = _parsed(response)
+    if not isinstance(document, dict):
+        raise _no_server(response, "no JSON object")
+    return document
+
+
+def text_of(call: Call) -> Flow[str]:
+    return (yield from respond(call)).content.decode("utf-8", errors="replace")
+
+
+def respond(call: Call) -> Flow[Response]:
+    """The response to a request, with a status of 2xx. The request is retried if the connection was lost or a proxy
+    could not reach the server.
+
+    A server that is unreachable at the first attempt is reported immediately."""
+    pauses_s = iter(RETRY_PAUSES_S)
+    is_first = True
+    while True:
+        outcome = yield call
+        assert outcome is not None
+        if isinstance(outcome, Response):
+            if 200 <= outcome.status < 300:
+                return outcome
+            error: Exception = refusal(outcome)
+            if isinstance(error, RequestRefused) or outcome.status < 500:
+                raise error
+        else:
+            error = ServerUnreachable(f"{outcome.url}: no answer: {outcome.reason}")
+            if is_first and not outcome.was_cut:
+                raise error
+        pause_s = next(pauses_s, None)
+        if pause_s is None:
+            raise error
+        is_first = False
+        yield pause_s
+
+
+def submitted(path: str, document: Mapping[str, Any], idempotency_key: str | None) -> Flow[dict[str, Any]]:
+    """Send what a file says. A key makes it repeatable, also here after a lost connection."""
+    try:
+        content = json.dumps(document, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidStudy((Problem("", f"the study is not plain data: {error}"),)) from error
+    key = uuid.uuid4().hex if idempotency_key is None else idempotency_key
+    if not re.fullmatch("[!-~]{1,255}", key):  # it cannot be sent as a header
+        raise RequestRefused(
+            {
+                "type": "about:blank",
+                "title": "Unprocessable Content",
+                "status": 422,
+                "detail": f"Idempotency-Key {key!r:.80}: give 1 to 255 visible ASCII characters",
+            }
+        )
+    headers = {"Content-Type": "application/json", "Idempotency-Key": key}
+    return (yield from document_of(Call("POST", path, {}, headers, content)))
+
+
+def _parsed(response: Response) -> Any:
+    try:
+        return json.loads(response.content)
+    except (ValueError, RecursionError):
+        return None

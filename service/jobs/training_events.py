@@ -1,0 +1,132 @@
+"""The numbers of trainings that go on elsewhere as events of the stored fine-tuning, and as its driver's progress.
+
+An event `training` has the numbers of an expert's last update and the losses since the event before, or those of an
+evaluation. Which were stored already is read from the store, so that a driver goes on where the one before ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from service.errors import StaleAttempt
+from service.schemas.api import ExpertProgressDocument
+from service.store import Store, StudyWriter
+from service.studies.heartbeat import Heartbeat
+from service.types import EventKind
+from workers.training.finetuning.history import METRICS, HistoryReader
+
+__all__ = ["telling"]
+
+logger = logging.getLogger(__name__)
+
+EVENTS_S = 2.0
+
+# Losses in one event; more updates are told as means over neighbours.
+MAX_LOSSES = 10
+
+WORKERS = "its workers to start"
+
+
+@contextmanager
+def telling(
+    store: Store,
+    writer: StudyWriter,
+    heartbeat: Heartbeat,
+    places: Mapping[str, Path],
+    *,
+    spec_file: str,
+    worker_file: str,
+) -> Iterator[None]:
+    """Within, tell what is new in the histories of the experts' directories every EVENTS_S, and once more at the end.
+
+    A training whose `spec_file` is newer than its `worker_file` waits for workers: its driver is not stuck."""
+    teller = _Teller(store, writer, heartbeat, places)
+    done = threading.Event()
+
+    def run() -> None:
+        while not done.is_set():
+            done.wait(EVENTS_S)
+            try:
+                is_waiting = any(_is_older(place / worker_file, place / spec_file) for place in places.values())
+                if is_waiting:
+                    heartbeat.progressed()
+                heartbeat.wait_for(WORKERS if is_waiting and not done.is_set() else None)
+                teller.tell()
+            except StaleAttempt:  # the server stops this driver
+                return
+            except Exception:  # the next round tries again
+                logger.exception("events of the training were not stored")
+
+    thread = threading.Thread(target=run, name="events", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+class _Teller:
+    """Stores what is new in the experts' histories."""
+
+    def __init__(self, store: Store, writer: StudyWriter, heartbeat: Heartbeat, places: Mapping[str, Path]) -> None:
+        self._writer, self._heartbeat = writer, heartbeat
+        self._readers = {alias: HistoryReader(place / METRICS) for alias, place in places.items()}
+        self._progress: dict[str, ExpertProgressDocument] = {}
+        # The last step that was told, of updates and of evaluations.
+        self._told = {(alias, is_value): 0 for alias in places for is_value in (False, True)}
+        for event in store.events(writer.study_id, kinds=[EventKind.TRAINING]):
+            self._told[event.payload["expert"], "values" in event.payload] = event.payload["step"]
+
+    def tell(self) -> None:
+        for alias, reader in self._readers.items():
+            lines = reader.new()
+            for is_value in (False, True):
+                seen = self._told[alias, is_value]
+                new = [line for line in lines if ("values" in line) == is_value and line["step"] > seen]
+                for payload in new if is_value else _summed(new):
+                    self._writer.add_event(EventKind.TRAINING, {"expert": alias, **payload})
+                    self._told[alias, is_value] = payload["step"]
+            if lines:
+                self._progress[alias] = _progress(lines, before=self._progress.get(alias))
+                self._heartbeat.progress = {"experts": dict(self._progress)}
+                self._heartbeat.progressed()
+
+
+def _summed(updates: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The last of the updates with the losses of all, at most MAX_LOSSES: each with the step that it ends at."""
+    if updates:
+        size = -(-len(updates) // MAX_LOSSES)
+        groups = [updates[start : start + size] for start in range(0, len(updates), size)]
+        losses = [[group[-1]["step"], fmean(update["loss"] for update in group)] for group in groups]
+        yield {**updates[-1], "losses": losses}
+
+
+def _progress(lines: Sequence[Mapping[str, Any]], *, before: ExpertProgressDocument | None) -> ExpertProgressDocument:
+    update = next((line for line in reversed(lines) if "loss" in line), None)
+    values = next((line["values"] for line in reversed(lines) if "values" in line), None)
+    found: ExpertProgressDocument = before or {"step": 0, "steps": 0, "loss": 0.0, "seconds": 0.0, "values": {}}
+    if update is not None:
+        found = {
+            **found,
+            "step": update["step"],
+            "steps": update.get("steps", 0),  # earlier versions wrote none
+            "loss": update["loss"],
+            "seconds": update["seconds"],
+        }
+    return found if values is None else {**found, "values": values}
+
+
+def _is_older(file: Path, other: Path) -> bool:
+    """Whether `file` was written before `other`, or not at all; not if `other` is not there either."""
+    try:
+        time = other.stat().st_mtime_ns
+        return not file.exists() or file.stat().st_mtime_ns < time
+    except FileNotFoundError:
+        return False

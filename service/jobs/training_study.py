@@ -1,0 +1,53 @@
+"""The study of a pipeline on a server: created from the fleet's experts once these are trained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from search_spaces.errors import InvalidStudy
+from service.errors import Conflict
+from service.store import Store, StudyWriter
+from service.store.artifacts import ArtifactStore
+from service.studies.chains import SOURCES
+from service.studies.preflight.examine import examine
+from service.types import EventKind, StudyRecord
+from workers.training.finetuning.fleet import STUDY, Pipeline
+
+__all__ = ["begin_study", "study_key"]
+
+DIGEST_DIGITS = 16
+
+
+def study_key(finetune_id: str) -> str:
+    """The idempotency key of the study of a pipeline's experts; no client can send one with a space."""
+    return f"finetune {finetune_id}"
+
+
+def begin_study(store: Store, writer: StudyWriter, pipeline: Pipeline, artifacts: ArtifactStore) -> StudyRecord:
+    """Create the study of the trained experts, whose files are written beside those of chained studies. It is created
+    once, whatever is killed. Raises Conflict if it cannot be run."""
+    known = store.study_of_key(study_key(writer.study_id))
+    if known is not None:
+        return known
+    root = artifacts.directory.parent / SOURCES
+    directories = {}
+    for record in artifacts.of(writer.study_id):
+        out = root / f"expert-{record.digest[:DIGEST_DIGITS]}"
+        directories[record.name] = out if out.is_dir() else artifacts.write_to(record, out)
+    access = store.study(writer.study_id).resolved.access
+    if access is not None:
+        access = replace(access, readable=(*access.readable, str(root)))
+    try:
+        study = pipeline.study_of(directories)
+        assert study is not None
+        preflight = examine(study, access=access)
+    except InvalidStudy as error:
+        raise Conflict(f"{STUDY}: {error}") from error
+    created = store.create_study(
+        name=study.name,
+        document=study.canonical(),
+        resolved=preflight.resolved(),
+        idempotency_key=study_key(writer.study_id),
+    )
+    writer.add_event(EventKind.STUDY, {"study": created.id, "name": created.name})
+    return created

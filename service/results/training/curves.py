@@ -1,0 +1,54 @@
+"""The losses and evaluations of fine-tunings as series: from the events of a stored one, or from histories on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from service.schemas.api import CurvesDocument, EvaluationPoint, ExpertCurvesDocument, LossPoint
+from service.store import Store
+from service.types import EventKind
+from workers.training.finetuning.history import METRICS, read_history
+
+__all__ = ["MAX_POINTS", "directory_curves", "stored_curves"]
+
+# Of one curve; more are averaged over neighbours.
+MAX_POINTS = 1000
+
+
+def stored_curves(store: Store, study_id: str, experts: Iterable[str]) -> CurvesDocument:
+    """The curves of a stored fine-tuning of `experts` so far."""
+    payloads = [event.payload for event in store.events(study_id, kinds=[EventKind.TRAINING])]
+    return {"experts": [_expert(alias, [p for p in payloads if p["expert"] == alias]) for alias in experts]}
+
+
+def directory_curves(places: Mapping[str, Path]) -> CurvesDocument:
+    """The curves of trainings in directories, by the experts' aliases."""
+    return {"experts": [_expert(alias, read_history(place / METRICS)) for alias, place in places.items()]}
+
+
+def _expert(alias: str, lines: Sequence[Mapping[str, Any]]) -> ExpertCurvesDocument:
+    """`lines` are of a history, or of events: those have several losses each."""
+    losses: dict[int, float] = {}
+    values: dict[int, Mapping[str, float]] = {}
+    for line in lines:
+        if "values" in line:
+            values[line["step"]] = line["values"]
+        else:
+            losses |= dict(line.get("losses", [[line["step"], line["loss"]]]))
+    evaluations: list[EvaluationPoint] = [{"step": step, "values": dict(values[step])} for step in sorted(values)]
+    return {"expert": alias, "loss": _thinned(sorted(losses.items())), "evaluations": evaluations}
+
+
+def _thinned(points: Sequence[tuple[int, float]]) -> list[LossPoint]:
+    """At most MAX_POINTS: means over neighbours, each weighted by the updates that it stands for."""
+    size = -(-len(points) // MAX_POINTS) or 1
+    weights = [after - before for before, after in pairwise([0, *(step for step, _ in points)])]
+    found: list[LossPoint] = []
+    for start in range(0, len(points), size):
+        group, counts = points[start : start + size], weights[start : start + size]
+        mean = sum(loss * count for (_, loss), count in zip(group, counts, strict=True)) / sum(counts)
+        found.append({"step": group[-1][0], "loss": mean})
+    return found

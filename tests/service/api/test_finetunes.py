@@ -1,0 +1,263 @@
+"""Fine-tunings over HTTP: created once, looked at, cancelled, resumed, deleted; their experts downloaded."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from search_spaces.errors import InvalidStudy
+from service.api.preflight_process import examine_here
+from service.disk import artifacts_dir, study_dir
+from service.errors import StaleAttempt
+from service.store.artifacts import BLOBS, ArtifactStore
+from service.types import EventKind, JobKind, StudyState
+from tests.builders import tiny_llama
+from tests.service.api.harness import (
+    ApiServer,
+    document,
+    finetuning,
+    finished_finetune,
+    stored_finetune,
+    stored_study,
+)
+from workers.file_access import FileAccess
+
+
+def test_a_fleet_is_created_and_found_where_its_location_says(http: httpx.Client, server: ApiServer) -> None:
+    answer = http.post("/v1/finetunes", content=yaml.safe_dump(finetuning()), headers={"Content-Type": "text/yaml"})
+    assert answer.status_code == 201, answer.text
+    created = answer.json()
+    assert answer.headers["location"] == created["links"]["self"] == f"/v1/finetunes/{created['id']}"
+    assert http.get(answer.headers["location"]).json() == created
+    assert (created["name"], created["state"], created["attempt"]) == ("family", "CREATED", 0)
+    expert = {"method": "mergopt", "progress": None, "bytes": None, "links": {}}
+    assert created["experts"] == {"math": expert, "text": expert}
+    assert server.cluster.num_wakes == 1
+    for link in set(created["links"]) - {"events"}:
+        assert http.get(created["links"][link]).status_code == 200, link
+    # What was stored is accepted again, and is the same.
+    again = http.post("/v1/finetunes", json=http.get(created["links"]["specification"]).json()).json()
+    assert server.store.study(again["id"]).document == server.store.study(created["id"]).document
+
+
+def test_one_expert_has_the_name_of_its_fine_tuning(http: httpx.Client) -> None:
+    fleet = finetuning()
+    alone = {**{k: v for k, v in fleet.items() if k != "experts"}, "data": fleet["experts"]["math"]["data"]}
+    created = http.post("/v1/finetunes", json=alone).json()
+    assert list(created["experts"]) == ["family"]
+
+
+def test_a_key_names_one_body_of_one_kind(http: httpx.Client) -> None:
+    headers = {"Idempotency-Key": "one"}
+    created = http.post("/v1/finetunes", json=finetuning(), headers=headers)
+    again = http.post("/v1/finetunes", json=finetuning(), headers=headers)
+    assert (created.status_code, again.status_code) == (201, 200)
+    assert created.json()["id"] == again.json()["id"]
+    other = http.post("/v1/studies", json=document(), headers=headers)
+    assert other.status_code == 409
+    assert f"which created fine-tuning {created.json()['id']}; use another key for another study" in other.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "message"),
+    [
+        ({"base": "./base"}, "experts.math.base", "./base: is relative"),
+        ({"experts": {"math": {"data": {"file": "math.jsonl"}}}}, "experts.math.data.file", "math.jsonl: is relative"),
+        ({"experts": {"math": {"data": {"file": "/dev/zero"}}}}, "experts.math.data.file", "/dev/zero: is not a file"),
+        ({"training": {"steps": 0}}, "experts.math.training.steps", "0 is not accepted"),
+        ({"name": ""}, "name", "'' is no name"),
+        ({"study": {}}, "study", ""),
+        ({"learning_rate": 3}, "experts.math.learning_rate", "unknown"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_field(
+    http: httpx.Client, changes: dict[str, Any], field: str, message: str
+) -> None:
+    answer = http.post("/v1/finetunes", json=finetuning(**changes))
+    assert answer.status_code == 422
+    assert answer.headers["content-type"] == "application/problem+json"
+    problems = {problem["field"]: problem["message"] for problem in answer.json()["problems"]}
+    assert any(at.startswith(field) and message in told for at, told in problems.items()), problems
+
+
+def test_the_files_of_a_pipelines_study_are_checked_as_those_of_a_study(http: httpx.Client) -> None:
+    def sent(file: str) -> httpx.Response:
+        task = {"name": "math", "task": {"file": file}, "metric": "exact_match"}
+        study = {"name": "merge", "fidelity": {"scheduler": "none"}, "objectives": [task]}
+        return http.post("/v1/finetunes", json=finetuning(study=study))
+
+    for file, message in (("dev.jsonl", "dev.jsonl: is relative"), ("/dev/zero", "/dev/zero: is not a file")):
+        (problem,) = sent(file).json()["problems"]
+        assert problem["field"] == "study.objectives.0.task.file"
+        assert message in problem["message"]
+    accepted = sent("/data/dev.jsonl")
+    assert accepted.status_code == 201
+    specification = http.get(accepted.json()["links"]["specification"]).json()
+    assert specification["study"]["name"] == "merge"
+    assert "models" not in specification["study"]
+
+
+def test_bodies_have_the_limits_of_studies(http: httpx.Client) -> None:
+    assert http.post("/v1/finetunes", content=b"x", headers={"Content-Type": "text/plain"}).status_code == 415
+    assert http.post("/v1/finetunes", json={"name": "x" * 2**20}).status_code == 413
+    assert http.post("/v1/finetunes", json=finetuning(), headers={"Host": "elsewhere"}).status_code == 421
+    assert http.post("/v1/finetunes", json=finetuning(), headers={"Origin": "http://elsewhere"}).status_code == 403
+
+
+def test_the_check_reads_base_data_and_tasks_and_nothing_outside_the_allowed_directories(tmp_path: Path) -> None:
+    base, data = tmp_path / "models" / "base", tmp_path / "models" / "data.jsonl"
+    base.parent.mkdir()
+    tiny_llama(base)
+    data.write_text(json.dumps({"prompt": "1=", "completion": "1"}) + "\n")
+    task = {"name": "math", "task": {"file": str(data), "answer": "{{completion}}"}, "metric": "exact_match"}
+    whole = {
+        "name": "one",
+        "base": str(base),
+        "data": {"file": str(data), "max_length": 64},
+        "training": {"steps": 1},
+        "evaluation": {"objectives": [task]},
+    }
+
+    def check(access: FileAccess | None, **changes: Any) -> Any:
+        return examine_here(
+            json.dumps({**whole, **changes}).encode(), is_json=True, kind=JobKind.FINETUNE, access=access
+        )
+
+    def problems(access: FileAccess | None, **changes: Any) -> dict[str, str]:
+        with pytest.raises(InvalidStudy) as refused:
+            check(access, **changes)
+        return {problem.field: problem.message for problem in refused.value.problems}
+
+    allowed = FileAccess((str(base.parent),))
+    outcome = check(allowed)
+    assert outcome.resolved.access == allowed
+    elsewhere = problems(FileAccess((str(tmp_path / "other"),)), method={"scale": "auto", "fit_to": [str(base)]})
+    assert set(elsewhere) == {"base", "data.file", "method.fit_to.0", "evaluation.objectives.0.task.file"}
+    assert all("is not below a directory that studies may read" in message for message in elsewhere.values())
+    (base / "link").symlink_to("/etc/passwd")
+    assert "/etc/passwd" not in problems(allowed)["base"]
+    (base / "link").unlink()
+    for name in ("owner/data", str(base.parent)):
+        assert "--trust-dir" in problems(allowed, data={"dataset": name})["data.dataset"]
+    data.write_text("{\n")
+    broken = problems(None)
+    assert set(broken) == {"data", "evaluation.objectives.0.task"}
+    assert "line 1: not JSON" in broken["data"]
+
+
+def test_kinds_are_told_apart(http: httpx.Client, server: ApiServer) -> None:
+    study, tuned = stored_study(server.store), stored_finetune(server.store)
+    assert [listed["id"] for listed in http.get("/v1/finetunes").json()["finetunes"]] == [tuned.id]
+    assert http.get("/v1/finetunes", params={"name": "other"}).json() == {"finetunes": []}
+    assert http.get("/v1/finetunes", params={"state": "RUNNING"}).json() == {"finetunes": []}
+    assert http.get("/v1/finetunes", params={"state": "DONE"}).status_code == 422
+    for path in ("", "/events", "/curves", "/report", "/specification", "/experts/math/download"):
+        answer = http.get(f"/v1/finetunes/{study.id}{path}")
+        assert answer.status_code == 404
+        assert answer.json()["detail"] == f"fine-tuning {study.id!r}: is a study, not a fine-tuning"
+        assert http.get(f"/v1/finetunes/{'0' * 32}{path}").status_code == 404
+    assert http.post(f"/v1/studies/{tuned.id}:cancel").status_code == 404
+
+
+def test_a_finished_one_has_curves_a_report_and_its_experts(http: httpx.Client, server: ApiServer) -> None:
+    record = finished_finetune(server.store, server.data_dir)
+    told = http.get(f"/v1/finetunes/{record.id}").json()
+    assert (told["state"], told["wall_clock_s"], told["experts"]["text"]["progress"]["loss"]) == ("COMPLETE", 61.0, 2.0)
+    curves = http.get(told["links"]["curves"]).json()["experts"]
+    assert [curve["expert"] for curve in curves] == ["math", "text"]
+    assert curves[1] == {
+        "expert": "text",
+        "loss": [{"step": 2, "loss": 3.0}, {"step": 4, "loss": 2.5}],
+        "evaluations": [{"step": 4, "values": {"accuracy": 0.5}}],
+    }
+    page = http.get(told["links"]["report"])
+    assert page.headers["content-security-policy"].startswith("default-src 'none'")
+    assert "<h1>family</h1>" in page.text
+    assert "math, update 4: 0.250" in page.text
+    frames = http.get(told["links"]["events"]).text
+    assert frames.count("event: training\n") == 4
+    assert frames.count("event: progress\n") == 1
+    assert frames.endswith('event: end\ndata: {"state":"COMPLETE","reason":null}\n\n')
+
+    expert = told["experts"]["math"]
+    assert expert["bytes"] == 4002
+    answer = http.get(expert["links"]["download"])
+    assert int(answer.headers["content-length"]) == len(answer.content)
+    with tarfile.open(fileobj=io.BytesIO(answer.content)) as archive:
+        assert archive.getnames() == ["family-math/config.json", "family-math/model.safetensors"]
+        file = archive.extractfile("family-math/model.safetensors")
+        assert file is not None
+        assert file.read() == b"math" * 1000
+
+
+def test_what_cannot_be_downloaded_says_why(http: httpx.Client, server: ApiServer) -> None:
+    begun, record = stored_finetune(server.store), finished_finetune(server.store, server.data_dir)
+    answers = [
+        http.get(f"/v1/finetunes/{name}/experts/{alias}/download")
+        for name, alias in ((record.id, "none"), (begun.id, "math"))
+    ]
+    assert [answer.status_code for answer in answers] == [404, 409]
+    assert answers[0].json()["detail"] == "expert 'none': fine-tuning 'family' has math, text"
+    assert answers[1].json()["detail"] == "expert 'math' is not trained yet; fine-tuning 'family' is CREATED"
+    for blob in (artifacts_dir(server.data_dir) / BLOBS).glob("*/*"):
+        blob.unlink()
+    assert http.get(f"/v1/finetunes/{record.id}/experts/math/download").status_code == 410
+
+
+def test_cancelling_and_resuming(http: httpx.Client, server: ApiServer) -> None:
+    record = stored_finetune(server.store)
+    path = f"/v1/finetunes/{record.id}"
+    writer = server.store.open_attempt(record.id)
+    writer.set_state(StudyState.FAILED, "step 3: the loss is nan")
+    resumed = http.post(f"{path}:resume")
+    assert (resumed.status_code, resumed.json()["state"]) == (202, "STOPPED")
+    answers = [http.post(f"{path}:cancel") for _ in range(2)]
+    assert [(answer.status_code, answer.json()["state"]) for answer in answers] == [(202, "CANCELLED")] * 2
+    with pytest.raises(StaleAttempt):
+        writer.add_event(EventKind.TRAINING, {})
+    refused = http.post(f"{path}:resume")
+    assert refused.status_code == 409
+    assert refused.json()["detail"] == (
+        f"fine-tuning {record.id} is CANCELLED; only a fine-tuning that has FAILED or waits can be resumed; to run it "
+        "again, submit it again"
+    )
+
+
+def test_deleting_removes_what_no_other_has(http: httpx.Client, server: ApiServer) -> None:
+    begun = stored_finetune(server.store)
+    refused = http.delete(f"/v1/finetunes/{begun.id}")
+    assert refused.status_code == 409
+    assert f"fine-tuning {begun.id} is CREATED; only a fine-tuning that has ended" in refused.text
+    kept, record = (finished_finetune(server.store, server.data_dir, name=name) for name in ("a", "b"))
+    artifacts = ArtifactStore(server.store, artifacts_dir(server.data_dir))
+    extra = server.data_dir / "extra"
+    extra.mkdir()
+    (extra / "weights").write_bytes(b"only b")
+    (weights,) = artifacts.files(artifacts.put(record.id, "extra", extra)).values()
+    study_dir(server.data_dir, record.id).mkdir(parents=True)
+    chunks = server.app.state.services.exports.reading(record.id, iter([b"1", b"2"]))
+    next(chunks)
+    assert "is being downloaded" in http.delete(f"/v1/finetunes/{record.id}").json()["detail"]
+    assert list(chunks) == [b"2"]
+    assert http.delete(f"/v1/finetunes/{record.id}").json() == {"deleted": record.id}
+    assert not weights.exists()
+    assert not study_dir(server.data_dir, record.id).exists()
+    assert http.get(f"/v1/finetunes/{kept.id}/experts/math/download").status_code == 200
+    assert http.get(f"/v1/finetunes/{record.id}").status_code == 404
+
+
+def test_nothing_is_collected_while_an_artifact_is_stored(server: ApiServer) -> None:
+    record = finished_finetune(server.store, server.data_dir)
+    artifacts = ArtifactStore(server.store, artifacts_dir(server.data_dir))
+    server.store.delete_study(record.id)
+    with artifacts._locked(fcntl.LOCK_SH):
+        assert artifacts.collect() == 0
+    assert artifacts.collect() > 8000
