@@ -11,10 +11,13 @@ from pathlib import Path
 
 from service.errors import Conflict
 
-__all__ = ["LOCK_FILE", "data_dir_of", "free_bytes", "gib", "lack_of_space", "locked", "study_dir"]
+__all__ = ["ARTIFACTS", "LOCK_FILE", "data_dir_of", "free_bytes", "gib", "lack_of_space", "locked", "study_dir"]
 
 # For configuration, tokenizer, model card, and what other programs write meanwhile.
 MARGIN_BYTES = 64 * 2**20
+
+# The directory of artifacts in a server's data directory, or in that of a run.
+ARTIFACTS = "artifacts"
 
 # Holds the id of the process that last locked the directory.
 LOCK_FILE = ".lock"

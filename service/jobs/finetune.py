@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from service.cluster.session import ray_session
-from service.disk import data_dir_of, locked
+from service.disk import ARTIFACTS, data_dir_of, locked
 from service.errors import Conflict, StaleAttempt
 from service.jobs.progress_log import ProgressLog
 from service.store import Store, StudyWriter
@@ -32,7 +32,6 @@ from workers.training.finetuning.history import METRICS, Report, read_history
 from workers.training.finetuning.spec import FinetuneSpec, parse_spec
 
 __all__ = [
-    "ARTIFACTS",
     "EXPERT_DIR",
     "SPEC_FILE",
     "SUMMARY_FILE",
@@ -46,9 +45,6 @@ __all__ = [
 
 SPEC_FILE, SUMMARY_FILE, FAILURE_FILE = "finetune.json", "summary.json", "failure.json"
 EXPERT_DIR = "model"
-
-# In a server's data directory.
-ARTIFACTS = "artifacts"
 
 EVENTS_S = 2.0
 

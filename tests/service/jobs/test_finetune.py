@@ -13,11 +13,11 @@ import pytest
 from safetensors.torch import load_file
 
 from service.cluster.session import RaySession
-from service.disk import study_dir
+from service.disk import ARTIFACTS, study_dir
 from service.errors import Conflict
 from service.jobs import finetune
 from service.jobs.driver import KINDS, drive
-from service.jobs.finetune import ARTIFACTS, EXPERT_DIR, run_finetune
+from service.jobs.finetune import EXPERT_DIR, run_finetune
 from service.store import Store
 from service.store.artifacts import ArtifactStore
 from service.types import EventKind, JobKind, StudyState
