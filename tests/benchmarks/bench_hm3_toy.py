@@ -13,8 +13,9 @@ all paths.
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,52 +36,61 @@ RANDOM = NUM_ACTIONS**NUM_STEPS // 2
 
 MAX_EPISODES, MAX_ES = 12_000, 3000
 
+OPTIONS = TrainingOptions(episodes=32, explored=30)
+
 
 class Toy:
-    """The table of one seed: [12, 12, 12, 12, 12, 12], float32."""
+    """The table of one seed: [num_actions] * num_steps, float32."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(
+        self, seed: int, *, num_steps: int = NUM_STEPS, num_actions: int = NUM_ACTIONS, num_lures: int = NUM_LURES
+    ) -> None:
         rng = np.random.default_rng(seed)
-        # In no step do two of the seven have the same action.
-        columns = [rng.permutation(NUM_ACTIONS)[: NUM_LURES + 1] for _ in range(NUM_STEPS)]
-        self.paths = np.array(columns).T
+        # In no step do two of the paths have the same action.
+        self.paths = np.array([rng.permutation(num_actions)[: num_lures + 1] for _ in range(num_steps)]).T
         self.best = tuple(int(action) for action in self.paths[0])
-        self.table = np.zeros((NUM_ACTIONS,) * NUM_STEPS, dtype=np.float32)
-        for path, top in zip(self.paths, (1.0, *[LURE] * NUM_LURES), strict=True):
+        self.table = np.zeros((num_actions,) * num_steps, dtype=np.float32)
+        for path, top in zip(self.paths, (1.0, *[LURE] * num_lures), strict=True):
             matches = sum(
-                (np.arange(NUM_ACTIONS) == action).reshape([-1 if axis == step else 1 for axis in range(NUM_STEPS)])
+                (np.arange(num_actions) == action).reshape([-1 if axis == step else 1 for axis in range(num_steps)])
                 for step, action in enumerate(path)
             )
-            np.maximum(self.table, top * matches / NUM_STEPS, out=self.table)
+            np.maximum(self.table, top * matches / num_steps, out=self.table)
+
+    @property
+    def num_steps(self) -> int:
+        return self.table.ndim
 
     def score(self, path: Sequence[int]) -> float:
         return float(self.table[tuple(path)])
 
 
-def by_policy(
-    seed: int, options: TrainingOptions | None = None, *, max_episodes: int = MAX_EPISODES
-) -> tuple[int, int] | None:
-    """Different paths that were scored, and episodes that were played, up to the best path; None: it was not found."""
-    toy = Toy(seed)
-    training = Training(
-        LayerPaths(tuple("abc"), NUM_LAYERS, NUM_STEPS, NUM_STEPS),
-        options or TrainingOptions(),
-        seed=seed,
-        preferences=((1.0,),),
-    )
-    outcomes: dict[int, float] = {}
-    seen: set[tuple[int, ...]] = set()
+def episodes(toy: Toy, *, seed: int, num_models: int, options: TrainingOptions = OPTIONS) -> Iterator[tuple[int, ...]]:
+    """The paths that a policy plays in the environment, while it learns."""
+    names = tuple(f"model{number}" for number in range(num_models))
+    paths = LayerPaths(names, toy.table.shape[0] // num_models, toy.num_steps, toy.num_steps)
+    training = Training(paths, options, seed=seed, preferences=((1.0,),))
+    scores: list[float] = []
     num_finished = 0
-    for number in range(max_episodes):
+    for number in itertools.count():
         while num_finished < training.num_needed(number):
-            numbers = training.numbers_in(num_finished)
-            training.learn(num_finished, torch.tensor([[outcomes[each]] for each in numbers]))
+            scored = [[scores[each]] for each in training.numbers_in(num_finished)]
+            training.learn(num_finished, torch.tensor(scored))
             num_finished += 1
         path = training.play(number).path
-        outcomes[number] = toy.score(path)
+        scores.append(toy.score(path))
+        yield path
+
+
+def by_policy(seed: int, options: TrainingOptions = OPTIONS) -> tuple[int, int] | None:
+    """Different paths that were scored, and episodes that were played, up to the best path; None: it was not found."""
+    toy = Toy(seed)
+    seen: set[tuple[int, ...]] = set()
+    played = episodes(toy, seed=seed, num_models=NUM_MODELS, options=options)
+    for number, path in enumerate(itertools.islice(played, MAX_EPISODES), start=1):
         seen.add(path)
         if path == toy.best:
-            return len(seen), number + 1
+            return len(seen), number
     return None
 
 

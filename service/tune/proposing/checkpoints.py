@@ -104,6 +104,7 @@ class SearcherState:
 
     def update(self, request: StepRequest, **call: Any) -> tuple[StepResult, bytes | None]:
         """Compute an UPDATE step. Returns its result, and the checkpoint that is to be stored before it."""
+        self._learn_again(**call)
         return self._learn(request.iteration, call)
 
     def _learn(self, iteration: int, call: Mapping[str, Any]) -> tuple[StepResult, bytes | None]:

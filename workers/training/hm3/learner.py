@@ -72,7 +72,7 @@ class Learner:
         its T steps."""
         batch = Batch.of(episodes, outcomes_BK)
         if self.num_updates == 0:
-            self.networks.expect(outcomes_BK.mean(dim=0))
+            self.networks.measure(outcomes_BK)
         advantages = self._advantages(batch)
         order = torch.Generator().manual_seed(generator_of(self._seed, MINI_BATCHES - self.num_updates).initial_seed())
         seen: list[Losses] = []
@@ -106,7 +106,7 @@ class Learner:
         log_ratio = torch.where(is_step, log_ratio, 0.0)
         policy = -surrogate(log_ratio, advantages_BT, clip=options.clip)[is_step].mean()
         # All states count: that after the end too, whose outcome is the episode's.
-        errors = (networks.outcomes(states, weights) - batch.outcomes[:, None]) ** 2
+        errors = ((networks.outcomes(states, weights) - batch.outcomes[:, None]) / networks.spread) ** 2
         value = errors[batch.is_state].mean()
         entropy = networks.log_std.sum() + 0.5 * len(networks.log_std) * (1 + torch.log(torch.tensor(2 * torch.pi)))
         kl = (log_ratio.exp() - 1 - log_ratio)[is_step].mean()

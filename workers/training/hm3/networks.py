@@ -14,6 +14,9 @@ from search_spaces.spaces.layer_paths import LayerPaths
 
 __all__ = ["NetworkOptions", "Networks"]
 
+# Outcomes that differ by less are as good as equal.
+SMALLEST_SPREAD = 1e-3
+
 
 @dataclass(frozen=True)
 class NetworkOptions:
@@ -22,7 +25,7 @@ class NetworkOptions:
 
     num_objectives: int = 1
     num_statistics: int = 0
-    embedding_size: int = 8
+    embedding_size: int = 16
     hidden_size: int = 64
     first_std: float = 0.5
     by_index: bool = True
@@ -58,12 +61,17 @@ class Networks(nn.Module):
         seen = hidden + (options.num_objectives if options.sees_preference else 0)
         self.policy = _head(seen, hidden, size)
         self.value = _head(seen, hidden, options.num_objectives)
+        self.centre: Tensor
+        self.spread: Tensor
+        self.register_buffer("centre", torch.zeros(options.num_objectives))
+        self.register_buffer("spread", torch.ones(options.num_objectives))
         self.log_std = nn.Parameter(torch.full((size,), float(options.first_std)).log())
 
     @torch.no_grad()
-    def expect(self, outcomes_K: Tensor) -> None:
-        """Let the value network begin at these outcomes, before it has learned anything."""
-        dict(self.value.named_parameters())["2.bias"].copy_(outcomes_K)
+    def measure(self, outcomes_BK: Tensor) -> None:
+        """Let outcomes be expected in units of these, which are the first that are known: their mean and deviation."""
+        self.centre.copy_(outcomes_BK.mean(dim=0))
+        self.spread.copy_(outcomes_BK.std(dim=0, unbiased=False).clamp(min=SMALLEST_SPREAD))
 
     def embeddings(self) -> Tensor:
         """[A, D]: of every step of the pool, then of the end; each has length 1."""
@@ -91,7 +99,7 @@ class Networks(nn.Module):
     def outcomes(self, states: Tensor, preference_K: Tensor) -> Tensor:
         """[..., K]: what each objective is expected to be once a path from this state [..., H] is complete, less the
         price of its length. The preference's weighted sum of them is the expected outcome R."""
-        found: Tensor = self.value(self._seen(states, preference_K))
+        found: Tensor = self.centre + self.spread * self.value(self._seen(states, preference_K))
         return found
 
     def _seen(self, states: Tensor, preference: Tensor) -> Tensor:

@@ -114,7 +114,7 @@ def test_descriptors_alone_can_tell_models_apart() -> None:
     torch.manual_seed(0)
     net = Networks(PATHS, NetworkOptions(num_statistics=3, by_index=False), descriptors)
     table = net.embeddings().detach()
-    assert table.shape == (9, 8)
+    assert table.shape == (9, 16)
     assert (table[:4] - table[4:8]).norm(dim=1).min() > 0.01
     other = LayerPaths(("x", "y", "z"), 4, 3, 6, 1)
     moved = Networks(other, NetworkOptions(num_statistics=3, by_index=False), torch.randn(3, 4, 3))
@@ -159,6 +159,8 @@ def test_gradients_reach_encoder_policy_and_value_network() -> None:
         "gru",
         "policy",
         "value",
+        "centre",
+        "spread",
         "log_std",
     }
 
@@ -185,8 +187,8 @@ def test_before_the_first_update_the_ratio_is_one_and_the_losses_are_known() -> 
         found = own.networks.outcomes(own.networks.states(batch.steps), batch.preferences[:, None])
     expected = torch.cat([(found[row, : n + 1] - 0.5).flatten() ** 2 for row, n in enumerate(batch.lengths)]).mean()
     assert float(losses.value) == pytest.approx(float(expected), rel=1e-5)
-    # Normal distributions of standard deviation 0.5 in 8 dimensions: 8 * (ln 0.5 + (1 + ln 2 pi) / 2).
-    assert float(losses.entropy) == pytest.approx(8 * (-0.693147 + 1.418939), rel=1e-5)
+    # Normal distributions of standard deviation 0.5 in 16 dimensions: 16 * (ln 0.5 + (1 + ln 2 pi) / 2).
+    assert float(losses.entropy) == pytest.approx(16 * (-0.693147 + 1.418939), rel=1e-5)
     options = own.options
     total = losses.policy + options.value_coefficient * losses.value - options.entropy_coefficient * losses.entropy
     assert float(losses.total) == pytest.approx(float(total))
