@@ -374,7 +374,7 @@ def test_a_cost_objective_is_refused_where_all_merges_have_the_same(cost):
         (
             "objectives.2.cost",
             f"{cost}: all merges of the space lfs have the same; leave the objective out, or search a space that "
-            "changes them: dis",
+            "changes them: dis, hm3",
         )
     ]
 
