@@ -26,7 +26,7 @@ def study_dir(data_dir: Path, study_id: str) -> Path:
 
 
 def artifacts_dir(data_dir: Path) -> Path:
-    """Where the files of artifacts are, in a server's data directory."""
+    """Where the files of artifacts are, in a server's data directory or in that of a run."""
     return data_dir / "artifacts"
 
 

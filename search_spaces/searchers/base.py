@@ -28,7 +28,8 @@ class SearcherDeclaration:
     searcher that an alias stands for; None for an algorithm. A searcher that `computes_steps` needs gradients by
     the parameters of the space. One that `waits_for_baselines` is asked for its first proposal when all source and
     published recipes are scored. Preference vectors of a study are refused by searchers that are not
-    declared to use them (`uses_preferences`)."""
+    declared to use them (`uses_preferences`). One that `trains_policy` learns a policy that builds layer paths: it
+    needs a space of them and one rung, as an episode is a trial with one reward."""
 
     learns: bool
     reference: str
@@ -37,6 +38,7 @@ class SearcherDeclaration:
     computes_steps: bool = False
     waits_for_baselines: bool = False
     uses_preferences: bool = False
+    trains_policy: bool = False
 
 
 def needed_features(parameters: Parameters, *, num_objectives: int, num_constraints: int) -> frozenset[Feature]:

@@ -3,7 +3,8 @@
 A module holds the section of the study file that describes its space, SPACE; the module's name is the `kind` there.
 
 - `base`: `SearchSpace`, the interface of every search space; the section that describes one; what it knows of models
-- `layers`: groups of layers, merges at a layer, recipes in a space's own aliases
+- `layers`: groups of layers, merges at a layer, paths of layers, recipes in a space's own aliases
+- `layer_paths`: paths through layers of several models: what may follow, paths as configurations
 - `dis_paths`: the layer paths of DIS as configurations: orders, draws, paths that are made to fit
 - `lfs_methods`: the methods that LFS was published with, as it searches them
 - `lfs_ranges`: all other declared methods, searched in the ranges that they declare

@@ -23,10 +23,10 @@ from pydantic import Field
 
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.parameters import Configuration, Parameters
-from search_spaces.recipe import COMPONENTS, LayerRecipe, Merge, Recipe, Source
+from search_spaces.recipe import COMPONENTS, Recipe
 from search_spaces.spaces.base import SearchedModels, SpaceDescription, SpaceSection, repeated
 from search_spaces.spaces.dis_paths import DisPaths
-from search_spaces.spaces.layers import split_layers, with_own_aliases
+from search_spaces.spaces.layers import path_of_recipe, recipe_of_path, split_layers, with_own_aliases
 
 __all__ = ["DEPTH_FACTOR", "PRESETS", "SPACE", "DisSection", "DisSpace"]
 
@@ -136,44 +136,19 @@ class DisSpace:
 
     def to_recipe(self, configuration: Configuration) -> Recipe:
         self.parameters.check(configuration)
-        models = self._models
-        layers = self.paths.layers(self.paths.blocks(configuration))
-        return Recipe(
-            models.fingerprints,
-            models.base,
-            tuple(_layer(model, layer, scale) for model, layer, scale in layers),
-            embedding=Merge("passthrough", (Source(layers[0][0]),)),
-            head=Merge("passthrough", (Source(layers[-1][0]),)),
-            tokenizer=models.tokenizer,
-        ).canonical()
+        return recipe_of_path(self._models, self.paths.layers(self.paths.blocks(configuration)))
 
     def from_recipe(self, recipe: Recipe) -> dict[str, Any] | None:
         models = self._models
         renamed = with_own_aliases(recipe.canonical(), base=models.base, fingerprints=models.fingerprints)
-        layers = None if renamed is None else [_step(layer) for layer in renamed.layers]
-        if not layers or any(step is None for step in layers):
-            return None
-        blocks = self.paths.blocks_of([step for step in layers if step is not None])
+        layers = None if renamed is None else path_of_recipe(renamed)
+        blocks = None if layers is None else self.paths.blocks_of(layers)
         if blocks is None or self.paths.depth(blocks) > self.max_layers:
             return None
         if not self.paths.has_scales and any(block.scale != 1 for block in blocks):
             return None
         configuration = self.paths.configuration(blocks)
         return configuration if self.to_recipe(configuration).digest == recipe.digest else None
-
-
-def _layer(model: str, layer: int, scale: float) -> LayerRecipe:
-    merge = Merge("passthrough", (Source(model, layer),))
-    return LayerRecipe(merge, merge, merge, scale=scale)
-
-
-def _step(layer: LayerRecipe) -> tuple[str, int, float] | None:
-    """The model and its layer that a layer is; None if it is a merge, or has an alignment."""
-    merges = {layer.component(component) for component in COMPONENTS}
-    merge = merges.pop()
-    (source, *others) = merge.sources
-    is_one = not (merges or others or merge.coefficients) and merge.method == "passthrough" and layer.alignment is None
-    return (source.model, source.layer, layer.scale) if is_one and source.layer is not None else None
 
 
 def _problems(

@@ -1,4 +1,4 @@
-"""What spaces share: groups of layers, merges at a layer, and recipes in a space's own aliases."""
+"""What spaces share: groups of layers, merges at a layer, paths of layers, and recipes in a space's own aliases."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from search_spaces.recipe import COMPONENTS, Component, LayerRecipe, Merge, Recipe, Source
-from search_spaces.spaces.base import LayerGroup
+from search_spaces.spaces.base import LayerGroup, SearchedModels
 
-__all__ = ["at_layer", "shared_merges", "split_layers", "with_own_aliases"]
+__all__ = ["at_layer", "path_of_recipe", "recipe_of_path", "shared_merges", "split_layers", "with_own_aliases"]
 
 
 def split_layers(num_layers: int, num_groups: int) -> tuple[LayerGroup, ...]:
@@ -34,6 +34,39 @@ def shared_merges(layers: Sequence[LayerRecipe], *, start: int) -> dict[Componen
             return None
         stripped.append({component: at_layer(merge, None) for component, merge in merges.items()})
     return stripped[0] if all(merges == stripped[0] for merges in stripped) else None
+
+
+def recipe_of_path(models: SearchedModels, layers: Sequence[tuple[str, int, float]]) -> Recipe:
+    """The merge whose layers are these: the model, its layer, and the scale of each. The embedding is that of the first
+    one's model, the final norm and the output head are those of the last one's."""
+    return Recipe(
+        models.fingerprints,
+        models.base,
+        tuple(_whole_layer(model, layer, scale) for model, layer, scale in layers),
+        embedding=Merge("passthrough", (Source(layers[0][0]),)),
+        head=Merge("passthrough", (Source(layers[-1][0]),)),
+        tokenizer=models.tokenizer,
+    ).canonical()
+
+
+def path_of_recipe(recipe: Recipe) -> list[tuple[str, int, float]] | None:
+    """The model, its layer, and the scale of each layer; None if one is a merge, or has an alignment."""
+    layers = [_step(layer) for layer in recipe.layers]
+    found = [step for step in layers if step is not None]
+    return found if found and len(found) == len(layers) else None
+
+
+def _whole_layer(model: str, layer: int, scale: float) -> LayerRecipe:
+    merge = Merge("passthrough", (Source(model, layer),))
+    return LayerRecipe(merge, merge, merge, scale=scale)
+
+
+def _step(layer: LayerRecipe) -> tuple[str, int, float] | None:
+    merges = {layer.component(component) for component in COMPONENTS}
+    merge = merges.pop()
+    (source, *others) = merge.sources
+    is_one = not (merges or others or merge.coefficients) and merge.method == "passthrough" and layer.alignment is None
+    return (source.model, source.layer, layer.scale) if is_one and source.layer is not None else None
 
 
 def with_own_aliases(recipe: Recipe, *, base: str, fingerprints: Mapping[str, str]) -> Recipe | None:

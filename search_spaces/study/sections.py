@@ -39,6 +39,7 @@ __all__ = [
     "Models",
     "Name",
     "ObjectiveSpec",
+    "PolicyOptions",
     "Preferences",
     "Search",
     "SearchSpaceSpec",
@@ -157,6 +158,34 @@ class GradientOptions(Section):
     more descents than points, the end of each."""
 
 
+class PolicyOptions(Section):
+    policy: Literal["per_preference", "conditioned"] = "per_preference"
+    """per_preference: a policy for each preference vector; conditioned: one that has the vector as an input."""
+    episodes: Annotated[int, Field(ge=2, le=10_000)] = 16
+    """Episodes, that is trials, of one iteration, after which a policy is improved."""
+    warm_up: Annotated[int, Field(ge=1, le=1000)] = 1
+    """Iterations of each policy that are drawn at random before it is improved for the first time."""
+    neighbours: Annotated[int, Field(ge=1)] = 4
+    """Of so many steps nearest to the proto-action the best is taken: Wolpertinger's k."""
+    exploration: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """How often one of these steps is taken at random instead, in the end; in the beginning always."""
+    explored: Annotated[int, Field(ge=0, le=100_000)] = 10
+    """Iterations of each policy over which the exploration falls to that."""
+    length_penalty: Annotated[float, Field(ge=0)] = 0.001
+    """What each layer of a path takes off its outcome: beta_1."""
+    learning_rate: Annotated[float, Field(gt=0)] = 3e-3
+    """Adam's."""
+    epochs: Annotated[int, Field(ge=1, le=1000)] = 4
+    """How often each iteration is learned from."""
+    mini_batches: Annotated[int, Field(ge=1)] = 4
+    """Into how many parts its episodes are divided for that."""
+    clip: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    gamma: Annotated[float, Field(ge=0, le=1)] = 0.99
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
+    value_coefficient: Annotated[float, Field(ge=0)] = 0.5
+    entropy_coefficient: Annotated[float, Field(ge=0)] = 0.002
+
+
 class DirichletOptions(Section):
     count: Annotated[int, Field(ge=1, le=MAX_PREFERENCES)]
     """How many vectors are drawn, by the study's seed."""
@@ -197,13 +226,15 @@ class Search(Section):
     algorithm: Algorithm = "auto"
     gradient: GradientOptions = GradientOptions()
     """Of algorithm: gradient, which auto may choose."""
+    hm3: PolicyOptions = PolicyOptions()
+    """Of algorithm: hm3."""
     max_trials: Annotated[int, Field(ge=1, le=1_000_000)] = 60
     """Configurations the searcher proposes; sources and published recipes come on top."""
     constraints: tuple[Line, ...] = ()
     """Bounds that a merge must keep to: "text >= base - 0.01", "math >= 0.5"."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     preferences: Preferences | None = None
-    """How much each objective matters: one descent for each vector. Without it, one at equal weights."""
+    """How much each objective matters: one descent or policy for each vector. Without it, one at equal weights."""
     fit_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Of algorithm: gradient: the share of each objective's samples that gradients are computed on. Below 1, trials
     are scored and compared on the others alone; with 1, gradients and scores are of all samples."""

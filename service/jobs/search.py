@@ -7,8 +7,10 @@ from pathlib import Path
 
 from search_spaces.study.file import Study
 from service.cluster.session import ray_session
+from service.disk import artifacts_dir, data_dir_of
 from service.jobs.progress_log import ProgressLog
 from service.store import Store, StudyWriter
+from service.store.artifacts import ArtifactStore
 from service.studies.attempt import execute
 from service.studies.chains import on_server, with_exported_sources
 from service.studies.heartbeat import ENGINE, Heartbeat
@@ -46,7 +48,10 @@ def work(store: Store, writer: StudyWriter, *, work_dir: Path, heartbeat: Heartb
         heartbeat.wait_for(ENGINE)
         scorer = _shared_scorer(preflight)
         heartbeat.wait_for(None)
-        execute(store, writer, preflight, scorer, work_dir=work_dir, heartbeat=heartbeat, view=view)
+        artifacts = ArtifactStore(store, artifacts_dir(data_dir_of(work_dir)))
+        execute(
+            store, writer, preflight, scorer, work_dir=work_dir, artifacts=artifacts, heartbeat=heartbeat, view=view
+        )
 
 
 def _shared_scorer(preflight: PreflightResult) -> Scorer:

@@ -14,7 +14,7 @@ import numpy as np
 from search_spaces.objectives import Objective
 from service.results.holdout import HeldOut, Samples, Scored, held_out_results
 from service.results.ranges import OutOfRange, out_of_range
-from service.results.record import EngineFigures, GradientRecord, RunRecord, SearchFigures
+from service.results.record import EngineFigures, GradientRecord, RunRecord, SearchFigures, UpdateRecord
 from service.results.selection import best_trial, held_out
 from service.store import EvidenceRecord, StepRecord, Store
 from service.types import Estimate, EventKind, Origin, StudyRecord, TrialRecord
@@ -59,6 +59,7 @@ def run_record(store: Store, study_id: str) -> RunRecord:
         ),
         search=_search(store, study, steps),
         gradients=_gradients(steps),
+        updates=_updates(steps),
         wall_clock_s=study.wall_clock_s,
         samples_per_second=_rate(searched),
         version=version("mergesearch"),
@@ -198,6 +199,20 @@ def _gradients(steps: Sequence[StepRecord]) -> tuple[GradientRecord, ...]:
             failure=step.document["result"]["failure"],
         )
         for step in gradients
+    )
+
+
+def _updates(steps: Sequence[StepRecord]) -> tuple[UpdateRecord, ...]:
+    """The steps that policies have learned in."""
+    return tuple(
+        UpdateRecord(
+            iteration=step.document["request"]["iteration"],
+            proposal=step.proposal,
+            statistics=step.document["result"]["statistics"],
+            preference=step.document["request"]["preference"],
+        )
+        for step in steps
+        if step.document.get("request", {}).get("kind") == "update"
     )
 
 

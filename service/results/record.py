@@ -12,7 +12,7 @@ from service.results.ranges import OutOfRange
 from service.types import Comparison, Estimate, StudyRecord, TrialRecord
 from workers.types import VerificationReport
 
-__all__ = ["EngineFigures", "GradientRecord", "RunRecord", "SearchFigures"]
+__all__ = ["EngineFigures", "GradientRecord", "RunRecord", "SearchFigures", "UpdateRecord"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,17 @@ class GradientRecord:
 
 
 @dataclass(frozen=True)
+class UpdateRecord:
+    """An iteration that a policy has learned from: its statistics by name, and the preference vector of the policy,
+    empty where there is one policy. `proposal` is the trial that came next."""
+
+    iteration: int
+    proposal: int
+    statistics: Mapping[str, float]
+    preference: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """Everything that result files and report are made of.
 
@@ -91,6 +102,7 @@ class RunRecord:
     engine: EngineFigures = field(default_factory=EngineFigures)
     search: SearchFigures = field(default_factory=SearchFigures)
     gradients: tuple[GradientRecord, ...] = ()
+    updates: tuple[UpdateRecord, ...] = ()
     wall_clock_s: float = 0.0
     samples_per_second: float | None = None
     version: str = ""

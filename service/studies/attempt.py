@@ -15,6 +15,7 @@ from search_spaces.study.file import Study
 from service.errors import Conflict, StaleAttempt, StudyFailed, StudyUnusable
 from service.results.selection import best_trial
 from service.store import Store, StudyWriter
+from service.store.artifacts import ArtifactStore
 from service.studies.heartbeat import ENGINE, SCORING_PATIENCE_S, VERIFYING_PATIENCE_S, Heartbeat
 from service.studies.preflight.examine import PreflightResult, examine
 from service.studies.preflight.files import FilesRefused
@@ -23,7 +24,10 @@ from service.studies.progress import ProgressReporter, ProgressSnapshot
 from service.studies.verification import verify_trials
 from service.tune.coordinator import Coordinator
 from service.tune.plan import Baseline, baselines_of
+from service.tune.proposing.checkpoints import PolicyCheckpoints
 from service.tune.proposing.completions import SourceCompletions
+from service.tune.searchers import get_searcher
+from service.tune.searchers.base import LearningSearcher, SearchSetting
 from service.tune.steps import Step
 from service.types import Origin, StudyRecord, StudyState, TrialRecord, TrialState
 from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, InvalidModel, InvalidTask
@@ -46,11 +50,12 @@ def execute(
     scorer: Scorer,
     *,
     work_dir: Path,
+    artifacts: ArtifactStore,
     heartbeat: Heartbeat,
     view: ProgressReporter,
     observer: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Work on the study that `writer` has taken over until it is COMPLETE.
+    """Work on the study that `writer` has taken over until it is COMPLETE. Policies that it learns become `artifacts`.
 
     Raises StudyFailed (the study is FAILED with that reason), EngineUnavailable (the caller stores it) and StaleAttempt
     (another driver has taken over). Any other interruption leaves the study resumable.
@@ -63,19 +68,22 @@ def execute(
     writer.set_state(StudyState.RUNNING)
     try:
         plan = preflight.plan(study_id, resolved, baselines=_baselines(store, study_id, preflight))
+        algorithm = resolved.algorithm or preflight.study.search.algorithm
+        setting = preflight.search_setting(num_baselines=len(plan.baselines))
         coordinator = Coordinator(
             plan,
             space=preflight.space,
             store=store,
             writer=writer,
             proposer=RayProposer(
-                algorithm=resolved.algorithm or preflight.study.search.algorithm,
+                algorithm=algorithm,
                 parameters=preflight.space.parameters,
                 seed=preflight.study.search.seed,
-                setting=preflight.search_setting(num_baselines=len(plan.baselines)),
+                setting=setting,
                 steps=[Step.from_json(row.number, row.proposal, row.document) for row in store.steps(study_id)],
                 job=preflight.gradient_job(),
                 completions=SourceCompletions(store, study_id, preflight.objectives),
+                checkpoints=_checkpoints(algorithm, artifacts, study_id, setting),
             ),
             observer=observer,
             is_out_of_budget=lambda: _exhausted_limit(preflight.study, heartbeat.wall_clock_s),
@@ -129,6 +137,13 @@ def execute(
     except KeyboardInterrupt:
         writer.set_state(StudyState.STOPPED, "interrupted")
         raise
+
+
+def _checkpoints(
+    algorithm: str, artifacts: ArtifactStore, study_id: str, setting: SearchSetting
+) -> PolicyCheckpoints | None:
+    searcher = get_searcher(algorithm)
+    return PolicyCheckpoints(artifacts, study_id, searcher, setting) if isinstance(searcher, LearningSearcher) else None
 
 
 def _baselines(store: Store, study_id: str, preflight: PreflightResult) -> tuple[Baseline, ...]:

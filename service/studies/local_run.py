@@ -13,13 +13,14 @@ from pathlib import Path
 
 from search_spaces.study.file import FromStudy, Study, same_but_limits
 from service.cluster.session import check_reachable, ray_session
-from service.disk import locked
+from service.disk import artifacts_dir, locked
 from service.errors import Conflict, NotFound
 from service.results.files import write_results
 from service.results.load import run_record
 from service.results.record import RunRecord
 from service.results.report import render_report
 from service.store import Store
+from service.store.artifacts import ArtifactStore
 from service.studies.attempt import execute
 from service.studies.chains import with_exported_sources
 from service.studies.heartbeat import Heartbeat
@@ -84,6 +85,7 @@ def run_study(
                                 preflight,
                                 scorer,
                                 work_dir=directory.resolve() / "ray",
+                                artifacts=ArtifactStore(store, artifacts_dir(directory)),
                                 heartbeat=heartbeat,
                                 view=view,
                                 observer=observer,

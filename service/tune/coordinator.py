@@ -36,9 +36,6 @@ __all__ = ["Coordinator"]
 
 logger = logging.getLogger(__name__)
 
-# The search ends after this many proposals in a row whose recipe was scored already.
-MAX_DUPLICATES_IN_A_ROW = 16
-
 # A trial fails when its actor has died this often: an actor only sends requests, so the trial is the likely cause.
 MAX_LOST_ACTORS = 3
 
@@ -358,10 +355,9 @@ class Coordinator:
         self._check_exhausted()
 
     def _check_exhausted(self) -> None:
-        if num_duplicates_in_a_row(self.trials, self._digests) >= MAX_DUPLICATES_IN_A_ROW:
-            self._end_search(
-                f"the last {MAX_DUPLICATES_IN_A_ROW} proposals were recipes scored already: the space is exhausted"
-            )
+        most = self.plan.max_duplicates
+        if num_duplicates_in_a_row(self.trials, self._digests) >= most:
+            self._end_search(f"the last {most} proposals were recipes scored already: the space is exhausted")
 
     def _check_limits(self) -> None:
         if not self.table.is_search_over and (reason := self._is_out_of_budget()) is not None:

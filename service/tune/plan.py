@@ -46,6 +46,8 @@ class Plan:
     baselines: tuple[Baseline, ...]
     waits_for_baselines: bool = False
     error_rate: float | None = None
+    max_duplicates: int = 16
+    """The search ends after so many proposals in a row whose recipe was scored already."""
     size: ModelSize | None = None
     """What costs of recipes are made of, where objectives are."""
 

@@ -17,12 +17,13 @@ __all__ = ["CHARGES", "Step", "StepKind", "StepRequest", "StepResult"]
 class StepKind(StrEnum):
     """LOSSES: a forward pass over reference answers. GRADIENT: with a backward pass. COMPLETIONS: which of the study's
     samples have a source's own correct completion, read from what is stored. NOTE: a decision of the searcher, which
-    computes nothing."""
+    computes nothing. UPDATE: a policy learns from the trials of one iteration."""
 
     LOSSES = "losses"
     GRADIENT = "gradient"
     COMPLETIONS = "completions"
     NOTE = "note"
+    UPDATE = "update"
 
 
 # Samples charged per sample of a step: a backward pass takes twice the arithmetic of a forward pass.
@@ -31,6 +32,7 @@ CHARGES: Mapping[StepKind, int] = {
     StepKind.GRADIENT: 3,
     StepKind.COMPLETIONS: 0,
     StepKind.NOTE: 0,
+    StepKind.UPDATE: 0,
 }
 
 
@@ -40,7 +42,8 @@ class StepRequest:
     a GRADIENT also the derivatives of the sum of losses times `weights` by every parameter. `label` names what it
     belongs to; of a NOTE, `label` is its text and `decision` what was decided. `preference` is the preference vector of
     a study with several: the share of each objective before losses were normalised. `completions` names the objectives
-    whose references are the sources' own correct completions; those of a COMPLETIONS step are asked for."""
+    whose references are the sources' own correct completions; those of a COMPLETIONS step are asked for. An UPDATE is
+    of the iteration whose number is `iteration`."""
 
     kind: StepKind
     label: str
@@ -50,6 +53,7 @@ class StepRequest:
     decision: str = ""
     preference: Mapping[str, float] = field(default_factory=dict)
     completions: tuple[str, ...] = ()
+    iteration: int = 0
 
     @property
     def num_charged(self) -> int:
@@ -62,7 +66,8 @@ class StepResult:
     """The mean loss of each objective, and the derivatives in the order of the point. `failure` says why there are
     none. `recipe` is the digest of the merge that was read, `bank` the fingerprint of its sources. `completions`: of
     each objective asked for, sample positions in ascending order, each with the number of the source whose completion
-    is the reference there."""
+    is the reference there. `statistics` are those of an UPDATE, by name, and `checkpoint` the sha256 of the policy
+    after it; "" where nothing was learned."""
 
     losses: Mapping[str, float] = field(default_factory=dict)
     gradient: tuple[float, ...] = ()
@@ -71,6 +76,8 @@ class StepResult:
     bank: str = ""
     failure: str | None = None
     completions: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    statistics: Mapping[str, float] = field(default_factory=dict)
+    checkpoint: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,7 @@ class Step:
             decision=asked["decision"],
             preference=asked.get("preference", {}),
             completions=tuple(asked.get("completions", ())),
+            iteration=asked.get("iteration", 0),
         )
         completions = {
             name: tuple((position, source) for position, source in pairs)

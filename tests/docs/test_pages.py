@@ -170,7 +170,7 @@ def options_in(text: str) -> set[str]:
     """The options that its tables describe; of several in one row, the first may give the others' section."""
     found = set()
     for cell in rows(text):
-        first, *others = re.findall(r"`([a-z_.]+)`", cell)
+        first, *others = re.findall(r"`([a-z0-9_.]+)`", cell)
         section = first.rpartition(".")[0]
         found |= {first, *(f"{section}.{other}" if section and "." not in other else other for other in others)}
     return found

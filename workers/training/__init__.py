@@ -4,6 +4,7 @@
 - `model`: a transformers model that merges are written into
 - `losses`: minibatches, and their losses by teacher forcing
 - `finetuning`: experts from data, by one or several processes
+- `hm3`: a policy that builds layer paths, and learns which are good
 - `mergopt`: an optimizer for experts that are to be merged, and those that it is compared with
 - `reduction`: from the gradient of one merged tensor to one number for each of its coefficients
 """

@@ -10,7 +10,7 @@ The series of its charts come from `service.results.series`; its template is rep
 - `history`: the section on every finished rung
 - `front`: the section on the Pareto front
 - `hypervolume`: the picture of its volume over the samples spent
-- `descents`: the section on descents by gradients
+- `descents`: the sections on descents by gradients, and on policies that are learned
 - `races`: the section on who was stopped when
 - `recipe_picture`: the picture of the best recipe
 - `path_picture`: the picture of its layer path

@@ -1,4 +1,4 @@
-"""The section on descents: the losses over all gradients, and what became of them."""
+"""The sections on what searchers compute beside scores: the losses of descents, and the outcomes of policies."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from service.results.report.charts import Legend, Plot, Scale, legend, nice_scal
 from service.results.report.marks import MAX_ROWS, evenly
 from service.results.report.texts import number_text
 from service.results.series.descents import DescentSeries, DescentStep, descents
+from service.results.series.policies import PolicySeries, policies
 
-__all__ = ["descents_section"]
+__all__ = ["descents_section", "policies_section"]
 
 NUM_COLOURS = 8
 
@@ -119,3 +120,65 @@ def _ranges(numbers: Sequence[int]) -> Iterator[str]:
             first, last = numbers[start], numbers[index - 1]
             yield str(first) if first == last else f"{first} to {last}"
             start = index
+
+
+def policies_section(run: RunRecord) -> dict[str, Any] | None:
+    """What the template draws of the policies; None if there was none."""
+    found = [policy for policy in policies(run).policies if policy.iterations]
+    if not found:
+        return None
+    names = [objective.name for objective in run.objectives]
+    mean = Legend("mean of an iteration", "loss", "line", style=_colour(0))
+    entries = [mean, Legend("one standard deviation", "range", "line")] if len(found) == 1 else [mean]
+    return {
+        "chart": _curves(found),
+        "legend": legend(entries),
+        "names": names,
+        "num_policies": len(found),
+        "num_iterations": sum(len(policy.iterations) for policy in found),
+        "rows": [_policy_row(policy, names) for policy in found[:MAX_ROWS]],
+    }
+
+
+def _colour(number: int) -> str:
+    return f"stroke:var(--c{number % NUM_COLOURS})"
+
+
+def _curves(found: Sequence[PolicySeries]) -> Markup:
+    """The mean outcome over the iterations of each policy; of one alone the spread too."""
+    every = [(each.outcome, each.outcome_std) for policy in found for each in policy.iterations]
+    spread = len(found) == 1
+    values = [value for mean, std in every for value in ((mean - std, mean + std) if spread else (mean,))]
+    last = max(len(policy.iterations) for policy in found)
+    plot = Plot(
+        Scale(0, max(last, 1), max(1.0, nice_scale((0, last), count=8).step)),
+        nice_scale([0.0, *values]),
+        label="mean outcome of the trials over the iterations of each policy",
+        x_title="iteration of a policy",
+        y_title="outcome",
+        height=300,
+    )
+    for number, policy in enumerate(found):
+        points = [(float(turn), each.outcome) for turn, each in enumerate(policy.iterations, start=1)]
+        if spread:
+            for turn, each in enumerate(policy.iterations, start=1):
+                low, high = each.outcome - each.outcome_std, each.outcome + each.outcome_std
+                plot.line(turn, low, turn, high, css="range")
+        plot.curve(evenly(points, MAX_STEPS), css="loss", style=_colour(number))
+        for (place, outcome), each in zip(points, policy.iterations, strict=True):
+            what = f"{number_text(outcome)}, {number_text(each.length)} layers"
+            title = f"{policy.name}, iteration {each.iteration}: {what}"
+            plot.point(place, outcome, css="mark front", title=title, size=2)
+    return plot.render()
+
+
+def _policy_row(policy: PolicySeries, names: Sequence[str]) -> dict[str, Any]:
+    first, last = policy.iterations[0], policy.iterations[-1]
+    return {
+        "name": policy.name,
+        "preference": [number_text(policy.preference[name]) if name in policy.preference else "any" for name in names],
+        "num_iterations": len(policy.iterations),
+        "first": first.outcome,
+        "last": last.outcome,
+        "length": last.length,
+    }

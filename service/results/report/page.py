@@ -16,7 +16,7 @@ from service.results.format import duration, sample_count, search_sentences
 from service.results.record import RunRecord
 from service.results.report.charts import Bar, stacked_bar
 from service.results.report.coefficients import coefficients_picture
-from service.results.report.descents import descents_section
+from service.results.report.descents import descents_section, policies_section
 from service.results.report.front import front_section
 from service.results.report.history import history_section
 from service.results.report.holdout import holdout_section
@@ -52,6 +52,7 @@ def render_report(run: RunRecord) -> str:
         holdout=holdout_section(run, best=best.number if best else None),
         history=history_section(run),
         descents=descents_section(run),
+        policies=policies_section(run),
         races=races_section(run),
         front=front_section(run),
         hypervolume=hypervolume_picture(run),

@@ -9,6 +9,7 @@ Every module here that declares a chart with `@chart` is found automatically.
 - `recipe`: how the best trial is merged
 - `budget`: how far trials went, and what they cost
 - `descents`: losses over the gradients of each descent
+- `policies`: the outcomes of the iterations of each policy that is learned
 - `coefficients`: the best trial's coefficients by layer, component and expert
 - `path`: which layer of which model the best trial has at which position, with its scales
 - `races`: who was stopped when, and by which rule

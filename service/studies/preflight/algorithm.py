@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from search_spaces.errors import Problem
 from search_spaces.searchers import SEARCHERS, unsupported
 from search_spaces.spaces.base import DifferentiableSpace, SearchSpace
+from search_spaces.spaces.layer_paths import LayerPaths
 from search_spaces.study.file import Study
+from search_spaces.study.sections import CostSpec
 from workers.errors import InvalidTask
 from workers.types import TaskSpec
 
@@ -45,7 +47,48 @@ def algorithm_of(
         able = ", ".join(name for name, each in SEARCHERS.items() if each.computes_steps)
         message = f"{found.name} fits no samples, and would leave a share of them out{why}; searchers that do: {able}"
         problems.append(Problem("search.fit_share", message))
+    if declared.trains_policy:
+        problems += _problems_of_policy(study, space)
+        found = replace(found, reason=found.reason + _warning_of_policy(study, space))
     return found
+
+
+def _warning_of_policy(study: Study, space: SearchSpace) -> str:
+    """That length outweighs all scores; "" where it does not."""
+    penalty, paths = study.search.hm3.length_penalty, space.parameters.structure
+    if not isinstance(paths, LayerPaths) or penalty * (paths.longest - paths.shortest) < 1:
+        return ""
+    return (
+        f"; warning: with length_penalty={penalty:g} the shortest paths win whatever they score: {paths.longest} "
+        f"layers cost {penalty * (paths.longest - paths.shortest):g} more than {paths.shortest}, and scores differ by "
+        "at most 1"
+    )
+
+
+def _problems_of_policy(study: Study, space: SearchSpace) -> Iterator[Problem]:
+    """What a policy that builds paths cannot learn from."""
+    if not isinstance(space.parameters.structure, LayerPaths):
+        message = f"hm3 learns layer paths, which a space of kind {space.kind} has none of; write kind: hm3"
+        yield Problem("search_space.kind", message)
+    if study.fidelity.scheduler != "none":
+        message = f"{study.fidelity.scheduler}: hm3 needs the reward of every path at one budget; write scheduler: none"
+        yield Problem("fidelity.scheduler", message)
+    costs = {index: spec for index, spec in enumerate(study.objectives) if isinstance(spec, CostSpec)}
+    for index, spec in costs.items():
+        message = f"{spec.cost}: hm3 has search.hm3.length_penalty for the length of a path; leave the objective out"
+        yield Problem(f"objectives.{index}.cost", message)
+    options = study.search.hm3
+    if options.mini_batches > options.episodes:
+        message = f"{options.mini_batches} is above episodes={options.episodes}; give at most {options.episodes}"
+        yield Problem("search.hm3.mini_batches", message)
+    num = 1 if study.search.preferences is None else study.search.preferences.size(len(study.objectives))
+    policies = num if options.policy == "per_preference" else 1
+    least = (options.warm_up + 2) * options.episodes * policies
+    if study.search.max_trials < least:
+        each = f"{policies} policies with {options.warm_up} iterations of {options.episodes} episodes to warm up"
+        message = f"{study.search.max_trials} is too few for {each}, one to learn from and one to play"
+        hint = "or policy: conditioned" if policies > 1 else "or fewer episodes"
+        yield Problem("search.max_trials", f"{message}; give at least {least}, {hint}")
 
 
 def _algorithm_of(

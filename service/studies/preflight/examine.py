@@ -123,7 +123,7 @@ class PreflightResult:
             tasks={name: spec.digest for name, spec in self.tasks.items()},
             holdout_tasks={name: spec.digest for name, spec in self.holdout_tasks.items()},
             rung_samples=self.rung_samples,
-            max_staleness=self.concurrency + PROPOSALS_AHEAD,
+            max_staleness=self._max_staleness,
             objectives=self.objectives,
             version=version("mergesearch"),
             access=self.access,
@@ -131,6 +131,14 @@ class PreflightResult:
             algorithm_reason=self.algorithm.reason,
             chained=self.chained,
         )
+
+    @property
+    def _max_staleness(self) -> int:
+        """A policy learns from all of an iteration once that of the next one is scored."""
+        staleness = self.concurrency + PROPOSALS_AHEAD
+        if not SEARCHERS[self.algorithm.name].trains_policy:
+            return staleness
+        return min(staleness, self.study.search.hm3.episodes)
 
     def search_setting(self, *, num_baselines: int) -> SearchSetting:
         """What a searcher that computes steps knows of the study."""
@@ -143,6 +151,8 @@ class PreflightResult:
             options=self.study.search.gradient,
             preferences=() if given is None else given.weights(tuple(self.tasks), seed=self.study.search.seed),
             first_fitted=scored if self.study.search.fit_share < 1 else {},
+            policy=self.study.search.hm3,
+            family=self.family if SEARCHERS[self.algorithm.name].trains_policy else None,
         )
 
     def gradient_job(self) -> GradientJob | None:
@@ -151,9 +161,18 @@ class PreflightResult:
             return None
         return GradientJob(self.family, self.engine_options, dict(self.tasks), self.space)
 
+    @property
+    def _num_repeated(self) -> int:
+        """Two iterations of every policy: if all their paths are known, nothing is left to learn."""
+        search = self.study.search
+        num_vectors = 1 if search.preferences is None else search.preferences.size(len(self.tasks))
+        num_policies = 1 if search.hm3.policy == "conditioned" else num_vectors
+        return 2 * max(search.hm3.episodes * num_policies, num_vectors)
+
     def plan(self, study_id: str, resolved: ResolvedStudy, *, baselines: tuple[Baseline, ...] | None = None) -> Plan:
         """The driver's plan; `resolved` is what was stored when the study was created, whose searcher and staleness it
         keeps. `baselines` are those of a study that goes on; None: those of a new one."""
+        declared = SEARCHERS[resolved.algorithm or self.study.search.algorithm]
         return Plan(
             study_id=study_id,
             seed=self.study.search.seed,
@@ -172,7 +191,8 @@ class PreflightResult:
             baselines=self.baselines() if baselines is None else baselines,
             error_rate=self.study.fidelity.bound_error_rate,
             size=self.size,
-            waits_for_baselines=SEARCHERS[resolved.algorithm or self.study.search.algorithm].waits_for_baselines,
+            waits_for_baselines=declared.waits_for_baselines,
+            **({"max_duplicates": self._num_repeated} if declared.trains_policy else {}),
         )
 
     def baselines(self) -> tuple[Baseline, ...]:

@@ -1,9 +1,11 @@
-"""Proposals on Ray: the searcher in a process of its own, and the gradient actor for the steps that it asks for."""
+"""Proposals on Ray: the searcher in a process of its own, which also learns, and the gradient actor for the steps that
+it asks for."""
 
 from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,10 +14,10 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from search_spaces.parameters import Parameters
 from service.errors import StudyFailed
+from service.tune.proposing.checkpoints import PolicyCheckpoints, SearcherState
 from service.tune.proposing.completions import Chosen, SourceCompletions
 from service.tune.proposing.gradient_actor import GradientActor, GradientJob
-from service.tune.searchers import get_searcher
-from service.tune.searchers.base import SearchSetting, SteppingSearcher
+from service.tune.searchers.base import SearchSetting
 from service.tune.steps import Step, StepKind, StepRequest, StepResult
 from workers.errors import EngineUnavailable, InvalidModel, InvalidTask
 
@@ -23,39 +25,19 @@ __all__ = ["RayProposer"]
 
 logger = logging.getLogger(__name__)
 
-# A gradient actor that died is replaced; after so many deaths without a step between them, the attempt ends.
+# An actor that died is replaced; after so many deaths without a step or a proposal between them, the attempt ends.
 MAX_DEATHS = 3
 
 # What Ray reserves for the actor on a CPU; as for a replica, it is not what it uses.
 ACTOR_CPUS = 0.1
 
 
-@ray.remote(num_cpus=0)
-class _SearcherActor:
-    """The searcher: fitting a surrogate must not block Tune's loop."""
-
-    def __init__(self, algorithm: str, parameters: Parameters, setting: SearchSetting, steps: Sequence[Step]) -> None:
-        self._searcher = get_searcher(algorithm)
-        self._parameters = parameters
-        self._setting = setting
-        self._steps = list(steps)
-
-    def propose(self, **call: Any) -> StepRequest | dict[str, Any]:
-        if isinstance(self._searcher, SteppingSearcher):
-            return self._searcher.advance(self._parameters, steps=self._steps, setting=self._setting, **call)
-        return self._searcher.propose(self._parameters, **call)
-
-    def propose_after(self, step: Step, **call: Any) -> StepRequest | dict[str, Any]:
-        """The same once `step` is stored."""
-        self._steps.append(step)
-        return self.propose(**call)
-
-
 class RayProposer:
     """`proposals.Proposer` on Ray actors. `steps` are those that the study has; `job` is what its gradients are of,
-    None where the searcher needs none; `completions` are those of the study's sources.
+    None where the searcher needs none; `completions` are those of the study's sources; `checkpoints` keeps the policies
+    of a searcher that learns.
 
-    `result` raises EngineUnavailable if the gradient actor keeps dying or cannot read its files, InvalidModel and
+    `result` raises EngineUnavailable if an actor keeps dying or cannot read its files, InvalidModel and
     InvalidTask if it cannot use them, StudyFailed if it cannot work."""
 
     def __init__(
@@ -68,8 +50,13 @@ class RayProposer:
         steps: Sequence[Step] = (),
         job: GradientJob | None = None,
         completions: SourceCompletions | None = None,
+        checkpoints: PolicyCheckpoints | None = None,
     ) -> None:
-        self._searcher: Any = _SearcherActor.remote(algorithm, parameters, setting, steps)  # type: ignore[attr-defined]
+        self._algorithm = algorithm
+        self._told = (parameters, setting)
+        self._steps = list(steps)
+        self._checkpoints = checkpoints
+        self._searcher = self._new_searcher()
         self._seed = seed
         self._job = job
         self._completions = completions
@@ -77,7 +64,6 @@ class RayProposer:
         for step in steps:
             if step.request.kind is StepKind.COMPLETIONS:
                 self._chosen = step.result.completions
-        self._num_steps = len(steps)
         self._call: dict[str, Any] = {}
         self._pending: Any = None
         self._request: StepRequest | None = None  # of the step being computed
@@ -98,14 +84,29 @@ class RayProposer:
             if answer is not None:
                 return answer
 
+    def _new_searcher(self) -> Any:
+        """Its name, which the Ray dashboard shows, is that of the algorithm."""
+        saved = {} if self._checkpoints is None else self._checkpoints.load(self._steps)
+        kind: Any = ray.remote(SearcherState)
+        name = f"{self._algorithm} {'learner' if self._checkpoints else 'searcher'} {uuid.uuid4().hex[:8]}"
+        # A call that its process died of is made again here, where it is counted.
+        options = kind.options(num_cpus=0, name=name, max_restarts=0, max_task_retries=0)
+        return options.remote(self._algorithm, *self._told, self._steps, saved)
+
     def stored(self, step: Step) -> None:
-        self._num_steps += 1
+        self._steps.append(step)
         self._pending = self._searcher.propose_after.remote(step, **self._call)
 
     def _answer(self) -> Step | dict[str, Any] | None:
         """What the searcher answered; None if that is a step, which then is being computed."""
-        answer: StepRequest | dict[str, Any] = ray.get(self._pending)
+        try:
+            answer: StepRequest | dict[str, Any] = ray.get(self._pending)
+        except RayActorError as error:
+            self._searcher_died(error)
+            self._pending = self._searcher.propose.remote(**self._call)
+            return None
         if not isinstance(answer, StepRequest):
+            self._num_deaths = 0
             return answer
         if answer.kind is StepKind.NOTE:
             return self._step(answer, StepResult())
@@ -118,7 +119,19 @@ class RayProposer:
         self._compute(answer)
         return None
 
+    def _searcher_died(self, error: Exception) -> None:
+        """Start another one, which knows the same."""
+        self._num_deaths += 1
+        logger.warning("the searcher died: %s", error)
+        if self._num_deaths >= MAX_DEATHS:
+            raise EngineUnavailable(f"the searcher died {MAX_DEATHS} times; the last time: {error}") from None
+        self._searcher = self._new_searcher()
+
     def _compute(self, request: StepRequest) -> None:
+        if request.kind is StepKind.UPDATE:
+            self._request = request
+            self._pending = self._searcher.update.remote(request, **self._call)
+            return
         if self._job is None:
             raise AssertionError("the searcher asks for gradients, and the study has none")
         if self._gradients is None:
@@ -138,6 +151,8 @@ class RayProposer:
     def _computed(self, request: StepRequest) -> Step | None:
         """The step that was computed; None if its actor died, and another computes it."""
         self._request = None
+        if request.kind is StepKind.UPDATE:
+            return self._updated(request)
         try:
             result: StepResult = ray.get(self._pending)
         except RayActorError as error:
@@ -157,5 +172,20 @@ class RayProposer:
         self._num_deaths = 0
         return self._step(request, result)
 
+    def _updated(self, request: StepRequest) -> Step | None:
+        """The update that was computed, once its checkpoint is stored; None if its actor died, and another computes
+        it."""
+        try:
+            result, content = ray.get(self._pending)
+        except RayActorError as error:
+            self._searcher_died(error)
+            self._compute(request)
+            return None
+        if content is not None:
+            assert self._checkpoints is not None, "a searcher that learns, and nowhere to keep its checkpoints"
+            self._checkpoints.put(request.iteration, content)
+        self._num_deaths = 0
+        return self._step(request, result)
+
     def _step(self, request: StepRequest, result: StepResult) -> Step:
-        return Step(self._num_steps, self._call["number"], request, result)
+        return Step(len(self._steps), self._call["number"], request, result)

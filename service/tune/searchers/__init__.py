@@ -27,11 +27,13 @@ _MODULES = {
 SEARCHERS: Mapping[str, Searcher] = {
     name: _MODULES[declared.alias_of or name].SEARCHER
     for name, declared in DECLARED.items()
-    if not declared.computes_steps
+    if not (declared.computes_steps or declared.trains_policy)
 }
 
 STEPPING_SEARCHERS: Mapping[str, SteppingSearcher] = {
-    name: _MODULES[name].SEARCHER for name, declared in DECLARED.items() if declared.computes_steps
+    name: _MODULES[name].SEARCHER
+    for name, declared in DECLARED.items()
+    if declared.computes_steps or declared.trains_policy
 }
 
 

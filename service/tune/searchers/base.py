@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from search_spaces.parameters import Parameters
-from search_spaces.study.sections import GradientOptions
-from service.tune.steps import Step, StepRequest
+from search_spaces.study.sections import GradientOptions, PolicyOptions
+from service.tune.steps import Step, StepRequest, StepResult
+from workers.types import Family
 
-__all__ = ["Observation", "SearchSetting", "Searcher", "SteppingSearcher"]
+__all__ = ["LearningSearcher", "Observation", "SearchSetting", "Searcher", "SteppingSearcher"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class SearchSetting:
     """What a stepping searcher knows of its study: the objectives in order, how many search samples each has, how many
     trials came before the first proposal, its options, and the study's preference vectors (weights of the objectives
     that sum to one; none: they are equal). `first_fitted`: by objective the first of the sample positions to fit, where
-    these are not all; trials are scored on those before."""
+    these are not all; trials are scored on those before. `policy` and `family` are for searchers that train a policy:
+    its options, and the models whose layers' weights describe them (None: they are described by their places alone)."""
 
     objectives: tuple[str, ...]
     num_samples: Mapping[str, int]
@@ -70,6 +72,8 @@ class SearchSetting:
     options: GradientOptions
     preferences: tuple[tuple[float, ...], ...] = ()
     first_fitted: Mapping[str, int] = field(default_factory=dict)
+    policy: PolicyOptions = field(default_factory=PolicyOptions)
+    family: Family | None = None
 
     def fitted(self, name: str) -> range:
         """The positions of the objective's samples that losses and gradients may be of."""
@@ -94,4 +98,47 @@ class SteppingSearcher(Protocol):
         """The next step to compute for the proposal of trial `number`, or its configuration.
 
         `steps` are all that the study has, in order. All else is as in `Searcher.propose`."""
+        ...
+
+
+@runtime_checkable
+class LearningSearcher(Protocol):
+    """A search algorithm that improves networks between proposals. Its UPDATE steps are computed by itself: what it has
+    learned after iteration i is a checkpoint, a function of the seed and of the results of the trials up to that
+    iteration. So a checkpoint that is lost can be made again."""
+
+    def advance(
+        self,
+        parameters: Parameters,
+        *,
+        number: int,
+        seed: int,
+        observations: Sequence[Observation],
+        pending: Sequence[Mapping[str, Any]] = (),
+        steps: Sequence[Step] = (),
+        setting: SearchSetting,
+        checkpoints: Mapping[int, bytes],
+    ) -> StepRequest | dict[str, Any]:
+        """As `SteppingSearcher.advance`. `checkpoints` are those that `kept` names, by iteration."""
+        ...
+
+    def learn(
+        self,
+        parameters: Parameters,
+        *,
+        iteration: int,
+        seed: int,
+        observations: Sequence[Observation],
+        setting: SearchSetting,
+        checkpoints: Mapping[int, bytes],
+    ) -> tuple[StepResult, bytes | None]:
+        """The UPDATE of `iteration`, and its checkpoint; None where nothing is learned from it."""
+        ...
+
+    def slot(self, iteration: int, *, setting: SearchSetting) -> str:
+        """The name of the artifact that holds the checkpoint of an iteration until it is no longer needed."""
+        ...
+
+    def kept(self, num_finished: int, *, setting: SearchSetting) -> range:
+        """The iterations whose checkpoints are needed once `num_finished` are finished."""
         ...

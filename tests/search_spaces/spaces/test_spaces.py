@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from search_spaces.errors import InvalidConfiguration, InvalidStudy
-from search_spaces.parameters import Float
+from search_spaces.parameters import Float, Integer
 from search_spaces.recipe import Recipe, Source
 from search_spaces.spaces import SPACES
 from search_spaces.spaces.base import SpaceSection
@@ -69,6 +69,12 @@ EXAMPLES = {
         "dis", models(num_layers=6, tokenizer="union"), models=("base", "text")
     ),
     "dis, layers left out": described("dis", models(num_layers=6, max_layers=6), layer_retention=False),
+    "hm3": described("hm3"),
+    "hm3, of the base and one expert": described(
+        "hm3", models(num_layers=6, tokenizer="union", is_tied=True), models=("base", "text"), max_jump=2
+    ),
+    "hm3, any order": described("hm3", models(num_layers=3), max_jump=None, min_path_length=4, max_path_length=4),
+    "hm3, own order": described("hm3", models(num_layers=5), max_jump=0),
     "sfs": described("sfs", model="math"),
     "sfs, one expert": described("sfs", models(("math",), 7, is_tied=True)),
     "sfs, base": described("sfs", models(tokenizer="union"), model="base"),
@@ -154,12 +160,13 @@ def test_same_seed_gives_the_same_recipe_and_another_seed_another(space):
 @spaces
 def test_what_its_parameters_refuse_is_refused(space):
     drawn = (draw(space, seed) for seed in range(20))  # some methods take no numbers
-    numbers = {parameter.name for parameter in space.parameters if isinstance(parameter, Float)}
+    kind = Float if any(isinstance(parameter, Float) for parameter in space.parameters) else Integer
+    numbers = {parameter.name for parameter in space.parameters if isinstance(parameter, kind)}
     configuration = next(found for found in drawn if numbers & found.keys())
     name = min(numbers & configuration.keys())
     value = configuration[name]
     for wrong in (space.parameters[name].high + 0.5, space.parameters[name].low - 0.5, "high", float("nan")):
-        with pytest.raises(InvalidConfiguration, match=rf"{name}={wrong!r} is not accepted; give a number in"):
+        with pytest.raises(InvalidConfiguration, match=rf"{name}={wrong!r} is not accepted; give a (whole )?number in"):
             space.to_recipe({**configuration, name: wrong})
     with pytest.raises(InvalidConfiguration, match=rf"'{name}' is missing"):
         space.to_recipe({key: v for key, v in configuration.items() if key != name})

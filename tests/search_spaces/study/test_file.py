@@ -108,7 +108,11 @@ def test_a_study_cannot_be_changed():
     [
         # unknown keys and values, with the nearest known one
         ("serch", {}, 'unknown key; did you mean "search"? known keys: name, models, search_space, search'),
-        ("search.max_trial", 3, 'unknown key; did you mean "max_trials"? known keys: algorithm, gradient, max_trials'),
+        (
+            "search.max_trial",
+            3,
+            'unknown key; did you mean "max_trials"? known keys: algorithm, gradient, hm3, max_trials',
+        ),
         ("objectives.0.metrics", "x", 'unknown key; did you mean "metric"?'),
         ("objectives.1.task.max_token", 3, 'unknown key; did you mean "max_tokens"? known keys: file, prompt'),
         ("engine.verify.trial", 3, 'unknown key; did you mean "trials"? known keys: trials, samples'),
@@ -131,8 +135,14 @@ def test_a_study_cannot_be_changed():
         ("engine.dtype", "fp16", '"fp16" is not known; available: auto, float32, bfloat16, float16'),
         ("search_space.component_groups", 2, "2 is not known; available: 1, 3"),
         # not available yet
-        ("search_space.kind", "hm3", f'"hm3" is not available yet; available: {KINDS}'),
-        ("search.algorithm", "hm3", f'"hm3" is not available yet; available: {AVAILABLE}'),
+        ("search_space", {"kind": "hm3", "alignment": "mlp"}, '"mlp" is not available yet; available: none'),
+        (
+            "search_space",
+            {"kind": "hm3", "merged": {}},
+            "layers merged in their parameters are not available yet",
+        ),
+        ("search.hm3.start", {}, "to begin with the policy of another study is not available yet; leave it out"),
+        ("search_space", {"kind": "hm3", "alignment": "moments"}, '"moments" is not available yet; available: none'),
         (
             "fidelity.scheduler",
             "race",
@@ -337,9 +347,9 @@ def test_an_alias_that_is_no_name_is_refused():
 
 
 def test_another_kind_of_space_is_refused_without_complaints_about_its_keys():
-    space = {"kind": "hm3", "max_path_length": 40, "min_path_length": 8, "alignment": "mlp"}
+    space = {"kind": "hm4", "max_path_length": 40, "min_path_length": 8, "alignment": "mlp"}
     assert problems(changed("search_space", space)) == [
-        ("search_space.kind", f'"hm3" is not available yet; available: {KINDS}')
+        ("search_space.kind", f'"hm4" is not known; did you mean "hm3"? available: {KINDS}')
     ]
 
 
@@ -364,7 +374,7 @@ def test_a_cost_objective_is_refused_where_all_merges_have_the_same(cost):
         (
             "objectives.2.cost",
             f"{cost}: all merges of the space lfs have the same; leave the objective out, or search a space that "
-            "changes them: dis",
+            "changes them: dis, hm3",
         )
     ]
 
@@ -640,5 +650,5 @@ def test_the_json_schema_is_one_and_accepts_what_the_parser_accepts():
         validator.validate(parse_study(document).canonical())
     validator.validate(changed("search_space", {}))
     assert not validator.is_valid(changed("search_space", {"kind": "lfs", "granularity": "tensor"}))
-    for place, value in (("serch", {}), ("search.algorithm", "hm3"), ("engine.verify", True), ("objectives", [])):
+    for place, value in (("serch", {}), ("search.algorithm", "hm4"), ("engine.verify", True), ("objectives", [])):
         assert not validator.is_valid(changed(place, value))

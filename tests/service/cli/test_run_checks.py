@@ -167,10 +167,10 @@ def test_problems_of_headers_tokenizer_and_tasks_come_together(place: Workplace)
             "llfs",
             f'search_space.kind: "llfs" is not known; did you mean "lfs"? available: {KINDS}',
         ),
-        ("search_space.kind", "hm3", f'search_space.kind: "hm3" is not available yet; available: {KINDS}'),
+        ("search_space.kind", "hm4", 'search_space.kind: "hm4" is not known; did you mean "hm3"? available: '),
         ("search_space.methods", ["tie"], '"tie" is not known; did you mean "ties"? available: task_arithmetic, ties'),
         ("search.algorithm", "smak", f'"smak" is not known; did you mean "smac"? available: {AVAILABLE}'),
-        ("search.algorithm", "hm3", f'"hm3" is not available yet; available: {AVAILABLE}'),
+        ("search.algorithm", "hm4", f'"hm4" is not known; did you mean "hm3"? available: {AVAILABLE}'),
         ("fidelity.scheduler", "asa", '"asa" is not known; did you mean "asha"?'),
         ("fidelity.eta", 1, "fidelity.eta: 1 is not accepted; give at least 2"),
         ("fidelity.min_samples", 37, "fidelity.min_samples: min_samples=37 is above max_samples=36"),
@@ -182,6 +182,22 @@ def test_names_and_numbers_in_the_study_file(place: Workplace, where: str, value
     found = place.refused_study(**{where.replace(".", "__"): value})
     assert message in found
     assert len(found.splitlines()) == 1
+
+
+def test_a_policy_needs_layer_paths_one_rung_and_some_iterations(place: Workplace) -> None:
+    message = place.refused_study(search={"algorithm": "hm3", "max_trials": 47})
+    assert message.splitlines() == [
+        "search_space.kind: hm3 learns layer paths, which a space of kind lfs has none of; write kind: hm3",
+        "fidelity.scheduler: hyperband: hm3 needs the reward of every path at one budget; write scheduler: none",
+        "search.max_trials: 47 is too few for 1 policies with 1 iterations of 16 episodes to warm up, one to learn "
+        "from and one to play; give at least 48, or fewer episodes",
+    ]
+    message = place.refused_study(
+        search_space={"kind": "hm3", "models": ["base", "math"]},
+        search={"algorithm": "hm3", "max_trials": 30, "hm3": {"episodes": 10, "mini_batches": 11}},
+        fidelity={"scheduler": "none", "max_samples": 36},
+    )
+    assert message == "search.hm3.mini_batches: 11 is above episodes=10; give at most 10"
 
 
 def test_an_unknown_metric_of_an_inline_task(place: Workplace) -> None:

@@ -15,6 +15,7 @@ import pytest
 from search_spaces.study.file import load_study, parse_study
 from service.errors import StudyUnusable
 from service.store import Store
+from service.store.artifacts import ArtifactStore
 from service.studies.attempt import _reason_to_fail, execute
 from service.studies.heartbeat import Heartbeat
 from service.studies.preflight.examine import PreflightResult, examine
@@ -117,7 +118,8 @@ def test_a_replica_that_fails_the_check_before_the_end_takes_the_study_up_again(
     writer = store.open_attempt(study)
     view: Any = SimpleNamespace(update=lambda _: None, note=lambda _: None)
     heartbeat = Heartbeat(writer, 0.0)
-    execute(store, writer, preflight, scorer, work_dir=tmp_path / "ray", heartbeat=heartbeat, view=view)
+    place: Any = {"work_dir": tmp_path / "ray", "artifacts": ArtifactStore(store, tmp_path)}
+    execute(store, writer, preflight, scorer, heartbeat=heartbeat, view=view, **place)
     serve.delete("fails-late")
 
     record = store.study(study)

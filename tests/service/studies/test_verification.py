@@ -22,6 +22,7 @@ from service.results.files import summary
 from service.results.load import run_record
 from service.results.selection import best_trial
 from service.store import Store
+from service.store.artifacts import ArtifactStore
 from service.studies.attempt import Heartbeat, execute
 from service.studies.preflight.examine import PreflightResult, examine
 from service.types import StudyState
@@ -75,7 +76,8 @@ class Study:
         view: Any = SimpleNamespace(update=lambda _: None, note=lambda _: None)
         with contextlib.suppress(StudyFailed):
             heartbeat = Heartbeat(writer, 0.0)
-            execute(self.store, writer, preflight, scorer, work_dir=self.directory, heartbeat=heartbeat, view=view)
+            place: Any = {"work_dir": self.directory, "artifacts": ArtifactStore(self.store, self.directory)}
+            execute(self.store, writer, preflight, scorer, heartbeat=heartbeat, view=view, **place)
         return self.store.study(self.id).state
 
     @property

@@ -52,7 +52,16 @@ CONDITIONAL = Parameters(
 
 PATHS = layer_paths("dis", family(("math", "code"), 2)).parameters
 
-SPACES = {"paths": PATHS, "flat": FLAT, "numbers": NUMBERS, "choices": CHOICES, "conditional": CONDITIONAL}
+STEPS = layer_paths("hm3", family(("math", "code"), 3)).parameters
+
+SPACES = {
+    "paths": PATHS,
+    "steps": STEPS,
+    "flat": FLAT,
+    "numbers": NUMBERS,
+    "choices": CHOICES,
+    "conditional": CONDITIONAL,
+}
 
 ALGORITHMS = [name for name in SEARCHERS if DECLARED[name].alias_of is None]
 

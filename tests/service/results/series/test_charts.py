@@ -14,7 +14,19 @@ from service.results.series.history import HistoryPlot
 from tests.service.synthetic_run import run_record
 
 NAMES = [
-    *("history", "front", "holdout", "recipe", "budget", "descents", "coefficients", "races", "hypervolume", "path"),
+    *(
+        "history",
+        "front",
+        "holdout",
+        "recipe",
+        "budget",
+        "descents",
+        "coefficients",
+        "races",
+        "hypervolume",
+        "path",
+        "policies",
+    ),
 ]
 
 

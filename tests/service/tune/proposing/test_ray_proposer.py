@@ -14,14 +14,17 @@ import ray
 
 from search_spaces.spaces import SPACES
 from search_spaces.spaces.base import DifferentiableSpace, SearchedModels
-from search_spaces.study.sections import GradientOptions
+from search_spaces.study.sections import GradientOptions, PolicyOptions
 from service.store import Store, StudyWriter
+from service.store.artifacts import ArtifactStore
 from service.studies.preflight.models import searched_models
 from service.tune.coordinator import Coordinator
+from service.tune.proposing.checkpoints import PolicyCheckpoints
 from service.tune.proposing.gradient_actor import GradientJob
 from service.tune.proposing.ray_proposer import RayProposer
-from service.tune.searchers.base import SearchSetting
+from service.tune.searchers.base import Observation, SearchSetting
 from service.tune.searchers.gradient import SEARCHER
+from service.tune.searchers.hm3 import SEARCHER as HM3
 from service.tune.steps import Step, StepKind, StepRequest, StepResult
 from service.types import EventKind
 from tests.conftest import OPTIONS
@@ -251,3 +254,34 @@ def test_the_gradient_is_that_of_finite_differences(job: GradientJob) -> None:
 
     step = 0.02
     assert found[place] == pytest.approx((loss(0.5 + step) - loss(0.5 - step)) / (2 * step), rel=0.05)
+
+
+def policy_proposals(directory: Path, *, kill_after: int | None = None) -> tuple[list[Step], list[dict[str, Any]]]:
+    """The first proposals of a policy's search; its process is killed after so many steps."""
+    family = replace(models(experts=NAMES, num_layers=4), fingerprints=FINGERPRINTS)
+    parameters = SPACES["hm3"](kind="hm3").build(family).parameters
+    options = PolicyOptions(episodes=3, mini_batches=1, epochs=1)
+    setting = SearchSetting(NAMES, dict.fromkeys(NAMES, 40), 0, GRADIENT, policy=options)
+    directory.mkdir()
+    store, study = new_study(directory)
+    checkpoints = PolicyCheckpoints(ArtifactStore(store, directory), study, HM3, setting)
+    proposer = RayProposer(algorithm="hm3", parameters=parameters, seed=3, setting=setting, checkpoints=checkpoints)
+    steps: list[Step] = []
+    found: list[Observation] = []
+    for number in range(13):
+        proposer.submit(number=number, observations=tuple(found[: number - 2]), pending=())
+        while isinstance(answer := proposer.result(timeout_s=120.0), Step):
+            steps.append(answer)
+            if len(steps) == kill_after:
+                ray.kill(proposer._searcher)
+            proposer.stored(answer)
+        assert answer is not None
+        found.append(Observation(answer, 1.0, (1 / len(answer), 0.5), number=number, rung=0))
+    store.close()
+    return steps, [dict(observation.configuration) for observation in found]
+
+
+def test_a_policy_on_ray_goes_on_after_its_process_has_died(ray_cluster: None, tmp_path: Path) -> None:
+    steps, proposals = policy_proposals(tmp_path / "whole")
+    assert [step.request.iteration for step in steps] == [0, 1, 2]
+    assert policy_proposals(tmp_path / "killed", kill_after=2) == (steps, proposals)

@@ -1,0 +1,11 @@
+"""HM3's policy: an actor-critic that builds layer paths step by step."""
+
+from search_spaces.searchers.base import Feature, SearcherDeclaration
+
+SEARCHER = SearcherDeclaration(
+    learns=True,
+    reference="HM3 (its authors' description to the reviewers); Schulman et al., PPO, 2017",
+    handles=frozenset(Feature) - {Feature.CONSTRAINTS},
+    trains_policy=True,
+    uses_preferences=True,
+)

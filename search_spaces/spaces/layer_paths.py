@@ -1,0 +1,170 @@
+"""Paths through layers of several models: which layers may follow each other, paths as configurations.
+
+A path is a sequence of steps, each a layer of a model. Steps are numbered `model * num_layers + layer`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from search_spaces.parameters import Categorical, Condition, Configuration, Integer, Parameter
+
+__all__ = ["LENGTH", "LayerPaths", "Path"]
+
+Path: TypeAlias = tuple[int, ...]
+
+LENGTH = "length"
+
+# How often a change of a drawn path exchanges the model of a layer, repeats a layer, or leaves one out.
+CHANGES = {"exchange": 0.5, "repeat": 0.25, "drop": 0.25}
+
+
+@dataclass(frozen=True)
+class LayerPaths:
+    """The paths of `min_length` to `max_length` layers through `num_layers` layers of each of `models`, as the
+    structure of their parameters.
+
+    With a `max_jump`, layer l is followed by layers l + 1 - max_jump to l + 1 + max_jump of any model, and a path
+    begins and ends that near to the first and the last layer; None: any layer may follow any other."""
+
+    models: tuple[str, ...]
+    num_layers: int
+    min_length: int
+    max_length: int
+    max_jump: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where no path keeps to the limits."""
+        if not 1 <= self.min_length <= self.max_length:
+            raise ValueError(f"lengths from {self.min_length} to {self.max_length}; give 1 <= min <= max")
+        if self.shortest > self.max_length or (self.max_jump == 0 and self.min_length > self.num_layers):
+            raise ValueError(
+                f"no path of {self.min_length} to {self.max_length} layers leads through {self.num_layers} layers with "
+                f"jumps of at most {self.max_jump}"
+            )
+
+    # Steps.
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.models) * self.num_layers
+
+    @property
+    def shortest(self) -> int:
+        """The fewest layers of a path."""
+        if self.max_jump is None:
+            return self.min_length
+        way = self.num_layers - 1 - 2 * self.max_jump  # from the last layer to begin at to the first to end at
+        return max(self.min_length, 1 + math.ceil(max(way, 0) / (self.max_jump + 1)))
+
+    @property
+    def longest(self) -> int:
+        """The most layers of a path."""
+        return self.num_layers if self.max_jump == 0 else self.max_length
+
+    def step(self, model: int, layer: int) -> int:
+        return model * self.num_layers + layer
+
+    def model_of(self, step: int) -> int:
+        return step // self.num_layers
+
+    def layer_of(self, step: int) -> int:
+        return step % self.num_layers
+
+    def may_end(self, path: Sequence[int]) -> bool:
+        """Whether a path may have these steps and no more."""
+        if not self.min_length <= len(path) <= self.max_length:
+            return False
+        return self.max_jump is None or self.layer_of(path[-1]) >= self.num_layers - 1 - self.max_jump
+
+    def next_layers(self, path: Sequence[int], *, max_length: int | None = None) -> tuple[int, ...]:
+        """The layers, of whichever model, that may follow these steps in ascending order, so that the path can still
+        end with at most `max_length` layers (by default those of the space). Empty: it must end."""
+        left = (self.max_length if max_length is None else max_length) - len(path) - 1
+        if left < 0:
+            return ()
+        if self.max_jump is None:
+            return tuple(range(self.num_layers))
+        expected = self.layer_of(path[-1]) + 1 if path else 0
+        low, high = max(expected - self.max_jump, 0), min(expected + self.max_jump, self.num_layers - 1)
+        reach = self.max_jump + left * (self.max_jump + 1)  # how far from the last layer a step may be
+        return tuple(range(max(low, self.num_layers - 1 - reach), high + 1))
+
+    def contains(self, path: Sequence[int]) -> bool:
+        return self.may_end(path) and all(
+            self.layer_of(step) in self.next_layers(path[:at]) and 0 <= step < self.num_steps
+            for at, step in enumerate(path)
+        )
+
+    # Paths as configurations.
+
+    def parameters(self) -> Iterator[Parameter]:
+        """A path's length, and the model and the layer of each step that it has."""
+        shortest, longest = self.shortest, self.longest
+        own = min(max(self.num_layers, shortest), longest)
+        yield Integer(LENGTH, shortest, longest, default=own)
+        for at in range(longest):
+            conditions = (Condition(LENGTH, tuple(range(at + 1, longest + 1))),) if at >= shortest else ()
+            yield Categorical(_model(at), self.models, conditions=conditions)
+            default = min(at, self.num_layers - 1)
+            yield Integer(_layer(at), 0, self.num_layers - 1, default=default, conditions=conditions)
+
+    def path(self, configuration: Configuration) -> Path:
+        """The path that any accepted configuration stands for: layers that may not follow are exchanged for the nearest
+        that may."""
+        found: list[int] = []
+        length = configuration[LENGTH]
+        for at in range(length):
+            wanted = configuration[_layer(at)]
+            allowed = self.next_layers(found, max_length=length)
+            layer = min(max(wanted, allowed[0]), allowed[-1])
+            found.append(self.step(self.models.index(configuration[_model(at)]), layer))
+        return tuple(found)
+
+    def configuration(self, path: Sequence[int]) -> dict[str, Any]:
+        """Of a path of the space."""
+        found: dict[str, Any] = {LENGTH: len(path)}
+        for at, step in enumerate(path):
+            found |= {_model(at): self.models[self.model_of(step)], _layer(at): self.layer_of(step)}
+        return found
+
+    def repair(self, configuration: Configuration) -> dict[str, Any]:
+        return self.configuration(self.path(configuration))
+
+    def sample(self, rng: np.random.Generator) -> dict[str, Any]:
+        """A path near one model in its own order: from none to all of its layers are changed, few more often than many.
+        A change takes the layer of another model, repeats the layer, or leaves it out."""
+        own = int(rng.integers(len(self.models)))
+        layers = [(own, layer) for layer in range(self.num_layers)]
+        num_changes = int(math.exp(rng.uniform(0.0, math.log(self.num_layers + 2)))) - 1
+        for _ in range(num_changes):
+            at = int(rng.integers(len(layers)))
+            model = int(rng.integers(len(self.models)))
+            change = rng.choice(list(CHANGES), p=list(CHANGES.values()))
+            if change == "exchange":
+                layers[at] = (model, layers[at][1])
+            elif change == "repeat" and len(layers) < self.longest:
+                layers.insert(at, (model, layers[at][1]))
+            elif change == "drop" and len(layers) > max(self.shortest, 1):
+                del layers[at]
+        while len(layers) < self.shortest:
+            at = int(rng.integers(len(layers)))
+            layers.insert(at, layers[at])
+        del layers[self.longest :]
+        drawn: dict[str, Any] = {LENGTH: len(layers)}
+        for at, (model, layer) in enumerate(layers):
+            drawn |= {_model(at): self.models[model], _layer(at): layer}
+        return self.repair(drawn)
+
+
+def _model(at: int) -> str:
+    return f"step{at + 1}.model"
+
+
+def _layer(at: int) -> str:
+    return f"step{at + 1}.layer"

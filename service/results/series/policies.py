@@ -1,0 +1,61 @@
+"""The policies of a search that learns them: the outcomes of each iteration's paths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from service.results.record import RunRecord, UpdateRecord
+from service.results.series.base import chart
+
+__all__ = ["PoliciesPlot", "PolicyIteration", "PolicySeries", "policies"]
+
+
+@dataclass(frozen=True)
+class PolicyIteration:
+    iteration: Annotated[int, Field(ge=0, description="Counted over all policies.")]
+    outcome: Annotated[float, Field(description="Mean over its trials: weighted values less the price of length.")]
+    outcome_std: Annotated[float, Field(ge=0, description="The standard deviation over its trials.")]
+    length: Annotated[float, Field(description="Mean number of layers.")]
+    statistics: Annotated[dict[str, float], Field(description="Losses and entropy of the update; none in a warm-up.")]
+
+
+@dataclass(frozen=True)
+class PolicySeries:
+    name: str
+    preference: Annotated[dict[str, float], Field(description="By objective; empty for a policy of all preferences.")]
+    iterations: tuple[PolicyIteration, ...]
+
+
+@dataclass(frozen=True)
+class PoliciesPlot:
+    """The policies in the order in which they began; none for searches that learn none."""
+
+    plot: Literal["policies"]
+    policies: tuple[PolicySeries, ...]
+
+
+@chart(place=10)
+def policies(run: RunRecord) -> PoliciesPlot:
+    """The mean outcome of each iteration of the policies that the search learned."""
+    found: dict[tuple[tuple[str, float], ...], list[UpdateRecord]] = {}
+    for update in run.updates:
+        found.setdefault(tuple(update.preference.items()), []).append(update)
+    return PoliciesPlot(
+        "policies",
+        tuple(
+            PolicySeries(f"policy {number}", dict(preference), tuple(map(_iteration, updates)))
+            for number, (preference, updates) in enumerate(found.items())
+        ),
+    )
+
+
+MEASURED = ("outcome", "outcome_std", "length")
+
+
+def _iteration(update: UpdateRecord) -> PolicyIteration:
+    outcome, std, length = (update.statistics[name] for name in MEASURED)
+    others = {name: value for name, value in update.statistics.items() if name not in MEASURED}
+    return PolicyIteration(update.iteration, outcome, std, length, others)

@@ -1,0 +1,45 @@
+"""The outcomes of policies, as series and in the report."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from service.results.record import UpdateRecord
+from service.results.report import render_report
+from service.results.series.policies import policies
+from tests.service.synthetic_run import run_record
+
+RUN = run_record(num_trials=12)
+VECTORS = ({"math": 1.0, "text": 0.0}, {"math": 0.0, "text": 1.0})
+
+
+def updates(*, num_iterations: int, vectors: tuple[dict[str, float], ...] = ({},)) -> tuple[UpdateRecord, ...]:
+    return tuple(
+        UpdateRecord(
+            iteration,
+            9 + iteration,
+            {"outcome": 0.1 * iteration, "outcome_std": 0.05, "length": 7.5, "entropy": 2.0},
+            vectors[iteration % len(vectors)],
+        )
+        for iteration in range(num_iterations)
+    )
+
+
+def test_each_policy_has_its_iterations() -> None:
+    found = policies(replace(RUN, updates=updates(num_iterations=5, vectors=VECTORS))).policies
+    assert [policy.preference for policy in found] == list(VECTORS)
+    assert [[each.iteration for each in policy.iterations] for policy in found] == [[0, 2, 4], [1, 3]]
+    first = found[1].iterations[0]
+    assert (first.outcome, first.outcome_std, first.length, first.statistics) == (0.1, 0.05, 7.5, {"entropy": 2.0})
+    assert policies(RUN).policies == ()
+
+
+def test_the_report_draws_policies_where_there_are_some() -> None:
+    assert "<h2>Policies</h2>" not in render_report(RUN)
+    one = render_report(replace(RUN, updates=updates(num_iterations=4)))
+    assert "One policy learned from 4 iterations." in one
+    assert one.count("<title>policy 0, iteration 3: 0.3") == 1
+    assert one.count('class="range"') >= 4
+    several = render_report(replace(RUN, updates=updates(num_iterations=5, vectors=VECTORS)))
+    assert "2 policies, one for each preference vector, learned from 5 iterations." in several
+    assert 'class="range"' not in several

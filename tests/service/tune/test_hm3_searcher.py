@@ -1,0 +1,239 @@
+"""Whole searches by HM3's policy: every episode is a trial, and one that was killed goes on as if nothing had
+happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_spaces.spaces.base import SearchSpace
+from search_spaces.study.sections import PolicyOptions
+from service.store import Store
+from service.store.artifacts import ArtifactStore
+from service.tune.coordinator import Coordinator
+from service.tune.proposing.checkpoints import PolicyCheckpoints, SearcherState
+from service.tune.searchers import get_searcher
+from service.tune.searchers.base import LearningSearcher, SearchSetting
+from service.tune.searchers.hm3 import paths_of
+from service.tune.steps import Step, StepKind, StepRequest
+from service.types import Origin
+from tests.search_spaces.spaces.families import models, space
+from tests.service.tune.harness import (
+    FINGERPRINTS,
+    InlineProposer,
+    Killed,
+    coordinator_of,
+    drive,
+    killer,
+    make_plan,
+    new_study,
+    trial_list,
+)
+from workers.errors import TrialFailed
+from workers.serving.fake import FakeScorer
+from workers.types import ScoreRequest, ScoreResult
+
+NUM_BASELINES = len(make_plan("").baselines)
+MAX_TRIALS = 26
+POLICY = PolicyOptions(episodes=5, explored=2, epochs=2, mini_batches=2)
+VECTORS = ((1.0, 0.0), (0.0, 1.0))
+
+
+def paths_space(**options: Any) -> SearchSpace:
+    family = replace(models(("math", "text"), 4), fingerprints=FINGERPRINTS)
+    return space("hm3", family, **{"max_path_length": 5, **options})
+
+
+def setting(**changes: Any) -> SearchSetting:
+    options: dict[str, Any] = {"policy": POLICY, **changes}
+    plain = SearchSetting(
+        objectives=("math", "text"),
+        num_samples={"math": 36, "text": 36},
+        num_baselines=NUM_BASELINES,
+        options=None,  # type: ignore[arg-type]
+    )
+    return replace(plain, **options)
+
+
+class LearningProposer(InlineProposer):
+    """`proposals.Proposer` for a searcher that learns, in the caller's own thread: what `RayProposer` does on
+    actors."""
+
+    def __init__(self, own: SearchSpace, store: Store, study: str, directory: Path, told: SearchSetting) -> None:
+        searcher = get_searcher("hm3")
+        assert isinstance(searcher, LearningSearcher)
+        self.checkpoints = PolicyCheckpoints(ArtifactStore(store, directory), study, searcher, told)
+        steps = [Step.from_json(row.number, row.proposal, row.document) for row in store.steps(study)]
+        self._num_steps = len(steps)
+        self._state = SearcherState("hm3", own.parameters, told, steps, self.checkpoints.load(steps))
+        self._ready: Any = None
+
+    def submit(self, *, number: int, observations: Sequence[Any], pending: Sequence[Mapping[str, Any]]) -> None:
+        self._call = {"number": number, "seed": 0, "observations": observations, "pending": pending}
+        self._ready = self._state.propose(**self._call)
+
+    def result(self, *, timeout_s: float) -> Any:
+        if not isinstance(self._ready, StepRequest):
+            return self._ready
+        assert self._ready.kind is StepKind.UPDATE
+        result, content = self._state.update(self._ready, **self._call)
+        if content is not None:
+            self.checkpoints.put(self._ready.iteration, content)
+        return Step(self._num_steps, self._call["number"], self._ready, result)
+
+    def stored(self, step: Step) -> None:
+        self._num_steps += 1
+        self._ready = self._state.propose_after(step, **self._call)
+
+
+class Search:
+    """A study in a directory, and attempts at it."""
+
+    def __init__(
+        self, directory: Path, *, told: SearchSetting | None = None, scorer: Any = None, **options: Any
+    ) -> None:
+        directory.mkdir(exist_ok=True)
+        self.directory = directory
+        self.space = paths_space(**options)
+        self.told = told or setting()
+        self.store, self.study = new_study(directory)
+        self.scorer = scorer or FakeScorer()
+
+    def attempt(self, observer: Callable[[str], None] = lambda _: None, **plan: Any) -> Coordinator:
+        proposer = LearningProposer(self.space, self.store, self.study, self.directory, self.told)
+        chosen: dict[str, Any] = {"scheduler": "none", "max_trials": MAX_TRIALS, "max_duplicates": 1000, **plan}
+        return coordinator_of(self.store, self.study, proposer=proposer, observer=observer, space=self.space, **chosen)
+
+    def run(self, **options: Any) -> Search:
+        concurrency = {name: options.pop(name) for name in ("concurrency", "order_seed") if name in options}
+        drive(self.attempt(**options), self.scorer, **concurrency)
+        return self
+
+    @property
+    def trials(self) -> list[Any]:
+        return trial_list(self.store, self.study)
+
+    @property
+    def steps(self) -> list[Step]:
+        rows = self.store.steps(self.study)
+        return [Step.from_json(row.number, row.proposal, row.document) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Search:
+    return Search(tmp_path_factory.mktemp("undisturbed")).run()
+
+
+def test_every_episode_is_a_trial_and_every_iteration_a_step(undisturbed: Search) -> None:
+    found = undisturbed.store.trials(undisturbed.study)
+    proposed = [trial for trial in found if trial.origin is Origin.SEARCH]
+    assert len(proposed) == MAX_TRIALS
+    paths = paths_of(undisturbed.space.parameters)
+    for trial in proposed:
+        assert trial.configuration is not None
+        assert paths.contains(paths.path(trial.configuration))
+        assert trial.recipe == undisturbed.space.to_recipe(trial.configuration)
+    # Iterations 0 to 3 are learned from before iteration 5 begins; the first is the warm-up.
+    steps = undisturbed.steps
+    assert [step.request.iteration for step in steps] == [0, 1, 2, 3]
+    assert [bool(step.result.checkpoint) for step in steps] == [False, True, True, True]
+    # Each stands before the first episode of the iteration after the next.
+    assert [step.proposal - NUM_BASELINES for step in steps] == [10, 15, 20, 25]
+
+
+def test_the_statistics_of_a_step_are_those_of_its_trials(undisturbed: Search) -> None:
+    trials = undisturbed.store.trials(undisturbed.study)
+    (step,) = [step for step in undisturbed.steps if step.request.iteration == 2]
+    mine = trials[NUM_BASELINES + 10 : NUM_BASELINES + 15]
+    lengths = [len(trial.recipe.layers) for trial in mine]
+    outcomes = [sum(trial.values.values()) / 2 - 0.001 * length for trial, length in zip(mine, lengths, strict=True)]
+    assert step.result.statistics["length"] == pytest.approx(sum(lengths) / 5)
+    assert step.result.statistics["outcome"] == pytest.approx(sum(outcomes) / 5)
+    assert set(step.result.statistics) >= {"outcome_std", "policy_loss", "value_loss", "entropy", "kl"}
+
+
+@pytest.mark.parametrize("concurrency", [1, 5])
+def test_the_trials_are_the_same_with_any_number_of_runners(
+    undisturbed: Search, tmp_path: Path, concurrency: int
+) -> None:
+    other = Search(tmp_path).run(concurrency=concurrency, order_seed=3, max_staleness=concurrency)
+    assert other.trials == undisturbed.trials
+    assert [step.result.checkpoint for step in other.steps] == [s.result.checkpoint for s in undisturbed.steps]
+
+
+def test_killed_at_any_step_a_search_gives_the_undisturbed_trial_list(undisturbed: Search, tmp_path: Path) -> None:
+    search = Search(tmp_path)
+    for kill_at in range(200):
+        try:
+            search.run(observer=killer(9 + kill_at % 11))
+        except Killed:
+            continue
+        break
+    assert kill_at > 3
+    assert search.trials == undisturbed.trials
+    assert [step.request for step in search.steps] == [step.request for step in undisturbed.steps]
+
+
+def test_policies_that_are_gone_or_damaged_are_learned_again(undisturbed: Search, tmp_path: Path) -> None:
+    search = Search(tmp_path)
+
+    def observe(_: str) -> None:
+        if len(search.steps) == 3:
+            raise Killed
+
+    with pytest.raises(Killed):
+        search.run(observer=observe)
+    files = [file for file in (tmp_path / "blobs").glob("*/*") if file.stat().st_size > 10_000]
+    assert files
+    for file in files:
+        file.write_bytes(b"not a policy")
+    assert search.run().trials == undisturbed.trials
+
+
+def test_a_policy_for_each_preference_takes_its_turn(tmp_path: Path) -> None:
+    told = setting(preferences=VECTORS, policy=replace_options(episodes=3))
+    search = Search(tmp_path, told=told).run(max_staleness=3)
+    assert [step.request.preference["math"] for step in search.steps] == [1.0, 0.0] * 3 + [1.0]
+    assert [bool(step.result.checkpoint) for step in search.steps] == [False] * 2 + [True] * 5
+    slots = {record.name for record in ArtifactStore(search.store, tmp_path).of(search.study)}
+    assert slots == {f"hm3-policy-{policy}-{turn}" for policy in (0, 1) for turn in (0, 1)}
+
+
+def test_a_conditioned_policy_is_one(tmp_path: Path) -> None:
+    told = setting(preferences=VECTORS, policy=replace_options(policy="conditioned"))
+    search = Search(tmp_path, told=told).run()
+    assert [step.request.preference for step in search.steps] == [{}] * 4
+    slots = {record.name for record in ArtifactStore(search.store, tmp_path).of(search.study)}
+    assert slots == {"hm3-policy-0-0", "hm3-policy-0-1"}
+
+
+def replace_options(**changes: Any) -> PolicyOptions:
+    return POLICY.model_copy(update=changes)
+
+
+class FailingScorer(FakeScorer):
+    """Every third path cannot be scored."""
+
+    def score(self, request: ScoreRequest) -> ScoreResult:
+        if len(request.recipe.layers) == 5:
+            raise TrialFailed("its logits are NaN")
+        return super().score(request)
+
+
+def test_paths_that_fail_do_not_stop_the_search(tmp_path: Path) -> None:
+    search = Search(tmp_path, scorer=FailingScorer()).run()
+    states = [row[3] for row in search.trials]
+    assert "FAIL" in [state.value for state in states]
+    assert len(search.steps) == 4
+
+
+def test_a_search_whose_policies_repeat_themselves_ends(tmp_path: Path) -> None:
+    search = Search(tmp_path, max_jump=0)  # 16 paths
+    coordinator = search.attempt(max_trials=500, max_duplicates=6)
+    drive(coordinator, search.scorer)
+    assert coordinator.end_of_search is not None
+    assert "the last 6 proposals were recipes scored already" in coordinator.end_of_search

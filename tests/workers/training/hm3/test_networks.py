@@ -1,0 +1,215 @@
+"""From paths to states and steps: Wolpertinger by hand, episodes that keep to the limits, gradients that arrive."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from search_spaces.spaces.layer_paths import LayerPaths
+from workers.training.hm3.episodes import Episode, generator_of, play
+from workers.training.hm3.learner import Batch, Learner, LearnerOptions
+from workers.training.hm3.networks import NetworkOptions, Networks
+from workers.training.hm3.pool import allowed_steps, stop_of
+from workers.training.hm3.wolpertinger import choose, nearest
+
+PATHS = LayerPaths(("a", "b"), num_layers=4, min_length=3, max_length=6, max_jump=1)
+SQUARE = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [3.0, 0.0]])
+EVERY = torch.ones(5, dtype=torch.bool)
+
+
+def networks(paths: LayerPaths = PATHS, seed: int = 0, **options: object) -> Networks:
+    torch.manual_seed(seed)
+    return Networks(paths, NetworkOptions(**options))  # type: ignore[arg-type]
+
+
+def played(number: int, net: Networks | None = None, **options: object) -> Episode:
+    chosen: dict[str, object] = {"seed": 1, "k": 3, "exploration": 0.5, "preference": (1.0,), **options}
+    return play(net or networks(), number=number, **chosen)  # type: ignore[arg-type]
+
+
+# Wolpertinger.
+
+
+def test_the_nearest_steps_come_first_and_those_that_are_not_allowed_not_at_all() -> None:
+    proto = torch.tensor([0.9, 0.2])
+    # Distances: 0.92, 0.22, 1.20, 0.81, 2.11.
+    assert nearest(proto, SQUARE, EVERY, k=3).tolist() == [1, 3, 0]
+    allowed = torch.tensor([True, False, True, True, False])
+    assert nearest(proto, SQUARE, allowed, k=2).tolist() == [3, 0]
+    assert nearest(proto, SQUARE, allowed, k=9).tolist() == [3, 0, 2]
+
+
+def test_of_steps_at_equal_distance_the_first_comes_first() -> None:
+    assert nearest(torch.tensor([0.5, 0.5]), SQUARE, EVERY, k=4).tolist() == [0, 1, 2, 3]
+
+
+def test_the_neighbour_with_the_best_outcome_is_taken_or_one_is_explored() -> None:
+    candidates, outcomes = torch.tensor([7, 2, 5]), torch.tensor([0.1, 0.4, 0.4])
+    generator = generator_of(0, 0)
+    assert choose(candidates, outcomes, explores=False, generator=generator) == 2
+    drawn = [choose(candidates, outcomes, explores=True, generator=generator) for _ in range(300)]
+    assert all(70 < drawn.count(step) < 130 for step in (7, 2, 5))
+
+
+# What is allowed.
+
+
+def test_steps_follow_the_geometry_and_the_lengths() -> None:
+    assert allowed_steps(PATHS, ()).nonzero().flatten().tolist() == [0, 1, 4, 5]
+    assert allowed_steps(PATHS, (0, 1, 3)).nonzero().flatten().tolist() == [3, 7, stop_of(PATHS)]
+    assert allowed_steps(PATHS, (0, 1, 2, 3, 3, 3)).nonzero().flatten().tolist() == [stop_of(PATHS)]
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        PATHS,
+        LayerPaths(("a", "b", "c"), 5, 5, 5, 0),
+        LayerPaths(("a", "b"), 9, 1, 4, 2),
+        LayerPaths(("a",), 3, 1, 5, None),
+    ],
+)
+def test_every_episode_is_a_path_of_the_space(paths: LayerPaths) -> None:
+    net = networks(paths)
+    found = [played(number, net, k=9, exploration=1.0) for number in range(40)]
+    assert all(paths.contains(episode.path) for episode in found)
+    assert len({episode.path for episode in found}) > 5
+    for episode in found:
+        has_end = episode.steps[-1] == stop_of(paths)
+        assert len(episode.steps) == len(episode.path) + has_end
+        assert has_end == (len(episode.path) < paths.longest)
+        assert episode.log_densities.shape == episode.steps.shape
+
+
+def test_an_episode_is_a_function_of_seed_number_and_networks() -> None:
+    torch.manual_seed(1)
+    before = played(3)
+    torch.manual_seed(2)
+    again = played(3)
+    assert before.path == again.path
+    assert torch.equal(before.protos, again.protos)
+    assert any(played(3).path != played(number).path for number in range(4, 8))
+    assert any(played(number).path != played(number, seed=2).path for number in range(4))
+
+
+# Networks.
+
+
+def test_a_state_after_some_steps_is_that_of_the_episode() -> None:
+    net = networks()
+    episode = played(5, net)
+    with torch.no_grad():
+        states = net.states(episode.steps[None])
+        shorter = net.states(episode.steps[None, :2])
+        means = net.proto(states[0, :-1], torch.ones(1))
+    assert torch.allclose(states[:, :3], shorter, atol=1e-6)
+    z = (episode.protos - means) / net.log_std.exp()
+    assert z.abs().max() < 6
+    densities = torch.distributions.Normal(means, net.log_std.exp()).log_prob(episode.protos).sum(dim=1)
+    assert torch.allclose(densities, episode.log_densities, atol=1e-5)
+
+
+def test_descriptors_alone_can_tell_models_apart() -> None:
+    descriptors = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    net = Networks(PATHS, NetworkOptions(num_statistics=3, by_index=False), descriptors)
+    table = net.embeddings().detach()
+    assert table.shape == (9, 16)
+    assert (table[:4] - table[4:8]).norm(dim=1).min() > 0.01
+    other = LayerPaths(("x", "y", "z"), 4, 3, 6, 1)
+    moved = Networks(other, NetworkOptions(num_statistics=3, by_index=False), torch.randn(3, 4, 3))
+    moved.load_state_dict(net.state_dict())
+    assert other.contains(played(0, moved).path)
+    with pytest.raises(ValueError, match=r"descriptors of shape \(2, 4, 3\); the pool and options need \(3, 4, 3\)"):
+        Networks(other, NetworkOptions(num_statistics=3), descriptors)
+
+
+def test_a_preference_is_seen_only_where_it_is_an_input() -> None:
+    for sees, same in ((True, False), (False, True)):
+        net = networks(num_objectives=2, sees_preference=sees)
+        states = net.states(torch.tensor([[0, 1]]))
+        protos = [net.proto(states, torch.tensor(vector)) for vector in ([1.0, 0.0], [0.0, 1.0])]
+        assert torch.equal(*protos) is same
+
+
+# The learner.
+
+
+def learner(**options: object) -> Learner:
+    networks = NetworkOptions(num_objectives=2)
+    return Learner(PATHS, networks, LearnerOptions(**options), seed=3)  # type: ignore[arg-type]
+
+
+def some_episodes(of: Learner, num: int = 8) -> list[Episode]:
+    return [played(number, of.networks, preference=(0.25, 0.75)) for number in range(num)]
+
+
+def test_gradients_reach_encoder_policy_and_value_network() -> None:
+    own = learner()
+    before = {name: value.clone() for name, value in own.networks.state_dict().items()}
+    own.update(some_episodes(own), torch.rand(8, 2, generator=torch.Generator().manual_seed(0)))
+    after = own.networks.state_dict()
+    same = [name for name in before if torch.equal(before[name], after[name])]
+    assert same == []
+    assert {name.split(".")[0] for name in before} == {
+        "models",
+        "layers",
+        "stop",
+        "start",
+        "gru",
+        "policy",
+        "value",
+        "centre",
+        "spread",
+        "log_std",
+    }
+
+
+def test_the_policy_s_and_the_value_s_loss_each_reach_the_encoder() -> None:
+    own = learner()
+    episodes = some_episodes(own)
+    batch = Batch.of(episodes, torch.rand(8, 2))
+    for name in ("policy", "value"):
+        own.networks.zero_grad()
+        getattr(own.losses(batch, torch.randn(batch.steps.shape)), name).backward()
+        reached = {n.split(".")[0] for n, p in own.networks.named_parameters() if p.grad is not None and p.grad.any()}
+        assert {"models", "layers", "start", "gru", name} <= reached
+
+
+def test_before_the_first_update_the_ratio_is_one_and_the_losses_are_known() -> None:
+    own = learner()
+    batch = Batch.of(some_episodes(own), torch.full((8, 2), 0.5))
+    advantages = torch.ones(batch.steps.shape)
+    losses = own.losses(batch, advantages)
+    assert float(losses.policy) == pytest.approx(-1.0, abs=1e-5)
+    assert float(losses.kl) == pytest.approx(0.0, abs=1e-5)
+    with torch.no_grad():
+        found = own.networks.outcomes(own.networks.states(batch.steps), batch.preferences[:, None])
+    expected = torch.cat([(found[row, : n + 1] - 0.5).flatten() ** 2 for row, n in enumerate(batch.lengths)]).mean()
+    assert float(losses.value) == pytest.approx(float(expected), rel=1e-5)
+    # Normal distributions of standard deviation 0.5 in 16 dimensions: 16 * (ln 0.5 + (1 + ln 2 pi) / 2).
+    assert float(losses.entropy) == pytest.approx(16 * (-0.693147 + 1.418939), rel=1e-5)
+    options = own.options
+    total = losses.policy + options.value_coefficient * losses.value - options.entropy_coefficient * losses.entropy
+    assert float(losses.total) == pytest.approx(float(total))
+
+
+def test_a_learner_that_was_saved_goes_on_as_the_one_that_was_not() -> None:
+    episodes, outcomes = some_episodes(learner()), torch.rand(8, 2, generator=torch.Generator().manual_seed(1))
+    own = learner()
+    own.update(episodes, outcomes)
+    saved = own.to_bytes()
+    again = learner()
+    again.restore(saved)
+    assert own.update(episodes, outcomes) == again.update(episodes, outcomes)
+    for name, value in own.networks.state_dict().items():
+        assert torch.equal(value, again.networks.state_dict()[name])
+
+
+def test_a_learner_does_not_touch_the_random_state_of_others() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    own = learner()
+    own.update(some_episodes(own), torch.rand(8, 2, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(torch.rand(3), expected)

@@ -1,0 +1,111 @@
+"""Whole trainings: which networks play what, any number of runners, and the toy environment with its deceptive
+optimum."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+
+import pytest
+import torch
+
+from search_spaces.spaces.layer_paths import LayerPaths
+from tests.benchmarks.bench_hm3_toy import LURE, NUM_ACTIONS, NUM_STEPS, Toy, episodes
+from workers.training.hm3.networks import NetworkOptions
+from workers.training.hm3.training import Training, TrainingOptions
+
+PATHS = LayerPaths(("a", "b"), num_layers=3, min_length=2, max_length=4, max_jump=1)
+VECTORS = ((1.0, 0.0), (0.5, 0.5), (0.0, 1.0))
+
+
+def training(*, saved: dict[int, bytes] | None = None, **options: object) -> Training:
+    chosen: dict[str, object] = {"episodes": 4, "warm_up": 1, "explored": 2, **options}
+    networks = NetworkOptions(num_objectives=2, hidden_size=8, sees_preference=bool(options.get("is_conditioned")))
+    return Training(PATHS, TrainingOptions(networks=networks, **chosen), seed=7, preferences=VECTORS, saved=saved)  # type: ignore[arg-type]
+
+
+def outcome(path: tuple[int, ...]) -> list[float]:
+    return [sum(step < 3 for step in path) / len(path), 1 / len(path)]
+
+
+def paths_of(own: Training, num: int, *, runners: int = 1, restarts: bool = False) -> list[tuple[int, ...]]:
+    """The paths of a search whose episodes arrive in an order of their own, as of several runners."""
+    found: dict[int, tuple[int, ...]] = {}
+    num_finished = 0
+    draw = random.Random(runners)
+    waiting: list[int] = []
+    number = 0
+    while len(found) < num:
+        while len(waiting) < runners and number < num:
+            while num_finished < own.num_needed(number) and set(own.numbers_in(num_finished)) <= set(found):
+                outcomes = torch.tensor([outcome(found[each]) for each in own.numbers_in(num_finished)])
+                own.learn(num_finished, outcomes)
+                num_finished += 1
+                if restarts:
+                    own = training(saved=own.saved, is_conditioned=own.options.is_conditioned)
+            if num_finished < own.num_needed(number):
+                break
+            waiting.append(number)
+            number += 1
+        chosen = waiting.pop(draw.randrange(len(waiting)))
+        found[chosen] = own.play(chosen).path
+    return [found[each] for each in range(num)]
+
+
+@pytest.mark.parametrize("is_conditioned", [False, True])
+def test_a_search_is_the_same_with_any_number_of_runners_and_after_restarts(is_conditioned: bool) -> None:
+    num = 48 if not is_conditioned else 28
+    expected = paths_of(training(is_conditioned=is_conditioned), num)
+    for runners in (2, 4):
+        assert paths_of(training(is_conditioned=is_conditioned), num, runners=runners) == expected
+    assert paths_of(training(is_conditioned=is_conditioned), num, restarts=True) == expected
+
+
+def test_policies_take_turns_and_a_conditioned_one_plays_every_vector() -> None:
+    own = training()
+    assert [own.preference_of(n) for n in (0, 3, 4, 8, 12)] == [*VECTORS[:1] * 2, VECTORS[1], VECTORS[2], VECTORS[0]]
+    assert (own.num_policies, own.policy_of(4), own.turn_of(4)) == (3, 1, 1)
+    # Each policy has learned from all its iterations: the last one of it ended before the one that runs.
+    assert [own.source_of(iteration, newest=iteration - 2) for iteration in (2, 5, 6, 7)] == [None, None, 3, 4]
+    conditioned = training(is_conditioned=True)
+    assert [conditioned.preference_of(n) for n in range(4)] == [*VECTORS, VECTORS[0]]
+    assert conditioned.num_policies == 1
+    assert [conditioned.source_of(i, newest=i - 2) for i in range(5)] == [None, None, None, 1, 2]
+
+
+def test_what_is_saved_is_what_is_needed() -> None:
+    own = training(is_conditioned=True)
+    paths_of(own, 28)
+    assert sorted(own.saved) == [3, 4]
+    with pytest.raises(KeyError):
+        training(is_conditioned=True).play(27)
+
+
+def test_nothing_is_learned_in_the_warm_up() -> None:
+    own = training()
+    assert [own.learn(i, torch.zeros(4, 2)) is None for i in range(4)] == [True, True, True, False]
+
+
+# The toy environment.
+
+
+def test_the_optimum_of_the_toy_deceives() -> None:
+    toy = Toy(0)
+    assert toy.table.shape == (NUM_ACTIONS,) * NUM_STEPS
+    assert toy.score(toy.best) == 1.0
+    assert int((toy.table == 1.0).sum()) == 1
+    for lure in toy.paths[1:]:
+        assert toy.score(lure) == pytest.approx(LURE)
+        # No one exchanged step leads on.
+        for at in range(NUM_STEPS):
+            neighbours = toy.table[(*lure[:at], slice(None), *lure[at + 1 :])]
+            assert neighbours.max() == pytest.approx(LURE)
+
+
+def test_a_policy_learns_in_a_small_toy() -> None:
+    toy = Toy(0, num_steps=4, num_actions=6, num_lures=2)
+    options = TrainingOptions(episodes=16, explored=8)
+    paths = list(itertools.islice(episodes(toy, seed=0, num_models=2, options=options), 36 * 16))
+    scores = [toy.score(path) for path in paths]
+    assert statistics.fmean(scores[-48:]) > statistics.fmean(scores[:48]) + 0.1

@@ -1,0 +1,68 @@
+"""Statistics of each layer's weights, which tell a policy what a layer is like without naming its model.
+
+Of each component of a layer (attention, MLP, norms), over all its numbers: the mean, the logarithm of the standard
+deviation, the kurtosis, and the logarithm of the distance from the base's layer relative to the base's norm. HM3's
+authors embed the layers' parameters without saying how; these are ours.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from search_spaces.recipe import COMPONENTS
+from workers.cache import cached
+from workers.models.checkpoints import Checkpoint
+from workers.models.family import open_sources
+from workers.types import Family
+
+__all__ = ["STATISTICS", "layer_descriptors"]
+
+STATISTICS = ("mean", "log_std", "kurtosis", "log_distance")
+
+# In place of a distance of 0, and of a standard deviation of 0.
+SMALLEST = 1e-8
+
+
+@lru_cache(maxsize=4)
+def layer_descriptors(family: Family, models: tuple[str, ...]) -> Tensor:
+    """[num_models, num_layers, num_components * 4]: of the models with these aliases, each statistic standardised over
+    all layers of all models; one that is the same everywhere is 0. Kept by the models' fingerprints."""
+    key = "hm3 descriptors 1 " + json.dumps([family.fingerprints[alias] for alias in (family.base.alias, *models)])
+    found = cached(key)
+    if found is None:
+        sources = open_sources(family)
+        found = cached(key, json.dumps([_of_model(sources.views[alias], sources.base) for alias in models]))
+    raw = torch.tensor(json.loads(found or "[]"), dtype=torch.float64)
+    flat = raw.flatten(0, 1)
+    spread = flat.std(dim=0, unbiased=False)
+    standard = (flat - flat.mean(dim=0)) / torch.where(spread > SMALLEST, spread, torch.inf)
+    return standard.reshape(raw.shape).to(torch.float32)
+
+
+def _of_model(model: Checkpoint, base: Checkpoint) -> list[list[float]]:
+    return [
+        [
+            statistic
+            for component in COMPONENTS
+            for statistic in _of_component(model, base, model.layout.suffixes(component, layer), layer)
+        ]
+        for layer in range(model.layout.num_layers)
+    ]
+
+
+def _of_component(model: Checkpoint, base: Checkpoint, suffixes: Iterable[str], layer: int) -> Sequence[float]:
+    names = [model.layout.name(suffix, layer) for suffix in suffixes]
+    if not names:
+        return (0.0,) * len(STATISTICS)
+    values = torch.cat([model.read(name).flatten().double() for name in names])
+    origin = torch.cat([base.read(name).flatten().double() for name in names])
+    mean, std = float(values.mean()), float(values.std(unbiased=False))
+    kurtosis = float(((values - mean) ** 4).mean()) / max(std**4, SMALLEST**2)
+    distance = float((values - origin).norm() / origin.norm().clamp(min=SMALLEST))
+    return mean, math.log(max(std, SMALLEST)), kurtosis, math.log(max(distance, SMALLEST))

@@ -1,0 +1,192 @@
+"""The learner: improves the networks by the episodes of one iteration, and is saved and restored as bytes."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from search_spaces.spaces.layer_paths import LayerPaths
+from workers.training.hm3.episodes import Episode, generator_of
+from workers.training.hm3.networks import NetworkOptions, Networks
+from workers.training.hm3.ppo import Losses, gae, log_density, remaining_shares, surrogate
+
+__all__ = ["Batch", "Learner", "LearnerOptions", "UpdateStatistics"]
+
+# Streams of random numbers beside those of episodes, whose numbers are at least 0.
+FIRST_NETWORKS, MINI_BATCHES = -1, -2
+
+
+@dataclass(frozen=True)
+class LearnerOptions:
+    """Clip, gamma and lambda are those that HM3's authors state; the other numbers are ours."""
+
+    clip: float = 0.1
+    gamma: float = 0.990
+    gae_lambda: float = 0.95
+    value_coefficient: float = 0.5
+    entropy_coefficient: float = 0.002
+    learning_rate: float = 3e-3
+    epochs: int = 4
+    mini_batches: int = 4
+    max_gradient_norm: float = 0.5
+
+
+@dataclass(frozen=True)
+class UpdateStatistics:
+    """Means over the mini-batches of one update."""
+
+    policy_loss: float
+    value_loss: float
+    entropy: float
+    kl: float
+
+
+class Learner:
+    """Networks, their optimizer, and how many iterations they have learned from. On the CPU, in float32."""
+
+    def __init__(
+        self,
+        paths: LayerPaths,
+        networks: NetworkOptions,
+        options: LearnerOptions,
+        *,
+        seed: int,
+        descriptors: Tensor | None = None,
+    ) -> None:
+        self.options = options
+        self.num_updates = 0
+        self._seed = seed
+        # The first numbers of the networks are a function of the seed, and nobody else's random state moves.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(generator_of(seed, FIRST_NETWORKS).initial_seed())
+            self.networks = Networks(paths, networks, descriptors)
+        self._optimizer = torch.optim.Adam(self.networks.parameters(), lr=options.learning_rate)
+
+    def update(self, episodes: Sequence[Episode], outcomes_BK: Tensor) -> UpdateStatistics:
+        """Learn from the episodes of one iteration. `outcomes_BK`: of each, what every objective's part of R was, less
+        the price of its length; R is their sum weighted by the episode's preference, and R / T the reward of each of
+        its T steps."""
+        batch = Batch.of(episodes, outcomes_BK)
+        if self.num_updates == 0:
+            self.networks.measure(outcomes_BK)
+        advantages = self._advantages(batch)
+        order = torch.Generator().manual_seed(generator_of(self._seed, MINI_BATCHES - self.num_updates).initial_seed())
+        seen: list[Losses] = []
+        for _ in range(self.options.epochs):
+            shuffled = torch.randperm(len(episodes), generator=order)
+            for rows in shuffled.chunk(min(self.options.mini_batches, len(episodes))):
+                losses = self.losses(batch.only(rows), advantages[rows])
+                self._optimizer.zero_grad()
+                losses.total.backward()  # type: ignore[no-untyped-call]
+                torch.nn.utils.clip_grad_norm_(self.networks.parameters(), self.options.max_gradient_norm)
+                self._optimizer.step()
+                seen.append(losses)
+        self.num_updates += 1
+
+        def mean(name: str) -> float:
+            return float(torch.stack([getattr(losses, name).detach() for losses in seen]).mean())
+
+        return UpdateStatistics(mean("policy"), mean("value"), mean("entropy"), mean("kl"))
+
+    def losses(self, batch: Batch, advantages_BT: Tensor) -> Losses:
+        """PPO's losses of some episodes. The value of a state is the outcome that is expected, times the share of it
+        that is still to be paid: so expected outcomes of states at different places can be compared, and to end now or
+        later is judged by the outcome alone."""
+        options = self.options
+        networks = self.networks
+        states = networks.states(batch.steps)
+        weights = batch.preferences[:, None]
+        mean = networks.proto(states[:, :-1], weights)
+        log_ratio = log_density(batch.protos, mean, networks.log_std) - batch.log_densities
+        is_step = batch.is_step
+        log_ratio = torch.where(is_step, log_ratio, 0.0)
+        policy = -surrogate(log_ratio, advantages_BT, clip=options.clip)[is_step].mean()
+        # All states count: that after the end too, whose outcome is the episode's.
+        errors = ((networks.outcomes(states, weights) - batch.outcomes[:, None]) / networks.spread) ** 2
+        value = errors[batch.is_state].mean()
+        entropy = networks.log_std.sum() + 0.5 * len(networks.log_std) * (1 + torch.log(torch.tensor(2 * torch.pi)))
+        kl = (log_ratio.exp() - 1 - log_ratio)[is_step].mean()
+        total = policy + options.value_coefficient * value - options.entropy_coefficient * entropy
+        return Losses(total, policy, value, entropy, kl)
+
+    @torch.no_grad()
+    def _advantages(self, batch: Batch) -> Tensor:
+        """[B, T]: by GAE, normalised over all steps of the iteration; 0 beyond an episode's end."""
+        options = self.options
+        states = self.networks.states(batch.steps)
+        found = self.networks.outcomes(states, batch.preferences[:, None])
+        expected = (found * batch.preferences[:, None]).sum(dim=-1)
+        outcomes = (batch.outcomes * batch.preferences).sum(dim=-1)
+        advantages = torch.zeros_like(batch.log_densities)
+        for row, length in enumerate(batch.lengths):
+            shares = remaining_shares(length, gamma=options.gamma)
+            rewards = (outcomes[row] / length).expand(length)
+            values = expected[row, :length] * shares
+            advantages[row, :length] = gae(rewards, values, gamma=options.gamma, lambda_=options.gae_lambda)
+        real = advantages[batch.is_step]
+        scale = real.std(unbiased=False) + 1e-8
+        return torch.where(batch.is_step, (advantages - real.mean()) / scale, 0.0)
+
+    def to_bytes(self) -> bytes:
+        """Everything that the next update depends on."""
+        buffer = io.BytesIO()
+        state = {
+            "networks": self.networks.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "num_updates": self.num_updates,
+        }
+        torch.save(state, buffer)
+        return buffer.getvalue()
+
+    def restore(self, content: bytes) -> None:
+        """Take over what `to_bytes` of a learner of the same pool and options gave."""
+        state = torch.load(io.BytesIO(content), weights_only=True)
+        self.networks.load_state_dict(state["networks"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.num_updates = int(state["num_updates"])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Episodes side by side: B, padded to T steps with step 0; protos [B, T, D], preferences and outcomes [B, K]."""
+
+    steps: Tensor
+    protos: Tensor
+    log_densities: Tensor
+    preferences: Tensor
+    outcomes: Tensor
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, episodes: Sequence[Episode], outcomes_BK: Tensor) -> Batch:
+        pad = torch.nn.utils.rnn.pad_sequence
+        return cls(
+            steps=pad([episode.steps for episode in episodes], batch_first=True),
+            protos=pad([episode.protos for episode in episodes], batch_first=True),
+            log_densities=pad([episode.log_densities for episode in episodes], batch_first=True),
+            preferences=torch.tensor([episode.preference for episode in episodes], dtype=torch.float32),
+            outcomes=outcomes_BK.to(torch.float32),
+            lengths=tuple(len(episode.steps) for episode in episodes),
+        )
+
+    @property
+    def is_step(self) -> Tensor:
+        return torch.arange(self.steps.shape[1])[None] < torch.tensor(self.lengths)[:, None]
+
+    @property
+    def is_state(self) -> Tensor:
+        return torch.arange(self.steps.shape[1] + 1)[None] <= torch.tensor(self.lengths)[:, None]
+
+    def only(self, rows: Tensor) -> Batch:
+        return Batch(
+            self.steps[rows],
+            self.protos[rows],
+            self.log_densities[rows],
+            self.preferences[rows],
+            self.outcomes[rows],
+            tuple(self.lengths[row] for row in rows.tolist()),
+        )

@@ -1,0 +1,116 @@
+"""The module: from the path so far to a state, a proto-action, and the outcomes that are expected.
+
+Axes: B episodes, T steps, A steps of the pool with the end, D dimensions of an embedding, H of a state, K objectives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from search_spaces.spaces.layer_paths import LayerPaths
+
+__all__ = ["NetworkOptions", "Networks"]
+
+# Outcomes that differ by less are as good as equal.
+SMALLEST_SPREAD = 1e-3
+
+
+@dataclass(frozen=True)
+class NetworkOptions:
+    """`by_index`: models have embeddings of their own beside their layers' descriptors; without, the networks can be
+    used for another pool of the same number of layers. `sees_preference`: the preference vector is an input."""
+
+    num_objectives: int = 1
+    num_statistics: int = 0
+    embedding_size: int = 16
+    hidden_size: int = 64
+    first_std: float = 0.5
+    by_index: bool = True
+    sees_preference: bool = False
+
+
+class Networks(nn.Module):
+    """Encoder, policy network and value network over one pool.
+
+    `descriptors` [num_models, num_layers, num_statistics] are statistics of the layers' weights, standardised."""
+
+    def __init__(self, paths: LayerPaths, options: NetworkOptions, descriptors: Tensor | None = None) -> None:
+        super().__init__()
+        self.paths = paths
+        self.options = options
+        size, hidden = options.embedding_size, options.hidden_size
+        if descriptors is None:
+            descriptors = torch.zeros(len(paths.models), paths.num_layers, options.num_statistics)
+        if descriptors.shape != (len(paths.models), paths.num_layers, options.num_statistics):
+            raise ValueError(
+                f"descriptors of shape {tuple(descriptors.shape)}; the pool and options need "
+                f"{(len(paths.models), paths.num_layers, options.num_statistics)}"
+            )
+        # Belongs to the pool and not to what is learned.
+        self.register_buffer("descriptors", descriptors.to(torch.float32), persistent=False)
+        if options.by_index:
+            self.models = nn.Embedding(len(paths.models), size)
+        self.layers = nn.Embedding(paths.num_layers, size)
+        self.statistics = nn.Linear(options.num_statistics, size, bias=False) if options.num_statistics else None
+        self.stop = nn.Parameter(torch.randn(size))
+        self.start = nn.Parameter(torch.randn(size))
+        self.gru = nn.GRU(size, hidden, batch_first=True)
+        seen = hidden + (options.num_objectives if options.sees_preference else 0)
+        self.policy = _head(seen, hidden, size)
+        self.value = _head(seen, hidden, options.num_objectives)
+        self.centre: Tensor
+        self.spread: Tensor
+        self.register_buffer("centre", torch.zeros(options.num_objectives))
+        self.register_buffer("spread", torch.ones(options.num_objectives))
+        self.log_std = nn.Parameter(torch.full((size,), float(options.first_std)).log())
+
+    @torch.no_grad()
+    def measure(self, outcomes_BK: Tensor) -> None:
+        """Let outcomes be expected in units of these, which are the first that are known: their mean and deviation."""
+        self.centre.copy_(outcomes_BK.mean(dim=0))
+        self.spread.copy_(outcomes_BK.std(dim=0, unbiased=False).clamp(min=SMALLEST_SPREAD))
+
+    def embeddings(self) -> Tensor:
+        """[A, D]: of every step of the pool, then of the end; each has length 1."""
+        paths = self.paths
+        found = self.layers.weight[None].expand(len(paths.models), -1, -1)
+        if self.options.by_index:
+            found = found + self.models.weight[:, None]
+        if self.statistics is not None:
+            found = found + self.statistics(self.descriptors)
+        every = torch.cat([found.reshape(paths.num_steps, -1), self.stop[None]])
+        return nn.functional.normalize(every, dim=1)
+
+    def states(self, steps_BT: Tensor) -> Tensor:
+        """[B, T + 1, H]: the states before the first step, and after each of the steps."""
+        table = self.embeddings()
+        begun = nn.functional.normalize(self.start, dim=0).expand(len(steps_BT), 1, -1)
+        states: Tensor = self.gru(torch.cat([begun, table[steps_BT]], dim=1))[0]
+        return states
+
+    def proto(self, states: Tensor, preference_K: Tensor) -> Tensor:
+        """[..., D]: the mean of the proto-action in each state [..., H]."""
+        found: Tensor = self.policy(self._seen(states, preference_K))
+        return found
+
+    def outcomes(self, states: Tensor, preference_K: Tensor) -> Tensor:
+        """[..., K]: what each objective is expected to be once a path from this state [..., H] is complete, less the
+        price of its length. The preference's weighted sum of them is the expected outcome R."""
+        found: Tensor = self.centre + self.spread * self.value(self._seen(states, preference_K))
+        return found
+
+    def _seen(self, states: Tensor, preference: Tensor) -> Tensor:
+        if not self.options.sees_preference:
+            return states
+        return torch.cat([states, preference.expand(*states.shape[:-1], -1)], dim=-1)
+
+
+def _head(num_inputs: int, hidden: int, num_outputs: int) -> nn.Sequential:
+    """Two layers, whose outputs are near 0 at first."""
+    last = nn.Linear(hidden, num_outputs)
+    nn.init.normal_(last.weight, std=0.01)
+    nn.init.zeros_(last.bias)
+    return nn.Sequential(nn.Linear(num_inputs, hidden), nn.Tanh(), last)

@@ -1,0 +1,58 @@
+"""Advantages and losses of PPO as formulas on tensors. B episodes, T steps, D dimensions of a proto-action.
+
+Schulman et al., "Proximal Policy Optimization Algorithms" (2017), equations 7 and 9; "High-Dimensional Continuous
+Control Using Generalized Advantage Estimation" (2016), equation 16.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Losses", "gae", "log_density", "remaining_shares", "surrogate"]
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Of one mini-batch: `total` is what is minimised."""
+
+    total: Tensor
+    policy: Tensor
+    value: Tensor
+    entropy: Tensor
+    kl: Tensor
+    """How far the policy is from the one that played, as the mean of (ratio - 1) - log ratio."""
+
+
+def gae(rewards_T: Tensor, values_T: Tensor, *, gamma: float, lambda_: float) -> Tensor:
+    """[T]: the advantage of each step of a finished episode: sum over l of (gamma lambda)^l delta_{t+l}, where delta_t
+    is r_t + gamma V(s_{t+1}) - V(s_t), and the value after the last step is 0."""
+    following = torch.cat([values_T[1:], values_T.new_zeros(1)])
+    deltas = rewards_T + gamma * following - values_T
+    advantages = torch.empty_like(deltas)
+    running = deltas.new_zeros(())
+    for t in reversed(range(len(deltas))):
+        running = deltas[t] + gamma * lambda_ * running
+        advantages[t] = running
+    return advantages
+
+
+def remaining_shares(num_steps: int, *, gamma: float) -> Tensor:
+    """[T]: what of the outcome R is still to be paid at each step, discounted, where each of T steps is paid R / T:
+    (1 / T) sum_{j >= t} gamma^(j - t)."""
+    return gae(torch.full((num_steps,), 1.0 / num_steps), torch.zeros(num_steps), gamma=gamma, lambda_=1.0)
+
+
+def log_density(proto: Tensor, mean: Tensor, log_std_D: Tensor) -> Tensor:
+    """The log density of proto-actions [..., D] under independent normal distributions: [...]."""
+    z = (proto - mean) * torch.exp(-log_std_D)
+    return (-0.5 * z**2 - log_std_D - 0.5 * math.log(2 * math.pi)).sum(dim=-1)
+
+
+def surrogate(log_ratio: Tensor, advantages: Tensor, *, clip: float) -> Tensor:
+    """Elementwise: the clipped objective (larger is better), min(ratio A, clip(ratio, 1 - clip, 1 + clip) A)."""
+    ratio = log_ratio.exp()
+    return torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)

@@ -1,0 +1,164 @@
+"""Which networks play which episode, with which preference: a function of the options, the seed and earlier outcomes.
+
+Iterations follow each other, each of the same number of episodes. Iteration i plays with the networks of i - 1, which
+have learned from the iterations up to i - 2: so the episodes of one iteration are scored while those of the next are
+played. With a policy for each preference vector the policies take turns, an iteration each; one that is conditioned on
+the vector plays all of them in each iteration, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from search_spaces.spaces.layer_paths import LayerPaths
+from workers.training.hm3.episodes import Episode, play
+from workers.training.hm3.learner import Learner, LearnerOptions, UpdateStatistics
+from workers.training.hm3.networks import NetworkOptions, Networks
+
+__all__ = ["Training", "TrainingOptions"]
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """`episodes` of an iteration. `warm_up`: iterations of each policy that nothing is learned from, in which every
+    step is drawn from all that are allowed. `k`: neighbours of a proto-action. Exploration falls linearly from 1 to
+    `exploration` over the `explored` iterations of a policy after its warm-up."""
+
+    episodes: int = 16
+    warm_up: int = 1
+    k: int = 4
+    exploration: float = 0.1
+    explored: int = 10
+    is_conditioned: bool = False
+    learner: LearnerOptions = field(default_factory=LearnerOptions)
+    networks: NetworkOptions = field(default_factory=NetworkOptions)
+
+
+class Training:
+    """The policies of one search. `preferences` are the vectors, at least one. `saved` has checkpoints by the iteration
+    that they have learned from last; of each policy those of its last two iterations are needed."""
+
+    def __init__(
+        self,
+        paths: LayerPaths,
+        options: TrainingOptions,
+        *,
+        seed: int,
+        preferences: Sequence[tuple[float, ...]],
+        descriptors: Tensor | None = None,
+        saved: Mapping[int, bytes] | None = None,
+    ) -> None:
+        self.paths = paths
+        self.options = options
+        self.preferences = tuple(preferences)
+        self.saved = dict(saved or {})
+        self._seed = seed
+        self._descriptors = descriptors
+        self._played: dict[int, Episode] = {}
+        self._opened: tuple[tuple[int, int | None], Networks] | None = None
+
+    # -- the plan of a search --------------------------------------------------------------------------------------
+
+    @property
+    def num_policies(self) -> int:
+        return 1 if self.options.is_conditioned else len(self.preferences)
+
+    def iteration_of(self, number: int) -> int:
+        """Of episode `number`."""
+        return number // self.options.episodes
+
+    def numbers_in(self, iteration: int) -> range:
+        """The episodes of an iteration."""
+        first = iteration * self.options.episodes
+        return range(first, first + self.options.episodes)
+
+    def num_needed(self, number: int) -> int:
+        """How many iterations must be finished before episode `number` is played: all but the one before its own."""
+        return max(0, self.iteration_of(number) - 1)
+
+    def policy_of(self, iteration: int) -> int:
+        return iteration % self.num_policies
+
+    def turn_of(self, iteration: int) -> int:
+        """How many iterations of the same policy come before."""
+        return iteration // self.num_policies
+
+    def preference_of(self, number: int) -> tuple[float, ...]:
+        place = number if self.options.is_conditioned else self.iteration_of(number)
+        return self.preferences[place % len(self.preferences)]
+
+    def is_learned_from(self, iteration: int) -> bool:
+        return self.turn_of(iteration) >= self.options.warm_up
+
+    def source_of(self, iteration: int, *, newest: int) -> int | None:
+        """The last iteration up to `newest` that the policy of `iteration` has learned from; None: none."""
+        last = newest - (newest - iteration) % self.num_policies
+        return last if last >= 0 and self.is_learned_from(last) else None
+
+    def is_kept(self, iteration: int, *, num_finished: int) -> bool:
+        """Whether the checkpoint of `iteration` is still needed once `num_finished` iterations are finished."""
+        return iteration >= num_finished - 2 * self.num_policies
+
+    # -- episodes and updates --------------------------------------------------------------------------------------
+
+    def play(self, number: int) -> Episode:
+        """Episode `number`. Raises KeyError if the networks that it needs are not saved."""
+        if number not in self._played:
+            self._played[number] = self._play(number)
+        return self._played[number]
+
+    def _play(self, number: int) -> Episode:
+        iteration = self.iteration_of(number)
+        is_warm_up = not self.is_learned_from(iteration)
+        return play(
+            self._networks(iteration, self.source_of(iteration, newest=iteration - 2)),
+            seed=self._seed,
+            number=number,
+            preference=self.preference_of(number),
+            k=self.paths.num_steps + 1 if is_warm_up else self.options.k,
+            exploration=self._exploration(self.turn_of(iteration)),
+        )
+
+    def learn(self, iteration: int, outcomes_BK: Tensor) -> UpdateStatistics | None:
+        """Learn from an iteration whose episodes had these outcomes (see `Learner.update`), and save the result; None
+        in the warm-up. Episodes that were played elsewhere are played again, which gives what they were."""
+        if not self.is_learned_from(iteration):
+            return None
+        episodes = [self.play(number) for number in self.numbers_in(iteration)]
+        for number in self.numbers_in(iteration):
+            del self._played[number]
+        before = self.source_of(iteration, newest=iteration - 1)
+        learner = self._new(iteration)
+        if before is not None:
+            learner.restore(self.saved[before])
+        found = learner.update(episodes, outcomes_BK)
+        self.saved[iteration] = learner.to_bytes()
+        for old in [each for each in self.saved if not self.is_kept(each, num_finished=iteration + 1)]:
+            del self.saved[old]
+        return found
+
+    def _new(self, iteration: int) -> Learner:
+        """The learner of the iteration's policy before its first update."""
+        seed = self._seed + self.policy_of(iteration)
+        options = self.options
+        return Learner(self.paths, options.networks, options.learner, seed=seed, descriptors=self._descriptors)
+
+    def _networks(self, iteration: int, source: int | None) -> Networks:
+        """Those of the iteration's policy once it has learned from `source`. They are kept for the next episode."""
+        place = (self.policy_of(iteration), source)
+        if self._opened is None or self._opened[0] != place:
+            learner = self._new(iteration)
+            if source is not None:
+                learner.restore(self.saved[source])
+            self._opened = (place, learner.networks)
+        return self._opened[1]
+
+    def _exploration(self, turn: int) -> float:
+        options = self.options
+        passed = turn - options.warm_up
+        if passed < 0:
+            return 1.0
+        return 1.0 + (options.exploration - 1.0) * min(1.0, passed / max(options.explored, 1))
