@@ -87,6 +87,7 @@ class _Studies:
     directory: Path
     file: Path
     undisturbed: Callable[[_Studies, int], Results]
+    spaces: Sequence[Mapping[str, Any]] = ()
 
     def __post_init__(self) -> None:
         self.ids: list[str] = []
@@ -139,6 +140,8 @@ class _Studies:
             document = yaml.safe_load(self.file.read_text())
             document["name"] = f"chaos-{number}"
             document["search"]["seed"] = number
+            if self.spaces:
+                document["search_space"] = dict(self.spaces[number % len(self.spaces)])
             file.write_text(yaml.safe_dump(document))
         return file
 
@@ -177,6 +180,7 @@ def run_chaos(
     max_trials: int = 24,
     write_study: Callable[..., Path] = write_small_study,
     undisturbed: Callable[[_Studies, int], Results] = in_this_process,
+    spaces: Sequence[Mapping[str, Any]] = (),
     patience_s: float = 0.0,
     max_pause_s: float = 1.0,
     seed: int = 0,
@@ -187,6 +191,7 @@ def run_chaos(
     seconds pass; what is to be killed and is not there is waited for `patience_s` seconds.
 
     Each study has `rungs` and `max_trials`, and is written by `write_study`; `undisturbed` is how one is run again.
+    One after another has the next of `spaces`, by default the space that it is written with.
     `environment` holds the settings of `tests.benchmarks.fake_serve` and `fake_job`, as JSON. Returns the number of
     kills of each part, the studies, those that differ from an undisturbed run, how many gradients each one computed,
     and what was seen of each stop."""
@@ -201,7 +206,7 @@ def run_chaos(
     settings = {name: json.dumps(value) for name, value in environment.items()}
     with serving(["tests.benchmarks.fake_serve"], directory / "data", environment=settings) as server:
         store = Store(f"sqlite:///{directory / 'data' / DATABASE}")
-        studies = _Studies(server, store, directory, file, undisturbed)
+        studies = _Studies(server, store, directory, file, undisturbed, spaces)
         for fault in faults:
             studies.until_stored(1)
             time.sleep(draw.uniform(0.0, max_pause_s))
