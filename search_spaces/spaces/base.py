@@ -179,6 +179,12 @@ class SpaceSection(Section, ABC):
         of layers belongs to it."""
         return False
 
+    @property
+    def scaled_by(self) -> str | None:
+        """The option by which layers have scales (`LayerRecipe.scale`), which not every model type can have; None if
+        they have none."""
+        return None
+
     @abstractmethod
     def contradictions(self) -> Iterator[Problem]:
         """What is wrong between fields that are each valid, found without the models."""

@@ -68,6 +68,10 @@ class DisSection(SpaceSection):
     def changes_layers(self) -> bool:
         return True
 
+    @property
+    def scaled_by(self) -> str | None:
+        return "scales" if self.scales else None
+
     def contradictions(self) -> Iterator[Problem]:
         yield from repeated("models", self.models or ())
         if self.preset is None:

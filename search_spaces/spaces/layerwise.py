@@ -69,6 +69,10 @@ class LayerwiseSection(SpaceSection):
     def merge_methods(self) -> tuple[str, ...]:
         return (self.method,)
 
+    @property
+    def scaled_by(self) -> str | None:
+        return "layer_scales" if self.layer_scales else None
+
     def contradictions(self) -> Iterator[Problem]:
         low, high = self.range
         if not low < high:

@@ -35,6 +35,10 @@ class SfsSection(SpaceSection):
     def merge_methods(self) -> tuple[str, ...]:
         return ()
 
+    @property
+    def scaled_by(self) -> str | None:
+        return "kind"
+
     def contradictions(self) -> Iterator[Problem]:
         yield from ()
 

@@ -322,6 +322,7 @@ def _finding_document(run: RunRecord, best: TrialRecord | None) -> FindingDocume
 def _holdout_document(row: Comparison, run: RunRecord) -> HoldoutDocument:
     held_out = {row.trial: {name: e.value for name, e in row.values.items()} for row in run.holdout}
     origins = {trial.number: trial.origin for trial in run.trials}
+    digests = {trial.number: trial.recipe.digest for trial in run.trials}
     return {
         "label": row.label,
         "trial": row.trial,
@@ -335,17 +336,20 @@ def _holdout_document(row: Comparison, run: RunRecord) -> HoldoutDocument:
             values_of=lambda trial: held_out.get(trial.number, {}),
         ),
         "differences": _estimate_documents(row.differences),
+        "tokens_per_second": run.tokens_per_second.get(digests.get(row.trial, "")),
     }
 
 
 def _search_minus_holdout(run: RunRecord, best: TrialRecord | None) -> dict[str, Estimate]:
-    """Search value minus held-out value of the best trial, by objective: different samples, so no pairing."""
+    """Search value minus held-out value of the best trial, by objective: different samples, so no pairing. Costs of the
+    recipe are the same on both."""
     row = next((row for row in run.holdout if best is not None and row.trial == best.number), None)
     if row is None or best is None:
         return {}
     bias = {}
+    costs = {objective.name for objective in run.objectives if objective.cost_of_recipe is not None}
     for name, value in best.values.items():
-        if name in row.values:
+        if name in row.values and name not in costs:
             error = best.standard_errors.get(name, 0.0)
             if error is None:  # of one sample: as uncertain as the range allows
                 low, high = next(o.bounds for o in run.objectives if o.name == name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.metadata import version
@@ -62,6 +62,7 @@ def run_record(store: Store, study_id: str) -> RunRecord:
         updates=_updates(steps),
         wall_clock_s=study.wall_clock_s,
         samples_per_second=_rate(searched),
+        tokens_per_second=_tokens_per_second(store, study_id, evidence),
         version=version("mergesearch"),
     )
 
@@ -219,6 +220,16 @@ def _updates(steps: Sequence[StepRecord]) -> tuple[UpdateRecord, ...]:
 def _rate(searched: Sequence[EvidenceRecord]) -> float | None:
     span = _span_s(searched)
     return sum(row.num_samples for row in searched) / span if span else None
+
+
+def _tokens_per_second(store: Store, study_id: str, evidence: Iterable[EvidenceRecord]) -> dict[str, float]:
+    """Of the held-out stage, in which all recipes are given the same prompts, as many at a time."""
+    seconds: dict[str, float] = defaultdict(float)
+    for row in evidence:
+        if row.is_of(Split.HOLDOUT):
+            seconds[row.recipe_digest] += row.timings_s.get("score", 0.0)
+    numbers = store.num_tokens(study_id, Split.HOLDOUT)
+    return {digest: number / seconds[digest] for digest, number in numbers.items() if seconds[digest] > 0}
 
 
 def _span_s(searched: Sequence[EvidenceRecord]) -> float | None:

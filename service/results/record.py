@@ -80,9 +80,9 @@ class RunRecord:
     """Everything that result files and report are made of.
 
     `full_budget` is the sample count per objective at the last rung; `samples_per_second` is of the search, None if
-    nothing was scored. `holdout` are the rows of the held-out stage, with differences "this row minus
-    `holdout_reference`"; these and what follows from the same samples are described in `service.results.holdout`.
-    `verification_reason` says why no trial was to be verified.
+    nothing was scored, `tokens_per_second` of the held-out stage, by recipe digest. `holdout` are the rows of that
+    stage, with differences "this row minus `holdout_reference`"; these and what follows from the same samples are
+    described in `service.results.holdout`. `verification_reason` says why no trial was to be verified.
     """
 
     study: StudyRecord
@@ -105,4 +105,5 @@ class RunRecord:
     updates: tuple[UpdateRecord, ...] = ()
     wall_clock_s: float = 0.0
     samples_per_second: float | None = None
+    tokens_per_second: Mapping[str, float] = field(default_factory=dict)
     version: str = ""

@@ -164,6 +164,13 @@ class HoldoutDocument(TypedDict):
             'as "mean".'
         ),
     ]
+    tokens_per_second: Annotated[
+        float | None,
+        Field(
+            description="Tokens of its completions for each second of scoring, as the engine was then: merges of other "
+            "depths differ. Null where engines stored no tokens."
+        ),
+    ]
 
 
 class DifferenceDocument(EstimateDocument):

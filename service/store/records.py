@@ -20,6 +20,7 @@ __all__ = [
     "EvidenceRecord",
     "StepRecord",
     "VoidSample",
+    "num_tokens",
     "sample_result",
     "study_record",
     "tokens_text",
@@ -141,6 +142,13 @@ def trial_record(row: sa.RowMapping, rungs: tuple[RungRecord, ...]) -> TrialReco
 def sample_result(row: sa.Row[Any]) -> SampleResult:
     tokens = None if row.tokens is None else tuple(map(tuple, json.loads(row.tokens)))
     return SampleResult(row.objective, row.position, row.document, row.value, row.response, row.is_truncated, tokens)
+
+
+def num_tokens(text: sa.ColumnElement[Any]) -> sa.ColumnElement[int]:
+    """How many tokens such a column has, of samples with tokens: one more than commas, less completions without any."""
+    commas = sa.func.length(text) - sa.func.length(sa.func.replace(text, ",", ""))
+    empty = sa.func.length(text) - sa.func.length(sa.func.replace(text, "[]", "]"))
+    return commas + 1 - empty
 
 
 def tokens_text(tokens: Sequence[Sequence[int]] | None) -> str | None:

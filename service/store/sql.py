@@ -27,6 +27,7 @@ from service.store.records import (
     EvidenceRecord,
     StepRecord,
     VoidSample,
+    num_tokens,
     sample_result,
     study_record,
     trial_record,
@@ -347,6 +348,15 @@ class Store:
             for digest, objective, position, value in connection.execute(query.where(where)):
                 found[digest][objective][position] = value
         return {digest: dict(by_objective) for digest, by_objective in found.items()}
+
+    def num_tokens(self, study_id: str, split: Split) -> dict[str, int]:
+        """Tokens of all completions, by recipe digest, of the recipes whose scored samples have them all."""
+        table = schema.samples
+        where = (table.c.study == study_id) & (table.c.split == split)
+        query = sa.select(table.c.recipe_digest, sa.func.sum(num_tokens(table.c.tokens))).where(where)
+        complete = query.group_by(table.c.recipe_digest).having(sa.func.count() == sa.func.count(table.c.tokens))
+        with self._reads.connect() as connection:
+            return {row[0]: int(row[1]) for row in connection.execute(complete)}
 
     def samples(self, study_id: str, recipe_digest: str, split: Split) -> tuple[SampleResult, ...]:
         """The scored samples of one recipe, by objective and position."""

@@ -88,6 +88,7 @@ class _Studies:
     directory: Path
     file: Path
     undisturbed: Callable[[_Studies, int], Results]
+    spaces: Sequence[Mapping[str, Any]] = ()
 
     def __post_init__(self) -> None:
         self.ids: list[str] = []
@@ -140,6 +141,8 @@ class _Studies:
             document = yaml.safe_load(self.file.read_text())
             document["name"] = f"chaos-{number}"
             document["search"]["seed"] = number
+            if self.spaces:
+                document["search_space"] = dict(self.spaces[number % len(self.spaces)])
             file.write_text(yaml.safe_dump(document))
         return file
 
@@ -178,6 +181,7 @@ def run_chaos(
     max_trials: int = 24,
     write_study: Callable[..., Path] = write_small_study,
     undisturbed: Callable[[_Studies, int], Results] = in_this_process,
+    spaces: Sequence[Mapping[str, Any]] = (),
     patience_s: float = 0.0,
     max_pause_s: float = 1.0,
     seed: int = 0,
@@ -189,10 +193,11 @@ def run_chaos(
     seconds pass; what is to be killed and is not there is waited for `patience_s` seconds.
 
     Each study has `rungs` and `max_trials`, and is written by `write_study`; `undisturbed` is how one is run again.
-    `command` is the server's module and arguments, `environment` holds the settings of `tests.benchmarks.fake_serve`
-    and `fake_job`, as JSON. Returns the number of kills of each part, the studies, those that differ from one that
-    nothing disturbed,
-    how many gradients each one computed, and what was seen of each stop."""
+    One after another has the next of `spaces`, by default the space that it is written with. `command` is the server's
+    module and arguments, `environment` holds the settings of `tests.benchmarks.fake_serve` and `fake_job`, as JSON.
+
+    Returns the number of kills of each part, the studies, those that differ from an undisturbed run, how many gradients
+    each one computed, and what was seen of each stop."""
     draw = random.Random(seed)
     faults = [*(f"kill {part}" for part in kills), *(f"stop {part}" for part in stops)]
     draw.shuffle(faults)
@@ -204,7 +209,7 @@ def run_chaos(
     settings = {name: json.dumps(value) for name, value in environment.items()}
     with serving(command, directory / "data", environment=settings) as server:
         store = Store(f"sqlite:///{directory / 'data' / DATABASE}")
-        studies = _Studies(server, store, directory, file, undisturbed)
+        studies = _Studies(server, store, directory, file, undisturbed, spaces)
         for fault in faults:
             studies.until_stored(1)
             time.sleep(draw.uniform(0.0, max_pause_s))

@@ -11,7 +11,7 @@ import ray
 
 from tests.conftest import record_engine_start
 from tests.end_to_end.processes import mergesearch, started
-from tests.end_to_end.studies import shipped_study, write_small_study
+from tests.end_to_end.studies import SFS, shipped_study, write_small_study
 
 START_S = 300.0  # Ray, Serve and an engine, on two busy cores
 
@@ -33,7 +33,8 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_study(tmp_path_factory.mktemp("small"), name="small", rungs=[12, 40, 120], max_trials=15)
+    directory = tmp_path_factory.mktemp("small")
+    return write_small_study(directory, name="small", rungs=[12, 40, 120], max_trials=15, space=SFS)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,15 @@ NUM_HOLDOUT = 40
 SHIPPED_SAMPLES = 270
 METHODS = ("task_arithmetic", "ties", "slerp", "linear")
 
+# Of small studies: groups of layers, paths of layers, and scales of one model.
+LFS: Mapping[str, Any] = {"kind": "lfs", "layer_groups": 2}
+DIS: Mapping[str, Any] = {"kind": "dis", "repeats": 2}
+SFS: Mapping[str, Any] = {"kind": "sfs", "model": "math"}
 
-def write_small_study(directory: Path, *, name: str, rungs: Sequence[int], max_trials: int) -> Path:
+
+def write_small_study(
+    directory: Path, *, name: str, rungs: Sequence[int], max_trials: int, space: Mapping[str, Any] = LFS
+) -> Path:
     """For the fake scorer: the study's file, beside the models of a tiny family and the data."""
     tiny_family(directory, experts=EXPERTS)
     for split, size in (("search", rungs[-1]), ("holdout", NUM_HOLDOUT)):
@@ -42,7 +49,7 @@ def write_small_study(directory: Path, *, name: str, rungs: Sequence[int], max_t
     document = {
         "name": name,
         "models": {"base": str(directory / "base"), "experts": {a: str(directory / a) for a in EXPERTS}},
-        "search_space": {"kind": "lfs", "layer_groups": 2},
+        "search_space": dict(space),
         "search": {"algorithm": "random", "max_trials": max_trials},
         "fidelity": {"scheduler": "hyperband", "rungs": list(rungs)},
         "objectives": [objective("search")],

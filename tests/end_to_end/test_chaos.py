@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.chaos import run_chaos
+from tests.end_to_end.studies import DIS, LFS, SFS
 
 KILLS = {"replica": 5, "server": 3, "driver": 1, "Ray head": 1}  # the last ones take longest
 
@@ -21,6 +22,7 @@ def test_ten_kills_and_two_stops_of_what_works_on_studies_leave_the_undisturbed_
         rungs=[20, 60],
         max_trials=20,
         max_pause_s=0.3,
+        spaces=[DIS, SFS, LFS],
         FAKE_SCORER={"sample_delay_s": 0.02},
         FAKE_SERVE={"LOST_AFTER_S": 8.0},
         FAKE_DEPLOY={"health_check_timeout_s": 1.0},

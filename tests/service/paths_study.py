@@ -1,20 +1,18 @@
-"""A finished study of layer paths in a store: two scored objectives, two costs, a held-out stage; the fake scorer."""
+"""Finished studies in a store, of layer paths with costs, and of other spaces: two scored objectives, a held-out stage;
+the fake scorer."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from search_spaces.constraints import parse_constraint
 from search_spaces.costs import ModelSize
 from search_spaces.objectives import Objective
-from search_spaces.spaces.base import SearchSpace
 from search_spaces.study.file import parse_study
 from service.store import Store
-from tests.search_spaces.spaces.families import models, space
 from tests.service.resolved import resolved_study
-from tests.service.tune.harness import FINGERPRINTS, InlineProposer, coordinator_of, drive
+from tests.service.tune.harness import FINGERPRINTS, SPACES, InlineProposer, coordinator_of, drive, space_of
 from workers.serving.fake import FakeScorer
 
 NUM_LAYERS, MAX_LAYERS = 4, 5
@@ -48,21 +46,33 @@ OBJECTIVES = (
 )
 
 
-def paths_space(**options: Any) -> SearchSpace:
-    family = models(("math", "text"), NUM_LAYERS, max_layers=MAX_LAYERS)
-    return space("dis", replace(family, fingerprints=FINGERPRINTS), **options)
-
-
 def paths_study(directory: Path, **plan: Any) -> tuple[Store, str]:
     """The store and the study's id; `plan` as for `harness.make_plan`."""
     store = Store(f"sqlite:///{directory / 'study.db'}")
+    return store, add_study(store, "dis", objectives=OBJECTIVES, document=DOCUMENT, size=SIZE, **plan)
+
+
+def plain_study(store: Store, kind: str) -> str:
+    """The id of such a study in any space of `harness.SPACES`, without costs."""
+    document = {
+        **DOCUMENT,
+        "search_space": {"kind": kind, **SPACES[kind]},
+        "search": {"algorithm": "random"},
+        "objectives": [spec for spec in DOCUMENT["objectives"] if "task" in spec],
+        "limits": {},
+    }
+    return add_study(store, kind, objectives=OBJECTIVES[::2], document=document)
+
+
+def add_study(
+    store: Store, kind: str, *, objectives: tuple[Objective, ...], document: dict[str, Any], **plan: Any
+) -> str:
     sizes = tuple(dict.fromkeys(("math", "text"), size) for size in (4, 12, 36))
     resolved = resolved_study(
-        objectives=OBJECTIVES, fingerprints=FINGERPRINTS, num_layers=NUM_LAYERS, rung_samples=sizes
+        objectives=objectives, fingerprints=FINGERPRINTS, num_layers=NUM_LAYERS, rung_samples=sizes
     )
-    study = store.create_study(name="paths", document=parse_study(DOCUMENT).canonical(), resolved=resolved).id
-    own = paths_space()
-    given = {"objectives": OBJECTIVES, "size": SIZE, "max_trials": 20, **plan}
-    coordinator = coordinator_of(store, study, space=own, proposer=InlineProposer(own, seed=3), **given)
-    drive(coordinator, FakeScorer())
-    return store, study
+    study = store.create_study(name="paths", document=parse_study(document).canonical(), resolved=resolved).id
+    own = space_of(kind)
+    given = {"objectives": objectives, "max_trials": 20, **plan}
+    drive(coordinator_of(store, study, space=own, proposer=InlineProposer(own, seed=3), **given), FakeScorer())
+    return study

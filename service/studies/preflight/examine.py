@@ -27,6 +27,7 @@ from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
 from service.studies.preflight.files import check_files
 from service.studies.preflight.models import (
     check_engine,
+    check_layers,
     check_models,
     check_weights,
     model_size,
@@ -39,7 +40,6 @@ from service.tune.plan import Baseline, Plan
 from service.tune.proposing.gradient_actor import GradientJob
 from service.tune.searchers.base import SearchSetting
 from service.types import ChainedSource, Origin, ResolvedStudy
-from workers.engines.vllm.paths.geometry import path_problems
 from workers.file_access import FileAccess
 from workers.models.family import ResolvedFamily, locate_family
 from workers.types import CHUNKS_IN_FLIGHT_PER_REPLICA, Family, TaskInfo, TaskSpec
@@ -88,7 +88,7 @@ class PreflightResult:
     cycle: tuple[Bracket, ...]
     memory: MemoryPlan
     export_bytes: int
-    """Weights of one merged model, as exported."""
+    """Weights of one merged model, as exported: of the largest, where merges have different numbers of layers."""
     commits: Mapping[str, str]
     """Commits of hub models, by the names in the study file."""
     absent_bytes: int
@@ -255,13 +255,14 @@ def examine(
     algorithm: Algorithm | None = None
     size: ModelSize | None = None
     if sources is not None:
-        export_bytes = sources.num_parameters * DTYPE_BYTES[engine_dtype(study)]
         searched = _examine_space(study, sources, dict.fromkeys(sources.checkpoints, ""), problems)
         max_layers = 0
         if isinstance(searched, LayeredSpace):
             max_layers = searched.max_layers
             size = model_size(sources, max_layers)
-            problems += [Problem("models", text) for text in path_problems(sources)]
+        largest = sources.num_parameters if size is None else int(size.most("parameters"))
+        export_bytes = largest * DTYPE_BYTES[engine_dtype(study)]
+        check_layers(study, sources, problems)
         if searched is not None:
             algorithm = algorithm_of(study, searched, tasks, problems)
         computes_gradients = algorithm is not None and algorithm.name == GRADIENT

@@ -15,14 +15,17 @@ from search_spaces.study.file import Study
 from service.errors import Conflict
 from service.studies.preflight.dtype import engine_dtype
 from service.types import ResolvedStudy, StudyRecord
+from workers.engines.vllm.paths.geometry import path_problems
 from workers.engines.vllm.support import CapabilityProbe
 from workers.errors import InvalidModel
+from workers.merging.residual_scales import SCALABLE
 from workers.models.family import LocatedFamily, ResolvedFamily
 from workers.models.hub import named
 from workers.models.tokenizers import load_tokenizer
 
 __all__ = [
     "check_engine",
+    "check_layers",
     "check_models",
     "check_unchanged",
     "check_weights",
@@ -83,6 +86,23 @@ def check_models(located: LocatedFamily, study: Study, problems: list[Problem]) 
             found += map(named, error.problems)
     problems.extend(Problem("models", text) for text in found)
     return None if found else sources
+
+
+def check_layers(study: Study, sources: ResolvedFamily, problems: list[Problem]) -> None:
+    """Check that the models' layers can be what recipes of the study make of them: stand in any order, and be
+    scaled."""
+    section = study.search_space
+    if section.changes_layers:
+        problems.extend(Problem("models", text) for text in path_problems(sources))
+    model_type = sources.base.config.get("model_type")
+    if section.scaled_by is not None and model_type not in SCALABLE:
+        option = section.scaled_by
+        other = "another space" if option == "kind" else f"{option}: false"
+        message = (
+            f"gives layers scales, which cannot be folded into the weights of models of type {model_type!r}; use "
+            f"models of one of the types {', '.join(SCALABLE)}, or {other}"
+        )
+        problems.append(Problem(f"search_space.{option}", message))
 
 
 def check_weights(

@@ -20,8 +20,9 @@ from service.results.report import render_report
 from service.results.selection import accuracy_objectives, best_trial, full_budget_trials
 from service.results.series import CHARTS
 from service.schemas.files import schemas
-from service.types import StudyRecord, StudyState, TrialState
+from service.types import EventKind, StudyRecord, StudyState, TrialState
 from tests.service.api.harness import ApiServer, document, finished_study, resolved, rung, stored_study, write_trial
+from tests.service.paths_study import plain_study
 from tests.service.synthetic_run import run_record as made_up
 
 pytestmark = pytest.mark.slow  # whole searches
@@ -225,3 +226,24 @@ def test_results_follow_what_is_stored(http: httpx.Client, server: ApiServer) ->
     assert http.get(f"{path}/summary").json()["state"] == "RUNNING"
     writer.set_state(StudyState.FAILED, "no engine")
     assert http.get(f"{path}/summary").json()["reason"] == "no engine"
+
+
+@pytest.mark.parametrize("kind", ["layerwise", "dis", "sfs"])
+def test_a_study_of_any_space_is_told_over_http_as_in_its_files(
+    server: ApiServer, http: httpx.Client, kind: str
+) -> None:
+    study = plain_study(server.store, kind)
+    run = run_record(server.store, study)
+    url = f"/v1/studies/{study}"
+    assert http.get(f"{url}/summary").json() == as_json(summary(run))
+    assert http.get(f"{url}/pareto").json() == as_json(pareto(run))
+    assert http.get(f"{url}/trials", params={"limit": 1000}).json()["trials"] == as_json(trial_documents(run))
+    assert http.get(f"{url}/report").text == render_report(run)
+    for name in CHARTS:
+        assert http.get(f"{url}/plots/{name}").status_code == 200, name
+    best = best_trial(run.trials, run.objectives)
+    assert best is not None
+    assert http.get(f"{url}/trials/{best.number}/recipe").json() == as_json(best.recipe.to_json())
+    told = http.get(f"{url}/events", headers={"Accept": "application/json"}).json()["events"]
+    assert [event["id"] for event in told] == [event.id for event in server.store.events(study)]
+    assert {event["kind"] for event in told} >= {"trial", "rung", EventKind.HOLDOUT_SCORED}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,34 @@ def test_the_held_out_table_has_the_costs_as_they_are(run: RunRecord) -> None:
             assert row["differences"]["size"]["value"] == difference
     assert run.holdout_volume is not None
     assert run.holdout_volume.holdout.ci95[0] < run.holdout_volume.holdout.ci95[1]
+
+
+def test_held_out_rows_say_how_fast_their_merges_were(run: RunRecord) -> None:
+    rows = summary(run)["holdout"]
+    digests = {trial.number: trial.recipe.digest for trial in run.trials}
+    assert {row["trial"]: row["tokens_per_second"] for row in rows} == {
+        row["trial"]: run.tokens_per_second[digests[row["trial"]]] for row in rows
+    }
+    assert min(run.tokens_per_second.values()) > 0
+    # The report shows it where depths differ.
+    of_row = next(trial for trial in run.trials if trial.number == rows[0]["trial"])
+    others = tuple(trial for trial in run.trials if trial.number != of_row.number)
+    for times, is_shown in ((1, False), (2, True)):
+        recipe = replace(of_row.recipe, layers=of_row.recipe.layers[:1] * 4 * times)
+        flat = [replace(trial, recipe=replace(recipe, layers=recipe.layers[:4])) for trial in others]
+        speeds = {recipe.digest: 1234.4}
+        page = render_report(replace(run, trials=(replace(of_row, recipe=recipe), *flat), tokens_per_second=speeds))
+        assert ('<th scope="col">tokens per second</th>' in page) is is_shown
+        assert ("<td>1,234</td>" in page) is is_shown
+
+
+def test_the_selection_bias_is_of_scored_objectives_only(run: RunRecord) -> None:
+    document = summary(run)
+    for name in ("selection_bias_by_objective", "selection_bias_against_baselines", "split_difference"):
+        assert set(document[name]) - {"mean"} == {"math", "text"}  # type: ignore[literal-required]
+    page = render_report(run)
+    (table,) = re.findall(r"<h3[^>]*>Selection bias of .*?</table>", page, re.DOTALL)
+    assert re.findall(r'<th scope="row">(\w+)</th>', table) == ["math", "text", "mean"]
 
 
 def test_files_tables_plots_and_report_show_them(run: RunRecord, tmp_path: Path) -> None:

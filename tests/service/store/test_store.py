@@ -201,6 +201,18 @@ def test_a_sample_keeps_the_tokens_of_its_completions(store: Store, writer: Stud
     assert store.samples(writer.study_id, RECIPE.digest, Split.SEARCH) == samples
 
 
+def test_tokens_are_counted_where_all_samples_have_them(store: Store, writer: StudyWriter) -> None:
+    writer.add_trial(TRIAL)
+    tokens = (((5, 128_000, 2),), ((), (7,)), ((),), ())
+    first, second = chunk(range(4)), chunk(range(4, 5))
+    samples = tuple(replace(sample, tokens=each) for sample, each in zip(first.samples, tokens, strict=True))
+    writer.record_chunk(3, Split.SEARCH, replace(first, samples=samples))
+    assert store.num_tokens(writer.study_id, Split.SEARCH) == {RECIPE.digest: 4}
+    assert store.num_tokens(writer.study_id, Split.HOLDOUT) == {}
+    writer.record_chunk(3, Split.SEARCH, second)
+    assert store.num_tokens(writer.study_id, Split.SEARCH) == {}
+
+
 def test_holdout_samples_are_kept_apart_and_cost_the_search_nothing(store: Store, writer: StudyWriter) -> None:
     writer.add_trial(replace(TRIAL, state=TrialState.COMPLETE))
     writer.record_chunk(3, Split.SEARCH, chunk(range(2), value=1.0))

@@ -21,6 +21,7 @@ from service.tune.plan import Plan
 from service.tune.searchers import get_searcher
 from service.tune.steps import Step
 from service.types import Origin
+from tests.search_spaces.spaces.families import models, space
 from tests.service.resolved import resolved_study
 from workers.errors import (
     EngineCrashed,
@@ -36,6 +37,14 @@ from workers.types import Scorer, ScoreRequest, TaskSpec
 
 FINGERPRINTS = {"base": "b0", "math": "m1", "text": "t2"}
 
+# Spaces that searches run in alike: groups of layers, tensors, paths of layers, scales of one model.
+SPACES: Mapping[str, Mapping[str, Any]] = {
+    "lfs": {"layer_groups": 2},
+    "layerwise": {},
+    "dis": {},
+    "sfs": {"model": "math"},
+}
+
 
 def lfs_space(**changes: Any) -> LfsSpace:
     arguments: dict[str, Any] = {
@@ -46,6 +55,12 @@ def lfs_space(**changes: Any) -> LfsSpace:
         "layer_groups": 2,
     }
     return LfsSpace(**{**arguments, **changes})
+
+
+def space_of(kind: str, **options: Any) -> SearchSpace:
+    """The space over the models of FINGERPRINTS; merges with layers of any number have at most five."""
+    family = replace(models(("math", "text"), 4, max_layers=5), fingerprints=FINGERPRINTS)
+    return space(kind, family, **{**SPACES[kind], **options})
 
 
 def make_plan(study_id: str, *, scheduler: Scheduler = "hyperband", max_trials: int = 14, **changes: Any) -> Plan:

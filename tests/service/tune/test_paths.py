@@ -1,5 +1,4 @@
-"""A search over layer paths: proposals are repaired before they are stored, equal paths are scored once, and a killed
-search goes on as if nothing had happened."""
+"""A search over layer paths: proposals are repaired before they are stored, and equal paths are scored once."""
 
 from __future__ import annotations
 
@@ -8,30 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
-from search_spaces.fidelity import Scheduler
-from search_spaces.spaces.base import SearchSpace
 from service.types import Origin
-from tests.search_spaces.spaces.families import models, space
-from tests.service.tune.harness import (
-    FINGERPRINTS,
-    InlineProposer,
-    Killed,
-    coordinator_of,
-    drive,
-    killer,
-    new_study,
-    trial_list,
-)
+from tests.service.tune.harness import InlineProposer, coordinator_of, drive, new_study, space_of
 from workers.serving.fake import FakeScorer
 
 pytestmark = pytest.mark.slow  # whole searches, killed at every step
-
-
-def paths_space(**options: Any) -> SearchSpace:
-    family = models(("math", "text"), 4, max_layers=5)
-    return space("dis", type(family)(**{**vars(family), "fingerprints": FINGERPRINTS}), **options)
 
 
 class UniformProposer(InlineProposer):
@@ -53,7 +34,7 @@ class RecordingProposer(InlineProposer):
 
 
 def test_a_proposal_is_repaired_and_the_repaired_configuration_is_stored_and_told(tmp_path: Path) -> None:
-    own = paths_space()
+    own = space_of("dis")
     store, study = new_study(tmp_path)
     proposer = type("Both", (RecordingProposer, UniformProposer), {})(own)
     drive(coordinator_of(store, study, space=own, proposer=proposer, max_trials=30), FakeScorer())
@@ -73,7 +54,7 @@ def test_a_proposal_is_repaired_and_the_repaired_configuration_is_stored_and_tol
 
 
 def test_the_sources_are_told_to_the_searcher_and_equal_paths_are_scored_once(tmp_path: Path) -> None:
-    own = paths_space(scales=False, models=("math",))
+    own = space_of("dis", scales=False, models=("math",))
     store, study = new_study(tmp_path)
     proposer = type("Both", (RecordingProposer, UniformProposer), {})(own)
     drive(coordinator_of(store, study, space=own, proposer=proposer, max_trials=30, scheduler="none"), FakeScorer())
@@ -85,23 +66,3 @@ def test_the_sources_are_told_to_the_searcher_and_equal_paths_are_scored_once(tm
         scored[trial.recipe.digest] = scored.get(trial.recipe.digest, 0) + trial.samples_scored
     assert set(scored.values()) == {72}  # two objectives of 36 samples, whatever number of trials has the recipe
     assert len(scored) < len(store.trials(study))
-
-
-@pytest.mark.parametrize("scheduler", ["hyperband", "asha", "racing"])
-def test_killed_at_any_step_a_search_over_paths_gives_the_undisturbed_trial_list(
-    tmp_path: Path, scheduler: Scheduler
-) -> None:
-    own = paths_space()
-    (tmp_path / "undisturbed").mkdir()
-    store, study = new_study(tmp_path / "undisturbed")
-    drive(coordinator_of(store, study, space=own, scheduler=scheduler), FakeScorer())
-    expected = trial_list(store, study)
-    store, study = new_study(tmp_path)
-    for kill_at in range(200):
-        try:
-            observer = killer(5 + kill_at % 7)
-            drive(coordinator_of(store, study, space=own, scheduler=scheduler, observer=observer), FakeScorer())
-        except Killed:
-            continue
-        break
-    assert trial_list(store, study) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def examined(root: Path, **sections: Any) -> PreflightResult:
+def examined(root: Path, *, available_bytes: int | None = None, **sections: Any) -> PreflightResult:
     (root / "sums.jsonl").write_text("".join(json.dumps({"prompt": f"{i}", "answer": f"{i}"}) + "\n" for i in range(9)))
     document = {
         "name": "paths",
@@ -38,7 +39,7 @@ def examined(root: Path, **sections: Any) -> PreflightResult:
         "engine": {"max_model_len": 64, "dtype": "float32"},
         "limits": {"max_layers": 5},
     }
-    return examine(parse_study({**document, **sections}, root))
+    return examine(parse_study({**document, **sections}, root), available_bytes=available_bytes)
 
 
 def test_the_engine_has_room_for_the_longest_merge_of_the_space(root: Path) -> None:
@@ -57,6 +58,14 @@ def test_memory_counts_the_layers_that_an_engine_holds(root: Path) -> None:
     layer = (result.num_parameters - outside) // LAYERS
     held = outside + (3 * LAYERS + 5) * layer  # every layer of three models, and a whole merge besides
     assert result.memory.engine_bytes == 2 * 4 * held + ENGINE_OVERHEAD_BYTES
+
+
+def test_the_largest_merge_is_what_an_export_may_take(root: Path) -> None:
+    result, layerwise = examined(root), examined(root, search_space={"kind": "layerwise"}, limits={})
+    outside = 2 * 128 * 32 + 32
+    layer = (result.num_parameters - outside) // LAYERS
+    assert layerwise.export_bytes == 4 * result.num_parameters
+    assert result.export_bytes == 4 * (outside + 5 * layer)
 
 
 def changed(root: Path, model: str, **fields: Any) -> None:
@@ -81,3 +90,78 @@ def test_models_whose_layers_cannot_follow_each_other_are_refused(
     (problem,) = [problem for problem in caught.value.problems if problem.field == "models"]
     assert message in problem.message
     examined(root, search_space={"kind": "layerwise"}, limits={})
+
+
+@pytest.mark.parametrize(
+    ("sections", "field", "message"),
+    [
+        ({"search_space": {"kind": "dis", "depth_granularity": 2}}, "depth_granularity", "use 1 or 3"),
+        ({"search_space": {"kind": "dis", "models": ["math", "code"]}}, "models.1", "give some of math, text, base"),
+        ({"search_space": {"kind": "dis", "preset": "d1m3r1"}}, "models", "the study has only 2 experts"),
+        ({"limits": {"max_layers": 2}}, "limits.max_layers", "2 is below the 3 layers .* give at least 3"),
+        ({"search_space": {"kind": "sfs"}, "limits": {}}, "model", "is missing; give one of math, text, base"),
+    ],
+)
+def test_a_space_that_does_not_fit_the_models_is_refused(
+    root: Path, sections: dict[str, Any], field: str, message: str
+) -> None:
+    with pytest.raises(InvalidStudy) as caught:
+        examined(root, **sections)
+    (problem,) = caught.value.problems
+    assert problem.field == (field if field.startswith("limits") else f"search_space.{field}")
+    assert re.search(message, problem.message)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("repeats", 0, "0 is not accepted; give at least 1"),
+        ("depth_granularity", 0, "0 is not accepted; give at least 1"),
+        ("models", [], "is empty; give at least 1"),
+        ("alignment", "mlp", "unknown key; .*known keys: kind, depth_granularity"),
+    ],
+)
+def test_an_option_of_paths_that_cannot_be_is_refused(root: Path, field: str, value: Any, message: str) -> None:
+    with pytest.raises(InvalidStudy) as caught:
+        examined(root, search_space={"kind": "dis", field: value})
+    (problem,) = caught.value.problems
+    assert problem.field == f"search_space.{field}"
+    assert re.match(message, problem.message)
+
+
+def test_a_difference_in_geometry_is_told_with_the_field_and_both_models(root: Path) -> None:
+    changed(root, "text", num_key_value_heads=1, rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
+    with pytest.raises(InvalidStudy) as caught:
+        examined(root)
+    found = [problem.message for problem in caught.value.problems if problem.field == "models"]
+    assert any("text: num_key_value_heads is 1; the base has 2" in text for text in found)
+    assert any("text: rope_theta is 500000.0; the base has 10000.0" in text for text in found)
+
+
+def test_a_longest_merge_that_does_not_fit_into_memory_is_refused_and_told_what_would(root: Path) -> None:
+    needed = examined(root).memory.needed_bytes
+    with pytest.raises(InvalidStudy, match=r"use fewer replicas, a smaller dtype, a limits\.max_layers below 500000"):
+        examined(root, limits={"max_layers": 500_000}, available_bytes=needed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("space", "field", "message"),
+    [
+        ({"kind": "sfs", "model": "math"}, "kind", "or another space"),
+        ({"kind": "layerwise", "layer_scales": True}, "layer_scales", "or layer_scales: false"),
+    ],
+)
+def test_scales_that_the_type_of_model_cannot_have_are_refused(
+    tmp_path: Path, space: dict[str, Any], field: str, message: str
+) -> None:
+    layout_family(tmp_path, "gemma2", hidden=128)
+    with pytest.raises(InvalidStudy) as caught:
+        examined(tmp_path, search_space=space, limits={})
+    (problem,) = caught.value.problems
+    assert problem.field == f"search_space.{field}"
+    assert "models of type 'gemma2'; use models of one of the types gemma, llama, mistral" in problem.message
+    assert problem.message.endswith(message)
+    examined(tmp_path, search_space={"kind": "layerwise"}, limits={})
+    layout_family(tmp_path / "other", "gemma", hidden=128)
+    examined(tmp_path / "other", search_space=space, limits={})
