@@ -397,7 +397,7 @@ def pipeline_schemas(template: str) -> dict[str, dict[str, Any]]:
     how references are written."""
     spec = FinetuneSpec.model_json_schema(ref_template=template)
     # Sections may be given in part: what is left out may be an expert's own.
-    sections = {name: {"type": "object"} for name in SECTIONS}
+    sections: dict[str, dict[str, Any]] = {name: {"type": "object"} for name in SECTIONS}
     sections |= {name: {"type": ["object", "null"]} for name in OPTIONAL_SECTIONS}
     fleet = {
         "type": "object",

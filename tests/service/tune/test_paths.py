@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from service.types import Origin
 from tests.service.tune.harness import InlineProposer, coordinator_of, drive, new_study, space_of
 from workers.serving.fake import FakeScorer
 
-pytestmark = pytest.mark.slow  # whole searches, killed at every step
+pytestmark = pytest.mark.slow  # whole searches
 
 
 class UniformProposer(InlineProposer):
