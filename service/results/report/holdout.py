@@ -46,11 +46,12 @@ def holdout_section(run: RunRecord, *, best: int | None) -> dict[str, Any] | Non
         return {"name": name, "svg": drawn}
 
     has_mean = len(names) > 1 and any(row["mean"] for row in rows)
-    depths = {trial.number: len(trial.recipe.layers) for trial in run.trials}
+    compared = {row["trial"] for row in rows}
+    depths = {len(trial.recipe.layers) for trial in run.trials if trial.number in compared}
     return {
         "names": names,
         "has_mean": has_mean,
-        "has_speed": len({depths[row["trial"]] for row in rows}) > 1 and any(row["tokens_per_second"] for row in rows),
+        "has_speed": len(depths) > 1 and any(row["tokens_per_second"] for row in rows),
         "rows": [
             {"name": row_name(row), "is_best": row["trial"] == best, "note": violation_text(row["violations"]), **row}
             for row in rows

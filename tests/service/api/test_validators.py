@@ -175,9 +175,9 @@ class CountingPreflight(PreflightProcess):
 
     num_arrived = 0
 
-    async def examine(self, content: bytes, *, is_json: bool, client: str = "") -> PreflightOutcome:
+    async def examine(self, content: bytes, **options: Any) -> PreflightOutcome:
         self.num_arrived += 1
-        return await super().examine(content, is_json=is_json, client=client)
+        return await super().examine(content, **options)
 
 
 @pytest.fixture(scope="module")

@@ -87,12 +87,12 @@ def test_a_searcher_that_is_named_is_taken(tasks: Any) -> None:
 
 def test_preference_vectors_are_refused_by_searchers_that_do_not_use_them(tasks: Any) -> None:
     for name, declared in SEARCHERS.items():
-        if name in ("auto", "cmaes", "de", "es"):  # auto chooses; the others take one objective
-            continue
+        if name in ("auto", "cmaes", "de", "es", "hm3"):  # auto chooses; of the others each takes one objective or
+            continue  # another space
         _, problems = chosen(name, LAYERWISE, tasks, preferences={"lattice": 2})
         assert [problem.field for problem in problems] == ["search.preferences"] * (not declared.uses_preferences)
     _, (problem,) = chosen("smac", LAYERWISE, tasks, preferences={"lattice": 2})
-    assert problem.message == ("smac does not use preference vectors; leave them out; searchers that do: gradient")
+    assert problem.message == ("smac does not use preference vectors; leave them out; searchers that do: gradient, hm3")
 
 
 def test_samples_to_fit_are_refused_by_searchers_that_fit_none(tasks: Any) -> None:

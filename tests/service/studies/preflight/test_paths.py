@@ -130,11 +130,11 @@ def test_an_option_of_paths_that_cannot_be_is_refused(root: Path, field: str, va
 
 
 def test_a_difference_in_geometry_is_told_with_the_field_and_both_models(root: Path) -> None:
-    changed(root, "text", num_key_value_heads=1, rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
+    changed(root, "text", num_key_value_heads=2, rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
     with pytest.raises(InvalidStudy) as caught:
         examined(root)
     found = [problem.message for problem in caught.value.problems if problem.field == "models"]
-    assert any("text: num_key_value_heads is 1; the base has 2" in text for text in found)
+    assert any("text: num_key_value_heads is 2; the base has 1" in text for text in found)
     assert any("text: rope_theta is 500000.0; the base has 10000.0" in text for text in found)
 
 
