@@ -93,9 +93,7 @@ def run_finetune(
         _check(spec)
         _write(directory / SPEC_FILE, spec.canonical())
         (directory / FAILURE_FILE).unlink(missing_ok=True)
-        with ray_session() as session:
-            if session.dashboard_url:
-                note(f"Ray dashboard: {session.dashboard_url}/#/train")
+        with _ray(note):
             _fit(spec, directory, access)
         if (failure := _read(directory / FAILURE_FILE)) is not None:
             raise FINAL[failure["error"]](failure["message"])
@@ -121,11 +119,19 @@ def run_fleet(
             note(f"Checking base model and data of {alias} ...")
             _check(specs[alias])
     summaries = {}
-    with ray_session() if len(unfinished) > 1 else nullcontext():
+    with _ray(note) if len(unfinished) > 1 else nullcontext():
         for alias, spec in specs.items():
             summaries[alias] = run_finetune(spec, directories[alias], note=note, access=access)
             finished(alias, summaries[alias])
     return summaries
+
+
+@contextmanager
+def _ray(note: Callable[[str], None]) -> Iterator[None]:
+    with ray_session() as session:
+        if session.dashboard_url:
+            note(f"Ray dashboard: {session.dashboard_url}/#/train")
+        yield
 
 
 def work(store: Store, writer: StudyWriter, *, work_dir: Path, heartbeat: Heartbeat, view: ProgressLog) -> None:
