@@ -182,6 +182,7 @@ def test_equal_candidates_are_called_better_in_at_most_one_study_of_twenty() -> 
     assert uncorrected > 0.08, "without the correction, luck would be called a finding too often"
 
 
+@pytest.mark.slow
 def test_a_study_whose_experts_equal_the_base_finds_nothing(store: Store) -> None:
     """Every model has the base's skills: what the search selects is luck."""
     same = dict.fromkeys(FINGERPRINTS, FINGERPRINTS["base"])

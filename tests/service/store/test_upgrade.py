@@ -233,6 +233,7 @@ def test_processes_that_open_a_database_first_and_together_all_succeed(file: Pat
     assert len(rows(file, "SELECT id FROM studies")) == studies + NUM_PROCESSES
 
 
+@pytest.mark.slow
 def test_without_the_write_lock_they_do_not(file: Path) -> None:
     found = errors_of_processes(file, begin_without_lock)
     assert any(error is not None and "locked" in error for error in found), found

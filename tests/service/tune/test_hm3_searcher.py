@@ -37,6 +37,8 @@ from workers.errors import TrialFailed
 from workers.serving.fake import FakeScorer
 from workers.types import ScoreRequest, ScoreResult
 
+pytestmark = pytest.mark.slow  # whole searches
+
 NUM_BASELINES = len(make_plan("").baselines)
 MAX_TRIALS = 26
 POLICY = PolicyOptions(episodes=5, explored=2, epochs=2, mini_batches=2)

@@ -222,6 +222,7 @@ def test_objectives_to_minimise_and_with_ranges_are_drawn(run):
     assert "↓ lookup" in page.text
 
 
+@pytest.mark.slow
 def test_ten_thousand_trials_stay_drawable(run):
     search = [trial for trial in run.trials if trial.origin is Origin.SEARCH]
     many = [replace(search[i % len(search)], number=9 + i) for i in range(10_000)]

@@ -53,6 +53,7 @@ def paths_of(own: Training, num: int, *, runners: int = 1, restarts: bool = Fals
     return [found[each] for each in range(num)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_conditioned", [False, True])
 def test_a_search_is_the_same_with_any_number_of_runners_and_after_restarts(is_conditioned: bool) -> None:
     num = 48 if not is_conditioned else 28
@@ -103,6 +104,7 @@ def test_the_optimum_of_the_toy_deceives() -> None:
             assert neighbours.max() == pytest.approx(LURE)
 
 
+@pytest.mark.slow
 def test_a_policy_learns_in_a_small_toy() -> None:
     toy = Toy(0, num_steps=4, num_actions=6, num_lures=2)
     options = TrainingOptions(episodes=16, explored=8)
