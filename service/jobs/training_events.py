@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 EVENTS_S = 2.0
 
-# Losses in one event; more updates are told as means over neighbours.
+# Losses in one event; more updates are reported as means over neighbours.
 MAX_LOSSES = 10
 
 WORKERS = "its workers to start"

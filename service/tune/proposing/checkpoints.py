@@ -1,4 +1,4 @@
-"""A searcher with what it is told between proposals, and where the checkpoints of its policies are kept."""
+"""A searcher with what it is given between proposals, and where the checkpoints of its policies are kept."""
 
 from __future__ import annotations
 
