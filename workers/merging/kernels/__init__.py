@@ -8,7 +8,8 @@ result, rounded once, to its place. They receive the sources' statistics and do 
 - `rules`: the rules, plain numbers that every backend can execute.
 - `cpu`: the pass that executes a rule on CPU.
 - `cuda`: the pass that executes a rule on a CUDA device.
-- `formulas`: what each rule computes of an element, on CPU.
+- `operations`: what formulas are written in.
+- `formulas`: what each of `rules` computes of an element, on CPU.
 - `sparsity`: which elements of a task vector each rule keeps, on CPU.
 - `thresholds`: exact thresholds from the elements that a table of magnitudes leaves undecided, on CPU.
 - `elements`: compiled functions on single elements: reading, rounding and storing them, their hashes.

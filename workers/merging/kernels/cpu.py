@@ -16,8 +16,9 @@ import torch
 from workers.merging.kernels import rules
 from workers.merging.kernels.arguments import as_array, as_arrays, typed
 from workers.merging.kernels.compilation import compiled
-from workers.merging.kernels.elements import BLOCK, NONE, ZERO, copied_past_caches, rounded, stores_done, value
+from workers.merging.kernels.elements import BLOCK, NONE, copied_past_caches, rounded, stores_done
 from workers.merging.kernels.formulas import element
+from workers.merging.kernels.operations import ZERO, value
 from workers.merging.kernels.threads import pieces, run
 from workers.merging.kernels.thresholds import decided, most_undecided, undecided
 

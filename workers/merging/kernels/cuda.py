@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from workers.merging.kernels import rules
+from workers.merging.kernels.lowering.averages import Nearswap
 from workers.merging.masks import MULTIPLIERS, STEP, hashes
 from workers.merging.order_statistics import LARGEST_MARK, SPACING, Place
 
@@ -33,7 +34,7 @@ def merge(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: to
             _launch(_weighted_sum, size, xs, _floats(weights, out), out, size)
         case rules.TaskSum(weights):
             _launch(_weighted_task_sum, size, base, xs, _floats(weights, out), out, size)
-        case rules.Nearswap(t):
+        case Nearswap(t):
             _launch(_nearswap, size, *xs, _floats([t, 1e-6], out), out, size)
         case rules.SharedOut(epsilon, factors) if set(factors) == {1.0}:
             _launch(_ram, size, base, xs, _floats([epsilon], out), out, size)

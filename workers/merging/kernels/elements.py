@@ -12,32 +12,27 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic, overload, register_jitable
 
 from workers.merging.kernels.compilation import IN_PLACE, compiled
+from workers.merging.kernels.operations import ZERO, larger, positive, sign, value
 from workers.merging.masks import MULTIPLIERS, STEP
 
 __all__ = [
     "BLOCK",
     "NONE",
-    "ONE",
     "SOME",
-    "ZERO",
     "bits_of",
     "copied_past_caches",
     "hashed",
     "is_between",
     "is_kept",
     "is_within",
-    "larger",
     "marked",
     "passes",
-    "positive",
     "reaches",
     "rounded",
-    "sign",
     "stores_done",
-    "value",
     "variance_of",
 ]
 
@@ -46,7 +41,6 @@ BLOCK = 256  # elements
 LINE = 32  # bytes: the widest store past the caches on all processors with AVX; others split it
 
 U32 = np.uint32
-ZERO, ONE = np.float32(0), np.float32(1)
 NONE, SOME = U32(0), U32(1)
 WEYL, FIRST, SECOND = U32(STEP), U32(MULTIPLIERS[0]), U32(MULTIPLIERS[1])
 BFLOAT16, FLOAT16 = types.uint16, types.int16
@@ -118,9 +112,8 @@ def _float(typing_context: Any, bits: Any) -> Any:
     return types.float32(types.uint32), build
 
 
-def value(word: Any) -> Any:
-    """An element as float32."""
-    raise NotImplementedError("only in compiled code")
+for _operation in (larger, positive, sign):
+    register_jitable(**IN_PLACE)(_operation)
 
 
 @overload(value)
@@ -191,19 +184,6 @@ def variance_of(base: Any, xs: Any, i: Any) -> Any:
     return squares / count
 
 
-# The built-in max also checks for NaN, in a branch.
-
-
-@numba.njit(**IN_PLACE)
-def larger(first: Any, second: Any) -> Any:
-    return first if first > second else second
-
-
-@numba.njit(**IN_PLACE)
-def positive(number: Any) -> Any:
-    return number if number > ZERO else ZERO
-
-
 @numba.njit(**IN_PLACE)
 def is_within(size: Any, low: Any, high: Any) -> Any:
     """SOME if a magnitude is strictly between two others, else NONE."""
@@ -232,11 +212,6 @@ def is_between(size: Any, mark: Any, low: Any, low_mark: Any, high: Any, high_ma
 def following(size: Any) -> Any:
     """The next larger number after one that is not negative; of infinity NaN, which nothing reaches."""
     return _float(U32(bits_of(size) + U32(1)))
-
-
-@numba.njit(**IN_PLACE)
-def sign(number: Any) -> Any:
-    return ONE if number > ZERO else (-ONE if number < ZERO else ZERO)
 
 
 @numba.njit(**IN_PLACE)

@@ -1,42 +1,22 @@
-"""The formula of each rule: the merged element i, from `value(base[i])` and the sources' `value(xs[s][i])`.
+"""The formula of each of `rules`: the merged element i, from `value(base[i])` and the sources' `value(xs[s][i])`.
 
 The type of the rule selects its formula, which becomes part of the compiled pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numba
-import numpy as np
 from numba.extending import overload
 
 from workers.merging.kernels import rules
 from workers.merging.kernels.compilation import IN_PLACE
-from workers.merging.kernels.elements import ONE, ZERO, larger, marked, positive, reaches, sign, value, variance_of
+from workers.merging.kernels.elements import marked, reaches, variance_of
+from workers.merging.kernels.operations import FORMULAS, ONE, ZERO, computes, larger, positive, sign, value
 from workers.merging.kernels.sparsity import kept
 
-__all__ = ["computes", "element"]
-
-Formula = TypeVar("Formula", bound=Callable[..., Any])
-
-NEAREST = np.float32(1e-6)  # the smallest distance that NearSwap divides by
-
-FORMULAS: dict[type, Callable[..., Any]] = {}
-
-
-def computes(rule: type) -> Callable[[Formula], Formula]:
-    """The decorated function of (rule, base, xs, i) is the formula of rules of this type, compiled by Numba: it uses
-    what `elements` defines, and no Python objects. Raises ValueError if the type has a formula."""
-    if rule in FORMULAS:
-        raise ValueError(f"rule {rule.__name__} has a formula in {FORMULAS[rule].__module__} already")
-
-    def register(formula: Formula) -> Formula:
-        FORMULAS[rule] = formula
-        return formula
-
-    return register
+__all__ = ["element"]
 
 
 def element(rule: Any, base: Any, xs: Any, i: Any) -> Any:
@@ -55,14 +35,6 @@ def _weighted_sum(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     for s in range(1, len(xs)):
         total += value(xs[s][i]) * rule.weights[s]
     return total
-
-
-@computes(rules.Nearswap)
-def _nearswap(rule: Any, base: Any, xs: Any, i: Any) -> Any:
-    a, b = value(xs[0][i]), value(xs[1][i])
-    share = ONE / larger(abs(a - b), NEAREST) * rule.t
-    share = share if share < ONE else ONE
-    return share * b + (ONE - share) * a
 
 
 @computes(rules.TaskSum)

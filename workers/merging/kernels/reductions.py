@@ -16,7 +16,8 @@ import torch
 from workers.merging.kernels import rules
 from workers.merging.kernels.arguments import as_array, as_arrays, typed
 from workers.merging.kernels.compilation import compiled
-from workers.merging.kernels.elements import BLOCK, NONE, SOME, ZERO, is_between, marked, reaches, value, variance_of
+from workers.merging.kernels.elements import BLOCK, NONE, SOME, is_between, marked, reaches, variance_of
+from workers.merging.kernels.operations import ZERO, value
 from workers.merging.kernels.sparsity import kept
 from workers.merging.kernels.threads import pieces, run
 from workers.merging.kernels.thresholds import decided

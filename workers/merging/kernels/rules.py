@@ -21,7 +21,6 @@ __all__ = [
     "Important",
     "Interpolation",
     "Mean",
-    "Nearswap",
     "Numbers",
     "Rule",
     "Sampled",
@@ -139,12 +138,6 @@ class WeightedSum(NamedTuple):
     """sum_s w_s theta_s, without the base."""
 
     weights: Numbers
-
-
-class Nearswap(NamedTuple):
-    """The first of two sources, moved towards the second by at most t."""
-
-    t: float
 
 
 class TaskSum(NamedTuple):

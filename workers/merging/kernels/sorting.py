@@ -15,7 +15,8 @@ from numba.extending import overload
 
 from workers.merging.kernels.arguments import as_array, as_arrays
 from workers.merging.kernels.compilation import compiled
-from workers.merging.kernels.elements import bits_of, marked, value, variance_of
+from workers.merging.kernels.elements import bits_of, marked, variance_of
+from workers.merging.kernels.operations import value
 from workers.merging.kernels.threads import pieces, run
 
 __all__ = ["ascending_importances", "ascending_magnitudes", "ascending_variances", "ranks_in_rows"]

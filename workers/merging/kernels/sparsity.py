@@ -10,7 +10,8 @@ from numba.extending import overload
 
 from workers.merging.kernels import rules
 from workers.merging.kernels.compilation import IN_PLACE
-from workers.merging.kernels.elements import ONE, ZERO, hashed, is_kept, marked, passes, reaches
+from workers.merging.kernels.elements import hashed, is_kept, marked, passes, reaches
+from workers.merging.kernels.operations import ONE, ZERO
 
 __all__ = ["kept"]
 

@@ -14,7 +14,8 @@ from numba.extending import overload
 
 from workers.merging.kernels import rules
 from workers.merging.kernels.compilation import IN_PLACE, compiled
-from workers.merging.kernels.elements import NONE, is_between, is_within, marked, value, variance_of
+from workers.merging.kernels.elements import NONE, is_between, is_within, marked, variance_of
+from workers.merging.kernels.operations import value
 from workers.merging.order_statistics import SPACING
 
 __all__ = ["decided", "most_undecided", "undecided"]

@@ -9,7 +9,8 @@ import torch
 
 from workers.merging.kernels.arguments import WORDS, as_array
 from workers.merging.kernels.compilation import compiled
-from workers.merging.kernels.elements import hashed, rounded, value
+from workers.merging.kernels.elements import hashed, rounded
+from workers.merging.kernels.operations import value
 from workers.merging.kernels.threads import pieces, run
 from workers.merging.masks import key_words
 

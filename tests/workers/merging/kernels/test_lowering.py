@@ -6,9 +6,9 @@ import pytest
 
 from search_spaces.methods import METHODS
 from workers.merging.kernels import FUSED, ON_CUDA
-from workers.merging.kernels.formulas import computes
+from workers.merging.kernels.lowering.averages import Nearswap
 from workers.merging.kernels.lowering.base import RULES, fuses
-from workers.merging.kernels.rules import Nearswap
+from workers.merging.kernels.operations import computes
 
 
 def test_every_rule_belongs_to_a_declared_method() -> None:
@@ -28,5 +28,7 @@ def test_a_second_rule_for_a_method_and_one_for_no_method_are_refused() -> None:
 
 
 def test_a_second_formula_for_a_rule_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Nearswap has a formula in workers\.merging\.kernels\.formulas already"):
+    with pytest.raises(
+        ValueError, match=r"Nearswap has a formula in workers\.merging\.kernels\.lowering\.averages already"
+    ):
         computes(Nearswap)

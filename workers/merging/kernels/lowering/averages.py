@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import numpy as np
+
 from search_spaces.recipe import Merge
 from workers.merging.kernels.lowering.base import cosine, fuses, products
-from workers.merging.kernels.rules import Important, Nearswap, Rule, TaskSum, WeightedSum
+from workers.merging.kernels.operations import ONE, computes, larger, value
+from workers.merging.kernels.rules import Important, Rule, TaskSum, WeightedSum
 from workers.merging.methods.arithmetic import cosine_of
 from workers.merging.methods.averages import (
     linear_weights,
@@ -15,7 +20,9 @@ from workers.merging.methods.averages import (
 from workers.merging.methods.plain import Operands
 from workers.merging.methods.spherical import karcher_weights, multislerp_weights
 
-__all__: list[str] = []
+__all__ = ["Nearswap"]
+
+NEAREST = np.float32(1e-6)  # the smallest distance that NearSwap divides by
 
 
 @fuses("passthrough", is_on_cuda=True)
@@ -74,6 +81,20 @@ def _karcher(merge: Merge, stored: Operands) -> Rule:
 def _model_stock(merge: Merge, stored: Operands) -> Rule:
     unbounded = bool(merge.number("unbounded"))
     return TaskSum(tuple(model_stock_weights(products(stored), unbounded=unbounded, name=stored.name)))
+
+
+class Nearswap(NamedTuple):
+    """The first of two sources, moved towards the second by at most t."""
+
+    t: float
+
+
+@computes(Nearswap)
+def _nearer(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    a, b = value(xs[0][i]), value(xs[1][i])
+    share = ONE / larger(abs(a - b), NEAREST) * rule.t
+    share = share if share < ONE else ONE
+    return share * b + (ONE - share) * a
 
 
 @fuses("nearswap", is_on_cuda=True)

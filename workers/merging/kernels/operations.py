@@ -1,0 +1,58 @@
+"""What formulas of rules are written in: operations on single elements, which Numba compiles into the pass.
+
+This module does not import Numba, so that a rule can be defined beside the method that uses it (`lowering`) and a start
+does not pay for the compiler. `elements` says how each operation is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+__all__ = ["FORMULAS", "ONE", "ZERO", "computes", "larger", "positive", "sign", "value"]
+
+Formula = TypeVar("Formula", bound=Callable[..., Any])
+
+ZERO, ONE = np.float32(0), np.float32(1)
+
+FORMULAS: dict[type, Callable[..., Any]] = {}
+
+
+def computes(rule: type) -> Callable[[Formula], Formula]:
+    """The decorated function of (rule, base, xs, i) is the formula of rules of this type.
+
+    It returns the merged element i, float32, from `value(base[i])` and the sources' `value(xs[s][i])`.
+
+    Numba compiles it: it uses the operations of this module, arithmetic on float32 and the rule's
+    fields, and no Python objects. Raises ValueError if the type has a formula.
+    """
+    if rule in FORMULAS:
+        raise ValueError(f"rule {rule.__name__} has a formula in {FORMULAS[rule].__module__} already")
+
+    def register(formula: Formula) -> Formula:
+        FORMULAS[rule] = formula
+        return formula
+
+    return register
+
+
+def value(word: Any) -> Any:
+    """An element as float32."""
+    raise NotImplementedError("only in compiled code")
+
+
+# The built-in max also checks for NaN, in a branch.
+
+
+def larger(first: Any, second: Any) -> Any:
+    return first if first > second else second
+
+
+def positive(number: Any) -> Any:
+    return number if number > ZERO else ZERO
+
+
+def sign(number: Any) -> Any:
+    return ONE if number > ZERO else (-ONE if number < ZERO else ZERO)
