@@ -173,7 +173,7 @@ def measure_loop(directory: Path) -> dict[str, Any]:
             objective, _, positions = key.removeprefix("search ").partition("[")
             start, stop = positions.rstrip("]").split(":")
             spans.append(Span(objective, preflight.tasks[objective], int(start), int(stop)))
-        requests.append(ScoreRequest(study.id, recipes[row["recipe_digest"]], tuple(spans)))
+        requests.append(ScoreRequest(study.id, recipes[row.recipe_digest], tuple(spans)))
     started = time.perf_counter()
     samples = sum(len(worker.score(request).samples) for request in requests)
     seconds = time.perf_counter() - started
