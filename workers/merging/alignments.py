@@ -76,6 +76,7 @@ class Alignment:
         shift = self.shift if self.shift is None or factor == 1 else self.shift * factor
         if self.projection is not None:
             return torch.nn.functional.linear(stream, self.projection, shift)
+        assert self.scale is not None
         scaled = stream * self.scale
         return scaled if shift is None else scaled + shift
 
