@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -177,12 +178,13 @@ def engine(untied_family: Family) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="session", params=["untied Llama", "tied Qwen2"])
-def path_engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """An engine for merges of up to nine layers, first of Llama, then of Qwen2."""
+def path_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """An engine for merges of up to nine layers, with alignments, first of Llama, then of Qwen2."""
     from workers.engines.vllm.engine import Engine
 
     started = time.perf_counter()
     family = request.getfixturevalue("tied_family" if request.param == "tied Qwen2" else "grouped_family")
+    family = replace(family, alignments_dir=str(tmp_path_factory.mktemp("alignments")))
     with Engine(family, OPTIONS.model_copy(update={"max_layers": 9})) as engine:
         record_engine_start(f"{request.param}, paths, in the tests' process", time.perf_counter() - started)
         yield engine

@@ -79,12 +79,15 @@ class ModelSource:
 @dataclass(frozen=True)
 class Family:
     """A base model and its experts: the models that one engine can merge. `tokenizer` is the vocabulary of every merge:
-    "base", "union", or an expert's alias; `vocabulary` says more about it (`workers.models.vocabulary`)."""
+    "base", "union", or an expert's alias; `vocabulary` says more about it (`workers.models.vocabulary`).
+    `alignments_dir` has the files of the alignments that recipes name (`workers.merging.alignments`), which may be
+    written while engines run; "" if there are none."""
 
     base: ModelSource
     experts: tuple[ModelSource, ...]
     tokenizer: str = "base"
     vocabulary: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    alignments_dir: str = ""
 
     @property
     def models(self) -> tuple[ModelSource, ...]:

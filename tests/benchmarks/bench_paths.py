@@ -43,7 +43,6 @@ def run() -> dict[str, Any]:
         layouts = []
         for name in PATH_TYPES:
             layouts.append(_in_a_process("layout", directory, name))
-            print(f"{name}: {layouts[-1]['difference']:.1e}", file=sys.stderr)
         switch = _in_a_process("switch", directory)
         warm = _in_a_process("trials", directory)
         started = time.perf_counter()
@@ -78,6 +77,7 @@ def _in_a_process(part: str, *arguments: str) -> dict[str, Any]:
     command = [sys.executable, "-m", __name__, part, *arguments]
     finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     found: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
+    print(f"{part}: {found}", file=sys.stderr)
     return found
 
 

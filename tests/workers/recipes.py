@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
 
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
+from workers.merging.alignments import Alignment
 from workers.models.config import read_config
 from workers.types import Family
 
@@ -59,3 +63,22 @@ def path(family: Family, steps: Sequence[tuple[str, int] | Merge], scales: Seque
     layers = tuple(LayerRecipe(m, m, m, scale=scales[i % len(scales)]) for i, m in enumerate(merges))
     base = family.base.alias
     return Recipe(family.fingerprints, base, layers, copied(base, None), copied(base, None))
+
+
+def random_alignment(kind: str, hidden: int, seed: int = 0) -> Alignment:
+    """Near the identity, so that what follows is still a model."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def some(*shape: int) -> torch.Tensor:
+        return 0.3 * torch.randn(*shape, generator=draw)
+
+    if kind == "projection":
+        return Alignment(projection=torch.eye(hidden) + 0.2 * some(hidden, hidden), shift=some(hidden))
+    return Alignment(scale=1 + some(hidden), shift=some(hidden))
+
+
+def aligned(recipe: Recipe, *digests: str | None) -> Recipe:
+    """The recipe with these alignments behind its layers in turn."""
+    given = (*digests, *(None,) * (len(recipe.layers) - len(digests)))
+    layers = zip(recipe.layers, given, strict=True)
+    return replace(recipe, layers=tuple(replace(layer, alignment=digest) for layer, digest in layers))

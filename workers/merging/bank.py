@@ -69,6 +69,7 @@ class Bank:
             raise ValueError(f"bank: placement {placement!r}; expected one of {', '.join(accepted)}")
         stated = sources if isinstance(sources, Family) else sources.family
         self.sources = open_sources(stated, cache=cache) if isinstance(sources, Family) else sources
+        self.alignments_dir = stated.alignments_dir
         if problems := _content_problems(self.sources, stated):
             raise InvalidModel(problems)
         self._checkpoints = self.sources.views

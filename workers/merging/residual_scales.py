@@ -48,7 +48,8 @@ def branch_factors(layers: Sequence[LayerRecipe], *, model_type: str) -> tuple[f
     for index, layer in enumerate(layers):
         if layer.alignment is not None:
             raise InvalidRecipe(
-                f"layer {index}: alignment {layer.alignment!r}: modules between layers are not supported; expected none"
+                f"layer {index}: alignment {layer.alignment[:12]!r}: a module between layers cannot be folded into the "
+                "weights of an ordinary checkpoint; expected none"
             )
         if not (math.isfinite(layer.scale) and layer.scale > 0):
             raise InvalidRecipe(

@@ -56,7 +56,8 @@ DEPLOYING = "deploying"
 def app_name(family: Family, options: EngineOptions) -> str:
     """The Serve application of a family: the same models and options share replicas."""
     models = [(model.alias, model.directory, model.fingerprint) for model in family.models]
-    return f"scorer-{digest_of([models, family.tokenizer, options.document()])[:12]}"
+    others = [family.alignments_dir] if family.alignments_dir else []
+    return f"scorer-{digest_of([models, family.tokenizer, options.document(), *others])[:12]}"
 
 
 @dataclass(frozen=True)

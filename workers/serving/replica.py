@@ -131,9 +131,11 @@ class EngineWorker:
         return tuple(map(self.evaluator.describe, tasks))
 
     def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
-        """Export, load with transformers in float32, score again. A report of 0 samples if that cannot be done."""
+        """Export, load with transformers in float32, score again; a path with alignments, which cannot be exported, is
+        built in transformers. A report of 0 samples if that cannot be done."""
         import torch
 
+        from workers.engines.transformers.backend import merged_model
         from workers.engines.transformers.verification import nothing_to_compare, texts_to_read, verify
         from workers.engines.vllm.worker_extension import family_to_json, open_bank
         from workers.export.checkpoint import export
@@ -144,17 +146,22 @@ class EngineWorker:
             return VerificationReport(recipe.digest, 0, 0, 0.0, LOGPROB_TOLERANCE[engine.dtype], (), 0, reason=reason)
         engine.swap(recipe)
         texts = texts_to_read(self.evaluator, samples, spans)
+        bank, model = open_bank(family_to_json(engine.family)), None
         with tempfile.TemporaryDirectory(prefix="mergesearch-verify-") as directory:
-            export(recipe, open_bank(family_to_json(engine.family)), directory, dtype=getattr(torch, engine.dtype))
+            if any(layer.alignment for layer in recipe.layers):
+                model = merged_model(recipe, bank, dtype=engine.dtype)
+            else:
+                export(recipe, bank, directory, dtype=getattr(torch, engine.dtype))
             return verify(
                 recipe.digest,
-                directory,
+                directory if model is None else engine.prompts.directory,
                 engine.options,
                 samples=samples,
                 spans=spans,
                 dtype=engine.dtype,
                 engine_logprobs=dict(zip(texts, engine.logprobs(texts), strict=True)),
                 evaluator=self.evaluator,
+                model=model,
             )
 
     def check(self) -> tuple[CanaryReport, ...]:

@@ -120,7 +120,7 @@ def test_products_beyond_all_numbers_and_alignments_are_refused() -> None:
         branch_factors([layer, layer], model_type="llama")
     with pytest.raises(InvalidRecipe, match=r"layer 0: the product of the scales up to here is 9.99989e-321"):
         branch_factors([replace(layer, scale=1e-320)], model_type="llama")
-    with pytest.raises(InvalidRecipe, match=r"layer 0: alignment 'coral': modules between layers are not supported"):
+    with pytest.raises(InvalidRecipe, match=r"layer 0: alignment 'coral': a module between layers cannot be folded"):
         branch_factors([replace(layer, scale=1.0, alignment="coral")], model_type="llama")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,9 @@ from search_spaces.study.sections import EngineOptions
 from workers.engines.logits import bad_rows, in_words
 from workers.errors import EvidenceMismatch, InvalidTask
 from workers.evaluation.prompts import Completion, Continuation, Generation, Prompts
+from workers.merging.alignments import Alignment, alignments_before, read_alignment, unaligned
 from workers.merging.materialize import merged_tensors, plan_tensors
+from workers.merging.residual_scales import branch_factors
 from workers.models.merged_files import merged_config
 
 if TYPE_CHECKING:
@@ -123,13 +126,14 @@ class Reference:
 
 def merged_model(recipe: Recipe, bank: Bank, *, dtype: str) -> Any:
     """A transformers model on CPU with the merged weights of `recipe`, of any depth, rounded to `dtype`, that computes
-    in float32.
+    in float32. The recipe's alignments act before the layers that they lead to.
 
-    Holds its weights in memory once.
+    Holds its weights in memory once. Raises as `plan_tensors`, `alignments_before` and `read_alignment` do.
     """
     import transformers
 
-    plan = plan_tensors(recipe, bank)
+    aligned = alignments_before(recipe)
+    plan = plan_tensors(unaligned(recipe), bank)
     # As exports have it, through a file, where infinity has a spelling of its own.
     with TemporaryDirectory(prefix="mergesearch-config-") as directory:
         text = json.dumps(merged_config(recipe, bank.base, bank.views(recipe.models), dtype="float32"))
@@ -146,7 +150,28 @@ def merged_model(recipe: Recipe, bank: Bank, *, dtype: str) -> Any:
     )
     if found["missing_keys"] or found["unexpected_keys"]:
         raise RuntimeError(f"the merge does not fit {config.architectures[0]}: {found}")
+    if any(aligned):
+        _align(model, recipe, aligned, bank, getattr(torch, dtype))
     return model.eval()
+
+
+def _align(model: Any, recipe: Recipe, aligned: Sequence[str | None], bank: Bank, dtype: torch.dtype) -> None:
+    """Give each layer of the model the alignment before it, rounded to `dtype`."""
+    read: dict[str, Alignment] = {}
+    factors = branch_factors(unaligned(recipe).layers, model_type=str(bank.base.config.get("model_type")))
+    for index, (layer, digest, factor) in enumerate(zip(model.get_decoder().layers, aligned, factors, strict=True)):
+        if digest is not None:
+            if digest not in read:
+                stored = read_alignment(
+                    bank.alignments_dir, digest, layer=index - 1, hidden_size=model.config.hidden_size
+                )
+                read[digest] = stored.to(dtype=dtype).to(dtype=torch.float32)
+            layer.register_forward_pre_hook(functools.partial(_aligned_first, read[digest], factor))
+
+
+def _aligned_first(alignment: Alignment, factor: float, module: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    stream, *others = given
+    return (alignment(stream, factor), *others)
 
 
 def logprobs(model: Any, tokens: Sequence[int]) -> list[float]:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from search_spaces.study.sections import EngineOptions
 from workers.engines.host_memory import free_host_bytes
@@ -46,15 +47,17 @@ def verify(
     dtype: str,
     engine_logprobs: Mapping[Tokens, Sequence[float]],
     evaluator: TaskEvaluator | None = None,
+    model: Any = None,
 ) -> VerificationReport:
     """Score `spans` on the exported checkpoint in `directory` and compare with the stored `samples`.
 
+    A merge that cannot be a checkpoint is given as `model`, and in `directory` are its tokenizer and configuration.
     `evaluator` provides the tokenized requests; without it they are built with the exported tokenizer.
     `engine_logprobs` maps texts (`texts_to_read`) to the engine's log-probabilities of their tokens but the first.
     Spans of tasks that sample are left out. Raises InvalidTask if a sample of a span is not among `samples`, or a text
     begins with no sample's request.
     """
-    reference = Reference(directory, options)
+    reference = Reference(directory, options, model=model)
     if evaluator is None:
         evaluator = TaskEvaluator(reference, Prompts(directory, options))
     else:

@@ -123,7 +123,7 @@ class Engine:
 
         let_llvmlite_be_inspected()
         self._contents = (PathContents if self.options.max_layers else WeightContents)(
-            self._sources, self.prompts, self.options
+            self._sources, self.prompts, self.options, aligns=bool(self.family.alignments_dir)
         )
         self.dtype = self._contents.dtype
         by_device, opening = self._contents.options_by_device()

@@ -211,10 +211,11 @@ def _first_with_room(family: Family, placements: Sequence[Placement], device: to
 
 def family_to_json(family: Family) -> str:
     models = [[model.alias, model.directory, model.fingerprint, model.adapts] for model in family.models]
-    return json.dumps({"models": models, "tokenizer": family.tokenizer, "vocabulary": dict(family.vocabulary)})
+    document = {"models": models, "tokenizer": family.tokenizer, "vocabulary": dict(family.vocabulary)}
+    return json.dumps({**document, "alignments_dir": family.alignments_dir})
 
 
 def family_from_json(text: str) -> Family:
     document = json.loads(text)
     base, *experts = (ModelSource(*fields) for fields in document["models"])
-    return Family(base, tuple(experts), document["tokenizer"], document["vocabulary"])
+    return Family(base, tuple(experts), document["tokenizer"], document["vocabulary"], document["alignments_dir"])

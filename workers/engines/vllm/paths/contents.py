@@ -26,7 +26,7 @@ from workers.engines.vllm.memory import (
     value_bytes,
 )
 from workers.engines.vllm.paths.geometry import path_problems
-from workers.engines.vllm.paths.sizes import outside_bytes, pool_size, widest_layer_bytes
+from workers.engines.vllm.paths.sizes import alignment_bytes, outside_bytes, pool_size, widest_layer_bytes
 from workers.engines.vllm.startup.contents import WeightContents
 from workers.errors import EngineUnavailable, InvalidModel
 from workers.evaluation.prompts import Prompts
@@ -48,8 +48,10 @@ class PathContents(WeightContents):
     Raises InvalidModel for models whose layers cannot follow each other, EngineUnavailable if the models themselves are
     longer, or do not fit into memory."""
 
-    def __init__(self, sources: ResolvedFamily, prompts: Prompts, options: EngineOptions) -> None:
-        super().__init__(sources, prompts, options)
+    def __init__(
+        self, sources: ResolvedFamily, prompts: Prompts, options: EngineOptions, *, aligns: bool = False
+    ) -> None:
+        super().__init__(sources, prompts, options, aligns=aligns)
         if problems := path_problems(sources):
             raise InvalidModel(tuple(problems))
         self.max_layers = options.max_layers
@@ -82,7 +84,7 @@ class PathContents(WeightContents):
     def options_by_device(self) -> tuple[dict[str, Any], dict[str, Any]]:
         if self.is_cpu:
             size = value_bytes(self.dtype)
-            room = int(HOST_SHARE * free_host_bytes()) - self.kv_cache_bytes()
+            room = int(HOST_SHARE * free_host_bytes()) - self.kv_cache_bytes() - self._alignment_bytes(size)
             self._pool_size = self._fitting(
                 room - COPIES_ON_CPU * outside_bytes(self.sources, size), COPIES_ON_CPU * size, of="host memory"
             )
@@ -90,7 +92,8 @@ class PathContents(WeightContents):
 
     def requirements(self, *, gpu_free: int, gpu_total: int) -> MemoryRequirements:
         ranks, size = self.options.tensor_parallel_size, value_bytes(self.dtype)
-        outside = outside_bytes(self.sources, size) // ranks
+        # Every rank has the whole stream, and so whole alignments.
+        outside = outside_bytes(self.sources, size) // ranks + self._alignment_bytes(size)
         needs = memory_requirements(
             self.sources, config=self.config, dtype=self.dtype, max_length=self.prompts.max_length, ranks=ranks
         )
@@ -99,6 +102,9 @@ class PathContents(WeightContents):
         self._pool_size = self._fitting(room * ranks, size, of="the GPU" if ranks == 1 else "the GPUs")
         layers = self._pool_size * widest_layer_bytes(self.sources, size) // ranks
         return replace(needs, weights=outside + layers)
+
+    def _alignment_bytes(self, bytes_of_value: int) -> int:
+        return alignment_bytes(self.config, self.max_layers, bytes_of_value) if self.aligns else 0
 
     def _fitting(self, room: int, bytes_of_value: int, *, of: str) -> int:
         num_sources = len(self.sources.views) * self.sources.layout.num_layers

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
-from workers.engines.vllm.checksum import word_sum
+from workers.engines.vllm.checksum import checksum, word_sum
 from workers.engines.vllm.held import HeldWeights, Into, Writing
 from workers.engines.vllm.paths.pool import LayerPool, Step
+from workers.merging.alignments import Alignment, alignments_before, read_alignment, unaligned
 from workers.merging.residual_scales import branch_factors
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ LAYERS = "model.layers."
 
 
 class HeldPath(HeldWeights):
-    """The pool, the path through it, and the parameters outside layers."""
+    """The pool, the path through it with its alignments, and the parameters outside layers."""
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
         super().__init__(model, dtype)
@@ -50,6 +51,7 @@ class HeldPath(HeldWeights):
         self._outside_digest = ""
         self._outside_held: Hashable = None
         self._checked = _Checked(most=4 * self._pool.size)
+        self._aligned = _Aligned(model.model.norm.weight, most=len(model.model.slots))
 
     @property
     def is_as_written(self) -> bool:
@@ -60,6 +62,7 @@ class HeldPath(HeldWeights):
         self._pool.clear()
         self._digests.clear()
         self._checked.clear()
+        self._aligned.clear()
         self._outside_digest, self._outside_held = "", None
 
     def fill(self, bank: Bank, into: Into) -> None:
@@ -72,21 +75,23 @@ class HeldPath(HeldWeights):
     def hold(self, recipe: Recipe, bank: Bank, into: Into) -> Writing:
         if not 0 < len(recipe.layers) <= (most := len(self.model.model.slots)):
             raise InvalidRecipe(f"the recipe has {len(recipe.layers)} layers; this engine holds 1 to {most}")
+        before, recipe = alignments_before(recipe), unaligned(recipe)
         factors = branch_factors(recipe.layers, model_type=str(bank.base.config["model_type"]))
+        between = _Between(factors, before, self._aligned.read(before, bank))
         contents = self._checked.contents(recipe.canonical())
         if contents is None or not all(map(self._pool.has, contents)):
-            return self._hold_new(recipe, factors, bank, into)
-        self._walk(self._pool.place(contents)[0], factors)
+            return self._hold_new(recipe, between, bank, into)
+        self._walk(self._pool.place(contents)[0], between)
         if self._outside_held == _outside(recipe):
             bank.sources.check_unchanged()
             return Writing()
         return self._write_path(_planned(replace(recipe, layers=()), bank), bank, into, recipe)
 
-    def _walk(self, places: Sequence[int], factors: Sequence[float]) -> None:
-        self._path = tuple(Step(place, factor) for place, factor in zip(places, factors, strict=True))
-        self.model.model.path = self._path
+    def _walk(self, places: Sequence[int], between: _Between) -> None:
+        self._path = tuple(Step(*step) for step in zip(places, between.factors, between.before, strict=True))
+        self.model.model.path, self.model.model.alignments = self._path, between.alignments
 
-    def _hold_new(self, recipe: Recipe, factors: Sequence[float], bank: Bank, into: Into) -> Writing:
+    def _hold_new(self, recipe: Recipe, between: _Between, bank: Bank, into: Into) -> Writing:
         plan = _planned(recipe, bank)
         outside, contents, tensors = _by_layer(plan, bank)
         places, new = self._pool.place(contents)
@@ -96,7 +101,7 @@ class HeldPath(HeldWeights):
             for place in sorted(new)
             for tensor in written[place]
         ]
-        self._walk(places, factors)
+        self._walk(places, between)
         done = self._write_path(replace(plan, tensors=(*outside, *stored)), bank, into, recipe)
         for place in new:
             self._digests[place] = self._layer_digest(place, self._sums)
@@ -117,7 +122,7 @@ class HeldPath(HeldWeights):
         return done
 
     def checksum(self) -> str:
-        return _combined(self._outside_digest, self._path, self._digests)
+        return _combined(self._outside_digest, self._path, self._digests, self._aligned.digests)
 
     def checksum_now(self) -> str:
         path = self.model.model.path
@@ -125,7 +130,8 @@ class HeldPath(HeldWeights):
             names = [*self._outside, *(name for place in {s.layer for s in path} for name in self._of_layer[place])]
             sums = {name: word_sum(self._by_name[name]) for name in names}
         digests = {step.layer: self._layer_digest(step.layer, sums) for step in path}
-        return _combined(hashlib.sha256(self._lines(self._outside, sums, cut=0)).hexdigest(), path, digests)
+        aligned = {name: _digest_of(alignment) for name, alignment in self.model.model.alignments.items()}
+        return _combined(hashlib.sha256(self._lines(self._outside, sums, cut=0)).hexdigest(), path, digests, aligned)
 
     def _parameters(self) -> dict[str, torch.nn.Parameter]:
         return self._by_name
@@ -177,6 +183,52 @@ class _Checked:
         self._contents.update(zip(map(_merges, recipe.layers), contents, strict=True))
 
 
+@dataclass(frozen=True)
+class _Between:
+    """What a path has beside layers: for each position a factor and the digest of the alignment before it, and the
+    alignments by digest."""
+
+    factors: Sequence[float]
+    before: Sequence[str | None]
+    alignments: Mapping[str, Alignment]
+
+
+class _Aligned:
+    """Alignments that were read, at most as many as the longest path has layers: the longest unused are dropped."""
+
+    def __init__(self, like: torch.Tensor, *, most: int) -> None:
+        self._like = like  # in memory and dtype
+        self._most = most
+        self.clear()
+
+    def clear(self) -> None:
+        self._read: dict[str, Alignment] = {}  # the last used last
+        self.digests: dict[str, str] = {}  # of the values as they are held
+
+    def read(self, before: Sequence[str | None], bank: Bank) -> dict[str, Alignment]:
+        """The alignments of a path, by digest. Raises InvalidRecipe."""
+        found: dict[str, Alignment] = {}
+        for index, digest in enumerate(before):
+            if digest is None or digest in found:
+                continue
+            held = self._read.pop(digest, None)
+            if held is None:
+                stored = read_alignment(
+                    bank.alignments_dir, digest, layer=index - 1, hidden_size=int(bank.base.config["hidden_size"])
+                )
+                held = stored.to(device=self._like.device, dtype=self._like.dtype)
+                self.digests[digest] = _digest_of(held)
+            found[digest] = self._read[digest] = held
+        for digest in list(self._read)[: max(0, len(self._read) - self._most)]:
+            del self._read[digest], self.digests[digest]
+        return found
+
+
+def _digest_of(alignment: Alignment) -> str:
+    """sha256 (hex) over the names, types, shapes and sums of an alignment's tensors."""
+    return checksum(alignment.tensors())
+
+
 def _outside(recipe: Recipe) -> Hashable:
     """What the merges outside layers are, wherever their models' aliases mean the same."""
     recipe = recipe.canonical()
@@ -197,12 +249,13 @@ def _merges(layer: LayerRecipe) -> tuple[Merge, ...]:
     return layer.attention, layer.mlp, layer.norm
 
 
-def _combined(outside: str, path: Iterable[Step], digests: Mapping[int, str]) -> str:
-    """sha256 (hex) over the parameters outside layers, then over each position's layer and factor: wherever in the pool
-    a layer is, and in whichever order layers were written."""
+def _combined(outside: str, path: Iterable[Step], digests: Mapping[int, str], aligned: Mapping[str, str]) -> str:
+    """sha256 (hex) over the parameters outside layers, then over each position's layer, factor and alignment: wherever
+    in the pool a layer is, and in whichever order layers were written."""
     total = hashlib.sha256(f"{outside}\n".encode())
     for number, step in enumerate(path):
-        total.update(f"{number}:{digests[step.layer]}:{step.factor!r}\n".encode())
+        before = "" if step.alignment is None else f":{aligned[step.alignment]}"
+        total.update(f"{number}:{digests[step.layer]}:{step.factor!r}{before}\n".encode())
     return total.hexdigest()
 
 

@@ -6,6 +6,9 @@ stands there. So a layer may stand in several positions, each with keys and valu
 
 The path is an attribute, which compiled code and captured graphs would not look at: the model is neither compiled nor
 captured, and engines with it run eagerly.
+
+Alignments of the path (`workers.merging.alignments`) are not parameters, which are written in place: `alignments` has
+the tensors of those in use, by digest.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, make_empty_inter
 
 from workers.engines.vllm.paths.held import HeldPath
 from workers.engines.vllm.paths.pool import Step
+from workers.merging.alignments import Alignment
 
 __all__ = ["LAYER_OF", "PathForCausalLM"]
 
@@ -83,6 +87,7 @@ class PathModel(nn.Module):
         )
         # vLLM measures its memory with a first pass, before any merge is held.
         self.path: tuple[Step, ...] = tuple(Step(index, 1.0) for index in range(len(slots)))
+        self.alignments: Mapping[str, Alignment] = {}
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         embedded: torch.Tensor = self.embed_tokens(input_ids)
@@ -99,6 +104,9 @@ class PathModel(nn.Module):
         residual = None
         for slot, step in zip(self.slots, self.path, strict=False):
             layer: Any = self.layers[step.layer]
+            if step.alignment is not None:
+                stream = hidden if residual is None else hidden + residual
+                hidden, residual = self.alignments[step.alignment](stream, step.factor), None
             layer.self_attn._modules["attn"] = slot
             hidden, residual = _walk(layer, step.factor, positions, hidden, residual)
         normalised: torch.Tensor = self.norm(hidden, residual)[0]

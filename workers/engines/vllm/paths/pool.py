@@ -10,10 +10,12 @@ __all__ = ["LayerPool", "Step"]
 
 @dataclass(frozen=True)
 class Step:
-    """One position of a path: a layer of the pool, and what the outputs of its branches are multiplied by."""
+    """One position of a path: a layer of the pool, what the outputs of its branches are multiplied by, and the digest
+    of the alignment before it, if there is one."""
 
     layer: int
     factor: float
+    alignment: str | None = None
 
 
 class LayerPool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from workers.errors import EngineUnavailable
 from workers.models.family import ResolvedFamily
 
-__all__ = ["outside_bytes", "pool_size", "widest_layer_bytes"]
+__all__ = ["alignment_bytes", "outside_bytes", "pool_size", "widest_layer_bytes"]
 
 GB = 1e9
 
@@ -39,6 +40,11 @@ def widest_layer_bytes(sources: ResolvedFamily, value_bytes: int) -> int:
 def outside_bytes(sources: ResolvedFamily, value_bytes: int) -> int:
     """Bytes of embedding, final norm and output head."""
     return _bytes(sources, (n for n, place in sources.layout.places.items() if place.layer is None), value_bytes)
+
+
+def alignment_bytes(config: Mapping[str, Any], max_layers: int, value_bytes: int) -> int:
+    """Bytes of projections before all layers of the longest merge, of a model with this configuration."""
+    return max_layers * int(config["hidden_size"]) ** 2 * value_bytes
 
 
 def _bytes(sources: ResolvedFamily, names: Iterable[str], value_bytes: int) -> int:

@@ -35,14 +35,18 @@ GENERIC = "Transformers"
 class WeightContents:
     """The weights of one model of the base's layers.
 
-    `dtype` is the engine's. Raises EngineUnavailable if they do not fit into memory."""
+    `dtype` is the engine's; with `aligns` merges may have alignments. Raises EngineUnavailable if they do not fit into
+    memory."""
 
-    def __init__(self, sources: ResolvedFamily, prompts: Prompts, options: EngineOptions) -> None:
+    def __init__(
+        self, sources: ResolvedFamily, prompts: Prompts, options: EngineOptions, *, aligns: bool = False
+    ) -> None:
         from vllm.platforms import current_platform
 
         self.sources = sources
         self.prompts = prompts
         self.options = options
+        self.aligns = aligns
         self.is_cpu = bool(current_platform.is_cpu())
         self.dtype = options.dtype
         if self.dtype == "auto":

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import Merge, Recipe, Source
 from tests.conftest import OPTIONS
-from tests.workers.recipes import arithmetic, copied, num_layers, path
-from workers.engines.transformers.backend import Reference, logprobs
+from tests.workers.recipes import aligned, arithmetic, copied, num_layers, path, random_alignment
+from workers.engines.transformers.backend import Reference, logprobs, merged_model
 from workers.engines.transformers.verification import verify
 from workers.engines.vllm.engine import Engine, base_recipe
 from workers.engines.vllm.paths.geometry import PATH_TYPES
@@ -28,6 +29,8 @@ from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, Tri
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Generation
 from workers.export.checkpoint import export
+from workers.merging.alignments import alignments_before, unaligned, write_alignment
+from workers.serving.replica import EngineWorker
 from workers.types import Family, Span, TaskSpec
 
 MAX_LAYERS = 9
@@ -70,6 +73,68 @@ def test_random_paths_are_what_transformers_computes_on_the_export(path_engine: 
         assert path_engine.generate([request]) == path_engine.generate([request]) == reference.generate([request])
         seen.append(path_engine.logprobs(prompts)[0][-1])
     assert len({round(value, 2) for value in seen}) == len(seen), "the paths differ"
+
+
+def with_alignments(engine: Engine, seed: int) -> Recipe:
+    """A random path with an alignment before one layer of two, a projection or moments."""
+    draw = random.Random(seed)
+    hidden = int(engine.prompts.config["hidden_size"])
+    while len((recipe := some_path(engine.family, draw.randrange(10**6))).layers) < 4:
+        pass
+    digests = [
+        write_alignment(engine.family.alignments_dir, random_alignment(kind, hidden, draw.randrange(10**6)))
+        for kind in ("projection", "moments")
+    ]
+    named = [draw.choice([None, *digests]) for _ in recipe.layers[2:]]
+    recipe = aligned(recipe, draw.choice(digests), *named)
+    try:
+        alignments_before(recipe)
+    except InvalidRecipe:  # two layers that follow each other
+        return with_alignments(engine, seed + 1000)
+    return recipe
+
+
+def test_paths_with_alignments_are_what_transformers_computes(
+    path_engine: Engine, sums: TaskSpec, tmp_path: Path
+) -> None:
+    bank = open_bank(family_to_json(path_engine.family))
+    prompts = [path_engine.prompts.encode(text) for text in ("1+1=2", "a b" * 60)]
+    checksums = set()
+    for seed in range(4):
+        recipe = with_alignments(path_engine, seed)
+        for each in (recipe, unaligned(recipe)):
+            report = path_engine.swap(each, check=True)
+            assert report.canary is not None
+            assert not report.canary.skipped
+            assert path_engine.compute_checksum() == report.weights_checksum
+            checksums.add(report.weights_checksum)
+            model = merged_model(each, bank, dtype="float32")
+            for tokens, values in zip(prompts, path_engine.logprobs(prompts), strict=True):
+                assert values == pytest.approx(logprobs(model, tokens), abs=1e-3)
+    assert len(checksums) == 8
+    path_engine.swap(recipe)
+    spans = (Span("sums", sums, 0, 20),)
+    evaluator = TaskEvaluator(path_engine, path_engine.prompts)
+    worker = SimpleNamespace(engine=path_engine, evaluator=evaluator)
+    report_of = EngineWorker.verify(worker, recipe, evaluator.score(spans).samples, spans)  # type: ignore[arg-type]
+    assert (report_of.num_samples, report_of.num_beyond) == (20, 0)
+    assert report_of.num_logprobs > 0
+
+
+def test_alignments_that_were_dropped_are_read_again(path_engine: Engine) -> None:
+    family = path_engine.family
+    hidden = int(path_engine.prompts.config["hidden_size"])
+    base = path(family, [("math", 0), ("text", 0), ("math", 0)])
+    digests = [
+        write_alignment(family.alignments_dir, random_alignment("moments", hidden, 100 + seed))
+        for seed in range(MAX_LAYERS + 4)
+    ]
+    seen = [path_engine.swap(aligned(base, digest, digests[0])).weights_checksum for digest in digests]
+    assert len(set(seen)) == len(seen)
+    held: list[int] = []
+    path_engine._llm.apply_model(lambda model: held.append(len(model.model.alignments)))
+    assert held == [2]
+    assert path_engine.swap(aligned(base, digests[1], digests[0])).weights_checksum == seen[1]
 
 
 def test_samples_of_a_path_are_verified_on_its_export(path_engine: Engine, sums: TaskSpec, tmp_path: Path) -> None:
@@ -145,10 +210,13 @@ def test_a_path_that_is_not_the_one_reported_is_seen_at_once(faulty: Engine) -> 
     assert faulty.compute_checksum() == report.weights_checksum
 
 
-@pytest.mark.parametrize("what", ["order", "factor", "weights"])
+@pytest.mark.parametrize("what", ["order", "factor", "weights", "alignment"])
 def test_an_engine_that_walks_another_path_fails_its_canary(faulty: Engine, what: str) -> None:
-    recipe = path(faulty.family, [("math", 0), ("text", 1), ("base", 2)], [0.9])
-    assert faulty.swap(recipe, check=True).digest == recipe.digest
+    hidden = int(faulty.prompts.config["hidden_size"])
+    digest = write_alignment(faulty.family.alignments_dir, random_alignment("projection", hidden))
+    recipe = aligned(path(faulty.family, [("math", 0), ("text", 1), ("base", 2)], [0.9]), digest)
+    report = faulty.swap(recipe, check=True)
+    assert report.digest == recipe.digest
 
     def damage(model: Any) -> None:
         first, *middle, last = model.model.path
@@ -156,6 +224,10 @@ def test_an_engine_that_walks_another_path_fails_its_canary(faulty: Engine, what
             model.model.path = (last, *middle, first)
         elif what == "factor":
             model.model.path = (first, *middle, Step(last.layer, 1.1 * last.factor))
+        elif what == "alignment":
+            held = model.model.alignments[digest]
+            assert held.projection is not None
+            model.model.alignments = {digest: replace(held, projection=held.projection.flip(0))}
         else:
             layer = model.model.layers[last.layer].mlp.down_proj
             with torch.inference_mode():
@@ -163,6 +235,7 @@ def test_an_engine_that_walks_another_path_fails_its_canary(faulty: Engine, what
             getattr(layer, PACK)()
 
     faulty._llm.apply_model(damage)
+    assert faulty.compute_checksum() != report.weights_checksum
     with pytest.MonkeyPatch.context() as patch:
         # An extension that does not look at the path: the canary is the last defence.
         patch.setattr("workers.engines.vllm.paths.held.HeldPath.is_as_written", True)
@@ -181,12 +254,23 @@ def test_merges_that_no_path_can_be_fail_the_trial(path_engine: Engine) -> None:
         path_engine.swap(replace(good, layers=()))
     for layers, message in (
         (replace(good.layers[0], scale=-1.0), "layer 0: scale -1; expected a number above 0"),
-        (replace(good.layers[0], alignment="coral"), "layer 0: alignment 'coral': modules between layers"),
+        (replace(good.layers[0], alignment="a" * 64), "layer 0: alignment 'aaaaaaaaaaaa': no layer follows"),
         (path(family, [("math", 99)]).layers[0], r"source 'math' names layer 99; the models have layers 0\.\."),
     ):
         with pytest.raises(TrialFailed, match=message):
             path_engine.swap(replace(good, layers=(layers,)))
         assert path_engine.held_digest is None
+    two = path(family, [("math", 0), ("text", 0)])
+    of_others = write_alignment(family.alignments_dir, random_alignment("projection", 6))
+    for layers, message in (
+        (
+            (replace(two.layers[0], alignment="coral"), two.layers[1]),
+            "alignment 'coral': expected the sha256 of a file",
+        ),
+        ((replace(two.layers[0], alignment=of_others), two.layers[1]), "it aligns 6 numbers; the models have"),
+    ):
+        with pytest.raises(TrialFailed, match=rf"layer 0: .*{message}"):
+            path_engine.swap(replace(two, layers=layers))
     assert path_engine.swap(good).is_new
 
 

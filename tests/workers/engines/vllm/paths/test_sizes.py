@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from tests.builders import tiny_llama
-from workers.engines.vllm.paths.sizes import outside_bytes, pool_size, widest_layer_bytes
+from workers.engines.vllm.paths.sizes import alignment_bytes, outside_bytes, pool_size, widest_layer_bytes
 from workers.errors import EngineUnavailable
 from workers.models.family import resolve_model
 
@@ -33,3 +33,4 @@ def test_bytes_are_those_of_the_tensors(tmp_path: Path) -> None:
     total = 4 * sources.num_parameters
     assert outside_bytes(sources, 4) + 3 * widest_layer_bytes(sources, 4) == total
     assert outside_bytes(sources, 2) * 2 == outside_bytes(sources, 4) == 4 * (2 * 128 * 32 + 32)
+    assert alignment_bytes(sources.base.config, 36, 2) == 36 * 32 * 32 * 2
