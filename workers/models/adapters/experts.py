@@ -36,10 +36,9 @@ def stack_at(module: str, base: AdaptedBase, settings: Settings) -> Stack | None
         parameter = f"{experts}.{matrix}"
         if any(parameter == each or parameter.endswith(f".{each}") for each in settings.parameters):
             name = base.stack(parameter)
-            if name in base.layout.stacks:
-                trained.append(Stack(parameter, base.layout.stacks[name], is_stored=False))
-            elif name is not None:
-                trained.append(Stack(parameter, ((name,),), is_stored=True))
+            if name is not None:
+                joined = base.layout.stacks.get(name)
+                trained.append(Stack(parameter, joined or ((name,),), is_stored=joined is None))
     return trained[-1 - depth] if depth < len(trained) else None
 
 
