@@ -32,7 +32,8 @@ if TYPE_CHECKING:
         StudyDocument,
         TrialsDocument,
     )
-    from service.schemas.files import ParetoDocument, RecipeDocument, SummaryDocument, TrialDocument
+    from service.schemas.files import ParetoDocument, SummaryDocument, TrialDocument
+    from service.schemas.recipe import RecipeDocument
 
 __all__ = [
     "cancel",

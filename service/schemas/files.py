@@ -14,6 +14,7 @@ from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
 
 from search_spaces.study.file import Study
+from service.schemas.recipe import RecipeDocument
 from workers.training.finetuning.fleet import OPTIONAL_SECTIONS, SECTIONS
 from workers.training.finetuning.spec import FinetuneSpec, finetune_json_schema
 
@@ -26,7 +27,6 @@ __all__ = [
     "ObjectiveDocument",
     "ParetoDocument",
     "PreferredDocument",
-    "RecipeDocument",
     "SummaryDocument",
     "TrialDocument",
     "VerificationDocument",
@@ -350,46 +350,6 @@ class ParetoDocument(TypedDict):
     ]
     front: list[FrontDocument]
     preferred: NotRequired[Annotated[PreferredDocument, Field(description="Where weights were given.")]]
-
-
-class MergeDocument(TypedDict):
-    method: str
-    sources: Annotated[
-        list[Annotated[list[Any], Field(min_length=2, max_length=2)]],
-        Field(min_length=1, description="[model alias, layer or null], each an operand of the merge."),
-    ]
-    coefficients: NotRequired[dict[str, float | list[float]]]
-    seed: NotRequired[int]
-
-
-class LayerDocument(TypedDict):
-    attention: MergeDocument
-    mlp: MergeDocument
-    norm: MergeDocument
-    scale: NotRequired[float]
-    alignment: NotRequired[str]
-
-
-class RecipeDocument(TypedDict):
-    """recipe.json"""
-
-    format: Literal["mergesearch-recipe/1", "mergesearch-recipe/2"]
-    models: Annotated[dict[str, str], Field(description="Alias to content fingerprint.")]
-    base: str
-    embedding: MergeDocument
-    layers: list[LayerDocument]
-    head: MergeDocument
-    tensors: NotRequired[
-        Annotated[
-            dict[str, MergeDocument],
-            Field(description="Single tensors, by name, that are merged differently from their component."),
-        ]
-    ]
-    tokenizer: NotRequired[
-        Annotated[
-            str, Field(description='Of the merged model: "union", or the alias of a model; if absent, the base\'s.')
-        ]
-    ]
 
 
 def pipeline_schemas(template: str) -> dict[str, dict[str, Any]]:

@@ -29,7 +29,7 @@ from workers.directories import appearing, partial_directories, sync
 from workers.export.model_card import Score, lineage, model_card, source_name
 from workers.mergekit.exporter import Inexpressible, mergekit_config
 from workers.merging.bank import Bank
-from workers.merging.materialize import is_small, merged_names, merged_tensors
+from workers.merging.materialize import Scratch, is_small, merged_names, merged_tensors
 from workers.models.chat_templates import write_template
 from workers.models.checkpoints import open_checkpoint
 from workers.models.merged_files import merged_config
@@ -214,7 +214,8 @@ def _write_shards(
     progress(current)
     missing = [shard for shard in shards if shard.file not in checksums]
     wanted = {name for shard in missing for name in shard.shapes}
-    stream = merged_tensors(recipe, bank, dtype, names=wanted, compiles=not is_small(recipe, bank))
+    memory, compiles = Scratch(bank, dtype), not is_small(recipe, bank)
+    stream = merged_tensors(recipe, bank, dtype, names=wanted, into=memory.tensor, compiles=compiles)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal current

@@ -16,9 +16,17 @@ from workers.errors import InvalidModel
 from workers.merging.masks import mask_key
 from workers.merging.methods.arithmetic import Products, cosine_of
 from workers.merging.methods.averages import Importance
-from workers.merging.order_statistics import MagnitudeTable, TieOrder
+from workers.merging.order_statistics import MagnitudeTable, Ranked, TieOrder
 from workers.merging.recent import Recent, recent_bytes
-from workers.merging.statistics import importance_of, inner_products, magnitude_table, row_ranks, variance_table
+from workers.merging.statistics import (
+    importance_of,
+    inner_products,
+    magnitude_selection,
+    magnitude_table,
+    row_ranks,
+    variance_selection,
+    variance_table,
+)
 from workers.models.checkpoints import Checkpoint
 from workers.models.components import Layout
 from workers.models.computed_tensors import SourceTensor
@@ -163,20 +171,29 @@ class Bank:
             return None
         return self._recent.value(("importance", first, second), made, lambda known: known.rows.nbytes)
 
-    def variances(self, sources: Sequence[Key], base: Key) -> MagnitudeTable | None:
-        """The table of the variances between task vectors, kept while recent; None for tensors without elements."""
+    def variances(self, sources: Sequence[Key], base: Key) -> Ranked | None:
+        """The variances between task vectors by rank: a table kept while recent, or without `keeps_statistics` selected
+        when a rank is asked for; None for tensors without elements."""
 
         def made() -> MagnitudeTable:
             return variance_table([self._on_cpu(source) for source in sources], self._on_cpu(base), self.order(base))
 
         if 0 in self._source(*base).shape:
             return None
+        if not self._keeps_statistics:
+            return variance_selection(
+                [self._on_cpu(source) for source in sources], self._on_cpu(base), self.order(base)
+            )
         return self._recent.value(("variances", *sources, base), made, lambda table: table.num_bytes)
 
-    def magnitudes(self, sources: Sequence[Key], base: Key) -> tuple[MagnitudeTable | None, ...]:
-        """For each source the table of |source - base|, computed once; None for tensors without elements."""
+    def magnitudes(self, sources: Sequence[Key], base: Key) -> tuple[Ranked | None, ...]:
+        """For each source |source - base| by rank: a table computed once, or without `keeps_statistics` selected when a
+        rank is asked for; None for tensors without elements."""
         if 0 in self._source(*base).shape:
             return (None,) * len(sources)
+        if not self._keeps_statistics:
+            of_base = self._on_cpu(base)
+            return tuple(magnitude_selection(self._on_cpu(source), of_base, self.order(source)) for source in sources)
         tables = {source: self._magnitudes.get((source, base)) for source in sources}
         unknown = [source for source, table in tables.items() if table is None]
         if unknown:
@@ -186,8 +203,7 @@ class Bank:
                     unknown,
                 )
                 tables |= dict(zip(unknown, made, strict=True))
-            if self._keeps_statistics:
-                self._magnitudes |= {(source, base): table for source, table in tables.items() if table is not None}
+            self._magnitudes |= {(source, base): table for source, table in tables.items() if table is not None}
         return tuple(tables[source] for source in sources)
 
     def order(self, key: Key) -> TieOrder:

@@ -23,7 +23,7 @@ from workers.merging.merged_tensor import MergedTensor, pieces_of
 from workers.merging.methods.arithmetic import Products
 from workers.merging.methods.averages import Importance
 from workers.merging.methods.plain import PLAIN, Operands
-from workers.merging.order_statistics import MagnitudeTable, TieOrder
+from workers.merging.order_statistics import Ranked, TieOrder
 from workers.merging.residual_scales import branch_factors, ends_a_branch
 from workers.models.components import some_of
 from workers.models.vocabulary import BASE, UNION
@@ -308,10 +308,10 @@ class _Computation:
     base: Key | None
     keys: tuple[int, ...] | None
     cosine: float | None
-    magnitudes: tuple[MagnitudeTable | None, ...] | None
+    magnitudes: tuple[Ranked | None, ...] | None
     products: Products | None
     importance: Importance | None
-    variances: MagnitudeTable | None
+    variances: Ranked | None
     keeps_equal: bool
     compiles: bool
 

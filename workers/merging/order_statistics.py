@@ -6,14 +6,15 @@ no ties: a rank keeps exactly its number of elements, of which no position is pr
 are the rule: a tenth of all elements may have the magnitude at a threshold.
 
 A table is computed once from the sources. No merge sorts after that: the exact place of a rank is found among the few
-elements that the table leaves. `workers.merging.statistics` computes tables of tensors.
+elements that the table leaves. A single merge needs a rank or two: it selects them without a table (`Selection`), which
+takes less time than sorting. `workers.merging.statistics` computes both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -23,18 +24,24 @@ from workers.merging.masks import hashes
 __all__ = [
     "ALL",
     "LARGEST_MARK",
+    "MOST_LEFT",
     "NOTHING",
     "SPACING",
     "MagnitudeTable",
     "Place",
+    "Ranked",
+    "Selection",
     "TieOrder",
     "Trim",
     "magnitude_keys",
     "place_of_rank",
 ]
 
-# The table holds one element in SPACING: 9 bytes for 128 elements, and a rank lies among at most 127 of them.
+# The table holds one element in SPACING: 8 bytes for 128 elements, and a rank lies among at most 127 of them.
 SPACING = 128
+# More elements than these cannot have the magnitudes between two entries of a table, these included, where those of the
+# entries before and after differ.
+MOST_LEFT = 3 * SPACING
 LARGEST_MARK = 2**32 - 1
 
 
@@ -92,12 +99,23 @@ class Trim:
     """Where a rank lies: at `high` if `low` equals it; else strictly between the two, where fewer than `SPACING`
     elements are, of which `num_smaller` precede it in ascending order.
 
-    `is_tied`: other elements have the magnitude of one of the two places, so magnitudes alone do not decide."""
+    `is_tied`: more than `MOST_LEFT` elements may have magnitudes from that of `low` to that of `high`."""
 
     low: Place
     high: Place
     num_smaller: int = 0
     is_tied: bool = False
+
+    @property
+    def magnitudes(self) -> tuple[float, float]:
+        """Two float32 magnitudes: elements up to the first are below the rank, those from the second on at it or above;
+        between are those that have a magnitude from `low` to `high`. The second is NaN if no element reaches `high`."""
+        if self == NOTHING:
+            return float("inf"), float("nan")
+        if self == ALL:
+            return 0.0, 0.0
+        below = np.nextafter(np.float32(self.low.magnitude), np.float32(-1))
+        return float(below), float(np.nextafter(np.float32(self.high.magnitude), np.float32(np.inf)))
 
     @classmethod
     def at(cls, place: Place, *, is_tied: bool = False) -> Self:
@@ -109,22 +127,58 @@ ALL = Trim.at(Place(0.0, 0))
 NOTHING = Trim.at(Place(float("inf"), LARGEST_MARK))
 
 
+class Ranked(Protocol):
+    """A tensor's elements in their order: by a table, or selected one by one."""
+
+    @property
+    def num_not_zero(self) -> int: ...
+
+    def trim(self, rank: int) -> Trim:
+        """Where the element of the `rank`-th largest magnitude is; ranks are from 1 to the number of elements."""
+        ...
+
+    def place(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Place:
+        """The place of the `rank`-th largest of `sizes`, the magnitudes (float32) that are ranked here."""
+        ...
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Elements ranked without a table: `select` gives the place of the element that has so many smaller ones, and how
+    many elements have its magnitude; `num_zeros` counts the elements that are zero."""
+
+    num_elements: int
+    select: Callable[[int], tuple[Place, int]]
+    num_zeros: Callable[[], int]
+
+    @property
+    def num_not_zero(self) -> int:
+        return self.num_elements - self.num_zeros()
+
+    def trim(self, rank: int) -> Trim:
+        """As of `Ranked`: the exact place."""
+        place, num_equal = self.select(self.num_elements - rank)
+        return Trim.at(place, is_tied=num_equal > MOST_LEFT)
+
+    def place(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Place:
+        """As of `Ranked`."""
+        return self.trim(rank).high
+
+
 class MagnitudeTable:
-    """Every 128th element in ascending order, and the last: `magnitudes`, `marks`, and whether a neighbour has the
-    same magnitude (`is_tied`); of `num_elements`, of which `num_zeros` are zero."""
+    """Every 128th element in ascending order, and the last: `magnitudes` and `marks`; of `num_elements`, of which
+    `num_zeros` are zero."""
 
     def __init__(
         self,
         magnitudes: np.ndarray,
         marks: np.ndarray,
-        is_tied: np.ndarray,
         *,
         num_elements: int,
         num_zeros: int,
     ) -> None:
         self._magnitudes = magnitudes
         self._marks = marks
-        self._is_tied = is_tied
         self._num_elements = num_elements
         self.num_not_zero = num_elements - num_zeros
 
@@ -132,30 +186,31 @@ class MagnitudeTable:
     def of_ascending(cls, ascending: Iterable[tuple[np.ndarray, np.ndarray]]) -> Self:
         """The table of float32 magnitudes and uint32 marks that come in ascending order, in pieces, equal magnitudes
         in one piece. There is at least one piece, and none is empty. A piece is not used after the next is taken."""
-        columns: list[tuple[np.ndarray, ...]] = []
+        columns: list[tuple[np.ndarray, np.ndarray]] = []
         total = num_zeros = 0
         for sizes, marks in ascending:
-            columns.append(_rows(sizes, marks, np.arange(-total % SPACING, sizes.size, SPACING)))
-            last = _rows(sizes, marks, np.array([sizes.size - 1]))
+            rows = np.arange(-total % SPACING, sizes.size, SPACING)
+            columns.append((sizes[rows], marks[rows]))
+            last = sizes[-1:].copy(), marks[-1:].copy()
             num_zeros += int(np.searchsorted(sizes, 0, side="right"))
             total += sizes.size
-        rows = (np.concatenate(column) for column in zip(*columns, last, strict=True))
-        return cls(*rows, num_elements=total, num_zeros=num_zeros)
+        magnitudes, of_marks = (np.concatenate(column) for column in zip(*columns, last, strict=True))
+        return cls(magnitudes, of_marks, num_elements=total, num_zeros=num_zeros)
 
     @property
     def num_bytes(self) -> int:
-        return self._magnitudes.nbytes + self._marks.nbytes + self._is_tied.nbytes
+        return self._magnitudes.nbytes + self._marks.nbytes
 
     def trim(self, rank: int) -> Trim:
         """Where the element of the `rank`-th largest magnitude is; ranks are from 1 to the number of elements."""
         cut, after = divmod(self._num_elements - rank, SPACING)
         low = self._place(cut)
         if after == 0:
-            return Trim.at(low, is_tied=bool(self._is_tied[cut]))
+            return Trim.at(low, is_tied=self._is_tied(cut, cut))
         high = self._place(cut + 1)
         if rank == 1:
-            return Trim.at(high, is_tied=bool(self._is_tied[cut + 1]))
-        return Trim(low, high, after - 1, is_tied=bool(self._is_tied[cut] or self._is_tied[cut + 1]))
+            return Trim.at(high, is_tied=self._is_tied(cut + 1, cut + 1))
+        return Trim(low, high, after - 1, is_tied=self._is_tied(cut, cut + 1))
 
     def place(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Place:
         """The place of the `rank`-th largest of `sizes`, the magnitudes (float32) of which this is the table."""
@@ -167,19 +222,19 @@ class MagnitudeTable:
         keys = (flat[at].view(torch.int32).long() << 32) | order.marks_at(at)
         return _place(int(keys[(keys > trim.low.key) & (keys < trim.high.key)].sort().values[trim.num_smaller]))
 
+    def _is_tied(self, first: int, last: int) -> bool:
+        """Whether an entry beyond these two has the magnitude of one of them."""
+        sizes = self._magnitudes
+        return bool(
+            (first > 0 and sizes[first - 1] == sizes[first])
+            or (last + 1 < len(sizes) and sizes[last + 1] == sizes[last])
+        )
+
     def _place(self, cut: int) -> Place:
         return Place(float(self._magnitudes[cut]), int(self._marks[cut]))
 
 
-def _rows(sizes: np.ndarray, marks: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Of the elements at these positions of a piece: magnitude, mark, and whether a neighbour has the magnitude."""
-    found = sizes[at]
-    before, after = sizes[np.maximum(at - 1, 0)], sizes[np.minimum(at + 1, sizes.size - 1)]
-    is_tied = ((before == found) & (at > 0)) | ((after == found) & (at < sizes.size - 1))
-    return found, marks[at], is_tied
-
-
-def place_of_rank(sizes: torch.Tensor, rank: int, order: TieOrder, table: MagnitudeTable | None = None) -> Place:
+def place_of_rank(sizes: torch.Tensor, rank: int, order: TieOrder, table: Ranked | None = None) -> Place:
     """The place of the `rank`-th largest of `sizes`, magnitudes in float32, from 1; `table` is their table if known."""
     if table is not None:
         return table.place(rank, sizes, order)

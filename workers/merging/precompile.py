@@ -17,7 +17,7 @@ from workers.merging.kernels import merge_stored
 from workers.merging.masks import mask_key
 from workers.merging.methods.plain import PLAIN, Operands
 from workers.merging.order_statistics import TieOrder
-from workers.merging.statistics import inner_products, magnitude_table, variance_table
+from workers.merging.statistics import inner_products, magnitude_selection, magnitude_table, variance_table
 
 __all__ = ["Usual", "compile_kernels", "operands", "usual"]
 
@@ -40,7 +40,7 @@ SHAPE = (64, 512)
 
 @dataclass(frozen=True)
 class Usual:
-    """A kernel to compile. `is_tied`: other elements have the magnitude at a threshold, which has a kernel of its
+    """A kernel to compile. `is_tied`: many elements have the magnitude at a threshold, which has a kernel of its
     own."""
 
     merge: Merge
@@ -94,6 +94,8 @@ def compile_kernels() -> None:
         merge_stored(case.merge, operands(case), torch.empty(SHAPE, dtype=case.dtype))
     for dtype in DTYPES:  # SLERP, whose kernel is that of `linear`
         inner_products([torch.ones(SHAPE, dtype=dtype)] * 2)
+        # A single merge selects its thresholds, where a study makes tables.
+        magnitude_selection(torch.ones(SHAPE, dtype=dtype), torch.zeros(SHAPE, dtype=dtype), TieOrder(0)).trim(1)
 
 
 if __name__ == "__main__":

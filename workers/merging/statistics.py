@@ -17,9 +17,17 @@ from workers.merging.methods.arithmetic import inner_products as plain_inner_pro
 from workers.merging.methods.averages import Importance
 from workers.merging.methods.competition import variance
 from workers.merging.methods.sparsify import row_width
-from workers.merging.order_statistics import LARGEST_MARK, MagnitudeTable, TieOrder, magnitude_keys
+from workers.merging.order_statistics import LARGEST_MARK, MagnitudeTable, Ranked, TieOrder, magnitude_keys
 
-__all__ = ["importance_of", "inner_products", "magnitude_table", "row_ranks", "variance_table"]
+__all__ = [
+    "importance_of",
+    "inner_products",
+    "magnitude_selection",
+    "magnitude_table",
+    "row_ranks",
+    "variance_selection",
+    "variance_table",
+]
 
 # The kernels are imported in the functions: Numba takes a second to import, and opening a family needs no statistics.
 
@@ -50,6 +58,24 @@ def magnitude_table(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -
     from workers.merging.kernels.sorting import ascending_magnitudes
 
     return MagnitudeTable.of_ascending(ascending_magnitudes(source, base, order.factor))
+
+
+def magnitude_selection(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> Ranked:
+    """The ranks of |source - base|, in float32, of at least one element, without a table where they can be selected."""
+    if source.is_cuda or source.numel() >= 2**32:
+        return magnitude_table(source, base, order)
+    from workers.merging.kernels.sorting import selected_magnitudes
+
+    return selected_magnitudes(source, base, order.factor)
+
+
+def variance_selection(sources: Sequence[torch.Tensor], base: torch.Tensor, order: TieOrder) -> Ranked:
+    """The ranks of the variances between task vectors, as of `magnitude_selection`."""
+    if base.is_cuda or base.numel() >= 2**32:
+        return variance_table(sources, base, order)
+    from workers.merging.kernels.sorting import selected_variances
+
+    return selected_variances(sources, base, order.factor)
 
 
 def variance_table(sources: Sequence[torch.Tensor], base: torch.Tensor, order: TieOrder) -> MagnitudeTable:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from search_spaces.recipe import Component
 from workers.errors import InvalidModel
 
-__all__ = ["EMBEDDING", "IGNORED", "Layout", "Place", "is_output_head", "layout", "some_of"]
+__all__ = ["EMBEDDING", "IGNORED", "LAYER", "STACKS", "Layout", "Place", "is_output_head", "layout", "some_of"]
 
 # A report names this many tensors of one kind of problem, then counts the rest.
 MAX_NAMED = 5

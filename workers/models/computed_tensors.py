@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Dora",
     "LowRank",
+    "LowRankExpert",
+    "LowRankStack",
     "Padded",
     "Read",
     "ReplacedRows",
@@ -86,6 +88,81 @@ class LowRank:
         a, b = read(self.a).float(), read(self.b).float()
         first, second = (a.T, b.T) if self.is_transposed else (b, a)
         return self.weight.value(read).to(torch.float32, copy=True).addmm_(first, second, alpha=self.scaling)
+
+
+@dataclass(frozen=True)
+class LowRankExpert:
+    """weight + scaling x B_e A_e, in float32: a matrix of expert `number` of a mixture, as a LoRA adapter changes the
+    stack of the matrices of all `num_experts`.
+
+    `a` is [experts x rank, inputs] and `b` [outputs, rank x experts], whose columns have the experts innermost;
+    `weight` is the rows from `first_row` on of the expert's [outputs, inputs].
+    """
+
+    weight: SourceTensor
+    a: TensorInfo
+    b: TensorInfo
+    scaling: float
+    number: int
+    num_experts: int
+    first_row: int
+
+    @property
+    def dtype(self) -> str:
+        return "F32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    def stored(self) -> Iterator[TensorInfo]:
+        yield from self.weight.stored()
+        yield self.a
+        yield self.b
+
+    def value(self, read: Read) -> torch.Tensor:
+        import torch
+
+        rank = self.a.shape[0] // self.num_experts
+        a = read(self.a)[self.number * rank : (self.number + 1) * rank].float()
+        rows = slice(self.first_row, self.first_row + self.shape[0])
+        b = read(self.b)[rows, self.number :: self.num_experts].float()
+        return self.weight.value(read).to(torch.float32, copy=True).addmm_(b, a, alpha=self.scaling)
+
+
+@dataclass(frozen=True)
+class LowRankStack:
+    """`LowRankExpert` of all experts, where the weights are stored as one tensor: [experts, outputs, inputs],
+    [experts, inputs, outputs] if `is_transposed`."""
+
+    weight: SourceTensor
+    a: TensorInfo
+    b: TensorInfo
+    scaling: float
+    is_transposed: bool
+
+    @property
+    def dtype(self) -> str:
+        return "F32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    def stored(self) -> Iterator[TensorInfo]:
+        yield from self.weight.stored()
+        yield self.a
+        yield self.b
+
+    def value(self, read: Read) -> torch.Tensor:
+        import torch
+
+        num_experts = self.shape[0]
+        a, b = read(self.a).float(), read(self.b).float()
+        a = a.view(num_experts, -1, a.shape[1])
+        b = b.view(len(b), -1, num_experts).permute(2, 0, 1)
+        first, second = (a.mT, b.mT) if self.is_transposed else (b, a)
+        return self.weight.value(read).to(torch.float32, copy=True).baddbmm_(first, second, alpha=self.scaling)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from service.results.preference import choices
 from service.results.report import render_report
 from service.results.series import CHARTS
 from service.schemas.api import PlotsDocument, TrialsDocument
-from service.schemas.files import ParetoDocument, RecipeDocument, SummaryDocument, TrialDocument
+from service.schemas.files import ParetoDocument, SummaryDocument, TrialDocument
+from service.schemas.recipe import RecipeDocument
 from service.types import StudyRecord, TrialRecord
 
 __all__ = ["router"]

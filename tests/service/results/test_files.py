@@ -46,6 +46,26 @@ def test_every_file_is_valid_under_its_schema(run, tmp_path):
     )
 
 
+def test_all_that_a_recipe_can_say_is_in_its_schema(run):
+    plain = run.trials[20].recipe
+    vocabulary = {"tokens": {"<end>": {"token": "</s>", "force": True}}, "multiple_of": 64, "by_id": True}
+    merge = replace(plain.head, base=plain.head.sources[0])
+    recipe = replace(
+        plain, tokenizer="union", vocabulary=vocabulary, stacks_experts=True, tensors={"a": merge}, head=merge
+    )
+    document, schema = recipe.to_json(), schemas()["recipe"]
+    jsonschema.validate(document, schema)
+    assert set(document) <= set(schema["properties"])
+    assert set(document["head"]) <= set(schema["$defs"]["MergeDocument"]["properties"])
+    for key, wrong in (
+        ("experts", "stack"),
+        ("vocabulary", {"multiple_of": 0}),
+        ("head", {**document["head"], "base": []}),
+    ):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(document | {key: wrong}, schema)
+
+
 @pytest.mark.parametrize("name", ["study", "trial", "summary", "pareto", "recipe"])
 def test_schemas_are_schemas_and_reject_an_empty_document(name):
     schema = schemas()[name]

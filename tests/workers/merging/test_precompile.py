@@ -21,11 +21,11 @@ def test_usual_kernels_are_of_merges_that_are_fused_and_tied_as_they_say() -> No
         assert is_fused(case.merge, stored, case.dtype)
         if case.merge.method == "ties":
             rule = FUSED["ties"](case.merge, stored)
-            kinds[case.dtype, case.is_tied] = type(rule.sparse).__name__  # type: ignore[attr-defined]
+            kinds[case.dtype, case.is_tied] = type(rule.sparse.by).__name__  # type: ignore[attr-defined]
     assert kinds == {
-        (torch.bfloat16, True): "TrimmedTied",
-        (torch.float32, True): "TrimmedTied",
-        (torch.float32, False): "Trimmed",
+        (torch.bfloat16, True): "ByMark",
+        (torch.float32, True): "ByMark",
+        (torch.float32, False): "ByMagnitude",
     }
 
 

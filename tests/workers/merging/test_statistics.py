@@ -43,3 +43,33 @@ def test_tables_find_every_rank_of_magnitudes_and_variances(dtype: torch.dtype) 
     for rank in range(1, tau.numel() + 1):
         assert table.place(rank, tau.abs(), ORDER).magnitude == ordered[rank - 1]
         assert variance_table.place(rank, variances, ORDER).magnitude == spread[rank - 1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("few", [1, 40, 1 << 20])
+def test_selection_finds_the_places_that_tables_find(
+    dtype: torch.dtype, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from workers.merging.kernels import sorting, threads
+
+    monkeypatch.setattr(sorting, "FEW", few)
+    monkeypatch.setattr(threads, "MIN_PIECE", 100)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    base, source = pair((9, 111), dtype)
+    source[3:5] = base[3:5]
+    source[6] = base[6] + 0.125  # equal magnitudes
+    sizes = (source.float() - base.float()).abs()
+    table, selection = (
+        statistics.magnitude_table(source, base, ORDER),
+        statistics.magnitude_selection(source, base, ORDER),
+    )
+    sources = [source, base * 2, source + base]
+    of_variances = statistics.variance_table(sources, base, ORDER), statistics.variance_selection(sources, base, ORDER)
+    assert selection.num_not_zero == table.num_not_zero == int(sizes.count_nonzero())
+    assert of_variances[1].num_not_zero == of_variances[0].num_not_zero
+    for rank in (1, 2, 128, 129, 300, 500, 777, 998, 999):
+        exact = selection.trim(rank)
+        assert exact.low == exact.high == table.place(rank, sizes, ORDER)
+        assert selection.select(sizes.numel() - rank)[1] == int((sizes == exact.high.magnitude).sum())
+        spread = variance(sources, base)
+        assert of_variances[1].place(rank, spread, ORDER) == of_variances[0].place(rank, spread, ORDER)

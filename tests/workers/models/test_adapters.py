@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.builders import lora_adapter, tiny_llama, tiny_qwen2
+from tests.builders import character_tokenizer, lora_adapter, save, tiny_llama, tiny_qwen2
+from tests.layouts import COMMON
 from tests.workers.recipes import arithmetic
 from workers.errors import InvalidModel
 from workers.merging.bank import Bank
@@ -102,6 +103,50 @@ def assert_equal(base: Path, tmp_path: Path, expected: dict[str, torch.Tensor]) 
         changed += not torch.equal(found, bank.get("base", name))
     assert changed > 0
     assert bank.num_bytes < 2 * sum(bank.get("base", name).nbytes for name in bank.base.tensors)
+
+
+@pytest.fixture(scope="module", params=["mixtral", "qwen3_moe", "gpt_oss"])
+def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose experts transformers holds stacked: stored one by one, under the name of another module, and as
+    the stack, transposed."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = COMMON | {"hidden_size": 32, "intermediate_size": 40, "head_dim": 8, "num_hidden_layers": 2}
+    fields |= {"num_local_experts": 3, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(request.param, **fields))
+    return save(model, character_tokenizer(), tmp_path_factory.mktemp(request.param) / "base")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "settings"),
+    [
+        (["experts.gate_up_proj", "experts.down_proj"], {"target_modules": ["q_proj"]}),
+        (["mlp.experts.down_proj"], {"target_modules": [], "rank_pattern": {r"layers\.0\.mlp\.experts\.down_proj": 2}}),
+        (["experts.gate_up_proj"], {"target_modules": [], "use_rslora": True}),
+    ],
+    ids=["both", "the last", "the first"],
+)
+def test_experts_of_a_mixture_change_as_peft_merges_them(
+    mixture: Path, tmp_path: Path, parameters: list[str], settings: dict[str, Any]
+) -> None:
+    tuned = lora_adapter(mixture, tmp_path / "tuned", target_parameters=parameters, **settings)
+    tuned.merge_and_unload().save_pretrained(tmp_path / "merged")
+    assert_equal(mixture, tmp_path, load_file(tmp_path / "merged" / "model.safetensors"))
+
+
+def test_an_adapter_of_a_mixture_with_more_experts_is_refused(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    bases = []
+    for num_experts in (2, 3):
+        fields = COMMON | {"hidden_size": 32, "intermediate_size": 40, "head_dim": 8, "num_local_experts": num_experts}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **fields | {"num_hidden_layers": 1}))
+        bases.append(save(model, character_tokenizer(), tmp_path / f"base{num_experts}"))
+    parameters = {"target_parameters": ["experts.down_proj"], "target_modules": []}
+    lora_adapter(bases[1], tmp_path / "tuned", **parameters)
+    (problem,) = problems_of(bases[0], tmp_path / "tuned")
+    assert "its matrices are A [12, 40] and B [32, 12]; expected A [8, 40] and B [32, 8] for 2 experts of" in problem
 
 
 def test_a_checkpoint_saved_without_its_outermost_module_is_the_same_base(gpt2: Path, tmp_path: Path) -> None:
@@ -197,7 +242,7 @@ def change(adapter: Path, how: Any) -> None:
             {"trainable_token_indices": ["a"]},
             "trainable_token_indices is ['a']; expected numbers of tokens, by module ",
         ),
-        ({"target_parameters": ["x"]}, "target_parameters is set: it changes parameters that are no module's weight"),
+        ({"target_parameters": "x"}, "target_parameters is 'x'; expected a list of names"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4', which changes the base"),
         ({"r": 0}, "r is 0; expected a whole number from 1"),
         ({"lora_alpha": "8"}, "lora_alpha is '8'; expected a number"),
@@ -323,6 +368,6 @@ def test_the_name_of_another_base_is_said_once(base: Path, tmp_path: Path, caplo
     edit(tmp_path / "tuned", base_model_name_or_path="someone/other-7b")
     for _ in range(2):
         resolve_family(base, {"tuned": tmp_path / "tuned"})
-    assert [record.getMessage() for record in caplog.records if record.name == "workers.models.adapters"] == [
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("workers.models.adapters")] == [
         f"{tmp_path / 'tuned'}: says that it was trained on someone/other-7b; it is merged with {base}"
     ]

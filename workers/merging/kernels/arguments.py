@@ -55,6 +55,7 @@ CONVERSIONS: dict[Any, Callable[[Any], Any]] = {
     rules.Doubles: lambda numbers: tuple(map(np.float64, numbers)),
     rules.Tensors: lambda tensors: tuple(map(_array, tensors)),
     rules.Sparsity: typed,
+    rules.Comparison: typed,
 }
 
 

@@ -16,7 +16,7 @@ import torch
 from workers.merging.kernels import rules
 from workers.merging.kernels.arguments import as_array, as_arrays, typed
 from workers.merging.kernels.compilation import compiled
-from workers.merging.kernels.elements import BLOCK, NONE, copied_past_caches, rounded, stores_done
+from workers.merging.kernels.elements import BLOCK, NONE, copied_past_caches, either, rounded, stores_done
 from workers.merging.kernels.formulas import element
 from workers.merging.kernels.operations import ZERO, value
 from workers.merging.kernels.threads import pieces, run
@@ -42,7 +42,7 @@ def merge(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: to
     counts = run(_merge, [(numbers, b, xs, merged, row, *part) for row, part in zip(found, parts, strict=True)])
     if any(counts):
         positions = np.concatenate([row[:count] for row, count in zip(found, counts, strict=True)])
-        _merge_at(typed(decided(rule, b, xs, positions)), b, xs, merged, found[0], positions)
+        _merge_at(typed(decided(rule, b, xs, positions)), b, xs, merged, positions)
     return None
 
 
@@ -57,7 +57,7 @@ def _merge(rule: Any, base: Any, xs: Any, out: Any, found: Any, start: int, stop
         end = min(begin + U64(BLOCK), U64(stop))
         is_any_undecided = NONE
         for i in range(begin, end):
-            is_any_undecided |= undecided(rule, base, xs, i)
+            is_any_undecided = either(is_any_undecided, undecided(rule, base, xs, i))
             block[i - begin] = rounded(element(rule, base, xs, i), block[0])
         copied_past_caches(block, out, begin, end)
         if is_any_undecided > NONE:
@@ -70,9 +70,9 @@ def _merge(rule: Any, base: Any, xs: Any, out: Any, found: Any, start: int, stop
 
 
 @compiled
-def _merge_at(rule: Any, base: Any, xs: Any, out: Any, found: Any, positions: Any) -> None:
+def _merge_at(rule: Any, base: Any, xs: Any, out: Any, positions: Any) -> None:
     for i in positions:
-        _merge(rule, base, xs, out, found, i, i + 1)
+        out[i] = rounded(element(rule, base, xs, U64(i)), out[i])
 
 
 def _merge_important(rule: rules.Important, xs: tuple[np.ndarray, ...], out: np.ndarray) -> None:

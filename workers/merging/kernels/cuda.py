@@ -46,7 +46,7 @@ def merge(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: to
         case rules.Mean(rules.Dropped() as sparse, lambda_):
             numbers = _masks(sparse, out), _floats(sparse.scales, out), _floats([lambda_], out)
             _launch(_dare_ties, size, base, xs, *numbers, out, size)
-        case rules.Mean(rules.Trimmed() | rules.TrimmedTied() as sparse, lambda_):
+        case rules.Mean(rules.Trimmed() as sparse, lambda_):
             assert base is not None
             _ties_of(sparse, lambda_, xs, base, out)
         case _:
@@ -54,7 +54,7 @@ def merge(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: to
 
 
 def _ties_of(
-    sparse: rules.Trimmed | rules.TrimmedTied,
+    sparse: rules.Trimmed,
     lambda_: float,
     xs: tuple[torch.Tensor, ...],
     base: torch.Tensor,
@@ -241,7 +241,7 @@ def _floats(numbers: Sequence[float], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.float32, device=like.device)
 
 
-def _places(sparse: rules.Trimmed | rules.TrimmedTied, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _places(sparse: rules.Trimmed, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The bounds of each source's threshold, as magnitudes and marks, and the factor of marks."""
     low_marks, high_marks, factors = (
         torch.tensor(words, dtype=torch.int64, device=like.device)

@@ -24,15 +24,15 @@ __all__ = [
     "SOME",
     "bits_of",
     "copied_past_caches",
+    "either",
     "hashed",
-    "is_between",
     "is_kept",
-    "is_within",
     "marked",
     "passes",
     "reaches",
     "rounded",
     "stores_done",
+    "turned_mark",
     "variance_of",
 ]
 
@@ -40,7 +40,8 @@ __all__ = [
 BLOCK = 256  # elements
 LINE = 32  # bytes: the widest store past the caches on all processors with AVX; others split it
 
-U32 = np.uint32
+U32, I32 = np.uint32, np.int32
+TOP = U32(1 << 31)
 NONE, SOME = U32(0), U32(1)
 WEYL, FIRST, SECOND = U32(STEP), U32(MULTIPLIERS[0]), U32(MULTIPLIERS[1])
 BFLOAT16, FLOAT16 = types.uint16, types.int16
@@ -185,27 +186,22 @@ def variance_of(base: Any, xs: Any, i: Any) -> Any:
 
 
 @numba.njit(**IN_PLACE)
-def is_within(size: Any, low: Any, high: Any) -> Any:
-    """SOME if a magnitude is strictly between two others, else NONE."""
-    return SOME if (size > low) & (size < high) else NONE
+def either(first: Any, second: Any) -> Any:
+    """SOME if one of the two is SOME, else NONE. In 32 bits: Numba's `|` gives 64, and a loop with a number of 64 bits
+    computes half as many elements at a time."""
+    return U32(first | second)
 
 
 @numba.njit(**IN_PLACE)
-def reaches(size: Any, mark: Any, low: Any, low_mark: Any) -> Any:
-    """Whether an element of this magnitude and mark is at the place (low, low_mark) or above."""
-    return size >= (low if mark >= low_mark else following(low))
+def reaches(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
+    """Whether an element of this magnitude and turned mark is at the place (low, low_mark) or above."""
+    return size >= (low if turned >= I32(low_mark ^ TOP) else following(low))
 
 
 @numba.njit(**IN_PLACE)
-def passes(size: Any, mark: Any, low: Any, low_mark: Any) -> Any:
-    """Whether an element of this magnitude and mark is above the place (low, low_mark)."""
-    return size >= (low if mark > low_mark else following(low))
-
-
-@numba.njit(**IN_PLACE)
-def is_between(size: Any, mark: Any, low: Any, low_mark: Any, high: Any, high_mark: Any) -> Any:
-    """SOME if an element of this magnitude and mark is strictly between two places, else NONE."""
-    return SOME if passes(size, mark, low, low_mark) & (not reaches(size, mark, high, high_mark)) else NONE
+def passes(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
+    """Whether an element of this magnitude and turned mark is above the place (low, low_mark)."""
+    return size >= (low if turned > I32(low_mark ^ TOP) else following(low))
 
 
 @numba.njit(**IN_PLACE)
@@ -224,6 +220,13 @@ def is_kept(i: Any, k0: Any, k1: Any, bound: Any) -> Any:
 def marked(i: Any, factor: Any) -> Any:
     """The mark of `workers.merging.order_statistics` for i below 2^32. Its hash is computed once for all sources."""
     return U32(hashed(i, U32(0), U32(0)) * factor)
+
+
+@numba.njit(**IN_PLACE)
+def turned_mark(i: Any, factor: Any) -> Any:
+    """The mark with its top bit turned, as a signed number, which orders as marks do: AVX2 compares no others. The odd
+    factor leaves a turned top bit turned, so all sources share that too."""
+    return I32(U32(U32(hashed(i, U32(0), U32(0)) ^ TOP) * factor))
 
 
 @numba.njit(**IN_PLACE)

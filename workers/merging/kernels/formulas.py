@@ -12,7 +12,7 @@ from numba.extending import overload
 
 from workers.merging.kernels import rules
 from workers.merging.kernels.compilation import IN_PLACE
-from workers.merging.kernels.elements import marked, reaches, variance_of
+from workers.merging.kernels.elements import reaches, turned_mark, variance_of
 from workers.merging.kernels.operations import FORMULAS, ONE, ZERO, computes, larger, positive, sign, value
 from workers.merging.kernels.sparsity import kept
 
@@ -141,7 +141,7 @@ def _shared_out(rule: Any, base: Any, xs: Any, i: Any) -> Any:
 @computes(rules.Variable)
 def _variable(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     b = value(base[i])
-    is_kept = reaches(variance_of(base, xs, i), marked(i, rule.factor), rule.high, rule.high_mark)
+    is_kept = reaches(variance_of(base, xs, i), turned_mark(i, rule.factor), rule.place, rule.mark)
     total = ZERO
     for s in range(len(xs)):
         total += value(xs[s][i]) - b if is_kept else ZERO
@@ -157,7 +157,7 @@ def _variable(rule: Any, base: Any, xs: Any, i: Any) -> Any:
 @computes(rules.VariableElection)
 def _variable_election(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     b = value(base[i])
-    keeps = reaches(variance_of(base, xs, i), marked(i, rule.factor), rule.high, rule.high_mark)
+    keeps = reaches(variance_of(base, xs, i), turned_mark(i, rule.factor), rule.place, rule.mark)
     total = ZERO
     for s in range(len(xs)):
         total += value(xs[s][i]) - b if keeps else ZERO

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,12 +16,11 @@ import torch
 from workers.merging.kernels import rules
 from workers.merging.kernels.arguments import as_array, as_arrays, typed
 from workers.merging.kernels.compilation import compiled
-from workers.merging.kernels.elements import BLOCK, NONE, SOME, is_between, marked, reaches, variance_of
+from workers.merging.kernels.elements import BLOCK, NONE, SOME, either, passes, reaches, turned_mark, variance_of
 from workers.merging.kernels.operations import ZERO, value
 from workers.merging.kernels.sparsity import kept
 from workers.merging.kernels.threads import pieces, run
-from workers.merging.kernels.thresholds import decided
-from workers.merging.kernels.thresholds import undecided as undecided_at
+from workers.merging.kernels.thresholds import place_of_variance
 from workers.merging.methods.arithmetic import BLOCK as SUMMED
 from workers.merging.methods.arithmetic import PARTS
 from workers.merging.order_statistics import SPACING, Place, TieOrder, Trim
@@ -57,13 +56,12 @@ def kept_norms(
     sparse: rules.Dropped | rules.Sampled, tensors: Tensors, base: torch.Tensor
 ) -> list[tuple[float, float]]:
     """For each source, with tau = source - base: the sum of |tau|, and the sum of |what `sparse` keeps of tau|."""
-    b, norms = as_array(base), []
-    for s, tensor in enumerate(tensors):
-        alone = typed(sparse._replace(**{name: (each[s],) for name, each in sparse._asdict().items()}))
-        sums = np.empty((2, -(-b.size // SUMMED)))
-        run(_kept_norms, [(alone, b, as_array(tensor), sums, *part) for part in pieces(b.size, SUMMED)])
-        norms.append((math.fsum(sums[0]), math.fsum(sums[1])))
-    return norms
+    fields = sparse._asdict().items()
+    alone = tuple(typed(sparse._replace(**{name: (each[s],) for name, each in fields})) for s in range(len(tensors)))
+    b, xs = as_array(base), as_arrays(tensors)
+    sums = np.empty((2, len(xs), -(-b.size // SUMMED)))
+    run(_kept_norms, [(alone, b, xs, sums, *part) for part in pieces(b.size, SUMMED)])
+    return [(math.fsum(whole), math.fsum(left)) for whole, left in zip(*sums, strict=True)]
 
 
 def variable_squares(trim: Trim, order: TieOrder, tensors: Tensors, base: torch.Tensor) -> tuple[Place, list[float]]:
@@ -72,20 +70,32 @@ def variable_squares(trim: Trim, order: TieOrder, tensors: Tensors, base: torch.
     b, xs = as_array(base), as_arrays(tensors)
     sums = np.empty((len(xs), -(-b.size // SUMMED)))
     low, high = trim.low, trim.high
-    bounds = low.magnitude, low.mark, high.magnitude, high.mark, trim.num_smaller
-    rule = rules.Variable(*bounds, order.factor, (1.0,) * len(xs))
+    bounds = low.magnitude, low.mark, high.magnitude, high.mark
+    spread = _spread(*bounds, order.factor)
     parts = pieces(b.size, SUMMED)
     found = np.empty((len(parts), SPACING), np.int64)
-    counts = run(
-        _variable_squares,
-        [(typed(rule), b, xs, sums, row, *part) for row, part in zip(found, parts, strict=True)],
-    )
+    counts = run(_variable_squares, [(spread, b, xs, sums, row, *part) for row, part in zip(found, parts, strict=True)])
     if any(counts):
         positions = np.concatenate([row[:count] for row, count in zip(found, counts, strict=True)])
-        rule = decided(rule, b, xs, positions)
+        place = place_of_variance((*bounds, trim.num_smaller), order.factor, b, xs, positions)
         starts = np.unique(positions // SUMMED) * SUMMED
-        _variable_squares_at(typed(rule), b, xs, sums, found[0], starts)
-    return Place(rule.high, rule.high_mark), [math.fsum(row) for row in sums]
+        _variable_squares_at(_spread(*place, *place, order.factor), b, xs, sums, found[0], starts)
+        high = Place(*place)
+    return high, [math.fsum(row) for row in sums]
+
+
+class _Spread(NamedTuple):
+    """Between which places in the order of variances the one from which on elements are selected lies."""
+
+    low: Any
+    low_mark: Any
+    high: Any
+    high_mark: Any
+    factor: Any
+
+
+def _spread(low: float, low_mark: int, high: float, high_mark: int, factor: int) -> _Spread:
+    return _Spread(np.float32(low), np.uint32(low_mark), np.float32(high), np.uint32(high_mark), np.uint32(factor))
 
 
 def shared_counts(epsilon: float, tensors: Tensors, base: torch.Tensor) -> list[tuple[int, int]]:
@@ -132,52 +142,86 @@ def _projections(direction: Any, xs: Any, base: Any, sums: Any, start: int, stop
             sums[s, begin // U64(SUMMED)] = _sum_of(lanes)
 
 
+# Numbers in float32 go to a buffer first, and are added in float64 in a loop of their own: in one loop, as many float32
+# would be computed at a time as there is room for float64.
+
+
 @compiled
-def _kept_norms(sparse: Any, base: Any, x: Any, sums: Any, start: int, stop: int) -> None:
-    whole, left = np.empty(LANES), np.empty(LANES)
+def _kept_norms(alone: Any, base: Any, xs: Any, sums: Any, start: int, stop: int) -> None:
+    whole, left, lanes = np.empty(SUMMED, np.float32), np.empty(SUMMED, np.float32), np.empty(LANES)
     for begin in range(U64(start), U64(stop), U64(SUMMED)):
         end = min(begin + U64(SUMMED), U64(stop))
-        whole[:] = 0
-        left[:] = 0
-        for row in range(begin, end, U64(LANES)):
-            for i in range(row, min(row + U64(LANES), end)):
+        whole[np.int64(end - begin) :] = ZERO
+        left[np.int64(end - begin) :] = ZERO
+        for s in range(len(xs)):  # all read one block of the base while it is in the cache
+            sparse, x = alone[s], xs[s]
+            for i in range(begin, end):
                 tau = value(x[i]) - value(base[i])
-                whole[i - row] += np.float64(abs(tau))
-                left[i - row] += np.float64(abs(kept(sparse, tau, 0, i)))
-        sums[0, begin // U64(SUMMED)] = _sum_of(whole)
-        sums[1, begin // U64(SUMMED)] = _sum_of(left)
+                whole[i - begin] = abs(tau)
+                left[i - begin] = abs(kept(sparse, tau, 0, i))
+            sums[0, s, begin // U64(SUMMED)] = _sum_of_block(whole, lanes)
+            sums[1, s, begin // U64(SUMMED)] = _sum_of_block(left, lanes)
 
 
 @compiled
-def _variable_squares(rule: Any, base: Any, xs: Any, sums: Any, found: Any, start: int, stop: int) -> int:
+def _variable_squares(spread: Any, base: Any, xs: Any, sums: Any, found: Any, start: int, stop: int) -> int:
     """Positions of undecided elements are written to `found`. Returns how many."""
-    num_found, lanes = 0, np.empty((len(xs), LANES))
+    num_found, taus, lanes = 0, np.empty((len(xs), SUMMED), np.float32), np.empty(LANES)
     for begin in range(U64(start), U64(stop), U64(SUMMED)):
         end = min(begin + U64(SUMMED), U64(stop))
-        lanes[:] = 0
-        for row in range(begin, end, U64(LANES)):
-            undecided, row_end = NONE, min(row + U64(LANES), end)
-            for i in range(row, row_end):
-                variance, mark = variance_of(base, xs, i), marked(i, rule.factor)
-                undecided |= is_between(variance, mark, rule.low, rule.low_mark, rule.high, rule.high_mark)
-                is_kept = reaches(variance, mark, rule.high, rule.high_mark)
-                for s in range(len(xs)):
-                    tau = np.float64(value(xs[s][i]) - value(base[i]) if is_kept else ZERO)
-                    lanes[s, i - row] += tau * tau
-            if undecided > NONE:
-                for i in range(row, row_end):
-                    if undecided_at(rule, base, xs, i) > NONE:
-                        found[num_found] = i
-                        num_found += 1
+        taus[:, np.int64(end - begin) :] = ZERO
+        is_any_undecided = NONE
+        for i in range(begin, end):
+            variance, mark = variance_of(base, xs, i), turned_mark(i, spread.factor)
+            is_kept = reaches(variance, mark, spread.high, spread.high_mark)
+            is_open = passes(variance, mark, spread.low, spread.low_mark) & (not is_kept)
+            is_any_undecided = either(is_any_undecided, SOME if is_open else NONE)
+            for s in range(len(xs)):
+                taus[s, i - begin] = value(xs[s][i]) - value(base[i]) if is_kept else ZERO
+        if is_any_undecided > NONE:
+            for i in range(begin, end):
+                variance, mark = variance_of(base, xs, i), turned_mark(i, spread.factor)
+                is_kept = reaches(variance, mark, spread.high, spread.high_mark)
+                if passes(variance, mark, spread.low, spread.low_mark) and not is_kept:
+                    found[num_found] = i
+                    num_found += 1
         for s in range(len(xs)):
-            sums[s, begin // U64(SUMMED)] = _sum_of(lanes[s])
+            sums[s, begin // U64(SUMMED)] = _sum_of_squares(taus[s], lanes)
     return num_found
 
 
+# The number of lanes is that of the array: a loop of a known number of steps would be unrolled, and not vectorised.
+
+
 @compiled
-def _variable_squares_at(rule: Any, base: Any, xs: Any, sums: Any, found: Any, starts: Any) -> None:
+def _sum_of_block(numbers: Any, lanes: Any) -> Any:
+    """The sum of SUMMED float32 numbers; `lanes` is scratch memory."""
+    size = U64(lanes.size)
+    for lane in range(U64(0), size):
+        total = np.float64(numbers[lane])
+        for row in range(1, PARTS):
+            total += np.float64(numbers[lane + U64(row) * size])
+        lanes[lane] = total
+    return _sum_of(lanes)
+
+
+@compiled
+def _sum_of_squares(numbers: Any, lanes: Any) -> Any:
+    """The sum of the squares of SUMMED float32 numbers; `lanes` is scratch memory."""
+    size = U64(lanes.size)
+    for lane in range(U64(0), size):
+        total = np.float64(0)
+        for row in range(PARTS):
+            number = np.float64(numbers[lane + U64(row) * size])
+            total += number * number
+        lanes[lane] = total
+    return _sum_of(lanes)
+
+
+@compiled
+def _variable_squares_at(spread: Any, base: Any, xs: Any, sums: Any, found: Any, starts: Any) -> None:
     for start in starts:
-        _variable_squares(rule, base, xs, sums, found, start, min(start + SUMMED, base.size))
+        _variable_squares(spread, base, xs, sums, found, start, min(start + SUMMED, base.size))
 
 
 @compiled

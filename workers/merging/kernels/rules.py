@@ -15,7 +15,9 @@ __all__ = [
     "Agreed",
     "AgreeingSum",
     "Between",
-    "BetweenTied",
+    "ByMagnitude",
+    "ByMark",
+    "Comparison",
     "Doubles",
     "Dropped",
     "Important",
@@ -30,7 +32,6 @@ __all__ = [
     "TaskSum",
     "Tensors",
     "Trimmed",
-    "TrimmedTied",
     "Variable",
     "VariableElection",
     "Weighted",
@@ -50,24 +51,27 @@ class Whole(NamedTuple):
     """Every element of every tau."""
 
 
+class ByMark(NamedTuple):
+    """Marks are compared where magnitudes are equal: so many elements have that of a place."""
+
+
+class ByMagnitude(NamedTuple):
+    """Magnitudes alone are compared: elements from `aboves` on are at a place or above, those between `belows` and
+    `aboves` are undecided. These are few, and the pass collects all that have the magnitude of a place."""
+
+    belows: Numbers
+    aboves: Numbers
+
+
+Comparison = ByMark | ByMagnitude
+
+
 class Trimmed(NamedTuple):
     """The elements at a place (`order_statistics.Place`) or above: at `highs` with `high_marks` if `lows` with
     `low_marks` equal it, else at the one of `ranks` (from 0, ascending) of the places strictly between the two, which
-    the pass collects. `factors` are those of marks.
+    the pass collects. `factors` are those of marks."""
 
-    No other element has the magnitude of one of the places, so that the pass needs no marks."""
-
-    lows: Numbers
-    low_marks: Words
-    highs: Numbers
-    high_marks: Words
-    ranks: Words
-    factors: Words
-
-
-class TrimmedTied(NamedTuple):
-    """`Trimmed`, where other elements have the magnitude of a place."""
-
+    by: Comparison
     lows: Numbers
     low_marks: Words
     highs: Numbers
@@ -79,28 +83,14 @@ class TrimmedTied(NamedTuple):
 class Between(NamedTuple):
     """`Trimmed`, and of these the elements at a second place or below, given likewise."""
 
+    by: Comparison
     lows: Numbers
     low_marks: Words
     highs: Numbers
     high_marks: Words
     ranks: Words
     factors: Words
-    top_lows: Numbers
-    top_low_marks: Words
-    top_highs: Numbers
-    top_high_marks: Words
-    top_ranks: Words
-
-
-class BetweenTied(NamedTuple):
-    """`Between`, where other elements have the magnitude of a place."""
-
-    lows: Numbers
-    low_marks: Words
-    highs: Numbers
-    high_marks: Words
-    ranks: Words
-    factors: Words
+    top_by: Comparison
     top_lows: Numbers
     top_low_marks: Words
     top_highs: Numbers
@@ -131,7 +121,7 @@ class Sampled(NamedTuple):
     scales: Numbers
 
 
-Sparsity = Whole | Trimmed | TrimmedTied | Between | BetweenTied | Dropped | Sampled
+Sparsity = Whole | Trimmed | Between | Dropped | Sampled
 
 
 class WeightedSum(NamedTuple):
@@ -212,13 +202,10 @@ class SharedOut(NamedTuple):
 
 class Variable(NamedTuple):
     """b plus the mean, weighted by w_s, of the tau_s that have the sign of their sum, if the variance of all tau_s is
-    at a place or above in the order of variances, given as in `Trimmed`; else b."""
+    at a place or above in the order of variances; else b. `factor` is that of marks."""
 
-    low: float
-    low_mark: int
-    high: float
-    high_mark: int
-    rank: int
+    place: float
+    mark: int
     factor: int
     weights: Numbers
 
@@ -226,11 +213,8 @@ class Variable(NamedTuple):
 class VariableElection(NamedTuple):
     """`Variable`, but + is elected if the sum is zero, and the divisor is at least `least`."""
 
-    low: float
-    low_mark: int
-    high: float
-    high_mark: int
-    rank: int
+    place: float
+    mark: int
     factor: int
     weights: Numbers
     least: float

@@ -1,4 +1,5 @@
-"""Numbers computed from the elements of tensors, sorted in pieces, so that sorting takes a bounded memory.
+"""Numbers computed from the elements of tensors: sorted in pieces, so that sorting takes a bounded memory, or the one
+of a rank selected.
 
 Equal numbers are ordered by the marks of their elements, as `workers.merging.order_statistics` says: sorted are words
 of 64 bits, the bits of a float32 above those of the mark.
@@ -9,17 +10,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 import torch
 from numba.extending import overload
 
 from workers.merging.kernels.arguments import as_array, as_arrays
-from workers.merging.kernels.compilation import compiled
+from workers.merging.kernels.compilation import IN_PLACE, compiled
 from workers.merging.kernels.elements import bits_of, marked, variance_of
 from workers.merging.kernels.operations import value
 from workers.merging.kernels.threads import pieces, run
+from workers.merging.order_statistics import LARGEST_MARK, Place, Selection
 
-__all__ = ["ascending_importances", "ascending_magnitudes", "ascending_variances", "ranks_in_rows"]
+__all__ = [
+    "ascending_importances",
+    "ascending_magnitudes",
+    "ascending_variances",
+    "ranks_in_rows",
+    "selected_magnitudes",
+    "selected_variances",
+]
 
 # A tensor is sorted in about PARTS parts, with one pass over the tensor for each: in more if a part were larger than
 # PART elements, in one if a part were smaller than SMALL.
@@ -30,6 +40,9 @@ RANGE = 1 << 16
 LOWER = 16
 DIGIT = 11  # bits: six digits are a word, and their counters stay in the second cache
 DIGITS = 6
+# Selection narrows words by the buckets, then by as many bits again, until no more elements than this have a prefix:
+# they are collected.
+FEW = 1 << 20
 
 U32, U64 = np.uint32, np.uint64
 SIGN = U32(1 << 31)
@@ -67,6 +80,47 @@ def ranks_in_rows(source: torch.Tensor, base: torch.Tensor, factor: int, ranks: 
     in rows of `width`; equal magnitudes by their marks."""
     x, b, places = as_array(source.contiguous()), as_array(base.contiguous()), ranks.view(-1).numpy()
     run(_ranks_in_rows, [(x, b, U32(factor), places, width, *part) for part in pieces(x.size, width)])
+
+
+def selected_magnitudes(source: torch.Tensor, base: torch.Tensor, factor: int) -> Selection:
+    """The elements of |source - base| by rank, of two tensors on CPU, as `ascending_magnitudes` orders them."""
+    return _selection(_Magnitude(as_array(source), as_array(base), U32(factor)))
+
+
+def selected_variances(sources: Sequence[torch.Tensor], base: torch.Tensor, factor: int) -> Selection:
+    """The variances between the task vectors by rank, as `ascending_variances` orders them."""
+    return _selection(_Variance(as_array(base), as_arrays(sources), U32(factor)))
+
+
+def _selection(numbers: Any) -> Selection:
+    return Selection(
+        numbers.like.size,
+        select=lambda num_smaller: _selected(numbers, num_smaller),
+        num_zeros=lambda: sum(run(_zeros, [(numbers, *part) for part in pieces(numbers.like.size, 1)])),
+    )
+
+
+def _selected(numbers: Any, num_smaller: int) -> tuple[Place, int]:
+    """The place of the element with `num_smaller` smaller ones, and how many elements have its number."""
+    parts = pieces(numbers.like.size, 1)
+    prefix, shift, count, num_equal = 0, 64, numbers.like.size, 0
+    while count > FEW or shift == 64:
+        shift -= LOWER
+        counts = sum(run(_digit_counts, [(numbers, U64(prefix), U64(shift), *part) for part in parts]))
+        ends = np.cumsum(counts)
+        digit = int(np.searchsorted(ends, num_smaller, side="right"))
+        count = int(counts[digit])
+        num_smaller -= int(ends[digit]) - count
+        prefix = prefix << LOWER | digit
+        if shift == 32:
+            num_equal = count
+    found = [np.empty(count, np.uint64) for _ in parts]
+    calls = [(numbers, U64(prefix), U64(shift), words, *part) for words, part in zip(found, parts, strict=True)]
+    words = np.concatenate([words[:size] for words, size in zip(found, run(_collect, calls), strict=True)])
+    word = int(np.partition(words, num_smaller)[num_smaller])
+    if shift > 32:
+        num_equal = int(np.count_nonzero(words >> U64(32) == U64(word >> 32)))
+    return Place(float(np.uint32(word >> 32).view(np.float32)), word & LARGEST_MARK), num_equal
 
 
 def _split(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -165,6 +219,53 @@ def _bucket_counts(numbers: Any) -> Any:
     for i in range(U64(0), U64(numbers.like.size)):
         counts[_bits(numbers, i) >> U32(LOWER)] += 1
     return counts
+
+
+@compiled
+def _digit_counts(numbers: Any, prefix: Any, shift: Any, start: int, stop: int) -> Any:
+    """How many words have each value of the LOWER bits above `shift`, of those with `prefix` above these."""
+    counts, mask = np.zeros(1 << LOWER, np.int64), U64((1 << LOWER) - 1)
+    above = shift + U64(LOWER)
+    for i in range(U64(start), U64(stop)):
+        if above == U64(64):
+            counts[_bits(numbers, i) >> U32(32 - LOWER)] += 1
+        elif _has_prefix(numbers, i, prefix, above):
+            counts[(_word(numbers, i) >> shift) & mask] += 1
+    return counts
+
+
+@compiled
+def _collect(numbers: Any, prefix: Any, shift: Any, words: Any, start: int, stop: int) -> Any:
+    """Write the words with `prefix` above their last `shift` bits to `words`. Returns how many there are."""
+    count = U64(0)
+    for i in range(U64(start), U64(stop)):
+        if _has_prefix(numbers, i, prefix, shift):
+            words[count] = _word(numbers, i)
+            count += U64(1)
+    return count
+
+
+@numba.njit(**IN_PLACE)
+def _word(numbers: Any, i: Any) -> Any:
+    return U64(_bits(numbers, i)) << U64(32) | U64(_mark(numbers, i))
+
+
+@numba.njit(**IN_PLACE)
+def _has_prefix(numbers: Any, i: Any, prefix: Any, shift: Any) -> Any:
+    """Whether the word has `prefix` above its last `shift` bits, 48 at most. Most words need no mark to say no."""
+    if shift >= U64(32):
+        return U64(_bits(numbers, i)) >> (shift - U64(32)) == prefix
+    if U64(_bits(numbers, i)) != prefix >> (U64(32) - shift):
+        return False
+    return _word(numbers, i) >> shift == prefix
+
+
+@compiled
+def _zeros(numbers: Any, start: int, stop: int) -> int:
+    count = 0
+    for i in range(U64(start), U64(stop)):
+        count += _bits(numbers, i) == U32(0)
+    return count
 
 
 @compiled

@@ -10,12 +10,45 @@ from numba.extending import overload
 
 from workers.merging.kernels import rules
 from workers.merging.kernels.compilation import IN_PLACE
-from workers.merging.kernels.elements import hashed, is_kept, marked, passes, reaches
+from workers.merging.kernels.elements import hashed, is_kept, passes, reaches, turned_mark
 from workers.merging.kernels.operations import ONE, ZERO
 
-__all__ = ["kept"]
+__all__ = ["is_above", "is_at_or_above", "kept"]
 
 HASHES = 2.0**32  # number of different hashes
+
+
+def is_at_or_above(by: Any, size: Any, s: Any, i: Any, factor: Any, place: Any, mark: Any) -> Any:
+    """Whether element i of source s, of this magnitude, is at a place or above. Of elements that are undecided
+    `ByMagnitude` says no. Only in compiled code."""
+    raise NotImplementedError("only in compiled code")
+
+
+def is_above(by: Any, size: Any, s: Any, i: Any, factor: Any, place: Any, mark: Any) -> Any:
+    """Whether element i of source s is above a place, as `is_at_or_above`. Only in compiled code."""
+    raise NotImplementedError("only in compiled code")
+
+
+@overload(is_at_or_above, jit_options=IN_PLACE)
+def _is_at_or_above_by(by: Any, size: Any, s: Any, i: Any, factor: Any, place: Any, mark: Any) -> Any:
+    return _is_larger if by.instance_class is rules.ByMagnitude else _reaches_place
+
+
+@overload(is_above, jit_options=IN_PLACE)
+def _is_above_by(by: Any, size: Any, s: Any, i: Any, factor: Any, place: Any, mark: Any) -> Any:
+    return _is_larger if by.instance_class is rules.ByMagnitude else _passes_place
+
+
+def _is_larger(by: Any, size: Any, s: Any, i: Any, factor: Any, place: Any, mark: Any) -> Any:
+    return size >= by.aboves[s]
+
+
+def _reaches_place(by: Any, size: Any, s: Any, i: Any, factor: Any, place: Any, mark: Any) -> Any:
+    return reaches(size, turned_mark(i, factor), place, mark)
+
+
+def _passes_place(by: Any, size: Any, s: Any, i: Any, factor: Any, place: Any, mark: Any) -> Any:
+    return passes(size, turned_mark(i, factor), place, mark)
 
 
 def kept(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
@@ -33,22 +66,18 @@ def _whole(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
 
 
 def _trimmed(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
-    return tau if abs(tau) >= sparse.highs[s] else ZERO
-
-
-def _trimmed_tied(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
-    mark = marked(i, sparse.factors[s])
-    return tau if reaches(abs(tau), mark, sparse.highs[s], sparse.high_marks[s]) else ZERO
+    size, factor = abs(tau), sparse.factors[s]
+    return tau if is_at_or_above(sparse.by, size, s, i, factor, sparse.highs[s], sparse.high_marks[s]) else ZERO
 
 
 def _between(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
-    return tau if (abs(tau) >= sparse.highs[s]) & (abs(tau) <= sparse.top_lows[s]) else ZERO
-
-
-def _between_tied(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
-    size, mark = abs(tau), marked(i, sparse.factors[s])
-    is_above = passes(size, mark, sparse.top_lows[s], sparse.top_low_marks[s])
-    return tau if reaches(size, mark, sparse.highs[s], sparse.high_marks[s]) & (not is_above) else ZERO
+    size, factor = abs(tau), sparse.factors[s]
+    is_in = is_at_or_above(sparse.by, size, s, i, factor, sparse.highs[s], sparse.high_marks[s])
+    return (
+        tau
+        if is_in & (not is_above(sparse.top_by, size, s, i, factor, sparse.top_lows[s], sparse.top_low_marks[s]))
+        else ZERO
+    )
 
 
 def _dropped(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
@@ -67,9 +96,7 @@ def _sampled(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
 KEPT: dict[type, Callable[..., Any]] = {
     rules.Whole: _whole,
     rules.Trimmed: _trimmed,
-    rules.TrimmedTied: _trimmed_tied,
     rules.Between: _between,
-    rules.BetweenTied: _between_tied,
     rules.Dropped: _dropped,
     rules.Sampled: _sampled,
 }

@@ -14,11 +14,11 @@ from numba.extending import overload
 
 from workers.merging.kernels import rules
 from workers.merging.kernels.compilation import IN_PLACE, compiled
-from workers.merging.kernels.elements import NONE, is_between, is_within, marked, variance_of
+from workers.merging.kernels.elements import NONE, SOME, either, marked, passes, reaches, turned_mark, variance_of
 from workers.merging.kernels.operations import value
-from workers.merging.order_statistics import SPACING
+from workers.merging.order_statistics import MOST_LEFT
 
-__all__ = ["decided", "most_undecided", "undecided"]
+__all__ = ["decided", "most_undecided", "place_of_variance", "undecided"]
 
 U32, U64 = np.uint32, np.uint64
 
@@ -39,94 +39,84 @@ def _never_undecided(rule: Any, base: Any, xs: Any, i: Any) -> Any:
 
 
 def _undecided_trim(rule: Any, base: Any, xs: Any, i: Any) -> Any:
-    b, found = value(base[i]), NONE
-    for s in range(len(xs)):
-        found |= is_within(abs(value(xs[s][i]) - b), rule.sparse.lows[s], rule.sparse.highs[s])
-    return found
-
-
-def _undecided_trim_tied(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     b, found, sparse = value(base[i]), NONE, rule.sparse
     for s in range(len(xs)):
-        size, mark = abs(value(xs[s][i]) - b), marked(i, sparse.factors[s])
-        found |= is_between(size, mark, sparse.lows[s], sparse.low_marks[s], sparse.highs[s], sparse.high_marks[s])
+        size, factor = abs(value(xs[s][i]) - b), sparse.factors[s]
+        low, high = (sparse.lows[s], sparse.low_marks[s]), (sparse.highs[s], sparse.high_marks[s])
+        found = either(found, _between(sparse.by, size, s, i, factor, low, high))
     return found
 
 
 def _undecided_between(rule: Any, base: Any, xs: Any, i: Any) -> Any:
-    b, found = value(base[i]), NONE
-    for s in range(len(xs)):
-        size = abs(value(xs[s][i]) - b)
-        found |= is_within(size, rule.sparse.lows[s], rule.sparse.highs[s])
-        found |= is_within(size, rule.sparse.top_lows[s], rule.sparse.top_highs[s])
-    return found
-
-
-def _undecided_between_tied(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     b, found, sparse = value(base[i]), NONE, rule.sparse
     for s in range(len(xs)):
-        size, mark = abs(value(xs[s][i]) - b), marked(i, sparse.factors[s])
-        found |= is_between(size, mark, sparse.lows[s], sparse.low_marks[s], sparse.highs[s], sparse.high_marks[s])
-        found |= is_between(
-            size, mark, sparse.top_lows[s], sparse.top_low_marks[s], sparse.top_highs[s], sparse.top_high_marks[s]
-        )
+        size, factor = abs(value(xs[s][i]) - b), sparse.factors[s]
+        low, high = (sparse.lows[s], sparse.low_marks[s]), (sparse.highs[s], sparse.high_marks[s])
+        found = either(found, _between(sparse.by, size, s, i, factor, low, high))
+        low, high = (sparse.top_lows[s], sparse.top_low_marks[s]), (sparse.top_highs[s], sparse.top_high_marks[s])
+        found = either(found, _between(sparse.top_by, size, s, i, factor, low, high))
     return found
 
 
-def _undecided_variance(rule: Any, base: Any, xs: Any, i: Any) -> Any:
-    mark = marked(i, rule.factor)
-    return is_between(variance_of(base, xs, i), mark, rule.low, rule.low_mark, rule.high, rule.high_mark)
+def _between(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: Any) -> Any:
+    """SOME if element i of source s, of this magnitude, may be strictly between two places (magnitude, mark), else
+    NONE. Only in compiled code."""
+    raise NotImplementedError("only in compiled code")
 
 
-UNDECIDED: dict[type, Callable[..., Any]] = {
-    rules.Trimmed: _undecided_trim,
-    rules.TrimmedTied: _undecided_trim_tied,
-    rules.Between: _undecided_between,
-    rules.BetweenTied: _undecided_between_tied,
-    rules.Variable: _undecided_variance,
-    rules.VariableElection: _undecided_variance,
-}
+@overload(_between, jit_options=IN_PLACE)
+def _between_by(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: Any) -> Any:
+    return _between_magnitudes if by.instance_class is rules.ByMagnitude else _between_places
+
+
+def _between_magnitudes(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: Any) -> Any:
+    return SOME if (size > by.belows[s]) & (size < by.aboves[s]) else NONE
+
+
+def _between_places(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: Any) -> Any:
+    mark = turned_mark(i, factor)
+    return SOME if passes(size, mark, low[0], low[1]) & (not reaches(size, mark, high[0], high[1])) else NONE
+
+
+UNDECIDED: dict[type, Callable[..., Any]] = {rules.Trimmed: _undecided_trim, rules.Between: _undecided_between}
 
 
 def most_undecided(rule: Any) -> int:
-    """The most elements of a tensor that a rule can leave undecided: fewer than SPACING for each threshold."""
-    if isinstance(rule, rules.Variable | rules.VariableElection):
-        return SPACING
+    """The most elements of a tensor that a rule can leave undecided, `MOST_LEFT` for each threshold."""
     sparse = getattr(rule, "sparse", None)
-    if isinstance(sparse, rules.Trimmed | rules.TrimmedTied):
-        return SPACING * len(sparse.lows)
-    if isinstance(sparse, rules.Between | rules.BetweenTied):
-        return 2 * SPACING * len(sparse.lows)
+    if isinstance(sparse, rules.Trimmed | rules.Between):
+        return MOST_LEFT * len(sparse.lows) * (2 if isinstance(sparse, rules.Between) else 1)
     return 0
 
 
 def decided(rule: Any, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: np.ndarray) -> Any:
     """The rule with exact places, from the elements at `positions`: all that were undecided."""
-    if isinstance(rule, rules.Variable | rules.VariableElection):
-        own = _marks_at(positions, U32(rule.factor))
-        cut = rule.low, rule.low_mark, rule.high, rule.high_mark, rule.rank
-        low, low_mark = _of_rank(_variances_at(base, xs, positions), own, cut)
-        return rule._replace(low=low, low_mark=low_mark, high=low, high_mark=low_mark)
     sparse = rule.sparse
     sizes = [_magnitudes_at(base, x, positions) for x in xs]
     marks = [_marks_at(positions, U32(factor)) for factor in sparse.factors]
-    cuts = zip(sparse.lows, sparse.low_marks, sparse.highs, sparse.high_marks, sparse.ranks, strict=True)
-    found = [_of_rank(*each) for each in zip(sizes, marks, cuts, strict=True)]
-    at, at_mark = zip(*found, strict=True)
-    sparse = sparse._replace(lows=at, low_marks=at_mark, highs=at, high_marks=at_mark)
-    if isinstance(sparse, rules.Between | rules.BetweenTied):
+    bounds = zip(sparse.lows, sparse.low_marks, sparse.highs, sparse.high_marks, sparse.ranks, strict=True)
+    at, at_mark = zip(*(_of_rank(*each) for each in zip(sizes, marks, bounds, strict=True)), strict=True)
+    sparse = sparse._replace(by=rules.ByMark(), lows=at, low_marks=at_mark, highs=at, high_marks=at_mark)
+    if isinstance(sparse, rules.Between):
         lows, highs = (sparse.top_lows, sparse.top_low_marks), (sparse.top_highs, sparse.top_high_marks)
-        cuts = zip(*lows, *highs, sparse.top_ranks, strict=True)
-        found += (top := [_of_rank(*each) for each in zip(sizes, marks, cuts, strict=True)])
-        at, at_mark = zip(*top, strict=True)
-        sparse = sparse._replace(top_lows=at, top_low_marks=at_mark, top_highs=at, top_high_marks=at_mark)
-    # Every element that may have the magnitude of one of the places is among these.
-    if any(np.count_nonzero(each == place) > 1 for each in sizes for place, _ in found):
-        sparse = TIED.get(type(sparse), type(sparse))(*sparse)
+        bounds = zip(*lows, *highs, sparse.top_ranks, strict=True)
+        at, at_mark = zip(*(_of_rank(*each) for each in zip(sizes, marks, bounds, strict=True)), strict=True)
+        sparse = sparse._replace(
+            top_by=rules.ByMark(), top_lows=at, top_low_marks=at_mark, top_highs=at, top_high_marks=at_mark
+        )
     return rule._replace(sparse=sparse)
 
 
-TIED: dict[type, type] = {rules.Trimmed: rules.TrimmedTied, rules.Between: rules.BetweenTied}
+def place_of_variance(
+    bounds: tuple[float, int, float, int, int],
+    factor: int,
+    base: np.ndarray,
+    xs: tuple[np.ndarray, ...],
+    positions: np.ndarray,
+) -> tuple[float, int]:
+    """The magnitude and the mark of the place that `bounds` (low, its mark, high, its mark, rank) leave open, in the
+    order of variances; at `positions` are all elements between the two."""
+    return _of_rank(_variances_at(base, xs, positions), _marks_at(positions, U32(factor)), bounds)
 
 
 def _of_rank(sizes: np.ndarray, marks: np.ndarray, cut: tuple[float, int, float, int, int]) -> tuple[float, int]:

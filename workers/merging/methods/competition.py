@@ -11,7 +11,7 @@ from workers.merging.methods import consensus
 from workers.merging.methods.arithmetic import dot, num_kept, share_of, total
 from workers.merging.methods.registry import merges
 from workers.merging.methods.trimming import Magnitudes, Orders, each_order, trimmed_task_vectors
-from workers.merging.order_statistics import MagnitudeTable, TieOrder, place_of_rank
+from workers.merging.order_statistics import Ranked, TieOrder, place_of_rank
 
 __all__ = [
     "consensus_ta",
@@ -45,7 +45,7 @@ def sce(
     base: torch.Tensor,
     *,
     select_topk: float,
-    variances: MagnitudeTable | None = None,
+    variances: Ranked | None = None,
     order: TieOrder = ANY_ORDER,
 ) -> torch.Tensor:
     """SCE (FuseChat, arXiv:2408.07990): select the share of elements that vary most between the task vectors (of those
@@ -76,7 +76,7 @@ def sce_mergekit(
     base: torch.Tensor,
     *,
     select_topk: float,
-    variances: MagnitudeTable | None = None,
+    variances: Ranked | None = None,
     order: TieOrder = ANY_ORDER,
 ) -> torch.Tensor:
     """`sce`, but weights are equal if mean squares sum to less than 1e-6, + is elected where the sum is zero, and the
@@ -257,9 +257,7 @@ def variance(tensors: Sequence[torch.Tensor], base: torch.Tensor) -> torch.Tenso
     return _variance([tensor.float() - base.float() for tensor in tensors])
 
 
-def _most_variable(
-    taus: Sequence[torch.Tensor], share: float, order: TieOrder, known: MagnitudeTable | None
-) -> torch.Tensor:
+def _most_variable(taus: Sequence[torch.Tensor], share: float, order: TieOrder, known: Ranked | None) -> torch.Tensor:
     """Bool: the share of largest variances between task vectors, of those not zero."""
     variances = _variance(taus)
     count = num_selected(share, int(torch.count_nonzero(variances)))

@@ -25,7 +25,7 @@ from workers.merging import methods
 from workers.merging.methods.arithmetic import Products
 from workers.merging.methods.averages import Importance
 from workers.merging.methods.registry import FUNCTIONS
-from workers.merging.order_statistics import MagnitudeTable, TieOrder
+from workers.merging.order_statistics import Ranked, TieOrder
 
 __all__ = ["PLAIN", "Operands", "PlainMethod", "Statistic", "merge_tensors"]
 
@@ -47,11 +47,11 @@ class Operands:
     tensors: tuple[torch.Tensor, ...]
     base: torch.Tensor | None = None
     cosine: float | None = None
-    magnitudes: tuple[MagnitudeTable | None, ...] | None = None
+    magnitudes: tuple[Ranked | None, ...] | None = None
     keys: tuple[int, ...] | None = None
     products: Products | None = None
     importance: Importance | None = None
-    variances: MagnitudeTable | None = None
+    variances: Ranked | None = None
     ranks: tuple[torch.Tensor, ...] | None = None
     orders: tuple[TieOrder, ...] | None = None
     order: TieOrder | None = None

@@ -10,7 +10,7 @@ import torch
 
 from workers.merging import masks
 from workers.merging.methods.arithmetic import num_kept, share_of, total
-from workers.merging.order_statistics import MagnitudeTable, TieOrder, magnitude_keys, place_of_rank
+from workers.merging.order_statistics import Ranked, TieOrder, magnitude_keys, place_of_rank
 
 __all__ = [
     "cut_both_ends",
@@ -28,7 +28,7 @@ __all__ = [
 NO_NORM = 1e-7
 
 
-def trimmed(tau: torch.Tensor, k: float, order: TieOrder, magnitudes: MagnitudeTable | None = None) -> torch.Tensor:
+def trimmed(tau: torch.Tensor, k: float, order: TieOrder, magnitudes: Ranked | None = None) -> torch.Tensor:
     """`tau` with zeros except for its `num_kept(k, n)` largest magnitudes (eq. 6; arXiv:2306.01708)."""
     rank = num_kept(k, tau.numel())
     if rank == tau.numel():
@@ -39,7 +39,7 @@ def trimmed(tau: torch.Tensor, k: float, order: TieOrder, magnitudes: MagnitudeT
 
 
 def cut_both_ends(
-    tau: torch.Tensor, density: float, gamma: float, order: TieOrder, magnitudes: MagnitudeTable | None = None
+    tau: torch.Tensor, density: float, gamma: float, order: TieOrder, magnitudes: Ranked | None = None
 ) -> torch.Tensor:
     """`tau` without its floor(gamma n) largest magnitudes and with the floor(density n) largest of the others, at least
     one (Model Breadcrumbs, arXiv:2312.06795, where the two percentiles are 1 - gamma and 1 - gamma - density)."""

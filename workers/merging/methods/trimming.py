@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 
 from workers.merging.methods.sparsify import cut_both_ends, match_l1_norm, trimmed
-from workers.merging.order_statistics import MagnitudeTable, TieOrder
+from workers.merging.order_statistics import Ranked, TieOrder
 
 __all__ = ["Magnitudes", "Orders", "each_order", "trimmed_breadcrumbs", "trimmed_task_vectors"]
 
-Magnitudes = Sequence[MagnitudeTable | None] | None
+Magnitudes = Sequence[Ranked | None] | None
 Orders = Sequence[TieOrder] | None
 
 

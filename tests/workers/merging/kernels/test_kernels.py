@@ -21,7 +21,7 @@ from workers.merging.kernels.sorting import ascending_importances, ascending_mag
 from workers.merging.methods.arithmetic import cosine_of, num_kept, total
 from workers.merging.methods.competition import variance
 from workers.merging.methods.plain import PLAIN, Operands
-from workers.merging.order_statistics import SPACING, TieOrder, magnitude_keys, place_of_rank
+from workers.merging.order_statistics import MOST_LEFT, SPACING, TieOrder, magnitude_keys, place_of_rank
 from workers.merging.statistics import importance_of, inner_products, magnitude_table, row_ranks, variance_table
 
 ORDER = TieOrder(2**63 + 12345)
@@ -304,9 +304,11 @@ def test_any_rank_is_found_among_fewer_than_the_tables_spacing(
     assert (found.key, found.magnitude) == (expected, ordered[-rank])
     assert int(found.reached_by(source.abs(), order).sum()) == rank
     assert table.num_bytes <= 9 * (size / SPACING + 2)
-    # Where magnitudes alone decide, none of the others has that of a place.
-    shared = [int((ordered == place.magnitude).sum()) for place in (trim.low, trim.high)]
-    assert trim.is_tied == (max(shared) > 1)
+    # Where magnitudes alone are compared, few elements are left, and the others are on the right side.
+    below, above = trim.magnitudes
+    if not trim.is_tied:
+        assert len(ordered[(ordered > below) & (ordered < above)]) <= MOST_LEFT
+    assert int((ordered >= above).sum()) < rank <= int((ordered > below).sum())
 
 
 def test_sums_are_those_of_torch_in_another_order() -> None:

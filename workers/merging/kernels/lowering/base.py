@@ -9,16 +9,17 @@ from typing import Any
 
 from search_spaces.methods import METHODS
 from search_spaces.recipe import Merge
-from workers.merging.kernels.rules import Numbers, Rule, Trimmed, TrimmedTied, Words
+from workers.merging.kernels.rules import ByMagnitude, ByMark, Comparison, Numbers, Rule, Trimmed, Words
 from workers.merging.methods.arithmetic import Products, num_kept
 from workers.merging.methods.plain import Operands
-from workers.merging.order_statistics import MagnitudeTable, Trim
+from workers.merging.order_statistics import Ranked, Trim
 
 __all__ = [
     "RULES",
     "Fused",
     "Lowering",
     "bounds",
+    "comparisons",
     "cosine",
     "factors",
     "fuses",
@@ -58,12 +59,20 @@ def fuses(name: str, *, is_on_cuda: bool = False) -> Callable[[Lowering], Loweri
     return register
 
 
-def trimmed(stored: Operands, shares: Sequence[float]) -> Trimmed | TrimmedTied:
+def trimmed(stored: Operands, shares: Sequence[float]) -> Trimmed:
     """The elements of largest magnitude of each task vector, of the sources' `shares`."""
     ranks = [num_kept(share, stored.tensors[0].numel()) for share in shares]
     trims = [table.trim(rank) for table, rank in zip(magnitudes(stored), ranks, strict=True)]
-    kind = TrimmedTied if any(trim.is_tied for trim in trims) else Trimmed
-    return kind(*bounds(trims), factors(stored))
+    (by,) = comparisons(trims)
+    return Trimmed(by, *bounds(trims), factors(stored))
+
+
+def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
+    """By what elements are compared with places, of the same kind for all."""
+    rows = [list(trims) for trims in each]
+    if any(trim.is_tied for row in rows for trim in row):
+        return [ByMark() for _ in rows]
+    return [ByMagnitude(*map(tuple, zip(*(trim.magnitudes for trim in row), strict=True))) for row in rows]
 
 
 def bounds(trims: Iterable[Trim]) -> tuple[Numbers, Words, Numbers, Words, Words]:
@@ -81,7 +90,7 @@ def factors(stored: Operands) -> Words:
     return tuple(order.factor for order in stored.orders)
 
 
-def magnitudes(stored: Operands) -> tuple[MagnitudeTable, ...]:
+def magnitudes(stored: Operands) -> tuple[Ranked, ...]:
     tables = tuple(table for table in stored.magnitudes or () if table is not None)
     assert len(tables) == len(stored.tensors), "not given the magnitudes of all sources"
     return tables

@@ -54,7 +54,7 @@ def _consensus_ties(merge: Merge, stored: Operands) -> Rule:
     return Agreed(sparse, merge.number("lambda"), merge.per_source("mask_lambda"), merge.number("agreement"))
 
 
-def _variable_squares(merge: Merge, stored: Operands) -> tuple[tuple[float, int, float, int, int, int], list[float]]:
+def _variable_squares(merge: Merge, stored: Operands) -> tuple[tuple[float, int, int], list[float]]:
     """The fields of a rule that say from which place on an element is selected, and the sums of squares of every tau's
     selected elements."""
     select_topk, table = merge.number("select_topk"), stored.variances
@@ -63,5 +63,4 @@ def _variable_squares(merge: Merge, stored: Operands) -> tuple[tuple[float, int,
     count = num_selected(select_topk, table.num_not_zero)
     trim = ALL if select_topk == 1 else table.trim(count) if count else NOTHING
     place, squares = reductions().variable_squares(trim, stored.order, stored.tensors, stored.base)
-    at = place.magnitude, place.mark
-    return (*at, *at, 0, stored.order.factor), squares
+    return (place.magnitude, place.mark, stored.order.factor), squares

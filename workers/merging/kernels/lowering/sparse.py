@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from search_spaces.recipe import Merge
-from workers.merging.kernels.lowering.base import bounds, factors, fuses, magnitudes, reductions
-from workers.merging.kernels.rules import Between, BetweenTied, Dropped, Mean, Rule, Sampled, Sum, Trimmed, Weighted
+from workers.merging.kernels.lowering.base import bounds, comparisons, factors, fuses, magnitudes, reductions
+from workers.merging.kernels.rules import Between, Dropped, Mean, Rule, Sampled, Sum, Weighted
 from workers.merging.masks import key_words, threshold
 from workers.merging.methods.plain import Operands
 from workers.merging.methods.sparsify import cut_ranks, l1_ratio, probability_by_rank, row_width
@@ -78,20 +78,19 @@ def _dare_sum(merge: Merge, stored: Operands, lambdas: Sequence[float]) -> Rule:
     return Sum(_dropped(merge, stored, [1.0] * len(scaled)), scaled)
 
 
-def _weighted(merge: Merge, sparse: Between | BetweenTied | Dropped | Sampled) -> Rule:
+def _weighted(merge: Merge, sparse: Between | Dropped | Sampled) -> Rule:
     return Weighted(sparse, merge.per_source("weight"), merge.number("lambda"), merge.number("normalize"))
 
 
-def _between(merge: Merge, stored: Operands) -> Between | BetweenTied:
+def _between(merge: Merge, stored: Operands) -> Between:
     bottom, top = [], []
     cuts = zip(magnitudes(stored), merge.per_source("density"), merge.per_source("gamma"), strict=True)
     for table, density, gamma in cuts:
         ranks = cut_ranks(density, gamma, stored.tensors[0].numel())
         top.append(table.trim(ranks[0]) if ranks else NOTHING)
         bottom.append(table.trim(ranks[1]) if ranks else ALL)
-    kind = BetweenTied if any(trim.is_tied for trim in (*bottom, *top)) else Between
-    trimmed = Trimmed(*bounds(bottom), factors(stored))
-    return kind(*trimmed, *bounds(top))
+    by, top_by = comparisons(bottom, top)
+    return Between(by, *bounds(bottom), factors(stored), top_by, *bounds(top))
 
 
 def _dropped(merge: Merge, stored: Operands, scales: Sequence[float]) -> Dropped:

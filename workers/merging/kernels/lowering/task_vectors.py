@@ -11,7 +11,6 @@ from workers.merging.kernels.rules import (
     Rule,
     Sum,
     Trimmed,
-    TrimmedTied,
     Weighted,
     WeightedMean,
     Whole,
@@ -52,5 +51,5 @@ def _m3_ties(merge: Merge, stored: Operands) -> Rule:
     return Interpolation(_largest(merge, stored), merge.per_source("weight"), merge.number("lambda"))
 
 
-def _largest(merge: Merge, stored: Operands) -> Trimmed | TrimmedTied:
+def _largest(merge: Merge, stored: Operands) -> Trimmed:
     return trimmed(stored, [merge.number("k")] * len(stored.tensors))

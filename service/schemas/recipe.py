@@ -1,0 +1,86 @@
+"""The shape of recipe.json."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field
+
+# pydantic reads typing's own TypedDict only from Python 3.12 on.
+from typing_extensions import TypedDict
+
+__all__ = ["RecipeDocument"]
+
+Number = Annotated[int, Field(ge=0)]
+
+
+class MergeDocument(TypedDict):
+    method: str
+    sources: Annotated[
+        list[Annotated[list[Any], Field(min_length=2, max_length=2)]],
+        Field(min_length=1, description="[model alias, layer or null], each an operand of the merge."),
+    ]
+    coefficients: NotRequired[dict[str, float | list[float]]]
+    seed: NotRequired[int]
+    base: NotRequired[
+        Annotated[
+            list[Any],
+            Field(
+                min_length=2, max_length=2, description="[model alias, layer or null]; if absent, the recipe's base."
+            ),
+        ]
+    ]
+
+
+class LayerDocument(TypedDict):
+    attention: MergeDocument
+    mlp: MergeDocument
+    norm: MergeDocument
+    scale: NotRequired[float]
+    alignment: NotRequired[str]
+
+
+class TokenDocument(TypedDict):
+    """Whose row a token of the merged vocabulary has."""
+
+    model: NotRequired[str]
+    token: NotRequired[str]
+    id: NotRequired[Number]
+    force: NotRequired[bool]
+
+
+class VocabularyDocument(TypedDict):
+    tokens: NotRequired[dict[str, TokenDocument]]
+    multiple_of: NotRequired[Annotated[int, Field(ge=1, description="The number of rows is a multiple of it.")]]
+    by_id: NotRequired[Annotated[bool, Field(description="A union adds tokens in the order of their ids.")]]
+
+
+class RecipeDocument(TypedDict):
+    """recipe.json"""
+
+    format: Literal["mergesearch-recipe/1", "mergesearch-recipe/2"]
+    models: Annotated[dict[str, str], Field(description="Alias to content fingerprint.")]
+    base: str
+    embedding: MergeDocument
+    layers: list[LayerDocument]
+    head: MergeDocument
+    tensors: NotRequired[
+        Annotated[
+            dict[str, MergeDocument],
+            Field(description="Single tensors, by name, that are merged differently from their component."),
+        ]
+    ]
+    tokenizer: NotRequired[
+        Annotated[
+            str, Field(description='Of the merged model: "union", or the alias of a model; if absent, the base\'s.')
+        ]
+    ]
+    vocabulary: NotRequired[
+        Annotated[VocabularyDocument, Field(description="What the merged vocabulary is to be like besides.")]
+    ]
+    experts: NotRequired[
+        Annotated[
+            Literal["stacked"],
+            Field(description="All experts of a layer are merged as one tensor; if absent, each by itself."),
+        ]
+    ]

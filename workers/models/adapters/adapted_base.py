@@ -1,0 +1,60 @@
+"""The base that an adapter changes: which of its tensors a parameter of the adapted model is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workers.models.components import LAYER, Layout
+from workers.models.computed_tensors import SourceTensor
+
+__all__ = ["AdaptedBase"]
+
+# Models that store the stack of their experts as [experts, inputs, outputs].
+TRANSPOSED_STACKS = ("gpt_oss",)
+
+# Models whose layers hold transformers' Conv1D, which stores [inputs, outputs].
+CONV1D_MODELS = ("gpt2",)
+
+
+@dataclass(frozen=True)
+class AdaptedBase:
+    """The base that an adapter changes: its directory, configuration, tensors and layout."""
+
+    directory: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, SourceTensor]
+    layout: Layout
+
+    def name(self, parameter: str) -> str | None:
+        """The tensor that `parameter` of the adapted model is; stored models may lack or have the outermost module."""
+        names = self.layout.places
+        if parameter in names:
+            return parameter
+        inner = parameter.partition(".")[2]
+        if inner in names:
+            return inner
+        outer = [name for name in names if name.partition(".")[2] == parameter]
+        return outer[0] if len(outer) == 1 else None
+
+    def stack(self, parameter: str) -> str | None:
+        """The stack of experts that `parameter` of the adapted model is: its name among `Layout.stacks`, or that of the
+        tensor that is stored. Files may call the module of the mixture otherwise than transformers does."""
+        if (name := self.name(parameter)) is not None:
+            return name if len(self.tensors[name].shape) == 3 else None
+        layer, matrix = LAYER.match(parameter), parameter.rpartition(".")[2]
+        if layer is None:
+            return None
+        place = self.layout.name("", int(layer["layer"]))
+        found = [name for name in self.layout.stacks if name.startswith(place) and name.endswith(f".{matrix}")]
+        return found[0] if len(found) == 1 else None
+
+    @property
+    def has_transposed_stacks(self) -> bool:
+        return self.config.get("model_type") in TRANSPOSED_STACKS
+
+    def is_transposed(self, name: str) -> bool:
+        place = self.layout.places.get(name)
+        return self.config.get("model_type") in CONV1D_MODELS and place is not None and place.layer is not None

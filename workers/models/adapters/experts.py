@@ -1,0 +1,80 @@
+"""Adapters of the experts of a mixture: transformers holds those of a layer as one parameter for each kind of matrix,
+which `target_parameters` names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from workers.models.adapters.adapted_base import AdaptedBase
+from workers.models.adapters.settings import Settings
+from workers.models.adapters.stored import Matrices
+from workers.models.components import STACKS
+from workers.models.computed_tensors import LowRankExpert, LowRankStack, SourceTensor
+
+__all__ = ["Stack", "changed_stack", "stack_at", "stack_problems"]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A parameter that holds a matrix of each expert of a layer: `parameter` is its name in transformers, `parts` for
+    each expert the tensors that are joined in it by rows. They are one tensor where it is stored as it is."""
+
+    parameter: str
+    parts: tuple[tuple[str, ...], ...]
+    is_stored: bool
+
+
+def stack_at(module: str, base: AdaptedBase, settings: Settings) -> Stack | None:
+    """What the matrices at `module` change, if that is one of `target_parameters` that holds experts.
+
+    peft wraps a module once for each of its parameters that are trained, in the order in which the module has them: the
+    first is innermost, with the most `base_layer` in its name."""
+    experts = module.replace(".base_layer", "")
+    depth = module.count(".base_layer")
+    trained = []
+    for matrix in STACKS:
+        parameter = f"{experts}.{matrix}"
+        if any(parameter == each or parameter.endswith(f".{each}") for each in settings.parameters):
+            name = base.stack(parameter)
+            if name is not None:
+                joined = base.layout.stacks.get(name)
+                trained.append(Stack(parameter, joined or ((name,),), is_stored=joined is None))
+    return trained[-1 - depth] if depth < len(trained) else None
+
+
+def stack_problems(module: str, matrices: Matrices, stack: Stack, base: AdaptedBase, settings: Settings) -> list[str]:
+    """What keeps matrices from changing a stack of experts."""
+    if missing := {"A", "B"} - matrices.sides.keys():
+        return [f"{module}: its LoRA matrix {missing.pop()} is missing"]
+    a, b = matrices.sides["A"].shape, matrices.sides["B"].shape
+    num_experts, outputs, inputs = _stack_shape(stack, base)
+    rank = settings.rank(stack.parameter) * num_experts
+    if (a, b) != ((rank, inputs), (outputs, rank)):
+        expected = f"A {[rank, inputs]} and B {[outputs, rank]} for {num_experts} experts"
+        return [f"{module}: its matrices are A {list(a)} and B {list(b)}; expected {expected} of {stack.parameter}"]
+    return []
+
+
+def _stack_shape(stack: Stack, base: AdaptedBase) -> tuple[int, int, int]:
+    """Experts, outputs and inputs."""
+    shapes = [base.tensors[name].shape for name in stack.parts[0]]
+    if not stack.is_stored:
+        return len(stack.parts), sum(shape[0] for shape in shapes), shapes[0][1]
+    experts, rows, columns = shapes[0]
+    return (experts, columns, rows) if base.has_transposed_stacks else (experts, rows, columns)
+
+
+def changed_stack(matrices: Matrices, stack: Stack, base: AdaptedBase, settings: Settings) -> dict[str, SourceTensor]:
+    """The tensors that a stack of experts is made of, as its matrices leave them."""
+    a, b, scaling = matrices.sides["A"], matrices.sides["B"], settings.scaling(stack.parameter)
+    if stack.is_stored:
+        ((name,),) = stack.parts
+        return {name: LowRankStack(base.tensors[name], a, b, scaling, base.has_transposed_stacks)}
+    changed: dict[str, SourceTensor] = {}
+    for number, names in enumerate(stack.parts):
+        first_row = 0
+        for name in names:
+            weight = base.tensors[name]
+            changed[name] = LowRankExpert(weight, a, b, scaling, number, len(stack.parts), first_row)
+            first_row += weight.shape[0]
+    return changed
