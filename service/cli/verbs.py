@@ -19,6 +19,7 @@ from search_spaces.errors import InvalidPreference, InvalidRecipe
 from service.cli.export_progress import ExportView
 from service.cli.finetune import finetune as finetune_experts
 from service.cli.terminal import console, print_export, print_json, print_results
+from service.disk import artifacts_dir
 from service.server import serve as serve_studies
 from workers.tiny_family import family_dir
 
@@ -250,7 +251,6 @@ def pareto(options: argparse.Namespace) -> int:
 
 
 def propose(options: argparse.Namespace) -> int:
-    from service.disk import artifacts_dir
     from service.store.artifacts import ArtifactStore
     from service.studies.local_run import read_run
     from service.studies.policy_paths import policy_paths

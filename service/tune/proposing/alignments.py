@@ -9,7 +9,8 @@ import ray
 from ray.exceptions import RayTaskError
 
 from workers.errors import EngineUnavailable, InvalidModel, InvalidTask
-from workers.training.hm3.pairs import AlignmentJob, Pair, found, keep
+from workers.models.family import open_sources
+from workers.training.hm3.pairs import AlignmentJob, Pair, fit, found, keep
 
 __all__ = ["learn_alignments"]
 
@@ -27,7 +28,7 @@ def learn_alignments(job: AlignmentJob, pairs: Iterable[Pair]) -> dict[Pair, str
     if not missing:
         return names
     read: Any = ray.remote(_read).options(num_cpus=TASK_CPUS)
-    fit: Any = ray.remote(_fit).options(num_cpus=TASK_CPUS)
+    fitted: Any = ray.remote(_fit).options(num_cpus=TASK_CPUS)
     aliases = sorted({model for pair in missing for model, _ in pair})
     places = {
         alias: {
@@ -51,7 +52,7 @@ def learn_alignments(job: AlignmentJob, pairs: Iterable[Pair]) -> dict[Pair, str
         (first, handing), (second, receiving) = pair
         x = rows[first][places[first][handing + 1]]
         y = rows[second][places[second][receiving]]
-        waiting[pair] = fit.remote(job.kind, x, y, rows[first][-1])
+        waiting[pair] = fitted.remote(job.kind, x, y, rows[first][-1])
     try:
         for pair, content in waiting.items():
             names[pair] = keep(job, pair, ray.get(content))
@@ -66,7 +67,6 @@ def learn_alignments(job: AlignmentJob, pairs: Iterable[Pair]) -> dict[Pair, str
 
 def _read(job: AlignmentJob, alias: str, places: tuple[int, ...]) -> list[Any]:
     """The activations before each of these layers, as arrays, and which rows are held out."""
-    from workers.models.family import open_sources
     from workers.training.hm3.activations import prompts_of, read_activations
 
     _one_thread()
@@ -78,8 +78,6 @@ def _read(job: AlignmentJob, alias: str, places: tuple[int, ...]) -> list[Any]:
 
 def _fit(kind: Any, x: Any, y: Any, is_held_out: Any) -> bytes:
     import torch
-
-    from workers.training.hm3.pairs import fit
 
     _one_thread()
     rows = (torch.tensor(each) for each in (x, y, is_held_out))
