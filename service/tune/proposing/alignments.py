@@ -27,7 +27,7 @@ def learn_alignments(job: AlignmentJob, pairs: Iterable[Pair]) -> dict[Pair, str
     missing = [pair for pair in every if pair not in names]
     if not missing:
         return names
-    read: Any = ray.remote(_read).options(num_cpus=TASK_CPUS)
+    read: Any = ray.remote(_read)
     fitted: Any = ray.remote(_fit).options(num_cpus=TASK_CPUS)
     aliases = sorted({model for pair in missing for model, _ in pair})
     places = {
@@ -44,7 +44,7 @@ def learn_alignments(job: AlignmentJob, pairs: Iterable[Pair]) -> dict[Pair, str
     }
     # Each place is an object of its own, so that a task fetches the two that it needs.
     rows = {
-        alias: read.options(num_returns=len(wanted) + 1).remote(job, alias, tuple(wanted))
+        alias: read.options(num_cpus=TASK_CPUS, num_returns=len(wanted) + 1).remote(job, alias, tuple(wanted))
         for alias, wanted in places.items()
     }
     waiting = {}
