@@ -45,7 +45,8 @@ class SearchedModels:
     `fingerprints` are those of `base` and `experts`; `tensors` are the merged model's, by name and in the order in
     which they are merged: embedding, layer by layer, head. A tied output head is the embedding, and not among them;
     `tied` maps its name, if the base's files have it, to the embedding's. `tokenizer` is every recipe's. `max_layers`
-    is how many layers a merge may have, where the study says."""
+    is how many layers a merge may have, where the study says. `preferences` are the study's preference vectors, weights
+    of at least 0 by objective that sum to one: a single one of equal weights where the study has none."""
 
     base: str
     experts: tuple[str, ...]
@@ -55,6 +56,7 @@ class SearchedModels:
     tied: Mapping[str, str] = field(default_factory=dict)
     tokenizer: str = "base"
     max_layers: int | None = None
+    preferences: tuple[Mapping[str, float], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,10 @@ A merge is a path of any length between two limits: each step is a layer of one 
 of the first layer's model, the final norm and the output head are those of the last layer's. The searcher `hm3` learns
 a policy that builds such paths; every other searcher may search them too, which are the baselines of the method.
 
+With `merged`, a model whose layers are merged in their parameters is one more in the pool (the upper level of HM3): for
+each preference vector another one, with coefficients from the vector. A path has one of these vectors, and which of its
+layers are merged is part of the path.
+
 The authors let any layer follow any other. Of paths drawn that way hardly one is a usable model, so that there is no
 reward to learn from; here a step goes at most `max_jump` layers away from the next one, which null turns off.
 """
@@ -12,22 +16,63 @@ reward to learn from; here a step goes at most `max_jump` layers away from the n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from search_spaces.errors import InvalidStudy, Problem
+from search_spaces.methods.base import CoefficientValue
 from search_spaces.parameters import Configuration, Parameters
-from search_spaces.recipe import COMPONENTS, Recipe
+from search_spaces.recipe import COMPONENTS, LayerRecipe, Merge, Recipe, Source
+from search_spaces.section import Section
 from search_spaces.spaces.base import SearchedModels, SpaceDescription, SpaceSection, repeated
-from search_spaces.spaces.layer_paths import LayerPaths
-from search_spaces.spaces.layers import path_of_recipe, recipe_of_path, split_layers, with_own_aliases
+from search_spaces.spaces.layer_paths import MERGED, LayerPaths
+from search_spaces.spaces.layers import at_layer, split_layers, with_own_aliases
 
-__all__ = ["DEPTH_FACTOR", "SPACE", "Hm3Section", "Hm3Space"]
+__all__ = ["DEPTH_FACTOR", "SPACE", "Hm3Section", "Hm3Space", "MergedOptions"]
 
 # The layers of the longest path where the study does not say: as in the space `dis`.
 DEPTH_FACTOR = 1.25
+
+
+# Of the merge methods of the pool: the strength and the density where the study does not say. Task arithmetic's is the
+# coefficient of every expert under equal weights (Ilharco et al. 2023: 0.3 to 0.5); those of TIES, DARE and PCB-Merging
+# are the publications' lambda, 1, and share of elements.
+STRENGTHS = {"task_arithmetic": 0.4, "ties_weighted": 1.0, "dare_ties_l1": 1.0, "pcb": 1.0}
+DENSITIES = {"ties_weighted": 0.2, "dare_ties_l1": 0.5, "pcb": 0.1}
+
+
+class MergedOptions(Section):
+    method: Literal["task_arithmetic", "ties_weighted", "dare_ties_l1", "pcb"] = "task_arithmetic"
+    """How layers are merged in their parameters."""
+    strength: Annotated[float, Field(gt=0, le=5)] | None = None
+    """What the task vectors are multiplied by: each expert's coefficient if all objectives are equally important
+    (task_arithmetic), or lambda. Default: 0.4 for task_arithmetic, else 1."""
+    density: Annotated[float, Field(gt=0, le=1)] | None = None
+    """The share of each task vector's elements that are kept. Default: 0.2 for ties_weighted, 0.5 for dare_ties_l1, 0.1
+    for pcb; task_arithmetic keeps all."""
+    experts: dict[str, str] | None = None
+    """The expert of each objective, whose weight is that of the objective. Default: the expert of the same name."""
+
+    def merge(self, weights: Mapping[str, float]) -> Merge:
+        """Of all layers, where the experts have these weights, which sum to one. PCB-Merging knows no weights: experts
+        with a weight of 0 are left out."""
+        chosen = {alias: weight for alias, weight in weights.items() if weight > 0 or self.method != "pcb"}
+        sources = tuple(map(Source, chosen))
+        strength = STRENGTHS[self.method] if self.strength is None else self.strength
+        shares = tuple(chosen.values())
+        if self.method == "task_arithmetic":
+            return Merge("task_arithmetic", sources, {"lambda": tuple(strength * len(weights) * w for w in shares)})
+        density = DENSITIES[self.method] if self.density is None else self.density
+        if self.method == "pcb":
+            return Merge("pcb", sources, {"lambda": strength, "density": density})
+        # Divided by the sum of the weights that take part in each element.
+        taken: dict[str, CoefficientValue] = {"weight": shares, "density": (density,) * len(shares)}
+        taken |= {"lambda": strength, "normalize": 1.0}
+        return Merge(self.method, sources, taken, seed=0 if self.method == "dare_ties_l1" else None)
 
 
 class Hm3Section(SpaceSection):
@@ -42,12 +87,14 @@ class Hm3Section(SpaceSection):
     leaves one out; null: any layer may follow."""
     models: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """The models whose layers are used: experts' aliases, or base. Default: all experts."""
+    merged: MergedOptions | None = None
+    """A model of the pool whose layers are merged, for each preference vector another one. Default: none."""
     alignment: Literal["none"] = "none"
     """How what one model's layer hands on is fitted to another's: none, it is not."""
 
     @property
     def merge_methods(self) -> tuple[str, ...]:
-        return ()
+        return () if self.merged is None else (self.merged.method,)
 
     @property
     def changes_layers(self) -> bool:
@@ -55,12 +102,15 @@ class Hm3Section(SpaceSection):
 
     def contradictions(self) -> Iterator[Problem]:
         yield from repeated("models", self.models or ())
-        if self.models is not None and len(self.models) < 2:
+        if self.models is not None and len(self.models) < 2 and self.merged is None:
             yield Problem("search_space.models", f"{self.models[0]} alone has no layers to exchange; give two or more")
         longest, shortest = self.max_path_length, self.min_path_length
         if longest is not None and shortest is not None and longest < shortest:
             message = f"{longest} is below min_path_length={shortest}; give at least {shortest}"
             yield Problem("search_space.max_path_length", message)
+        if self.merged is not None and self.merged.method == "task_arithmetic" and self.merged.density is not None:
+            message = "task_arithmetic keeps all elements; leave it out, or choose another method"
+            yield Problem("search_space.merged.density", message)
 
     def build(self, models: SearchedModels) -> Hm3Space:
         return Hm3Space(models, self)
@@ -75,8 +125,8 @@ class Hm3Space:
     kind = "hm3"
 
     def __init__(self, models: SearchedModels, section: Hm3Section) -> None:
-        """Raises InvalidStudy: no experts, fewer than two models, models that are none of the study's, or lengths that
-        no path has."""
+        """Raises InvalidStudy: no experts, fewer than two models, models that are none of the study's, lengths that no
+        path has, or objectives without an expert to merge."""
         chosen = models.experts if section.models is None else section.models
         default = math.ceil(models.num_layers * DEPTH_FACTOR) if models.max_layers is None else models.max_layers
         longest = default if section.max_path_length is None else section.max_path_length
@@ -84,8 +134,11 @@ class Hm3Space:
         if problems := tuple(_problems(models, section, chosen, shortest, longest)):
             raise InvalidStudy(problems)
         self._models = models
+        self._merges = tuple(_merges(models, section.merged)) if section.merged is not None else ()
+        pool = (*chosen, MERGED) if self._merges else tuple(chosen)
+        num_vectors = max(1, len(self._merges))
         try:
-            self.paths = LayerPaths(tuple(chosen), models.num_layers, shortest, longest, section.max_jump)
+            self.paths = LayerPaths(pool, models.num_layers, shortest, longest, section.max_jump, num_vectors)
         except ValueError as error:
             raise InvalidStudy((Problem("search_space.max_path_length", str(error)),)) from error
         self.max_layers = max(self.paths.longest, models.num_layers)  # the sources are scored too
@@ -102,6 +155,9 @@ class Hm3Space:
             f"a path of {paths.shortest} to {paths.longest} layers out of {paths.num_layers} of each of "
             f"{len(paths.models)} models, {order}"
         )
+        if self._merges:
+            of = "" if paths.num_preferences == 1 else f" by one of {paths.num_preferences} preference vectors"
+            text += f"; {MERGED} is merged{of}: {self._merges[0].method}"
         groups = split_layers(paths.num_layers, paths.num_layers)
         return SpaceDescription(self.kind, groups, {"layer": COMPONENTS}, text)
 
@@ -109,22 +165,63 @@ class Hm3Space:
         self.parameters.check(configuration)
         paths = self.paths
         steps = paths.path(configuration)
-        layers = [(paths.models[paths.model_of(step)], paths.layer_of(step), 1.0) for step in steps]
-        return recipe_of_path(self._models, layers)
+        number = paths.preference(configuration)
+        wholes = [self._model(paths.models[paths.model_of(step)], number) for step in steps]
+        layers = [whole.layers[paths.layer_of(step)] for whole, step in zip(wholes, steps, strict=True)]
+        return replace(
+            wholes[0], models=self._models.fingerprints, layers=tuple(layers), head=wholes[-1].head
+        ).canonical()
 
     def from_recipe(self, recipe: Recipe) -> dict[str, Any] | None:
         models, paths = self._models, self.paths
         renamed = with_own_aliases(recipe.canonical(), base=models.base, fingerprints=models.fingerprints)
-        layers = None if renamed is None else path_of_recipe(renamed)
-        if layers is None or any(
-            model not in paths.models or layer >= paths.num_layers or scale != 1 for model, layer, scale in layers
-        ):
+        if renamed is None:
             return None
-        path = [paths.step(paths.models.index(model), layer) for model, layer, _ in layers]
-        if not paths.contains(path):
-            return None
-        configuration = paths.configuration(path)
-        return configuration if self.to_recipe(configuration).digest == recipe.digest else None
+        for number in range(paths.num_preferences):
+            steps = self._steps(number)
+            path = [steps[layer] for layer in renamed.layers if layer in steps]
+            if len(path) < len(renamed.layers) or not paths.contains(path):
+                continue
+            configuration = paths.configuration(path, preference=number)
+            if self.to_recipe(configuration).digest == recipe.digest:
+                return configuration
+        return None
+
+    @cached_property
+    def _wholes(self) -> dict[tuple[str, int], Recipe]:
+        """The models of the pool, as recipes, by name and the number of the preference vector."""
+        return {}
+
+    def _model(self, name: str, number: int) -> Recipe:
+        key = (name, number if name == MERGED else 0)
+        if key not in self._wholes:
+            merge = self._merges[number] if name == MERGED else Merge("passthrough", (Source(name),))
+            models = self._models
+            each = [at_layer(merge, layer) for layer in range(models.num_layers)]
+            layers = tuple(LayerRecipe(of, of, of) for of in each)
+            whole = Recipe(models.fingerprints, models.base, layers, merge, merge, tokenizer=models.tokenizer)
+            self._wholes[key] = replace(whole.canonical(), models=models.fingerprints)
+        return self._wholes[key]
+
+    def _steps(self, number: int) -> dict[LayerRecipe, int]:
+        """The step that each layer of the pool is, of equal ones the first."""
+        paths = self.paths
+        found: dict[LayerRecipe, int] = {}
+        for index, name in enumerate(paths.models):
+            for layer, recipe in enumerate(self._model(name, number).layers):
+                found.setdefault(recipe, paths.step(index, layer))
+        return found
+
+
+def _merges(models: SearchedModels, options: MergedOptions) -> Iterator[Merge]:
+    """Of each preference vector; `_problems` has refused objectives without an expert."""
+    for vector in models.preferences or (dict.fromkeys(models.experts, 1 / max(1, len(models.experts))),):
+        named = {_expert_of(objective, options): weight for objective, weight in vector.items()}
+        yield options.merge(named)
+
+
+def _expert_of(objective: str, options: MergedOptions) -> str:
+    return objective if options.experts is None else options.experts.get(objective, objective)
 
 
 def _problems(
@@ -137,7 +234,9 @@ def _problems(
         if name not in known:
             message = f"{name!r} is not a model of the study; give some of {', '.join(known)}"
             yield Problem(f"search_space.models.{index}", message)
-    if len(chosen) == 1:
+    if section.merged is not None:
+        yield from _problems_of_merged(models, section.merged)
+    if len(chosen) + (section.merged is not None) == 1:
         message = f"{chosen[0]} alone has no layers to exchange; give two or more of {', '.join(known)}"
         yield Problem("search_space.models", message)
     if models.max_layers is not None and models.max_layers < models.num_layers:
@@ -151,3 +250,23 @@ def _problems(
     if models.max_layers is not None and section.max_path_length is not None and longest > models.max_layers:
         message = f"{longest} is above limits.max_layers={models.max_layers}; give at most {models.max_layers}"
         yield Problem("search_space.max_path_length", message)
+
+
+def _problems_of_merged(models: SearchedModels, options: MergedOptions) -> Iterator[Problem]:
+    if MERGED in models.experts:
+        message = f"an expert is called {MERGED!r}, as the merged model of the pool is; rename it"
+        yield Problem("search_space.merged", message)
+    objectives = tuple(models.preferences[0]) if models.preferences else ()
+    for objective in options.experts or ():
+        if models.preferences and objective not in objectives:
+            message = f"{objective!r} is not an objective with a task; give some of {', '.join(objectives)}"
+            yield Problem(f"search_space.merged.experts.{objective}", message)
+    named = [_expert_of(objective, options) for objective in objectives]
+    for objective, expert in zip(objectives, named, strict=True):
+        if expert not in models.experts:
+            message = f"objective {objective!r} has no expert: {expert!r} is none of {', '.join(models.experts)}"
+            yield Problem("search_space.merged.experts", f"{message}; write {objective}: EXPERT")
+        elif named.count(expert) > 1:
+            message = f"{expert!r} is the expert of several objectives; give each its own"
+            yield Problem("search_space.merged.experts", message)
+            return

@@ -14,11 +14,14 @@ import numpy as np
 
 from search_spaces.parameters import Categorical, Condition, Configuration, Integer, Parameter
 
-__all__ = ["LENGTH", "LayerPaths", "Path"]
+__all__ = ["LENGTH", "MERGED", "PREFERENCE", "LayerPaths", "Path"]
 
 Path: TypeAlias = tuple[int, ...]
 
-LENGTH = "length"
+LENGTH, PREFERENCE = "length", "preference"
+
+# The model whose layers are merged from several, by a preference vector.
+MERGED = "merged"
 
 # How often a change of a drawn path exchanges the model of a layer, repeats a layer, or leaves one out.
 CHANGES = {"exchange": 0.5, "repeat": 0.25, "drop": 0.25}
@@ -30,13 +33,17 @@ class LayerPaths:
     structure of their parameters.
 
     With a `max_jump`, layer l is followed by layers l + 1 - max_jump to l + 1 + max_jump of any model, and a path
-    begins and ends that near to the first and the last layer; None: any layer may follow any other."""
+    begins and ends that near to the first and the last layer; None: any layer may follow any other.
+
+    The model MERGED is another one for each of `num_preferences` vectors; a path has one of them, whose number is part
+    of its configuration, 0 where no layer is merged."""
 
     models: tuple[str, ...]
     num_layers: int
     min_length: int
     max_length: int
     max_jump: int | None = None
+    num_preferences: int = 1
 
     def __post_init__(self) -> None:
         """Raises ValueError where no path keeps to the limits."""
@@ -113,6 +120,8 @@ class LayerPaths:
             yield Categorical(_model(at), self.models, conditions=conditions)
             default = min(at, self.num_layers - 1)
             yield Integer(_layer(at), 0, self.num_layers - 1, default=default, conditions=conditions)
+        if self.num_preferences > 1:
+            yield Categorical(PREFERENCE, tuple(range(self.num_preferences)))
 
     def path(self, configuration: Configuration) -> Path:
         """The path that any accepted configuration stands for: layers that may not follow are exchanged for the nearest
@@ -126,15 +135,22 @@ class LayerPaths:
             found.append(self.step(self.models.index(configuration[_model(at)]), layer))
         return tuple(found)
 
-    def configuration(self, path: Sequence[int]) -> dict[str, Any]:
-        """Of a path of the space."""
+    def preference(self, configuration: Configuration) -> int:
+        """The number of the vector by which its layers are merged."""
+        return int(configuration.get(PREFERENCE, 0))
+
+    def configuration(self, path: Sequence[int], *, preference: int = 0) -> dict[str, Any]:
+        """Of a path of the space, whose merged layers are those of this vector."""
         found: dict[str, Any] = {LENGTH: len(path)}
         for at, step in enumerate(path):
             found |= {_model(at): self.models[self.model_of(step)], _layer(at): self.layer_of(step)}
+        if self.num_preferences > 1:
+            is_merged = any(self.models[self.model_of(step)] == MERGED for step in path)
+            found[PREFERENCE] = preference if is_merged else 0
         return found
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
-        return self.configuration(self.path(configuration))
+        return self.configuration(self.path(configuration), preference=self.preference(configuration))
 
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
         """A path near one model in its own order: from none to all of its layers are changed, few more often than many.
@@ -159,6 +175,8 @@ class LayerPaths:
         drawn: dict[str, Any] = {LENGTH: len(layers)}
         for at, (model, layer) in enumerate(layers):
             drawn |= {_model(at): self.models[model], _layer(at): layer}
+        if self.num_preferences > 1:
+            drawn[PREFERENCE] = int(rng.integers(self.num_preferences))
         return self.repair(drawn)
 
 

@@ -39,8 +39,6 @@ WORDS = Vocabulary(
     },
     later_keys={
         "constraints": "constraints are options of the search; write them as search.constraints",
-        "search_space.merged": "layers merged in their parameters are not available yet in the space hm3; name "
-        "merges of another study as experts: {from_study: {dir: DIR, trial: best}}",
         "search.hm3.start": "to begin with the policy of another study is not available yet; leave it out",
         "holdout.*.cost": "a cost follows from the recipe and needs no held-out data; leave the entry out",
     },

@@ -161,11 +161,14 @@ class GradientOptions(Section):
 class PolicyOptions(Section):
     policy: Literal["per_preference", "conditioned"] = "per_preference"
     """per_preference: a policy for each preference vector; conditioned: one that has the vector as an input."""
+    knows_models: bool = True
+    """Whether models have embeddings of their own; false: they are known by the statistics of their layers alone, so
+    that the policy can propose paths through other models of as many layers."""
     episodes: Annotated[int, Field(ge=2, le=10_000)] = 16
     """Episodes, that is trials, of one iteration, after which a policy is improved."""
     warm_up: Annotated[int, Field(ge=1, le=1000)] = 1
     """Iterations of each policy that are drawn at random before it is improved for the first time."""
-    neighbours: Annotated[int, Field(ge=1)] = 4
+    neighbours: Annotated[int, Field(ge=1)] = 12
     """Of so many steps nearest to the proto-action the best is taken: Wolpertinger's k."""
     exploration: Annotated[float, Field(ge=0, le=1)] = 0.1
     """How often one of these steps is taken at random instead, in the end; in the beginning always."""
@@ -175,7 +178,7 @@ class PolicyOptions(Section):
     """What each layer of a path takes off its outcome: beta_1."""
     learning_rate: Annotated[float, Field(gt=0)] = 3e-3
     """Adam's."""
-    epochs: Annotated[int, Field(ge=1, le=1000)] = 4
+    epochs: Annotated[int, Field(ge=1, le=1000)] = 12
     """How often each iteration is learned from."""
     mini_batches: Annotated[int, Field(ge=1)] = 4
     """Into how many parts its episodes are divided for that."""

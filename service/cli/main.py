@@ -172,18 +172,31 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("run", metavar="DIR|STUDY", help=RUN_OR_STUDY)
     _add_prefer(command)
 
+    command = verb("propose", verbs.propose, "Propose layer paths by the policy of a run of hm3, without training it.")
+    command.add_argument("run", type=Path, metavar="DIR", help="directory of a run")
+    _add_prefer(command, required=True, help="how much each objective matters; the weights sum to 1")
+    command.add_argument("--count", type=_count, default=1, metavar="N", help="different paths, the best first")
+    command.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="ALIAS=DIR",
+        help="an expert in place of the run's, of as many layers, if its policy knows layers by statistics; repeatable",
+    )
+    command.add_argument("--out", type=Path, metavar="FILE", help="write the recipe of the first path, for `merge`")
+
     command = verb("schema", verbs.schema, "Print the JSON Schema of a study file or a result file.")
     command.add_argument("name", choices=SCHEMAS)
     return parser
 
 
-def _add_prefer(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--prefer",
-        type=_preference,
-        metavar="OBJECTIVE=WEIGHT,...",
-        help="the trial of the front that these weights of the objectives pick; they sum to 1",
-    )
+def _add_prefer(
+    command: argparse.ArgumentParser,
+    *,
+    required: bool = False,
+    help: str = "the trial of the front that these weights of the objectives pick; they sum to 1",
+) -> None:
+    command.add_argument("--prefer", type=_preference, required=required, metavar="OBJECTIVE=WEIGHT,...", help=help)
 
 
 class _Version(argparse.Action):
@@ -210,6 +223,13 @@ def _preference(text: str) -> dict[str, float]:
         return parse_preference(text)
     except SearchSpaceError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _count(text: str) -> int:
+    """A whole number of at least 1. Raises ArgumentTypeError."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count; give a whole number of at least 1")
+    return int(text)
 
 
 def _days(text: str) -> float:

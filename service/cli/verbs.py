@@ -6,6 +6,7 @@ Modules that load torch, Ray, vLLM or pydantic are imported by the verb that nee
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from search_spaces.errors import InvalidPreference, InvalidRecipe
 from service.cli.export_progress import ExportView
 from service.cli.finetune import finetune as finetune_experts
 from service.cli.terminal import console, print_export, print_json, print_results
+from service.disk import artifacts_dir
 from service.server import serve as serve_studies
 from workers.tiny_family import family_dir
 
@@ -36,6 +38,7 @@ __all__ = [
     "log",
     "merge",
     "pareto",
+    "propose",
     "resume",
     "run",
     "schema",
@@ -244,6 +247,26 @@ def pareto(options: argparse.Namespace) -> int:
     if options.prefer is not None:
         document["preferred"] = _preferred(result, options.prefer)
     print_json(document) if options.json else console().print(pareto_table(document))
+    return 0
+
+
+def propose(options: argparse.Namespace) -> int:
+    from service.store.artifacts import ArtifactStore
+    from service.studies.local_run import read_run
+    from service.studies.policy_paths import policy_paths
+
+    directory = Path(options.run)
+    experts = {alias: str(place) for alias, place in _directories(options.model).items()} or None
+    with read_run(directory) as (store, study):
+        artifacts = ArtifactStore(store, artifacts_dir(directory))
+        found = policy_paths(store, study, artifacts, preference=options.prefer, count=options.count, experts=experts)
+    if options.out is not None:
+        options.out.write_text(json.dumps(found[0].recipe.to_json(), indent=2) + "\n")
+    if options.json:
+        print_json([{"path": path.steps, "recipe": path.recipe.to_json()} for path in found])
+    else:
+        for path in found:
+            print(" ".join(f"{model}:{layer}" for model, layer in path.steps))
     return 0
 
 

@@ -25,7 +25,6 @@ from search_spaces.parameters import Categorical, Parameters
 from search_spaces.spaces.layer_paths import LayerPaths
 from service.tune.searchers import SEARCHERS
 from service.tune.searchers.base import Observation
-from workers.training.hm3.learner import LearnerOptions
 from workers.training.hm3.training import Training, TrainingOptions
 
 NUM_STEPS, NUM_MODELS, NUM_LAYERS = 6, 3, 4
@@ -37,8 +36,8 @@ RANDOM = NUM_ACTIONS**NUM_STEPS // 2
 
 MAX_EPISODES, MAX_ES = 12_000, 3000
 
-# With fewer epochs expected outcomes lag behind the policy, which then goes for a lure (seed 0).
-OPTIONS = TrainingOptions(episodes=32, explored=60, k=NUM_ACTIONS, learner=LearnerOptions(epochs=12))
+# The defaults, but for a search of thousands of episodes: larger iterations, and 2,560 episodes of exploration.
+OPTIONS = TrainingOptions(episodes=64, explored=40)
 
 
 class Toy:

@@ -338,6 +338,14 @@ def _examine_fidelity(
     return samples, cycle
 
 
+def _preferences(study: Study) -> tuple[Mapping[str, float], ...]:
+    """The vectors by objective with a task; one of equal weights where the study has none."""
+    names = tuple(spec.name for spec in study.scored_objectives.values())
+    given = study.search.preferences
+    vectors = ((1 / len(names),) * len(names),) if given is None else given.weights(names, seed=study.search.seed)
+    return tuple(dict(zip(names, vector, strict=True)) for vector in vectors)
+
+
 def _examine_space(
     study: Study, sources: ResolvedFamily, fingerprints: Mapping[str, str], problems: list[Problem]
 ) -> SearchSpace | None:
@@ -346,7 +354,9 @@ def _examine_space(
         message = f"{max_layers} is below the {num_layers} layers that every merge of this study has"
         problems.append(Problem("limits.max_layers", message))
     try:
-        return study.search_space.build(searched_models(sources, fingerprints, max_layers=max_layers))
+        return study.search_space.build(
+            searched_models(sources, fingerprints, max_layers=max_layers, preferences=_preferences(study))
+        )
     except InvalidStudy as error:
         problems.extend(error.problems)
         return None

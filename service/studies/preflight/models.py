@@ -127,9 +127,14 @@ def check_weights(
 
 
 def searched_models(
-    sources: ResolvedFamily, fingerprints: Mapping[str, str], *, max_layers: int | None = None
+    sources: ResolvedFamily,
+    fingerprints: Mapping[str, str],
+    *,
+    max_layers: int | None = None,
+    preferences: tuple[Mapping[str, float], ...] = (),
 ) -> SearchedModels:
-    """What a search space may know of these models, of which a merge may have `max_layers` layers."""
+    """What a search space may know of these models, of which a merge may have `max_layers` layers, and of the study's
+    preference vectors."""
     layout, sizes = sources.layout, {name: math.prod(header.shape) for name, header in sources.base.tensors.items()}
     base, *experts = sources.checkpoints
     parts: list[tuple[Part, int | None]] = [("embedding", None)]
@@ -150,6 +155,7 @@ def searched_models(
         tied={layout.tied_head: embedding} if layout.tied_head and embedding else {},
         tokenizer=sources.tokenizer,
         max_layers=max_layers,
+        preferences=preferences,
     )
 
 

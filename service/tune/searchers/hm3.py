@@ -18,14 +18,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from search_spaces.parameters import Parameters
-from search_spaces.spaces.layer_paths import LayerPaths
+from search_spaces.spaces.layer_paths import MERGED, LayerPaths
 from service.tune.searchers.base import Observation, SearchSetting
 from service.tune.steps import Step, StepKind, StepRequest, StepResult
+from workers.types import Family
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from workers.training.hm3.training import Training
 
-__all__ = ["SEARCHER", "Hm3Searcher", "paths_of"]
+__all__ = ["SEARCHER", "Hm3Searcher", "paths_of", "training_of"]
+
+# Weights that differ by less are the same.
+SAME_WEIGHT = 1e-6
 
 
 class Hm3Searcher:
@@ -43,12 +49,14 @@ class Hm3Searcher:
         setting: SearchSetting,
         checkpoints: Mapping[int, bytes],
     ) -> StepRequest | dict[str, Any]:
-        training = _training(parameters, seed, setting, checkpoints)
+        training = training_of(parameters, seed, setting, checkpoints)
         episode = number - setting.num_baselines
         num_finished = sum(step.request.kind is StepKind.UPDATE for step in steps)
         if num_finished < training.num_needed(episode):
             return _request(training, num_finished, setting)
-        return paths_of(parameters).configuration(training.play(episode).path)
+        played = training.play(episode)
+        vector = training.preferences.index(played.preference) if paths_of(parameters).num_preferences > 1 else 0
+        return paths_of(parameters).configuration(played.path, preference=vector)
 
     def learn(
         self,
@@ -62,7 +70,7 @@ class Hm3Searcher:
     ) -> tuple[StepResult, bytes | None]:
         import torch
 
-        training = _training(parameters, seed, setting, checkpoints)
+        training = training_of(parameters, seed, setting, checkpoints)
         numbers = training.numbers_in(iteration)
         results = _results(observations, [setting.num_baselines + number for number in numbers])
         lengths = [len(paths_of(parameters).path(configuration)) for configuration, _ in results]
@@ -87,6 +95,33 @@ class Hm3Searcher:
         content = training.saved[iteration]
         return StepResult(statistics=statistics, checkpoint=hashlib.sha256(content).hexdigest()), content
 
+    def proposals(
+        self,
+        parameters: Parameters,
+        *,
+        preference: tuple[float, ...],
+        count: int,
+        seed: int,
+        setting: SearchSetting,
+        checkpoints: Mapping[int, bytes],
+    ) -> list[dict[str, Any]]:
+        """At most `count` configurations that the last checkpoint proposes for a preference vector, the best first,
+        without learning. Raises ValueError where there is none, or where it is for another vector."""
+        training = training_of(parameters, seed, setting, checkpoints)
+        usable = [i for i in checkpoints if training.options.is_conditioned or _is_for(training, i, preference)]
+        if not checkpoints:
+            raise ValueError("no policy has been learned yet")
+        if not usable:
+            known = sorted({training.preference_of(training.numbers_in(i)[0]) for i in checkpoints}, reverse=True)
+            vectors = "; ".join(", ".join(f"{weight:g}" for weight in vector) for vector in known)
+            raise ValueError(
+                f"its policies are for one preference vector each (policy: per_preference): {vectors}; give one of "
+                "these, or train one for all with policy: conditioned"
+            )
+        paths = paths_of(parameters)
+        found = training.proposals(checkpoints[max(usable)], preference=preference, count=count)
+        return [paths.configuration(path) for path in found]
+
     def slot(self, iteration: int, *, setting: SearchSetting) -> str:
         num_policies = _num_policies(setting)
         return f"hm3-policy-{iteration % num_policies}-{iteration // num_policies % 2}"
@@ -104,6 +139,11 @@ def paths_of(parameters: Parameters) -> LayerPaths:
     return parameters.structure
 
 
+def _is_for(training: Training, iteration: int, preference: tuple[float, ...]) -> bool:
+    own = training.preference_of(training.numbers_in(iteration)[0])
+    return all(abs(a - b) < SAME_WEIGHT for a, b in zip(own, preference, strict=True))
+
+
 def _preferences(setting: SearchSetting) -> tuple[tuple[float, ...], ...]:
     num = len(setting.objectives)
     return setting.preferences or ((1 / num,) * num,)
@@ -113,14 +153,15 @@ def _num_policies(setting: SearchSetting) -> int:
     return 1 if setting.policy.policy == "conditioned" else len(_preferences(setting))
 
 
-def _training(parameters: Parameters, seed: int, setting: SearchSetting, checkpoints: Mapping[int, bytes]) -> Training:
-    from workers.training.hm3.descriptors import layer_descriptors
+def training_of(
+    parameters: Parameters, seed: int, setting: SearchSetting, checkpoints: Mapping[int, bytes]
+) -> Training:
     from workers.training.hm3.learner import LearnerOptions
     from workers.training.hm3.networks import NetworkOptions
     from workers.training.hm3.training import Training, TrainingOptions
 
     paths, options = paths_of(parameters), setting.policy
-    descriptors = None if setting.family is None else layer_descriptors(setting.family, paths.models)
+    descriptors = None if setting.family is None else _descriptors(setting.family, paths)
     is_conditioned = options.policy == "conditioned"
     return Training(
         paths,
@@ -144,6 +185,7 @@ def _training(parameters: Parameters, seed: int, setting: SearchSetting, checkpo
             networks=NetworkOptions(
                 num_objectives=len(setting.objectives),
                 num_statistics=0 if descriptors is None else descriptors.shape[2],
+                by_index=options.knows_models,
                 sees_preference=is_conditioned,
             ),
         ),
@@ -152,6 +194,17 @@ def _training(parameters: Parameters, seed: int, setting: SearchSetting, checkpo
         descriptors=descriptors,
         saved=checkpoints,
     )
+
+
+def _descriptors(family: Family, paths: LayerPaths) -> Tensor:
+    """Of the pool's layers. Merged ones are described by the mean of the models that they stand beside: which vector
+    they are merged by, a policy knows as its preference."""
+    import torch
+
+    from workers.training.hm3.descriptors import layer_descriptors
+
+    found = layer_descriptors(family, tuple(model for model in paths.models if model != MERGED))
+    return torch.cat([found, found.mean(dim=0, keepdim=True)]) if MERGED in paths.models else found
 
 
 def _request(training: Training, iteration: int, setting: SearchSetting) -> StepRequest:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +13,10 @@ import pytest
 from search_spaces.baselines import sources_and_published
 from search_spaces.errors import InvalidStudy
 from search_spaces.parameters import Parameters
-from search_spaces.spaces.hm3 import Hm3Section
-from search_spaces.spaces.layer_paths import LENGTH, LayerPaths
+from search_spaces.recipe import Recipe, Source
+from search_spaces.spaces.base import SearchedModels
+from search_spaces.spaces.hm3 import Hm3Section, MergedOptions
+from search_spaces.spaces.layer_paths import LENGTH, MERGED, PREFERENCE, LayerPaths
 from tests.search_spaces.spaces.families import models, space
 
 SHAPES = [
@@ -127,6 +131,117 @@ def test_lengths_follow_from_the_sources_or_the_limit() -> None:
     )
 
 
+# The upper level.
+
+VECTORS = ({"math": 0.5, "code": 0.25, "text": 0.25}, {"math": 0.0, "code": 1.0, "text": 0.0})
+WITH_VECTORS = replace(models(), preferences=VECTORS)
+
+
+def merged_by(method: str, number: int = 0, **options: Any) -> Recipe:
+    """The whole merged model of a vector."""
+    own = space("hm3", WITH_VECTORS, merged=MergedOptions(method=method, **options))
+    assert own.paths.models[-1] == MERGED
+    return own.to_recipe(own.paths.configuration(range(12, 16), preference=number))
+
+
+def test_a_merged_model_of_each_vector_is_one_more_in_the_pool() -> None:
+    own = space("hm3", WITH_VECTORS, merged=MergedOptions())
+    assert own.paths.models == ("math", "code", "text", MERGED)
+    assert own.parameters[PREFERENCE].accepts == "one of 0, 1"
+    path = (0, 13, 14, 3)  # math, two merged layers, math
+    first, second = (own.to_recipe(own.paths.configuration(path, preference=number)) for number in (0, 1))
+    # Coefficients: 0.4 under equal weights, so 0.4 * 3 times the weight.
+    assert first.layers[1].mlp.per_source("lambda") == (0.3, 0.3, 0.6)  # sources by fingerprint: text, code, math
+    assert [source.model for source in first.layers[1].mlp.sources] == ["text", "code", "math"]
+    assert {source.layer for source in first.layers[2].attention.sources} == {2}
+    assert [source.model for source in second.layers[1].mlp.sources] == ["code"]
+    assert first.layers[0] == second.layers[0]
+    assert first.embedding.sources == (Source("math"),)
+    assert own.describe().text.endswith("; merged is merged by one of 2 preference vectors: task_arithmetic")
+
+
+def test_a_path_without_merged_layers_is_the_same_under_every_vector() -> None:
+    own = space("hm3", WITH_VECTORS, merged=MergedOptions())
+    assert own.paths.configuration(range(4), preference=1)[PREFERENCE] == 0
+    assert own.parameters.repair({**own.paths.configuration(range(4)), PREFERENCE: 1})[PREFERENCE] == 0
+    plain = space("hm3")
+    assert own.to_recipe(own.paths.configuration(range(4))) == plain.to_recipe(plain.paths.configuration(range(4)))
+
+
+def test_the_embedding_and_the_head_follow_the_path_into_the_merged_model() -> None:
+    found = merged_by("task_arithmetic")
+    assert found.embedding.method == found.head.method == "task_arithmetic"
+    assert {source.layer for source in (*found.embedding.sources, *found.head.sources)} == {None}
+
+
+@pytest.mark.parametrize(
+    ("method", "coefficients"),
+    [
+        ("task_arithmetic", {"lambda": (0.3, 0.3, 0.6)}),
+        ("ties_weighted", {"weight": (0.25, 0.25, 0.5), "density": 0.2}),
+        ("dare_ties_l1", {"weight": (0.25, 0.25, 0.5), "density": 0.5}),
+        ("pcb", {"lambda": 1.0, "density": 0.1}),
+    ],
+)
+def test_coefficients_come_from_the_vector(method: str, coefficients: dict[str, Any]) -> None:
+    merge = merged_by(method).layers[0].mlp
+    assert merge.method == method
+    for name, value in coefficients.items():
+        expected = value if isinstance(value, tuple) else (value,) * 3
+        assert merge.per_source(name) == expected
+    assert merge.seed == (0 if method == "dare_ties_l1" else None)
+
+
+def test_pcb_leaves_experts_without_weight_out_and_strength_and_density_are_options() -> None:
+    assert [source.model for source in merged_by("pcb", 1).layers[0].mlp.sources] == ["code"]
+    merge = merged_by("ties_weighted", strength=1.5, density=0.3).layers[0].mlp
+    assert (merge.number("lambda"), merge.per_source("density")) == (1.5, (0.3, 0.3, 0.3))
+
+
+def test_without_vectors_there_is_one_merged_model() -> None:
+    own = space("hm3", merged=MergedOptions())
+    assert own.paths.num_preferences == 1
+    assert PREFERENCE not in own.parameters.names
+    family = models()
+    known = sources_and_published(base="base", experts=family.experts, fingerprints=family.fingerprints, num_layers=4)
+    labels = [label for _, label, recipe in known if own.from_recipe(recipe) is not None]
+    assert labels == ["expert:math", "expert:code", "expert:text", "task arithmetic 0.4"]
+
+
+def test_one_model_and_the_merged_one_are_a_pool() -> None:
+    own = space("hm3", WITH_VECTORS, models=("text",), merged=MergedOptions())
+    assert own.paths.models == ("text", MERGED)
+    assert not list(Hm3Section(kind="hm3", models=("text",), merged=MergedOptions()).contradictions())
+
+
+OTHERS = replace(models(), preferences=({"sums": 0.5, "code": 0.5},))
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "place", "message"),
+    [
+        (models(("merged", "text")), {}, "", "an expert is called 'merged', as the merged model of the pool is"),
+        (OTHERS, {}, ".experts", "objective 'sums' has no expert: 'sums' is none of math, code, text; write sums: EXP"),
+        (OTHERS, {"experts": {"sums": "maths"}}, ".experts", "objective 'sums' has no expert: 'maths' is none of"),
+        (OTHERS, {"experts": {"sums": "code"}}, ".experts", "'code' is the expert of several objectives; give each"),
+        (OTHERS, {"experts": {"sum": "math"}}, ".experts.sum", "'sum' is not an objective with a task; give some of"),
+    ],
+)
+def test_a_merged_model_that_cannot_be_is_refused(
+    family: SearchedModels, options: dict[str, Any], place: str, message: str
+) -> None:
+    with pytest.raises(InvalidStudy, match=re.escape(message)) as refused:
+        space("hm3", family, merged=MergedOptions(**options))
+    assert f"search_space.merged{place}" in {problem.field for problem in refused.value.problems}
+
+
+def test_objectives_may_have_experts_of_other_names() -> None:
+    own = space("hm3", OTHERS, merged=MergedOptions(experts={"sums": "math"}))
+    layer = own.to_recipe(own.paths.configuration(range(12, 16))).layers[0]
+    assert {source.model for source in layer.mlp.sources} == {"math", "code"}
+    assert layer.mlp.per_source("lambda") == (0.4, 0.4)
+
+
 @pytest.mark.parametrize(
     ("family", "options", "place", "message"),
     [
@@ -176,3 +291,5 @@ def test_contradictions_are_found_without_the_models() -> None:
         ("search_space.models", "math alone has no layers to exchange; give two or more"),
         ("search_space.max_path_length", "3 is below min_path_length=5; give at least 5"),
     ]
+    (problem,) = Hm3Section(kind="hm3", merged=MergedOptions(density=0.3)).contradictions()
+    assert problem.field == "search_space.merged.density"

@@ -16,10 +16,12 @@ from search_spaces.parameters import Float, Integer
 from search_spaces.recipe import Recipe, Source
 from search_spaces.spaces import SPACES
 from search_spaces.spaces.base import SpaceSection
+from search_spaces.spaces.hm3 import MergedOptions
 from search_spaces.spaces.lfs_ranges import SEARCHED_METHODS
 from tests.search_spaces.spaces.families import IN_LAYERS, models, space
 
 ALL = tuple(SEARCHED_METHODS)
+VECTORS = ({"math": 1.0, "code": 0.0, "text": 0.0}, {"math": 0.2, "code": 0.3, "text": 0.5})
 
 
 def described(kind, family=None, **options):
@@ -73,6 +75,12 @@ EXAMPLES = {
     "hm3, of the base and one expert": described(
         "hm3", models(num_layers=6, tokenizer="union", is_tied=True), models=("base", "text"), max_jump=2
     ),
+    "hm3, merged by vectors": described(
+        "hm3",
+        replace(models(), preferences=VECTORS),
+        merged=MergedOptions(method="ties_weighted"),
+    ),
+    "hm3, merged": described("hm3", models(num_layers=6), merged=MergedOptions(), models=("math",)),
     "hm3, any order": described("hm3", models(num_layers=3), max_jump=None, min_path_length=4, max_path_length=4),
     "hm3, own order": described("hm3", models(num_layers=5), max_jump=0),
     "sfs": described("sfs", model="math"),

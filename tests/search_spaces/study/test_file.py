@@ -136,11 +136,6 @@ def test_a_study_cannot_be_changed():
         ("search_space.component_groups", 2, "2 is not known; available: 1, 3"),
         # not available yet
         ("search_space", {"kind": "hm3", "alignment": "mlp"}, '"mlp" is not available yet; available: none'),
-        (
-            "search_space",
-            {"kind": "hm3", "merged": {}},
-            "layers merged in their parameters are not available yet",
-        ),
         ("search.hm3.start", {}, "to begin with the policy of another study is not available yet; leave it out"),
         ("search_space", {"kind": "hm3", "alignment": "moments"}, '"moments" is not available yet; available: none'),
         (

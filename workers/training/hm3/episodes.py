@@ -37,10 +37,19 @@ def generator_of(seed: int, number: int) -> torch.Generator:
 
 @torch.no_grad()
 def play(
-    networks: Networks, *, seed: int, number: int, preference: tuple[float, ...], k: int, exploration: float
+    networks: Networks,
+    *,
+    seed: int,
+    number: int,
+    preference: tuple[float, ...],
+    k: int,
+    exploration: float,
+    noise: float = 1.0,
 ) -> Episode:
-    """The path of episode `number`. A step is explored with probability `exploration`. Where one step alone is allowed
-    it is taken without the policy; the end of a path of maximal length is such a step and no part of the episode."""
+    """The path of episode `number`. A step is explored with probability `exploration`, and proto-actions have `noise`
+    times the policy's deviation: with neither, the path is that which the policy holds best. Where one step alone is
+    allowed it is taken without the policy; the end of a path of maximal length is such a step and no part of the
+    episode."""
     paths = networks.paths
     generator = generator_of(seed, number)
     weights = torch.tensor(preference, dtype=torch.float32)
@@ -56,7 +65,7 @@ def play(
         if len(path) == paths.longest:
             break
         mean = networks.proto(state[0, 0], weights)
-        proto = mean + std * torch.randn(mean.shape, generator=generator)
+        proto = mean + noise * std * torch.randn(mean.shape, generator=generator)
         candidates = nearest(proto, table, allowed, k=k)
         after, hiddens = networks.gru(table[candidates][:, None], hidden.expand(-1, len(candidates), -1).contiguous())
         outcomes = networks.outcomes(after[:, 0], weights) @ weights

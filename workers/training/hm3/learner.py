@@ -30,7 +30,7 @@ class LearnerOptions:
     value_coefficient: float = 0.5
     entropy_coefficient: float = 0.002
     learning_rate: float = 3e-3
-    epochs: int = 4
+    epochs: int = 12
     mini_batches: int = 4
     max_gradient_norm: float = 0.5
 

@@ -13,12 +13,15 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from search_spaces.spaces.layer_paths import LayerPaths
+from search_spaces.spaces.layer_paths import LayerPaths, Path
 from workers.training.hm3.episodes import Episode, play
 from workers.training.hm3.learner import Learner, LearnerOptions, UpdateStatistics
 from workers.training.hm3.networks import NetworkOptions, Networks
 
 __all__ = ["Training", "TrainingOptions"]
+
+# Episodes that are played for a proposal, as a policy repeats itself.
+TRIES = 16
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class TrainingOptions:
 
     episodes: int = 16
     warm_up: int = 1
-    k: int = 4
+    k: int = 12
     exploration: float = 0.1
     explored: int = 10
     is_conditioned: bool = False
@@ -139,6 +142,27 @@ class Training:
         for old in [each for each in self.saved if not self.is_kept(each, num_finished=iteration + 1)]:
             del self.saved[old]
         return found
+
+    def proposals(self, content: bytes, *, preference: tuple[float, ...], count: int) -> list[Path]:
+        """At most `count` different paths of a policy that was saved, for any preference vector and without learning:
+        first the one that it holds best, then others that it plays, with the exploration that is left in the end."""
+        learner = self._new(0)
+        learner.restore(content)
+        found: dict[Path, None] = {}
+        for number in range(TRIES * count):
+            played = play(
+                learner.networks,
+                seed=self._seed,
+                number=number,
+                preference=preference,
+                k=self.options.k,
+                exploration=self.options.exploration if number else 0.0,
+                noise=1.0 if number else 0.0,
+            )
+            found[played.path] = None
+            if len(found) == count:
+                break
+        return list(found)
 
     def _new(self, iteration: int) -> Learner:
         """The learner of the iteration's policy before its first update."""

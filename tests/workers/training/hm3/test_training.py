@@ -83,6 +83,16 @@ def test_what_is_saved_is_what_is_needed() -> None:
         training(is_conditioned=True).play(27)
 
 
+def test_a_saved_policy_proposes_paths_for_any_preference() -> None:
+    own = training(is_conditioned=True)
+    paths_of(own, 16)
+    content = own.saved[max(own.saved)]
+    found = own.proposals(content, preference=(0.3, 0.7), count=4)
+    assert len(found) == len(set(found)) == 4
+    assert all(PATHS.contains(path) for path in found)
+    assert training(is_conditioned=True).proposals(content, preference=(0.3, 0.7), count=2) == found[:2]
+
+
 def test_nothing_is_learned_in_the_warm_up() -> None:
     own = training()
     assert [own.learn(i, torch.zeros(4, 2)) is None for i in range(4)] == [True, True, True, False]

@@ -1,0 +1,117 @@
+"""Paths that the policy of a study proposes without being trained: for other preferences, and through other models.
+
+A policy that is conditioned on the preference vector proposes paths for any vector. One that knows models by their
+layers' statistics alone proposes paths through other models of as many layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from search_spaces.preferences import preference_vector
+from search_spaces.recipe import Recipe
+from search_spaces.study.file import Study
+from service.errors import Conflict
+from service.store import Store
+from service.store.artifacts import ArtifactStore
+from service.studies.preflight.files import check_files
+from service.studies.preflight.models import searched_models, with_revisions
+from service.tune.proposing.checkpoints import PolicyCheckpoints
+from service.tune.searchers.base import SearchSetting
+from service.tune.searchers.hm3 import SEARCHER, paths_of
+from service.tune.steps import Step
+from service.types import StudyRecord
+from workers.models.family import resolve_family
+
+__all__ = ["PolicyPath", "policy_paths"]
+
+
+@dataclass(frozen=True)
+class PolicyPath:
+    """A path, each step a model of the pool and its layer, and the merge that it is."""
+
+    steps: tuple[tuple[str, int], ...]
+    recipe: Recipe
+
+
+def policy_paths(
+    store: Store,
+    record: StudyRecord,
+    artifacts: ArtifactStore,
+    *,
+    preference: Mapping[str, float],
+    count: int = 1,
+    experts: Mapping[str, str] | None = None,
+) -> tuple[PolicyPath, ...]:
+    """At most `count` paths for the preference, weights by objective, the one that the policy holds best first.
+    `experts`: other models in place of the study's, by alias. A merged model of the pool is merged by this preference.
+
+    Raises InvalidPreference, Conflict where the study has no such policy or its models have changed, InvalidModel for
+    models that cannot be used, InvalidStudy for a pool that cannot be."""
+    study = with_revisions(Study.model_validate(record.document), record.resolved)
+    check_files(study, record.resolved.access)
+    if record.resolved.algorithm != "hm3":
+        searcher = record.resolved.algorithm
+        raise Conflict(
+            f"study {record.name!r}: its searcher is {searcher}; only hm3 trains a policy that proposes paths"
+        )
+    objectives = tuple(spec.name for spec in study.scored_objectives.values())
+    vector = preference_vector(preference, objectives=objectives)
+    models = study.models
+    named = models.named if experts is None else experts
+    sources = resolve_family(models.base, named, tokenizer=models.tokenizer).fetched()
+    _check_models(record, study, sources.fingerprints, sources.layout.num_layers)
+    space = study.search_space.build(
+        searched_models(
+            sources,
+            sources.fingerprints,
+            max_layers=study.limits.max_layers,
+            preferences=(dict(zip(objectives, vector, strict=True)),),
+        )
+    )
+    given = study.search.preferences
+    setting = SearchSetting(
+        objectives=objectives,
+        num_samples={},
+        num_baselines=0,
+        options=study.search.gradient,
+        preferences=() if given is None else given.weights(objectives, seed=study.search.seed),
+        policy=study.search.hm3,
+        family=sources.family,
+    )
+    steps = [Step.from_json(row.number, row.proposal, row.document) for row in store.steps(record.id)]
+    checkpoints = PolicyCheckpoints(artifacts, record.id, SEARCHER, setting).load(steps)
+    try:
+        found = SEARCHER.proposals(
+            space.parameters,
+            preference=vector,
+            count=count,
+            seed=study.search.seed,
+            setting=setting,
+            checkpoints=checkpoints,
+        )
+    except ValueError as error:
+        raise Conflict(f"study {record.name!r}: {error}") from error
+    paths = paths_of(space.parameters)
+    return tuple(
+        PolicyPath(
+            tuple((paths.models[paths.model_of(step)], paths.layer_of(step)) for step in paths.path(configuration)),
+            space.to_recipe(configuration),
+        )
+        for configuration in found
+    )
+
+
+def _check_models(record: StudyRecord, study: Study, fingerprints: Mapping[str, str], num_layers: int) -> None:
+    """Raises Conflict for models that the policy does not know."""
+    before = record.resolved
+    if num_layers != before.num_layers:
+        raise Conflict(
+            f"study {record.name!r}: its policy knows models of {before.num_layers} layers; these have {num_layers}"
+        )
+    if study.search.hm3.knows_models and dict(fingerprints) != dict(before.fingerprints):
+        raise Conflict(
+            f"study {record.name!r}: its policy knows its own models ({', '.join(before.fingerprints)}) and no others; "
+            "train one with search.hm3.knows_models: false"
+        )

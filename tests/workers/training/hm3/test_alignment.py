@@ -1,0 +1,223 @@
+"""Maps between layers: moments by hand, an MLP that is never worse, and alignments kept by pair."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from search_spaces.study.sections import EngineOptions
+from workers.cache import CACHE_VARIABLE
+from workers.training.hm3.activations import (
+    MIN_SAMPLES,
+    Activations,
+    lack_of_samples,
+    positions_of,
+    prompts_of,
+    read_activations,
+)
+from workers.training.hm3.alignment import (
+    Aligned,
+    Alignment,
+    AlignmentOptions,
+    discrepancy,
+    fit_mlp,
+    fit_moments,
+    is_natural,
+)
+from workers.training.hm3.pairs import AlignmentJob, file_of, fit, found, keep, pairs_of
+from workers.types import Family, TaskSpec
+
+OPTIONS = EngineOptions(max_model_len=256, dtype="float32")
+QUICK = AlignmentOptions(epochs=6, batch=128)
+
+
+def rows(num: int, channels: int, *, seed: int, mixes: float = 0.0) -> torch.Tensor:
+    """Of channels with their own mean and deviation, which go together where `mixes` is above 0."""
+    generator = torch.Generator().manual_seed(seed)
+    plain = torch.randn(num, channels, generator=generator)
+    shared = torch.randn(num, 1, generator=generator)
+    own = torch.rand(channels, generator=generator) + 0.5
+    return (plain + mixes * shared) * own + torch.randn(channels, generator=generator)
+
+
+def test_pairs_of_one_model_in_its_own_order_are_natural() -> None:
+    assert is_natural(("math", 1), ("math", 2))
+    assert not is_natural(("math", 1), ("text", 2))
+    assert not is_natural(("math", 2), ("math", 1))
+    assert not is_natural(("math", 1), ("math", 1))
+    paths = [[("math", 0), ("math", 1), ("text", 2)], [("math", 1), ("text", 2), ("text", 2), ("text", 3)]]
+    assert pairs_of(paths) == ((("math", 1), ("text", 2)), (("text", 2), ("text", 2)))
+
+
+# Formulas.
+
+
+def test_the_discrepancy_is_that_of_mean_variance_and_covariance() -> None:
+    x = torch.tensor([[0.0, 0.0], [2.0, 2.0]])  # means 1, variances 2, covariance 2
+    y = torch.tensor([[1.0, 4.0], [3.0, 2.0]])  # means 2 and 3, variances 2, covariance -2
+    # Unit 2: means (1 + 4) / 2 / 2, variances 0, CORAL 2 * 4^2 / (4 * 2^2) / 2^2.
+    assert float(discrepancy(x, y)) == pytest.approx(1.25 + 0.5)
+    assert float(discrepancy(x, x)) == 0
+
+
+def test_moments_are_matched_and_constant_channels_only_shifted() -> None:
+    x = torch.tensor([[0.0, 5.0], [2.0, 5.0]])
+    y = torch.tensor([[10.0, 1.0], [16.0, 3.0]])
+    found = fit_moments(x, y)
+    assert found.weight.tolist() == [3.0, 1.0]
+    assert found.shift.tolist() == [10.0, -3.0]
+    assert found(x).tolist() == [[10.0, 2.0], [16.0, 2.0]]
+    assert found(x.bfloat16()).dtype is torch.bfloat16
+
+
+def test_a_projection_is_applied_as_a_matrix() -> None:
+    found = Alignment(torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.tensor([0.5, 0.0]))
+    assert found(torch.tensor([[1.0, 1.0]])).tolist() == [[3.5, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "message"),
+    [
+        (torch.zeros(4, 2), torch.zeros(4, 3), "layers of 2 and 3 channels cannot be aligned; give equal hidden sizes"),
+        (torch.zeros(1, 2), torch.zeros(1, 2), "1 rows of activations have no variance; give at least 2"),
+        (torch.zeros(3, 2), torch.zeros(4, 2), "3 and 4 rows of activations; both layers read the same texts"),
+    ],
+)
+def test_what_cannot_be_aligned_is_refused(x: torch.Tensor, y: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit_moments(x, y)
+    with pytest.raises(ValueError, match=message):
+        fit_mlp((x, y), (x, y), seed=0)
+
+
+# The network.
+
+
+def test_the_network_learns_covariances_that_moments_leave() -> None:
+    x, y = rows(1800, 12, seed=0), rows(1800, 12, seed=1, mixes=2.0)
+    out = (x[1400:], y[1400:])
+    learned = fit_mlp((x[:1400], y[:1400]), out, seed=0)
+    assert learned.after < 0.7 * learned.moments < learned.before
+    assert learned.alignment.weight.shape == (12, 12)
+    # What is stated is what the projection does.
+    assert float(discrepancy(learned.alignment(out[0]), out[1])) == pytest.approx(learned.after, rel=1e-4)
+
+
+def test_where_nothing_is_gained_on_held_out_rows_it_stops_early_with_moments() -> None:
+    x, y = rows(300, 6, seed=0), rows(300, 6, seed=1)
+    moments = fit_moments(x, y)
+    held_out = (x, moments(x))  # nothing is left to gain
+    learned = fit_mlp((x, y), held_out, seed=0, options=AlignmentOptions(epochs=15, patience=2))
+    assert learned.epochs == 2
+    assert learned.after == learned.moments
+    assert torch.allclose(learned.alignment.weight, torch.diag(moments.weight))
+    assert torch.allclose(learned.alignment.shift, moments.shift)
+
+
+def test_it_is_the_same_again_and_no_random_state_moves() -> None:
+    x, y = rows(100, 5, seed=0), rows(100, 5, seed=1, mixes=1.0)
+    torch.manual_seed(3)
+    first = fit_mlp((x, y), (x, y), seed=4, options=QUICK)
+    drawn = torch.rand(1)
+    torch.manual_seed(3)
+    assert torch.equal(drawn, torch.rand(1))
+    assert fit_mlp((x, y), (x, y), seed=4, options=QUICK).to_bytes() == first.to_bytes()
+
+
+def test_an_alignment_is_read_back() -> None:
+    x, y = rows(60, 5, seed=0), rows(60, 5, seed=1)
+    first = fit("moments", x, y, torch.arange(60) % 5 == 4)
+    again = Aligned.from_bytes(first.to_bytes())
+    assert torch.equal(again.alignment.weight, first.alignment.weight)
+    assert (again.before, again.moments, again.after, again.epochs) == (first.before, first.after, first.after, 0)
+    for content in (b"", b"{}", first.to_bytes()[:40], Activations(x[None], torch.zeros(60)).to_bytes()):
+        with pytest.raises(ValueError, match="not an alignment"):
+            Aligned.from_bytes(content)
+
+
+def test_held_out_rows_are_not_learned_from() -> None:
+    x, y = rows(60, 5, seed=0), rows(60, 5, seed=1)
+    held_out = torch.arange(60) % 5 == 4
+    damaged = torch.where(held_out[:, None], 1e6, x)
+    assert torch.equal(
+        fit("moments", x, y, held_out).alignment.weight, fit("moments", damaged, y, held_out).alignment.weight
+    )
+
+
+# Samples and activations.
+
+
+def test_a_tenth_of_the_samples_is_read_and_too_few_are_refused() -> None:
+    assert positions_of({"math": 95, "text": 30}) == {"math": range(10), "text": range(3)}
+    assert lack_of_samples({"math": 60, "text": 40}) is None
+    lack = lack_of_samples({"math": 90})
+    assert lack is not None
+    assert f"10% of the search samples, here 9 of 90; they need at least {MIN_SAMPLES}: give 100" in lack
+
+
+@pytest.fixture(scope="module")
+def job(untied_family: Family, sums: TaskSpec) -> AlignmentJob:
+    return AlignmentJob(untied_family, OPTIONS, {"sums": sums}, {"sums": range(12)}, "moments")
+
+
+@pytest.fixture(scope="module")
+def prompts(job: AlignmentJob) -> tuple[tuple[int, ...], ...]:
+    return prompts_of(job.family.base.directory, job.options, job.tasks, job.positions)
+
+
+@pytest.fixture(scope="module")
+def of_text(job: AlignmentJob, prompts: tuple[tuple[int, ...], ...]) -> Activations:
+    return read_activations(job.family, "text", prompts, device="cpu")
+
+
+def test_activations_are_those_of_the_model_in_its_own_order(
+    job: AlignmentJob, prompts: tuple[tuple[int, ...], ...], of_text: Activations
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    (expert,) = (model for model in job.family.models if model.alias == "text")
+    model = AutoModelForCausalLM.from_pretrained(expert.directory, dtype=torch.float32)
+    assert len(prompts) == 12
+    assert of_text.before.shape[:2] == (6, sum(len(prompt) - 1 for prompt in prompts))
+    shortest = min(range(12), key=lambda each: (len(prompts[each]), each))
+    size = len(prompts[shortest]) - 1
+    with torch.no_grad():
+        states = model(torch.tensor([prompts[shortest]]), output_hidden_states=True).hidden_states
+    # transformers states the last one after the final norm.
+    for layer in range(5):
+        assert torch.allclose(of_text.before[layer, :size], states[layer][0, 1:], atol=1e-4)
+    assert torch.equal(of_text.after(2), of_text.before[3])
+    assert torch.equal(Activations.from_bytes(of_text.to_bytes()).before, of_text.before)
+    # Two of the texts are held out, whole.
+    held_out = sum(len(prompts[index]) - 1 for index in (4, 9))
+    assert int(of_text.is_held_out.sum()) == held_out
+
+
+# Kept by pair.
+
+
+def test_an_alignment_is_kept_and_one_that_is_damaged_is_not_there(
+    job: AlignmentJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    pair = (("math", 1), ("text", 2))
+    assert found(job, pair) is None
+    x, y = rows(60, 5, seed=0), rows(60, 5, seed=1)
+    content = fit("moments", x, y, torch.arange(60) % 5 == 4).to_bytes()
+    name = keep(job, pair, content)
+    known = found(job, pair)
+    assert known is not None
+    assert known[0] == name
+    assert torch.equal(known[1].alignment.weight, Aligned.from_bytes(content).alignment.weight)
+    # Another kind, other texts and another pair are others.
+    assert found(replace(job, kind="mlp"), pair) is None
+    assert found(replace(job, positions={"sums": range(13)}), pair) is None
+    assert found(job, (("math", 1), ("text", 3))) is None
+    # The same models under other names are the same.
+    renamed = replace(job.family, experts=tuple(replace(each, alias=each.alias.upper()) for each in job.family.experts))
+    assert found(replace(job, family=renamed), (("MATH", 1), ("TEXT", 2))) is not None
+    file_of(name).write_bytes(content[:-1] + b"x")
+    assert found(job, pair) is None

@@ -1,0 +1,256 @@
+"""What stands between two layers of a path that do not follow each other in one model: a map of the residual stream.
+
+A pair is (the layer that hands on, the layer that receives). X [N, D] are activations after the first in its own model,
+Y [N, D] those before the second in its own, both over the same texts. The map makes the distribution of what is
+handed on that of what is received; activations are not compared token by token.
+
+- `moments`: y = scale * x + shift for each channel, by which mean and variance are equal.
+- `mlp`: y = P x + shift, where P = diag(scale) + U V^T is what a light network with two hidden layers gives for the
+  statistics of every channel in X and Y. It begins as `moments` and is improved by the loss of HM3's authors: squared
+  errors of mean and variance, and CORAL of the covariances. Epochs stop early, and the best on held-out rows is kept:
+  there an `mlp` is never worse than `moments`.
+
+The authors give the losses, two hidden layers and 5 to 15 epochs; the form of P, the statistics that the network sees
+and all other numbers are ours. A dense D x D output would have more weights than the layers between which it stands.
+
+Axes: N tokens, D channels of the residual stream, R directions, F statistics of a channel.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "KINDS",
+    "Aligned",
+    "Alignment",
+    "AlignmentOptions",
+    "Kind",
+    "discrepancy",
+    "fit_mlp",
+    "fit_moments",
+    "is_natural",
+]
+
+Kind = Literal["moments", "mlp"]
+KINDS: tuple[Kind, ...] = ("moments", "mlp")
+
+# Of a channel's deviation, as a share of that of all: less is not divided by.
+SMALLEST_DEVIATION = 1e-3
+
+
+def is_natural(first: tuple[str, int], second: tuple[str, int]) -> bool:
+    """Whether a layer (model, number) follows the other one in their own model: then nothing stands between them."""
+    return first[0] == second[0] and second[1] == first[1] + 1
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """y = `weight` x + `shift`: `weight` is [D, D] or, channel by channel, [D]; `shift` [D]. In float32, on the CPU."""
+
+    weight: Tensor
+    shift: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Of activations [..., D], in their own dtype."""
+        found = x.float()
+        mapped = found * self.weight if self.weight.dim() == 1 else found @ self.weight.T
+        return (mapped + self.shift).to(x.dtype)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """By the names that they have in files: `projection` [D, D] or `scale` [D], and `shift` [D]."""
+        name = "scale" if self.weight.dim() == 1 else "projection"
+        return {name: self.weight.contiguous(), "shift": self.shift.contiguous()}
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """An alignment, and how far held-out rows are from those that they should be like: as they are, with `moments`, and
+    with this one (`discrepancy`). `epochs`: those that were trained."""
+
+    alignment: Alignment
+    before: float
+    moments: float
+    after: float
+    epochs: int = 0
+
+    def to_bytes(self) -> bytes:
+        """A safetensors file; equal alignments give equal bytes."""
+        told = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "alignment"}
+        content: bytes = safetensors.torch.save(self.alignment.tensors, {"alignment": json.dumps(told, sort_keys=True)})
+        return content
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Aligned:
+        """Raises ValueError for anything else."""
+        try:
+            found = safetensors.torch.load(content)
+            size = int.from_bytes(content[:8], "little")
+            told = json.loads(json.loads(content[8 : 8 + size])["__metadata__"]["alignment"])
+            weight = found["scale"] if "scale" in found else found["projection"]
+            return cls(Alignment(weight, found["shift"]), **told)
+        except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"not an alignment: {error!r}") from error
+
+
+@dataclass(frozen=True)
+class AlignmentOptions:
+    """Of `mlp`. `rank` is R. An epoch sees all rows once, `batch` at a time; `patience` epochs without improvement on
+    held-out rows end it."""
+
+    rank: int = 8
+    hidden_size: int = 64
+    learning_rate: float = 3e-3
+    epochs: int = 15
+    patience: int = 5
+    batch: int = 256
+
+
+def discrepancy(x_ND: Tensor, y_ND: Tensor) -> Tensor:
+    """How far the distribution of rows x is from that of rows y, a number that is 0 for equal moments: the mean squared
+    errors of mean and variance, and CORAL, |C_x - C_y|^2 / (4 D^2) (Sun and Saenko, "Deep CORAL", 2016, equation 1), in
+    units of y's mean variance."""
+    unit = y_ND.var(dim=0).mean().clamp(min=torch.finfo(torch.float32).tiny)
+    means = ((x_ND.mean(dim=0) - y_ND.mean(dim=0)) ** 2).mean() / unit
+    variances = ((x_ND.var(dim=0) - y_ND.var(dim=0)) ** 2).mean() / unit**2
+    coral = ((_covariance(x_ND) - _covariance(y_ND)) ** 2).sum() / (4 * x_ND.shape[1] ** 2) / unit**2
+    return means + variances + coral
+
+
+def fit_moments(x_ND: Tensor, y_ND: Tensor) -> Alignment:
+    """The map of each channel by which the rows x have the mean and the variance of the rows y. A channel of x that is
+    constant is only shifted."""
+    _check(x_ND, y_ND)
+    x, y = x_ND.float(), y_ND.float()
+    std_x, std_y = x.std(dim=0), y.std(dim=0)
+    floor = SMALLEST_DEVIATION * std_x.square().mean().sqrt()
+    scale = torch.where(std_x > floor, std_y / std_x.clamp(min=torch.finfo(torch.float32).tiny), 1.0)
+    return Alignment(scale, y.mean(dim=0) - scale * x.mean(dim=0))
+
+
+def fit_mlp(
+    train: tuple[Tensor, Tensor],
+    held_out: tuple[Tensor, Tensor],
+    *,
+    seed: int,
+    options: AlignmentOptions | None = None,
+) -> Aligned:
+    """The map that a light network learns from rows (x, y), the best on those held out. Equal arguments give equal bits
+    on one machine with one number of threads."""
+    _check(*train)
+    chosen = options or AlignmentOptions()
+    x, y = train[0].float(), train[1].float()
+    moments = fit_moments(x, y)
+    out_x, out_y = held_out[0].float(), held_out[1].float()
+    before, first = float(discrepancy(out_x, out_y)), float(discrepancy(moments(out_x), out_y))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        projection = _Projection(moments, _statistics(x, y, chosen.rank), chosen)
+    optimizer = torch.optim.Adam(projection.parameters(), lr=chosen.learning_rate)
+    order = torch.Generator().manual_seed(seed)
+    best, best_state, waited, epoch = first, copy.deepcopy(projection.state_dict()), 0, 0
+    while epoch < chosen.epochs and waited < chosen.patience:
+        epoch += 1
+        for rows in _batches(len(x), chosen.batch, order):
+            loss = discrepancy(projection(x[rows]), y[rows])
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        with torch.no_grad():
+            now = float(discrepancy(projection(out_x), out_y))
+        if now < best:
+            best, best_state, waited = now, copy.deepcopy(projection.state_dict()), 0
+        else:
+            waited += 1
+    projection.load_state_dict(best_state)
+    return Aligned(projection.alignment(), before, first, best, epoch)
+
+
+class _Projection(nn.Module):
+    """P and shift, as a network gives them for the statistics of every channel [D, F]. At first they are `moments`."""
+
+    def __init__(self, moments: Alignment, statistics: Tensor, options: AlignmentOptions) -> None:
+        super().__init__()
+        hidden, rank = options.hidden_size, options.rank
+        self.scale: Tensor
+        self.shift: Tensor
+        self.statistics: Tensor
+        self.register_buffer("scale", moments.weight, persistent=False)
+        self.register_buffer("shift", moments.shift, persistent=False)
+        self.register_buffer("statistics", statistics, persistent=False)
+        last = nn.Linear(hidden, 2 * rank + 2)
+        # V is something at first and all else 0: so P is diag(scale), and U has a gradient.
+        nn.init.zeros_(last.weight[: rank + 2])
+        nn.init.zeros_(last.bias)
+        size = statistics.shape[1]
+        self.network = nn.Sequential(nn.Linear(size, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh(), last)
+        self.rank = rank
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        scale, shift, u, v = self._parts()
+        return x_ND * scale + (x_ND @ v) @ u.T + shift
+
+    @torch.no_grad()
+    def alignment(self) -> Alignment:
+        scale, shift, u, v = self._parts()
+        return Alignment(torch.diag(scale) + u @ v.T, shift)
+
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        found = self.network(self.statistics)
+        stretch, move = found[:, 0], found[:, 1]
+        u, v = found[:, 2 : 2 + self.rank], found[:, 2 + self.rank :]
+        typical = self.scale.abs().mean()
+        scale = self.scale * stretch.exp()
+        return scale, self.shift + move * typical, typical * u, v / len(v) ** 0.5
+
+
+@torch.no_grad()
+def _statistics(x: Tensor, y: Tensor, rank: int) -> Tensor:
+    """[D, F], each standardised: mean, logarithm of the deviation, skewness and kurtosis of every channel in x and in
+    y, and its part in the R directions of largest variance of each."""
+    parts = [part for rows in (x, y) for part in (*_of_channels(rows), *_directions(rows, rank).T)]
+    found = torch.stack(parts, dim=1)
+    return (found - found.mean(dim=0)) / found.std(dim=0).clamp(min=1e-6)
+
+
+def _of_channels(rows: Tensor) -> tuple[Tensor, ...]:
+    mean, std = rows.mean(dim=0), rows.std(dim=0).clamp(min=torch.finfo(torch.float32).tiny)
+    z = (rows - mean) / std
+    return mean, std.log(), (z**3).mean(dim=0), (z**4).mean(dim=0).log1p()
+
+
+def _directions(rows: Tensor, rank: int) -> Tensor:
+    """[D, R]: 0 for those that the rows do not have."""
+    size = min(rank, *rows.shape)
+    found = torch.zeros(rows.shape[1], rank)
+    found[:, :size] = torch.pca_lowrank(rows, q=size)[2]
+    return found
+
+
+def _batches(num: int, size: int, order: torch.Generator) -> list[Tensor]:
+    """All rows in a random order, in parts of about equal size, none of them above `size` rows unless that leaves less
+    than two."""
+    return list(torch.randperm(num, generator=order).chunk(max(1, -(-num // max(size, 2)))))
+
+
+def _covariance(rows: Tensor) -> Tensor:
+    centred = rows - rows.mean(dim=0)
+    return centred.T @ centred / (len(rows) - 1)
+
+
+def _check(x: Tensor, y: Tensor) -> None:
+    if x.shape[1] != y.shape[1]:
+        raise ValueError(f"layers of {x.shape[1]} and {y.shape[1]} channels cannot be aligned; give equal hidden sizes")
+    if len(x) != len(y):
+        raise ValueError(f"{len(x)} and {len(y)} rows of activations; both layers read the same texts")
+    if len(x) < 2:
+        raise ValueError(f"{len(x)} rows of activations have no variance; give at least 2")
