@@ -28,10 +28,11 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from workers.merging.alignments import Alignment
+
 __all__ = [
     "KINDS",
     "Aligned",
-    "Alignment",
     "AlignmentOptions",
     "Kind",
     "discrepancy",
@@ -53,26 +54,6 @@ def is_natural(first: tuple[str, int], second: tuple[str, int]) -> bool:
 
 
 @dataclass(frozen=True)
-class Alignment:
-    """y = `weight` x + `shift`: `weight` is [D, D] or, channel by channel, [D]; `shift` [D]. In float32, on the CPU."""
-
-    weight: Tensor
-    shift: Tensor
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Of activations [..., D], in their own dtype."""
-        found = x.float()
-        mapped = found * self.weight if self.weight.dim() == 1 else found @ self.weight.T
-        return (mapped + self.shift).to(x.dtype)
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """By the names that they have in files: `projection` [D, D] or `scale` [D], and `shift` [D]."""
-        name = "scale" if self.weight.dim() == 1 else "projection"
-        return {name: self.weight.contiguous(), "shift": self.shift.contiguous()}
-
-
-@dataclass(frozen=True)
 class Aligned:
     """An alignment, and how far held-out rows are from those that they should be like: as they are, with `moments`, and
     with this one (`discrepancy`). `epochs`: those that were trained."""
@@ -86,7 +67,9 @@ class Aligned:
     def to_bytes(self) -> bytes:
         """A safetensors file; equal alignments give equal bytes."""
         told = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "alignment"}
-        content: bytes = safetensors.torch.save(self.alignment.tensors, {"alignment": json.dumps(told, sort_keys=True)})
+        content: bytes = safetensors.torch.save(
+            self.alignment.tensors(), {"alignment": json.dumps(told, sort_keys=True)}
+        )
         return content
 
     @classmethod
@@ -96,8 +79,7 @@ class Aligned:
             found = safetensors.torch.load(content)
             size = int.from_bytes(content[:8], "little")
             told = json.loads(json.loads(content[8 : 8 + size])["__metadata__"]["alignment"])
-            weight = found["scale"] if "scale" in found else found["projection"]
-            return cls(Alignment(weight, found["shift"]), **told)
+            return cls(Alignment(**found), **told)
         except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not an alignment: {error!r}") from error
 
@@ -134,7 +116,7 @@ def fit_moments(x_ND: Tensor, y_ND: Tensor) -> Alignment:
     std_x, std_y = x.std(dim=0), y.std(dim=0)
     floor = SMALLEST_DEVIATION * std_x.square().mean().sqrt()
     scale = torch.where(std_x > floor, std_y / std_x.clamp(min=torch.finfo(torch.float32).tiny), 1.0)
-    return Alignment(scale, y.mean(dim=0) - scale * x.mean(dim=0))
+    return Alignment(scale=scale, shift=y.mean(dim=0) - scale * x.mean(dim=0))
 
 
 def fit_mlp(
@@ -184,8 +166,8 @@ class _Projection(nn.Module):
         self.scale: Tensor
         self.shift: Tensor
         self.statistics: Tensor
-        self.register_buffer("scale", moments.weight, persistent=False)
-        self.register_buffer("shift", moments.shift, persistent=False)
+        self.register_buffer("scale", moments.tensors()["scale"], persistent=False)
+        self.register_buffer("shift", moments.tensors()["shift"], persistent=False)
         self.register_buffer("statistics", statistics, persistent=False)
         last = nn.Linear(hidden, 2 * rank + 2)
         # V is something at first and all else 0: so P is diag(scale), and U has a gradient.
@@ -202,7 +184,7 @@ class _Projection(nn.Module):
     @torch.no_grad()
     def alignment(self) -> Alignment:
         scale, shift, u, v = self._parts()
-        return Alignment(torch.diag(scale) + u @ v.T, shift)
+        return Alignment(projection=torch.diag(scale) + u @ v.T, shift=shift)
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         found = self.network(self.statistics)

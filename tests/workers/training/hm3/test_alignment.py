@@ -10,6 +10,7 @@ import torch
 
 from search_spaces.study.sections import EngineOptions
 from workers.cache import CACHE_VARIABLE
+from workers.merging.alignments import Alignment
 from workers.training.hm3.activations import (
     MIN_SAMPLES,
     Activations,
@@ -20,7 +21,6 @@ from workers.training.hm3.activations import (
 )
 from workers.training.hm3.alignment import (
     Aligned,
-    Alignment,
     AlignmentOptions,
     discrepancy,
     fit_mlp,
@@ -32,6 +32,10 @@ from workers.types import Family, TaskSpec
 
 OPTIONS = EngineOptions(max_model_len=256, dtype="float32")
 QUICK = AlignmentOptions(epochs=6, batch=128)
+
+
+def scale_of(aligned: Aligned) -> torch.Tensor:
+    return aligned.alignment.tensors()["scale"]
 
 
 def rows(num: int, channels: int, *, seed: int, mixes: float = 0.0) -> torch.Tensor:
@@ -67,14 +71,16 @@ def test_moments_are_matched_and_constant_channels_only_shifted() -> None:
     x = torch.tensor([[0.0, 5.0], [2.0, 5.0]])
     y = torch.tensor([[10.0, 1.0], [16.0, 3.0]])
     found = fit_moments(x, y)
-    assert found.weight.tolist() == [3.0, 1.0]
-    assert found.shift.tolist() == [10.0, -3.0]
+    assert {name: tensor.tolist() for name, tensor in found.tensors().items()} == {
+        "scale": [3.0, 1.0],
+        "shift": [10.0, -3.0],
+    }
     assert found(x).tolist() == [[10.0, 2.0], [16.0, 2.0]]
-    assert found(x.bfloat16()).dtype is torch.bfloat16
+    assert found.to(dtype=torch.bfloat16)(x.bfloat16()).dtype is torch.bfloat16
 
 
 def test_a_projection_is_applied_as_a_matrix() -> None:
-    found = Alignment(torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.tensor([0.5, 0.0]))
+    found = Alignment(projection=torch.tensor([[1.0, 2.0], [0.0, 1.0]]), shift=torch.tensor([0.5, 0.0]))
     assert found(torch.tensor([[1.0, 1.0]])).tolist() == [[3.5, 1.0]]
 
 
@@ -101,7 +107,7 @@ def test_the_network_learns_covariances_that_moments_leave() -> None:
     out = (x[1400:], y[1400:])
     learned = fit_mlp((x[:1400], y[:1400]), out, seed=0)
     assert learned.after < 0.7 * learned.moments < learned.before
-    assert learned.alignment.weight.shape == (12, 12)
+    assert learned.alignment.tensors()["projection"].shape == (12, 12)
     # What is stated is what the projection does.
     assert float(discrepancy(learned.alignment(out[0]), out[1])) == pytest.approx(learned.after, rel=1e-4)
 
@@ -113,8 +119,9 @@ def test_where_nothing_is_gained_on_held_out_rows_it_stops_early_with_moments() 
     learned = fit_mlp((x, y), held_out, seed=0, options=AlignmentOptions(epochs=15, patience=2))
     assert learned.epochs == 2
     assert learned.after == learned.moments
-    assert torch.allclose(learned.alignment.weight, torch.diag(moments.weight))
-    assert torch.allclose(learned.alignment.shift, moments.shift)
+    found, expected = learned.alignment.tensors(), moments.tensors()
+    assert torch.allclose(found["projection"], torch.diag(expected["scale"]))
+    assert torch.allclose(found["shift"], expected["shift"])
 
 
 def test_it_is_the_same_again_and_no_random_state_moves() -> None:
@@ -131,7 +138,7 @@ def test_an_alignment_is_read_back() -> None:
     x, y = rows(60, 5, seed=0), rows(60, 5, seed=1)
     first = fit("moments", x, y, torch.arange(60) % 5 == 4)
     again = Aligned.from_bytes(first.to_bytes())
-    assert torch.equal(again.alignment.weight, first.alignment.weight)
+    assert torch.equal(scale_of(again), scale_of(first))
     assert (again.before, again.moments, again.after, again.epochs) == (first.before, first.after, first.after, 0)
     for content in (b"", b"{}", first.to_bytes()[:40], Activations(x[None], torch.zeros(60)).to_bytes()):
         with pytest.raises(ValueError, match="not an alignment"):
@@ -142,9 +149,7 @@ def test_held_out_rows_are_not_learned_from() -> None:
     x, y = rows(60, 5, seed=0), rows(60, 5, seed=1)
     held_out = torch.arange(60) % 5 == 4
     damaged = torch.where(held_out[:, None], 1e6, x)
-    assert torch.equal(
-        fit("moments", x, y, held_out).alignment.weight, fit("moments", damaged, y, held_out).alignment.weight
-    )
+    assert torch.equal(scale_of(fit("moments", x, y, held_out)), scale_of(fit("moments", damaged, y, held_out)))
 
 
 # Samples and activations.
@@ -211,7 +216,7 @@ def test_an_alignment_is_kept_and_one_that_is_damaged_is_not_there(
     known = found(job, pair)
     assert known is not None
     assert known[0] == name
-    assert torch.equal(known[1].alignment.weight, Aligned.from_bytes(content).alignment.weight)
+    assert torch.equal(scale_of(known[1]), scale_of(Aligned.from_bytes(content)))
     # Another kind, other texts and another pair are others.
     assert found(replace(job, kind="mlp"), pair) is None
     assert found(replace(job, positions={"sums": range(13)}), pair) is None
