@@ -79,6 +79,9 @@ def _parser() -> argparse.ArgumentParser:
 
     command = verb("demo", verbs.demo, "Search the shipped tiny model family and export its best merge.")
     command.add_argument("--out", type=Path, default=Path("mergesearch-demo"), metavar="DIR")
+    command.add_argument(
+        "--retrain", action="store_true", help="train the family's experts anew first, into DIR/experts; then DIR/study"
+    )
 
     command = verb("serve", verbs.serve, "Serve studies over HTTP, on the Ray of this machine or of RAY_ADDRESS.")
     command.add_argument("--data", type=Path, required=True, metavar="DIR", help="where studies and exports are kept")

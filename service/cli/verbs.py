@@ -19,7 +19,7 @@ from service.cli.export_progress import ExportView
 from service.cli.finetune import finetune as finetune_experts
 from service.cli.terminal import console, print_export, print_json, print_results
 from service.server import serve as serve_studies
-from workers.tiny_family import family_dir
+from workers.tiny_family import RETRAIN_FILE, STUDY_FILE, family_dir
 
 if TYPE_CHECKING:
     from service.cli.remote import ServerVerbs
@@ -60,7 +60,10 @@ def run(options: argparse.Namespace) -> int:
 def demo(options: argparse.Namespace) -> int:
     from search_spaces.study.file import load_study
 
-    study = load_study(family_dir() / "study.yaml")
+    if options.retrain:
+        options.spec = family_dir() / RETRAIN_FILE
+        return finetune(options)
+    study = load_study(family_dir() / STUDY_FILE)
     return _run_in(study, options.out, export_best=True, as_json=options.json)
 
 

@@ -14,6 +14,7 @@ from service.cli import verbs
 from service.cli.main import main
 from tests.builders import tiny_llama
 from tests.service.jobs.test_finetune import leave_ray_out
+from workers.tiny_family import family_dir
 
 
 @pytest.fixture
@@ -52,6 +53,15 @@ def test_a_fleet_is_trained_and_again_is_done(fleet: Path, tmp_path: Path, capsy
         assert (expert / "model.safetensors").exists()
     assert main(["finetune", str(fleet), "--out", str(tmp_path / "out"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["math"]["steps"] == 2
+
+
+def test_the_demo_retrains_the_shipped_family_by_its_pipeline(
+    fleet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(verbs, "finetune_experts", lambda options, **_: seen.append(options.spec) or 0)
+    assert main(["demo", "--retrain", "--out", str(tmp_path / "out")]) == 0
+    assert seen == [family_dir() / "retrain.yaml"]
 
 
 def test_a_pipeline_hands_the_experts_to_its_study(
