@@ -118,6 +118,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--export-quota", type=_num_bytes, metavar="SIZE", help="bytes for all exports; default: a tenth of the disk"
     )
+    command.add_argument(
+        "--artifact-quota", type=_num_bytes, metavar="SIZE", help="bytes for experts and policies; default: likewise"
+    )
 
     command = server_verb("submit", verbs.submit, "Submit a study or fine-tuning to a server.")
     command.add_argument("study", type=Path, metavar="FILE", help="study file or specification (YAML or JSON)")

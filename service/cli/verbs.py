@@ -119,6 +119,7 @@ def serve(options: argparse.Namespace) -> int:
         allow_hosts=options.allow_host,
         export_days=options.export_days,
         export_quota_bytes=options.export_quota,
+        artifact_quota_bytes=options.artifact_quota,
     )
     return 0
 
