@@ -21,6 +21,8 @@ from service.studies.preflight.files import (
 from service.types import ResolvedStudy
 from workers.errors import InvalidModel, InvalidTask
 from workers.file_access import FileAccess
+from workers.models.checkpoints import open_checkpoint
+from workers.models.hub import locate
 from workers.training.finetuning.fleet import STUDY, Pipeline
 from workers.training.finetuning.spec import FinetuneSpec, task_of
 
@@ -75,9 +77,6 @@ def examine_finetune(pipeline: Pipeline, *, access: FileAccess | None = None) ->
 
 def artifact_bytes(pipeline: Pipeline) -> int:
     """What the weights of all experts will take, from the base's headers. Raises InvalidModel."""
-    from workers.models.checkpoints import open_checkpoint
-    from workers.models.hub import locate
-
     total = 0
     for spec in pipeline.experts.values():
         tensors = open_checkpoint(locate(spec.base)).tensors.values()
