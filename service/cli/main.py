@@ -170,6 +170,16 @@ def _parser() -> argparse.ArgumentParser:
     command = verb("finetune", verbs.finetune, "Fine-tune an expert or a fleet, and merge it, or go on with that.")
     command.add_argument("spec", type=Path, metavar="SPEC", help="specification (YAML or JSON)")
     command.add_argument("--out", type=Path, required=True, metavar="DIR", help="where results and state are kept")
+    command.add_argument(
+        "--analyse",
+        type=Path,
+        nargs="*",
+        metavar="DIR",
+        help="also analyse task vectors and losses of merges, beside those of the same experts trained in DIR ...",
+    )
+    command.add_argument(
+        "--samples", type=_count, default=100, metavar="N", help="of each evaluation task, for --analyse (%(default)s)"
+    )
 
     command = server_verb("trials", verbs.trials, "List a run's trials.")
     command.add_argument("run", metavar="DIR|STUDY", help=RUN_OR_STUDY)
@@ -216,6 +226,13 @@ def _preference(text: str) -> dict[str, float]:
         return parse_preference(text)
     except SearchSpaceError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _count(text: str) -> int:
+    """A number above 0. Raises ArgumentTypeError."""
+    if not text.isascii() or not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of samples; give one above 0, such as 100")
+    return int(text)
 
 
 def _days(text: str) -> float:

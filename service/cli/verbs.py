@@ -61,7 +61,7 @@ def demo(options: argparse.Namespace) -> int:
     from search_spaces.study.file import load_study
 
     if options.retrain:
-        options.spec = family_dir() / RETRAIN_FILE
+        options.spec, options.analyse = family_dir() / RETRAIN_FILE, None
         return finetune(options)
     study = load_study(family_dir() / STUDY_FILE)
     return _run_in(study, options.out, export_best=True, as_json=options.json)
