@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 
-__all__ = ["Baseline", "sources_and_published"]
+__all__ = ["Baseline", "everywhere", "sources_and_published"]
 
 
 class Baseline(NamedTuple):
@@ -29,7 +29,7 @@ def sources_and_published(
     """The base, each expert, then the published merges of all experts: canonical recipes, without duplicates."""
     known: dict[str, Baseline] = {}
     for origin, label, merge in _merges(base, tuple(experts)):
-        recipe = _everywhere(merge, base, fingerprints, num_layers, tokenizer)
+        recipe = everywhere(merge, base, fingerprints, num_layers, tokenizer)
         known.setdefault(recipe.digest, Baseline(origin, label, recipe))
     return tuple(known.values())
 
@@ -46,7 +46,11 @@ def _merges(base: str, experts: tuple[str, ...]) -> Iterator[tuple[Literal["sour
     yield "published", "TIES k 0.2 lambda 1.0", Merge("ties", sources, {"k": 0.2, "lambda": 1.0})
 
 
-def _everywhere(merge: Merge, base: str, fingerprints: Mapping[str, str], num_layers: int, tokenizer: str) -> Recipe:
+def everywhere(
+    merge: Merge, base: str, fingerprints: Mapping[str, str], num_layers: int, tokenizer: str = "base"
+) -> Recipe:
+    """The canonical recipe that merges every tensor alike."""
+
     def at(layer: int) -> Merge:
         sources = tuple(Source(source.model, layer) for source in merge.sources)
         return Merge(merge.method, sources, merge.coefficients, merge.seed)

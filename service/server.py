@@ -35,13 +35,15 @@ def serve(
     allow_hosts: Sequence[str] = (),
     export_days: float = 7.0,
     export_quota_bytes: int | None = None,
+    artifact_quota_bytes: int | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. Raises Conflict if the port or the data directory is taken.
 
     Studies may read files in `allow_dirs` (none: the data directory, the working directory and the hub's cache) and in
     `trust_dirs`, where task files may also name Python functions. `allow_hosts` are the server's names besides the
     loopback names, `host` and the address that it listens on. Exports are removed after `export_days`, and earlier if
-    they take more than `export_quota_bytes` (None: a tenth of the disk)."""
+    they take more than `export_quota_bytes` (None: a tenth of the disk). A fine-tuning is refused if experts would take
+    more than `artifact_quota_bytes` (None: likewise)."""
     import uvicorn
 
     from service.api import create_app
@@ -66,6 +68,7 @@ def serve(
                 preflight=PreflightProcess(access, place=ServerPlace(store.url, data_dir)),
                 hosts=(host, *allow_hosts),
                 keep=ExportLimits(export_days * DAY_S, export_quota_bytes),
+                artifact_quota_bytes=artifact_quota_bytes,
             )
             url = "http://{}:{}".format(*listener.getsockname()[:2])
             print(f"mergesearch: {url}, documentation under /docs, data in {data_dir}", flush=True)

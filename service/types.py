@@ -192,7 +192,8 @@ class ResolvedStudy:
     r; proposals may run `max_staleness` trials ahead of evaluations; `version` is the program's. `access` says which
     files the study may read, as the server allowed when it accepted the study; None: all. `algorithm` is the searcher,
     also where the study file says auto, and `algorithm_reason` why it was chosen; early studies have neither. `chained`
-    are the sources that are merges of other studies.
+    are the sources that are merges of other studies. `artifact_bytes` is about what the artifacts of a fine-tuning will
+    take; early ones have 0.
     """
 
     fingerprints: Mapping[str, str]
@@ -208,6 +209,7 @@ class ResolvedStudy:
     algorithm: str | None = field(default=None, compare=False)
     algorithm_reason: str | None = field(default=None, compare=False)
     chained: Mapping[str, ChainedSource] = field(default_factory=dict, compare=False)
+    artifact_bytes: int = field(default=0, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """The stored document. Its key for `max_staleness` is `lag`."""
@@ -228,6 +230,7 @@ class ResolvedStudy:
             "algorithm_reason": self.algorithm_reason,
             **({} if self.access is None else {"access": asdict(self.access)}),
             **({"chained": {alias: asdict(own) for alias, own in self.chained.items()}} if self.chained else {}),
+            **({"artifact_bytes": self.artifact_bytes} if self.artifact_bytes else {}),
         }
 
     @classmethod
@@ -258,6 +261,7 @@ class ResolvedStudy:
             algorithm=document.get("algorithm"),
             algorithm_reason=document.get("algorithm_reason"),
             chained={alias: ChainedSource(**own) for alias, own in document.get("chained", {}).items()},
+            artifact_bytes=document.get("artifact_bytes", 0),
         )
 
 

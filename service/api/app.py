@@ -13,6 +13,7 @@ from fastapi.concurrency import run_in_threadpool
 from service.api.dependencies import Services
 from service.api.event_stream import EventHub
 from service.api.export_queue import Exports
+from service.api.limits.artifacts import ArtifactQuota
 from service.api.limits.exports import ExportLimits
 from service.api.limits.origin import CheckOrigin
 from service.api.metrics import CountRequests, RequestCounter
@@ -40,20 +41,23 @@ def create_app(
     preflight: Preflight | None = None,
     hosts: Iterable[str] = (),
     keep: ExportLimits | None = None,
+    artifact_quota_bytes: int | None = None,
 ) -> FastAPI:
     """The server's application. It starts and stops `cluster`; the caller closes `store`.
 
     Exported models are kept in `data_dir` as long as `keep` says (None: the defaults). `preflight` None is a
     PreflightProcess, for studies that read what `default_access` says. `hosts` are names of the server besides the
-    loopback names and its address."""
+    loopback names and its address. Experts and policies may take `artifact_quota_bytes` (None: a tenth of the disk)."""
     requests = RequestCounter()
+    artifacts = ArtifactStore(store, artifacts_dir(data_dir))
     services = Services(
         store=store,
         data_dir=data_dir,
         cluster=cluster,
         preflight=preflight or PreflightProcess(default_access(data_dir), place=ServerPlace(store.url, data_dir)),
         exports=Exports(store, data_dir, keep=keep),
-        artifacts=ArtifactStore(store, artifacts_dir(data_dir)),
+        artifacts=artifacts,
+        quota=ArtifactQuota(store, artifacts, artifact_quota_bytes),
         hub=EventHub(store),
         records=RunRecords(store),
         requests=requests,

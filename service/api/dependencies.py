@@ -15,6 +15,7 @@ from starlette.convertors import StringConvertor, register_url_convertor
 
 from service.api.event_stream import EventHub
 from service.api.export_queue import Exports
+from service.api.limits.artifacts import ArtifactQuota
 from service.api.metrics import RequestCounter
 from service.api.preflight_process import Preflight
 from service.api.problems import Refusal
@@ -57,6 +58,7 @@ class Services:
     preflight: Preflight
     exports: Exports
     artifacts: ArtifactStore
+    quota: ArtifactQuota
     hub: EventHub
     records: RunRecords
     requests: RequestCounter

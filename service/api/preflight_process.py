@@ -33,6 +33,7 @@ from service.studies.preflight.files import (
     task_files,
 )
 from service.studies.preflight.finetune import (
+    artifact_bytes,
     check_finetune_files,
     check_server_paths,
     examine_finetune,
@@ -302,7 +303,9 @@ def _examined_finetune(
 ) -> PreflightOutcome:
     pipeline = read_finetune(content, is_json=is_json, access=access)
     examine_finetune(pipeline, access=access)
-    return PreflightOutcome(pipeline.name, pipeline.canonical(), resolved_finetune(access=access))
+    return PreflightOutcome(
+        pipeline.name, pipeline.canonical(), resolved_finetune(access=access, num_bytes=artifact_bytes(pipeline))
+    )
 
 
 def _engine_dtype(document: Mapping[str, Any]) -> str:

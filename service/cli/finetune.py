@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from service.cli.terminal import print_json, print_json_line
+from service.cli.terminal import console, print_json, print_json_line
 from workers.errors import TrainingFailed
 from workers.training.finetuning.history import METRICS, read_history
 
@@ -22,9 +23,10 @@ REPORT = "report.html"
 
 
 def finetune(options: argparse.Namespace, *, run_study: Callable[[Any, Path], int]) -> int:
-    """`run_study` runs a study in a directory, exports its best merge, prints its results and returns the exit code."""
-    from service.jobs.finetune import EXPERT_DIR, run_fleet
-    from service.results.training import directory_curves, render_training
+    """`run_study` runs a study in a directory, exports its best merge, prints its results and returns the exit code.
+    `options.analyse` are directories of finished fleets that this one is compared with; None: nothing is analysed."""
+    from service.jobs.finetune import EXPERT_DIR, run_fleet, trained_fleet
+    from service.results.training import ANALYSIS_FILE, analyse, directory_curves, read_analysis, render_training
     from service.types import StudyState
     from workers.training.finetuning.fleet import STUDY, load_pipeline
 
@@ -34,7 +36,10 @@ def finetune(options: argparse.Namespace, *, run_study: Callable[[Any, Path], in
 
     def report(state: StudyState, reason: str | None = None) -> Path:
         file = out / REPORT
-        file.write_text(render_training(pipeline, directory_curves(places), state=state.value, reason=reason))
+        curves = directory_curves(places)
+        file.write_text(
+            render_training(pipeline, curves, state=state.value, reason=reason, analysis=read_analysis(out))
+        )
         return file
 
     try:
@@ -46,6 +51,10 @@ def finetune(options: argparse.Namespace, *, run_study: Callable[[Any, Path], in
     except TrainingFailed as error:
         report(StudyState.FAILED, str(error))
         raise
+    if options.analyse is not None:
+        fleets = [(pipeline.experts, places), *map(trained_fleet, options.analyse)]
+        found = analyse(fleets, samples=options.samples, note=_quiet if options.json else _note)
+        (out / ANALYSIS_FILE).write_text(json.dumps(found, indent=1) + "\n")
     written = report(StudyState.COMPLETE)
     study = pipeline.study_of({alias: place / EXPERT_DIR for alias, place in places.items()})
     if study is None and options.json:
@@ -53,6 +62,10 @@ def finetune(options: argparse.Namespace, *, run_study: Callable[[Any, Path], in
     elif not options.json:
         for alias, summary in summaries.items():
             print(_line(alias, summary, places[alias] / EXPERT_DIR))
+        if options.analyse is not None:
+            from service.cli.finetune_tables import analysis_tables
+
+            console().print(*analysis_tables(found), sep="\n")
         print(f"report: {written}")
     return 0 if study is None else run_study(study, out / STUDY)
 

@@ -10,11 +10,13 @@ from rich.text import Text
 
 from service.cli.tables import id_digits, local_time, state_text, titled
 from service.results.format import duration
+from service.results.training.analysis import merge_text
 
 if TYPE_CHECKING:
+    from service.results.training import AnalysisDocument
     from service.schemas.api import ExpertDocument, FinetuneDocument
 
-__all__ = ["finetune_table", "finetunes_table"]
+__all__ = ["analysis_tables", "finetune_table", "finetunes_table"]
 
 
 def finetunes_table(finetunes: Sequence[FinetuneDocument]) -> Table:
@@ -38,6 +40,31 @@ def finetunes_table(finetunes: Sequence[FinetuneDocument]) -> Table:
         )
     table.caption = "experts: trained / all"
     return table
+
+
+def analysis_tables(document: AnalysisDocument) -> list[Table]:
+    """How well distributions fit the task vectors, and the losses of merges by method and optimizer."""
+    fits = titled("Task vectors")
+    for name in ("expert", "optimizer", "distribution"):
+        fits.add_column(name, no_wrap=True)
+    for name in ("scale", "distance", "log-likelihood", "share of 0"):
+        fits.add_column(name, justify="right")
+    for fleet in document["fleets"]:
+        for vector in fleet["task_vectors"]:
+            for fit in vector["fits"]:
+                numbers = (f"{fit[key]:.3f}" for key in ("distance", "log_likelihood", "zeros"))
+                fits.add_row(vector["expert"], fleet["name"], fit["distribution"], f"{fit['scale']:.2e}", *numbers)
+    merges = titled("Mean loss of merges")
+    merges.add_column("merge method", no_wrap=True)
+    for fleet in document["fleets"]:
+        merges.add_column(fleet["name"], justify="right")
+    for rows in zip(*(fleet["merges"] for fleet in document["fleets"]), strict=True):
+        merges.add_row(rows[0]["method"], *map(merge_text, rows))
+    merges.caption = (
+        f"nats per token of the reference answers, mean over the experts' tasks ({document['samples']} samples each), "
+        "at the best coefficient"
+    )
+    return [fits, merges] if merges.row_count else [fits]
 
 
 def finetune_table(finetune: FinetuneDocument, *, server: str) -> Table:

@@ -79,6 +79,9 @@ def _parser() -> argparse.ArgumentParser:
 
     command = verb("demo", verbs.demo, "Search the shipped tiny model family and export its best merge.")
     command.add_argument("--out", type=Path, default=Path("mergesearch-demo"), metavar="DIR")
+    command.add_argument(
+        "--retrain", action="store_true", help="train the family's experts anew first, into DIR/experts; then DIR/study"
+    )
 
     command = verb("serve", verbs.serve, "Serve studies over HTTP, on the Ray of this machine or of RAY_ADDRESS.")
     command.add_argument("--data", type=Path, required=True, metavar="DIR", help="where studies and exports are kept")
@@ -114,6 +117,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument(
         "--export-quota", type=_num_bytes, metavar="SIZE", help="bytes for all exports; default: a tenth of the disk"
+    )
+    command.add_argument(
+        "--artifact-quota", type=_num_bytes, metavar="SIZE", help="bytes for experts and policies; default: likewise"
     )
 
     command = server_verb("submit", verbs.submit, "Submit a study or fine-tuning to a server.")
@@ -164,6 +170,16 @@ def _parser() -> argparse.ArgumentParser:
     command = verb("finetune", verbs.finetune, "Fine-tune an expert or a fleet, and merge it, or go on with that.")
     command.add_argument("spec", type=Path, metavar="SPEC", help="specification (YAML or JSON)")
     command.add_argument("--out", type=Path, required=True, metavar="DIR", help="where results and state are kept")
+    command.add_argument(
+        "--analyse",
+        type=Path,
+        nargs="*",
+        metavar="DIR",
+        help="also analyse task vectors and losses of merges, beside those of the same experts trained in DIR ...",
+    )
+    command.add_argument(
+        "--samples", type=_count, default=100, metavar="N", help="of each evaluation task, for --analyse (%(default)s)"
+    )
 
     command = server_verb("trials", verbs.trials, "List a run's trials.")
     command.add_argument("run", metavar="DIR|STUDY", help=RUN_OR_STUDY)
@@ -227,7 +243,7 @@ def _preference(text: str) -> dict[str, float]:
 
 def _count(text: str) -> int:
     """A whole number of at least 1. Raises ArgumentTypeError."""
-    if not text.isdecimal() or int(text) < 1:
+    if not (text.isascii() and text.isdecimal()) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a count; give a whole number of at least 1")
     return int(text)
 

@@ -21,7 +21,7 @@ from service.cli.finetune import finetune as finetune_experts
 from service.cli.terminal import console, print_export, print_json, print_results
 from service.disk import artifacts_dir
 from service.server import serve as serve_studies
-from workers.tiny_family import family_dir
+from workers.tiny_family import RETRAIN_FILE, STUDY_FILE, family_dir
 
 if TYPE_CHECKING:
     from service.cli.remote import ServerVerbs
@@ -63,7 +63,10 @@ def run(options: argparse.Namespace) -> int:
 def demo(options: argparse.Namespace) -> int:
     from search_spaces.study.file import load_study
 
-    study = load_study(family_dir() / "study.yaml")
+    if options.retrain:
+        options.spec, options.analyse = family_dir() / RETRAIN_FILE, None
+        return finetune(options)
+    study = load_study(family_dir() / STUDY_FILE)
     return _run_in(study, options.out, export_best=True, as_json=options.json)
 
 
@@ -119,6 +122,7 @@ def serve(options: argparse.Namespace) -> int:
         allow_hosts=options.allow_host,
         export_days=options.export_days,
         export_quota_bytes=options.export_quota,
+        artifact_quota_bytes=options.artifact_quota,
     )
     return 0
 

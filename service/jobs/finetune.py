@@ -21,7 +21,7 @@ from typing import Any
 
 from service.cluster.session import ray_session
 from service.disk import artifacts_dir, data_dir_of, locked
-from service.errors import Conflict
+from service.errors import Conflict, NotFound
 from service.jobs.progress_log import ProgressLog
 from service.jobs.training_events import telling
 from service.jobs.training_study import begin_study
@@ -32,7 +32,7 @@ from service.studies.preflight.finetune import check_finetune_files, resolved_fi
 from service.types import JobKind, StudyRecord, StudyState
 from workers.errors import InvalidModel, InvalidTask, TrainingFailed
 from workers.file_access import FileAccess
-from workers.training.finetuning.fleet import Pipeline, parse_pipeline
+from workers.training.finetuning.fleet import EXPERTS, Pipeline, parse_pipeline
 from workers.training.finetuning.history import CHECKPOINTS, EXPERT, Report
 from workers.training.finetuning.spec import FinetuneSpec, parse_spec
 
@@ -44,6 +44,7 @@ __all__ = [
     "run_finetune",
     "run_fleet",
     "stored",
+    "trained_fleet",
     "work",
     "written_spec",
 ]
@@ -185,6 +186,21 @@ def written_spec(directory: Path) -> FinetuneSpec | None:
     """What is or was trained in `directory`; None if nothing was."""
     document = _read(directory / SPEC_FILE)
     return None if document is None else parse_spec(document)
+
+
+def trained_fleet(directory: Path) -> tuple[dict[str, FinetuneSpec], dict[str, Path]]:
+    """The experts that were trained in `directory`, and where. Raises NotFound if there are none, Conflict if one is
+    not finished."""
+    places = {place.name: place for place in sorted((directory / EXPERTS).glob("*")) if place.is_dir()}
+    experts = {}
+    for alias, place in (places or {"": directory}).items():
+        spec = written_spec(place)
+        if spec is None:
+            raise NotFound(f"{place}: holds no fine-tuning")
+        if not (place / EXPERT_DIR).is_dir():
+            raise Conflict(f"{place}: its training has not ended; the same command as before goes on with it")
+        experts[alias or spec.name] = spec
+    return experts, places or {next(iter(experts)): directory}
 
 
 def _check(spec: FinetuneSpec) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 
 from search_spaces.errors import InvalidStudy
@@ -10,12 +11,13 @@ from service.store import Store, StudyWriter
 from service.store.artifacts import ArtifactStore
 from service.studies.chains import SOURCES
 from service.studies.preflight.examine import examine
-from service.types import EventKind, StudyRecord
+from service.types import EventKind, JobKind, StudyRecord
 from workers.training.finetuning.fleet import STUDY, Pipeline
 
-__all__ = ["begin_study", "study_key"]
+__all__ = ["begin_study", "collect_sources", "study_key"]
 
 DIGEST_DIGITS = 16
+COPY = "expert-"
 
 
 def study_key(finetune_id: str) -> str:
@@ -32,7 +34,7 @@ def begin_study(store: Store, writer: StudyWriter, pipeline: Pipeline, artifacts
     root = artifacts.directory.parent / SOURCES
     directories = {}
     for record in artifacts.of(writer.study_id):
-        out = root / f"expert-{record.digest[:DIGEST_DIGITS]}"
+        out = root / f"{COPY}{record.digest[:DIGEST_DIGITS]}"
         directories[record.name] = out if out.is_dir() else artifacts.write_to(record, out)
     access = store.study(writer.study_id).resolved.access
     if access is not None:
@@ -51,3 +53,18 @@ def begin_study(store: Store, writer: StudyWriter, pipeline: Pipeline, artifacts
     )
     writer.add_event(EventKind.STUDY, {"study": created.id, "name": created.name})
     return created
+
+
+def collect_sources(store: Store, artifacts: ArtifactStore) -> None:
+    """Delete the copies of experts that no study reads any more; none while a pipeline may be about to use them."""
+    if any(STUDY in r.document and not r.state.is_finished for r in store.studies(JobKind.FINETUNE)):
+        return
+    used = {
+        place
+        for record in store.studies(JobKind.SEARCH)
+        for place in record.document["models"]["experts"].values()
+        if isinstance(place, str)
+    }
+    for place in (artifacts.directory.parent / SOURCES).glob(f"{COPY}*"):
+        if str(place.absolute()) not in used:
+            shutil.rmtree(place, ignore_errors=True)

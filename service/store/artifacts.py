@@ -18,7 +18,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,14 @@ class ArtifactStore:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 self._copy(entry["digest"], target)
         return out
+
+    def num_bytes(self) -> int:
+        """What all files take."""
+        found = 0
+        for file in self._blobs.glob("*/*"):
+            with suppress(FileNotFoundError):  # deleted meanwhile
+                found += file.stat().st_size
+        return found
 
     def collect(self) -> int:
         """Delete files that no artifact has, as those of studies that were deleted; none while something is stored.

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.family_training import SHIPPED
 from workers.tiny_family import family_dir
-from workers.tiny_family.train import SHIPPED
 
 __all__ = ["FAMILIES", "FULL", "TrainedFamily"]
 
@@ -49,7 +49,7 @@ class TrainedFamily:
             command = [
                 sys.executable,
                 "-m",
-                "workers.tiny_family.train",
+                "tests.benchmarks.family_training",
                 "--out",
                 str(making),
                 "--seed",

@@ -6,6 +6,7 @@ A judged merge is [skills, items]: which judge items it answers right. Seeds of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ NUM_RESAMPLES = 1000
 NUM_RESAMPLES_OF_VOLUMES = 300  # each computes two hypervolumes for every family and seed
 
 
-def interval(ours: Sequence[NDArray[np.bool_]], theirs: Sequence[NDArray[np.bool_]]) -> dict[str, float]:
+def interval(ours: Sequence[NDArray[Any]], theirs: Sequence[NDArray[Any]]) -> dict[str, float]:
     """The mean over families of `ours` minus `theirs`, each [seeds, skills, items], with its 95 % interval: a bootstrap
     in which both the seeds and the judge items of each skill are drawn again, the same ones for both sides."""
     differences = [a.astype(np.float64) - b for a, b in zip(ours, theirs, strict=True)]

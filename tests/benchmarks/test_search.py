@@ -12,6 +12,7 @@ from search_spaces.baselines import sources_and_published
 from search_spaces.study.sections import EngineOptions, Search
 from service.tune.searchers.descents import descents_of
 from tests.benchmarks import bench_search, search_intervals, search_runs
+from tests.benchmarks.family_training import SHIPPED
 from tests.benchmarks.one_pass import OnePass
 from tests.benchmarks.search_families import FAMILIES
 from tests.benchmarks.search_intervals import interval, volume_interval, volume_of
@@ -21,7 +22,6 @@ from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Prompts
 from workers.models.family import open_family
 from workers.tiny_family import family_dir
-from workers.tiny_family.train import SHIPPED
 from workers.types import ScoreRequest, Span, TaskSpec
 
 SPEC = SearchSpec("shipped", "skills", "test", 0, {"algorithm": "random"})

@@ -52,7 +52,11 @@ def pipeline_file(directory: Path) -> Path:
         "dtype": "float32",
         "experts": {
             "sums": {"data": {"file": "sums.jsonl"}, "workers": 2},
-            "threes": {"data": {"file": "threes.jsonl"}, "training": {"steps": 2}},
+            "threes": {
+                "data": {"file": "threes.jsonl"},
+                "training": {"steps": 2},
+                "evaluation": {"samples": 4, "objectives": [{"name": "sums", "task": task, "metric": "exact_match"}]},
+            },
         },
         "study": {
             "name": "merge",
@@ -116,6 +120,7 @@ def test_a_pipeline_survives_its_worker_and_its_driver_and_ends_with_a_merge(tmp
     assert json.loads((out / SUMMARY_FILE).read_text())["steps"] == STEPS
     assert [line["step"] for line in read_history(out / METRICS)] == list(range(1, STEPS + 1))
     check_like_alone(pipeline, out, tmp_path / "alone")
+    assert set(json.loads((whole / EXPERTS / "threes" / SUMMARY_FILE).read_text())["values"]) == {"sums"}
     check_lineage(whole, tmp_path)
     assert "<h1>family</h1>" in (whole / "report.html").read_text()
 

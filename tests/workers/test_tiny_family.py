@@ -12,8 +12,9 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from workers.tiny_family import family_dir
-from workers.tiny_family.train import (
+from search_spaces.study.file import load_study
+from service.studies.preflight.finetune import examine_finetune
+from tests.benchmarks.family_training import (
     HOLDOUT_ITEMS,
     SEARCH_ITEMS,
     SHIPPED,
@@ -25,7 +26,10 @@ from workers.tiny_family.train import (
     exact_match,
     main,
     make_items,
+    training_items,
 )
+from workers.tiny_family import RETRAIN_FILE, STUDY_FILE, family_dir
+from workers.training.finetuning.fleet import load_pipeline
 
 MODELS = ("base", *(f"experts/{skill}" for skill in SHIPPED))
 OTHER = FamilyPlan(tuple(SKILLS), seed=1, holdout_items=2000)
@@ -142,3 +146,26 @@ def test_exact_match_is_greedy_decoding() -> None:
 
 def _load(model: str) -> LlamaForCausalLM:
     return LlamaForCausalLM.from_pretrained(family_dir() / model, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("skill", SHIPPED)
+def test_training_items_are_those_of_the_script_and_none_is_held_out(skill: str) -> None:
+    training = _items(skill, "train")
+    assert training == training_items(skill)
+    held_out = {item.prompt for items in make_items(skill).values() for item in items}
+    assert held_out.isdisjoint(item.prompt for item in training)
+
+
+def test_the_family_is_retrained_as_the_demo_merges_it() -> None:
+    pipeline = load_pipeline(family_dir() / RETRAIN_FILE)
+    shipped = load_study(family_dir() / STUDY_FILE)
+    retrained = pipeline.study_of({skill: Path(expert) for skill, expert in shipped.models.experts.items()})
+    assert retrained == shipped
+    for skill, spec in pipeline.experts.items():
+        assert (spec.base, spec.method.kind) == (shipped.models.base, "mergopt")
+        assert spec.data.file == str(family_dir() / "tasks" / f"{skill}_train.jsonl")
+
+
+@pytest.mark.slow
+def test_the_retraining_is_accepted() -> None:
+    examine_finetune(load_pipeline(family_dir() / RETRAIN_FILE))

@@ -1,15 +1,18 @@
 """The tiny model family: a base and three experts of 0.9M parameters with their tasks, shipped as package data.
 
-- `train`: makes everything in this folder, from fixed seeds
+`study.yaml` merges the experts. `retrain.yaml` trains new ones from the base and merges those. How the shipped models
+were made is in the repository (tests/benchmarks/family_training.py).
 """
 
 from __future__ import annotations
 
 import pathlib
 
-__all__ = ["family_dir"]
+__all__ = ["RETRAIN_FILE", "STUDY_FILE", "family_dir"]
+
+STUDY_FILE, RETRAIN_FILE = "study.yaml", "retrain.yaml"
 
 
 def family_dir() -> pathlib.Path:
-    """The folder that holds base/, experts/<skill>/, tasks/<skill>_{search,holdout}.jsonl and study.yaml."""
+    """The folder that holds base/, experts/<skill>/, tasks/<skill>_{search,holdout,train}.jsonl and the two files."""
     return pathlib.Path(__file__).resolve().parent

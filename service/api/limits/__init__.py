@@ -2,5 +2,6 @@
 
 - `origin`: refuses requests that are meant for, or come from, other servers
 - `fair_queue`: a few places to work, shared between clients
+- `artifacts`: how much room experts and policies may take
 - `exports`: which exports have expired or must make room
 """

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Request
@@ -18,6 +19,7 @@ from service.api.protocols import Principal
 from service.api.requests import JSON_TYPES, YAML_TYPES, read_body, sent_as_json
 from service.disk import study_dir
 from service.errors import Conflict, StaleAttempt
+from service.jobs.training_study import collect_sources
 from service.schemas.api import DeletedDocument
 from service.types import RESUMED_BY_REQUEST, JobKind, StudyRecord, StudyState
 
@@ -66,7 +68,7 @@ async def _stored(
     found = await run_in_threadpool(services.store.study_of_key, key) if key is not None else None
     if found is None:
         checked = await services.preflight.examine(content, is_json=is_json, kind=kind, client=client)
-        record = await run_in_threadpool(
+        create = partial(
             services.store.create_study,
             name=checked.name,
             document=checked.document,
@@ -75,6 +77,7 @@ async def _stored(
             idempotency_key=key,
             request_digest=digest,
         )
+        record = await run_in_threadpool(services.quota.admit, checked.resolved.artifact_bytes, create)
     else:
         record = found
     if record.request_digest != digest or record.kind is not kind:
@@ -140,6 +143,7 @@ def add_routes(
         await services.exports.delete_study(record.id)
         await run_in_threadpool(shutil.rmtree, study_dir(services.data_dir, record.id), ignore_errors=True)
         await run_in_threadpool(services.artifacts.collect)
+        await run_in_threadpool(collect_sources, services.store, services.artifacts)
         return Json(DeletedDocument(deleted=record.id))
 
     def changing(action: Callable[[Services, str], StudyRecord]) -> Callable[..., Response]:

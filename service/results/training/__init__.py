@@ -1,12 +1,22 @@
 """Results of fine-tunings: the losses and evaluations in the course of training.
 
 - `curves`: the points, from a server's events or a run's directory
+- `analysis`: the distribution of task vectors, and the losses of merges
 - `page`: their pictures, one page
 """
 
 from __future__ import annotations
 
+from service.results.training.analysis import ANALYSIS_FILE, AnalysisDocument, analyse, read_analysis
 from service.results.training.curves import directory_curves, stored_curves
 from service.results.training.page import render_training
 
-__all__ = ["directory_curves", "render_training", "stored_curves"]
+__all__ = [
+    "ANALYSIS_FILE",
+    "AnalysisDocument",
+    "analyse",
+    "directory_curves",
+    "read_analysis",
+    "render_training",
+    "stored_curves",
+]

@@ -9,6 +9,7 @@ from markupsafe import Markup
 from service.results.report.charts import Legend, Plot, Scale, legend, nice_scale
 from service.results.report.page import template
 from service.results.report.texts import number_text
+from service.results.training.analysis import AnalysisDocument, analysis_context
 from service.schemas.api import CurvesDocument, ExpertCurvesDocument
 from workers.training.finetuning.fleet import Pipeline
 
@@ -18,8 +19,16 @@ __all__ = ["render_training"]
 COLOURS = 8
 
 
-def render_training(pipeline: Pipeline, curves: CurvesDocument, *, state: str, reason: str | None = None) -> str:
-    """The page as one HTML document, at any stage of the training. `state` and `reason` are as of a study."""
+def render_training(
+    pipeline: Pipeline,
+    curves: CurvesDocument,
+    *,
+    state: str,
+    reason: str | None = None,
+    analysis: AnalysisDocument | None = None,
+) -> str:
+    """The page as one HTML document, at any stage of the training. `state` and `reason` are as of a study, `analysis`
+    is that of the experts, if there was one."""
     experts = curves["experts"]
     names = sorted({name for expert in experts for point in expert["evaluations"] for name in point["values"]})
     rows = [
@@ -42,6 +51,7 @@ def render_training(pipeline: Pipeline, curves: CurvesDocument, *, state: str, r
         names=names,
         loss=_losses(experts),
         evaluations=[{"name": name, "svg": _evaluations(experts, name)} for name in names],
+        analysis=None if analysis is None else analysis_context(analysis),
         legend=legend([Legend(expert["expert"], "loss", "line", style=_stroke(i)) for i, expert in enumerate(experts)]),
     )
 

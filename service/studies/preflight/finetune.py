@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -20,12 +21,15 @@ from service.studies.preflight.files import (
 from service.types import ResolvedStudy
 from workers.errors import InvalidModel, InvalidTask
 from workers.file_access import FileAccess
+from workers.models.checkpoints import open_checkpoint
+from workers.models.hub import locate
 from workers.training.finetuning.fleet import STUDY, Pipeline
 from workers.training.finetuning.spec import FinetuneSpec, task_of
 
-__all__ = ["check_finetune_files", "check_server_paths", "examine_finetune", "resolved_finetune"]
+__all__ = ["artifact_bytes", "check_finetune_files", "check_server_paths", "examine_finetune", "resolved_finetune"]
 
 PATH_SUFFIXES = (".yaml", ".yml")
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def check_server_paths(pipeline: Pipeline) -> None:
@@ -71,8 +75,21 @@ def examine_finetune(pipeline: Pipeline, *, access: FileAccess | None = None) ->
         raise InvalidStudy(tuple(problems))
 
 
-def resolved_finetune(*, access: FileAccess | None = None) -> ResolvedStudy:
-    """What is stored of a fine-tuning that was accepted: what it may read, and the version."""
+def artifact_bytes(pipeline: Pipeline) -> int:
+    """What the weights of all experts will take, from the base's headers. Raises InvalidModel."""
+    total = 0
+    for spec in pipeline.experts.values():
+        tensors = open_checkpoint(locate(spec.base)).tensors.values()
+        if spec.adapter is None:
+            total += sum(math.prod(tensor.shape) for tensor in tensors) * ELEMENT_BYTES[spec.dtype]
+        else:  # at most: two factors for each matrix
+            pairs = sum(sum(tensor.shape) for tensor in tensors if len(tensor.shape) == 2)
+            total += pairs * spec.adapter.rank * ELEMENT_BYTES["float32"]
+    return total
+
+
+def resolved_finetune(*, access: FileAccess | None = None, num_bytes: int = 0) -> ResolvedStudy:
+    """What is stored of a fine-tuning that was accepted: what it may read, what its experts will take, the version."""
     return ResolvedStudy(
         fingerprints={},
         num_layers=0,
@@ -83,6 +100,7 @@ def resolved_finetune(*, access: FileAccess | None = None) -> ResolvedStudy:
         objectives=(),
         version=version("mergesearch"),
         access=access,
+        artifact_bytes=num_bytes,
     )
 
 

@@ -17,8 +17,10 @@ from search_spaces.errors import InvalidStudy
 from service.api.preflight_process import examine_here
 from service.disk import artifacts_dir, study_dir
 from service.errors import StaleAttempt
+from service.jobs.training_study import collect_sources
 from service.store.artifacts import BLOBS, ArtifactStore
-from service.types import EventKind, JobKind, StudyState
+from service.studies.chains import SOURCES
+from service.types import EventKind, JobKind, ResolvedStudy, StudyState
 from tests.builders import tiny_llama
 from tests.service.api.harness import (
     ApiServer,
@@ -139,6 +141,10 @@ def test_the_check_reads_base_data_and_tasks_and_nothing_outside_the_allowed_dir
     allowed = FileAccess((str(base.parent),))
     outcome = check(allowed)
     assert outcome.resolved.access == allowed
+    weights = (base / "model.safetensors").stat().st_size
+    assert 0.9 * weights < 2 * outcome.resolved.artifact_bytes < weights, "float32, and bfloat16 without the header"
+    assert ResolvedStudy.from_json(outcome.resolved.to_json()).artifact_bytes == outcome.resolved.artifact_bytes
+    assert check(None, adapter={"rank": 1}).resolved.artifact_bytes < outcome.resolved.artifact_bytes
     elsewhere = problems(FileAccess((str(tmp_path / "other"),)), method={"scale": "auto", "fit_to": [str(base)]})
     assert set(elsewhere) == {"base", "data.file", "method.fit_to.0", "evaluation.objectives.0.task.file"}
     assert all("is not below a directory that studies may read" in message for message in elsewhere.values())
@@ -252,6 +258,26 @@ def test_deleting_removes_what_no_other_has(http: httpx.Client, server: ApiServe
     assert not study_dir(server.data_dir, record.id).exists()
     assert http.get(f"/v1/finetunes/{kept.id}/experts/math/download").status_code == 200
     assert http.get(f"/v1/finetunes/{record.id}").status_code == 404
+
+
+def test_copies_of_experts_go_with_the_study_that_reads_them(http: httpx.Client, server: ApiServer) -> None:
+    record, sources = finished_finetune(server.store, server.data_dir), server.data_dir / SOURCES
+    for name in ("expert-0123", "expert-4567", "89ab-float32"):
+        (sources / name).mkdir(parents=True)
+    models = {"base": "/base", "experts": {"math": str(sources / "expert-4567")}}
+    resolved = stored_study(server.store).resolved
+    study = server.store.create_study(name="reader", document={"models": models}, resolved=resolved)
+    begun = server.store.create_study(
+        name="pipeline", document={"base": "/base", "study": {}}, resolved=resolved, kind=JobKind.FINETUNE
+    )
+    assert http.delete(f"/v1/finetunes/{record.id}").status_code == 200
+    assert len(list(sources.iterdir())) == 3, "a pipeline may be about to use them"
+    server.store.open_attempt(begun.id).set_state(StudyState.CANCELLED, "")
+    collect_sources(server.store, ArtifactStore(server.store, artifacts_dir(server.data_dir)))
+    assert {place.name for place in sources.iterdir()} == {"expert-4567", "89ab-float32"}
+    server.store.open_attempt(study.id).set_state(StudyState.CANCELLED, "")
+    assert http.delete(f"/v1/studies/{study.id}").status_code == 200
+    assert [place.name for place in sources.iterdir()] == ["89ab-float32"]
 
 
 def test_nothing_is_collected_while_an_artifact_is_stored(server: ApiServer) -> None:

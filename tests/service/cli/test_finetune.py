@@ -14,6 +14,7 @@ from service.cli import verbs
 from service.cli.main import main
 from tests.builders import tiny_llama
 from tests.service.jobs.test_finetune import leave_ray_out
+from workers.tiny_family import family_dir
 
 
 @pytest.fixture
@@ -52,6 +53,43 @@ def test_a_fleet_is_trained_and_again_is_done(fleet: Path, tmp_path: Path, capsy
         assert (expert / "model.safetensors").exists()
     assert main(["finetune", str(fleet), "--out", str(tmp_path / "out"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["math"]["steps"] == 2
+
+
+@pytest.mark.slow
+def test_an_analysis_is_printed_kept_and_in_the_report(
+    fleet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = {"file": "math.jsonl", "answer": "{{completion}}", "max_tokens": 4}
+    objective = {"name": "n", "task": task, "metric": "exact_match"}
+    fleet = changed(fleet, evaluation={"objectives": [objective], "samples": 1})
+    write(tmp_path / "sgd.yaml", {**yaml.safe_load(fleet.read_text()), "method": {"kind": "sgd"}})
+    assert main(["finetune", str(tmp_path / "sgd.yaml"), "--out", str(tmp_path / "sgd")]) == 0
+    call = ["finetune", str(fleet), "--out", str(tmp_path / "out"), "--samples", "2", "--analyse"]
+    capsys.readouterr()
+    assert main([*call, str(tmp_path / "sgd")]) == 0
+    printed = capsys.readouterr().out
+    for word in ("Task vectors", "laplace", "gaussian", "Mean loss of merges", "weight averaging", "TIES"):
+        assert word in printed
+    found = json.loads((tmp_path / "out" / "analysis.json").read_text())
+    assert [each["name"] for each in found["fleets"]] == ["mergopt", "sgd"]
+    assert [len(each["landscape"]["losses"]) for each in found["fleets"]] == [11, 11]
+    page = (tmp_path / "out" / "report.html").read_text()
+    for heading in ("Task vectors", "Joint loss", "Merges"):
+        assert f"<h2>{heading}</h2>" in page
+    assert main(call[:-1]) == 0, "a report that is written again keeps it"
+    assert "<h2>Joint loss</h2>" in (tmp_path / "out" / "report.html").read_text()
+    capsys.readouterr()
+    assert main([*call, str(tmp_path)]) == 2
+    assert "holds no fine-tuning" in capsys.readouterr().err
+
+
+def test_the_demo_retrains_the_shipped_family_by_its_pipeline(
+    fleet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(verbs, "finetune_experts", lambda options, **_: seen.append(options.spec) or 0)
+    assert main(["demo", "--retrain", "--out", str(tmp_path / "out")]) == 0
+    assert seen == [family_dir() / "retrain.yaml"]
 
 
 def test_a_pipeline_hands_the_experts_to_its_study(

@@ -9,5 +9,6 @@
 - `history`: the numbers of every update and evaluation
 - `checkpoints`: its state on disk, complete or absent
 - `evaluation`: the tasks of studies, scored while training
+- `analysis`: the distribution of task vectors, and the losses of merges
 - `result`: the trained model as a directory, with a model card
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from search_spaces.study.sections import EngineOptions
 from workers.engines.transformers.backend import Reference
 from workers.evaluation.lm_eval import TaskEvaluator
+from workers.evaluation.metric_process import MetricProcess
 from workers.file_access import FileAccess
 from workers.training.finetuning.spec import Evaluation, task_of
 from workers.types import Span
@@ -33,7 +35,9 @@ class Evaluator:
     ) -> None:
         reference = Reference(str(base), EngineOptions(max_model_len=max_length), model=_OnDevice(model))
         self._model = model
-        self._evaluator = TaskEvaluator(reference, reference.prompts)
+        # Ray Train calls a training in a thread; the process ends with that.
+        is_main = threading.current_thread() is threading.main_thread()
+        self._evaluator = TaskEvaluator(reference, reference.prompts, metrics=None if is_main else MetricProcess())
         self._spans = []
         for spec in section.objectives:
             task = task_of(spec, seed=seed, access=access)

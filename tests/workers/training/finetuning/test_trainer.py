@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,15 @@ def test_the_tasks_of_studies_are_scored_while_training(place: Path, tmp_path: P
     assert facts["values"] == values[-1]
     assert 0 <= values[-1]["sums"] <= 1
     assert "## Evaluation" in (tmp_path / "out" / EXPERT / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_tasks_are_scored_in_a_thread_as_ray_train_calls_a_training(place: Path, tmp_path: Path) -> None:
+    objective = {"name": "sums", "task": {"file": "data.jsonl", "max_tokens": 4}, "metric": "exact_match"}
+    changes = {"training": {"steps": 1}, "evaluation": {"samples": 2, "objectives": [objective]}}
+    with ThreadPoolExecutor(1) as pool:
+        facts = pool.submit(run, place, tmp_path / "out", **changes).result()
+    assert facts["values"].keys() == {"sums"}
 
 
 def test_learning_rates_by_hand() -> None:

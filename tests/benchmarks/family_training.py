@@ -1,9 +1,10 @@
-"""Train the tiny family from scratch: tasks, tokenizer, a half-skilled base, and one expert per skill.
+"""Train a tiny family from scratch: tasks, tokenizer, a half-skilled base, and one expert per skill.
 
-    python -m workers.tiny_family.train --out DIR                                              # the shipped family
-    python -m workers.tiny_family.train --out DIR --seed 1 --skills text,lookup,shift --holdout 2000     # another one
+    python -m tests.benchmarks.family_training --out DIR                                            # as the shipped one
+    python -m tests.benchmarks.family_training --out DIR --seed 1 --skills text,lookup,shift --holdout 2000   # another
 
-Everything follows from the seed and takes minutes on one core. The base is trained on every skill until it has
+The experts of the shipped base are retrained by `mergesearch demo --retrain`, on the items that `training_items` has
+made. Everything follows from the seed and takes minutes on one core. The base is trained on every skill until it has
 half learned it; each expert is fine-tuned from there on one skill. Merging them is a search problem for ordinary
 reasons: the experts were fine-tuned with different learning rates and with different layers frozen.
 
@@ -40,6 +41,7 @@ __all__ = [
     "make_items",
     "make_tokenizer",
     "train_family",
+    "training_items",
 ]
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,8 @@ CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
 IGNORED = -100
 
 SEARCH_ITEMS, HOLDOUT_ITEMS, VALIDATION_ITEMS = 900, 1000, 300
+# Of each skill, for fine-tunings of the shipped base.
+TRAINING_ITEMS = 6000
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -218,6 +222,18 @@ class Practice:
             if item.prompt not in self._held_out:
                 taken.append(item)
         return taken
+
+
+def training_items(skill: str, *, num_items: int = TRAINING_ITEMS) -> list[Item]:
+    """Items for fine-tuning the shipped base on a skill: one question each, no prompt twice, none of them held out."""
+    held_out = {item.prompt for items in make_items(skill).values() for item in items}
+    rng = random.Random(f"{skill} training")
+    items: dict[str, Item] = {}
+    while len(items) < num_items:
+        item = SKILLS[skill](rng)
+        if item.prompt not in held_out:
+            items.setdefault(item.prompt, Item(item.prompt, item.answer))
+    return list(items.values())
 
 
 def encode(text: str) -> list[int]:

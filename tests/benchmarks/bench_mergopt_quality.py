@@ -1,0 +1,249 @@
+"""Merges of MergOPT experts against merges of experts from AdamW, SGD, SAM and ASAM, on the shipped skills.
+
+For each optimizer and seed the experts of the tiny family's retraining are trained: same base, data, batches and number
+of steps (SAM and ASAM also with half as many, which take as long as AdamW's). The learning rate of each optimizer is
+the one whose experts are best on their own skill's search items in a pilot with a seed of its own; MergOPT's b is the
+Laplace scale of the task vectors of the pilot's AdamW experts. A merge method's coefficient is chosen on search items,
+and the merge judged on 1,000 held-out items a skill. No training or merge looks at these.
+
+Hours: every expert and every judged merge is kept in `.bench/mergopt_quality`, and not made again. With the environment
+variable MERGOPT_QUALITY_SEEDS=1 the comparison is that of the first seed only, which a later run with more continues.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from search_spaces.baselines import everywhere
+from search_spaces.recipe import Merge, Source
+from search_spaces.study.file import ObjectiveSpec
+from search_spaces.study.sections import EngineOptions
+from tests.benchmarks.one_pass import OnePass
+from tests.benchmarks.search_intervals import interval
+from workers.models.family import open_family
+from workers.tiny_family import RETRAIN_FILE, family_dir
+from workers.training.finetuning.analysis import candidates
+from workers.training.finetuning.fleet import load_pipeline
+from workers.training.finetuning.history import EXPERT
+from workers.training.finetuning.spec import FinetuneSpec, task_of
+from workers.training.finetuning.trainer import train
+from workers.training.mergopt.fit import fit, sample_of
+from workers.types import TaskSpec, digest_of
+
+CACHE = Path(".bench/mergopt_quality")
+NUM_SEEDS = 5
+PILOT_SEED = 100
+VALIDATION_ITEMS = 150  # of each skill, for learning rates and coefficients
+THREADS = 1
+
+RATES = {"sgd": (0.02, 0.05, 0.1)}
+DEFAULT_RATES = (2.5e-4, 5e-4, 1e-3)
+MOMENTUM = 0.9
+OURS = "mergopt"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An optimizer; with `half`, half of the steps."""
+
+    kind: str
+    half: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}, half the steps" if self.half else self.kind
+
+
+VARIANTS = (*map(Variant, ("adamw", "sgd", "sam", "asam", OURS)), Variant("sam", half=True), Variant("asam", half=True))
+
+
+def run() -> dict[str, Any]:
+    torch.set_num_threads(THREADS)
+    seeds = range(int(os.environ.get("MERGOPT_QUALITY_SEEDS", NUM_SEEDS)))
+    scale = pilot_scale()
+    rates = {kind: best_rate(kind, scale) for kind in dict.fromkeys(variant.kind for variant in VARIANTS)}
+    judged = {
+        variant.name: [judged_merges(variant, rates[variant.kind], scale, seed) for seed in seeds]
+        for variant in VARIANTS
+    }
+    return {
+        "seeds": len(seeds),
+        "b": scale,
+        "learning_rates": rates,
+        "rows": [row_of(name, runs) for name, runs in judged.items()],
+        "gains": [{"against": name, **gains(judged[OURS], runs)} for name, runs in judged.items() if name != OURS],
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    print(f"{result['seeds']} seeds; b {result['b']:.2e}; learning rates {result['learning_rates']}")
+    methods = list(result["rows"][0]["methods"])
+    heads = ("expert", *methods, "mean")
+    print(f"{'held out, mean of skills':<24}" + "".join(f"{head:>18}" for head in heads) + "   CPU s")
+    for row in result["rows"]:
+        cells = (row["own"], *row["methods"].values(), row["mean"])
+        print(f"{row['optimizer']:<24}" + "".join(f"{cell:18.3f}" for cell in cells) + f"{row['seconds']:8.0f}")
+    for gain in result["gains"]:
+        mean = gain["mean"]
+        print(f"mergopt against {gain['against']}: {mean['value']:+.3f} [{mean['low']:+.3f}, {mean['high']:+.3f}]")
+
+
+def specs(variant: Variant, rate: float, scale: float, seed: int) -> dict[str, FinetuneSpec]:
+    """The experts of the retraining with another optimizer."""
+    found = {}
+    for alias, spec in load_pipeline(family_dir() / RETRAIN_FILE).experts.items():
+        own: dict[str, Any] = {"kind": variant.kind}
+        own |= {"scale": scale} if variant.kind == OURS else {}
+        own |= {"momentum": MOMENTUM} if variant.kind == "sgd" else {}
+        steps = spec.training.steps or 0
+        update = {"learning_rate": rate, "steps": steps // 2 if variant.half else steps}
+        found[alias] = spec.model_copy(
+            update={
+                "method": spec.method.model_copy(update=own),
+                "training": spec.training.model_copy(update=update),
+                "evaluation": None,
+                "seed": seed,
+            }
+        )
+    return found
+
+
+def trained(spec: FinetuneSpec) -> Path:
+    """The directory of an expert; its training goes on from its last checkpoint if it was interrupted."""
+    place = CACHE / "experts" / digest_of(spec.canonical())[:24]
+    if not (place / "seconds.json").exists():
+        place.mkdir(parents=True, exist_ok=True)
+        started = time.process_time()
+        train(spec, place)
+        shutil.rmtree(place / "checkpoints", ignore_errors=True)
+        (place / "seconds.json").write_text(json.dumps(time.process_time() - started))
+        print(f"{time.strftime('%H:%M:%S')} {spec.method.kind} {spec.name} seed {spec.seed}", flush=True)
+    return place
+
+
+def pilot_scale() -> float:
+    """MergOPT's b: fitted to experts that AdamW has trained with the pipeline's own learning rate."""
+    rate = next(iter(load_pipeline(family_dir() / RETRAIN_FILE).experts.values())).training.learning_rate
+    places = [trained(spec) / EXPERT for spec in specs(Variant("adamw"), rate, 1.0, PILOT_SEED).values()]
+    return float(f"{fit(sample_of(family_dir() / 'base', places)).scale:.2g}")
+
+
+def best_rate(kind: str, scale: float) -> float:
+    """The learning rate whose experts answer the most items of their own skills' validation data."""
+    return max(RATES.get(kind, DEFAULT_RATES), key=lambda rate: own_skill(Variant(kind), rate, scale))
+
+
+def own_skill(variant: Variant, rate: float, scale: float) -> float:
+    key = f"pilot-{variant.kind}-{rate:g}-{scale:g}"
+
+    def measure() -> dict[str, Any]:
+        fleet = Fleet(specs(variant, rate, scale, PILOT_SEED))
+        return {
+            "value": float(np.mean([fleet.own(alias, "search", VALIDATION_ITEMS).mean() for alias in fleet.places]))
+        }
+
+    return float(kept(key, measure)["value"])
+
+
+def judged_merges(variant: Variant, rate: float, scale: float, seed: int) -> dict[str, Any]:
+    """Of the experts of one seed: which held-out items the best merge of each method answers, as strings of 0 and 1."""
+    key = f"seed{seed}-{variant.kind}-{variant.half}-{rate:g}-{scale:g}"
+
+    def measure() -> dict[str, Any]:
+        fleet = Fleet(specs(variant, rate, scale, seed))
+        best: dict[str, tuple[float, Any]] = {}
+        for candidate in candidates(list(fleet.places), seed=seed):
+            value = float(fleet.answers(candidate.merge, "search", VALIDATION_ITEMS).mean())
+            if candidate.method not in best or value > best[candidate.method][0]:
+                best[candidate.method] = value, candidate
+        return {
+            "own": float(np.mean([fleet.own(alias, "holdout").mean() for alias in fleet.places])),
+            "seconds": fleet.seconds,
+            "coefficients": {method: candidate.coefficient for method, (_, candidate) in best.items()},
+            "methods": {
+                method: ["".join("01"[int(x)] for x in row) for row in fleet.answers(candidate.merge, "holdout")]
+                for method, (_, candidate) in best.items()
+            },
+        }
+
+    return kept(key, measure)
+
+
+class Fleet:
+    """Trained experts, and what their merges answer."""
+
+    def __init__(self, experts: Mapping[str, FinetuneSpec]) -> None:
+        self.places = {alias: trained(spec) for alias, spec in experts.items()}
+        self.seconds = sum(json.loads((place / "seconds.json").read_text()) for place in self.places.values())
+        family = open_family(family_dir() / "base", {alias: place / EXPERT for alias, place in self.places.items()})
+        self._scorer = OnePass(family, EngineOptions(max_model_len=64), memory=CACHE / "scores")
+        self._fingerprints = {model.alias: model.fingerprint for model in family.models}
+        self._tasks = {split: {alias: task(alias, split) for alias in self.places} for split in ("search", "holdout")}
+
+    def own(self, alias: str, split: str, num_items: int | None = None) -> NDArray[np.bool_]:
+        return self._answers(Merge("passthrough", (Source(alias),)), self._tasks[split][alias], num_items)
+
+    def answers(self, merge: Merge, split: str, num_items: int | None = None) -> NDArray[np.bool_]:
+        """[skills, items]"""
+        return np.stack([self._answers(merge, each, num_items) for each in self._tasks[split].values()])
+
+    def _answers(self, merge: Merge, of: TaskSpec, num_items: int | None) -> NDArray[np.bool_]:
+        recipe = everywhere(merge, "base", self._fingerprints, num_layers=8)
+        return self._scorer.exact_matches(recipe, of, 0, num_items or self._scorer.num_samples(of))
+
+
+def task(skill: str, split: str) -> TaskSpec:
+    file = str(family_dir() / "tasks" / f"{skill}_{split}.jsonl")
+    document = {"name": skill, "task": {"file": file, "max_tokens": 8}, "metric": "exact_match"}
+    return task_of(ObjectiveSpec.model_validate_json(json.dumps(document)), seed=0)
+
+
+def kept(key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    file = CACHE / "runs" / f"{key}.json"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.with_suffix(".part").write_text(json.dumps(measure()))
+        file.with_suffix(".part").rename(file)
+        print(f"{time.strftime('%H:%M:%S')} {key}", flush=True)
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def answered(run: Mapping[str, Any], method: str) -> NDArray[np.float64]:
+    """[skills, items]"""
+    return np.array([[c == "1" for c in row] for row in run["methods"][method]], dtype=np.float64)
+
+
+def row_of(name: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    methods = {m: float(np.mean([answered(each, m).mean() for each in runs])) for m in runs[0]["methods"]}
+    return {
+        "optimizer": name,
+        "own": float(np.mean([each["own"] for each in runs])),
+        "methods": methods,
+        "mean": float(np.mean(list(methods.values()))),
+        "seconds": float(np.mean([each["seconds"] for each in runs])),
+    }
+
+
+def gains(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Paired differences by method and in the mean of methods; seeds and items are drawn again for the intervals."""
+
+    def difference(methods: Sequence[str]) -> dict[str, float]:
+        def stacked(runs: Sequence[Mapping[str, Any]]) -> NDArray[np.float64]:
+            return np.stack([np.mean([answered(run, method) for method in methods], axis=0) for run in runs])
+
+        return interval([stacked(ours)], [stacked(theirs)])
+
+    names = list(ours[0]["methods"])
+    return {"mean": difference(names), "methods": {name: difference([name]) for name in names}}

@@ -1,0 +1,52 @@
+"""The arithmetic of the comparison of optimizers: who trains what, paired gains, and what is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.benchmarks import bench_mergopt_quality as bench
+from tests.benchmarks import search_intervals
+
+
+def run_of(*rows: str) -> dict[str, Any]:
+    """Judged merges of one seed: two methods that answer alike."""
+    return {"own": 1.0, "seconds": 2.0, "methods": {"TIES": list(rows), "DARE": list(rows)}}
+
+
+def test_optimizers_differ_in_nothing_but_method_rate_and_steps() -> None:
+    plain = bench.specs(bench.Variant("adamw"), 1e-3, 0.002, 7)
+    ours = bench.specs(bench.Variant("mergopt"), 5e-4, 0.002, 7)
+    half = bench.specs(bench.Variant("sam", half=True), 1e-3, 0.002, 7)
+    assert list(plain) == ["math", "text", "lookup"]
+    for alias, spec in plain.items():
+        other, short = ours[alias], half[alias]
+        assert (spec.method.kind, other.method.kind, other.method.scale) == ("adamw", "mergopt", 0.002)
+        assert (spec.data, spec.seed, spec.training.batch) == (other.data, 7, short.training.batch)
+        assert other.training.steps == spec.training.steps
+        assert short.training.steps == (spec.training.steps or 0) // 2
+        assert spec.evaluation is None
+
+
+def test_gains_are_paired_and_their_intervals_hold_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_intervals, "NUM_RESAMPLES", 200)
+    better, worse = [run_of("1111", "1110")] * 3, [run_of("1110", "1100")] * 3
+    found = bench.gains(better, worse)
+    assert found["mean"]["value"] == pytest.approx(0.25)
+    assert found["mean"]["low"] <= 0.25 <= found["mean"]["high"]
+    assert set(found["methods"]) == {"TIES", "DARE"}
+    assert bench.gains(better, better)["mean"] == {"value": 0.0, "low": 0.0, "high": 0.0}
+
+
+def test_a_row_has_means_over_seeds_and_skills() -> None:
+    row = bench.row_of("sgd", [run_of("1111", "0000"), run_of("1100", "0000")])
+    assert row["methods"] == {"TIES": 0.375, "DARE": 0.375}
+    assert (row["mean"], row["own"], row["seconds"]) == (0.375, 1.0, 2.0)
+
+
+def test_what_is_kept_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "CACHE", tmp_path)
+    assert bench.kept("a", lambda: {"value": 1}) == {"value": 1}
+    assert bench.kept("a", lambda: {"value": 2}) == {"value": 1}

@@ -1,0 +1,77 @@
+"""Fine-tunings are refused when their experts would take more than is left; what is stored is never removed for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from service.api.limits.artifacts import ArtifactQuota
+from service.disk import artifacts_dir
+from service.errors import Conflict
+from service.store import Store
+from service.store.artifacts import ArtifactStore
+from service.types import JobKind, StudyRecord, StudyState
+from tests.service.api.harness import finetuning, finished_finetune, stored_finetune
+from workers.training.finetuning.fleet import parse_pipeline
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(f"sqlite:///{tmp_path / 'mergesearch.db'}")
+
+
+def begun(store: Store, num_bytes: int) -> StudyRecord:
+    """A fine-tuning whose experts will take `num_bytes`."""
+    resolved = replace(stored_finetune(store).resolved, artifact_bytes=num_bytes)
+    document = parse_pipeline(finetuning("begun")).canonical()
+    return store.create_study(name="begun", document=document, resolved=resolved, kind=JobKind.FINETUNE)
+
+
+def admitted(store: Store, directory: Path, num_bytes: int, *, quota: int) -> bool:
+    artifacts = ArtifactStore(store, artifacts_dir(directory))
+    try:
+        return ArtifactQuota(store, artifacts, quota).admit(num_bytes, lambda: True)
+    except Conflict:
+        return False
+
+
+def test_what_is_stored_and_what_is_to_come_count(store: Store, tmp_path: Path) -> None:
+    finished_finetune(store, tmp_path)
+    used = ArtifactStore(store, artifacts_dir(tmp_path)).num_bytes()
+    assert used > 8000
+    assert admitted(store, tmp_path, 100, quota=used + 100)
+    assert not admitted(store, tmp_path, 101, quota=used + 100)
+    coming = begun(store, 60)
+    assert not admitted(store, tmp_path, 100, quota=used + 100)
+    assert admitted(store, tmp_path, 40, quota=used + 100)
+    expert = tmp_path / "expert"
+    expert.mkdir()
+    (expert / "weights").write_bytes(bytes(50))
+    artifacts = ArtifactStore(store, artifacts_dir(tmp_path))
+    artifacts.put(coming.id, "math", expert)
+    used = artifacts.num_bytes()
+    assert admitted(store, tmp_path, 90, quota=used + 100), "50 of 60 bytes are there"
+    assert not admitted(store, tmp_path, 91, quota=used + 100)
+    store.open_attempt(coming.id).set_state(StudyState.CANCELLED, "")
+    assert admitted(store, tmp_path, 100, quota=used + 100)
+
+
+def test_deleting_frees_the_room(store: Store, tmp_path: Path) -> None:
+    record = finished_finetune(store, tmp_path)
+    assert not admitted(store, tmp_path, 100, quota=2000)
+    store.delete_study(record.id)
+    ArtifactStore(store, artifacts_dir(tmp_path)).collect()
+    assert admitted(store, tmp_path, 100, quota=2000)
+
+
+def test_the_refusal_says_what_takes_the_room(store: Store, tmp_path: Path) -> None:
+    quota = ArtifactQuota(store, ArtifactStore(store, artifacts_dir(tmp_path)), 2**30)
+    with pytest.raises(Conflict, match=r"need 2\.0 GiB; of --artifact-quota, 1\.0 GiB, .* take 0\.0 GiB"):
+        quota.admit(2**31, lambda: None)
+
+
+def test_studies_are_never_refused(store: Store, tmp_path: Path) -> None:
+    finished_finetune(store, tmp_path)
+    assert admitted(store, tmp_path, 0, quota=1)

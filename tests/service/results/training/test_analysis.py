@@ -1,0 +1,83 @@
+"""The analysis of fleets in the report: every picture and table, also of losses that are not finite."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.errors import Conflict
+from service.results.training.analysis import AnalysisDocument, FleetDocument, analyse, analysis_context, merge_text
+from tests.service.api.harness import finetuning
+from workers.training.finetuning.fleet import parse_pipeline
+
+
+def fleet(name: str, *losses: float) -> FleetDocument:
+    """Of two experts, with a landscape of 2 x 2."""
+    fit = {"distribution": "laplace", "scale": 0.001, "distance": 0.25, "log_likelihood": 5.0, "zeros": 0.5}
+    vectors = [
+        {
+            "expert": alias,
+            "fits": [fit, {**fit, "distribution": "gaussian"}],
+            "edges": [-0.002, 0.0, 0.002],
+            "density": [100.0, 0.0],
+        }
+        for alias in ("math", "text")
+    ]
+    rows = [[losses[0], losses[1]], [losses[2], losses[3]]]
+    merges: list[dict[str, Any]] = [
+        {"method": "weight averaging", "coefficient": None, "mean": losses[0]},
+        {"method": "TIES", "coefficient": 0.5, "mean": losses[1]},
+    ]
+    landscape = {"experts": ["math", "text"], "coefficients": [0.0, 1.0], "losses": rows}
+    return {"name": name, "task_vectors": vectors, "landscape": landscape, "merges": merges}
+
+
+def test_fleets_are_beside_each_other_on_one_scale() -> None:
+    document: AnalysisDocument = {"samples": 7, "fleets": [fleet("mergopt", 1, 2, 3, 4), fleet("adamw", 2, 4, 4, 8)]}
+    found = analysis_context(document)
+    assert [chart["name"] for chart in found["histograms"]] == [
+        "math, mergopt",
+        "text, mergopt",
+        "math, adamw",
+        "text, adamw",
+    ]
+    assert len(found["fits"]) == 8
+    assert (found["low"], found["high"]) == ("1.000", "8.000")
+    lowest, highest = found["landscapes"][0]["svg"], found["landscapes"][1]["svg"]
+    assert "--v:100%" in lowest
+    assert 'class="cell minus" style="--v:100%"' in highest
+    assert found["merges"][1] == {"method": "TIES", "cells": ["2.000 at 0.5", "4.000 at 0.5"]}
+
+
+def test_losses_that_are_not_finite_are_drawn_as_the_highest() -> None:
+    found = analysis_context({"samples": 1, "fleets": [fleet("sgd", 1.0, math.inf, math.nan, 0.0)]})
+    picture = found["landscapes"][0]["svg"]
+    assert "nan%" not in picture
+    assert picture.count('class="cell minus" style="--v:100%"') == 3
+
+
+def test_one_experts_histogram_is_all_that_it_has() -> None:
+    alone = fleet("adamw", 1, 1, 1, 1)
+    found = analysis_context(
+        {
+            "samples": 1,
+            "fleets": [{**alone, "task_vectors": alone["task_vectors"][:1], "landscape": None, "merges": []}],
+        }
+    )
+    assert (len(found["histograms"]), found["landscapes"], found["merges"]) == (1, [], [])
+
+
+def test_a_merge_names_its_coefficient() -> None:
+    assert merge_text({"mean": 0.5, "coefficient": None}) == "0.500"
+    assert merge_text({"mean": 0.5, "coefficient": 1.0}) == "0.500 at 1"
+
+
+def test_fleets_of_other_experts_are_refused() -> None:
+    experts = parse_pipeline(finetuning()).experts
+    fewer = dict(list(experts.items())[:1])
+    places = {alias: Path("/trained") / alias for alias in experts}
+    with pytest.raises(Conflict, match=r"has the experts math; to be compared it must have math, text"):
+        analyse([(experts, places), (fewer, places)], samples=1)

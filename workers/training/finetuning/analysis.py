@@ -1,0 +1,224 @@
+"""What trained experts are like: the distribution of their task vectors, and the losses of their merges.
+
+Paper: "MergOPT: A merge-aware optimizer for robust model merging", table 10 (how well a distribution fits the task
+vectors), figure 2 (the joint loss over two coefficients), table 1 (merge methods by optimizer). Losses are those of the
+reference answers of the experts' evaluation tasks, in nats per token of an answer, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from search_spaces.baselines import everywhere
+from search_spaces.recipe import Merge, Recipe, Source
+from search_spaces.study.sections import EngineOptions
+from workers.errors import InvalidTask
+from workers.evaluation.lm_eval import TaskEvaluator
+from workers.evaluation.prompts import Prompts
+from workers.evaluation.references import References, Target
+from workers.file_access import FileAccess
+from workers.merging.bank import Bank
+from workers.merging.materialize import merge_into
+from workers.models.family import open_family
+from workers.models.hub import locate
+from workers.training.finetuning.spec import FinetuneSpec, task_of
+from workers.training.losses import minibatches, sample_losses
+from workers.training.mergopt.fit import Fit, fit, sample_of
+from workers.training.model import TrainableModel
+from workers.types import Placement, TaskSpec
+
+__all__ = [
+    "Candidate",
+    "Landscape",
+    "MergeLoss",
+    "MergeLosses",
+    "TaskVector",
+    "candidates",
+    "landscape",
+    "losses_of_experts",
+    "merge_table",
+    "task_vector",
+]
+
+BINS = 61
+# The histogram ends at this many times the Laplace scale on both sides: exp(-8) of the fitted mass is beyond.
+REACH = 8.0
+
+# Figure 2: coefficients of both experts.
+GRID = tuple(round(0.1 * i, 1) for i in range(11))
+TASK_ARITHMETIC = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+TIES_SCALES = (0.3, 0.5, 0.7, 1.0)
+TIES_KEEP = 0.2
+DARE_DENSITY = 0.5
+
+MAX_TOKENS = 4096  # of one forward pass
+
+
+@dataclass(frozen=True)
+class TaskVector:
+    """An expert minus its base. `density` are the shares of elements in bins between `edges` (one more), divided by
+    the bins' width; exact zeros, `fits[0].zeros` of all, are left out of it. `fits` are Laplace's and Gauss'."""
+
+    expert: str
+    fits: tuple[Fit, ...]
+    edges: tuple[float, ...]
+    density: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Landscape:
+    """The sum of both experts' losses where the base moved by `coefficients`[i] of the first task vector and [j] of the
+    second: losses[i][j]."""
+
+    experts: tuple[str, str]
+    coefficients: tuple[float, ...]
+    losses: tuple[tuple[float, ...], ...]
+
+
+class Candidate(NamedTuple):
+    """A merge of all experts by a published method. `coefficient` is what varies within `method`, None where nothing
+    does."""
+
+    method: str
+    coefficient: float | None
+    merge: Merge
+
+
+@dataclass(frozen=True)
+class MergeLoss:
+    """The candidate of a method with the lowest mean loss over the experts' tasks: `losses` by expert, `mean`; and
+    `spread`, the standard deviation of the means over all coefficients of the method."""
+
+    method: str
+    coefficient: float | None
+    losses: Mapping[str, float]
+    mean: float
+    spread: float
+
+
+def task_vector(alias: str, base: Path, expert: Path) -> TaskVector:
+    """Of one expert, from about a million of its elements. Raises InvalidModel, and ValueError if it is 0."""
+    elements = sample_of(base, [expert])
+    changed = elements[elements != 0].double()
+    fits = (fit(elements, "laplace"), fit(elements, "gaussian"))
+    reach = REACH * (float(changed.abs().mean()) if len(changed) else 1.0)
+    edges = torch.linspace(-reach, reach, BINS + 1, dtype=torch.float64)
+    counts = torch.histogram(changed, edges).hist
+    density = counts / (len(elements) * float(edges[1] - edges[0]))
+    return TaskVector(alias, fits, tuple(edges.tolist()), tuple(density.tolist()))
+
+
+class MergeLosses:
+    """Measures merges of experts in `directories` on the first `samples` of each one's `tasks`.
+
+    Raises InvalidModel, and InvalidTask for a sample without reference answer."""
+
+    def __init__(
+        self,
+        base: Path,
+        directories: Mapping[str, Path],
+        tasks: Mapping[str, Sequence[TaskSpec]],
+        *,
+        samples: int,
+        max_length: int,
+    ) -> None:
+        family = open_family(base, directories)
+        self._bank = Bank(family, Placement.MAPPED)
+        self._model = TrainableModel(self._bank, torch.float32, device=self._bank.device)
+        self._base = self._bank.sources.base_alias
+        self._num_layers = self._bank.view(self._base).layout.num_layers
+        self._fingerprints = {model.alias: model.fingerprint for model in family.models}
+        options = EngineOptions(max_model_len=max_length)
+        references = References(TaskEvaluator(None, Prompts(self._bank.sources.result_dir, options)))
+        self._targets: dict[str, list[tuple[Target, ...]]] = {
+            alias: [references.targets(task)[:samples] for task in own] for alias, own in tasks.items()
+        }
+        self._units = {alias: [references.unit(task) for task in own] for alias, own in tasks.items()}
+
+    def of(self, merge: Merge) -> dict[str, float]:
+        """By expert, the mean loss on its tasks."""
+        return self.of_recipe(everywhere(merge, self._base, self._fingerprints, self._num_layers))
+
+    @torch.inference_mode()
+    def of_recipe(self, recipe: Recipe) -> dict[str, float]:
+        merge_into(recipe, self._bank, self._model.memory)
+        found = {}
+        for alias, tasks in self._targets.items():
+            means = [
+                self._mean(targets) / unit for targets, unit in zip(tasks, self._units[alias], strict=True) if targets
+            ]
+            found[alias] = sum(means) / len(means)
+        return found
+
+    def _mean(self, targets: Sequence[Target]) -> float:
+        total = 0.0
+        for indices in minibatches(targets, MAX_TOKENS):
+            total += float(sample_losses(self._model, [targets[i] for i in indices]).sum())
+        return total / len(targets)
+
+
+def losses_of_experts(
+    experts: Mapping[str, FinetuneSpec],
+    directories: Mapping[str, Path],
+    *,
+    samples: int,
+    access: FileAccess | None = None,
+) -> MergeLosses:
+    """Of the merges of a fleet's experts. Raises InvalidTask if one has no evaluation, and as MergeLosses."""
+    tasks = {}
+    for alias, spec in experts.items():
+        if spec.evaluation is None:
+            raise InvalidTask(f"{alias}: has no evaluation, whose reference answers would give the losses of merges")
+        tasks[alias] = [task_of(each, seed=spec.seed, access=access) for each in spec.evaluation.objectives]
+    first = next(iter(experts.values()))
+    longest = max(spec.data.max_length for spec in experts.values())
+    return MergeLosses(locate(first.base), directories, tasks, samples=samples, max_length=longest)
+
+
+def landscape(
+    measure: Callable[[Merge], Mapping[str, float]], experts: tuple[str, str], *, grid: Sequence[float] = GRID
+) -> Landscape:
+    """Figure 2 of two experts; `measure` gives the losses of a merge by expert."""
+    sources = tuple(Source(alias) for alias in experts)
+
+    def joint(first: float, second: float) -> float:
+        losses = measure(Merge("task_arithmetic", sources, {"lambda": (first, second)}))
+        return sum(losses[alias] for alias in experts)
+
+    rows = tuple(tuple(joint(first, second) for second in grid) for first in grid)
+    return Landscape(experts, tuple(grid), rows)
+
+
+def candidates(experts: Sequence[str], *, seed: int = 0) -> Iterator[Candidate]:
+    """Merges by the paper's four methods, with the coefficients that are tried."""
+    sources = tuple(Source(alias) for alias in experts)
+    yield Candidate("weight averaging", None, Merge("linear", sources, {"weight": 1 / len(experts)}))
+    for lambda_ in TASK_ARITHMETIC:
+        yield Candidate("task arithmetic", lambda_, Merge("task_arithmetic", sources, {"lambda": lambda_}))
+    for lambda_ in TIES_SCALES:
+        yield Candidate("TIES", lambda_, Merge("ties", sources, {"k": TIES_KEEP, "lambda": lambda_}))
+    for lambda_ in TASK_ARITHMETIC:
+        coefficients = {"lambda": lambda_, "density": DARE_DENSITY}
+        yield Candidate("DARE", lambda_, Merge("dare_linear", sources, coefficients, seed=seed))
+
+
+def merge_table(
+    measure: Callable[[Merge], Mapping[str, float]], experts: Sequence[str], *, seed: int = 0
+) -> tuple[MergeLoss, ...]:
+    """A row for each method."""
+    found: dict[str, list[tuple[float | None, Mapping[str, float], float]]] = {}
+    for candidate in candidates(experts, seed=seed):
+        losses = measure(candidate.merge)
+        mean = sum(losses.values()) / len(losses)
+        found.setdefault(candidate.method, []).append((candidate.coefficient, losses, mean))
+    rows = []
+    for method, tried in found.items():
+        means = torch.tensor([mean for *_, mean in tried], dtype=torch.float64)
+        coefficient, losses, mean = min(tried, key=lambda each: each[2])
+        rows.append(MergeLoss(method, coefficient, losses, mean, float(means.std(correction=0))))
+    return tuple(rows)
