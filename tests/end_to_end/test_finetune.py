@@ -68,7 +68,7 @@ def pipeline_file(directory: Path) -> Path:
         },
     }
     file = directory / "pipeline.yaml"
-    file.write_text(yaml.safe_dump(document))
+    file.write_text(yaml.safe_dump(json.loads(json.dumps(document))))  # written out: YAML would share `task`
     return file
 
 
