@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 
@@ -59,12 +60,8 @@ def collect_sources(store: Store, artifacts: ArtifactStore) -> None:
     """Delete the copies of experts that no study reads any more; none while a pipeline may be about to use them."""
     if any(STUDY in r.document and not r.state.is_finished for r in store.studies(JobKind.FINETUNE)):
         return
-    used = {
-        place
-        for record in store.studies(JobKind.SEARCH)
-        for place in record.document["models"]["experts"].values()
-        if isinstance(place, str)
-    }
+    # By name, which has the digest: the same place may be written in several ways.
+    used = json.dumps([record.document["models"] for record in store.studies(JobKind.SEARCH)])
     for place in (artifacts.directory.parent / SOURCES).glob(f"{COPY}*"):
-        if str(place.absolute()) not in used:
+        if place.name not in used:
             shutil.rmtree(place, ignore_errors=True)

@@ -57,17 +57,13 @@ class SourceTensor(Protocol):
 
 
 @dataclass(frozen=True)
-class LowRank:
-    """weight + scaling x B A, in float32: a weight as a LoRA adapter changes it (arXiv:2106.09685, section 4.1).
-
-    `a` is [rank, inputs] and `b` [outputs, rank]; `weight` is [outputs, inputs], [inputs, outputs] if `is_transposed`.
-    """
+class _Changed:
+    """A weight and the two factors of what a LoRA adapter adds to it, times `scaling`."""
 
     weight: SourceTensor
     a: TensorInfo
     b: TensorInfo
     scaling: float
-    is_transposed: bool
 
     @property
     def dtype(self) -> str:
@@ -82,6 +78,16 @@ class LowRank:
         yield self.a
         yield self.b
 
+
+@dataclass(frozen=True)
+class LowRank(_Changed):
+    """weight + scaling x B A, in float32: a weight as a LoRA adapter changes it (arXiv:2106.09685, section 4.1).
+
+    `a` is [rank, inputs] and `b` [outputs, rank]; `weight` is [outputs, inputs], [inputs, outputs] if `is_transposed`.
+    """
+
+    is_transposed: bool
+
     def value(self, read: Read) -> torch.Tensor:
         import torch
 
@@ -91,7 +97,7 @@ class LowRank:
 
 
 @dataclass(frozen=True)
-class LowRankExpert:
+class LowRankExpert(_Changed):
     """weight + scaling x B_e A_e, in float32: a matrix of expert `number` of a mixture, as a LoRA adapter changes the
     stack of the matrices of all `num_experts`.
 
@@ -99,26 +105,9 @@ class LowRankExpert:
     `weight` is the rows from `first_row` on of the expert's [outputs, inputs].
     """
 
-    weight: SourceTensor
-    a: TensorInfo
-    b: TensorInfo
-    scaling: float
     number: int
     num_experts: int
     first_row: int
-
-    @property
-    def dtype(self) -> str:
-        return "F32"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.weight.shape
-
-    def stored(self) -> Iterator[TensorInfo]:
-        yield from self.weight.stored()
-        yield self.a
-        yield self.b
 
     def value(self, read: Read) -> torch.Tensor:
         import torch
@@ -131,28 +120,11 @@ class LowRankExpert:
 
 
 @dataclass(frozen=True)
-class LowRankStack:
+class LowRankStack(_Changed):
     """`LowRankExpert` of all experts, where the weights are stored as one tensor: [experts, outputs, inputs],
     [experts, inputs, outputs] if `is_transposed`."""
 
-    weight: SourceTensor
-    a: TensorInfo
-    b: TensorInfo
-    scaling: float
     is_transposed: bool
-
-    @property
-    def dtype(self) -> str:
-        return "F32"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.weight.shape
-
-    def stored(self) -> Iterator[TensorInfo]:
-        yield from self.weight.stored()
-        yield self.a
-        yield self.b
 
     def value(self, read: Read) -> torch.Tensor:
         import torch

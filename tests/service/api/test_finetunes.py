@@ -264,7 +264,7 @@ def test_copies_of_experts_go_with_the_study_that_reads_them(http: httpx.Client,
     record, sources = finished_finetune(server.store, server.data_dir), server.data_dir / SOURCES
     for name in ("expert-0123", "expert-4567", "89ab-float32"):
         (sources / name).mkdir(parents=True)
-    models = {"base": "/base", "experts": {"math": str(sources / "expert-4567")}}
+    models = {"base": "/base", "experts": {"math": str(sources / ".." / SOURCES / "expert-4567")}}
     resolved = stored_study(server.store).resolved
     study = server.store.create_study(name="reader", document={"models": models}, resolved=resolved)
     begun = server.store.create_study(
