@@ -111,7 +111,7 @@ def untied_family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 @pytest.fixture(scope="session")
 def grouped_family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     """Llama, output head of its own, grouped-query attention, biases everywhere."""
-    settings = {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}
+    settings: dict[str, Any] = {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}
     directory = tmp_path_factory.mktemp("grouped")
     return tiny_family(directory, experts=("math", "text"), tied=False, layers=4, hidden=HIDDEN, noise=0.05, **settings)
 

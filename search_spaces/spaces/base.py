@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 from search_spaces.errors import Problem
 from search_spaces.parameters import Configuration, Parameters
@@ -13,8 +13,11 @@ from search_spaces.recipe import Component, Recipe
 from search_spaces.section import Section
 
 __all__ = [
+    "AlignedSpace",
+    "AlignmentKind",
     "DifferentiableSpace",
     "LayerGroup",
+    "LayerPair",
     "LayeredSpace",
     "Part",
     "SearchSpace",
@@ -26,6 +29,9 @@ __all__ = [
 ]
 
 Part: TypeAlias = Component | Literal["embedding", "head"]
+AlignmentKind: TypeAlias = Literal["none", "moments", "mlp"]
+LayerPair: TypeAlias = tuple[tuple[str, int], tuple[str, int]]
+"""The layer of a path that hands on, and the one that receives: each a model's name and its layer's number."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,31 @@ class LayeredSpace(SearchSpace, Protocol):
     @property
     def max_layers(self) -> int:
         """The most layers that a merge has."""
+        ...
+
+
+@runtime_checkable
+class AlignedSpace(LayeredSpace, Protocol):
+    """A space of paths through the layers of several models, with alignments between layers that do not follow each
+    other in one of them. Its recipes name alignments, so these are learned before the first path is made."""
+
+    @property
+    def alignment(self) -> AlignmentKind:
+        """What alignments are; "none" where the space has none."""
+        ...
+
+    @property
+    def pool(self) -> Mapping[str, Recipe]:
+        """The models whose layers paths are made of, by the names that `pairs` has."""
+        ...
+
+    @property
+    def pairs(self) -> tuple[LayerPair, ...]:
+        """Every pair of neighbours in a path of the space that an alignment stands between; () without alignments."""
+        ...
+
+    def with_alignments(self, names: Mapping[LayerPair, str]) -> Self:
+        """The space whose recipes have these alignments (`LayerRecipe.alignment`), one for each of `pairs`."""
         ...
 
 

@@ -15,11 +15,13 @@ reward to learn from; here a step goes at most `max_jump` layers away from the n
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from itertools import pairwise
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
@@ -28,7 +30,14 @@ from search_spaces.methods.base import CoefficientValue
 from search_spaces.parameters import Configuration, Parameters
 from search_spaces.recipe import COMPONENTS, LayerRecipe, Merge, Recipe, Source
 from search_spaces.section import Section
-from search_spaces.spaces.base import SearchedModels, SpaceDescription, SpaceSection, repeated
+from search_spaces.spaces.base import (
+    AlignmentKind,
+    LayerPair,
+    SearchedModels,
+    SpaceDescription,
+    SpaceSection,
+    repeated,
+)
 from search_spaces.spaces.layer_paths import MERGED, LayerPaths
 from search_spaces.spaces.layers import at_layer, split_layers, with_own_aliases
 
@@ -37,6 +46,8 @@ __all__ = ["DEPTH_FACTOR", "SPACE", "Hm3Section", "Hm3Space", "MergedOptions"]
 # The layers of the longest path where the study does not say: as in the space `dis`.
 DEPTH_FACTOR = 1.25
 
+# Alignments that a study learns before its search: each has up to hidden_size^2 numbers.
+MAX_PAIRS = 10_000
 
 # Of the merge methods of the pool: the strength and the density where the study does not say. Task arithmetic's is the
 # coefficient of every expert under equal weights (Ilharco et al. 2023: 0.3 to 0.5); those of TIES, DARE and PCB-Merging
@@ -89,8 +100,9 @@ class Hm3Section(SpaceSection):
     """The models whose layers are used: experts' aliases, or base. Default: all experts."""
     merged: MergedOptions | None = None
     """A model of the pool whose layers are merged, for each preference vector another one. Default: none."""
-    alignment: Literal["none"] = "none"
-    """How what one model's layer hands on is fitted to another's: none, it is not."""
+    alignment: AlignmentKind = "none"
+    """How what a layer hands on is fitted to one that does not follow it in its own model: none, it is not; moments,
+    each channel gets the mean and the variance that it should have; mlp, a projection that a small network learns."""
 
     @property
     def merge_methods(self) -> tuple[str, ...]:
@@ -143,6 +155,15 @@ class Hm3Space:
             raise InvalidStudy((Problem("search_space.max_path_length", str(error)),)) from error
         self.max_layers = max(self.paths.longest, models.num_layers)  # the sources are scored too
         self.parameters = Parameters(self.paths.parameters(), structure=self.paths)
+        self.alignment: AlignmentKind = section.alignment
+        self._alignments: Mapping[LayerPair, str] = {}
+        if len(self.pairs) > MAX_PAIRS:
+            message = (
+                f"{len(self.pairs)} pairs of layers may be neighbours, each with an alignment of its own; at most "
+                f"{MAX_PAIRS} are learned: give a smaller max_jump, fewer models or preference vectors, or "
+                "alignment: none"
+            )
+            raise InvalidStudy((Problem("search_space.alignment", message),))
 
     def describe(self) -> SpaceDescription:
         paths = self.paths
@@ -158,6 +179,9 @@ class Hm3Space:
         if self._merges:
             of = "" if paths.num_preferences == 1 else f" by one of {paths.num_preferences} preference vectors"
             text += f"; {MERGED} is merged{of}: {self._merges[0].method}"
+        if self.alignment != "none":
+            number = len(self.pairs)
+            text += f"; between layers that do not follow each other one of {number} alignments: {self.alignment}"
         groups = split_layers(paths.num_layers, paths.num_layers)
         return SpaceDescription(self.kind, groups, {"layer": COMPONENTS}, text)
 
@@ -168,6 +192,8 @@ class Hm3Space:
         number = paths.preference(configuration)
         wholes = [self._model(paths.models[paths.model_of(step)], number) for step in steps]
         layers = [whole.layers[paths.layer_of(step)] for whole, step in zip(wholes, steps, strict=True)]
+        if self.alignment != "none":
+            layers = self._aligned(layers, steps, number)
         return replace(
             wholes[0], models=self._models.fingerprints, layers=tuple(layers), head=wholes[-1].head
         ).canonical()
@@ -179,7 +205,8 @@ class Hm3Space:
             return None
         for number in range(paths.num_preferences):
             steps = self._steps(number)
-            path = [steps[layer] for layer in renamed.layers if layer in steps]
+            plain = (replace(layer, alignment=None) for layer in renamed.layers)
+            path = [steps[layer] for layer in plain if layer in steps]
             if len(path) < len(renamed.layers) or not paths.contains(path):
                 continue
             configuration = paths.configuration(path, preference=number)
@@ -187,15 +214,80 @@ class Hm3Space:
                 return configuration
         return None
 
+    # Alignments.
+
+    @property
+    def pool(self) -> dict[str, Recipe]:
+        return {name: self._model(model, number).canonical() for name, (model, number) in self._names.items()}
+
+    @cached_property
+    def pairs(self) -> tuple[LayerPair, ...]:
+        if self.alignment == "none":
+            return ()
+        paths = self.paths
+        of_models = (
+            (first, second)
+            for first, (_, number) in self._names.items()
+            for second, (_, other) in self._names.items()
+            if number is None or other is None or number == other
+        )
+        return tuple(
+            ((first, layer), (second, after))
+            for first, second in of_models
+            for layer in range(paths.num_layers)
+            for after in paths.layers_after(layer)
+            if not self._is_natural((first, layer), (second, after))
+        )
+
+    def with_alignments(self, names: Mapping[LayerPair, str]) -> Self:
+        if missing := [pair for pair in self.pairs if pair not in names]:
+            raise ValueError(f"{len(missing)} of {len(self.pairs)} pairs have no alignment, the first is {missing[0]}")
+        aligned = copy.copy(self)
+        aligned._alignments = {pair: names[pair] for pair in self.pairs}
+        return aligned
+
+    def _aligned(self, layers: Sequence[LayerRecipe], steps: Sequence[int], number: int) -> list[LayerRecipe]:
+        paths = self.paths
+        at = [(self._name(paths.models[paths.model_of(step)], number), paths.layer_of(step)) for step in steps]
+        found = list(layers)
+        for index, pair in enumerate(pairwise(at)):
+            if not self._is_natural(*pair):
+                if pair not in self._alignments:
+                    raise ValueError(f"no alignment was learned for {pair}; the space needs with_alignments first")
+                found[index] = replace(layers[index], alignment=self._alignments[pair])
+        return found
+
+    def _is_natural(self, first: tuple[str, int], second: tuple[str, int]) -> bool:
+        """Whether the second layer follows the first one in their own model: then nothing stands between them."""
+        return second[1] == first[1] + 1 and self._digests[first[0]] == self._digests[second[0]]
+
+    @cached_property
+    def _names(self) -> dict[str, tuple[str, int | None]]:
+        """Of the pool's models: the model, and of a merged one the number of its preference vector."""
+        found: dict[str, tuple[str, int | None]] = {}
+        for model in self.paths.models:
+            numbers = range(self.paths.num_preferences) if model == MERGED else (None,)
+            found |= {self._name(model, number): (model, number) for number in numbers}
+        return found
+
+    @cached_property
+    def _digests(self) -> dict[str, str]:
+        """Of the pool's models: equal for equal weights."""
+        return {name: recipe.digest for name, recipe in self.pool.items()}
+
+    @staticmethod
+    def _name(model: str, number: int | None) -> str:
+        return f"{MERGED} {number}" if model == MERGED else model
+
     @cached_property
     def _wholes(self) -> dict[tuple[str, int], Recipe]:
         """The models of the pool, as recipes, by name and the number of the preference vector."""
         return {}
 
-    def _model(self, name: str, number: int) -> Recipe:
-        key = (name, number if name == MERGED else 0)
+    def _model(self, name: str, number: int | None) -> Recipe:
+        key = (name, number or 0) if name == MERGED else (name, 0)
         if key not in self._wholes:
-            merge = self._merges[number] if name == MERGED else Merge("passthrough", (Source(name),))
+            merge = self._merges[key[1]] if name == MERGED else Merge("passthrough", (Source(name),))
             models = self._models
             each = [at_layer(merge, layer) for layer in range(models.num_layers)]
             layers = tuple(LayerRecipe(of, of, of) for of in each)

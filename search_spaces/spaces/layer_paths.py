@@ -83,6 +83,12 @@ class LayerPaths:
     def layer_of(self, step: int) -> int:
         return step % self.num_layers
 
+    def layers_after(self, layer: int) -> range:
+        """The layers, of whichever model, that may follow this one in some path."""
+        if self.max_jump is None:
+            return range(self.num_layers)
+        return range(max(layer + 1 - self.max_jump, 0), min(layer + 1 + self.max_jump, self.num_layers - 1) + 1)
+
     def may_end(self, path: Sequence[int]) -> bool:
         """Whether a path may have these steps and no more."""
         if not self.min_length <= len(path) <= self.max_length:

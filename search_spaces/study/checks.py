@@ -34,7 +34,6 @@ MAX_NAMES = 20
 
 WORDS = Vocabulary(
     later_values={
-        "search_space.alignment": ("moments", "mlp"),
         "engine.backend": ("transformers",),
     },
     later_keys={

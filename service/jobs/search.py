@@ -11,7 +11,7 @@ from service.disk import artifacts_dir, data_dir_of
 from service.jobs.progress_log import ProgressLog
 from service.store import Store, StudyWriter
 from service.store.artifacts import ArtifactStore
-from service.studies.attempt import execute
+from service.studies.attempt import ALIGNMENTS, execute, with_alignments
 from service.studies.chains import on_server, with_exported_sources
 from service.studies.heartbeat import ENGINE, Heartbeat
 from service.studies.preflight.examine import PreflightResult, examine
@@ -28,7 +28,7 @@ KEEP_IDLE_S = 600.0
 
 
 def work(store: Store, writer: StudyWriter, *, work_dir: Path, heartbeat: Heartbeat, view: ProgressLog) -> None:
-    """Work on the study to its end. Raises as `service.studies.attempt.execute`, and what the checks raise."""
+    """Work on the study to its end. Raises as `with_alignments` and `execute`, and what the checks raise."""
 
     def note(text: str) -> None:
         heartbeat.progressed()
@@ -44,6 +44,7 @@ def work(store: Store, writer: StudyWriter, *, work_dir: Path, heartbeat: Heartb
     check_unchanged(record, preflight.resolved())
     note("The models are as they were. Connecting to Ray ...")
     with ray_session():
+        preflight = with_alignments(preflight, store, writer, directory=work_dir / ALIGNMENTS, note=note)
         note("Waiting for an engine ...")
         heartbeat.wait_for(ENGINE)
         scorer = _shared_scorer(preflight)

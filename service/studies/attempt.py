@@ -1,4 +1,4 @@
-"""One attempt at a study, from its stored state to its end: search, held-out stage, verification.
+"""One attempt at a study, from its stored state to its end: alignments, search, held-out stage, verification.
 
 The caller provides a connected Ray and a scorer: `local_run` for one directory, `service.jobs.search` for the server.
 """
@@ -8,9 +8,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from search_spaces.errors import InvalidStudy
+from search_spaces.spaces.base import AlignedSpace, LayerPair
 from search_spaces.study.file import Study
 from service.errors import Conflict, StaleAttempt, StudyFailed, StudyUnusable
 from service.results.selection import best_trial
@@ -33,7 +36,7 @@ from service.types import Origin, StudyRecord, StudyState, TrialRecord, TrialSta
 from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, InvalidModel, InvalidTask
 from workers.types import CanaryReport, Scorer
 
-__all__ = ["execute"]
+__all__ = ["ALIGNMENTS", "execute", "stored_alignments", "with_alignments"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,56 @@ SNAPSHOT_S = 0.25
 
 # A driver that got nothing for this long looks, as often, whether an engine is being started.
 ENGINE_CHECK_S = 15.0
+
+# The document with the names of a study's alignments, and the directory of their files beside its others.
+ALIGNMENTS = "alignments"
+
+
+def with_alignments(
+    preflight: PreflightResult,
+    store: Store,
+    writer: StudyWriter,
+    *,
+    directory: Path,
+    note: Callable[[str], None],
+) -> PreflightResult:
+    """The study with a space whose recipes have alignments, and a family that has their files in `directory`; itself
+    where its space has none. Ray must be connected.
+
+    Alignments are learned once and stored with the study, so that its recipes stay what they are. Raises StudyFailed
+    (the study is FAILED with that reason) and EngineUnavailable."""
+    space = preflight.space
+    if not isinstance(space, AlignedSpace) or space.alignment == "none":
+        return preflight
+    from service.tune.proposing.alignments import alignments_in
+    from workers.training.hm3.activations import positions_of
+    from workers.training.hm3.pairs import AlignmentJob
+
+    job = AlignmentJob(
+        preflight.family,
+        space.pool,
+        preflight.engine_options,
+        dict(preflight.tasks),
+        positions_of({name: info.num_samples for name, info in preflight.task_infos.items()}),
+        space.alignment,
+    )
+    before = stored_alignments(store, writer.study_id)
+    try:
+        names = alignments_in(directory, job, space.pairs, before=before, note=note)
+    except (InvalidModel, InvalidTask, StudyFailed) as error:
+        writer.set_state(StudyState.FAILED, str(error))
+        raise StudyFailed(str(error)) from error
+    except OSError as error:
+        raise EngineUnavailable(f"alignments cannot be kept: {error}") from error
+    writer.set_document_named(ALIGNMENTS, [[*pair, name] for pair, name in names.items()])
+    family = replace(preflight.family, alignments_dir=str(directory.resolve()))
+    return replace(preflight, space=space.with_alignments(names), family=family)
+
+
+def stored_alignments(store: Store, study_id: str) -> dict[LayerPair, str]:
+    """The names of the study's alignments, by pair; none if they were not learned yet."""
+    rows: list[Any] = store.document(study_id, ALIGNMENTS) or []
+    return {((first[0], first[1]), (second[0], second[1])): name for first, second, name in rows}
 
 
 def execute(

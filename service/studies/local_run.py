@@ -21,7 +21,7 @@ from service.results.record import RunRecord
 from service.results.report import render_report
 from service.store import Store
 from service.store.artifacts import ArtifactStore
-from service.studies.attempt import execute
+from service.studies.attempt import ALIGNMENTS, execute, with_alignments
 from service.studies.chains import with_exported_sources
 from service.studies.heartbeat import Heartbeat
 from service.studies.preflight.examine import EXPORT, PreflightResult, examine
@@ -78,6 +78,9 @@ def run_study(
                     with Heartbeat(writer, record.wall_clock_s) as heartbeat, ray_session() as session:
                         if session.dashboard_url:
                             view.note(f"Ray dashboard: {session.dashboard_url}")
+                        preflight = with_alignments(
+                            preflight, store, writer, directory=directory / ALIGNMENTS, note=view.note
+                        )
                         with open_scorer(preflight, view) as scorer:
                             execute(
                                 store,

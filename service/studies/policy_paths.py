@@ -56,6 +56,12 @@ def policy_paths(
         raise Conflict(
             f"study {record.name!r}: its searcher is {searcher}; only hm3 trains a policy that proposes paths"
         )
+    alignment = getattr(study.search_space, "alignment", "none")
+    if alignment != "none":
+        raise Conflict(
+            f"study {record.name!r}: its paths have alignments ({alignment}), which are not learned for proposals; "
+            "only policies of studies with alignment: none propose paths"
+        )
     objectives = tuple(spec.name for spec in study.scored_objectives.values())
     vector = preference_vector(preference, objectives=objectives)
     models = study.models

@@ -183,5 +183,5 @@ def per_tensor(trained: Any, seed: int) -> Any:
 
 
 if __name__ == "__main__":
-    measure: Callable[..., Any] = {"time": measure_time_here, "memory": measure_memory_here}[sys.argv[1]]
-    print(json.dumps(measure(*sys.argv[2:])))
+    measures: dict[str, Callable[..., Any]] = {"time": measure_time_here, "memory": measure_memory_here}
+    print(json.dumps(measures[sys.argv[1]](*sys.argv[2:])))

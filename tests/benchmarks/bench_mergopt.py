@@ -35,7 +35,7 @@ def run() -> dict[str, Any]:
             step()
             seconds[name].append(time.perf_counter() - started)
             computing[name].append(time.process_time() - worked)
-    found = []
+    found: list[dict[str, Any]] = []
     for name, times in seconds.items():
         ratios = [ours / bare for ours, bare in zip(times, seconds["adamw"], strict=True)]
         lower, _, upper = statistics.quantiles(ratios, n=4)
@@ -97,7 +97,7 @@ def steps_of(name: str) -> Callable[[], Any]:
 
     trained = model()
     bare = torch.optim.AdamW(trained.parameters(), lr=1e-5)
-    optimizer: Any = {
+    optimizer: Any = {  # type: ignore[no-untyped-call]
         "adamw": lambda: bare,
         "mergopt": lambda: MergOPT(bare),
         "mergopt in layers": lambda: MergOPT(bare, model=trained),
@@ -107,8 +107,8 @@ def steps_of(name: str) -> Callable[[], Any]:
 
     def closure() -> Any:
         optimizer.zero_grad()
-        loss = trained(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
+        loss: torch.Tensor = trained(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
     return lambda: optimizer.step(closure)

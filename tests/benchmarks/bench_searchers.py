@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from search_spaces.baselines import sources_and_published
 from search_spaces.fidelity import bracket_plan, hyperband_brackets
@@ -66,8 +67,9 @@ class MadeUpFamily:
         return tuple(values)
 
 
-def _shares(weights: np.ndarray) -> np.ndarray:
-    return weights / weights.sum(axis=(1, 2), keepdims=True)
+def _shares(weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    shares: NDArray[np.float64] = weights / weights.sum(axis=(1, 2), keepdims=True)
+    return shares
 
 
 def _shares_of_experts(merge: Merge) -> list[float]:
@@ -203,11 +205,13 @@ class Search:
             is_proposed=is_proposed,
         )
 
-    def _observed(self, configuration: Mapping[str, Any], num_samples: int) -> np.ndarray:
+    def _observed(self, configuration: Mapping[str, Any], num_samples: int) -> NDArray[np.float64]:
         recipe = self.space.to_recipe(configuration)
         rng = np.random.default_rng(int(recipe.digest[:12], 16) + self.seed)
         draws = rng.random((len(EXPERTS), self.scenario.rungs[-1]))
-        return (draws < np.array(self.family.accuracies(recipe))[:, None])[:, :num_samples].mean(axis=1)
+        is_right = draws < np.array(self.family.accuracies(recipe))[:, None]
+        means: NDArray[np.float64] = is_right[:, :num_samples].mean(axis=1)
+        return means
 
 
 def told(space: SearchSpace) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 EXPERTS = ("math", "text", "code")
-SHAPES = {
+SHAPES: dict[str, Any] = {
     "layers": 12,
     "hidden": 768,
     "intermediate_size": 2048,
@@ -40,7 +40,7 @@ def make(directory: Path, **shapes: int) -> Any:
     """Write the family to `directory`, in float32, in other `shapes` where they are given. Returns the Family."""
     from tests.builders import tiny_family
 
-    return tiny_family(directory, experts=EXPERTS, noise=0.002, **SHAPES | shapes)  # type: ignore[arg-type]
+    return tiny_family(directory, experts=EXPERTS, noise=0.002, **SHAPES | shapes)
 
 
 def open_made(directory: Path) -> Any:
@@ -58,14 +58,15 @@ def output(module: str, *arguments: str) -> str:
 
 
 def model_bytes(family: Any) -> int:
-    from workers.models.checkpoints import open_checkpoint
+    from workers.models.checkpoints import open_checkpoint, stored_bytes
 
-    return sum(info.num_bytes for info in open_checkpoint(family.base.directory).tensors.values())
+    return stored_bytes([open_checkpoint(family.base.directory)])
 
 
 def models_moved(spec: Any) -> int:
     """How many models' bytes a merge by a method reads and writes: its sources, the base if it needs it, the result."""
-    return min(len(EXPERTS), spec.max_sources or len(EXPERTS)) + spec.needs_base + 1
+    moved: int = min(len(EXPERTS), spec.max_sources or len(EXPERTS)) + spec.needs_base + 1
+    return moved
 
 
 def recipe(family: Any, method: str, seed: int) -> Any:
@@ -95,7 +96,7 @@ def recipe(family: Any, method: str, seed: int) -> Any:
         sources = tuple(Source(alias, layer) for alias in aliases)
         return Merge(method, sources, coefficients, seed if spec.takes_seed else None)
 
-    each_layer = tuple(LayerRecipe(merge(i), merge(i), merge(i)) for i in range(SHAPES["layers"]))  # type: ignore[arg-type]
+    each_layer = tuple(LayerRecipe(merge(i), merge(i), merge(i)) for i in range(SHAPES["layers"]))
     return Recipe(family.fingerprints, family.base.alias, each_layer, merge(None), merge(None))
 
 
@@ -167,9 +168,9 @@ def mergekit_config(directory: Path, candidate: Any, method: str) -> dict[str, A
 def run_mergekit(configuration: dict[str, Any], out: Path) -> float:
     """Seconds that mergekit takes to merge to `out`, its imports done before."""
     import torch
-    from mergekit.config import MergeConfiguration
-    from mergekit.merge import run_merge
-    from mergekit.options import MergeOptions
+    from mergekit.config import MergeConfiguration  # type: ignore[import-untyped]
+    from mergekit.merge import run_merge  # type: ignore[import-untyped]
+    from mergekit.options import MergeOptions  # type: ignore[import-untyped]
 
     torch.set_num_threads(THREADS)
     options = MergeOptions(quiet=True, copy_tokenizer=True, lazy_unpickle=False, write_model_card=False)

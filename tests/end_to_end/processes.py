@@ -42,7 +42,7 @@ class Process:
     def is_gone(self) -> bool:
         try:
             process = psutil.Process(self.pid)
-            return process.create_time() != self.created_at or process.status() == psutil.STATUS_ZOMBIE
+            return bool(process.create_time() != self.created_at or process.status() == psutil.STATUS_ZOMBIE)
         except psutil.NoSuchProcess:
             return True
 

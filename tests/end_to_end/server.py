@@ -149,7 +149,7 @@ def drivers(study: str) -> list[psutil.Process]:
     return [
         process
         for process in psutil.process_iter(["cmdline"])
-        if study in (line := process.info["cmdline"] or ())
+        if study in (line := list(process.info["cmdline"] or ()))
         and any(argument.startswith("service.jobs.") or "fake_job" in argument for argument in line)
         and "python" in Path(line[0]).name
     ]

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from search_spaces.baselines import everywhere
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from workers.merging.alignments import Alignment
 from workers.models.config import read_config
@@ -82,3 +83,9 @@ def aligned(recipe: Recipe, *digests: str | None) -> Recipe:
     given = (*digests, *(None,) * (len(recipe.layers) - len(digests)))
     layers = zip(recipe.layers, given, strict=True)
     return replace(recipe, layers=tuple(replace(layer, alignment=digest) for layer, digest in layers))
+
+
+def whole_model(family: Family, alias: str) -> Recipe:
+    """A source as it is."""
+    merge = Merge("passthrough", (Source(alias),))
+    return everywhere(merge, family.base.alias, family.fingerprints, num_layers(family))

@@ -30,7 +30,15 @@ from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import COMPONENTS, LayerRecipe, Recipe, Source
 from workers.directories import sync
 
-__all__ = ["Alignment", "alignments_before", "read_alignment", "unaligned", "write_alignment"]
+__all__ = [
+    "Alignment",
+    "alignments_before",
+    "is_stored",
+    "read_alignment",
+    "store_alignment",
+    "unaligned",
+    "write_alignment",
+]
 
 DIGEST = re.compile(r"^[0-9a-f]{64}$")
 
@@ -82,20 +90,35 @@ class Alignment:
 
 
 def write_alignment(directory: str | Path, alignment: Alignment) -> str:
-    """Write it in float32 to a file of `directory`, named by its digest, which is returned; an equal one is left as it
-    is. A file appears under its name once it is complete."""
+    """`store_alignment` in float32."""
     from safetensors.torch import save
 
-    content = save({name: tensor.detach().cpu().float().contiguous() for name, tensor in alignment.tensors().items()})
+    return store_alignment(
+        directory,
+        save({name: tensor.detach().cpu().float().contiguous() for name, tensor in alignment.tensors().items()}),
+    )
+
+
+def store_alignment(directory: str | Path, content: bytes) -> str:
+    """Write a safetensors file of an alignment's tensors to `directory`, named by its digest, which is returned; an
+    equal one is left as it is, a damaged one is replaced. A file appears under its name once it is complete."""
     digest = hashlib.sha256(content).hexdigest()
     place = _file(directory, digest)
-    if not place.exists():
+    if not is_stored(directory, digest):
         place.parent.mkdir(parents=True, exist_ok=True)
         partial = place.with_name(f".{digest}.{uuid.uuid4().hex}")
         partial.write_bytes(content)
         sync(partial)
         partial.replace(place)
     return digest
+
+
+def is_stored(directory: str | Path, digest: str) -> bool:
+    """Whether the directory has the file with this name, and its contents have this digest."""
+    try:
+        return hashlib.sha256(_file(directory, digest).read_bytes()).hexdigest() == digest
+    except OSError:
+        return False
 
 
 def read_alignment(directory: str | Path, digest: str, *, layer: int, hidden_size: int) -> Alignment:

@@ -18,7 +18,7 @@ from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.fidelity import Bracket, bracket_cycle, bracket_plan
 from search_spaces.objectives import Objective
 from search_spaces.searchers import SEARCHERS
-from search_spaces.spaces.base import DifferentiableSpace, LayeredSpace, SearchSpace
+from search_spaces.spaces.base import AlignedSpace, DifferentiableSpace, LayeredSpace, SearchSpace
 from search_spaces.study.file import Study
 from search_spaces.study.sections import EngineOptions
 from service.disk import lack_of_space
@@ -263,11 +263,19 @@ def examine(
         largest = sources.num_parameters if size is None else int(size.most("parameters"))
         export_bytes = largest * DTYPE_BYTES[engine_dtype(study)]
         check_layers(study, sources, problems)
+        aligns = isinstance(searched, AlignedSpace) and searched.alignment != "none"
+        if aligns:
+            _check_alignments(infos, problems)
         if searched is not None:
             algorithm = algorithm_of(study, searched, tasks, problems)
         computes_gradients = algorithm is not None and algorithm.name == GRADIENT
         memory = plan_memory(
-            study, sources, available_bytes, computes_gradients=computes_gradients, max_layers=max_layers
+            study,
+            sources,
+            available_bytes,
+            computes_gradients=computes_gradients,
+            max_layers=max_layers,
+            aligns=aligns,
         )
         check_prompts(study, sources.result_dir, problems)
         check_memory(memory, problems, max_layers=max_layers)
@@ -336,6 +344,13 @@ def _examine_fidelity(
         max_trials=study.search.max_trials,
     )
     return samples, cycle
+
+
+def _check_alignments(infos: Mapping[str, TaskInfo], problems: list[Problem]) -> None:
+    from workers.training.hm3.activations import lack_of_samples
+
+    if infos and (lack := lack_of_samples({name: info.num_samples for name, info in infos.items()})):
+        problems.append(Problem("search_space.alignment", lack))
 
 
 def _preferences(study: Study) -> tuple[Mapping[str, float], ...]:

@@ -13,7 +13,7 @@ from search_spaces.study.file import Study
 from service.disk import gib
 from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
 from workers.engines.vllm.memory import HOST_SHARE
-from workers.engines.vllm.paths.sizes import outside_bytes, widest_layer_bytes
+from workers.engines.vllm.paths.sizes import alignment_bytes, outside_bytes, widest_layer_bytes
 from workers.merging.recent import recent_bytes
 from workers.models.checkpoints import stored_bytes
 from workers.models.family import ResolvedFamily
@@ -96,9 +96,11 @@ def plan_memory(
     *,
     computes_gradients: bool = False,
     max_layers: int = 0,
+    aligns: bool = False,
 ) -> MemoryPlan:
     """Bytes of memory for the bank, the engines and the gradient actor, if there is one; `available_bytes` None is this
-    machine's memory. `max_layers` are those of the longest merge where merges have layers of any number, else 0."""
+    machine's memory. `max_layers` are those of the longest merge where merges have layers of any number, else 0; with
+    `aligns` they may have alignments."""
     import torch
 
     from workers.merging.methods.plain import PLAIN
@@ -108,8 +110,12 @@ def plan_memory(
     available = psutil.virtual_memory().total if available_bytes is None else available_bytes
     held = sources.num_parameters
     if max_layers:
-        held = outside_bytes(sources, 1) + widest_layer_bytes(sources, 1) * _pool_size(
-            sources, max_layers, available, copies * DTYPE_BYTES[engine_dtype(study)]
+        aligned = alignment_bytes(sources.base.config, max_layers, 1) if aligns else 0
+        held = (
+            outside_bytes(sources, 1)
+            + aligned
+            + widest_layer_bytes(sources, 1)
+            * _pool_size(sources, max_layers, available, copies * DTYPE_BYTES[engine_dtype(study)])
         )
     ranks = RANK_BYTES * len(study.models.experts) if study.engine.rank_cache else 0
     weights = held * copies * DTYPE_BYTES[engine_dtype(study)] + sources.num_parameters * ranks

@@ -2,31 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayTaskError
 
+from search_spaces.spaces.base import LayerPair
+from service.errors import StudyFailed
 from workers.errors import EngineUnavailable, InvalidModel, InvalidTask
+from workers.merging.alignments import is_stored, store_alignment
 from workers.models.family import open_sources
-from workers.training.hm3.pairs import AlignmentJob, Pair, fit, found, keep
+from workers.training.hm3.pairs import AlignmentJob, file_of, fit, found, keep
 
-__all__ = ["learn_alignments"]
+__all__ = ["alignments_in", "learn_alignments"]
 
 # What Ray reserves for a task on a CPU, which has one thread.
 TASK_CPUS = 1
 
+# Between two notes of progress.
+NOTE_S = 5.0
 
-def learn_alignments(job: AlignmentJob, pairs: Iterable[Pair]) -> dict[Pair, str]:
+
+def alignments_in(
+    directory: Path,
+    job: AlignmentJob,
+    pairs: Iterable[LayerPair],
+    *,
+    before: Mapping[LayerPair, str],
+    note: Callable[[str], None] = lambda _: None,
+) -> dict[LayerPair, str]:
+    """As `learn_alignments`, with a copy of every file in `directory`. Those that were there `before`, by name, are not
+    learned again. Raises StudyFailed where one of them was lost, and another is learned in its place."""
+    whole = {name for name in set(before.values()) if is_stored(directory, name)}
+    kept = {pair: name for pair, name in before.items() if name in whole}
+    learned = learn_alignments(job, [pair for pair in pairs if pair not in kept], note=note)
+    changed = [pair for pair, name in learned.items() if before.get(pair, name) != name]
+    if changed:
+        (first, layer), (second, after) = changed[0]
+        raise StudyFailed(
+            f"{len(changed)} of {len(before)} alignments were lost, and are others when they are learned again, as "
+            f"that from {first} {layer} to {second} {after}: the study's paths cannot be made again; start a new study"
+        )
+    for name in sorted(set(learned.values())):
+        store_alignment(directory, file_of(name).read_bytes())
+    return {**kept, **learned}
+
+
+def learn_alignments(
+    job: AlignmentJob, pairs: Iterable[LayerPair], *, note: Callable[[str], None] = lambda _: None
+) -> dict[LayerPair, str]:
     """The name of each pair's alignment (`workers.training.hm3.pairs.file_of`). Those that were learned before are
-    read; models of which nothing is missing are not opened. Raises InvalidModel and InvalidTask if models or task data
-    cannot be used, EngineUnavailable where processes die."""
+    read; models of which nothing is missing are not opened. `note` is told how many there are. Raises InvalidModel and
+    InvalidTask if models or task data cannot be used, EngineUnavailable where processes die."""
     every = tuple(pairs)
-    names = {pair: known[0] for pair in every if (known := found(job, pair)) is not None}
+    names = {pair: before[0] for pair in every if (before := found(job, pair)) is not None}
     missing = [pair for pair in every if pair not in names]
     if not missing:
         return names
+    known = f", {len(names)} are known" if names else ""
+    note(f"Learning {len(missing)} alignments between layers{known} ...")
+    # Engines start later, so that a GPU is free.
+    num_gpus = 1 if ray.available_resources().get("GPU", 0) >= 1 else 0
     read: Any = ray.remote(_read)
     fitted: Any = ray.remote(_fit).options(num_cpus=TASK_CPUS)
     aliases = sorted({model for pair in missing for model, _ in pair})
@@ -44,7 +83,9 @@ def learn_alignments(job: AlignmentJob, pairs: Iterable[Pair]) -> dict[Pair, str
     }
     # Each place is an object of its own, so that a task fetches the two that it needs.
     rows = {
-        alias: read.options(num_cpus=TASK_CPUS, num_returns=len(wanted) + 1).remote(job, alias, tuple(wanted))
+        alias: read.options(num_cpus=TASK_CPUS, num_gpus=num_gpus, num_returns=len(wanted) + 1).remote(
+            job, alias, tuple(wanted)
+        )
         for alias, wanted in places.items()
     }
     waiting = {}
@@ -53,9 +94,13 @@ def learn_alignments(job: AlignmentJob, pairs: Iterable[Pair]) -> dict[Pair, str
         x = rows[first][places[first][handing + 1]]
         y = rows[second][places[second][receiving]]
         waiting[pair] = fitted.remote(job.kind, x, y, rows[first][-1])
+    noted_at = time.monotonic()
     try:
-        for pair, content in waiting.items():
+        for number, (pair, content) in enumerate(waiting.items(), 1):
             names[pair] = keep(job, pair, ray.get(content))
+            if time.monotonic() - noted_at >= NOTE_S:
+                noted_at = time.monotonic()
+                note(f"{number} of {len(missing)} alignments are learned.")
     except RayTaskError as error:
         if isinstance(error.cause, (InvalidModel, InvalidTask)):
             raise error.cause from None
@@ -72,7 +117,7 @@ def _read(job: AlignmentJob, alias: str, places: tuple[int, ...]) -> list[Any]:
     _one_thread()
     sources = open_sources(job.family)  # its directory may be temporary
     prompts = prompts_of(sources.result_dir, job.options, job.tasks, job.positions)
-    activations = read_activations(job.family, alias, prompts, device="cpu")
+    activations = read_activations(job.family, job.pool[alias], prompts)
     return [*(activations.before[place].numpy() for place in places), activations.is_held_out.numpy()]
 
 

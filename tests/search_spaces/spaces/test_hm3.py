@@ -14,7 +14,7 @@ from search_spaces.baselines import sources_and_published
 from search_spaces.errors import InvalidStudy
 from search_spaces.parameters import Parameters
 from search_spaces.recipe import Recipe, Source
-from search_spaces.spaces.base import SearchedModels
+from search_spaces.spaces.base import AlignedSpace, SearchedModels
 from search_spaces.spaces.hm3 import Hm3Section, MergedOptions
 from search_spaces.spaces.layer_paths import LENGTH, MERGED, PREFERENCE, LayerPaths
 from tests.search_spaces.spaces.families import models, space
@@ -129,6 +129,68 @@ def test_lengths_follow_from_the_sources_or_the_limit() -> None:
     assert own.describe().text == (
         "a path of 4 to 20 layers out of 8 of each of 3 models, each at most 1 away from the one after the last"
     )
+
+
+# Alignments.
+
+
+def test_alignments_stand_between_layers_that_do_not_follow_each_other() -> None:
+    own = space("hm3", models(("math", "text")), alignment="moments")
+    assert isinstance(own, AlignedSpace)
+    of_pairs = {*own.pairs}
+    assert len(of_pairs) == len(own.pairs)
+    assert (("math", 1), ("text", 2)) in of_pairs
+    assert (("math", 1), ("math", 2)) not in of_pairs
+    assert (("math", 1), ("math", 1)) in of_pairs
+    # Every pair of neighbours of every path, and no other.
+    paths = own.paths
+    at = {step: (paths.models[paths.model_of(step)], paths.layer_of(step)) for step in range(paths.num_steps)}
+    neighbours = {(at[a], at[b]) for path in every_path(paths) for a, b in itertools.pairwise(path)}
+    natural = {((name, layer), (name, layer + 1)) for name in ("math", "text") for layer in range(3)}
+    assert of_pairs == neighbours - natural
+    aligned = own.with_alignments({pair: f"{pair[0][0]}{pair[0][1]}{pair[1][0]}{pair[1][1]}" for pair in own.pairs})
+    path = (paths.step(0, 0), paths.step(0, 1), paths.step(1, 2), paths.step(1, 2), paths.step(1, 3))
+    configuration = paths.configuration(path)
+    recipe = aligned.to_recipe(configuration)
+    assert [layer.alignment for layer in recipe.layers] == [None, "math1text2", "text2text2", None, None]
+    assert aligned.from_recipe(recipe) == configuration
+    assert space("hm3", models(("math", "text"))).from_recipe(recipe) is None
+    assert aligned.from_recipe(space("hm3", models(("math", "text"))).to_recipe(configuration)) is None
+
+
+def test_paths_are_not_made_before_their_alignments_are_learned() -> None:
+    own = space("hm3", models(("math", "text")), alignment="mlp")
+    whole = own.to_recipe(own.paths.configuration(range(4)))
+    assert all(layer.alignment is None for layer in whole.layers)
+    with pytest.raises(ValueError, match="no alignment was learned for"):
+        own.to_recipe(own.paths.configuration((0, 1, 6, 7)))
+    with pytest.raises(ValueError, match=f"{len(own.pairs)} of {len(own.pairs)} pairs have no alignment"):
+        own.with_alignments({})
+
+
+def test_models_of_equal_weights_are_one_model_to_alignments() -> None:
+    family = models(("math", "copy"))
+    family = replace(family, fingerprints={**family.fingerprints, "copy": family.fingerprints["math"]})
+    own = space("hm3", family, alignment="moments")
+    assert (("math", 1), ("copy", 2)) not in own.pairs
+    assert (("math", 1), ("copy", 1)) in own.pairs
+
+
+def test_each_vector_s_merged_model_has_alignments_of_its_own() -> None:
+    own = space("hm3", WITH_VECTORS, models=("math",), merged=MergedOptions(), alignment="moments")
+    assert [*own.pool] == ["math", "merged 0", "merged 1"]
+    assert own.pool["merged 1"] == own.to_recipe(own.paths.configuration(range(4, 8), preference=1))
+    assert (("math", 1), ("merged 1", 2)) in own.pairs
+    assert not [pair for pair in own.pairs if {"merged 0", "merged 1"} == {name for name, _ in pair}]
+    aligned = own.with_alignments({pair: str(number) for number, pair in enumerate(own.pairs)})
+    found = aligned.to_recipe(own.paths.configuration((0, 5, 2, 3), preference=1))
+    pairs = (("math", 0), ("merged 1", 1)), (("merged 1", 1), ("math", 2))
+    assert [layer.alignment for layer in found.layers][:3] == [*(str(own.pairs.index(pair)) for pair in pairs), None]
+
+
+def test_more_alignments_than_anyone_would_learn_are_refused() -> None:
+    with pytest.raises(InvalidStudy, match=r"14283 pairs of layers may be .* at most 10000 .* give a smaller max_jump"):
+        space("hm3", models(num_layers=40), max_jump=None, alignment="moments")
 
 
 # The upper level.

@@ -135,9 +135,7 @@ def test_a_study_cannot_be_changed():
         ("engine.dtype", "fp16", '"fp16" is not known; available: auto, float32, bfloat16, float16'),
         ("search_space.component_groups", 2, "2 is not known; available: 1, 3"),
         # not available yet
-        ("search_space", {"kind": "hm3", "alignment": "mlp"}, '"mlp" is not available yet; available: none'),
         ("search.hm3.start", {}, "to begin with the policy of another study is not available yet; leave it out"),
-        ("search_space", {"kind": "hm3", "alignment": "moments"}, '"moments" is not available yet; available: none'),
         (
             "fidelity.scheduler",
             "race",

@@ -10,13 +10,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from search_spaces.spaces.base import AlignedSpace, LayerPair
 from search_spaces.study.file import load_study, parse_study
-from service.errors import StudyUnusable
+from service.errors import StudyFailed, StudyUnusable
 from service.store import Store
 from service.store.artifacts import ArtifactStore
-from service.studies.attempt import _reason_to_fail, execute
+from service.studies.attempt import _reason_to_fail, execute, stored_alignments, with_alignments
 from service.studies.heartbeat import Heartbeat
 from service.studies.preflight.examine import PreflightResult, examine
 from service.types import EventKind, StudyRecord, StudyState
@@ -28,6 +30,7 @@ from workers.cache import CACHE_VARIABLE
 from workers.errors import EngineUnavailable, EvidenceMismatch
 from workers.serving.deployment import deploy_scorer
 from workers.serving.fake import FakeScorer
+from workers.training.hm3.pairs import AlignmentJob
 from workers.types import CanaryReport
 
 UNUSABLE = StudyUnusable("the chat template refuses these messages")
@@ -130,3 +133,54 @@ def test_a_replica_that_fails_the_check_before_the_end_takes_the_study_up_again(
     assert len({row.replica for row in store.evidence(study)}) == 2
     assert trial_list(store, study) == undisturbed(study_file, tmp_path / "alone", resolved=record.resolved)
     store.close()
+
+
+# Alignments.
+
+
+@pytest.fixture
+def aligned(directory: Path) -> PreflightResult:
+    search_space = {"kind": "hm3", "alignment": "moments"}
+    search = {"algorithm": "random", "max_trials": 4}
+    file = directory / "search.jsonl"
+    file.write_text(file.read_text() * (100 // len(file.read_text().splitlines()) + 1))
+    document = sums_study(directory / "models", data_dir=directory)
+    return examine(parse_study({**document, "search_space": search_space, "search": search}))
+
+
+def test_alignments_are_stored_with_the_study_and_recipes_name_them(
+    directory: Path, aligned: PreflightResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(f"sqlite:///{directory / 'aligned.db'}")
+    study = store.create_study(name="a", document=aligned.study.canonical(), resolved=aligned.resolved()).id
+    asked: list[Any] = []
+
+    def learned(place: Path, job: AlignmentJob, pairs: Any, *, before: Any, note: Any) -> dict[LayerPair, str]:
+        asked.append((place, job.kind, {*job.pool}, dict(before)))
+        if len(asked) == 3:
+            raise StudyFailed("1 of 20 alignments were lost")
+        return {pair: str(number) for number, pair in enumerate(pairs)}
+
+    monkeypatch.setattr("service.tune.proposing.alignments.alignments_in", learned)
+    place: Any = {"directory": directory / "kept", "note": lambda _: None}
+    for attempt in range(2):
+        found = with_alignments(aligned, store, store.open_attempt(study), **place)
+        assert isinstance(found.space, AlignedSpace)
+        names = stored_alignments(store, study)
+        assert names == {pair: str(number) for number, pair in enumerate(found.space.pairs)}
+        assert found.family.alignments_dir == str(directory / "kept")
+        assert asked[attempt] == (directory / "kept", "moments", {"math", "text"}, names if attempt else {})
+        rng = np.random.default_rng(0)
+        drawn = [found.space.to_recipe(found.space.parameters.sample(rng)) for _ in range(20)]
+        named = {layer.alignment for recipe in drawn for layer in recipe.layers} - {None}
+        assert named
+        assert named <= {*names.values()}
+    with pytest.raises(StudyFailed, match="were lost"):
+        with_alignments(aligned, store, store.open_attempt(study), **place)
+    assert store.study(study).state is StudyState.FAILED
+    store.close()
+
+
+def test_a_space_without_alignments_is_left_as_it_is(record: StudyRecord, preflight: PreflightResult) -> None:
+    store: Any = None  # nothing is read or written
+    assert with_alignments(preflight, store, store, directory=Path(), note=lambda _: None) is preflight

@@ -14,6 +14,7 @@ import torch
 
 from search_spaces.errors import InvalidPreference
 from search_spaces.recipe import Recipe
+from search_spaces.spaces.base import AlignmentKind
 from search_spaces.study.file import load_study
 from service.cli.main import main
 from service.disk import artifacts_dir
@@ -38,12 +39,16 @@ SEEN, UNSEEN = {"math": 1.0}, {"math": 0.45, "text": 0.45, "lookup": 0.1}
 class Trained:
     """A run of the shipped family whose policy has learned from two iterations of made-up outcomes."""
 
-    def __init__(self, directory: Path, *, searcher: str = "hm3", **options: Any) -> None:
+    def __init__(
+        self, directory: Path, *, searcher: str = "hm3", alignment: AlignmentKind = "none", **options: Any
+    ) -> None:
         directory.mkdir()
         self.directory = directory
         study = load_study(ROOT / "docs" / "examples" / "hm3.yaml")
         policy = study.search.hm3.model_copy(update={"episodes": 4, "mini_batches": 2, "epochs": 1, **options})
-        self.study = study.model_copy(update={"search": study.search.model_copy(update={"hm3": policy})})
+        search = study.search.model_copy(update={"hm3": policy})
+        space = study.search_space.model_copy(update={"alignment": alignment})
+        self.study = study.model_copy(update={"search": search, "search_space": space})
         sources = resolve_family(study.models.base, study.models.named)
         resolved = replace(
             resolved_study(),
@@ -137,6 +142,8 @@ def test_what_cannot_propose_is_refused(trained: Trained, tmp_path: Path) -> Non
         trained.propose({"maths": 1.0})
     with pytest.raises(Conflict, match="its searcher is random; only hm3 trains a policy"):
         Trained(tmp_path / "random", searcher="random").propose(SEEN)
+    with pytest.raises(Conflict, match=r"its paths have alignments \(moments\), which are not learned for proposals"):
+        Trained(tmp_path / "aligned", alignment="moments", warm_up=2).propose(SEEN)
     untrained = Trained(tmp_path / "warm", warm_up=2)
     with pytest.raises(Conflict, match="no policy has been learned yet"):
         untrained.propose(SEEN)

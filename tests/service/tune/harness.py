@@ -19,6 +19,7 @@ from service.tune.coordinator import Coordinator
 from service.tune.evaluation import ChunkFailed, Crash, Evaluation, FailureKind
 from service.tune.plan import Plan
 from service.tune.searchers import get_searcher
+from service.tune.searchers.base import Searcher, SteppingSearcher
 from service.tune.steps import Step
 from service.types import Origin
 from tests.search_spaces.spaces.families import models, space
@@ -95,7 +96,9 @@ class InlineProposer:
 
     def __init__(self, space: SearchSpace, *, seed: int | None = None) -> None:
         self._seed = seed
-        self._searcher = get_searcher("random")
+        searcher = get_searcher("random")
+        assert not isinstance(searcher, SteppingSearcher)
+        self._searcher: Searcher = searcher
         self._parameters = space.parameters
         self._call: Mapping[str, Any] = {}
 

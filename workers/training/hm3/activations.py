@@ -1,4 +1,4 @@
-"""What a source model's layers hand on while it reads the prompts of search samples: what alignments are learned from.
+"""What a model's layers hand on while it reads the prompts of search samples: what alignments are learned from.
 
 A tenth of the search samples is read, as HM3's authors do, the first ones in their order. The first token of each text
 is left out: in trained models its activations are larger than all others by orders of magnitude (Sun et al., "Massive
@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
+from search_spaces.recipe import Recipe
 from search_spaces.study.sections import EngineOptions
 from workers.errors import InvalidModel
 from workers.evaluation.lm_eval import TaskEvaluator
@@ -92,15 +92,15 @@ def prompts_of(
 
 
 def read_activations(
-    family: Family, alias: str, prompts: Sequence[Sequence[int]], *, device: str | None = None
+    family: Family, recipe: Recipe, prompts: Sequence[Sequence[int]], *, device: str | None = None
 ) -> Activations:
-    """Of the source with this alias, in float32, while it reads the prompts. Raises InvalidModel where transformers
-    hides its layers."""
+    """Of this merge, with the layers of a source model, in float32, while it reads the prompts. Raises InvalidModel
+    where transformers hides its layers."""
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     bank = Bank(family, Placement.MAPPED, device=place)
     model = TrainableModel(bank, torch.float32, device=place)
     with torch.no_grad():
-        merge_into(plan_tensors(_source(family, alias, bank.base.layout.num_layers), bank), bank, dict(model.memory))
+        merge_into(plan_tensors(recipe, bank), bank, dict(model.memory))
     layers = getattr(getattr(model.module, model.module.base_model_prefix), "layers", None)
     if layers is None or len(layers) != bank.base.layout.num_layers:
         raise InvalidModel((f"alignment: {type(model.module).__name__} does not list its layers",))
@@ -122,16 +122,6 @@ def read_activations(
                 parts.append(before[:, row, list(chosen)].cpu())
                 held_out += [index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1] * len(chosen)
     return Activations(torch.cat(parts, dim=1), torch.tensor(held_out))
-
-
-def _source(family: Family, alias: str, num_layers: int) -> Recipe:
-    def whole(layer: int | None) -> Merge:
-        return Merge("passthrough", (Source(alias, layer),))
-
-    layers = tuple(LayerRecipe(whole(layer), whole(layer), whole(layer)) for layer in range(num_layers))
-    return Recipe(
-        family.fingerprints, family.base.alias, layers, whole(None), whole(None), tokenizer=family.tokenizer
-    ).canonical()
 
 
 def _batches(texts: Sequence[int], prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:

@@ -38,7 +38,6 @@ __all__ = [
     "discrepancy",
     "fit_mlp",
     "fit_moments",
-    "is_natural",
 ]
 
 Kind = Literal["moments", "mlp"]
@@ -46,11 +45,6 @@ KINDS: tuple[Kind, ...] = ("moments", "mlp")
 
 # Of a channel's deviation, as a share of that of all: less is not divided by.
 SMALLEST_DEVIATION = 1e-3
-
-
-def is_natural(first: tuple[str, int], second: tuple[str, int]) -> bool:
-    """Whether a layer (model, number) follows the other one in their own model: then nothing stands between them."""
-    return first[0] == second[0] and second[1] == first[1] + 1
 
 
 @dataclass(frozen=True)

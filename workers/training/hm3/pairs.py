@@ -1,4 +1,4 @@
-"""The pairs of layers of a path that need an alignment, and alignments kept by pair between runs.
+"""What alignments are learned from, and alignments kept by pair of layers between runs.
 
 An alignment is a function of the two layers' weights, the texts and the kind: it is learned once, whatever study and
 path ask for it. Its name, in recipes too, is the sha256 of its file.
@@ -8,37 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from torch import Tensor
 
+from search_spaces.recipe import Recipe
+from search_spaces.spaces.base import LayerPair
 from search_spaces.study.sections import EngineOptions
 from workers.cache import cache_dir, cached
-from workers.training.hm3.alignment import (
-    Aligned,
-    AlignmentOptions,
-    Kind,
-    discrepancy,
-    fit_mlp,
-    fit_moments,
-    is_natural,
-)
+from workers.merging.alignments import store_alignment
+from workers.training.hm3.alignment import Aligned, AlignmentOptions, Kind, discrepancy, fit_mlp, fit_moments
 from workers.types import Family, TaskSpec
 
-__all__ = ["AlignmentJob", "Layer", "Pair", "file_of", "fit", "found", "keep", "pairs_of"]
-
-Layer = tuple[str, int]
-"""A model's alias and the number of its layer."""
-Pair = tuple[Layer, Layer]
-"""The layer that hands on, and the one that receives."""
+__all__ = ["AlignmentJob", "file_of", "fit", "found", "keep"]
 
 # Part of every key: another way to learn alignments is another number.
-VERSION = 1
+VERSION = 2
 
 # Options that prompts depend on.
 OF_PROMPTS = ("add_bos_token", "chat_template", "max_model_len")
@@ -46,33 +33,28 @@ OF_PROMPTS = ("add_bos_token", "chat_template", "max_model_len")
 
 @dataclass(frozen=True)
 class AlignmentJob:
-    """What alignments are learned from: the sources, the prompts of the objectives' samples at these positions, and
-    how."""
+    """What alignments are learned from: models (`pool`, merges of the family by the names that pairs have), the prompts
+    of the objectives' samples at these positions, and how."""
 
     family: Family
+    pool: Mapping[str, Recipe]
     options: EngineOptions
     tasks: Mapping[str, TaskSpec]
     positions: Mapping[str, Sequence[int]]
     kind: Kind
 
-    def key(self, pair: Pair) -> str:
+    def key(self, pair: LayerPair) -> str:
         """Equal for equal weights and texts, whatever the models are called."""
-        prints = self.family.fingerprints
         engine = self.options.model_dump(mode="json")
         document = {
             "hm3 alignment": VERSION,
             "kind": self.kind,
-            "pair": [[prints[model], layer] for model, layer in pair],
+            "pair": [[self.pool[model].digest, layer] for model, layer in pair],
             "family": self.family.fingerprint,
             "texts": sorted([spec.digest, list(self.positions[name])] for name, spec in self.tasks.items()),
             "prompts": {name: engine[name] for name in OF_PROMPTS},
         }
         return json.dumps(document, sort_keys=True)
-
-
-def pairs_of(paths: Iterable[Sequence[Layer]]) -> tuple[Pair, ...]:
-    """Those of neighbours in the paths that are not natural, each once, in a fixed order."""
-    return tuple(sorted({pair for path in paths for pair in pairwise(path) if not is_natural(*pair)}))
 
 
 def fit(
@@ -90,10 +72,14 @@ def fit(
 
 def file_of(digest: str) -> Path:
     """Where the alignment with this name is kept: a safetensors file of `Alignment.tensors`."""
-    return cache_dir() / "alignments" / f"{digest}.safetensors"
+    return _directory() / f"{digest}.safetensors"
 
 
-def found(job: AlignmentJob, pair: Pair) -> tuple[str, Aligned] | None:
+def _directory() -> Path:
+    return cache_dir() / "alignments"
+
+
+def found(job: AlignmentJob, pair: LayerPair) -> tuple[str, Aligned] | None:
     """The name of the pair's alignment, and the alignment; None if it was not learned before, or its file was lost or
     damaged."""
     digest = cached(job.key(pair))
@@ -106,14 +92,9 @@ def found(job: AlignmentJob, pair: Pair) -> tuple[str, Aligned] | None:
         return None
 
 
-def keep(job: AlignmentJob, pair: Pair, content: bytes) -> str:
+def keep(job: AlignmentJob, pair: LayerPair, content: bytes) -> str:
     """Keep an alignment (`Aligned.to_bytes`). Returns its name. Raises OSError where the cache cannot be written: what
     recipes name must be there."""
-    digest = hashlib.sha256(content).hexdigest()
-    file = file_of(digest)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("wb", dir=file.parent, delete=False) as temporary:
-        temporary.write(content)
-    os.replace(temporary.name, file)
+    digest = store_alignment(_directory(), content)
     cached(job.key(pair), digest)
     return digest

@@ -165,3 +165,20 @@ def test_scales_that_the_type_of_model_cannot_have_are_refused(
     examined(tmp_path, search_space={"kind": "layerwise"}, limits={})
     layout_family(tmp_path / "other", "gemma", hidden=128)
     examined(tmp_path / "other", search_space=space, limits={})
+
+
+def test_alignments_need_samples_to_learn_from_and_memory(root: Path) -> None:
+    space = {"kind": "hm3", "alignment": "mlp"}
+    with pytest.raises(InvalidStudy) as caught:
+        examined(root, search_space=space)
+    (problem,) = caught.value.problems
+    assert problem.field == "search_space.alignment"
+    assert "here 1 of 9; they need at least 10: give 100 search samples or more" in problem.message
+    many = root / "many.jsonl"
+    many.write_text("".join(json.dumps({"prompt": f"{i}", "answer": f"{i}"}) + "\n" for i in range(100)))
+    objectives = [{"name": "sums", "task": {"file": "many.jsonl", "max_tokens": 8}, "metric": "exact_match"}]
+    with_them = examined(root, search_space=space, objectives=objectives)
+    without = examined(root, search_space={"kind": "hm3"}, objectives=objectives)
+    assert with_them.space.describe().text.endswith(" one of 20 alignments: mlp")
+    if not torch.cuda.is_available():
+        assert with_them.memory.engine_bytes > without.memory.engine_bytes

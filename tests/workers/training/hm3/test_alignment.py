@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from search_spaces.study.sections import EngineOptions
+from tests.workers.recipes import whole_model
 from workers.cache import CACHE_VARIABLE
 from workers.merging.alignments import Alignment
 from workers.training.hm3.activations import (
@@ -25,9 +26,8 @@ from workers.training.hm3.alignment import (
     discrepancy,
     fit_mlp,
     fit_moments,
-    is_natural,
 )
-from workers.training.hm3.pairs import AlignmentJob, file_of, fit, found, keep, pairs_of
+from workers.training.hm3.pairs import AlignmentJob, file_of, fit, found, keep
 from workers.types import Family, TaskSpec
 
 OPTIONS = EngineOptions(max_model_len=256, dtype="float32")
@@ -45,15 +45,6 @@ def rows(num: int, channels: int, *, seed: int, mixes: float = 0.0) -> torch.Ten
     shared = torch.randn(num, 1, generator=generator)
     own = torch.rand(channels, generator=generator) + 0.5
     return (plain + mixes * shared) * own + torch.randn(channels, generator=generator)
-
-
-def test_pairs_of_one_model_in_its_own_order_are_natural() -> None:
-    assert is_natural(("math", 1), ("math", 2))
-    assert not is_natural(("math", 1), ("text", 2))
-    assert not is_natural(("math", 2), ("math", 1))
-    assert not is_natural(("math", 1), ("math", 1))
-    paths = [[("math", 0), ("math", 1), ("text", 2)], [("math", 1), ("text", 2), ("text", 2), ("text", 3)]]
-    assert pairs_of(paths) == ((("math", 1), ("text", 2)), (("text", 2), ("text", 2)))
 
 
 # Formulas.
@@ -165,7 +156,8 @@ def test_a_tenth_of_the_samples_is_read_and_too_few_are_refused() -> None:
 
 @pytest.fixture(scope="module")
 def job(untied_family: Family, sums: TaskSpec) -> AlignmentJob:
-    return AlignmentJob(untied_family, OPTIONS, {"sums": sums}, {"sums": range(12)}, "moments")
+    pool = {alias: whole_model(untied_family, alias) for alias in ("math", "text")}
+    return AlignmentJob(untied_family, pool, OPTIONS, {"sums": sums}, {"sums": range(12)}, "moments")
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +167,7 @@ def prompts(job: AlignmentJob) -> tuple[tuple[int, ...], ...]:
 
 @pytest.fixture(scope="module")
 def of_text(job: AlignmentJob, prompts: tuple[tuple[int, ...], ...]) -> Activations:
-    return read_activations(job.family, "text", prompts, device="cpu")
+    return read_activations(job.family, job.pool["text"], prompts, device="cpu")
 
 
 def test_activations_are_those_of_the_model_in_its_own_order(
@@ -222,7 +214,9 @@ def test_an_alignment_is_kept_and_one_that_is_damaged_is_not_there(
     assert found(replace(job, positions={"sums": range(13)}), pair) is None
     assert found(job, (("math", 1), ("text", 3))) is None
     # The same models under other names are the same.
-    renamed = replace(job.family, experts=tuple(replace(each, alias=each.alias.upper()) for each in job.family.experts))
-    assert found(replace(job, family=renamed), (("MATH", 1), ("TEXT", 2))) is not None
+    renamed = {alias.upper(): recipe for alias, recipe in job.pool.items()}
+    assert found(replace(job, pool=renamed), (("MATH", 1), ("TEXT", 2))) is not None
+    exchanged = {"math": job.pool["text"], "text": job.pool["math"]}
+    assert found(replace(job, pool=exchanged), pair) is None
     file_of(name).write_bytes(content[:-1] + b"x")
     assert found(job, pair) is None
