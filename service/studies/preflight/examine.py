@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -269,16 +270,13 @@ def examine(
         if searched is not None:
             algorithm = algorithm_of(study, searched, tasks, problems)
         computes_gradients = algorithm is not None and algorithm.name == GRADIENT
-        memory = plan_memory(
-            study,
-            sources,
-            available_bytes,
-            computes_gradients=computes_gradients,
-            max_layers=max_layers,
-            aligns=aligns,
+        plan = partial(
+            plan_memory, study, sources, available_bytes, computes_gradients=computes_gradients, aligns=aligns
         )
+        memory = plan(max_layers=max_layers)
         check_prompts(study, sources.result_dir, problems)
-        check_memory(memory, problems, max_layers=max_layers)
+        shorter = range(sources.layout.num_layers, max_layers)
+        check_memory(memory, problems, shorter=shorter, plan=lambda layers: plan(max_layers=layers))
         if export_dir is not None and (lack := lack_of_space(export_dir, export_bytes)):
             problems.append(Problem("", f"--export: {lack}"))
     objectives = objectives_of(study, infos, size, problems)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -142,10 +144,22 @@ def _pool_size(sources: ResolvedFamily, max_layers: int, available: int, bytes_o
     return max(max_layers, min(every, room // widest_layer_bytes(sources, bytes_of_value)))
 
 
-def check_memory(memory: MemoryPlan, problems: list[Problem], *, max_layers: int = 0) -> None:
-    """Check that the planned memory is available."""
-    layers = f", a limits.max_layers below {max_layers}" if max_layers else ""
+def check_memory(
+    memory: MemoryPlan,
+    problems: list[Problem],
+    *,
+    shorter: range = range(0),
+    plan: Callable[[int], MemoryPlan] | None = None,
+) -> None:
+    """Check that the planned memory is available. `shorter` are the numbers of layers that `limits.max_layers` could be
+    lowered to; `plan` gives the memory for one of them, the more layers the more."""
     if memory.needed_bytes > memory.available_bytes:
+        layers = ""
+        if plan is not None:
+            fitting = shorter[
+                : bisect.bisect_right(shorter, memory.available_bytes, key=lambda n: plan(n).needed_bytes)
+            ]
+            layers = f", limits.max_layers of at most {fitting[-1]}" if fitting else ""
         gradients = f" + {gib(memory.gradient_bytes)} for gradients" if memory.gradient_bytes else ""
         problems.append(
             Problem(

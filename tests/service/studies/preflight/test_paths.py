@@ -138,10 +138,24 @@ def test_a_difference_in_geometry_is_told_with_the_field_and_both_models(root: P
     assert any("text: rope_theta is 500000.0; the base has 10000.0" in text for text in found)
 
 
-def test_a_longest_merge_that_does_not_fit_into_memory_is_refused_and_told_what_would(root: Path) -> None:
-    needed = examined(root).memory.needed_bytes
-    with pytest.raises(InvalidStudy, match=r"use fewer replicas, a smaller dtype, a limits\.max_layers below 500000"):
+def test_a_longest_merge_that_does_not_fit_into_memory_is_refused_and_told_how_long_one_may_be(root: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("on a GPU the layers are not in host memory")
+    needed = examined(root, limits={"max_layers": 60_000}).memory.needed_bytes
+    with pytest.raises(
+        InvalidStudy, match=r"use fewer replicas, a smaller dtype, limits\.max_layers of at most "
+    ) as caught:
         examined(root, limits={"max_layers": 500_000}, available_bytes=needed)
+    longest = int(re.findall(r"at most (\d+)", str(caught.value))[0])
+    assert 60_000 <= longest < 500_000
+    examined(root, limits={"max_layers": longest}, available_bytes=needed)
+    with pytest.raises(InvalidStudy, match=f"at most {longest} "):
+        examined(root, limits={"max_layers": longest + 1}, available_bytes=needed)
+
+
+def test_where_no_merge_fits_into_memory_no_number_of_layers_is_advised(root: Path) -> None:
+    with pytest.raises(InvalidStudy, match="use fewer replicas, a smaller dtype or a larger machine"):
+        examined(root, limits={"max_layers": 500_000}, available_bytes=2**20)
 
 
 @pytest.mark.slow

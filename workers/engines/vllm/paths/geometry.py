@@ -42,12 +42,16 @@ def path_problems(sources: ResolvedFamily) -> list[str]:
     for alias, checkpoint in sources.views.items():
         found = _settings(checkpoint.settings)
         problems += [
-            f"{alias}: {checkpoint.directory}: {name} is {found[name]!r}; the base has {expected[name]!r}, and the "
-            "layers of a path are computed with one value"
+            f"{alias}: {checkpoint.directory}: {name} is {_shown(found[name])}; the base has "
+            f"{_shown(expected[name])}, and the layers of a path are computed with one value"
             for name in expected
             if found[name] != expected[name]
         ]
     return problems
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else repr(value)
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:

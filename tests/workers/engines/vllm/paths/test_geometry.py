@@ -29,7 +29,7 @@ def changed(family: Family, alias: str, **fields: Any) -> ResolvedFamily:
         ({"rms_norm_eps": 1e-5}, "math: {dir}: rms_norm_eps is 1e-05; the base has 1e-06"),
         (
             {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 3},
-            "math: {dir}: sliding_window is 32; the base has None",
+            "math: {dir}: sliding_window is 32; the base has none",
         ),
     ],
 )
