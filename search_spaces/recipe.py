@@ -323,6 +323,8 @@ class Recipe:
         found = document.get("format") if isinstance(document, Mapping) else document
         if found not in (FORMAT, FORMAT_OF_CUTS):
             raise InvalidRecipe(f"recipe: format is {found!r}; this version reads {FORMAT!r} and {FORMAT_OF_CUTS!r}")
+        if (experts := document.get("experts", "each")) not in ("each", "stacked"):
+            raise InvalidRecipe(f"recipe: experts is {experts!r}; expected 'each' or 'stacked'")
         try:
             return cls(
                 models={str(alias): str(print_) for alias, print_ in document["models"].items()},
@@ -334,7 +336,7 @@ class Recipe:
                 tokenizer=str(document.get("tokenizer", "base")),
                 keeps_equal=found == FORMAT,
                 vocabulary=dict(document.get("vocabulary", {})),
-                stacks_experts=document.get("experts") == "stacked",
+                stacks_experts=experts == "stacked",
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise InvalidRecipe(f"recipe: missing or malformed: {error!r}") from error

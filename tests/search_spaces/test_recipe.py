@@ -149,6 +149,7 @@ def test_recipes_that_cut_at_a_rank_have_a_format_of_their_own_and_those_of_form
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (lambda d: d | {"experts": "stakced"}, "experts is 'stakced'; expected 'each' or 'stacked'"),
         (lambda d: d | {"format": "other"}, "format is 'other'; this version reads 'mergesearch-recipe/1'"),
         (lambda d: d | {"layers": [{}]}, "layer: not a layer recipe"),
         (lambda d: d | {"head": {"method": "ties"}}, "merge: not a merge"),

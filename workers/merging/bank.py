@@ -23,6 +23,7 @@ from workers.merging.statistics import (
     inner_products,
     magnitude_selection,
     magnitude_table,
+    norm_of,
     row_ranks,
     variance_selection,
     variance_table,
@@ -86,6 +87,7 @@ class Bank:
         self._keeps_ranks = False
         self._magnitudes: dict[tuple[Key, Key], MagnitudeTable] = {}
         self._products: dict[tuple[frozenset[Key], Key | None], float] = {}  # of one or two sources
+        self._norms: dict[tuple[Key, Key], float] = {}
         self._ranks: dict[tuple[Key, Key], torch.Tensor] = {}
         self._recent = Recent(recent_bytes(self.sources) if keeps_statistics else 0)
         self.num_bytes = self.sources.stored_bytes
@@ -206,6 +208,16 @@ class Bank:
             self._magnitudes |= {(source, base): table for source, table in tables.items() if table is not None}
         return tuple(tables[source] for source in sources)
 
+    def norms(self, sources: Sequence[Key], base: Key) -> tuple[float, ...]:
+        """For each source the sum of the magnitudes of source - base, computed once."""
+        norms = {source: self._norms[source, base] for source in sources if (source, base) in self._norms}
+        for source in sources:
+            if source not in norms:
+                norms[source] = norm_of(self.get(*source), self.get(*base))
+        if self._keeps_statistics:
+            self._norms |= {(source, base): norm for source, norm in norms.items()}
+        return tuple(norms[source] for source in sources)
+
     def order(self, key: Key) -> TieOrder:
         """The order of elements of equal magnitude in a source's task vector, or of equal variance from this base. It
         depends on the model's content and the tensor's name."""
@@ -217,7 +229,7 @@ class Bank:
         device, or that are stored on one, are dropped."""
         if self.device != torch.device(device):
             self.device = torch.device(device)
-            for known in (self._magnitudes, self._recent, self._ranks):
+            for known in (self._magnitudes, self._norms, self._recent, self._ranks):
                 known.clear()
 
     def summary(self) -> dict[str, Any]:

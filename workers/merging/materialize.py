@@ -309,6 +309,7 @@ class _Computation:
     keys: tuple[int, ...] | None
     cosine: float | None
     magnitudes: tuple[Ranked | None, ...] | None
+    norms: tuple[float, ...] | None
     products: Products | None
     importance: Importance | None
     variances: Ranked | None
@@ -341,6 +342,7 @@ class _Computation:
             masks,
             bank.cosine(*sources) if "cosine" in uses else None,
             bank.magnitudes(sources, base) if "magnitudes" in uses else None,
+            bank.norms(sources, base) if "norms" in uses and merge.number("rescale") else None,
             bank.products(sources, base if declared.needs_base else None) if "products" in uses else None,
             bank.importance(*sources) if "importance" in uses else None,
             bank.variances(sources, base) if "variances" in uses else None,
@@ -385,6 +387,7 @@ class _Computation:
             base=None if self.base is None else bank.get(*self.base),
             cosine=self.cosine,
             magnitudes=self.magnitudes,
+            norms=self.norms,
             keys=self.keys,
             products=self.products,
             importance=self.importance,

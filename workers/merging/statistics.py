@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from workers.merging.methods import averages
-from workers.merging.methods.arithmetic import Products
+from workers.merging.methods.arithmetic import Products, total
 from workers.merging.methods.arithmetic import inner_products as plain_inner_products
 from workers.merging.methods.averages import Importance
 from workers.merging.methods.competition import variance
@@ -24,6 +24,7 @@ __all__ = [
     "inner_products",
     "magnitude_selection",
     "magnitude_table",
+    "norm_of",
     "row_ranks",
     "variance_selection",
     "variance_table",
@@ -85,6 +86,16 @@ def variance_table(sources: Sequence[torch.Tensor], base: torch.Tensor, order: T
     from workers.merging.kernels.sorting import ascending_variances
 
     return MagnitudeTable.of_ascending(ascending_variances(sources, base, order.factor))
+
+
+def norm_of(source: torch.Tensor, base: torch.Tensor) -> float:
+    """The sum of the magnitudes of source - base, which is rounded to float32."""
+    if base.is_cuda or base.numel() == 0:
+        return total(torch.abs, source.float() - base.float())
+    from workers.merging.kernels.reductions import kept_norms
+    from workers.merging.kernels.rules import Whole
+
+    return kept_norms(Whole(), [source.contiguous()], base.contiguous())[0]
 
 
 def row_ranks(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> torch.Tensor:

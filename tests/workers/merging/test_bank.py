@@ -18,7 +18,7 @@ from tests.workers.recipes import arithmetic
 from workers.errors import EvidenceMismatch, InvalidModel
 from workers.merging.bank import Bank
 from workers.merging.materialize import merge_into, merged_tensors
-from workers.merging.methods.arithmetic import cosine, inner_products
+from workers.merging.methods.arithmetic import cosine, inner_products, total
 from workers.merging.methods.competition import variance
 from workers.merging.order_statistics import magnitude_keys
 from workers.models.checkpoints import open_checkpoint
@@ -283,6 +283,15 @@ def test_tables_of_many_sets_of_sources_take_no_more_than_their_share_and_are_ma
         largest = max(largest, bank.summary()["statistics_bytes"])
     assert 0.9 * limit < largest <= limit
     assert forgetful.summary()["statistics_bytes"] == 0
+
+
+def test_norms_are_those_of_the_plain_methods_and_computed_once(untied_family: Family, tmp_path: Path) -> None:
+    bank = Bank(untied_family, cache=tmp_path)
+    sources, base = [("math", NAME), ("text", NAME)], ("base", NAME)
+    norms = bank.norms(sources, base)
+    assert list(norms) == [total(torch.abs, bank.get(*source).float() - bank.get(*base).float()) for source in sources]
+    bank._norms[sources[0], base] = 1.5
+    assert bank.norms(sources[::-1], base) == (norms[1], 1.5)
 
 
 def test_a_table_is_kept_while_it_is_used(untied_family: Family, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "bits_of",
     "copied_past_caches",
     "either",
+    "has_sign_of",
     "hashed",
     "is_kept",
     "marked",
@@ -34,6 +35,7 @@ __all__ = [
     "stores_done",
     "turned_mark",
     "variance_of",
+    "zero_unless",
 ]
 
 # Results are computed in blocks that fit the first-level cache, and copied from there to their place.
@@ -190,6 +192,20 @@ def either(first: Any, second: Any) -> Any:
     """SOME if one of the two is SOME, else NONE. In 32 bits: Numba's `|` gives 64, and a loop with a number of 64 bits
     computes half as many elements at a time."""
     return U32(first | second)
+
+
+@numba.njit(**IN_PLACE)
+def zero_unless(condition: Any, number: Any) -> Any:
+    """The float32 if the condition holds, else zero, for numbers that are stored at once: of a choice LLVM would make
+    stores by a mask, which take AMD's processors an order of magnitude longer."""
+    return _float(U32(bits_of(number) & U32(U32(0) - U32(condition))))
+
+
+@numba.njit(**IN_PLACE)
+def has_sign_of(number: Any, total: Any) -> Any:
+    """Whether the number is positive, or negative if the total is: by turning the sign, which takes less than two
+    comparisons and a choice. A total of zero counts as positive."""
+    return _float(U32(bits_of(number) ^ (U32(0) if total >= ZERO else TOP))) > ZERO
 
 
 @numba.njit(**IN_PLACE)

@@ -12,9 +12,9 @@ from numba.extending import overload
 
 from workers.merging.kernels import rules
 from workers.merging.kernels.compilation import IN_PLACE
-from workers.merging.kernels.elements import reaches, turned_mark, variance_of
+from workers.merging.kernels.elements import has_sign_of, variance_of
 from workers.merging.kernels.operations import FORMULAS, ONE, ZERO, computes, larger, positive, sign, value
-from workers.merging.kernels.sparsity import kept
+from workers.merging.kernels.sparsity import is_at_or_above, kept
 
 __all__ = ["element"]
 
@@ -78,7 +78,7 @@ def _weighted(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     merged, divisor = ZERO, ZERO
     for s in range(len(xs)):
         tau = kept(rule.sparse, value(xs[s][i]) - b, s, i) * rule.weights[s]
-        agrees = (tau > ZERO) if total >= ZERO else (tau < ZERO)
+        agrees = has_sign_of(tau, total)
         merged += tau if agrees else ZERO
         divisor += rule.weights[s] * rule.normalize if agrees else ZERO
     return merged / (divisor if divisor != ZERO else ONE) * rule.lambda_ + b
@@ -93,7 +93,7 @@ def _weighted_mean(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     merged, count = ZERO, ZERO
     for s in range(len(xs)):
         tau = kept(rule.sparse, value(xs[s][i]) - b, s, i)
-        agrees = (tau > ZERO) if total >= ZERO else (tau < ZERO)
+        agrees = has_sign_of(tau, total)
         merged += (tau if agrees else ZERO) * rule.weights[s]
         count += ONE if agrees else ZERO
     return merged / larger(count, ONE) + b
@@ -141,7 +141,7 @@ def _shared_out(rule: Any, base: Any, xs: Any, i: Any) -> Any:
 @computes(rules.Variable)
 def _variable(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     b = value(base[i])
-    is_kept = reaches(variance_of(base, xs, i), turned_mark(i, rule.factor), rule.place, rule.mark)
+    is_kept = _is_variable(rule, base, xs, i)
     total = ZERO
     for s in range(len(xs)):
         total += value(xs[s][i]) - b if is_kept else ZERO
@@ -157,20 +157,25 @@ def _variable(rule: Any, base: Any, xs: Any, i: Any) -> Any:
 @computes(rules.VariableElection)
 def _variable_election(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     b = value(base[i])
-    keeps = reaches(variance_of(base, xs, i), turned_mark(i, rule.factor), rule.place, rule.mark)
+    keeps = _is_variable(rule, base, xs, i)
     total = ZERO
     for s in range(len(xs)):
         total += value(xs[s][i]) - b if keeps else ZERO
     merged, divisor = ZERO, ZERO
     for s in range(len(xs)):
         tau = value(xs[s][i]) - b if keeps else ZERO
-        agrees = (tau > ZERO) if total >= ZERO else (tau < ZERO)
+        agrees = has_sign_of(tau, total)
         merged += (tau if agrees else ZERO) * rule.weights[s]
         divisor += rule.weights[s] if agrees else ZERO
     return merged / larger(divisor, rule.least) + b
 
 
 # Parts of several formulas.
+
+
+@numba.njit(**IN_PLACE)
+def _is_variable(rule: Any, base: Any, xs: Any, i: Any) -> Any:
+    return is_at_or_above(rule.by, variance_of(base, xs, i), 0, i, rule.factor, rule.place, rule.mark)
 
 
 @numba.njit(**IN_PLACE)

@@ -10,20 +10,22 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 import torch
 
 from workers.merging.kernels import rules
 from workers.merging.kernels.arguments import as_array, as_arrays, typed
-from workers.merging.kernels.compilation import compiled
-from workers.merging.kernels.elements import BLOCK, NONE, SOME, either, passes, reaches, turned_mark, variance_of
+from workers.merging.kernels.compilation import IN_PLACE, compiled
+from workers.merging.kernels.elements import BLOCK, NONE, SOME, either, variance_of, zero_unless
+from workers.merging.kernels.lowering.base import comparisons
 from workers.merging.kernels.operations import ZERO, value
-from workers.merging.kernels.sparsity import kept
+from workers.merging.kernels.sparsity import is_at_or_above, kept
 from workers.merging.kernels.threads import pieces, run
-from workers.merging.kernels.thresholds import place_of_variance
+from workers.merging.kernels.thresholds import is_between, place_of_variance
 from workers.merging.methods.arithmetic import BLOCK as SUMMED
 from workers.merging.methods.arithmetic import PARTS
-from workers.merging.order_statistics import SPACING, Place, TieOrder, Trim
+from workers.merging.order_statistics import MOST_LEFT, Place, TieOrder, Trim
 
 __all__ = ["inner_product", "kept_norms", "projections", "shared_counts", "variable_squares", "weighted_words"]
 
@@ -53,40 +55,45 @@ def projections(direction: torch.Tensor, tensors: Tensors, base: torch.Tensor) -
 
 
 def kept_norms(
-    sparse: rules.Dropped | rules.Sampled, tensors: Tensors, base: torch.Tensor
-) -> list[tuple[float, float]]:
-    """For each source, with tau = source - base: the sum of |tau|, and the sum of |what `sparse` keeps of tau|."""
+    sparse: rules.Whole | rules.Dropped | rules.Sampled, tensors: Tensors, base: torch.Tensor
+) -> list[float]:
+    """For each source, the sum of the magnitudes that `sparse` keeps of source - base."""
     fields = sparse._asdict().items()
     alone = tuple(typed(sparse._replace(**{name: (each[s],) for name, each in fields})) for s in range(len(tensors)))
     b, xs = as_array(base), as_arrays(tensors)
-    sums = np.empty((2, len(xs), -(-b.size // SUMMED)))
+    sums = np.empty((len(xs), -(-b.size // SUMMED)))
     run(_kept_norms, [(alone, b, xs, sums, *part) for part in pieces(b.size, SUMMED)])
-    return [(math.fsum(whole), math.fsum(left)) for whole, left in zip(*sums, strict=True)]
+    return [math.fsum(row) for row in sums]
 
 
-def variable_squares(trim: Trim, order: TieOrder, tensors: Tensors, base: torch.Tensor) -> tuple[Place, list[float]]:
-    """The exact place in the order of variances, which lies where `trim` says, and for each source the sum of tau^2
-    over the elements at it or above."""
+def variable_squares(
+    trim: Trim, order: TieOrder, tensors: Tensors, base: torch.Tensor
+) -> tuple[rules.Comparison, Place, list[float]]:
+    """The exact place in the order of variances, which lies where `trim` says; by what variances are compared with it,
+    which leaves none undecided; and for each source the sum of tau^2 over the elements at the place or above."""
     b, xs = as_array(base), as_arrays(tensors)
     sums = np.empty((len(xs), -(-b.size // SUMMED)))
-    low, high = trim.low, trim.high
-    bounds = low.magnitude, low.mark, high.magnitude, high.mark
-    spread = _spread(*bounds, order.factor)
+    (by,) = comparisons([trim])
     parts = pieces(b.size, SUMMED)
-    found = np.empty((len(parts), SPACING), np.int64)
+    found = np.empty((len(parts), MOST_LEFT), np.int64)
+    spread = _spread(by, trim.low, trim.high, order)
     counts = run(_variable_squares, [(spread, b, xs, sums, row, *part) for row, part in zip(found, parts, strict=True)])
+    place = trim.high
     if any(counts):
         positions = np.concatenate([row[:count] for row, count in zip(found, counts, strict=True)])
-        place = place_of_variance((*bounds, trim.num_smaller), order.factor, b, xs, positions)
+        place, is_lowest = place_of_variance(trim, order, b, xs, positions)
         starts = np.unique(positions // SUMMED) * SUMMED
-        _variable_squares_at(_spread(*place, *place, order.factor), b, xs, sums, found[0], starts)
-        high = Place(*place)
-    return high, [math.fsum(row) for row in sums]
+        exact = _spread(rules.ByMark(), place, place, order)
+        _variable_squares_at(exact, b, xs, sums, found[0], starts)
+        if isinstance(by, rules.ByMagnitude):
+            by = rules.ByMagnitude((place.magnitude,), (place.magnitude,)) if is_lowest else rules.ByMark()
+    return by, place, [math.fsum(row) for row in sums]
 
 
 class _Spread(NamedTuple):
     """Between which places in the order of variances the one from which on elements are selected lies."""
 
+    by: Any
     low: Any
     low_mark: Any
     high: Any
@@ -94,8 +101,9 @@ class _Spread(NamedTuple):
     factor: Any
 
 
-def _spread(low: float, low_mark: int, high: float, high_mark: int, factor: int) -> _Spread:
-    return _Spread(np.float32(low), np.uint32(low_mark), np.float32(high), np.uint32(high_mark), np.uint32(factor))
+def _spread(by: rules.Comparison, low: Place, high: Place, order: TieOrder) -> _Spread:
+    words = np.uint32(low.mark), np.uint32(high.mark), np.uint32(order.factor)
+    return _Spread(typed(by), np.float32(low.magnitude), words[0], np.float32(high.magnitude), *words[1:])
 
 
 def shared_counts(epsilon: float, tensors: Tensors, base: torch.Tensor) -> list[tuple[int, int]]:
@@ -143,79 +151,61 @@ def _projections(direction: Any, xs: Any, base: Any, sums: Any, start: int, stop
 
 
 # Numbers in float32 go to a buffer first, and are added in float64 in a loop of their own: in one loop, as many float32
-# would be computed at a time as there is room for float64.
+# would be computed at a time as there is room for float64. A buffer has one row of lanes, to stay in the first-level
+# cache beside the sources.
 
 
 @compiled
 def _kept_norms(alone: Any, base: Any, xs: Any, sums: Any, start: int, stop: int) -> None:
-    whole, left, lanes = np.empty(SUMMED, np.float32), np.empty(SUMMED, np.float32), np.empty(LANES)
+    sizes, lanes = np.empty(LANES, np.float32), np.empty(LANES)
     for begin in range(U64(start), U64(stop), U64(SUMMED)):
         end = min(begin + U64(SUMMED), U64(stop))
-        whole[np.int64(end - begin) :] = ZERO
-        left[np.int64(end - begin) :] = ZERO
         for s in range(len(xs)):  # all read one block of the base while it is in the cache
             sparse, x = alone[s], xs[s]
-            for i in range(begin, end):
-                tau = value(x[i]) - value(base[i])
-                whole[i - begin] = abs(tau)
-                left[i - begin] = abs(kept(sparse, tau, 0, i))
-            sums[0, s, begin // U64(SUMMED)] = _sum_of_block(whole, lanes)
-            sums[1, s, begin // U64(SUMMED)] = _sum_of_block(left, lanes)
+            lanes[:] = 0
+            for row in range(begin, end, U64(LANES)):
+                last = min(row + U64(LANES), end)
+                for i in range(row, last):
+                    sizes[i - row] = abs(kept(sparse, value(x[i]) - value(base[i]), 0, i))
+                for lane in range(U64(0), last - row):
+                    lanes[lane] += np.float64(sizes[lane])
+            sums[s, begin // U64(SUMMED)] = _sum_of(lanes)
 
 
 @compiled
 def _variable_squares(spread: Any, base: Any, xs: Any, sums: Any, found: Any, start: int, stop: int) -> int:
     """Positions of undecided elements are written to `found`. Returns how many."""
-    num_found, taus, lanes = 0, np.empty((len(xs), SUMMED), np.float32), np.empty(LANES)
+    num_found, taus, lanes = 0, np.empty((len(xs), LANES), np.float32), np.empty((len(xs), LANES))
     for begin in range(U64(start), U64(stop), U64(SUMMED)):
         end = min(begin + U64(SUMMED), U64(stop))
-        taus[:, np.int64(end - begin) :] = ZERO
-        is_any_undecided = NONE
-        for i in range(begin, end):
-            variance, mark = variance_of(base, xs, i), turned_mark(i, spread.factor)
-            is_kept = reaches(variance, mark, spread.high, spread.high_mark)
-            is_open = passes(variance, mark, spread.low, spread.low_mark) & (not is_kept)
-            is_any_undecided = either(is_any_undecided, SOME if is_open else NONE)
+        lanes[:] = 0
+        for row in range(begin, end, U64(LANES)):
+            last = min(row + U64(LANES), end)
+            is_any_undecided = NONE
+            for i in range(row, last):
+                variance = variance_of(base, xs, i)
+                is_any_undecided = either(is_any_undecided, _undecided(spread, variance, i))
+                is_kept = is_at_or_above(spread.by, variance, 0, i, spread.factor, spread.high, spread.high_mark)
+                for s in range(len(xs)):
+                    taus[s, i - row] = zero_unless(is_kept, value(xs[s][i]) - value(base[i]))
+            if is_any_undecided > NONE:
+                for i in range(row, last):
+                    if _undecided(spread, variance_of(base, xs, i), i) > NONE:
+                        found[num_found] = i
+                        num_found += 1
             for s in range(len(xs)):
-                taus[s, i - begin] = value(xs[s][i]) - value(base[i]) if is_kept else ZERO
-        if is_any_undecided > NONE:
-            for i in range(begin, end):
-                variance, mark = variance_of(base, xs, i), turned_mark(i, spread.factor)
-                is_kept = reaches(variance, mark, spread.high, spread.high_mark)
-                if passes(variance, mark, spread.low, spread.low_mark) and not is_kept:
-                    found[num_found] = i
-                    num_found += 1
+                for lane in range(U64(0), last - row):
+                    tau = np.float64(taus[s, lane])
+                    lanes[s, lane] += tau * tau
         for s in range(len(xs)):
-            sums[s, begin // U64(SUMMED)] = _sum_of_squares(taus[s], lanes)
+            sums[s, begin // U64(SUMMED)] = _sum_of(lanes[s])
     return num_found
 
 
-# The number of lanes is that of the array: a loop of a known number of steps would be unrolled, and not vectorised.
-
-
-@compiled
-def _sum_of_block(numbers: Any, lanes: Any) -> Any:
-    """The sum of SUMMED float32 numbers; `lanes` is scratch memory."""
-    size = U64(lanes.size)
-    for lane in range(U64(0), size):
-        total = np.float64(numbers[lane])
-        for row in range(1, PARTS):
-            total += np.float64(numbers[lane + U64(row) * size])
-        lanes[lane] = total
-    return _sum_of(lanes)
-
-
-@compiled
-def _sum_of_squares(numbers: Any, lanes: Any) -> Any:
-    """The sum of the squares of SUMMED float32 numbers; `lanes` is scratch memory."""
-    size = U64(lanes.size)
-    for lane in range(U64(0), size):
-        total = np.float64(0)
-        for row in range(PARTS):
-            number = np.float64(numbers[lane + U64(row) * size])
-            total += number * number
-        lanes[lane] = total
-    return _sum_of(lanes)
+@numba.njit(**IN_PLACE)
+def _undecided(spread: Any, variance: Any, i: Any) -> Any:
+    low, high = (spread.low, spread.low_mark), (spread.high, spread.high_mark)
+    return is_between(spread.by, variance, 0, i, spread.factor, low, high)
 
 
 @compiled
@@ -227,12 +217,14 @@ def _variable_squares_at(spread: Any, base: Any, xs: Any, sums: Any, found: Any,
 @compiled
 def _sum_of(lanes: Any) -> Any:
     """The sum of the lanes, which are overwritten."""
-    size = LANES // PARTS
-    while size > 0:
-        for part in range(1, PARTS):
-            for lane in range(size):
-                lanes[lane] += lanes[part * size + lane]
-        size //= PARTS
+    size = U64(LANES // PARTS)
+    while size > U64(0):
+        for lane in range(U64(0), size):
+            total = lanes[lane]
+            for part in range(1, PARTS):
+                total += lanes[U64(part) * size + lane]
+            lanes[lane] = total
+        size //= U64(PARTS)
     return lanes[0]
 
 

@@ -202,8 +202,9 @@ class SharedOut(NamedTuple):
 
 class Variable(NamedTuple):
     """b plus the mean, weighted by w_s, of the tau_s that have the sign of their sum, if the variance of all tau_s is
-    at a place or above in the order of variances; else b. `factor` is that of marks."""
+    at a place or above in the order of variances; else b. `by` leaves none undecided; `factor` is that of marks."""
 
+    by: Comparison
     place: float
     mark: int
     factor: int
@@ -213,6 +214,7 @@ class Variable(NamedTuple):
 class VariableElection(NamedTuple):
     """`Variable`, but + is elected if the sum is zero, and the divisor is at least `least`."""
 
+    by: Comparison
     place: float
     mark: int
     factor: int

@@ -16,9 +16,9 @@ from workers.merging.kernels import rules
 from workers.merging.kernels.compilation import IN_PLACE, compiled
 from workers.merging.kernels.elements import NONE, SOME, either, marked, passes, reaches, turned_mark, variance_of
 from workers.merging.kernels.operations import value
-from workers.merging.order_statistics import MOST_LEFT
+from workers.merging.order_statistics import MOST_LEFT, Place, TieOrder, Trim
 
-__all__ = ["decided", "most_undecided", "place_of_variance", "undecided"]
+__all__ = ["decided", "is_between", "most_undecided", "place_of_variance", "undecided"]
 
 U32, U64 = np.uint32, np.uint64
 
@@ -43,7 +43,7 @@ def _undecided_trim(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     for s in range(len(xs)):
         size, factor = abs(value(xs[s][i]) - b), sparse.factors[s]
         low, high = (sparse.lows[s], sparse.low_marks[s]), (sparse.highs[s], sparse.high_marks[s])
-        found = either(found, _between(sparse.by, size, s, i, factor, low, high))
+        found = either(found, is_between(sparse.by, size, s, i, factor, low, high))
     return found
 
 
@@ -52,19 +52,19 @@ def _undecided_between(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     for s in range(len(xs)):
         size, factor = abs(value(xs[s][i]) - b), sparse.factors[s]
         low, high = (sparse.lows[s], sparse.low_marks[s]), (sparse.highs[s], sparse.high_marks[s])
-        found = either(found, _between(sparse.by, size, s, i, factor, low, high))
+        found = either(found, is_between(sparse.by, size, s, i, factor, low, high))
         low, high = (sparse.top_lows[s], sparse.top_low_marks[s]), (sparse.top_highs[s], sparse.top_high_marks[s])
-        found = either(found, _between(sparse.top_by, size, s, i, factor, low, high))
+        found = either(found, is_between(sparse.top_by, size, s, i, factor, low, high))
     return found
 
 
-def _between(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: Any) -> Any:
+def is_between(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: Any) -> Any:
     """SOME if element i of source s, of this magnitude, may be strictly between two places (magnitude, mark), else
     NONE. Only in compiled code."""
     raise NotImplementedError("only in compiled code")
 
 
-@overload(_between, jit_options=IN_PLACE)
+@overload(is_between, jit_options=IN_PLACE)
 def _between_by(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: Any) -> Any:
     return _between_magnitudes if by.instance_class is rules.ByMagnitude else _between_places
 
@@ -108,15 +108,15 @@ def decided(rule: Any, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: 
 
 
 def place_of_variance(
-    bounds: tuple[float, int, float, int, int],
-    factor: int,
-    base: np.ndarray,
-    xs: tuple[np.ndarray, ...],
-    positions: np.ndarray,
-) -> tuple[float, int]:
-    """The magnitude and the mark of the place that `bounds` (low, its mark, high, its mark, rank) leave open, in the
-    order of variances; at `positions` are all elements between the two."""
-    return _of_rank(_variances_at(base, xs, positions), _marks_at(positions, U32(factor)), bounds)
+    trim: Trim, order: TieOrder, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: np.ndarray
+) -> tuple[Place, bool]:
+    """The place of a rank in the order of variances, and whether all elements of its variance are at it or above; at
+    `positions` are all elements strictly between the places of `trim`, and with `trim.magnitudes` all of its
+    variance."""
+    sizes, marks = _variances_at(base, xs, positions), _marks_at(positions, U32(order.factor))
+    bounds = trim.low.magnitude, trim.low.mark, trim.high.magnitude, trim.high.mark, trim.num_smaller
+    place = Place(*_of_rank(sizes, marks, bounds))
+    return place, not np.any((sizes == place.magnitude) & (marks < place.mark))
 
 
 def _of_rank(sizes: np.ndarray, marks: np.ndarray, cut: tuple[float, int, float, int, int]) -> tuple[float, int]:

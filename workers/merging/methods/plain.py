@@ -2,8 +2,9 @@
 
 A function receives the tensors, the base if its method needs one, and its coefficients by name, in the plural if they
 are one per source (`lambdas`, but `lambda_`); `keys` if it draws masks. Statistics that it has parameters for (`cos`,
-`importance`, `magnitudes`, `products`, `ranks`, `variances`) are passed where they are known, the orders of equal
-elements (`orders`, `order`) to those that cut at a rank, and the tensor's `name` to those that have messages about it.
+`importance`, `magnitudes`, `norms`, `products`, `ranks`, `variances`) are passed where they are known, the orders of
+equal elements (`orders`, `order`) to those that cut at a rank, and the tensor's `name` to those that have messages
+about it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from workers.merging.order_statistics import Ranked, TieOrder
 
 __all__ = ["PLAIN", "Operands", "PlainMethod", "Statistic", "merge_tensors"]
 
-Statistic = Literal["cosine", "importance", "magnitudes", "products", "ranks", "variances"]
+Statistic = Literal["cosine", "importance", "magnitudes", "norms", "products", "ranks", "variances"]
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,10 @@ class Operands:
     `base` is the base model's, for methods that need it; `keys` are the masks' (`masks.mask_key`), one per source, for
     methods that draw masks. The rest depends only on the sources and may be known from an earlier merge: `cosine` and
     `importance` of the first two tensors, for each source its `magnitudes`, the table of |source - base|, the inner
-    `products` of all pairs of tensors, or with a base of task vectors, the table of the `variances` between these, and
-    the `ranks` of their magnitudes in each row. `orders` are the orders of elements of equal magnitude in each source,
-    and `order` that of elements of equal variance; without them, any that are repeatable.
+    `products` of all pairs of tensors, or with a base of task vectors, the table of the `variances` between these, the
+    `ranks` of their magnitudes in each row, and the `norms` of each, the sums of magnitudes. `orders` are the orders of
+    elements of equal magnitude in each source, and `order` that of elements of equal variance; without them, any that
+    are repeatable.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -53,6 +55,7 @@ class Operands:
     importance: Importance | None = None
     variances: Ranked | None = None
     ranks: tuple[torch.Tensor, ...] | None = None
+    norms: tuple[float, ...] | None = None
     orders: tuple[TieOrder, ...] | None = None
     order: TieOrder | None = None
     name: str = ""

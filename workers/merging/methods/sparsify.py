@@ -115,9 +115,10 @@ def _sorted_ranks(tau: torch.Tensor, order: TieOrder) -> torch.Tensor:
     return ranks.reshape(tau.shape)
 
 
-def match_l1_norm(sparse: torch.Tensor, tau: torch.Tensor) -> torch.Tensor:
-    """`sparse` scaled to the sum of magnitudes of `tau`, as mergekit rescales; unchanged if either sum is zero."""
-    return sparse * l1_ratio(total(torch.abs, tau), total(torch.abs, sparse))
+def match_l1_norm(sparse: torch.Tensor, tau: torch.Tensor, norm: float | None = None) -> torch.Tensor:
+    """`sparse` scaled to the sum of magnitudes of `tau`, which is `norm` if known, as mergekit rescales; unchanged if
+    either sum is zero."""
+    return sparse * l1_ratio(total(torch.abs, tau) if norm is None else norm, total(torch.abs, sparse))
 
 
 def l1_ratio(before: float, after: float) -> float:

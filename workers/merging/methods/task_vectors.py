@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -41,7 +42,9 @@ __all__ = [
     "ties_weighted",
 ]
 
+T = TypeVar("T")
 Ranks = Sequence[torch.Tensor] | None
+Norms = Sequence[float] | None
 
 
 @merges("task_arithmetic")
@@ -192,11 +195,13 @@ def dare_linear_l1(
     densities: Sequence[float],
     keys: Sequence[int],
     rescale: bool = True,
+    norms: Norms = None,
 ) -> torch.Tensor:
     """`dare_linear`, but the elements kept are scaled to the sum of magnitudes of the whole task vector (mergekit)."""
     merged = base.clone()
-    for tensor, lambda_, density, key in zip(tensors, lambdas, densities, keys, strict=True):
-        merged += _dropped_l1(tensor - base, density, key, rescale=rescale).mul_(lambda_)
+    given = zip(densities, keys, _each(norms, tensors), strict=True)
+    for tensor, lambda_, each in zip(tensors, lambdas, given, strict=True):
+        merged += _dropped_l1(tensor - base, *each, rescale=rescale).mul_(lambda_)
     return merged
 
 
@@ -229,11 +234,12 @@ def dare_ties_l1(
     normalize: bool,
     keys: Sequence[int],
     rescale: bool = True,
+    norms: Norms = None,
 ) -> torch.Tensor:
     """DARE scaled to the sum of magnitudes, instead of the trimming of `ties_weighted` (mergekit's dare_ties)."""
     taus = [
-        _dropped_l1(tensor - base, density, key, rescale=rescale)
-        for tensor, density, key in zip(tensors, densities, keys, strict=True)
+        _dropped_l1(tensor - base, density, key, norm, rescale=rescale)
+        for tensor, density, key, norm in zip(tensors, densities, keys, _each(norms, tensors), strict=True)
     ]
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
 
@@ -398,8 +404,8 @@ def breadcrumbs_ties(
 merges("breadcrumbs_ties_l1")(partial(breadcrumbs_ties, rescale=True))
 
 
-def _dropped_l1(tau: torch.Tensor, density: float, key: int, *, rescale: bool) -> torch.Tensor:
-    return match_l1_norm(dropped(tau.clone(), density, key), tau) if rescale else dropped(tau, density, key)
+def _dropped_l1(tau: torch.Tensor, density: float, key: int, norm: float | None, *, rescale: bool) -> torch.Tensor:
+    return match_l1_norm(dropped(tau.clone(), density, key), tau, norm) if rescale else dropped(tau, density, key)
 
 
 def _sampled_l1(
@@ -418,5 +424,5 @@ def _sampled_l1(
     return match_l1_norm(sampled, tau) if rescale else sampled
 
 
-def _each(ranks: Ranks, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-    return ranks if ranks is not None else [None] * len(tensors)
+def _each(known: Sequence[T] | None, tensors: Sequence[torch.Tensor]) -> Sequence[T | None]:
+    return known if known is not None else [None] * len(tensors)

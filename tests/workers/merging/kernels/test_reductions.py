@@ -96,8 +96,10 @@ def test_squares_of_variable_elements_are_those_of_torch(num_sources: int) -> No
         variances = variance(sources, base)
         table, order = variance_table(sources, base, TieOrder(5)), TieOrder(5)
         for rank in {1, (size + 1) // 2, size}:
-            place, squares = reductions.variable_squares(table.trim(rank), order, sources, base)
+            by, place, squares = reductions.variable_squares(table.trim(rank), order, sources, base)
             assert place == place_of_rank(variances, rank, order)
+            if isinstance(by, rules.ByMagnitude):
+                assert int((variances >= by.aboves[0]).sum()) == rank
             is_kept = place.reached_by(variances, order)
             assert int(is_kept.sum()) == rank
             taus = [(source - base).masked_fill(~is_kept, 0) for source in sources]
@@ -106,10 +108,25 @@ def test_squares_of_variable_elements_are_those_of_torch(num_sources: int) -> No
                 check_sum(square, tau.double() ** 2)
 
 
+@pytest.mark.parametrize("rank", [4001, 4002])
+def test_one_of_two_equal_variances_may_be_selected(rank: int) -> None:
+    base, sources = tensors_near(5000, (torch.float32,) * 4)
+    base, sources = base.repeat(2), [source.repeat(2) for source in sources]
+    variances, order = variance(sources, base), TieOrder(5)
+    trim = variance_table(sources, base, order).trim(rank)
+    assert not trim.is_tied
+    by, place, squares = reductions.variable_squares(trim, order, sources, base)
+    assert isinstance(by, rules.ByMark if rank % 2 else rules.ByMagnitude)
+    is_kept = place.reached_by(variances, order)
+    assert int(is_kept.sum()) == rank
+    taus = [(source - base).masked_fill(~is_kept, 0) for source in sources]
+    assert squares == [dot(tau, tau) for tau in taus]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_squares_are_those_of_stored_tensors(dtype: torch.dtype) -> None:
     base, sources = tensors_near(3 * BLOCK + 513, (dtype,) * 3)
-    _, squares = reductions.variable_squares(ALL, TieOrder(0), sources, base)
+    *_, squares = reductions.variable_squares(ALL, TieOrder(0), sources, base)
     for square, source in zip(squares, sources, strict=True):
         check_sum(square, (source.float() - base.float()).double() ** 2)
 
@@ -132,7 +149,7 @@ def test_norms_of_what_is_kept_are_exact_but_for_the_order(num_sources: int, dty
     sparse = rules.Dropped(k0s, k1s, (masks.threshold(0.4) - 1,) * num_sources, (1.0,) * num_sources)
     for size in SIZES:
         base, sources = tensors_near(size, (dtype,) * (num_sources + 1))
-        found = reductions.kept_norms(sparse, sources, base)
+        found = zip(*(reductions.kept_norms(each, sources, base) for each in (rules.Whole(), sparse)), strict=True)
         for key, source, (whole, kept) in zip(keys, sources, found, strict=True):
             tau = source.float() - base.float()
             left = dropped(tau.clone(), 0.4, key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from search_spaces.recipe import Merge
 from workers.merging.kernels.lowering.base import fuses, reductions, trimmed
-from workers.merging.kernels.rules import Agreed, Rule, SharedOut, Variable, VariableElection, Whole
+from workers.merging.kernels.rules import Agreed, Comparison, Rule, SharedOut, Variable, VariableElection, Whole
 from workers.merging.methods.competition import (
     NO_SQUARES,
     num_selected,
@@ -54,7 +54,7 @@ def _consensus_ties(merge: Merge, stored: Operands) -> Rule:
     return Agreed(sparse, merge.number("lambda"), merge.per_source("mask_lambda"), merge.number("agreement"))
 
 
-def _variable_squares(merge: Merge, stored: Operands) -> tuple[tuple[float, int, int], list[float]]:
+def _variable_squares(merge: Merge, stored: Operands) -> tuple[tuple[Comparison, float, int, int], list[float]]:
     """The fields of a rule that say from which place on an element is selected, and the sums of squares of every tau's
     selected elements."""
     select_topk, table = merge.number("select_topk"), stored.variances
@@ -62,5 +62,5 @@ def _variable_squares(merge: Merge, stored: Operands) -> tuple[tuple[float, int,
     assert stored.order is not None, f"{merge.method} was not given the order of equal variances"
     count = num_selected(select_topk, table.num_not_zero)
     trim = ALL if select_topk == 1 else table.trim(count) if count else NOTHING
-    place, squares = reductions().variable_squares(trim, stored.order, stored.tensors, stored.base)
-    return (place.magnitude, place.mark, stored.order.factor), squares
+    by, place, squares = reductions().variable_squares(trim, stored.order, stored.tensors, stored.base)
+    return (by, place.magnitude, place.mark, stored.order.factor), squares
