@@ -127,6 +127,7 @@ class EventKind(StrEnum):
     CANARIES = "canaries"
     TRAINING = "training"
     STUDY = "study"
+    ANALYSIS = "analysis"
 
 
 @dataclass(frozen=True)

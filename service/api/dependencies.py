@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any
 from weakref import WeakValueDictionary
 
-from fastapi import Depends, Request
+from fastapi import Depends, Query, Request
 from fastapi import Path as PathParameter
+from pydantic import StringConstraints
 from starlette.convertors import StringConvertor, register_url_convertor
 
 from service.api.event_stream import EventHub
@@ -32,6 +33,7 @@ __all__ = [
     "MAX_ID",
     "MAX_NUMBER",
     "PAGE_HEADERS",
+    "Against",
     "Context",
     "Finetune",
     "Sender",
@@ -101,6 +103,20 @@ def _finetune(
     return _found(services, finetune_id, JobKind.FINETUNE)
 
 
+def _against(
+    services: Context,
+    against: Annotated[
+        list[Annotated[str, StringConstraints(pattern=ID_PATTERN)]],
+        Query(
+            description="Other fine-tunings of the same experts, to compare with: their `id`.",
+            max_length=20,
+            default_factory=list,
+        ),
+    ],
+) -> list[StudyRecord]:
+    return [_found(services, finetune_id, JobKind.FINETUNE) for finetune_id in against]
+
+
 def _found(services: Services, study_id: str, kind: JobKind) -> StudyRecord:
     try:
         record = services.store.study(study_id)
@@ -115,3 +131,4 @@ def _found(services: Services, study_id: str, kind: JobKind) -> StudyRecord:
 GIVEN: Mapping[JobKind, Any] = {JobKind.SEARCH: Depends(_study), JobKind.FINETUNE: Depends(_finetune)}
 Study = Annotated[StudyRecord, GIVEN[JobKind.SEARCH]]
 Finetune = Annotated[StudyRecord, GIVEN[JobKind.FINETUNE]]
+Against = Annotated[list[StudyRecord], Depends(_against)]

@@ -73,7 +73,12 @@ def study_document(record: StudyRecord, *, trials: Mapping[str, int], cluster: C
 
 
 def finetune_document(
-    record: StudyRecord, *, artifacts: Iterable[ArtifactRecord], study: StudyRecord | None, cluster: Cluster
+    record: StudyRecord,
+    *,
+    artifacts: Iterable[ArtifactRecord],
+    study: StudyRecord | None,
+    is_analysed: bool,
+    cluster: Cluster,
 ) -> FinetuneDocument:
     """`artifacts` are the experts that are trained, `study` is the one that was made of them."""
     path = finetune_path(record.id)
@@ -102,6 +107,7 @@ def finetune_document(
         "links": {
             "self": path,
             **{name: f"{path}/{name}" for name in FINETUNE_LINKED},
+            **({"analysis": f"{path}/analysis"} if is_analysed else {}),
             **({} if study is None else {"study": study_path(study.id)}),
         },
     }

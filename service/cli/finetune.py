@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import sys
 import threading
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from search_spaces.errors import InvalidStudy
 from service.cli.terminal import console, print_json, print_json_line
 from workers.errors import TrainingFailed
 from workers.training.finetuning.history import METRICS, read_history
@@ -24,15 +26,28 @@ REPORT = "report.html"
 
 def finetune(options: argparse.Namespace, *, run_study: Callable[[Any, Path], int]) -> int:
     """`run_study` runs a study in a directory, exports its best merge, prints its results and returns the exit code.
-    `options.analyse` are directories of finished fleets that this one is compared with; None: nothing is analysed."""
+    `options.analyse` are directories of finished fleets that this one is compared with; None: only what the
+    specification asks for is analysed."""
     from service.jobs.finetune import EXPERT_DIR, run_fleet, trained_fleet
-    from service.results.training import ANALYSIS_FILE, analyse, directory_curves, read_analysis, render_training
+    from service.results.training import (
+        ANALYSIS_FILE,
+        analyse,
+        directory_curves,
+        lack_of_losses,
+        read_analysis,
+        render_training,
+    )
     from service.types import StudyState
-    from workers.training.finetuning.fleet import STUDY, load_pipeline
+    from workers.training.finetuning.fleet import STUDY, Analysis, load_pipeline
 
     out: Path = options.out
+    if out.exists() and not out.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "not a directory; give another one", str(out))
     pipeline = load_pipeline(options.spec)
     places = pipeline.places(out)
+    analysed = options.analyse is not None or pipeline.analysis is not None
+    if analysed and (problems := lack_of_losses(pipeline)):
+        raise InvalidStudy(problems)
 
     def report(state: StudyState, reason: str | None = None) -> Path:
         file = out / REPORT
@@ -51,9 +66,10 @@ def finetune(options: argparse.Namespace, *, run_study: Callable[[Any, Path], in
     except TrainingFailed as error:
         report(StudyState.FAILED, str(error))
         raise
-    if options.analyse is not None:
-        fleets = [(pipeline.experts, places), *map(trained_fleet, options.analyse)]
-        found = analyse(fleets, samples=options.samples, note=_quiet if options.json else _note)
+    if analysed:
+        fleets = [(pipeline.experts, places), *map(trained_fleet, options.analyse or ())]
+        samples = options.samples or (pipeline.analysis or Analysis()).samples
+        found = analyse(fleets, samples=samples, note=_quiet if options.json else _note)
         (out / ANALYSIS_FILE).write_text(json.dumps(found, indent=1) + "\n")
     written = report(StudyState.COMPLETE)
     study = pipeline.study_of({alias: place / EXPERT_DIR for alias, place in places.items()})
@@ -62,7 +78,7 @@ def finetune(options: argparse.Namespace, *, run_study: Callable[[Any, Path], in
     elif not options.json:
         for alias, summary in summaries.items():
             print(_line(alias, summary, places[alias] / EXPERT_DIR))
-        if options.analyse is not None:
+        if analysed:
             from service.cli.finetune_tables import analysis_tables
 
             console().print(*analysis_tables(found), sep="\n")

@@ -10,11 +10,10 @@ from rich.text import Text
 
 from service.cli.tables import id_digits, local_time, state_text, titled
 from service.results.format import duration
-from service.results.training.analysis import merge_text
+from service.results.training.analysis import merge_text, num_experts
 
 if TYPE_CHECKING:
-    from service.results.training import AnalysisDocument
-    from service.schemas.api import ExpertDocument, FinetuneDocument
+    from service.schemas.api import AnalysisDocument, ExpertDocument, FinetuneDocument
 
 __all__ = ["analysis_tables", "finetune_table", "finetunes_table"]
 
@@ -52,17 +51,19 @@ def analysis_tables(document: AnalysisDocument) -> list[Table]:
     for fleet in document["fleets"]:
         for vector in fleet["task_vectors"]:
             for fit in vector["fits"]:
-                numbers = (f"{fit[key]:.3f}" for key in ("distance", "log_likelihood", "zeros"))
+                numbers = (f"{number:.3f}" for number in (fit["distance"], fit["log_likelihood"], fit["zeros"]))
                 fits.add_row(vector["expert"], fleet["name"], fit["distribution"], f"{fit['scale']:.2e}", *numbers)
     merges = titled("Mean loss of merges")
     merges.add_column("merge method", no_wrap=True)
+    merges.add_column("experts", justify="right")
     for fleet in document["fleets"]:
         merges.add_column(fleet["name"], justify="right")
     for rows in zip(*(fleet["merges"] for fleet in document["fleets"]), strict=True):
-        merges.add_row(rows[0]["method"], *map(merge_text, rows))
+        count = num_experts(document["fleets"][0], rows[0])
+        merges.add_row(rows[0]["method"], str(count), *map(merge_text, rows))
     merges.caption = (
-        f"nats per token of the reference answers, mean over the experts' tasks ({document['samples']} samples each), "
-        "at the best coefficient"
+        f"nats per token of the reference answers, mean over the merged experts' tasks ({document['samples']} "
+        "samples each), at the best coefficient"
     )
     return [fits, merges] if merges.row_count else [fits]
 

@@ -177,9 +177,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="also analyse task vectors and losses of merges, beside those of the same experts trained in DIR ...",
     )
-    command.add_argument(
-        "--samples", type=_count, default=100, metavar="N", help="of each evaluation task, for --analyse (%(default)s)"
-    )
+    command.add_argument("--samples", type=_count, metavar="N", help="of each evaluation task, for the analysis (100)")
 
     command = server_verb("trials", verbs.trials, "List a run's trials.")
     command.add_argument("run", metavar="DIR|STUDY", help=RUN_OR_STUDY)

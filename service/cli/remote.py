@@ -299,6 +299,8 @@ def _note(event: Event, noun: str) -> str | None:
             return f"the {noun} is {payload['state']}" + _because(payload["reason"])
         case "study":
             return f"study {payload['name']}: {payload['study']} merges the experts"
+        case "analysis":
+            return "the experts are analysed"
         case "training":
             return training_text(payload)
         case "waiting":

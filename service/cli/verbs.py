@@ -64,7 +64,7 @@ def demo(options: argparse.Namespace) -> int:
     from search_spaces.study.file import load_study
 
     if options.retrain:
-        options.spec, options.analyse = family_dir() / RETRAIN_FILE, None
+        options.spec, options.analyse, options.samples = family_dir() / RETRAIN_FILE, None, None
         return finetune(options)
     study = load_study(family_dir() / STUDY_FILE)
     return _run_in(study, options.out, export_best=True, as_json=options.json)

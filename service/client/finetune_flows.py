@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
@@ -11,9 +11,9 @@ from service.client.requests import Call, Flow, document_of, path_of, submitted
 from service.errors import Conflict, NotFound, RequestRefused
 
 if TYPE_CHECKING:
-    from service.schemas.api import CurvesDocument, FinetuneDocument, FinetunesDocument
+    from service.schemas.api import AnalysisDocument, CurvesDocument, FinetuneDocument, FinetunesDocument
 
-__all__ = ["curves", "expert_download", "finetune", "finetunes", "known_finetunes", "submit_finetune"]
+__all__ = ["analysis", "curves", "expert_download", "finetune", "finetunes", "known_finetunes", "submit_finetune"]
 
 
 def submit_finetune(
@@ -60,6 +60,18 @@ def curves(finetune: str | FinetuneDocument) -> Flow[CurvesDocument]:
     [point["loss"] for point in client.curves("5f0c...")["experts"][0]["loss"]]
     """
     return cast("CurvesDocument", (yield from document_of(Call("GET", _finetune_path(finetune, "curves")))))
+
+
+def analysis(
+    finetune: str | FinetuneDocument, *, against: Sequence[str | FinetuneDocument] = ()
+) -> Flow[AnalysisDocument]:
+    """The task vectors of a fine-tuning whose specification has `analysis`, and the losses of its experts' merges;
+    beside those of the same experts of other fine-tunings. Raises RequestRefused (409) before it is computed.
+
+    client.analysis("5f0c...", against=["91aa..."])["fleets"][0]["merges"]
+    """
+    query = {"against": [other if isinstance(other, str) else other["id"] for other in against]}
+    return cast("AnalysisDocument", (yield from document_of(Call("GET", _finetune_path(finetune, "analysis"), query))))
 
 
 def expert_download(finetune: FinetuneDocument, expert: str) -> Call:

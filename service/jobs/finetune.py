@@ -23,6 +23,7 @@ from service.cluster.session import ray_session
 from service.disk import artifacts_dir, data_dir_of, locked
 from service.errors import Conflict, NotFound
 from service.jobs.progress_log import ProgressLog
+from service.jobs.training_analysis import tell_analysis
 from service.jobs.training_events import telling
 from service.jobs.training_study import begin_study
 from service.store import Store, StudyWriter
@@ -161,6 +162,7 @@ def work(store: Store, writer: StudyWriter, *, work_dir: Path, heartbeat: Heartb
             run_fleet(pipeline.experts, places, note=note, finished=keep, access=record.resolved.access)
     except (InvalidModel, InvalidTask, TrainingFailed) as error:
         raise Conflict(str(error)) from error
+    tell_analysis(store, writer, heartbeat, pipeline, places, note=note, access=record.resolved.access)
     if pipeline.study is not None:
         note("Checking the study of the experts ...")
         begin_study(store, writer, pipeline, artifacts)

@@ -16,6 +16,7 @@ from typing_extensions import TypedDict
 from service.schemas.files import Number, PreferredDocument, State, TrialDocument, Values
 
 __all__ = [
+    "AnalysisDocument",
     "CurvesDocument",
     "DeletedDocument",
     "EndDocument",
@@ -29,12 +30,17 @@ __all__ = [
     "FieldProblem",
     "FinetuneDocument",
     "FinetunesDocument",
+    "FitDocument",
+    "FleetAnalysisDocument",
     "JobDocument",
+    "LandscapeDocument",
+    "MergeLossDocument",
     "PlotsDocument",
     "ProblemDocument",
     "ProgressDocument",
     "StudiesDocument",
     "StudyDocument",
+    "TaskVectorDocument",
     "TrainingProgressDocument",
     "TrialsDocument",
 ]
@@ -127,7 +133,9 @@ class FinetuneDocument(TypedDict):
     attempt: Annotated[int, Field(description="Drivers that have worked on it so far.")]
     experts: Annotated[dict[str, ExpertDocument], Field(description="By alias; one alone has the fine-tuning's name.")]
     job: JobDocument | None
-    links: Annotated[dict[str, str], Field(description="self, specification, curves, report, events, log, study.")]
+    links: Annotated[
+        dict[str, str], Field(description="self, specification, curves, analysis, report, events, log, study.")
+    ]
 
 
 class FinetunesDocument(TypedDict):
@@ -154,6 +162,66 @@ class CurvesDocument(TypedDict):
     """The losses and evaluations of a fine-tuning, by expert."""
 
     experts: list[ExpertCurvesDocument]
+
+
+Loss = Annotated[float | None, Field(description="Nats per token of the reference answers; null: not finite.")]
+
+
+class FitDocument(TypedDict):
+    """A distribution of mean 0 fitted to the elements of a task vector."""
+
+    distribution: Literal["laplace", "gaussian"]
+    scale: Annotated[float, Field(description="Laplace's b, or the standard deviation.")]
+    distance: Annotated[float, Field(description="Kolmogorov and Smirnov's.")]
+    log_likelihood: Annotated[float, Field(description="Mean over the elements, in nats.")]
+    zeros: Annotated[float, Field(description="Share of elements that are exactly 0.")]
+    num_elements: int
+
+
+class TaskVectorDocument(TypedDict):
+    """A histogram of an expert minus its base, without the elements that are exactly 0, and what is fitted to all."""
+
+    expert: str
+    fits: list[FitDocument]
+    edges: Annotated[list[float], Field(description="Of the bins, one more than there are bins.")]
+    density: Annotated[list[float], Field(description="Share of all elements, by the width of a bin.")]
+
+
+class LandscapeDocument(TypedDict):
+    """The sum of two experts' losses by the coefficients of their task vectors."""
+
+    experts: list[str]
+    coefficients: list[float]
+    losses: Annotated[list[list[Loss]], Field(description="A row for each coefficient of the first expert.")]
+
+
+class MergeLossDocument(TypedDict):
+    """Merges by one method of so many experts, at the best of the coefficients that were tried for it."""
+
+    method: str
+    num_experts: NotRequired[
+        Annotated[int, Field(description="Merged; fewer than all: the mean over sets of so many.")]
+    ]
+    coefficient: Annotated[float | None, Field(description="null: the method has none.")]
+    losses: Annotated[dict[str, Loss], Field(description="By expert, on its own tasks.")]
+    mean: Loss
+    spread: Annotated[Loss, Field(description="Standard deviation of the mean over all coefficients.")]
+
+
+class FleetAnalysisDocument(TypedDict):
+    """The experts of one training."""
+
+    name: Annotated[str, Field(description="The optimizer, with what differs from others of the same.")]
+    task_vectors: list[TaskVectorDocument]
+    landscape: Annotated[LandscapeDocument | None, Field(description="Of the first two experts; null: there is one.")]
+    merges: Annotated[list[MergeLossDocument], Field(description="By number of experts and method.")]
+
+
+class AnalysisDocument(TypedDict):
+    """What trained experts are like, and how well they merge; beside the same experts of other trainings."""
+
+    samples: Annotated[int, Field(description="Of each evaluation task; their reference answers gave the losses.")]
+    fleets: list[FleetAnalysisDocument]
 
 
 class TrialsDocument(TypedDict):

@@ -57,6 +57,7 @@ RESULT_EVENTS = (
     EventKind.VERIFICATION,
     EventKind.RESUMED,
     EventKind.TRAINING,
+    EventKind.ANALYSIS,
 )
 
 # What drivers without a result leave.

@@ -4,7 +4,11 @@ For each optimizer and seed the experts of the tiny family's retraining are trai
 of steps (SAM and ASAM also with half as many, which take as long as AdamW's). The learning rate of each optimizer is
 the one whose experts are best on their own skill's search items in a pilot with a seed of its own; MergOPT's b is the
 Laplace scale of the task vectors of the pilot's AdamW experts. A merge method's coefficient is chosen on search items,
-and the merge judged on 1,000 held-out items a skill. No training or merge looks at these.
+and the merge judged on 1,000 held-out items a skill. No training or merge looks at these. All three experts are
+merged, and each pair of them, which is judged on its own two skills.
+
+How much b and the learning rate matter (the paper's D.4.3) is seen on the pilot's seed: MergOPT with b halved and
+doubled up to twice, and AdamW and MergOPT with each learning rate of the pilot.
 
 Hours: every expert and every judged merge is kept in `.bench/mergopt_quality`, and not made again. With the environment
 variable MERGOPT_QUALITY_SEEDS=1 the comparison is that of the first seed only, which a later run with more continues.
@@ -18,6 +22,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +38,7 @@ from tests.benchmarks.one_pass import OnePass
 from tests.benchmarks.search_intervals import interval
 from workers.models.family import open_family
 from workers.tiny_family import RETRAIN_FILE, family_dir
-from workers.training.finetuning.analysis import candidates
+from workers.training.finetuning.analysis import Candidate, candidates
 from workers.training.finetuning.fleet import load_pipeline
 from workers.training.finetuning.history import EXPERT
 from workers.training.finetuning.spec import FinetuneSpec, task_of
@@ -51,6 +56,8 @@ RATES = {"sgd": (0.02, 0.05, 0.1)}
 DEFAULT_RATES = (2.5e-4, 5e-4, 1e-3)
 MOMENTUM = 0.9
 OURS = "mergopt"
+B_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+ALL, PAIR = 3, 2  # experts of a merge
 
 
 @dataclass(frozen=True)
@@ -73,30 +80,53 @@ def run() -> dict[str, Any]:
     seeds = range(int(os.environ.get("MERGOPT_QUALITY_SEEDS", NUM_SEEDS)))
     scale = pilot_scale()
     rates = {kind: best_rate(kind, scale) for kind in dict.fromkeys(variant.kind for variant in VARIANTS)}
-    judged = {
-        variant.name: [judged_merges(variant, rates[variant.kind], scale, seed) for seed in seeds]
-        for variant in VARIANTS
-    }
+
+    def compared(num_experts: int) -> dict[str, Any]:
+        judged = {
+            variant.name: [judged_merges(variant, rates[variant.kind], scale, seed, num_experts) for seed in seeds]
+            for variant in VARIANTS
+        }
+        return {
+            "rows": [row_of(name, runs) for name, runs in judged.items()],
+            "gains": [{"against": name, **gains(judged[OURS], runs)} for name, runs in judged.items() if name != OURS],
+        }
+
     return {
         "seeds": len(seeds),
         "b": scale,
         "learning_rates": rates,
-        "rows": [row_of(name, runs) for name, runs in judged.items()],
-        "gains": [{"against": name, **gains(judged[OURS], runs)} for name, runs in judged.items() if name != OURS],
+        **compared(ALL),
+        "pairs": compared(PAIR),
+        "sensitivity": sensitivity(scale, rates[OURS]),
     }
 
 
 def show(result: dict[str, Any]) -> None:
     print(f"{result['seeds']} seeds; b {result['b']:.2e}; learning rates {result['learning_rates']}")
-    methods = list(result["rows"][0]["methods"])
-    heads = ("expert", *methods, "mean")
-    print(f"{'held out, mean of skills':<24}" + "".join(f"{head:>18}" for head in heads) + "   CPU s")
-    for row in result["rows"]:
+    for title, compared in (("three experts, held out", result), ("pairs, held out", result["pairs"])):
+        show_rows(title, compared["rows"])
+        for gain in compared["gains"]:
+            mean = gain["mean"]
+            print(f"mergopt against {gain['against']}: {mean['value']:+.3f} [{mean['low']:+.3f}, {mean['high']:+.3f}]")
+    show_rows("sensitivity, held out", result["sensitivity"])
+
+
+def show_rows(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    heads = ("expert", *rows[0]["methods"], "mean")
+    print(f"{title:<32}" + "".join(f"{head:>18}" for head in heads) + "   CPU s")
+    for row in rows:
         cells = (row["own"], *row["methods"].values(), row["mean"])
-        print(f"{row['optimizer']:<24}" + "".join(f"{cell:18.3f}" for cell in cells) + f"{row['seconds']:8.0f}")
-    for gain in result["gains"]:
-        mean = gain["mean"]
-        print(f"mergopt against {gain['against']}: {mean['value']:+.3f} [{mean['low']:+.3f}, {mean['high']:+.3f}]")
+        print(f"{row['optimizer']:<32}" + "".join(f"{cell:18.3f}" for cell in cells) + f"{row['seconds']:8.0f}")
+
+
+def sensitivity(scale: float, rate: float) -> list[dict[str, Any]]:
+    """A row for each b at MergOPT's learning rate, and for each learning rate at the pilot's b: merges of all experts
+    of the pilot's seed."""
+    ours, plain = Variant(OURS), Variant("adamw")
+    tried = [(f"{OURS}, b {b:.2g}", ours, rate, b) for b in (factor * scale for factor in B_FACTORS)]
+    for variant in (plain, ours):
+        tried += [(f"{variant.kind}, learning rate {each:g}", variant, each, scale) for each in DEFAULT_RATES]
+    return [row_of(name, [judged_merges(variant, r, b, PILOT_SEED)]) for name, variant, r, b in tried]
 
 
 def specs(variant: Variant, rate: float, scale: float, seed: int) -> dict[str, FinetuneSpec]:
@@ -156,24 +186,27 @@ def own_skill(variant: Variant, rate: float, scale: float) -> float:
     return float(kept(key, measure)["value"])
 
 
-def judged_merges(variant: Variant, rate: float, scale: float, seed: int) -> dict[str, Any]:
-    """Of the experts of one seed: which held-out items the best merge of each method answers, as strings of 0 and 1."""
-    key = f"seed{seed}-{variant.kind}-{variant.half}-{rate:g}-{scale:g}"
+def judged_merges(variant: Variant, rate: float, scale: float, seed: int, num_experts: int = ALL) -> dict[str, Any]:
+    """Of the experts of one seed: which held-out items the best merge of each method answers, as strings of 0 and 1: of
+    every set of `num_experts` experts, for each of its skills."""
+    prefix = "" if num_experts == ALL else f"{num_experts}experts-"
+    key = f"{prefix}seed{seed}-{variant.kind}-{variant.half}-{rate:g}-{scale:g}"
 
     def measure() -> dict[str, Any]:
         fleet = Fleet(specs(variant, rate, scale, seed))
-        best: dict[str, tuple[float, Any]] = {}
-        for candidate in candidates(list(fleet.places), seed=seed):
-            value = float(fleet.answers(candidate.merge, "search", VALIDATION_ITEMS).mean())
-            if candidate.method not in best or value > best[candidate.method][0]:
-                best[candidate.method] = value, candidate
+        together = list(combinations(fleet.places, num_experts))
+        best = [fleet.best(experts, seed=seed) for experts in together]
         return {
             "own": float(np.mean([fleet.own(alias, "holdout").mean() for alias in fleet.places])),
             "seconds": fleet.seconds,
-            "coefficients": {method: candidate.coefficient for method, (_, candidate) in best.items()},
+            "coefficients": {method: [each[method].coefficient for each in best] for method in best[0]},
             "methods": {
-                method: ["".join("01"[int(x)] for x in row) for row in fleet.answers(candidate.merge, "holdout")]
-                for method, (_, candidate) in best.items()
+                method: [
+                    "".join("01"[int(x)] for x in row)
+                    for experts, each in zip(together, best, strict=True)
+                    for row in fleet.answers(each[method].merge, experts, "holdout")
+                ]
+                for method in best[0]
             },
         }
 
@@ -194,9 +227,20 @@ class Fleet:
     def own(self, alias: str, split: str, num_items: int | None = None) -> NDArray[np.bool_]:
         return self._answers(Merge("passthrough", (Source(alias),)), self._tasks[split][alias], num_items)
 
-    def answers(self, merge: Merge, split: str, num_items: int | None = None) -> NDArray[np.bool_]:
+    def answers(
+        self, merge: Merge, skills: Sequence[str], split: str, num_items: int | None = None
+    ) -> NDArray[np.bool_]:
         """[skills, items]"""
-        return np.stack([self._answers(merge, each, num_items) for each in self._tasks[split].values()])
+        return np.stack([self._answers(merge, self._tasks[split][skill], num_items) for skill in skills])
+
+    def best(self, experts: Sequence[str], *, seed: int) -> dict[str, Candidate]:
+        """By method, the candidate that answers the most search items of the experts' skills."""
+        found: dict[str, tuple[float, Candidate]] = {}
+        for candidate in candidates(experts, seed=seed):
+            value = float(self.answers(candidate.merge, experts, "search", VALIDATION_ITEMS).mean())
+            if candidate.method not in found or value > found[candidate.method][0]:
+                found[candidate.method] = value, candidate
+        return {method: candidate for method, (_, candidate) in found.items()}
 
     def _answers(self, merge: Merge, of: TaskSpec, num_items: int | None) -> NDArray[np.bool_]:
         recipe = everywhere(merge, "base", self._fingerprints, num_layers=8)

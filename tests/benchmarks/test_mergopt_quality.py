@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from search_spaces.recipe import Merge
 from tests.benchmarks import bench_mergopt_quality as bench
 from tests.benchmarks import search_intervals
+
+METHODS = ("task arithmetic", "TIES", "DARE")
 
 
 def run_of(*rows: str) -> dict[str, Any]:
@@ -44,6 +48,48 @@ def test_a_row_has_means_over_seeds_and_skills() -> None:
     row = bench.row_of("sgd", [run_of("1111", "0000"), run_of("1100", "0000")])
     assert row["methods"] == {"TIES": 0.375, "DARE": 0.375}
     assert (row["mean"], row["own"], row["seconds"]) == (0.375, 1.0, 2.0)
+
+
+class TinyFleet(bench.Fleet):
+    """Whose merges answer an item more for each expert, and one less unless the coefficient is 0.3."""
+
+    seconds = 2.0
+
+    def __init__(self, experts: Any) -> None:
+        self.places = {alias: Path(alias) for alias in experts}
+
+    def own(self, alias: str, split: str, num_items: int | None = None) -> Any:
+        return np.ones(4, bool)
+
+    def answers(self, merge: Merge, skills: Any, split: str, num_items: int | None = None) -> Any:
+        right = len(merge.sources) + (merge.coefficients.get("lambda") == 0.3)
+        return np.array([[item < right for item in range(4)]] * len(skills))
+
+
+def test_pairs_are_judged_on_their_own_skills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "CACHE", tmp_path)
+    monkeypatch.setattr(bench, "Fleet", TinyFleet)
+    every, pairs = (bench.judged_merges(bench.Variant("adamw"), 1e-3, 0.002, 0, n) for n in (bench.ALL, bench.PAIR))
+    assert every["methods"] == {"weight averaging": ["1110"] * 3, **dict.fromkeys(METHODS, ["1111"] * 3)}
+    assert pairs["methods"] == {"weight averaging": ["1100"] * 6, **dict.fromkeys(METHODS, ["1110"] * 6)}
+    assert pairs["coefficients"] == {"weight averaging": [None] * 3, **dict.fromkeys(METHODS, [0.3] * 3)}
+    assert bench.gains([every], [every])["mean"]["value"] == 0
+
+
+def test_sensitivity_is_to_b_and_to_the_learning_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "CACHE", tmp_path)
+    monkeypatch.setattr(bench, "Fleet", TinyFleet)
+    rows = bench.sensitivity(0.002, 5e-4)
+    assert [row["optimizer"] for row in rows] == [
+        *(f"mergopt, b {b}" for b in ("0.0005", "0.001", "0.002", "0.004", "0.008")),
+        *(f"{kind}, learning rate {rate}" for kind in ("adamw", "mergopt") for rate in ("0.00025", "0.0005", "0.001")),
+    ]
+    assert len(list((tmp_path / "runs").iterdir())) == len(rows) - 1, "the pilot's b and rate are in both"
+    capsys.readouterr()
+    bench.show_rows("sensitivity", rows)
+    assert len(capsys.readouterr().out.splitlines()) == len(rows) + 1
 
 
 def test_what_is_kept_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

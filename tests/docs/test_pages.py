@@ -20,7 +20,7 @@ from service.api.routes import events, exports, finetunes, operations, results, 
 from service.cli.main import main
 from tests.docs.pages import PAGES, ROOT, Page
 from tests.test_maps import PACKAGES
-from workers.training.finetuning.fleet import parse_pipeline
+from workers.training.finetuning.fleet import ANALYSIS, Analysis, parse_pipeline
 from workers.training.finetuning.spec import finetune_json_schema
 
 MAX_README_LINES = 200
@@ -198,7 +198,7 @@ def test_every_option_of_the_study_file_is_in_a_table_and_no_other() -> None:
 def test_every_option_of_a_finetuning_is_in_its_table_and_no_other() -> None:
     schema = finetune_json_schema()
     _, text = page_of("docs/finetuning.md").prose.split("## Options")
-    expected: set[str] = set()
+    expected = {f"{ANALYSIS}.{name}" for name in Analysis.model_fields}
     for name, value in schema["properties"].items():
         kinds = [*value.get("anyOf", ()), value]  # of an optional section
         expected |= max((options_of(name, kind, schema["$defs"]) for kind in kinds), key=len)

@@ -52,18 +52,24 @@ def read_inline(task: Mapping[str, Any]) -> list[InlineRow]:
 
 
 class RowTemplates:
-    """Jinja templates for `prompt` and `answer` over a row's fields. Raises InvalidTask for one that is not valid;
-    messages begin with `where`."""
+    """Jinja templates for `prompt` and `answer` over a row's fields; messages call the answer `answer_name`. A null is
+    written as None, or refused if `refuse_null`. Raises InvalidTask for a template that is not valid; messages begin
+    with `where`."""
 
-    def __init__(self, templates: Mapping[str, str], *, where: str) -> None:
+    def __init__(
+        self, templates: Mapping[str, str], *, where: str, answer_name: str = "answer", refuse_null: bool = False
+    ) -> None:
         self._templates = templates
+        self._names = {"answer": answer_name}
         self._compiled = {}
         environment = _environment()
+        if refuse_null:
+            environment.finalize = _not_null
         for key, text in templates.items():
             try:
                 self._compiled[key] = environment.from_string(text)
             except jinja2.TemplateSyntaxError as error:
-                raise InvalidTask(f"{where}: {key} template {text!r} is not valid: {error.message}") from error
+                raise InvalidTask(f"{where}: {self._of(key)} is not valid: {error.message}") from error
 
     def row(self, fields: Mapping[str, Any], *, where: str) -> InlineRow:
         """The row that `fields` give. Raises InvalidTask, beginning with `where`."""
@@ -74,17 +80,34 @@ class RowTemplates:
             except jinja2.UndefinedError as error:
                 text = self._templates[key]
                 raise InvalidTask(
-                    f"{where}: {key} template {text!r}: {_undefined(text, fields)}; "
+                    f"{where}: {self._of(key)}: {_undefined(text, fields)}; "
                     f"fields here are {', '.join(sorted(map(str, fields))) or 'none'}"
+                ) from error
+            except _NullError as error:
+                raise InvalidTask(
+                    f"{where}: {self._of(key)}: a value is null; give text, or leave the line out"
                 ) from error
             except MemoryError:
                 raise
             except Exception as error:  # a template is code; only the class is shown: the message may quote the file
                 reason = type(error).__name__
-                raise InvalidTask(f"{where}: {key} template {self._templates[key]!r}: {reason}") from error
+                raise InvalidTask(f"{where}: {self._of(key)}: {reason}") from error
         if not rendered["prompt"]:
             raise InvalidTask(f"{where}: the prompt is empty")
         return InlineRow(**rendered)
+
+    def _of(self, key: str) -> str:
+        return f"{self._names.get(key, key)} template {self._templates[key]!r}"
+
+
+class _NullError(ValueError):
+    """A template writes a value that is null."""
+
+
+def _not_null(value: Any) -> Any:
+    if value is None:
+        raise _NullError
+    return value
 
 
 def _environment() -> SandboxedEnvironment:

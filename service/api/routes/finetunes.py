@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 
-from service.api.dependencies import PAGE_HEADERS, Context, Finetune, Sender, Services
+from service.api.dependencies import PAGE_HEADERS, Against, Context, Finetune, Sender, Services
 from service.api.export_queue import Tar
 from service.api.presenters import finetune_document, finetune_path
 from service.api.problems import Json, Refusal, refusals
@@ -16,10 +17,10 @@ from service.api.requests import JSON_TYPES, YAML_TYPES
 from service.api.routes.jobs import PLACES, IdempotencyKey, StateFilter, add_routes, created
 from service.errors import Conflict, NotFound
 from service.jobs.training_study import study_key
-from service.results.training import render_training, stored_curves
-from service.schemas.api import CurvesDocument, FinetuneDocument, FinetunesDocument
+from service.results.training import joined, render_training, stored_analysis, stored_curves
+from service.schemas.api import AnalysisDocument, CurvesDocument, FinetuneDocument, FinetunesDocument
 from service.types import JobKind, StudyRecord, StudyState
-from workers.training.finetuning.fleet import STUDY, parse_pipeline
+from workers.training.finetuning.fleet import ANALYSIS, STUDY, parse_pipeline
 
 __all__ = ["router"]
 
@@ -120,14 +121,30 @@ def get_curves(finetune: Finetune, services: Context) -> Response:
 
 
 @router.get(
+    f"{PLACE}/analysis", response_model=None, responses={200: {"model": AnalysisDocument}, **refusals(404, 409, 422)}
+)
+def get_analysis(finetune: Finetune, services: Context, against: Against) -> Response:
+    """The distribution of the experts' task vectors and the losses of their merges, if the specification has
+    `analysis`; beside those of the same experts of other fine-tunings."""
+    return Json(_analysis(services, [finetune, *against]))
+
+
+@router.get(
     f"{PLACE}/report",
     response_model=None,
-    responses={200: {"description": "The report.", "content": {"text/html": {}}}, **refusals(404)},
+    responses={200: {"description": "The report.", "content": {"text/html": {}}}, **refusals(404, 409, 422)},
 )
-def get_training_report(finetune: Finetune, services: Context) -> Response:
-    """The losses and evaluations as pictures, one page that works offline."""
+def get_training_report(finetune: Finetune, services: Context, against: Against) -> Response:
+    """The losses, evaluations and analysis as pictures, one page that works offline."""
     pipeline = parse_pipeline(finetune.document)
-    page = render_training(pipeline, _curves(services, finetune), state=finetune.state.value, reason=finetune.reason)
+    analysis = _analysis(services, [finetune, *against]) if against else stored_analysis(services.store, finetune.id)
+    page = render_training(
+        pipeline,
+        _curves(services, finetune),
+        state=finetune.state.value,
+        reason=finetune.reason,
+        analysis=analysis,
+    )
     return HTMLResponse(page, headers=PAGE_HEADERS)
 
 
@@ -170,12 +187,28 @@ def _curves(services: Services, record: StudyRecord) -> CurvesDocument:
     return stored_curves(services.store, record.id, parse_pipeline(record.document).experts)
 
 
+def _analysis(services: Services, records: Sequence[StudyRecord]) -> AnalysisDocument:
+    found = {}
+    for record in records:
+        analysis = stored_analysis(services.store, record.id)
+        if analysis is None:
+            asked = record.document.get(ANALYSIS) is not None
+            lack = "its experts are analysed once all are trained" if asked else "its specification has no `analysis`"
+            raise Conflict(f"fine-tuning {record.id} has no analysis: it is {record.state.value}, and {lack}")
+        found[f"fine-tuning {record.id}"] = parse_pipeline(record.document), analysis
+    return joined(found)
+
+
 def _document(services: Services, record: StudyRecord) -> FinetuneDocument:
     # Only a pipeline that is COMPLETE has one.
     has_study = STUDY in record.document and record.state is StudyState.COMPLETE
     study = services.store.study_of_key(study_key(record.id)) if has_study else None
     artifacts = services.artifacts.of(record.id)
-    return finetune_document(record, artifacts=artifacts, study=study, cluster=services.cluster)
+    asked = record.document.get(ANALYSIS) is not None
+    is_analysed = asked and stored_analysis(services.store, record.id) is not None
+    return finetune_document(
+        record, artifacts=artifacts, study=study, is_analysed=is_analysed, cluster=services.cluster
+    )
 
 
 add_routes(router, JobKind.FINETUNE, document=_document, model=FinetuneDocument)

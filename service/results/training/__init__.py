@@ -7,16 +7,25 @@
 
 from __future__ import annotations
 
-from service.results.training.analysis import ANALYSIS_FILE, AnalysisDocument, analyse, read_analysis
+from service.results.training.analysis import (
+    ANALYSIS_FILE,
+    analyse,
+    joined,
+    lack_of_losses,
+    read_analysis,
+    stored_analysis,
+)
 from service.results.training.curves import directory_curves, stored_curves
 from service.results.training.page import render_training
 
 __all__ = [
     "ANALYSIS_FILE",
-    "AnalysisDocument",
     "analyse",
     "directory_curves",
+    "joined",
+    "lack_of_losses",
     "read_analysis",
     "render_training",
+    "stored_analysis",
     "stored_curves",
 ]

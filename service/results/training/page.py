@@ -9,8 +9,8 @@ from markupsafe import Markup
 from service.results.report.charts import Legend, Plot, Scale, legend, nice_scale
 from service.results.report.page import template
 from service.results.report.texts import number_text
-from service.results.training.analysis import AnalysisDocument, analysis_context
-from service.schemas.api import CurvesDocument, ExpertCurvesDocument
+from service.results.training.analysis import analysis_context
+from service.schemas.api import AnalysisDocument, CurvesDocument, ExpertCurvesDocument
 from workers.training.finetuning.fleet import Pipeline
 
 __all__ = ["render_training"]

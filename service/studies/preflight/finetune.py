@@ -53,6 +53,7 @@ def check_finetune_files(pipeline: Pipeline, access: FileAccess | None) -> None:
 def examine_finetune(pipeline: Pipeline, *, access: FileAccess | None = None) -> None:
     """Check everything that can be checked without the base's weights. `access` limits the files that are read (None:
     no limit): if others are named, nothing is opened. Raises InvalidStudy with every problem."""
+    from service.results.training import lack_of_losses
     from workers.evaluation.tasks import check_task
     from workers.training.finetuning.trainer import check_data
 
@@ -71,6 +72,8 @@ def examine_finetune(pipeline: Pipeline, *, access: FileAccess | None = None) ->
             except InvalidTask as error:
                 field = f"evaluation.objectives.{index}.{error.field}"
                 problems.append(Problem(pipeline.field_of(alias, field), str(error)))
+    if pipeline.analysis is not None and not problems:
+        problems += lack_of_losses(pipeline, access=access)
     if problems:
         raise InvalidStudy(tuple(problems))
 

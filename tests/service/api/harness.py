@@ -14,6 +14,13 @@ from service.api.preflight_process import Preflight, PreflightOutcome, read_fine
 from service.disk import artifacts_dir
 from service.results.record import RunRecord
 from service.results.selection import held_out
+from service.schemas.api import (
+    FitDocument,
+    FleetAnalysisDocument,
+    LandscapeDocument,
+    MergeLossDocument,
+    TaskVectorDocument,
+)
 from service.store import Store, StudyWriter
 from service.store.artifacts import ArtifactStore
 from service.studies.preflight.finetune import resolved_finetune
@@ -191,16 +198,49 @@ def finetuning(name: str = "family", **changes: Any) -> dict[str, Any]:
     }
 
 
-def stored_finetune(store: Store, *, name: str = "family") -> StudyRecord:
-    pipeline = parse_pipeline(finetuning(name))
+def analysed_fleet(name: str, *losses: float) -> FleetAnalysisDocument:
+    """The analysis of two experts, with a landscape of 2 x 2."""
+    fit: FitDocument = {
+        "distribution": "laplace",
+        "scale": 0.001,
+        "distance": 0.25,
+        "log_likelihood": 5.0,
+        "zeros": 0.5,
+        "num_elements": 9,
+    }
+    vectors: list[TaskVectorDocument] = [
+        {
+            "expert": alias,
+            "fits": [fit, {**fit, "distribution": "gaussian"}],
+            "edges": [-0.002, 0.0, 0.002],
+            "density": [100.0, 0.0],
+        }
+        for alias in ("math", "text")
+    ]
+    rows = [[losses[0], losses[1]], [losses[2], losses[3]]]
+    rest: Any = {"losses": {}, "spread": 0.0, "num_experts": 2}
+    merges: list[MergeLossDocument] = [
+        {"method": "weight averaging", "coefficient": None, "mean": losses[0], **rest},
+        {"method": "TIES", "coefficient": 0.5, "mean": losses[1], **rest},
+    ]
+    landscape: LandscapeDocument = {"experts": ["math", "text"], "coefficients": [0.0, 1.0], "losses": rows}
+    return {"name": name, "task_vectors": vectors, "landscape": landscape, "merges": merges}
+
+
+def stored_finetune(store: Store, *, name: str = "family", **changes: Any) -> StudyRecord:
+    pipeline = parse_pipeline(finetuning(name, **changes))
     return store.create_study(
         name=name, document=pipeline.canonical(), resolved=resolved_finetune(), kind=JobKind.FINETUNE
     )
 
 
-def finished_finetune(store: Store, data_dir: Path, *, name: str = "family") -> StudyRecord:
-    """A fine-tuning whose experts are trained, with what its driver told of it."""
-    record = stored_finetune(store, name=name)
+def finished_finetune(
+    store: Store, data_dir: Path, *, name: str = "family", analysis: Mapping[str, Any] | None = None, **changes: Any
+) -> StudyRecord:
+    """A fine-tuning whose experts are trained, with what its driver told of it, and the `analysis` of them."""
+    if analysis is not None:
+        changes["analysis"] = {"samples": analysis["samples"]}
+    record = stored_finetune(store, name=name, **changes)
     store.record_submission(record.id, 1)
     writer = store.open_attempt(record.id)
     writer.set_state(StudyState.RUNNING)
@@ -217,5 +257,7 @@ def finished_finetune(store: Store, data_dir: Path, *, name: str = "family") -> 
         (expert / "model.safetensors").write_bytes(alias.encode() * 1000)
         artifacts.put(record.id, alias, expert)
     writer.heartbeat(wall_clock_s=61.0, progress={"experts": progress})
+    if analysis is not None:
+        writer.add_event(EventKind.ANALYSIS, analysis)
     writer.set_state(StudyState.COMPLETE)
     return store.study(record.id)

@@ -24,6 +24,7 @@ from service.types import EventKind, JobKind, ResolvedStudy, StudyState
 from tests.builders import tiny_llama
 from tests.service.api.harness import (
     ApiServer,
+    analysed_fleet,
     document,
     finetuning,
     finished_finetune,
@@ -120,7 +121,7 @@ def test_the_check_reads_base_data_and_tasks_and_nothing_outside_the_allowed_dir
     tiny_llama(base)
     data.write_text(json.dumps({"prompt": "1=", "completion": "1"}) + "\n")
     task = {"name": "math", "task": {"file": str(data), "answer": "{{completion}}"}, "metric": "exact_match"}
-    whole = {
+    whole: dict[str, Any] = {
         "name": "one",
         "base": str(base),
         "data": {"file": str(data), "max_length": 64},
@@ -153,6 +154,11 @@ def test_the_check_reads_base_data_and_tasks_and_nothing_outside_the_allowed_dir
     (base / "link").unlink()
     for name in ("owner/data", str(base.parent)):
         assert "--trust-dir" in problems(allowed, data={"dataset": name})["data.dataset"]
+    experts = {name: {} for name in ("math", "text")}
+    fleet = {**{key: value for key, value in whole.items() if key != "evaluation"}, "experts": experts, "analysis": {}}
+    with pytest.raises(InvalidStudy, match="has no evaluation, whose reference answers") as refused:
+        examine_here(json.dumps(fleet).encode(), is_json=True, kind=JobKind.FINETUNE, access=None)
+    assert [problem.field for problem in refused.value.problems] == [f"experts.{name}.evaluation" for name in experts]
     data.write_text("{\n")
     broken = problems(None)
     assert set(broken) == {"data", "evaluation.objectives.0.task"}
@@ -165,7 +171,7 @@ def test_kinds_are_told_apart(http: httpx.Client, server: ApiServer) -> None:
     assert http.get("/v1/finetunes", params={"name": "other"}).json() == {"finetunes": []}
     assert http.get("/v1/finetunes", params={"state": "RUNNING"}).json() == {"finetunes": []}
     assert http.get("/v1/finetunes", params={"state": "DONE"}).status_code == 422
-    for path in ("", "/events", "/curves", "/report", "/specification", "/experts/math/download"):
+    for path in ("", "/events", "/curves", "/analysis", "/report", "/specification", "/experts/math/download"):
         answer = http.get(f"/v1/finetunes/{study.id}{path}")
         assert answer.status_code == 404
         assert answer.json()["detail"] == f"fine-tuning {study.id!r}: is a study, not a fine-tuning"
@@ -202,6 +208,40 @@ def test_a_finished_one_has_curves_a_report_and_its_experts(http: httpx.Client, 
         file = archive.extractfile("family-math/model.safetensors")
         assert file is not None
         assert file.read() == b"math" * 1000
+
+
+def test_analyses_are_served_beside_each_other(http: httpx.Client, server: ApiServer) -> None:
+    def finished(*losses: float, samples: int = 7, **changes: Any) -> str:
+        analysis = {"samples": samples, "fleets": [analysed_fleet("mergopt", *losses)]}
+        return finished_finetune(server.store, server.data_dir, analysis=analysis, **changes).id
+
+    ours, theirs = finished(1, 2, 3, 4), finished(5, 6, 7, 8, method={"kind": "sgd"})
+    told = http.get(f"/v1/finetunes/{ours}").json()["links"]
+    alone = http.get(told["analysis"]).json()
+    assert (alone["samples"], [fleet["name"] for fleet in alone["fleets"]]) == (7, ["mergopt"])
+    assert alone["fleets"][0]["landscape"]["losses"] == [[1, 2], [3, 4]]
+    both = http.get(told["analysis"], params={"against": [theirs]}).json()
+    assert [(fleet["name"], fleet["merges"][0]["mean"]) for fleet in both["fleets"]] == [("mergopt", 1), ("sgd", 5)]
+    page = http.get(told["report"], params={"against": theirs}).text
+    assert "<h3>math, sgd</h3>" in page
+    assert "<h3>math, sgd</h3>" not in http.get(told["report"]).text
+    assert http.get(f"/v1/finetunes/{ours}/events").text.count("event: analysis\n") == 1
+
+    bare = finished_finetune(server.store, server.data_dir)
+    begun = stored_finetune(server.store, analysis={})
+    others = (finished(1, 1, 1, 1, samples=8), finished(1, 1, 1, 1, seed=1), finished(1, 1, 1, 1, base="/other"))
+    assert "analysis" not in http.get(f"/v1/finetunes/{bare.id}").json()["links"]
+    refused = [http.get(f"/v1/finetunes/{each.id}/analysis") for each in (bare, begun)]
+    refused += [http.get(told["analysis"], params={"against": each}) for each in others]
+    assert [answer.status_code for answer in refused] == [409] * 5
+    details = [answer.json()["detail"] for answer in refused]
+    assert details[0].endswith("has no analysis: it is COMPLETE, and its specification has no `analysis`")
+    assert details[1].endswith("it is CREATED, and its experts are analysed once all are trained")
+    assert "its losses are not those of the samples of fine-tuning" in details[2]
+    assert details[2].replace(others[0], others[1]) == details[3]
+    assert details[4].endswith("has the experts math, text; to be compared it must have math, text, of the same base")
+    assert http.get(told["analysis"], params={"against": "0" * 32}).status_code == 404
+    assert http.get(told["analysis"], params={"against": "x"}).status_code == 422
 
 
 def test_what_cannot_be_downloaded_says_why(http: httpx.Client, server: ApiServer) -> None:

@@ -61,26 +61,39 @@ def test_an_analysis_is_printed_kept_and_in_the_report(
 ) -> None:
     task = {"file": "math.jsonl", "answer": "{{completion}}", "max_tokens": 4}
     objective = {"name": "n", "task": task, "metric": "exact_match"}
-    fleet = changed(fleet, evaluation={"objectives": [objective], "samples": 1})
-    write(tmp_path / "sgd.yaml", {**yaml.safe_load(fleet.read_text()), "method": {"kind": "sgd"}})
+    out = ["--out", str(tmp_path / "out")]
+    assert main(["finetune", str(fleet), "--analyse", *out]) == 2
+    assert "experts.math.evaluation: has no evaluation, whose reference answers" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists(), "told before anything is trained"
+    fleet = changed(fleet, evaluation={"objectives": [objective], "samples": 1}, analysis={"samples": 2})
+    write(tmp_path / "sgd.yaml", {**yaml.safe_load(fleet.read_text()), "method": {"kind": "sgd"}, "analysis": None})
     assert main(["finetune", str(tmp_path / "sgd.yaml"), "--out", str(tmp_path / "sgd")]) == 0
-    call = ["finetune", str(fleet), "--out", str(tmp_path / "out"), "--samples", "2", "--analyse"]
+    call = ["finetune", str(fleet), *out, "--analyse"]
     capsys.readouterr()
     assert main([*call, str(tmp_path / "sgd")]) == 0
     printed = capsys.readouterr().out
     for word in ("Task vectors", "laplace", "gaussian", "Mean loss of merges", "weight averaging", "TIES"):
         assert word in printed
     found = json.loads((tmp_path / "out" / "analysis.json").read_text())
-    assert [each["name"] for each in found["fleets"]] == ["mergopt", "sgd"]
+    assert ([each["name"] for each in found["fleets"]], found["samples"]) == (["mergopt", "sgd"], 2)
     assert [len(each["landscape"]["losses"]) for each in found["fleets"]] == [11, 11]
     page = (tmp_path / "out" / "report.html").read_text()
     for heading in ("Task vectors", "Joint loss", "Merges"):
         assert f"<h2>{heading}</h2>" in page
+    changed(fleet, analysis=None)
     assert main(call[:-1]) == 0, "a report that is written again keeps it"
     assert "<h2>Joint loss</h2>" in (tmp_path / "out" / "report.html").read_text()
     capsys.readouterr()
     assert main([*call, str(tmp_path)]) == 2
     assert "holds no fine-tuning" in capsys.readouterr().err
+
+
+def test_a_file_in_place_of_a_directory_is_named(
+    fleet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").write_text("")
+    assert main(["finetune", str(fleet), "--out", str(tmp_path / "out")]) == 2
+    assert f"{tmp_path / 'out'}: not a directory; give another one" in capsys.readouterr().err
 
 
 def test_the_demo_retrains_the_shipped_family_by_its_pipeline(

@@ -9,7 +9,7 @@ import yaml
 
 from search_spaces.errors import InvalidStudy
 from service.errors import Conflict, NotFound, RequestRefused
-from tests.service.api.harness import finetuning, finished_finetune, stored_finetune
+from tests.service.api.harness import analysed_fleet, finetuning, finished_finetune, stored_finetune
 from tests.service.client.asker import Asker
 from tests.service.http_server import HttpServer
 from tests.service.site import Site
@@ -46,8 +46,12 @@ def test_a_fleet_is_submitted_found_cancelled_and_deleted(site: Site, ask: Asker
 
 
 def test_curves_events_report_and_experts(site: Site, ask: Asker, tmp_path: Path) -> None:
-    record = finished_finetune(site.store, site.directory, name=site.new_name())
+    analysis = {"samples": 3, "fleets": [analysed_fleet("mergopt", 1, 2, 3, 4)]}
+    record = finished_finetune(site.store, site.directory, name=site.new_name(), analysis=analysis)
     document = ask("finetune", record.id)
+    assert ask("analysis", record.id) == analysis
+    other = finished_finetune(site.store, site.directory, name=site.new_name(), analysis=analysis)
+    assert len(ask("analysis", document, against=[other.id])["fleets"]) == 2
     assert [curve["expert"] for curve in ask("curves", record.id)["experts"]] == ["math", "text"]
     assert record.name in ask("report", document)
     kinds = [event.kind for event in ask.events(document)]

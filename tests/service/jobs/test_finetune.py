@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from service.jobs.driver import KINDS, drive
 from service.jobs.finetune import EXPERT_DIR, run_finetune
 from service.jobs.training_events import _is_older, _Teller
 from service.jobs.training_study import begin_study
+from service.results.training import stored_analysis
 from service.store import Store
 from service.store.artifacts import ArtifactStore
 from service.studies.chains import SOURCES
@@ -29,7 +31,7 @@ from service.types import EventKind, JobKind, StudyState
 from tests.builders import tiny_llama
 from workers.errors import InvalidTask, TrainingFailed
 from workers.file_access import FileAccess
-from workers.training.finetuning.fleet import Pipeline, parse_pipeline
+from workers.training.finetuning.fleet import Analysis, Pipeline, parse_pipeline
 from workers.training.finetuning.history import CHECKPOINTS, METRICS, History
 from workers.training.finetuning.result import TRAINING_FILE
 from workers.training.finetuning.spec import FinetuneSpec, parse_spec
@@ -83,10 +85,14 @@ def test_every_kind_of_job_has_its_work() -> None:
 
 
 def test_a_driver_trains_the_expert_and_stores_it(store: Store, tmp_path: Path) -> None:
-    record = finetune.stored(store, pipeline_of(tmp_path))
+    record = finetune.stored(store, replace(pipeline_of(tmp_path), analysis=Analysis()))
     work_dir = study_dir(tmp_path, record.id)
     assert drive(store, record.id, work_dir=work_dir) == 0
     after = store.study(record.id)
+    analysis = stored_analysis(store, record.id)
+    assert analysis is not None
+    (fleet,) = analysis["fleets"]
+    assert (fleet["name"], [vector["expert"] for vector in fleet["task_vectors"]]) == ("mergopt", ["sums"])
     assert (after.state, after.kind, after.reason) == (StudyState.COMPLETE, JobKind.FINETUNE, None)
     updates = [event.payload for event in store.events(record.id, kinds=[EventKind.TRAINING])]
     assert {update["expert"] for update in updates} == {"sums"}

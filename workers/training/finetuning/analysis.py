@@ -7,8 +7,10 @@ reference answers of the experts' evaluation tasks, in nats per token of an answ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +22,7 @@ from search_spaces.study.sections import EngineOptions
 from workers.errors import InvalidTask
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Prompts
-from workers.evaluation.references import References, Target
+from workers.evaluation.references import References, Target, lack_of_references
 from workers.file_access import FileAccess
 from workers.merging.bank import Bank
 from workers.merging.materialize import merge_into
@@ -39,6 +41,7 @@ __all__ = [
     "MergeLosses",
     "TaskVector",
     "candidates",
+    "lack_of_losses",
     "landscape",
     "losses_of_experts",
     "merge_table",
@@ -55,6 +58,9 @@ TASK_ARITHMETIC = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 TIES_SCALES = (0.3, 0.5, 0.7, 1.0)
 TIES_KEEP = 0.2
 DARE_DENSITY = 0.5
+
+# Of so many of a fleet's experts all pairs are merged too.
+IN_PAIRS = 4
 
 MAX_TOKENS = 4096  # of one forward pass
 
@@ -81,7 +87,7 @@ class Landscape:
 
 
 class Candidate(NamedTuple):
-    """A merge of all experts by a published method. `coefficient` is what varies within `method`, None where nothing
+    """A merge of experts by a published method. `coefficient` is what varies within `method`, None where nothing
     does."""
 
     method: str
@@ -91,10 +97,12 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class MergeLoss:
-    """The candidate of a method with the lowest mean loss over the experts' tasks: `losses` by expert, `mean`; and
-    `spread`, the standard deviation of the means over all coefficients of the method."""
+    """Merges of `num_experts` experts by a method, all sets of so many, at the coefficient with the lowest mean loss
+    over the merged experts' tasks: `losses` by expert, `mean`; and `spread`, the standard deviation of the means over
+    all coefficients of the method."""
 
     method: str
+    num_experts: int
     coefficient: float | None
     losses: Mapping[str, float]
     mean: float
@@ -141,17 +149,17 @@ class MergeLosses:
         self._units = {alias: [references.unit(task) for task in own] for alias, own in tasks.items()}
 
     def of(self, merge: Merge) -> dict[str, float]:
-        """By expert, the mean loss on its tasks."""
-        return self.of_recipe(everywhere(merge, self._base, self._fingerprints, self._num_layers))
+        """By expert that is merged, the mean loss on its tasks."""
+        recipe = everywhere(merge, self._base, self._fingerprints, self._num_layers)
+        return self._of_recipe(recipe, [source.model for source in merge.sources])
 
     @torch.inference_mode()
-    def of_recipe(self, recipe: Recipe) -> dict[str, float]:
+    def _of_recipe(self, recipe: Recipe, experts: Sequence[str]) -> dict[str, float]:
         merge_into(recipe, self._bank, self._model.memory)
         found = {}
-        for alias, tasks in self._targets.items():
-            means = [
-                self._mean(targets) / unit for targets, unit in zip(tasks, self._units[alias], strict=True) if targets
-            ]
+        for alias in experts:
+            tasks = zip(self._targets[alias], self._units[alias], strict=True)
+            means = [self._mean(targets) / unit for targets, unit in tasks if targets]
             found[alias] = sum(means) / len(means)
         return found
 
@@ -160,6 +168,27 @@ class MergeLosses:
         for indices in minibatches(targets, MAX_TOKENS):
             total += float(sample_losses(self._model, [targets[i] for i in indices]).sum())
         return total / len(targets)
+
+
+def lack_of_losses(
+    experts: Mapping[str, FinetuneSpec], *, access: FileAccess | None = None
+) -> Iterator[tuple[str, str]]:
+    """Why the losses of the merges of a fleet's experts could not be measured: an alias and a reason each. Those of a
+    single expert are not."""
+    for alias, spec in experts.items() if len(experts) > 1 else ():
+        if spec.evaluation is None:
+            yield alias, "has no evaluation, whose reference answers would give the losses of merges"
+            continue
+        for each in spec.evaluation.objectives:
+            try:
+                lack = lack_of_references(task_of(each, seed=spec.seed, access=access))
+            except InvalidTask as error:
+                lack = str(error)
+            if lack is not None:
+                yield (
+                    alias,
+                    f"objective {each.name!r} has no reference answers, to measure merges by: {lack}",
+                )
 
 
 def losses_of_experts(
@@ -210,15 +239,30 @@ def candidates(experts: Sequence[str], *, seed: int = 0) -> Iterator[Candidate]:
 def merge_table(
     measure: Callable[[Merge], Mapping[str, float]], experts: Sequence[str], *, seed: int = 0
 ) -> tuple[MergeLoss, ...]:
-    """A row for each method."""
+    """A row for each method and number of experts: all, and before them pairs of the first IN_PAIRS."""
+    sets = [[tuple(experts)]]
+    if len(experts) > 2:
+        sets.insert(0, list(combinations(experts[:IN_PAIRS], 2)))
+    return tuple(row for together in sets for row in _rows(measure, together, seed=seed))
+
+
+def _rows(
+    measure: Callable[[Merge], Mapping[str, float]], sets: Sequence[tuple[str, ...]], *, seed: int
+) -> Iterator[MergeLoss]:
+    """By method, of `sets` of experts of one size."""
     found: dict[str, list[tuple[float | None, Mapping[str, float], float]]] = {}
-    for candidate in candidates(experts, seed=seed):
-        losses = measure(candidate.merge)
-        mean = sum(losses.values()) / len(losses)
-        found.setdefault(candidate.method, []).append((candidate.coefficient, losses, mean))
-    rows = []
+    for same in zip(*(candidates(experts, seed=seed) for experts in sets), strict=True):
+        measured = [measure(candidate.merge) for candidate in same]
+        mean = _mean(value for losses in measured for value in losses.values())
+        aliases = dict.fromkeys(alias for losses in measured for alias in losses)
+        by_expert = {alias: _mean(losses[alias] for losses in measured if alias in losses) for alias in aliases}
+        found.setdefault(same[0].method, []).append((same[0].coefficient, by_expert, mean))
     for method, tried in found.items():
         means = torch.tensor([mean for *_, mean in tried], dtype=torch.float64)
-        coefficient, losses, mean = min(tried, key=lambda each: each[2])
-        rows.append(MergeLoss(method, coefficient, losses, mean, float(means.std(correction=0))))
-    return tuple(rows)
+        coefficient, best, mean = min(tried, key=lambda each: math.inf if math.isnan(each[2]) else each[2])
+        yield MergeLoss(method, len(sets[0]), coefficient, best, mean, float(means.std(correction=0)))
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed)

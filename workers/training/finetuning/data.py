@@ -57,7 +57,12 @@ def read_documents(data: Data, prompts: Prompts) -> list[Document]:
     if eos is None:
         raise InvalidTask(f"data: the tokenizer of {prompts.directory} has no end-of-text token; completions need one")
     source = data.file or data.dataset
-    templates = RowTemplates({"prompt": data.prompt, "answer": data.completion}, where=str(source))
+    templates = RowTemplates(
+        {"prompt": data.prompt, "answer": data.completion},
+        where=str(source),
+        answer_name="completion",
+        refuse_null=True,
+    )
     documents = []
     for place, fields in _lines(data) if data.file is not None else _dataset_rows(data):
         if MESSAGES in fields:

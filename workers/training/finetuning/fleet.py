@@ -1,28 +1,37 @@
 """Fleets and pipelines: one specification for an expert per task, and for the study that merges them.
 
 A fleet is a specification with `experts`: alias -> what is different for that expert, section by section. A pipeline is
-a fleet with `study`: a study without `models`, which are the base and the experts of the fleet.
+a fleet with `study`: a study without `models`, which are the base and the experts of the fleet. With `analysis`, what
+was trained is analysed at the end.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
 
 from search_spaces.errors import InvalidStudy, Problem
+from search_spaces.section import Section
+from search_spaces.study.checks import WORDS
 from search_spaces.study.file import Study, parse_study
 from search_spaces.study.sections import NAME
+from search_spaces.study.validation import problems_of
 from search_spaces.study.yaml import read_document
 from workers.training.finetuning.spec import FinetuneSpec, parse_spec
 
 __all__ = [
+    "ANALYSIS",
     "EXPERTS",
     "OPTIONAL_SECTIONS",
     "SECTIONS",
     "STUDY",
+    "Analysis",
     "Pipeline",
     "is_pipeline",
     "load_pipeline",
@@ -32,6 +41,9 @@ __all__ = [
 # Keys of a fleet, and the directories of its results.
 EXPERTS, STUDY = "experts", "study"
 
+# What a specification of an expert or a fleet may have beside the options of experts.
+ANALYSIS = "analysis"
+
 # Options that are the same for all experts of a fleet.
 COMMON = ("name", "base")
 
@@ -39,16 +51,24 @@ COMMON = ("name", "base")
 SECTIONS, OPTIONAL_SECTIONS = ("data", "method", "training"), ("adapter", "evaluation")
 
 
+class Analysis(Section):
+    """Of the trained experts: the distribution of their task vectors, the losses of their merges."""
+
+    samples: Annotated[int, Field(ge=1)] = 100
+    """Of each evaluation task, whose reference answers give the losses."""
+
+
 @dataclass(frozen=True)
 class Pipeline:
-    """The specification of each expert by its alias, and the document of the study, if there is one. `is_fleet`: they
-    were given as a fleet, be it of one; `name` is the fleet's, or that of the one expert."""
+    """The specification of each expert by its alias, the document of the study, if there is one, and what is to be
+    analysed. `is_fleet`: they were given as a fleet, be it of one; `name` is the fleet's, or that of the one expert."""
 
     name: str
     experts: Mapping[str, FinetuneSpec]
     study: Mapping[str, Any] | None
     directory: Path | None
     is_fleet: bool
+    analysis: Analysis | None = None
 
     def places(self, out: Path) -> dict[str, Path]:
         """Where each expert is trained: `out` itself, or a directory in it for each of a fleet."""
@@ -62,11 +82,12 @@ class Pipeline:
         """As plain data with all defaults written out and all paths absolute; `parse_pipeline` returns an equal one
         from it, but for `directory`, which no longer matters."""
         specs = {alias: spec.canonical() for alias, spec in self.experts.items()}
+        analysis = {} if self.analysis is None else {ANALYSIS: self.analysis.model_dump(mode="json")}
         if not self.is_fleet:
-            return specs[self.name]
+            return {**specs[self.name], **analysis}
         base = next(iter(specs.values()))["base"]
         own = {alias: {k: v for k, v in spec.items() if k not in COMMON} for alias, spec in specs.items()}
-        document = {"name": self.name, "base": base, EXPERTS: own}
+        document = {"name": self.name, "base": base, EXPERTS: own, **analysis}
         study = self.study_of({alias: Path(alias) for alias in self.experts})
         if study is not None:
             document[STUDY] = {key: value for key, value in study.canonical().items() if key != "models"}
@@ -94,11 +115,17 @@ def load_pipeline(file: Path) -> Pipeline:
 
 def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -> Pipeline:
     """As `load_pipeline`, from a document."""
-    if EXPERTS not in document:
-        spec = parse_spec(document, directory)
-        return Pipeline(spec.name, {spec.name: spec}, None, directory, is_fleet=False)
-    shared = {key: value for key, value in document.items() if key not in (EXPERTS, STUDY)}
     problems: list[Problem] = []
+    analysis = _analysis(document.get(ANALYSIS), problems)
+    if EXPERTS not in document:
+        try:
+            spec = parse_spec({key: value for key, value in document.items() if key != ANALYSIS}, directory)
+        except InvalidStudy as error:
+            raise InvalidStudy((*error.problems, *problems)) from error
+        if problems:
+            raise InvalidStudy(tuple(problems))
+        return Pipeline(spec.name, {spec.name: spec}, None, directory, is_fleet=False, analysis=analysis)
+    shared = {key: value for key, value in document.items() if key not in (EXPERTS, STUDY, ANALYSIS)}
     experts: dict[str, FinetuneSpec] = {}
     given, name = document[EXPERTS], document.get("name")
     if not isinstance(name, str) or not re.fullmatch(NAME, name):
@@ -126,7 +153,7 @@ def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -
         problems.append(Problem(STUDY, "expected a study without models, which are those of the fleet"))
     if problems:
         raise InvalidStudy(tuple(problems))
-    pipeline = Pipeline(str(name), experts, study, directory, is_fleet=True)
+    pipeline = Pipeline(str(name), experts, study, directory, is_fleet=True, analysis=analysis)
     try:
         pipeline.study_of({alias: Path("unknown") for alias in experts})
     except InvalidStudy as error:
@@ -134,6 +161,18 @@ def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -
             tuple(Problem(f"{STUDY}.{p.field}" if p.field else STUDY, p.message) for p in error.problems)
         ) from error
     return pipeline
+
+
+def _analysis(given: Any, problems: list[Problem]) -> Analysis | None:
+    """None if there is to be none; what is wrong with it is added to `problems`."""
+    if given is None:
+        return None
+    try:
+        return Analysis.model_validate_json(json.dumps(given), strict=True)
+    except ValidationError as error:
+        found = problems_of(error.errors(include_url=False), Analysis.model_json_schema(), WORDS)
+        problems += [Problem(".".join(filter(None, (ANALYSIS, p.field))), p.message) for p in found]
+        return None
 
 
 def _laid_over(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -97,7 +97,10 @@ def _with_adapter(model: Any, spec: FinetuneSpec) -> tuple[Any, tuple[torch.nn.P
     except ValueError as error:
         kinds = sorted({name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
         raise InvalidModel(
-            (f"adapter.targets: {targets}: cannot be adapted ({error}); there are {', '.join(kinds)}",)
+            (
+                f"adapter.targets: {targets if isinstance(targets, str) else ', '.join(targets)}: {error} The model's "
+                f"linear modules are {', '.join(kinds)}",
+            )
         ) from error
     # The offset of a merge is in the weights that the adapters change, not in the adapters.
     return adapted, tuple(p for name, p in adapted.named_parameters() if ".base_layer." in name)

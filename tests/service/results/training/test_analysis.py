@@ -9,30 +9,11 @@ from typing import Any
 import pytest
 
 from service.errors import Conflict
-from service.results.training.analysis import AnalysisDocument, FleetDocument, analyse, analysis_context, merge_text
+from service.results.training.analysis import analyse, analysis_context, joined, merge_text
+from service.schemas.api import AnalysisDocument, MergeLossDocument
+from tests.service.api.harness import analysed_fleet as fleet
 from tests.service.api.harness import finetuning
 from workers.training.finetuning.fleet import parse_pipeline
-
-
-def fleet(name: str, *losses: float) -> FleetDocument:
-    """Of two experts, with a landscape of 2 x 2."""
-    fit = {"distribution": "laplace", "scale": 0.001, "distance": 0.25, "log_likelihood": 5.0, "zeros": 0.5}
-    vectors = [
-        {
-            "expert": alias,
-            "fits": [fit, {**fit, "distribution": "gaussian"}],
-            "edges": [-0.002, 0.0, 0.002],
-            "density": [100.0, 0.0],
-        }
-        for alias in ("math", "text")
-    ]
-    rows = [[losses[0], losses[1]], [losses[2], losses[3]]]
-    merges: list[dict[str, Any]] = [
-        {"method": "weight averaging", "coefficient": None, "mean": losses[0]},
-        {"method": "TIES", "coefficient": 0.5, "mean": losses[1]},
-    ]
-    landscape = {"experts": ["math", "text"], "coefficients": [0.0, 1.0], "losses": rows}
-    return {"name": name, "task_vectors": vectors, "landscape": landscape, "merges": merges}
 
 
 def test_fleets_are_beside_each_other_on_one_scale() -> None:
@@ -49,7 +30,7 @@ def test_fleets_are_beside_each_other_on_one_scale() -> None:
     lowest, highest = found["landscapes"][0]["svg"], found["landscapes"][1]["svg"]
     assert "--v:100%" in lowest
     assert 'class="cell minus" style="--v:100%"' in highest
-    assert found["merges"][1] == {"method": "TIES", "cells": ["2.000 at 0.5", "4.000 at 0.5"]}
+    assert found["merges"][1] == {"method": "TIES", "experts": 2, "cells": ["2.000 at 0.5", "4.000 at 0.5"]}
 
 
 def test_losses_that_are_not_finite_are_drawn_as_the_highest() -> None:
@@ -57,6 +38,7 @@ def test_losses_that_are_not_finite_are_drawn_as_the_highest() -> None:
     picture = found["landscapes"][0]["svg"]
     assert "nan%" not in picture
     assert picture.count('class="cell minus" style="--v:100%"') == 3
+    assert found["merges"][1]["cells"] == ["not finite at 0.5"]
 
 
 def test_one_experts_histogram_is_all_that_it_has() -> None:
@@ -70,9 +52,13 @@ def test_one_experts_histogram_is_all_that_it_has() -> None:
     assert (len(found["histograms"]), found["landscapes"], found["merges"]) == (1, [], [])
 
 
+def merge(mean: float | None, coefficient: float | None) -> MergeLossDocument:
+    return {"method": "TIES", "coefficient": coefficient, "losses": {}, "mean": mean, "spread": 0.0}
+
+
 def test_a_merge_names_its_coefficient() -> None:
-    assert merge_text({"mean": 0.5, "coefficient": None}) == "0.500"
-    assert merge_text({"mean": 0.5, "coefficient": 1.0}) == "0.500 at 1"
+    assert merge_text(merge(0.5, None)) == "0.500"
+    assert merge_text(merge(0.5, 1.0)) == "0.500 at 1"
 
 
 def test_fleets_of_other_experts_are_refused() -> None:
@@ -81,3 +67,20 @@ def test_fleets_of_other_experts_are_refused() -> None:
     places = {alias: Path("/trained") / alias for alias in experts}
     with pytest.raises(Conflict, match=r"has the experts math; to be compared it must have math, text"):
         analyse([(experts, places), (fewer, places)], samples=1)
+
+
+def test_trainings_by_the_same_optimizer_are_named_by_what_differs() -> None:
+    document: AnalysisDocument = {"samples": 1, "fleets": [fleet("mergopt", 1, 2, 3, 4)]}
+    changes: dict[str, dict[str, Any]] = {
+        "a": {"method": {"scale": 0.001}},
+        "b": {"method": {"scale": 0.002}},
+        "c": {"method": {"kind": "sgd"}},
+        "d": {"method": {"scale": 0.002}},
+    }
+    found = joined({name: (parse_pipeline(finetuning(**changes[name])), document) for name in changes})
+    assert [each["name"] for each in found["fleets"]] == [
+        "mergopt, scale 0.001",
+        "mergopt, scale 0.002 1",
+        "sgd",
+        "mergopt, scale 0.002 2",
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -136,3 +137,24 @@ def test_a_table_has_each_methods_best_coefficient() -> None:
     assert (rows["task arithmetic"].coefficient, rows["DARE"].coefficient, rows["TIES"].coefficient) == (0.5, 0.5, 0.5)
     assert rows["task arithmetic"].mean == pytest.approx(1.01)
     assert rows["task arithmetic"].spread > 0
+
+
+def test_of_three_experts_pairs_are_merged_too() -> None:
+    best = {"math": 0.4, "text": 0.6, "code": 1.0}
+
+    def measure(merge: Merge) -> Mapping[str, float]:
+        value = merge.coefficients.get("lambda", 0.5)
+        assert isinstance(value, float)
+        return {source.model: (value - best[source.model]) ** 2 for source in merge.sources}
+
+    rows = merge_table(measure, list(best))
+    assert [(row.num_experts, row.method) for row in rows[::4]] == [(2, "weight averaging"), (3, "weight averaging")]
+    for row in (rows[1], rows[5]):  # the same, as every expert is in as many pairs
+        assert row.coefficient == 0.7
+        assert row.losses == pytest.approx({"math": 0.09, "text": 0.01, "code": 0.09})
+        assert row.mean == pytest.approx(0.19 / 3)
+
+
+def test_a_coefficient_whose_losses_are_nan_is_not_the_best() -> None:
+    rows = merge_table(lambda merge: {"math": math.nan if merge.coefficients.get("lambda") == 0.1 else 1.0}, ["math"])
+    assert [row.coefficient for row in rows] == [None, 0.2, 0.3, 0.2]

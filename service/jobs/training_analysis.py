@@ -1,0 +1,44 @@
+"""The analysis of a fine-tuning's experts once they are trained, stored as an event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from service.errors import Conflict
+from service.results.training import analyse, stored_analysis
+from service.store import Store, StudyWriter
+from service.studies.heartbeat import Heartbeat
+from service.types import EventKind
+from workers.errors import InvalidModel, InvalidTask
+from workers.file_access import FileAccess
+from workers.training.finetuning.fleet import ANALYSIS, Pipeline
+
+__all__ = ["tell_analysis"]
+
+
+def tell_analysis(
+    store: Store,
+    writer: StudyWriter,
+    heartbeat: Heartbeat,
+    pipeline: Pipeline,
+    places: Mapping[str, Path],
+    *,
+    note: Callable[[str], None],
+    access: FileAccess | None,
+) -> None:
+    """Analyse the experts in `places` if the specification asks for it, and an earlier driver has not done so. Raises
+    Conflict if that cannot be done."""
+    if pipeline.analysis is None or stored_analysis(store, writer.study_id) is not None:
+        return
+    try:
+        found = analyse(
+            [(pipeline.experts, places)],
+            samples=pipeline.analysis.samples,
+            note=note,
+            progressed=heartbeat.progressed,
+            access=access,
+        )
+    except (InvalidModel, InvalidTask) as error:
+        raise Conflict(f"{ANALYSIS}: {error}") from error
+    writer.add_event(EventKind.ANALYSIS, {**found})
