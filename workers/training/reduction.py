@@ -90,7 +90,7 @@ FUSED: Mapping[str, Callable[[Tensors, torch.Tensor | None, Merge, torch.Tensor]
 def _projections(gradient: torch.Tensor, tensors: Tensors, base: torch.Tensor) -> torch.Tensor:
     """The inner products [N] of the gradient and each tensor's difference from the base, in float64."""
     every = [gradient, *tensors, base]
-    if all(each.device.type == "cpu" and each.is_contiguous() and each.dtype in STORED for each in every):
+    if gradient.device.type == "cpu" and all(each.is_contiguous() and each.dtype in STORED for each in every):
         from workers.merging.kernels.reductions import projections
 
         return torch.tensor(projections(gradient, tensors, base), dtype=torch.float64)

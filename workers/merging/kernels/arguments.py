@@ -24,7 +24,7 @@ WORDS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float
 def as_array(tensor: torch.Tensor) -> np.ndarray:
     """The memory of a contiguous tensor as a flat array of the words that `elements.value` reads."""
     words = WORDS[tensor.dtype]
-    flat = tensor.detach().view(-1)
+    flat = (tensor.detach() if tensor.requires_grad else tensor).view(-1)
     return (flat if words is tensor.dtype else flat.view(words)).numpy()
 
 
