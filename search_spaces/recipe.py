@@ -60,20 +60,21 @@ class Merge:
             raise InvalidRecipe(f"merge: method {self.method!r} has no sources; give at least one")
         rounded: dict[str, CoefficientValue] = {}
         for name in sorted(self.coefficients):
-            value = self.coefficients[name]
+            value, decimals = self.coefficients[name], self._decimals(name)
             if isinstance(value, tuple):
                 if len(value) != len(self.sources):
                     raise InvalidRecipe(
                         f"merge: {self.method}.{name} has {len(value)} numbers for {len(self.sources)} sources; "
                         "give one per source"
                     )
-                rounded[name] = tuple(_rounded(v, self._decimals(name)) for v in value)
+                rounded[name] = tuple(_rounded(v, decimals) for v in value)
             else:
-                rounded[name] = _rounded(value, self._decimals(name))
+                rounded[name] = _rounded(value, decimals)
         object.__setattr__(self, "coefficients", rounded)
 
     def __hash__(self) -> int:
-        return hash((self.method, self.sources, tuple(self.coefficients.items()), self.seed, self.base))
+        first = self.sources[0]  # the others make no difference between most merges, and take time
+        return hash((self.method, first.model, first.layer, tuple(self.coefficients.items()), self.seed))
 
     def number(self, name: str) -> float:
         """The shared coefficient `name`, or its default. Raises InvalidRecipe if it is missing or per source."""
@@ -251,9 +252,10 @@ class Recipe:
         places = [f"layer {index}, {name}" for index in range(len(self.layers)) for name in COMPONENTS]
         checked: set[Merge] = set()  # most recipes repeat few merges
         for place, merge in zip((*places, "embedding", "head", *self.tensors), self.merges(), strict=True):
-            if merge in checked:
-                continue
+            known = len(checked)
             checked.add(merge)
+            if len(checked) == known:
+                continue
             try:
                 merge.check()
             except InvalidRecipe as error:
@@ -414,7 +416,9 @@ def _canonical(merge: Merge, *, base: str, fingerprints: Mapping[str, str]) -> M
             name: tuple(value[i] for i in order) if isinstance(value, tuple) else value
             for name, value in coefficients.items()
         }
-    is_usual = not declared.needs_base or {Source(base, source.layer) for source in sources} == {base_source}
+    is_usual = not declared.needs_base or (
+        base_source.model == base and all(source.layer == base_source.layer for source in sources)
+    )
     found = Merge(merge.method, sources, coefficients, merge.seed, None if is_usual else merge.base)
     return merge if found == merge else found
 

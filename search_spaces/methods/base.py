@@ -140,7 +140,10 @@ class MergeMethod:
         return "ordered pair" if self.is_ordered else "pair"
 
     def coefficient(self, name: str) -> Coefficient | None:
-        return next((coefficient for coefficient in self.coefficients if coefficient.name == name), None)
+        for coefficient in self.coefficients:
+            if coefficient.name == name:
+                return coefficient
+        return None
 
     @property
     def gradients_by(self) -> tuple[Coefficient, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,8 @@ class Bank:
         self._products: dict[tuple[frozenset[Key], Key | None], float] = {}  # of one or two sources
         self._norms: dict[tuple[Key, Key], float] = {}
         self._ranks: dict[tuple[Key, Key], torch.Tensor] = {}
+        self._at_hand: dict[Key, torch.Tensor] = {}  # stored ones on `device`, which need no copy
+        self._orders: dict[Key, TieOrder] = {}
         self._recent = Recent(recent_bytes(self.sources) if keeps_statistics else 0)
         self.num_bytes = self.sources.stored_bytes
         self.placement = Placement(placement)
@@ -114,7 +117,7 @@ class Bank:
     def fingerprint(self) -> str:
         return self.family.fingerprint
 
-    @property
+    @cached_property
     def base(self) -> Checkpoint:
         """The base model, in the family's vocabulary: every merge has its configuration, tensor headers and layout."""
         return self.sources.base
@@ -127,7 +130,7 @@ class Bank:
         """The views of those of `models`, fingerprints by a recipe's aliases, that the bank holds."""
         return {name: self._checkpoints[held] for name, print_ in models.items() if (held := self.alias(print_))}
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         return self.base.layout
 
@@ -140,7 +143,13 @@ class Bank:
 
         A tensor of an adapter is computed at every call. Raises InvalidModel.
         """
-        return self._source(alias, name).value(self._read)
+        found = self._at_hand.get((alias, name))
+        if found is None:
+            source = self._source(alias, name)
+            found = source.value(self._read)
+            if isinstance(source, TensorInfo) and found is self._stored[source]:
+                self._at_hand[alias, name] = found
+        return found
 
     def cosine(self, first: Key, second: Key) -> float:
         """The cosine between two tensors, each (alias, name), for SLERP; computed once."""
@@ -221,15 +230,18 @@ class Bank:
     def order(self, key: Key) -> TieOrder:
         """The order of elements of equal magnitude in a source's task vector, or of equal variance from this base. It
         depends on the model's content and the tensor's name."""
-        alias, name = key
-        return TieOrder(mask_key(ORDER_SEED, self.family.fingerprints[alias], name))
+        order = self._orders.get(key)
+        if order is None:
+            alias, name = key
+            order = self._orders[key] = TieOrder(mask_key(ORDER_SEED, self.sources.fingerprints[alias], name))
+        return order
 
     def merge_on(self, device: torch.device | str) -> None:
         """Compute on this device from now on, wherever the sources are. Statistics whose bits depend on the
         device, or that are stored on one, are dropped."""
         if self.device != torch.device(device):
             self.device = torch.device(device)
-            for known in (self._magnitudes, self._norms, self._recent, self._ranks):
+            for known in (self._magnitudes, self._norms, self._recent, self._ranks, self._at_hand):
                 known.clear()
 
     def summary(self) -> dict[str, Any]:
@@ -275,7 +287,8 @@ class Bank:
         return tensor
 
     def _read(self, info: TensorInfo) -> torch.Tensor:
-        return self._stored[info].to(self.device, non_blocking=True)
+        stored = self._stored[info]
+        return stored if stored.device == self.device else stored.to(self.device, non_blocking=True)
 
     def _on_cpu(self, key: Key) -> torch.Tensor:
         """The tensor on CPU, for sorting: on a GPU that takes many times the tensor's memory, which an engine does not

@@ -40,6 +40,7 @@ __all__ = [
     "operands_of",
     "plan_as_stated",
     "plan_tensors",
+    "sources_of",
 ]
 
 
@@ -171,6 +172,20 @@ def plan_as_stated(recipe: Recipe, bank: Bank) -> TensorPlan:
     gradients too. Merged models are those of `plan_tensors`, whose sums may have another order. Raises as it does."""
     recipe.check()
     return _plan(recipe, recipe, bank)
+
+
+def sources_of(
+    tensor: MergedTensor, plan: TensorPlan, bank: Bank
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+    """The same tensor of each source of a tensor of the plan, and of the base if the method needs it, in their stored
+    dtypes: the operands of a method that uses no statistics."""
+
+    def get(source: Source) -> torch.Tensor:
+        return bank.get(plan.aliases[source.model], bank.layout.name(tensor.suffix, source.layer))
+
+    needs_base = METHODS[tensor.merge.method].needs_base
+    base = get(tensor.merge.base_in(plan.recipe.base)) if needs_base else None
+    return tuple(map(get, tensor.merge.sources)), base
 
 
 def operands_of(tensor: MergedTensor, plan: TensorPlan, bank: Bank) -> Operands:
@@ -404,4 +419,5 @@ class _Computation:
         return bank.ranks(self.sources, self.base)
 
     def _order(self, bank: Bank, key: Key) -> TieOrder:
-        return replace(bank.order(key), keeps_equal=self.keeps_equal)
+        order = bank.order(key)
+        return replace(order, keeps_equal=True) if self.keeps_equal else order

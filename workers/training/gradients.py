@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from search_spaces.methods.base import Coefficient
 from search_spaces.recipe import Recipe
 from search_spaces.study.sections import EngineOptions
 from workers.errors import TrialFailed
@@ -127,9 +128,10 @@ class CoefficientGradients:
         reducers = {}
         for tensor in plan.tensors:
             is_end = by_scales and tensor.layer is not None and ends_a_branch(tensor.suffix)
-            if is_end or stated_coefficients(tensor):
+            stated = stated_coefficients(tensor)
+            if is_end or stated:
                 merged = self.model.memory[tensor.name] if is_end else None
-                reducers[tensor.name] = _Reducer(tensor, plan, self.bank, merged)
+                reducers[tensor.name] = _Reducer(tensor, stated, plan, self.bank, merged)
         self._hold(recipe)
         samples = _samples(batch, targets)
         factors = {name: weights[name] / (targets[name].unit * len(positions)) for name, positions in batch.items()}
@@ -239,8 +241,16 @@ class _Reducer:
     """Adds up the derivatives by one tensor's coefficients, from the gradients of its leaves. With `merged`, the tensor
     itself, also the inner product with it."""
 
-    def __init__(self, tensor: MergedTensor, plan: TensorPlan, bank: Bank, merged: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        tensor: MergedTensor,
+        stated: Sequence[Coefficient],
+        plan: TensorPlan,
+        bank: Bank,
+        merged: torch.Tensor | None,
+    ) -> None:
         self.tensor = tensor
+        self.stated = stated
         self._plan = plan
         self._bank = bank
         self._merged = merged
@@ -250,10 +260,11 @@ class _Reducer:
     def add(self, gradient: torch.Tensor) -> None:
         if self._merged is not None:
             self.along += inner_product(gradient, self._merged)
-        if not stated_coefficients(self.tensor):
+        if not self.stated:
             return
         for name, slopes in derivatives(self.tensor, self._plan, self._bank, gradient).items():
-            slopes = slopes * self.tensor.factor
+            if self.tensor.factor != 1:
+                slopes = slopes * self.tensor.factor
             self.found[name] = self.found[name] + slopes if name in self.found else slopes
 
 
@@ -273,7 +284,7 @@ def _by_coefficient(reducers: Any) -> tuple[Slopes, Slopes]:
     shared: Slopes = {}
     for reducer in reducers:
         tensor = reducer.tensor
-        for coefficient in stated_coefficients(tensor):
+        for coefficient in reducer.stated:
             count = len(tensor.merge.sources) if coefficient.per_model else 1
             slopes = reducer.found[coefficient.name].tolist() if coefficient.name in reducer.found else [0.0] * count
             if coefficient.per_model:

@@ -37,9 +37,7 @@ def sample_losses(model: TrainableModel, targets: Sequence[Target]) -> torch.Ten
     """The loss of each target [len(targets)], in float32 and with gradients if these are on, by one forward pass."""
     rows = [reading for target in targets for reading in target.readings]
     places = _Places.of(rows)
-    tokens = torch.zeros(len(rows), _width(rows), dtype=torch.long)
-    for i, reading in enumerate(rows):
-        tokens[i, : len(reading.tokens)] = torch.tensor(reading.tokens)
+    tokens, _ = _padded([reading.tokens for reading in rows])
     logits = model.logits(tokens.to(model.device), places.num_columns).flatten(0, 1)
     return _of_targets(targets, places.log_likelihoods(logits, len(rows)))
 
@@ -79,10 +77,9 @@ def _of_targets(targets: Sequence[Target], of_rows: torch.Tensor) -> torch.Tenso
     for target in targets:
         starts.append(starts[-1] + len(target.readings))
     index, is_given = _padded([tuple(range(start, stop)) for start, stop in pairwise(starts)])
-    is_right = torch.zeros_like(is_given)
+    is_right = torch.tensor([[place in target.right for place in range(index.shape[1])] for target in targets])
     scales = torch.ones(index.shape)
     for i, target in enumerate(targets):
-        is_right[i, list(target.right)] = True
         if target.scales is not None:
             scales[i, : len(target.scales)] = torch.tensor(target.scales)
     is_choice = torch.tensor([target.scales is not None for target in targets], device=device)

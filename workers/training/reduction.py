@@ -17,7 +17,7 @@ from search_spaces.methods import METHODS
 from search_spaces.methods.base import Coefficient
 from search_spaces.recipe import Merge
 from workers.merging.bank import Bank
-from workers.merging.materialize import TensorPlan, operands_of
+from workers.merging.materialize import TensorPlan, operands_of, sources_of
 from workers.merging.merged_tensor import MergedTensor
 from workers.merging.methods.averages import linear_weights
 from workers.merging.methods.plain import PLAIN, Operands
@@ -26,6 +26,7 @@ __all__ = ["Derivatives", "derivatives", "inner_product", "stated_coefficients"]
 
 # By coefficient: [number of sources], or [1] of a shared one; float64.
 Derivatives = Mapping[str, torch.Tensor]
+Tensors = Sequence[torch.Tensor]
 
 STORED = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK = 1 << 22  # elements of a difference at a time, where no kernel computes
@@ -52,10 +53,10 @@ def stated_coefficients(tensor: MergedTensor) -> tuple[Coefficient, ...]:
 
 def derivatives(tensor: MergedTensor, plan: TensorPlan, bank: Bank, gradient: torch.Tensor) -> Derivatives:
     """By each of `stated_coefficients`, from the gradient of the merged tensor."""
-    operands = operands_of(tensor, plan, bank)
     fused = FUSED.get(tensor.merge.method)
     if fused is not None:
-        return fused(operands, tensor.merge, gradient)
+        return fused(*sources_of(tensor, plan, bank), tensor.merge, gradient)
+    operands = operands_of(tensor, plan, bank)
     names = {c.name: c.per_model for c in stated_coefficients(tensor)}
     return _through_the_function(operands, tensor.merge, gradient, names)
 
@@ -66,30 +67,30 @@ def inner_product(first: torch.Tensor, second: torch.Tensor) -> float:
     return math.fsum(float(one.float() @ other.float()) for one, other in parts)
 
 
-def _linear(operands: Operands, merge: Merge, gradient: torch.Tensor) -> Derivatives:
+def _linear(tensors: Tensors, base: torch.Tensor | None, merge: Merge, gradient: torch.Tensor) -> Derivatives:
     """sum_t s_t theta_t with s_t = w_t / W: by w_j it is <G, theta_j - sum_t s_t theta_t> / W. Differences from the
     first source are used instead of whole tensors, whose inner products would cancel."""
     weights = merge.per_source("weight")
-    products = _projections(gradient, operands.tensors, operands.tensors[0])
+    products = _projections(gradient, tensors, tensors[0])
     mean = sum(share * product for share, product in zip(linear_weights(weights), products, strict=True))
     return {"weight": (products - mean) / sum(weights)}
 
 
-def _task_arithmetic(operands: Operands, merge: Merge, gradient: torch.Tensor) -> Derivatives:
-    assert operands.base is not None
-    return {"lambda": _projections(gradient, operands.tensors, operands.base)}
+def _task_arithmetic(tensors: Tensors, base: torch.Tensor | None, merge: Merge, gradient: torch.Tensor) -> Derivatives:
+    assert base is not None
+    return {"lambda": _projections(gradient, tensors, base)}
 
 
-FUSED: Mapping[str, Callable[[Operands, Merge, torch.Tensor], Derivatives]] = {
+FUSED: Mapping[str, Callable[[Tensors, torch.Tensor | None, Merge, torch.Tensor], Derivatives]] = {
     "linear": _linear,
     "task_arithmetic": _task_arithmetic,
 }
 
 
-def _projections(gradient: torch.Tensor, tensors: Sequence[torch.Tensor], base: torch.Tensor) -> torch.Tensor:
+def _projections(gradient: torch.Tensor, tensors: Tensors, base: torch.Tensor) -> torch.Tensor:
     """The inner products [N] of the gradient and each tensor's difference from the base, in float64."""
     every = [gradient, *tensors, base]
-    if all(each.device.type == "cpu" and each.is_contiguous() and each.dtype in STORED for each in every):
+    if gradient.device.type == "cpu" and all(each.is_contiguous() and each.dtype in STORED for each in every):
         from workers.merging.kernels.reductions import projections
 
         return torch.tensor(projections(gradient, tensors, base), dtype=torch.float64)

@@ -52,6 +52,14 @@ def overwrite(file: Path, *, in_place: bool = True) -> None:
         (file.parent / "new").replace(file)
 
 
+def test_tensors_that_were_asked_for_follow_the_bank_to_another_device(untied_family: Family, tmp_path: Path) -> None:
+    bank = Bank(untied_family, cache=tmp_path)
+    alias = untied_family.experts[0].alias
+    assert bank.get(alias, NAME) is bank.get(alias, NAME)
+    bank.merge_on("meta")
+    assert bank.get(alias, NAME).device.type == "meta"
+
+
 def test_the_bank_gives_the_stored_tensors_in_their_stored_dtype(untied_family: Family, tmp_path: Path) -> None:
     bank = Bank(untied_family, cache=tmp_path)
     total = 0

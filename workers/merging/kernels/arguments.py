@@ -17,12 +17,15 @@ from workers.merging.kernels import rules
 
 __all__ = ["as_array", "as_arrays", "typed"]
 
+LARGEST = 3e38  # no number up to here is too large for float32
 WORDS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
     """The memory of a contiguous tensor as a flat array of the words that `elements.value` reads."""
-    return tensor.detach().view(-1).view(WORDS[tensor.dtype]).numpy()
+    words = WORDS[tensor.dtype]
+    flat = (tensor.detach() if tensor.requires_grad else tensor).view(-1)
+    return (flat if words is tensor.dtype else flat.view(words)).numpy()
 
 
 def as_arrays(tensors: Sequence[torch.Tensor]) -> tuple[np.ndarray, ...]:
@@ -39,6 +42,8 @@ def typed(rule: Any) -> Any:
 
 
 def _float32(number: float) -> np.float32:
+    if -LARGEST <= number <= LARGEST:
+        return np.float32(number)
     with np.errstate(over="ignore"):  # too large for float32 is infinite, as in torch
         return np.float32(number)
 
