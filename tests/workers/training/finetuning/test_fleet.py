@@ -78,3 +78,18 @@ def test_mistakes_are_named_with_their_place(changes: dict[str, Any], message: s
     with pytest.raises(InvalidStudy) as refused:
         parse_pipeline({**FLEET, **changes})
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("is_fleet", [True, False])
+def test_an_analysis_is_of_the_whole_file(tmp_path: Path, is_fleet: bool) -> None:
+    alone = {**{key: value for key, value in FLEET.items() if key != "experts"}, **FLEET["experts"]["math"]}
+    document = FLEET if is_fleet else alone
+    assert parse_pipeline(document, tmp_path).analysis is None
+    assert "analysis" not in parse_pipeline(document, tmp_path).canonical()
+    pipeline = parse_pipeline({**document, "analysis": {}}, tmp_path)
+    assert pipeline.analysis is not None
+    assert pipeline.analysis.samples == 100
+    again = parse_pipeline(pipeline.canonical())
+    assert (again.experts, again.analysis) == (pipeline.experts, pipeline.analysis)
+    with pytest.raises(InvalidStudy, match=r'analysis\.sample: unknown key; did you mean "samples"\?'):
+        parse_pipeline({**document, "analysis": {"sample": 3}}, tmp_path)
