@@ -13,7 +13,7 @@ import functools
 import hashlib
 import json
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
@@ -73,8 +73,8 @@ class Merge:
         object.__setattr__(self, "coefficients", rounded)
 
     def __hash__(self) -> int:
-        first = self.sources[0]  # the others make no difference between most merges, and take time
-        return hash((self.method, first.model, first.layer, tuple(self.coefficients.items()), self.seed))
+        # Sources after the first rarely make a difference, and take time.
+        return hash((self.method, self.sources[0].model, self.sources[0].layer, *self.coefficients.items(), self.seed))
 
     def number(self, name: str) -> float:
         """The shared coefficient `name`, or its default. Raises InvalidRecipe if it is missing or per source."""
@@ -244,18 +244,17 @@ class Recipe:
         return (*in_layers, self.embedding, self.head, *self.tensors.values())
 
     def _cuts_at_rank(self) -> bool:
-        methods = {merge.method for merge in self.merges()}
-        return any(METHODS[method].cuts_at_rank for method in methods if method in METHODS)
+        methods = {merge.method for merge in self.merges()} & METHODS.keys()
+        return any(METHODS[method].cuts_at_rank for method in methods)
 
     def check(self) -> None:
         """Raise InvalidRecipe, with the place, unless every merge is valid for its method."""
         places = [f"layer {index}, {name}" for index in range(len(self.layers)) for name in COMPONENTS]
         checked: set[Merge] = set()  # most recipes repeat few merges
         for place, merge in zip((*places, "embedding", "head", *self.tensors), self.merges(), strict=True):
-            known = len(checked)
-            checked.add(merge)
-            if len(checked) == known:
+            if merge in checked:
                 continue
+            checked.add(merge)
             try:
                 merge.check()
             except InvalidRecipe as error:
@@ -372,8 +371,7 @@ def _passthrough(source: Source) -> Merge:
 
 
 def _canonical(merge: Merge, *, base: str, fingerprints: Mapping[str, str]) -> Merge:
-    base_source = merge.base_in(base)
-    declared = METHODS[merge.method]
+    base_source, declared = merge.base_in(base), METHODS[merge.method]
     coefficients, sources = dict(merge.coefficients), merge.sources
 
     if merge.method == "slerp":
@@ -402,25 +400,21 @@ def _canonical(merge: Merge, *, base: str, fingerprints: Mapping[str, str]) -> M
             return _passthrough(sources[kept[0]])
         if kept:
             sources = tuple(sources[i] for i in kept)
-            coefficients = {
-                other: tuple(value[i] for i in kept) if isinstance(value, tuple) else value
-                for other, value in coefficients.items()
-            }
+            coefficients = _of_sources(coefficients, kept)
     if declared.is_itself_alone and len(sources) == 1:
         return _passthrough(sources[0])
     coefficients = _brief(coefficients, declared)
     if not declared.is_ordered:
         order = sorted(range(len(sources)), key=lambda i: _order(sources[i], fingerprints))
         sources = tuple(sources[i] for i in order)
-        coefficients = {
-            name: tuple(value[i] for i in order) if isinstance(value, tuple) else value
-            for name, value in coefficients.items()
-        }
-    is_usual = not declared.needs_base or (
-        base_source.model == base and all(source.layer == base_source.layer for source in sources)
-    )
+        coefficients = _of_sources(coefficients, order)
+    is_usual = not declared.needs_base or all(Source(base, source.layer) == base_source for source in sources)
     found = Merge(merge.method, sources, coefficients, merge.seed, None if is_usual else merge.base)
     return merge if found == merge else found
+
+
+def _of_sources(coefficients: Mapping[str, CoefficientValue], at: Sequence[int]) -> dict[str, CoefficientValue]:
+    return {name: tuple(v[i] for i in at) if isinstance(v, tuple) else v for name, v in coefficients.items()}
 
 
 def _brief(coefficients: Mapping[str, CoefficientValue], declared: MergeMethod) -> dict[str, CoefficientValue]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from workers.merging.kernels.rules import Whole
 from workers.merging.methods import averages
 from workers.merging.methods.arithmetic import Products, total
 from workers.merging.methods.arithmetic import inner_products as plain_inner_products
@@ -93,7 +94,6 @@ def norm_of(source: torch.Tensor, base: torch.Tensor) -> float:
     if base.is_cuda or base.numel() == 0:
         return total(torch.abs, source.float() - base.float())
     from workers.merging.kernels.reductions import kept_norms
-    from workers.merging.kernels.rules import Whole
 
     return kept_norms(Whole(), [source.contiguous()], base.contiguous())[0]
 
