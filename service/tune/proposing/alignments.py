@@ -55,7 +55,7 @@ def learn_alignments(
     job: AlignmentJob, pairs: Iterable[LayerPair], *, note: Callable[[str], None] = lambda _: None
 ) -> dict[LayerPair, str]:
     """The name of each pair's alignment (`workers.training.hm3.pairs.file_of`). Those that were learned before are
-    read; models of which nothing is missing are not opened. `note` is told how many there are. Raises InvalidModel and
+    read; models of which nothing is missing are not opened. `note` gets how many there are. Raises InvalidModel and
     InvalidTask if models or task data cannot be used, EngineUnavailable where processes die."""
     every = tuple(pairs)
     names = {pair: before[0] for pair in every if (before := found(job, pair)) is not None}

@@ -25,7 +25,7 @@ class UniformProposer(InlineProposer):
 
 
 class RecordingProposer(InlineProposer):
-    """Keeps what it is told."""
+    """Keeps what is reported."""
 
     told: list[Mapping[str, Any]]
 
