@@ -39,7 +39,8 @@ SEARCHER_WAIT_S = 5.0
 CPU_WAIT_S = 10.0
 ACTOR_START_S = 60.0
 
-# Tune's own files are not used: no experiment snapshots while the study runs, no per-trial logs.
+# Tune's own files are not used: no experiment snapshots while the study runs, no per-trial logs. It makes two all the
+# same, at the start and at the end, and where they come close together the second breaks the copying of the first.
 TUNE_ENVIRONMENT = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
@@ -48,6 +49,7 @@ TUNE_ENVIRONMENT = {
     "TUNE_WARN_SLOW_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "86400",
     "RAY_AIR_NEW_OUTPUT": "0",
 }
+TUNE_SNAPSHOT_LOGGERS = ("ray.tune.execution.experiment_state", "ray.train._internal.syncer")
 
 
 class _NotPickled:
@@ -258,6 +260,8 @@ def run_evaluations(
     for variable, value in TUNE_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(concurrency)
+    for unused in TUNE_SNAPSHOT_LOGGERS:
+        logging.getLogger(unused).setLevel(logging.CRITICAL)
     trainable = tune.with_parameters(EvaluationTrainable, scorer=scorer)
     trainable.__qualname__ = EvaluationTrainable.__qualname__  # the dashboard's name for the actors
     interrupt, raised = _Interrupt(), _Raised()

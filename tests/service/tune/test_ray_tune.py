@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.train._internal import storage
 
 from service.errors import StudyFailed
 from service.store import Store
@@ -61,6 +62,27 @@ def test_what_the_coordinator_raises_keeps_its_class(ray_cluster: None, tmp_path
     coordinator = coordinator_of(store, study, max_trials=9)
     with pytest.raises(EvidenceMismatch, match=r"^the engine holds another merge$"):
         run_evaluations(coordinator, HoldsAnotherMerge(), name="study", storage_dir=tmp_path / "ray", concurrency=1)
+
+
+@pytest.mark.slow
+def test_snapshots_of_tune_that_cannot_be_copied_leave_no_trace(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody reads them: studies resume from their own database."""
+    copies: list[Any] = []
+    copy = storage._pyarrow_fs_copy_files
+
+    def fails_first(*arguments: Any, **options: Any) -> None:
+        copies.append(arguments)
+        if len(copies) == 1:
+            raise FileNotFoundError("Failed to open local file")
+        copy(*arguments, **options)
+
+    monkeypatch.setattr(storage, "_pyarrow_fs_copy_files", fails_first)
+    store, study = new_study(tmp_path)
+    assert run(store, study, FakeScorer(), tmp_path) == ""
+    assert len(copies) == 2
+    assert "Failed to open local file" not in caplog.text
 
 
 @pytest.mark.slow
