@@ -30,7 +30,7 @@ import torch
 
 from search_spaces.recipe import Merge
 from workers.merging.kernels.lowering import FUSED, ON_CUDA
-from workers.merging.kernels.threads import each_in_one_thread
+from workers.merging.kernels.threads import MIN_PIECE, each_in_one_thread
 from workers.merging.methods.plain import Operands
 
 __all__ = ["FUSED", "ON_CUDA", "for_each", "is_fused", "merge_stored"]
@@ -68,7 +68,8 @@ def merge_stored(merge: Merge, stored: Operands, out: torch.Tensor) -> None:
 def for_each(function: Callable[[T], None], items: Sequence[tuple[int, T]], device: torch.device) -> None:
     """Call `function` for each item of (number of elements that it merges, item), in any order.
 
-    On CPU items run in several threads at once, except the largest: these run one by one, each in all threads.
+    On CPU items run in several threads at once, except the largest: these run one by one, each in all threads. The
+    smallest run one by one too: threads would wait for each other's interpreter lock, which takes longer.
     """
     if device.type != "cpu":
         for _, item in items:
@@ -78,7 +79,7 @@ def for_each(function: Callable[[T], None], items: Sequence[tuple[int, T]], devi
     large = sum(size for size, _ in items) / (SHARES * threads) if threads > 1 else 0
     small = []
     for size, item in sorted(items, key=lambda each: -each[0]):
-        if size > large:
+        if size > large or size < MIN_PIECE:
             function(item)
         else:
             small.append(item)

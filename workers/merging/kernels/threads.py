@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["each_in_one_thread", "pieces", "run"]
+__all__ = ["MIN_PIECE", "each_in_one_thread", "pieces", "run"]
 
 T = TypeVar("T")
 # Merging a smaller piece takes less time than waking a thread.
