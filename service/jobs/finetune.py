@@ -284,9 +284,12 @@ def _trained(
 
 
 def _report(line: Mapping[str, Any]) -> None:
+    """Tell Ray Train of evaluations only: its controller takes one report in two seconds, for which workers wait. Every
+    update is in the history."""
     import ray.train
 
-    ray.train.report({**{k: v for k, v in line.items() if k != "values"}, **line.get("values", {})})
+    if "values" in line:
+        ray.train.report({**{k: v for k, v in line.items() if k != "values"}, **line["values"]})
 
 
 @contextmanager

@@ -307,3 +307,15 @@ def test_a_worker_of_an_earlier_driver_is_waited_for(tmp_path: Path, monkeypatch
         pass
     with finetune._alone(tmp_path):
         pass
+
+
+def test_ray_train_gets_evaluations_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its controller takes one report in two seconds: a training that reports every update has no more updates."""
+    import ray.train
+
+    reported: list[dict[str, Any]] = []
+    monkeypatch.setattr(ray.train, "report", reported.append)
+    for step in (1, 2):
+        finetune._report({"step": step, "loss": 0.5})
+    finetune._report({"step": 2, "values": {"sums": 0.25}})
+    assert reported == [{"step": 2, "sums": 0.25}]
