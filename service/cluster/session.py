@@ -61,7 +61,7 @@ def ray_session() -> Iterator[RaySession]:
 def prepare_environment() -> None:
     """Set the variables that Ray reads when it is imported or started."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")  # else the dashboard's Train page stays empty
+    os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")  # else the dashboard lists no runs
     os.environ.setdefault("RAY_raylet_start_wait_time_s", str(START_WAIT_S))
     os.environ.setdefault("RAY_agent_register_timeout_ms", "300000")
     # The deployment requests GPUs for replicas; Ray must not empty CUDA_VISIBLE_DEVICES for actors without a GPU.

@@ -132,7 +132,7 @@ def run_fleet(
 def _ray(note: Callable[[str], None]) -> Iterator[None]:
     with ray_session() as session:
         if session.dashboard_url:
-            note(f"Ray dashboard: {session.dashboard_url}/#/train")
+            note(f"Ray dashboard: {session.dashboard_url}/#/actors")
         yield
 
 

@@ -89,7 +89,7 @@ def wait_for_step(process: subprocess.Popen[bytes], out: Path, step: int, log: P
 
 
 def runs_on_the_dashboard(log: Path) -> list[str]:
-    """The names on the Train page of the Ray that the command says it uses."""
+    """The names that the dashboard lists of the Ray that the command says it uses."""
     found = re.search(r"Ray dashboard: (http://[^/]+)", log.read_text())
     assert found is not None
     answer = httpx.get(f"{found[1]}/api/train/v2/runs/v1", timeout=60)
