@@ -11,7 +11,17 @@ from pathlib import Path
 
 from service.errors import InUse
 
-__all__ = ["LOCK_FILE", "artifacts_dir", "data_dir_of", "free_bytes", "gib", "lack_of_space", "locked", "study_dir"]
+__all__ = [
+    "LOCK_FILE",
+    "alignments_dir",
+    "artifacts_dir",
+    "data_dir_of",
+    "free_bytes",
+    "gib",
+    "lack_of_space",
+    "locked",
+    "study_dir",
+]
 
 # For configuration, tokenizer, model card, and what other programs write meanwhile.
 MARGIN_BYTES = 64 * 2**20
@@ -28,6 +38,11 @@ def study_dir(data_dir: Path, study_id: str) -> Path:
 def artifacts_dir(data_dir: Path) -> Path:
     """Where the files of artifacts are, in a server's data directory or in that of a run."""
     return data_dir / "artifacts"
+
+
+def alignments_dir(directory: Path) -> Path:
+    """Where the files of a study's alignments are, in that of a run or of a study on a server."""
+    return directory / "alignments"
 
 
 def data_dir_of(work_dir: Path) -> Path:

@@ -17,6 +17,7 @@ from search_spaces.study.sections import (
     LINE,
     MAX_PREFERENCES,
     NAME,
+    AnotherStudy,
     CostSpec,
     Fidelity,
     InlineTask,
@@ -38,7 +39,6 @@ WORDS = Vocabulary(
     },
     later_keys={
         "constraints": "constraints are options of the search; write them as search.constraints",
-        "search.hm3.start": "to begin with the policy of another study is not available yet; leave it out",
         "holdout.*.cost": "a cost follows from the recipe and needs no held-out data; leave the entry out",
     },
     patterns={
@@ -98,15 +98,32 @@ def _models_contradictions(models: Models) -> Iterator[Problem]:
     if "union" in models.experts:
         yield Problem("models.experts.union", 'an expert cannot be called "union"; that is a tokenizer; rename it')
     for alias, source in models.chained.items():
-        if (source.dir is None) == (source.id is None):
-            given = "neither dir nor id" if source.dir is None else "dir and id"
-            yield Problem(f"models.experts.{alias}.from_study", f"has {given}; give one of the two")
+        yield from _problems_of_name(source, f"models.experts.{alias}.from_study")
+    if models.path_of is not None:
+        yield from _problems_of_name(models.path_of, "models.path_of")
+        if models.tokenizer != "base":
+            yield Problem("models.path_of", f"needs tokenizer: base; the study has {models.tokenizer}")
     if models.tokenizer not in (accepted := ("base", "union", *models.experts)):
         yield Problem("models.tokenizer", f"{models.tokenizer} is not a model of the study; give {', '.join(accepted)}")
 
 
+def _problems_of_name(study: AnotherStudy, place: str) -> Iterator[Problem]:
+    if (study.dir is None) == (study.id is None):
+        given = "neither dir nor id" if study.dir is None else "dir and id"
+        yield Problem(place, f"has {given}; give one of the two")
+
+
 def _search_contradictions(search: Search, objectives: Sequence[str]) -> Iterator[Problem]:
-    gradient = search.gradient
+    gradient, policy = search.gradient, search.hm3
+    if policy.start is not None:
+        wrong = list(_problems_of_name(policy.start, "search.hm3.start"))
+        yield from wrong
+        if not wrong and search.algorithm != "hm3":
+            message = f"has no effect with algorithm: {search.algorithm}; write hm3, or leave it out"
+            yield Problem("search.hm3.start", message)
+    elif not policy.learns:
+        message = "false: there is no policy that could propose paths; name its study as search.hm3.start"
+        yield Problem("search.hm3.learns", message)
     if gradient.warm_steps is not None and gradient.warm_steps > gradient.steps:
         message = f"{gradient.warm_steps} is above steps={gradient.steps}; give at most {gradient.steps}"
         yield Problem("search.gradient.warm_steps", message)

@@ -182,14 +182,22 @@ def _valid_parts(document: Mapping[str, Any]) -> ValidParts:
 
 
 def _resolved(study: Study, directory: Path) -> Study:
-    models = study.models
+    models, search = study.models, study.search
+    if search.hm3.start is not None and search.hm3.start.dir is not None:
+        start = search.hm3.start.model_copy(update={"dir": _absolute(search.hm3.start.dir, directory)})
+        search = search.model_copy(update={"hm3": search.hm3.model_copy(update={"start": start})})
     experts = {
         alias: resolved_model(value, directory) if isinstance(value, str) else _run(value, directory)
         for alias, value in models.experts.items()
     }
+    path_of = models.path_of
+    if path_of is not None and path_of.dir is not None:
+        path_of = path_of.model_copy(update={"dir": _absolute(path_of.dir, directory)})
+    base = resolved_model(models.base, directory)
     return study.model_copy(
         update={
-            "models": models.model_copy(update={"base": resolved_model(models.base, directory), "experts": experts}),
+            "search": search,
+            "models": models.model_copy(update={"base": base, "experts": experts, "path_of": path_of}),
             "objectives": tuple(
                 resolved_objective(spec, directory) if isinstance(spec, ObjectiveSpec) else spec
                 for spec in study.objectives

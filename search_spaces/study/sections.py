@@ -25,6 +25,7 @@ __all__ = [
     "LINE",
     "MAX_PREFERENCES",
     "NAME",
+    "AnotherStudy",
     "AnyObjective",
     "Chained",
     "CostSpec",
@@ -55,13 +56,18 @@ Line = Annotated[str, Field(pattern=LINE)]
 Rungs = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
 
 
-class FromStudy(Section):
-    """A merged model of another study: of a run in a directory, or of a study on the same server."""
+class AnotherStudy(Section):
+    """A run in a directory, or a study on the same server."""
 
     dir: Line | None = None
     """The directory of a run (`mergesearch run STUDY --out DIR`)."""
     id: Line | None = None
     """The id of a study on the server."""
+
+
+class FromStudy(AnotherStudy):
+    """A merged model of another study."""
+
     trial: Literal["best"] | Annotated[int, Field(ge=0)] = "best"
     """Its trial's number, or best. It stays the one that it was when this study was created."""
 
@@ -98,6 +104,9 @@ class Models(Section):
     tokenizer: Name = "base"
     """Whose tokens the merges have, where models have others: base, an expert's alias, or union, which is the base's
     and what experts have added. Embeddings are aligned by the tokens' strings."""
+
+    path_of: FromStudy | None = None
+    """The base and the experts get the layers of this merge's path, in its order."""
 
     @property
     def chained(self) -> dict[str, FromStudy]:
@@ -159,6 +168,10 @@ class GradientOptions(Section):
 
 
 class PolicyOptions(Section):
+    start: AnotherStudy | None = None
+    """Begin with the policies of this study, as it has them when this one begins. Default: with new ones."""
+    learns: bool = True
+    """false: the policies of `start` propose all paths as they are."""
     policy: Literal["per_preference", "conditioned"] = "per_preference"
     """per_preference: a policy for each preference vector; conditioned: one that has the vector as an input."""
     knows_models: bool = True

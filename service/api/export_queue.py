@@ -19,6 +19,7 @@ import anyio.to_thread
 
 from service.api.limits.exports import ExportLimits, KeptExport, to_remove
 from service.api.worker_process import WorkerProcess
+from service.disk import alignments_dir, study_dir
 from service.errors import Conflict, NotFound
 from service.store import Store
 from service.studies.export import export_trial
@@ -197,7 +198,13 @@ class Exports:
             if not directory.exists():  # models appear complete or not at all: an earlier server wrote this one
                 self._process = WorkerProcess("export")
                 await self._process.call(
-                    _export, self._store.url, record.study, str(record.trial), directory, dtype=record.dtype
+                    _export,
+                    self._store.url,
+                    record.study,
+                    str(record.trial),
+                    directory,
+                    dtype=record.dtype,
+                    alignments_in=alignments_dir(study_dir(self._data_dir, record.study)),
                 )
             state, reason = ExportState.COMPLETE, None
         except Exception as error:
@@ -216,10 +223,10 @@ class Exports:
         return directory
 
 
-def _export(url: str, study_id: str, trial: str, directory: Path, *, dtype: str) -> None:
+def _export(url: str, study_id: str, trial: str, directory: Path, *, dtype: str, alignments_in: Path) -> None:
     store = Store(url)
     try:
-        export_trial(store, store.study(study_id), trial, directory, dtype=dtype)
+        export_trial(store, store.study(study_id), trial, directory, dtype=dtype, alignments_in=alignments_in)
     finally:
         store.close()
 

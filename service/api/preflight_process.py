@@ -21,10 +21,12 @@ from search_spaces.study.yaml import parse_document
 from service.api.limits.fair_queue import FairQueue
 from service.api.problems import Unavailable
 from service.api.worker_process import CallLimits, LimitExceeded, ProcessDied, WorkerProcess, lift_limits
+from service.disk import artifacts_dir
 from service.store import Store
 from service.studies.chains import SOURCES, on_server, with_exported_sources
+from service.studies.policies.start import check_start
 from service.studies.preflight.dtype import engine_dtype
-from service.studies.preflight.examine import examine
+from service.studies.preflight.examine import PreflightResult, examine
 from service.studies.preflight.files import (
     check_files,
     file_path_problem,
@@ -241,15 +243,29 @@ def _read(content: bytes, parse: Callable[[dict[str, Any]], Result], *, is_json:
 
 def _with_sources(study: Study, place: ServerPlace | None) -> tuple[Study, Mapping[str, ChainedSource]]:
     """The study with the merges of other studies as directories. Raises InvalidStudy."""
-    if not study.models.chained:
+    if not study.models.chained and study.models.path_of is None:
         return study, {}
     if place is None:
-        places = (f"models.experts.{alias}.from_study" for alias in study.models.chained)
+        places = [f"models.experts.{alias}.from_study" for alias in study.models.chained]
+        places += ["models.path_of"] if study.models.path_of is not None else []
         raise InvalidStudy(tuple(Problem(at, "studies here cannot name merges of others") for at in places))
     lift_limits()
     store = Store(place.store_url)
     try:
         return with_exported_sources(study, open_study=on_server(store), directory=place.directory)
+    finally:
+        store.close()
+
+
+def _check_start(preflight: PreflightResult, place: ServerPlace | None) -> None:
+    """Raises InvalidStudy for policies to begin with that cannot be had."""
+    if preflight.study.search.hm3.start is None:
+        return
+    if place is None:
+        raise InvalidStudy((Problem("search.hm3.start", "studies here cannot name policies of others"),))
+    store = Store(place.store_url)
+    try:
+        check_start(preflight, open_study=on_server(store), artifacts_in=artifacts_dir(place.directory))
     finally:
         store.close()
 
@@ -295,6 +311,7 @@ def _examined_study(
     if chained and access is not None and place is not None:
         access = replace(access, readable=(*access.readable, str(place.directory.resolve() / SOURCES)))
     preflight = examine(exported, downloads=False, access=access, chained=chained, before_weights=lift_limits)
+    _check_start(preflight, place)
     return PreflightOutcome(study.name, study.canonical(), preflight.resolved())
 
 

@@ -19,7 +19,7 @@ from search_spaces.errors import InvalidPreference, InvalidRecipe
 from service.cli.export_progress import ExportView
 from service.cli.finetune import finetune as finetune_experts
 from service.cli.terminal import console, print_export, print_json, print_results
-from service.disk import artifacts_dir
+from service.disk import alignments_dir, artifacts_dir
 from service.server import serve as serve_studies
 from workers.tiny_family import RETRAIN_FILE, STUDY_FILE, family_dir
 
@@ -257,7 +257,7 @@ def pareto(options: argparse.Namespace) -> int:
 def propose(options: argparse.Namespace) -> int:
     from service.store.artifacts import ArtifactStore
     from service.studies.local_run import read_run
-    from service.studies.policy_paths import policy_paths
+    from service.studies.policies.paths import policy_paths
 
     directory = Path(options.run)
     experts = {alias: str(place) for alias, place in _directories(options.model).items()} or None
@@ -315,7 +315,8 @@ def _export_from(directory: Path, trial: str, out: Path, *, dtype: str | None = 
     from service.studies.local_run import read_run
 
     with read_run(directory) as (store, study), ExportView() as view:
-        return export_trial(store, study, trial, out, dtype=dtype, progress=view.update)
+        own = alignments_dir(directory)
+        return export_trial(store, study, trial, out, dtype=dtype, alignments_in=own, progress=view.update)
 
 
 def _directories(models: Sequence[str]) -> dict[str, Path]:

@@ -14,6 +14,7 @@ from service.store.artifacts import ArtifactStore
 from service.studies.attempt import ALIGNMENTS, execute, with_alignments
 from service.studies.chains import on_server, with_exported_sources
 from service.studies.heartbeat import ENGINE, Heartbeat
+from service.studies.policies.start import with_start
 from service.studies.preflight.examine import PreflightResult, examine
 from service.studies.preflight.models import check_unchanged, with_revisions
 from workers.serving.deployment import deploy_scorer
@@ -42,6 +43,8 @@ def work(store: Store, writer: StudyWriter, *, work_dir: Path, heartbeat: Heartb
     study = with_revisions(exported, replace(record.resolved, chained={}))
     preflight = examine(study, access=record.resolved.access, chained=chained, note=note)
     check_unchanged(record, preflight.resolved())
+    artifacts = ArtifactStore(store, artifacts_dir(data_dir_of(work_dir)))
+    preflight = with_start(preflight, store, writer, artifacts=artifacts, open_study=on_server(store))
     note("The models are as they were. Connecting to Ray ...")
     with ray_session():
         preflight = with_alignments(preflight, store, writer, directory=work_dir / ALIGNMENTS, note=note)
@@ -49,7 +52,6 @@ def work(store: Store, writer: StudyWriter, *, work_dir: Path, heartbeat: Heartb
         heartbeat.wait_for(ENGINE)
         scorer = _shared_scorer(preflight)
         heartbeat.wait_for(None)
-        artifacts = ArtifactStore(store, artifacts_dir(data_dir_of(work_dir)))
         execute(
             store, writer, preflight, scorer, work_dir=work_dir, artifacts=artifacts, heartbeat=heartbeat, view=view
         )

@@ -39,9 +39,11 @@ from service.schemas.files import (
     LineageDocument,
     ObjectiveDocument,
     ParetoDocument,
+    PolicyDocument,
     RecipesDocument,
     SamplesDocument,
     SearchDocument,
+    StartDocument,
     SummaryDocument,
     TrialDocument,
     VerificationDocument,
@@ -257,10 +259,18 @@ def _search_document(run: RunRecord) -> SearchDocument:
         "algorithm": search.algorithm,
         "reason": search.reason,
         "notes": list(search.notes),
+        "start": None if search.start is None else _start_document(search.start),
         "steps": search.steps,
         "step_samples": search.step_samples,
         "trial_samples": sum(trial.samples_scored for trial in run.trials if trial.origin is Origin.SEARCH),
     }
+
+
+def _start_document(start: Mapping[str, Any]) -> StartDocument:
+    policies: list[PolicyDocument] = [
+        {"iteration": policy["iteration"], "digest": policy["digest"]} for policy in start["policies"]
+    ]
+    return {"study": start["study"], "name": start["name"], "policies": policies}
 
 
 def _engine_document(engine: EngineFigures) -> EngineDocument:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from service.schemas.files import HoldoutDocument, PreferredDocument, SearchDocument
+    from service.schemas.files import HoldoutDocument, PreferredDocument, SearchDocument, StartDocument
 
 __all__ = ["duration", "preferred_text", "sample_count", "search_sentences", "sort_holdout", "violation_text"]
 
@@ -43,7 +43,15 @@ def search_sentences(search: SearchDocument) -> list[str]:
     cost = f"{search['trial_samples']:,} samples scored for its trials"
     if search["steps"]:
         cost += f"; {search['steps']:,} losses and gradients, charged as {search['step_samples']:,} samples"
-    return [f"{chosen}: {search['reason']}" if search["reason"] else chosen, *search["notes"], cost]
+    began = [] if search["start"] is None else [_start_sentence(search["start"])]
+    return [f"{chosen}: {search['reason']}" if search["reason"] else chosen, *began, *search["notes"], cost]
+
+
+def _start_sentence(start: StartDocument) -> str:
+    policies = start["policies"]
+    digests = ", ".join(policy["digest"][:12] for policy in policies)
+    noun = "policy" if len(policies) == 1 else "policies"
+    return f"it began with the {noun} {digests} of study {start['name']!r} ({start['study']})"
 
 
 def sort_holdout(rows: Iterable[HoldoutDocument]) -> list[HoldoutDocument]:

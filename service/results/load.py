@@ -20,10 +20,13 @@ from service.store import EvidenceRecord, StepRecord, Store
 from service.types import Estimate, EventKind, Origin, StudyRecord, TrialRecord
 from workers.types import SampleDifference, Split, VerificationReport
 
-__all__ = ["held_out_estimates", "run_record"]
+__all__ = ["POLICY_START", "held_out_estimates", "run_record"]
 
 # While a driver lives, no engine waits this long for work; a restart takes longer.
 PAUSE_S = 30.0
+
+# The document of a study that began with the policies of another one.
+POLICY_START = "policy_start"
 
 
 def run_record(store: Store, study_id: str) -> RunRecord:
@@ -182,6 +185,7 @@ def _search(store: Store, study: StudyRecord, steps: Sequence[StepRecord]) -> Se
         algorithm=study.resolved.algorithm,
         reason=study.resolved.algorithm_reason,
         notes=tuple(event.payload["text"] for event in store.events(study.id, kinds=(EventKind.SEARCH_NOTE,))),
+        start=store.document(study.id, POLICY_START),
         steps=len(charged),
         charges=dict(charges),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from search_spaces.objectives import Objective
 from service.results.finding import RivalTest
@@ -36,11 +37,12 @@ class EngineFigures:
 class SearchFigures:
     """The searcher of a study, why it was chosen (None in early studies), what it noted on the way, and the steps that
     it computed for its proposals: `charges` is what they are charged, in samples, by the trial that they were computed
-    for."""
+    for. `start` says which policies of another study it began with (`service.studies.policies.start`)."""
 
     algorithm: str | None = None
     reason: str | None = None
     notes: tuple[str, ...] = ()
+    start: Mapping[str, Any] | None = None
     steps: int = 0
     charges: Mapping[int, int] = field(default_factory=dict)
 

@@ -100,10 +100,22 @@ class LineageDocument(TypedDict):
     recipe_digest: str
 
 
+class PolicyDocument(TypedDict):
+    iteration: Annotated[int, Field(ge=0, description="The last that the policy had learned from.")]
+    digest: Annotated[str, Field(description="The sha256 of its checkpoint.")]
+
+
+class StartDocument(TypedDict):
+    study: Annotated[str, Field(description="The id of the study that the policies are of.")]
+    name: str
+    policies: list[PolicyDocument]
+
+
 class SearchDocument(TypedDict):
     algorithm: Annotated[str | None, Field(description="The searcher, also where the study file says auto.")]
     reason: Annotated[str | None, Field(description="Why it was chosen.")]
     notes: Annotated[list[str], Field(description="What the searcher decided on the way, and why.")]
+    start: Annotated[StartDocument | None, Field(description="The policies of another study that it began with.")]
     steps: Annotated[int, Field(ge=0, description="Losses and gradients computed for proposals.")]
     step_samples: Annotated[
         int, Field(ge=0, description="What the steps cost, in scored samples; a gradient's sample is 3.")

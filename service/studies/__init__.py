@@ -9,7 +9,7 @@
 - `local_run`: a study in one directory, without a server
 - `progress`: what an attempt reports
 - `export`: a trial's merged model
-- `policy_paths`: paths that a trained policy proposes for other preferences and models
+- `policies`: what trained policies are used for beyond their own study
 - `merge_documents`: reading the files of `merge`
 - `merge_sources`: what the files of `merge` name: models, vocabulary, chat template
 - `merge_series`: merges of a file with several documents

@@ -3,6 +3,10 @@
 A source that is a trial of another study becomes an exported checkpoint in the data directory, as `export` writes it,
 and from then on is a directory like any other. The trial and its recipe are those of when the study was created, and
 the checkpoint's fingerprint is checked as that of all sources is.
+
+The models of a study with a `path_of` get the layers of a trial's path: of each a checkpoint is written with its own
+layers in the path's order. So whatever searches coefficients of whole models refines those on the path, by gradients
+too.
 """
 
 from __future__ import annotations
@@ -11,18 +15,22 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from search_spaces.errors import InvalidStudy, Problem
+from search_spaces.recipe import COMPONENTS, Component, LayerRecipe, Merge, Recipe, Source
+from search_spaces.spaces.layers import at_layer
 from search_spaces.study.file import FromStudy, Study
+from search_spaces.study.sections import AnotherStudy
 from service.errors import Conflict, NotFound
 from service.results.selection import best_trial
 from service.store import Store
-from service.studies.export import export_trial
-from service.studies.preflight.dtype import engine_dtype
+from service.studies.export import export_trial, write_model
+from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
 from service.studies.preflight.models import with_revisions
 from service.types import ChainedSource, ResolvedStudy, StudyRecord
 from workers.errors import InvalidModel
+from workers.models.family import resolve_family
 
 __all__ = ["SOURCES", "OpenStudy", "on_server", "with_exported_sources"]
 
@@ -33,8 +41,10 @@ SOURCES = "sources"
 
 DIGEST_DIGITS = 16
 
-OpenStudy: TypeAlias = Callable[[FromStudy], AbstractContextManager[tuple[Store, StudyRecord]]]
-"""Opens the study that a source is from. Raises NotFound, or Conflict if it cannot be named so here."""
+BASE = "base"
+
+OpenStudy: TypeAlias = Callable[[AnotherStudy], AbstractContextManager[tuple[Store, StudyRecord]]]
+"""Opens the study that a source, or a policy, is from. Raises NotFound, or Conflict if it cannot be named so here."""
 
 
 def with_exported_sources(
@@ -59,19 +69,46 @@ def with_exported_sources(
                 found[alias] = _exported(store, record, source, known, directory)
         except (NotFound, Conflict, InvalidModel, InvalidStudy) as error:
             problems.append(Problem(f"models.experts.{alias}.from_study", str(error)))
+    if study.models.path_of is not None:
+        try:
+            found |= _along_path(study, study.models.path_of, open_study, directory, before, note)
+        except (NotFound, Conflict, InvalidModel, InvalidStudy) as error:
+            problems.append(Problem("models.path_of", str(error)))
     if problems:
         raise InvalidStudy(tuple(problems))
     return _with_directories(study, found), found
 
 
 def _with_directories(study: Study, found: Mapping[str, ChainedSource]) -> Study:
-    experts = {**study.models.experts, **{alias: source.directory for alias, source in found.items()}}
-    return study.model_copy(update={"models": study.models.model_copy(update={"experts": experts})})
+    directories = {alias: source.directory for alias, source in found.items()}
+    models = study.models
+    experts = {alias: directories.get(alias, expert) for alias, expert in models.experts.items()}
+    base = directories.get(BASE, models.base)
+    return study.model_copy(update={"models": models.model_copy(update={"base": base, "experts": experts})})
 
 
 def _exported(
     store: Store, record: StudyRecord, source: FromStudy, known: ChainedSource | None, directory: Path
 ) -> ChainedSource:
+    number, recipe = _trial(store, record, source, known)
+    if any(layer.alignment is not None for layer in recipe.layers):
+        raise Conflict(
+            f"study {record.name!r}: trial {number} has alignments between layers, which sources cannot have; give "
+            "another trial"
+        )
+    study = with_revisions(Study.model_validate(record.document), record.resolved)
+    dtype = engine_dtype(study)
+    out = _place(directory, recipe, dtype)
+    export_trial(store, record, str(number), out, dtype=dtype)
+    return ChainedSource(record.id, record.name, number, recipe.digest, str(out))
+
+
+def _place(directory: Path, recipe: Recipe, dtype: str) -> Path:
+    return directory.resolve() / SOURCES / f"{recipe.digest[:DIGEST_DIGITS]}-{dtype}"
+
+
+def _trial(store: Store, record: StudyRecord, source: FromStudy, known: ChainedSource | None) -> tuple[int, Recipe]:
+    """The number and recipe of the trial that a source names. Raises NotFound and Conflict."""
     trials = store.trials(record.id)
     if known is not None:
         number = known.trial
@@ -87,18 +124,84 @@ def _exported(
     recipe = trials[number].recipe
     if known is not None and recipe.digest != known.recipe_digest:
         raise Conflict(f"study {record.name!r}: trial {number} is not the one that this study was created with")
-    study = with_revisions(Study.model_validate(record.document), record.resolved)
-    dtype = engine_dtype(study)
-    out = directory.resolve() / SOURCES / f"{recipe.digest[:DIGEST_DIGITS]}-{dtype}"
-    export_trial(store, record, str(number), out, dtype=dtype)
-    return ChainedSource(record.id, record.name, number, recipe.digest, str(out))
+    return number, recipe
+
+
+def _along_path(
+    study: Study,
+    source: FromStudy,
+    open_study: OpenStudy,
+    directory: Path,
+    before: ResolvedStudy | None,
+    note: Callable[[str], None],
+) -> dict[str, ChainedSource]:
+    """The base and the experts that are no merges of other studies, with the layers of a trial's path. Raises NotFound,
+    Conflict, InvalidModel and InvalidStudy."""
+    known = None if before is None else before.chained.get(BASE)
+    with open_study(source) as (store, record):
+        number, recipe = _trial(store, record, source, known)
+        num_layers = record.resolved.num_layers
+    path = _path(recipe, f"study {record.name!r}: trial {number}")
+    experts = {alias: place for alias, place in study.models.experts.items() if isinstance(place, str)}
+    if before is not None:
+        written = {alias: before.chained[alias] for alias in (BASE, *experts)}
+        if all((Path(own.directory) / "recipe.json").is_file() for own in written.values()):
+            return written
+    from workers.merging.bank import Bank
+
+    sources = resolve_family(study.models.base, experts).fetched()
+    if sources.layout.num_layers != num_layers:
+        raise Conflict(
+            f"study {record.name!r}: its path is through models of {num_layers} layers; these have "
+            f"{sources.layout.num_layers}"
+        )
+    bank = Bank(sources, keeps_statistics=False)
+    found = {}
+    for alias in (BASE, *experts):
+        note(f"Writing {alias} with the layers of trial {number} of study {record.name!r} ...")
+        own = _with_path(alias, path, sources.fingerprints)
+        dtype = _dtype_of(bank.views(own.models)[alias].config)
+        out = write_model(own, bank, _place(directory, own, dtype), dtype=dtype)
+        found[alias] = ChainedSource(record.id, record.name, number, recipe.digest, str(out))
+    return found
+
+
+def _path(recipe: Recipe, where: str) -> tuple[dict[Component, int], ...]:
+    """For each layer of a merge the layer of its sources, by component. Raises Conflict for a merge that has none."""
+    path: list[dict[Component, int]] = []
+    for index, layer in enumerate(recipe.canonical().layers):
+        if layer.alignment is not None or layer.scale != 1:
+            what = "an alignment" if layer.alignment is not None else f"the scale {layer.scale:g}"
+            raise Conflict(f"{where}: {what} stands behind layer {index}, which merges along its path would lack")
+        found: dict[Component, int] = {}
+        for name in COMPONENTS:
+            layers = {index if each.layer is None else each.layer for each in layer.component(name).sources}
+            if len(layers) != 1:
+                raise Conflict(f"{where}: layer {index} merges layers {sorted(layers)} of its sources; a path has one")
+            found[name] = layers.pop()
+        path.append(found)
+    return tuple(path)
+
+
+def _with_path(alias: str, path: tuple[dict[Component, int], ...], fingerprints: Mapping[str, str]) -> Recipe:
+    """One model with its own layers in the order of a path."""
+    whole = Merge("passthrough", (Source(alias),))
+    merges = ({name: at_layer(whole, layer) for name, layer in each.items()} for each in path)
+    layers = (LayerRecipe(attention=own["attention"], mlp=own["mlp"], norm=own["norm"]) for own in merges)
+    return Recipe(fingerprints, BASE, tuple(layers), whole, whole).canonical()
+
+
+def _dtype_of(config: Mapping[str, Any]) -> str:
+    """That of a checkpoint's weights, as its configuration says, in which they are written without loss."""
+    stated = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    return stated if stated in DTYPE_BYTES else "float32"
 
 
 def on_server(store: Store) -> OpenStudy:
     """Studies of a server, by id."""
 
     @contextmanager
-    def open_study(source: FromStudy) -> Iterator[tuple[Store, StudyRecord]]:
+    def open_study(source: AnotherStudy) -> Iterator[tuple[Store, StudyRecord]]:
         if source.id is None:
             raise Conflict(f"dir: {source.dir} names a run's directory; on a server, give the id of one of its studies")
         yield store, store.study(source.id)

@@ -9,8 +9,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from search_spaces.study.file import Study
-from service.disk import free_bytes, gib
-from service.studies.local_run import as_started
+from service.disk import artifacts_dir, free_bytes, gib
+from service.studies.local_run import DATABASE, as_started, open_run
+from service.studies.policies.start import check_start
 from service.studies.preflight.algorithm import GRADIENT
 from service.studies.preflight.examine import EXPORT, ExpectedSamples, PreflightResult, examine
 from service.tune.searchers.descents import descents_of
@@ -108,7 +109,10 @@ def check(study: Study, directory: Path, *, exports: bool = False) -> CheckedPla
     with TemporaryDirectory() as temporary:
         started, chained = as_started(study, directory, sources_in=Path(temporary), note=logger.info)
         export_dir = directory / EXPORT if exports else None
-        return _plan(study, examine(started, export_dir=export_dir, chained=chained, downloads=False), directory)
+        preflight = examine(started, export_dir=export_dir, chained=chained, downloads=False)
+        if not (directory / DATABASE).exists():
+            check_start(preflight, open_study=open_run, artifacts_in=artifacts_dir(directory))
+        return _plan(study, preflight, directory)
 
 
 def _plan(study: Study, preflight: PreflightResult, directory: Path) -> CheckedPlan:

@@ -26,10 +26,17 @@ __all__ = ["export_trial", "model_bytes", "write_model"]
 
 
 def export_trial(
-    store: Store, record: StudyRecord, trial: str, out: Path, *, dtype: str | None = None, **details: Any
+    store: Store,
+    record: StudyRecord,
+    trial: str,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    alignments_in: Path | None = None,
+    **details: Any,
 ) -> Path:
     """Write the merged model of a trial ("best" or its number) to `out` and return `out`; `dtype` None is the engine's,
-    `details` are further arguments of `checkpoint.export`.
+    `alignments_in` has the files of the study's alignments, `details` are further arguments of `checkpoint.export`.
 
     Raises NotFound (no such trial), Conflict (the sources have changed since, `out` is taken, its disk is too small),
     InvalidStudy (the study may not read its models any more).
@@ -50,9 +57,12 @@ def export_trial(
     if sources.fingerprints != fingerprints:
         changed = sorted(a for a, f in sources.fingerprints.items() if fingerprints.get(a) != f)
         raise Conflict(f"models {', '.join(changed)} have changed since the study; the scored merge cannot be written")
+    bank = Bank(sources, keeps_statistics=False)
+    if alignments_in is not None:
+        bank.alignments_dir = str(alignments_in.resolve())
     return write_model(
         chosen.recipe,
-        Bank(sources, keeps_statistics=False),
+        bank,
         out,
         dtype=dtype or engine_dtype(study),
         scores=held_out_estimates(store, record.id, chosen.number, trials=trials, objectives=objectives),
@@ -91,9 +101,10 @@ def model_bytes(recipe: Recipe, bank: Bank, out: Path, *, dtype: str, chat_templ
     import torch
 
     from workers.export.checkpoint import is_written, left_behind_bytes
+    from workers.merging.alignments import unaligned
     from workers.merging.materialize import merged_names
 
-    num_bytes = sum(map(math.prod, merged_names(recipe, bank).values())) * DTYPE_BYTES[dtype]
+    num_bytes = sum(map(math.prod, merged_names(unaligned(recipe), bank).values())) * DTYPE_BYTES[dtype]
     try:
         is_written(recipe, out, getattr(torch, dtype), chat_template=chat_template)
     except FileExistsError as error:

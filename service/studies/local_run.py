@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from search_spaces.study.file import FromStudy, Study, same_but_limits
+from search_spaces.study.file import Study, same_but_limits
+from search_spaces.study.sections import AnotherStudy
 from service.cluster.session import check_reachable, ray_session
 from service.disk import artifacts_dir, locked
 from service.errors import Conflict, NotFound
@@ -24,6 +25,7 @@ from service.store.artifacts import ArtifactStore
 from service.studies.attempt import ALIGNMENTS, execute, with_alignments
 from service.studies.chains import with_exported_sources
 from service.studies.heartbeat import Heartbeat
+from service.studies.policies.start import check_start, with_start
 from service.studies.preflight.examine import EXPORT, PreflightResult, examine
 from service.studies.preflight.models import check_unchanged, with_revisions
 from service.studies.progress import ProgressReporter
@@ -32,7 +34,7 @@ from workers.errors import EngineUnavailable
 from workers.serving.deployment import serving
 from workers.types import Scorer
 
-__all__ = ["DATABASE", "OpenScorer", "as_started", "open_scorer", "read_run", "run_study"]
+__all__ = ["DATABASE", "OpenScorer", "as_started", "open_run", "open_scorer", "read_run", "run_study"]
 
 DATABASE = "study.db"
 
@@ -68,6 +70,8 @@ def run_study(
     export_dir = directory / EXPORT if exports else None
     started, chained = as_started(study, directory, sources_in=directory, note=view.note)
     preflight = examine(started, export_dir=export_dir, chained=chained, note=view.note)
+    if not (directory / DATABASE).exists():  # an existing study has them
+        check_start(preflight, open_study=open_run, artifacts_in=artifacts_dir(directory))
     with locked(directory):
         store = Store(f"sqlite:///{directory / DATABASE}")
         try:
@@ -75,6 +79,8 @@ def run_study(
             try:
                 if record.state is not StudyState.COMPLETE:
                     writer = store.open_attempt(record.id)
+                    artifacts = ArtifactStore(store, artifacts_dir(directory))
+                    preflight = with_start(preflight, store, writer, artifacts=artifacts, open_study=open_run)
                     with Heartbeat(writer, record.wall_clock_s) as heartbeat, ray_session() as session:
                         if session.dashboard_url:
                             view.note(f"Ray dashboard: {session.dashboard_url}")
@@ -88,7 +94,7 @@ def run_study(
                                 preflight,
                                 scorer,
                                 work_dir=directory.resolve() / "ray",
-                                artifacts=ArtifactStore(store, artifacts_dir(directory)),
+                                artifacts=artifacts,
                                 heartbeat=heartbeat,
                                 view=view,
                                 observer=observer,
@@ -128,7 +134,7 @@ def as_started(
     with suppress(NotFound), read_run(directory) as (_, record):
         before = record.resolved
     exported, chained = with_exported_sources(
-        study, open_study=_open_run, directory=sources_in, before=before, note=note
+        study, open_study=open_run, directory=sources_in, before=before, note=note
     )
     if before is not None:
         exported = with_revisions(exported, replace(before, chained={}))
@@ -136,7 +142,7 @@ def as_started(
 
 
 @contextmanager
-def _open_run(source: FromStudy) -> Iterator[tuple[Store, StudyRecord]]:
+def open_run(source: AnotherStudy) -> Iterator[tuple[Store, StudyRecord]]:
     if source.dir is None:
         raise Conflict(f"id: {source.id} names a study on a server; give the dir of a run")
     with read_run(Path(source.dir)) as found:

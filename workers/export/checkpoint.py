@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -26,8 +27,10 @@ import yaml
 
 from search_spaces.recipe import Recipe
 from workers.directories import appearing, partial_directories, sync
+from workers.export.aligned import MODELING_FILE, aligned_parts
 from workers.export.model_card import Score, lineage, model_card, source_name
 from workers.mergekit.exporter import Inexpressible, mergekit_config
+from workers.merging.alignments import unaligned
 from workers.merging.bank import Bank
 from workers.merging.materialize import Scratch, is_small, merged_names, merged_tensors
 from workers.models.chat_templates import write_template
@@ -78,7 +81,9 @@ def export(
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Path:
     """Write the merged model to `out_dir`: tensors, config.json, tokenizer, README.md, recipe.json and, where mergekit
-    can express the recipe, mergekit_config.yml. Returns the directory.
+    can express the recipe, mergekit_config.yml. Returns the directory. With alignments it is no ordinary checkpoint: it
+    has their tensors and the file of the model class that computes them, which transformers loads with
+    trust_remote_code.
 
     The tensors are bit for bit those of `merged_tensors` for `dtype`; the tokenizer is that of the bank's family.
     `scores` maps an objective to its held-out value, `study` names the study in the model card; `chat_template`
@@ -90,14 +95,20 @@ def export(
     if dtype not in DTYPES:
         raise ValueError(f"export: dtype {_name(dtype)}; expected one of {', '.join(map(_name, DTYPES))}")
     out = Path(out_dir).resolve()  # a symbolic link's target is what gets created
-    shards = _shards(merged_names(recipe, bank), dtype.itemsize, max_shard_bytes)
-    config = merged_config(recipe, bank.base, bank.views(recipe.models), dtype=_name(dtype))
+    aligned = aligned_parts(recipe, bank, dtype)
+    added = {} if aligned is None else aligned.tensors()
+    plain = unaligned(recipe)
+    shapes = merged_names(plain, bank) | {name: tuple(tensor.shape) for name, tensor in added.items()}
+    shards = _shards(shapes, dtype.itemsize, max_shard_bytes)
+    config = merged_config(plain, bank.base, bank.views(recipe.models), dtype=_name(dtype))
     if is_written(recipe, out, dtype, chat_template=chat_template):
         return out
     with appearing(out, _job(recipe, bank, dtype, max_shard_bytes)) as directory:
-        _write_shards(shards, recipe, bank, dtype, directory, progress)
+        _write_shards(shards, plain, bank, dtype, directory, progress, added=added)
         bank.sources.check_unchanged()  # a file may have changed while it was read
-        _write_json(directory / "config.json", config)
+        _write_json(directory / "config.json", config if aligned is None else aligned.config(config))
+        if aligned is not None:
+            shutil.copyfile(MODELING_FILE, directory / MODELING_FILE.name)
         source = Path(bank.sources.result_dir)
         for name in (*TOKENIZER_FILES, "generation_config.json"):
             if (source / name).is_file():
@@ -116,7 +127,7 @@ def export(
                 **lineage(recipe, bank.family),
             },
         )
-        configuration = _mergekit(recipe, bank, dtype)
+        configuration = _mergekit(recipe, bank, dtype) if aligned is None else "it has no alignments between layers"
         if isinstance(configuration, dict):
             configuration |= template
             text = yaml.safe_dump(configuration, sort_keys=False)
@@ -139,13 +150,33 @@ def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype, *, chat_
         return False
     try:
         found = json.loads((out / "recipe.json").read_text())
-        open_checkpoint(out)
+        _check_weights(out, recipe)
     except (OSError, ValueError):  # InvalidModel is a ValueError
         found = None
     wanted = {"digest": recipe.digest, "dtype": _name(dtype), "chat_template": chat_template}
     if isinstance(found, dict) and {key: found.get(key) for key in wanted} == wanted:
         return True
     raise FileExistsError(f"{out}: exists and is not {wanted_export}; expected a new or empty directory")
+
+
+def _check_weights(out: Path, recipe: Recipe) -> None:
+    """Raises OSError or ValueError where files of the weights are missing or damaged."""
+    if all(layer.alignment is None for layer in recipe.layers):
+        open_checkpoint(out)
+        return
+    from safetensors import safe_open
+
+    index = out / "model.safetensors.index.json"
+    files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    for name in (MODELING_FILE.name, "config.json", *files):
+        if not (out / name).is_file():
+            raise FileNotFoundError(out / name)
+    for name in files:
+        try:
+            with safe_open(out / name, framework="pt"):
+                pass
+        except Exception as error:  # safetensors raises its own class, which is no more than an Exception
+            raise ValueError(f"{out / name}: {error}") from error
 
 
 def check_place(out_dir: str | Path, *, expected: str = "an export") -> bool:
@@ -204,9 +235,11 @@ def _write_shards(
     dtype: torch.dtype,
     directory: Path,
     progress: Callable[[Progress], None],
+    *,
+    added: Mapping[str, torch.Tensor],
 ) -> None:
-    """Write the shards that do not exist yet, and the index. A shard is complete once it is on disk and its checksum
-    is in the state file, as long as the file has that checksum."""
+    """Write the shards that do not exist yet, and the index; tensors that are `added` to the merge's come last. A shard
+    is complete once it is on disk and its checksum is in the state file, as long as the file has that checksum."""
     state = directory.parent / STATE
     checksums = _complete_shards(shards, directory, state)
     kept = sum(shard.num_bytes for shard in shards if shard.file in checksums)
@@ -215,11 +248,13 @@ def _write_shards(
     missing = [shard for shard in shards if shard.file not in checksums]
     wanted = {name for shard in missing for name in shard.shapes}
     memory, compiles = Scratch(bank, dtype), not is_small(recipe, bank)
-    stream = merged_tensors(recipe, bank, dtype, names=wanted, into=memory.tensor, compiles=compiles)
+    stream = merged_tensors(recipe, bank, dtype, names=wanted - {*added}, into=memory.tensor, compiles=compiles)
+
+    rest = ((name, tensor) for name, tensor in added.items() if name in wanted)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal current
-        for name, tensor in stream:
+        for name, tensor in itertools.chain(stream, rest):
             current = replace(current, written=current.written + tensor.nbytes)
             progress(current)
             yield name, tensor

@@ -15,6 +15,13 @@ from workers.types import Family
 
 __all__ = ["Score", "licence", "lineage", "model_card", "recipe_rows", "source_name"]
 
+ALIGNED = """Alignments stand between some of its layers, which no ordinary model class computes. The file
+`modeling_aligned.py` beside the weights does, which transformers runs when it may:
+
+    AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)
+
+Without `trust_remote_code` it is refused. It is the recipe's `alignment` that names them."""
+
 
 class Score(Protocol):
     """A held-out value, its 95 % confidence interval and its number of samples."""
@@ -74,6 +81,8 @@ def model_card(
         + (" All experts of a layer are merged as one tensor." if recipe.stacks_experts else ""),
         _table(("layers", "component", "method", "sources", "coefficients"), recipe_rows(recipe)),
     ]
+    if any(layer.alignment is not None for layer in recipe.layers):
+        lines += ["## Loading", ALIGNED]
     if scores:
         rows = [
             (name, f"{score.value:.4f}", f"{score.ci95[0]:.4f} to {score.ci95[1]:.4f}", str(score.samples))

@@ -12,7 +12,8 @@ in `Family.alignments_dir`, so that a recipe's digest covers the numbers.
 With scales, engines and transformers compute with g = h / c (`residual_scales`), where an alignment is W g + b / c: its
 shift is divided as the branches of the next layer are. Alignments have no form in the weights of an ordinary
 checkpoint: norms divide by the length of what they are given, which W and a change in a way that depends on h. So
-whatever writes weights refuses them (`residual_scales.branch_factors`).
+what plans weights refuses them (`residual_scales.branch_factors`), and exports bring their own model class
+(`workers.export.aligned`).
 """
 
 from __future__ import annotations

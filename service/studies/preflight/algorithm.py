@@ -83,9 +83,10 @@ def _problems_of_policy(study: Study, space: SearchSpace) -> Iterator[Problem]:
         yield Problem("search.hm3.mini_batches", message)
     num = 1 if study.search.preferences is None else study.search.preferences.size(len(study.objectives))
     policies = num if options.policy == "per_preference" else 1
-    least = (options.warm_up + 2) * options.episodes * policies
+    warm_up = options.warm_up if options.start is None else 0
+    least = (warm_up + 2) * options.episodes * policies if options.learns else 0
     if study.search.max_trials < least:
-        each = f"{policies} policies with {options.warm_up} iterations of {options.episodes} episodes to warm up"
+        each = f"{policies} policies with {warm_up} iterations of {options.episodes} episodes to warm up"
         message = f"{study.search.max_trials} is too few for {each}, one to learn from and one to play"
         hint = "or policy: conditioned" if policies > 1 else "or fewer episodes"
         yield Problem("search.max_trials", f"{message}; give at least {least}, {hint}")

@@ -103,6 +103,8 @@ class PreflightResult:
     """The sources that are merges of other studies."""
     size: ModelSize | None = None
     """What costs of recipes are made of; None where merges do not differ in them."""
+    start: tuple[bytes, ...] = ()
+    """The checkpoints that policies begin with (`service.studies.policies.start`)."""
 
     @property
     def concurrency(self) -> int:
@@ -154,6 +156,7 @@ class PreflightResult:
             first_fitted=scored if self.study.search.fit_share < 1 else {},
             policy=self.study.search.hm3,
             family=self.family if SEARCHERS[self.algorithm.name].trains_policy else None,
+            start=self.start,
         )
 
     def gradient_job(self) -> GradientJob | None:

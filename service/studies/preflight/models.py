@@ -50,9 +50,8 @@ def with_revisions(study: Study, resolved: ResolvedStudy) -> Study:
     experts = {alias: name(model) for alias, model in models.named.items()}
     experts |= {alias: own.directory for alias, own in resolved.chained.items()}
     experts = {alias: experts[alias] for alias in models.experts if alias in experts}
-    return study.model_copy(
-        update={"models": models.model_copy(update={"base": name(models.base), "experts": experts})}
-    )
+    base = resolved.chained["base"].directory if "base" in resolved.chained else name(models.base)
+    return study.model_copy(update={"models": models.model_copy(update={"base": base, "experts": experts})})
 
 
 def check_unchanged(record: StudyRecord, resolved: ResolvedStudy) -> None:

@@ -64,7 +64,8 @@ class SearchSetting:
     trials came before the first proposal, its options, and the study's preference vectors (weights of the objectives
     that sum to one; none: they are equal). `first_fitted`: by objective the first of the sample positions to fit, where
     these are not all; trials are scored on those before. `policy` and `family` are for searchers that train a policy:
-    its options, and the models whose layers' weights describe them (None: they are described by their places alone)."""
+    its options, and the models whose layers' weights describe them (None: they are described by their places alone).
+    `start`: the checkpoint that each of its policies begins with; none: new ones."""
 
     objectives: tuple[str, ...]
     num_samples: Mapping[str, int]
@@ -74,6 +75,7 @@ class SearchSetting:
     first_fitted: Mapping[str, int] = field(default_factory=dict)
     policy: PolicyOptions = field(default_factory=PolicyOptions)
     family: Family | None = None
+    start: tuple[bytes, ...] = ()
 
     def fitted(self, name: str) -> range:
         """The positions of the objective's samples that losses and gradients may be of."""

@@ -172,6 +172,7 @@ def training_of(
             exploration=options.exploration,
             explored=options.explored,
             is_conditioned=is_conditioned,
+            learns=options.learns,
             learner=LearnerOptions(
                 clip=options.clip,
                 gamma=options.gamma,
@@ -193,6 +194,7 @@ def training_of(
         preferences=_preferences(setting),
         descriptors=descriptors,
         saved=checkpoints,
+        start=setting.start,
     )
 
 

@@ -134,8 +134,10 @@ def test_a_study_cannot_be_changed():
         ("search.algorithm", "smak", f'"smak" is not known; did you mean "smac"? available: {AVAILABLE}'),
         ("engine.dtype", "fp16", '"fp16" is not known; available: auto, float32, bfloat16, float16'),
         ("search_space.component_groups", 2, "2 is not known; available: 1, 3"),
+        ("search.hm3.start", {}, "has neither dir nor id; give one of the two"),
+        ("search.hm3.start", "runs/first", '"runs/first" is not accepted; give a mapping (key: value)'),
+        ("search.hm3.learns", False, "false: there is no policy that could propose paths; name its study as search"),
         # not available yet
-        ("search.hm3.start", {}, "to begin with the policy of another study is not available yet; leave it out"),
         (
             "fidelity.scheduler",
             "race",

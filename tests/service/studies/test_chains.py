@@ -9,23 +9,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from search_spaces.baselines import sources_and_published
 from search_spaces.errors import InvalidStudy
-from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
+from search_spaces.recipe import COMPONENTS, LayerRecipe, Merge, Recipe, Source
 from search_spaces.spaces import SPACES
+from search_spaces.spaces.base import DifferentiableSpace
 from search_spaces.study.file import Study, parse_study
 from service.api.preflight_process import ServerPlace, _with_sources, read_request
+from service.cli.main import main
+from service.disk import alignments_dir
 from service.results.selection import best_trial
 from service.store import Store
 from service.studies.chains import SOURCES, on_server, with_exported_sources
 from service.studies.export import write_model
-from service.studies.local_run import DATABASE, as_started
+from service.studies.local_run import DATABASE, as_started, open_run
 from service.studies.preflight.models import searched_models, with_revisions
 from service.types import Origin, ResolvedStudy
 from tests.service.resolved import resolved_study
 from tests.service.tune.harness import InlineProposer, coordinator_of, drive
+from tests.workers.recipes import aligned, random_alignment
 from workers.export.model_card import model_card
+from workers.merging.alignments import write_alignment
 from workers.models.family import open_sources, resolve_family
 from workers.serving.fake import FakeScorer
 from workers.types import Family
@@ -213,3 +219,113 @@ def test_the_model_card_says_which_merge_a_source_is(finished: Finished, tmp_pat
 def test_what_is_wrong_with_a_source_is_told(finished: Finished, source: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidStudy, match=message):
         parse_study(document(finished.models, {"merged": {"from_study": source}}))
+
+
+@pytest.fixture(scope="module")
+def path_study(tied_family: Family, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[Recipe, ...]]:
+    """A run of paths, and its recipes: the layers 1, 0, 1 of several models, and three that have no plain path."""
+    directory = tmp_path_factory.mktemp("paths")
+    sources = open_sources(tied_family)
+    first, second = (expert.alias for expert in tied_family.experts)
+
+    def recipe(layers: tuple[tuple[str, int], ...], **changes: Any) -> Recipe:
+        merges = [Merge("passthrough", (Source(alias, layer),)) for alias, layer in layers]
+        each = tuple(replace(LayerRecipe(m, m, m), **changes) for m in merges)
+        whole = Merge("passthrough", (Source(first),))
+        return Recipe(sources.fingerprints, "base", each, whole, whole)
+
+    order = ((first, 1), (second, 0), (first, 1))
+    merged = Merge("linear", (Source(first, 0), Source(second, 1)), {"weight": 0.5})
+    mixed = replace(recipe(order), layers=(LayerRecipe(merged, merged, merged),))
+    hidden = int(sources.base.config["hidden_size"])
+    digest = write_alignment(alignments_dir(directory), random_alignment("moments", hidden))
+    recipes = (recipe(order), recipe(order, scale=0.5), mixed, aligned(recipe(order), digest))
+    store = Store(f"sqlite:///{directory / DATABASE}")
+    study = store.create_study(
+        name="paths",
+        document=parse_study(document(tied_family, {e.alias: e.directory for e in tied_family.experts})).canonical(),
+        resolved=resolved_study(fingerprints=sources.fingerprints, num_layers=sources.layout.num_layers),
+    ).id
+    space = SPACES["layerwise"](kind="layerwise").build(searched_models(sources, sources.fingerprints))
+    coordinator = coordinator_of(
+        store,
+        study,
+        proposer=InlineProposer(space, seed=1),
+        space=space,
+        scheduler="none",
+        max_trials=1,
+        baselines=tuple((Origin.PUBLISHED, f"path {number}", own) for number, own in enumerate(recipes)),
+    )
+    drive(coordinator, FakeScorer())
+    store.close()
+    return directory, recipes
+
+
+def along(family: Family, directory: Path, trial: int, **models: Any) -> Study:
+    experts = {expert.alias: expert.directory for expert in family.experts}
+    source = {"dir": str(directory), "trial": trial}
+    own = document(family, {**experts, "found": {"from_study": source}})
+    own["models"] |= {"path_of": source, **models}
+    return parse_study(own)
+
+
+def test_models_along_a_path_have_their_own_layers_in_its_order(
+    tied_family: Family, path_study: tuple[Path, tuple[Recipe, ...]], tmp_path: Path
+) -> None:
+    directory, (recipe, *_) = path_study
+    study = along(tied_family, directory, 0)
+    started, chained = as_started(study, tmp_path, sources_in=tmp_path, note=lambda _: None)
+    assert {*chained} == {"base", "found", *(expert.alias for expert in tied_family.experts)}
+    assert {own.recipe_digest for own in chained.values()} == {recipe.digest}
+    sources = open_sources(resolve_family(started.models.base, started.models.named).fetched().family)
+    before = open_sources(tied_family)
+    assert sources.layout.num_layers == 3
+    for alias in ("base", *(expert.alias for expert in tied_family.experts)):
+        for index, layer in enumerate((1, 0, 1)):
+            for component in COMPONENTS:
+                for suffix in sources.layout.suffixes(component, index):
+                    new = sources.views[alias].read(sources.layout.name(suffix, index))
+                    assert torch.equal(new, before.views[alias].read(before.layout.name(suffix, layer)))
+    # Its coefficients have gradients, as those of any models.
+    known = searched_models(sources, sources.fingerprints)
+    assert isinstance(SPACES["layerwise"](kind="layerwise").build(known), DifferentiableSpace)
+    # A study that goes on has the same.
+    resolved = ResolvedStudy.from_json(resolved_study(chained=chained).to_json())
+    assert with_revisions(study, resolved).models == started.models
+    again, found = with_exported_sources(study, open_study=open_run, directory=tmp_path, before=resolved)
+    assert (again.models, found) == (started.models, chained)
+
+
+@pytest.mark.parametrize(
+    ("trial", "message"),
+    [
+        (1, r"models\.path_of: study 'paths': trial 1: the scale 0\.5 stands behind layer 0"),
+        (2, r"models\.path_of: study 'paths': trial 2: layer 0 merges layers \[0, 1\] of its sources; a path has one"),
+        (3, r"models\.path_of: study 'paths': trial 3: an alignment stands behind layer 0"),
+        (99, r"models\.path_of: study 'paths': has no trial 99"),
+    ],
+)
+def test_a_merge_without_a_path_is_refused(
+    tied_family: Family, path_study: tuple[Path, tuple[Recipe, ...]], tmp_path: Path, trial: int, message: str
+) -> None:
+    study = along(tied_family, path_study[0], trial, experts={"a": tied_family.experts[0].directory})
+    with pytest.raises(InvalidStudy, match=message):
+        as_started(study, tmp_path, sources_in=tmp_path, note=lambda _: None)
+
+
+def test_a_trial_with_alignments_is_exported_with_its_model_class_and_is_no_source(
+    tied_family: Family, path_study: tuple[Path, tuple[Recipe, ...]], tmp_path: Path
+) -> None:
+    directory, recipes = path_study
+    assert main(["export", str(directory), "3", "--out", str(tmp_path / "model")]) == 0
+    written = json.loads((tmp_path / "model" / "recipe.json").read_text())
+    assert Recipe.from_json(written).digest == recipes[3].digest
+    assert (tmp_path / "model" / "modeling_aligned.py").is_file()
+    study = along(tied_family, directory, 3, path_of=None)
+    with pytest.raises(InvalidStudy, match="trial 3 has alignments between layers, which sources cannot have"):
+        as_started(study, tmp_path, sources_in=tmp_path, note=lambda _: None)
+
+
+def test_another_vocabulary_along_a_path_is_refused(tied_family: Family, tmp_path: Path) -> None:
+    with pytest.raises(InvalidStudy, match=r"models\.path_of: needs tokenizer: base; the study has union"):
+        along(tied_family, tmp_path, 0, tokenizer="union")

@@ -22,7 +22,7 @@ from service.errors import Conflict
 from service.store import StepRecord, Store
 from service.store.artifacts import ArtifactStore
 from service.studies.local_run import DATABASE, read_run
-from service.studies.policy_paths import PolicyPath, policy_paths
+from service.studies.policies.paths import PolicyPath, policy_paths
 from service.studies.preflight.models import searched_models
 from service.tune.proposing.checkpoints import PolicyCheckpoints
 from service.tune.searchers.base import SearchSetting

@@ -16,7 +16,6 @@ from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import Merge, Source
 from tests.workers.recipes import aligned, path, random_alignment
 from workers.engines.transformers.backend import logprobs, merged_model
-from workers.export.checkpoint import export
 from workers.merging.alignments import (
     Alignment,
     alignments_before,
@@ -137,13 +136,10 @@ def test_transformers_computes_what_the_recipe_says(bank: Bank) -> None:
         assert max(abs(a - b) for a, b in zip(found, theirs, strict=True)) > 0.01, "the alignments matter"
 
 
-def test_whatever_writes_weights_refuses_alignments(bank: Bank, tmp_path: Path) -> None:
+def test_the_weights_of_an_ordinary_checkpoint_refuse_alignments(bank: Bank) -> None:
     digest = write_alignment(bank.alignments_dir, random_alignment("moments", int(bank.base.config["hidden_size"])))
     recipe = aligned(path(bank.family, STEPS), digest)
     message = rf"layer 0: alignment '{digest[:12]}': a module between layers cannot be folded into the weights"
     with pytest.raises(InvalidRecipe, match=message):
         check_recipe(recipe, bank)
-    with pytest.raises(InvalidRecipe, match=message):
-        export(recipe, bank, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
     check_recipe(unaligned(recipe), bank)

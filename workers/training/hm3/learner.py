@@ -143,10 +143,18 @@ class Learner:
         return buffer.getvalue()
 
     def restore(self, content: bytes) -> None:
-        """Take over what `to_bytes` of a learner of the same pool and options gave."""
+        """Take over what `to_bytes` of a learner with networks of the same shapes gave. Raises ValueError with the
+        shapes for other networks."""
         state = torch.load(io.BytesIO(content), weights_only=True)
+        given = {name: list(tensor.shape) for name, tensor in state["networks"].items()}
+        own = {name: list(tensor.shape) for name, tensor in self.networks.state_dict().items()}
+        if differing := sorted(name for name in {*given, *own} if given.get(name) != own.get(name)):
+            pairs = (f"{n} {given.get(n, 'is missing')} instead of {own.get(n, 'none')}" for n in differing)
+            raise ValueError(f"networks of other shapes: {'; '.join(pairs)}")
         self.networks.load_state_dict(state["networks"])
         self._optimizer.load_state_dict(state["optimizer"])
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.options.learning_rate
         self.num_updates = int(state["num_updates"])
 
 

@@ -4,6 +4,10 @@ Iterations follow each other, each of the same number of episodes. Iteration i p
 have learned from the iterations up to i - 2: so the episodes of one iteration are scored while those of the next are
 played. With a policy for each preference vector the policies take turns, an iteration each; one that is conditioned on
 the vector plays all of them in each iteration, one after the other.
+
+Policies may be given to begin with. They have no warm-up, and explore from the beginning as rarely as a search does in
+the end. Where they do not learn either, the first episode of each preference vector is the path that the policy holds
+best, without noise.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ TRIES = 16
 class TrainingOptions:
     """`episodes` of an iteration. `warm_up`: iterations of each policy that nothing is learned from, in which every
     step is drawn from all that are allowed. `k`: neighbours of a proto-action. Exploration falls linearly from 1 to
-    `exploration` over the `explored` iterations of a policy after its warm-up."""
+    `exploration` over the `explored` iterations of a policy after its warm-up. With `learns` false, the policies that a
+    search begins with play all episodes, and the vectors take turns."""
 
     episodes: int = 16
     warm_up: int = 1
@@ -36,13 +41,15 @@ class TrainingOptions:
     exploration: float = 0.1
     explored: int = 10
     is_conditioned: bool = False
+    learns: bool = True
     learner: LearnerOptions = field(default_factory=LearnerOptions)
     networks: NetworkOptions = field(default_factory=NetworkOptions)
 
 
 class Training:
     """The policies of one search. `preferences` are the vectors, at least one. `saved` has checkpoints by the iteration
-    that they have learned from last; of each policy those of its last two iterations are needed."""
+    that they have learned from last; of each policy those of its last two iterations are needed. `start`: of each
+    policy the checkpoint that it begins with; none: new ones. Raises ValueError for another number of them."""
 
     def __init__(
         self,
@@ -53,11 +60,15 @@ class Training:
         preferences: Sequence[tuple[float, ...]],
         descriptors: Tensor | None = None,
         saved: Mapping[int, bytes] | None = None,
+        start: Sequence[bytes] = (),
     ) -> None:
         self.paths = paths
         self.options = options
         self.preferences = tuple(preferences)
         self.saved = dict(saved or {})
+        self._start = tuple(start)
+        if len(self._start) not in ((0, self.num_policies) if options.learns else (self.num_policies,)):
+            raise ValueError(f"{len(self._start)} policies to begin with; there are {self.num_policies}")
         self._seed = seed
         self._descriptors = descriptors
         self._played: dict[int, Episode] = {}
@@ -80,7 +91,7 @@ class Training:
 
     def num_needed(self, number: int) -> int:
         """How many iterations must be finished before episode `number` is played: all but the one before its own."""
-        return max(0, self.iteration_of(number) - 1)
+        return max(0, self.iteration_of(number) - 1) if self.options.learns else 0
 
     def policy_of(self, iteration: int) -> int:
         return iteration % self.num_policies
@@ -90,11 +101,12 @@ class Training:
         return iteration // self.num_policies
 
     def preference_of(self, number: int) -> tuple[float, ...]:
-        place = number if self.options.is_conditioned else self.iteration_of(number)
+        takes_turns = self.options.is_conditioned or not self.options.learns
+        place = number if takes_turns else self.iteration_of(number)
         return self.preferences[place % len(self.preferences)]
 
     def is_learned_from(self, iteration: int) -> bool:
-        return self.turn_of(iteration) >= self.options.warm_up
+        return self.options.learns and (bool(self._start) or self.turn_of(iteration) >= self.options.warm_up)
 
     def source_of(self, iteration: int, *, newest: int) -> int | None:
         """The last iteration up to `newest` that the policy of `iteration` has learned from; None: none."""
@@ -115,14 +127,20 @@ class Training:
 
     def _play(self, number: int) -> Episode:
         iteration = self.iteration_of(number)
-        is_warm_up = not self.is_learned_from(iteration)
+        is_warm_up = not self._start and not self.is_learned_from(iteration)
+        is_best = not self.options.learns and number < len(self.preferences)
+        if self.options.learns:
+            networks = self._networks(iteration, self.source_of(iteration, newest=iteration - 2))
+        else:
+            networks = self._networks(number % len(self.preferences), None)
         return play(
-            self._networks(iteration, self.source_of(iteration, newest=iteration - 2)),
+            networks,
             seed=self._seed,
             number=number,
             preference=self.preference_of(number),
             k=self.paths.num_steps + 1 if is_warm_up else self.options.k,
-            exploration=self._exploration(self.turn_of(iteration)),
+            exploration=0.0 if is_best else self._exploration(self.turn_of(iteration)),
+            noise=0.0 if is_best else 1.0,
         )
 
     def learn(self, iteration: int, outcomes_BK: Tensor) -> UpdateStatistics | None:
@@ -133,10 +151,7 @@ class Training:
         episodes = [self.play(number) for number in self.numbers_in(iteration)]
         for number in self.numbers_in(iteration):
             del self._played[number]
-        before = self.source_of(iteration, newest=iteration - 1)
-        learner = self._new(iteration)
-        if before is not None:
-            learner.restore(self.saved[before])
+        learner = self._learner(iteration, self.source_of(iteration, newest=iteration - 1))
         found = learner.update(episodes, outcomes_BK)
         self.saved[iteration] = learner.to_bytes()
         for old in [each for each in self.saved if not self.is_kept(each, num_finished=iteration + 1)]:
@@ -170,18 +185,26 @@ class Training:
         options = self.options
         return Learner(self.paths, options.networks, options.learner, seed=seed, descriptors=self._descriptors)
 
+    def _learner(self, iteration: int, source: int | None) -> Learner:
+        """That of the iteration's policy once it has learned from `source`; None: as the search begins."""
+        learner = self._new(iteration)
+        if source is not None:
+            learner.restore(self.saved[source])
+        elif self._start:
+            learner.restore(self._start[self.policy_of(iteration)])
+        return learner
+
     def _networks(self, iteration: int, source: int | None) -> Networks:
         """Those of the iteration's policy once it has learned from `source`. They are kept for the next episode."""
         place = (self.policy_of(iteration), source)
         if self._opened is None or self._opened[0] != place:
-            learner = self._new(iteration)
-            if source is not None:
-                learner.restore(self.saved[source])
-            self._opened = (place, learner.networks)
+            self._opened = (place, self._learner(iteration, source).networks)
         return self._opened[1]
 
     def _exploration(self, turn: int) -> float:
         options = self.options
+        if self._start:
+            return options.exploration
         passed = turn - options.warm_up
         if passed < 0:
             return 1.0

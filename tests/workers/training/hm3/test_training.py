@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -121,3 +122,53 @@ def test_a_policy_learns_in_a_small_toy() -> None:
     paths = list(itertools.islice(episodes(toy, seed=0, num_models=2, options=options), 36 * 16))
     scores = [toy.score(path) for path in paths]
     assert statistics.fmean(scores[-48:]) > statistics.fmean(scores[:48]) + 0.1
+
+
+def trained() -> bytes:
+    """A conditioned policy after two iterations."""
+    own = training(is_conditioned=True)
+    paths_of(own, 16)
+    return own.saved[max(own.saved)]
+
+
+def begun(start: bytes, *, saved: dict[int, bytes] | None = None, learns: bool = True) -> Training:
+    options = replace(training(is_conditioned=True).options, learns=learns)
+    return Training(PATHS, options, seed=7, preferences=VECTORS, saved=saved, start=(start,))
+
+
+def test_policies_that_are_given_play_and_learn_from_the_first_iteration_on() -> None:
+    start = trained()
+    own = begun(start)
+    assert own.is_learned_from(0)
+    first = [own.play(number).path for number in range(4)]
+    assert first != [training(is_conditioned=True).play(number).path for number in range(4)]
+    own.learn(0, torch.tensor([outcome(path) for path in first]))
+    # What it has learned comes on top of what it was given, and is the same after a restart.
+    assert own.saved[0] != start
+    assert paths_of(begun(start), 12) == paths_of(begun(start), 12, runners=3)
+    again = begun(start, saved=own.saved)
+    assert again.play(8).path == begun(start, saved=own.saved).play(8).path
+
+
+def test_policies_that_do_not_learn_propose_the_best_path_of_each_vector_first() -> None:
+    start = trained()
+    own = begun(start, learns=False)
+    assert [own.num_needed(number) for number in (0, 50)] == [0, 0]
+    best = [own.proposals(start, preference=vector, count=1)[0] for vector in VECTORS]
+    assert [own.play(number).path for number in range(3)] == best
+    assert [own.preference_of(number) for number in range(4)] == [*VECTORS, VECTORS[0]]
+    assert not own.is_learned_from(5)
+    assert len({own.play(number).path for number in range(3, 40)}) > 1  # then with noise
+
+
+def test_policies_of_another_shape_or_number_are_refused_with_their_sizes() -> None:
+    start = trained()
+    other = LayerPaths(("a", "b", "c"), num_layers=3, min_length=2, max_length=4, max_jump=1)
+    options = training(is_conditioned=True).options
+    own = Training(other, options, seed=7, preferences=VECTORS, start=(start,))
+    with pytest.raises(ValueError, match=r"networks of other shapes: models\.weight \[2, 16\] instead of \[3, 16\]"):
+        own.play(0)
+    with pytest.raises(ValueError, match="1 policies to begin with; there are 3"):
+        Training(PATHS, training().options, seed=7, preferences=VECTORS, start=(start,))
+    with pytest.raises(ValueError, match="0 policies to begin with; there are 1"):
+        training(is_conditioned=True, learns=False)

@@ -56,6 +56,11 @@ def policy_paths(
         raise Conflict(
             f"study {record.name!r}: its searcher is {searcher}; only hm3 trains a policy that proposes paths"
         )
+    if not study.search.hm3.learns:
+        raise Conflict(
+            f"study {record.name!r}: learns no policy of its own (search.hm3.learns: false); give the study that it "
+            "began with"
+        )
     alignment = getattr(study.search_space, "alignment", "none")
     if alignment != "none":
         raise Conflict(

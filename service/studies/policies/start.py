@@ -1,0 +1,218 @@
+"""A study that begins with the policies of another one.
+
+The policies are those that the other study has when this one first works. They become artifacts of this study, and
+their digests a document of it, so that it goes on with the same numbers whatever happens to the other one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from search_spaces.errors import InvalidStudy, Problem
+from search_spaces.spaces.layer_paths import MERGED
+from search_spaces.study.file import Study
+from service.disk import artifacts_dir
+from service.errors import Conflict, NotFound, StudyFailed
+from service.results.load import POLICY_START
+from service.store import Store, StudyWriter
+from service.store.artifacts import ArtifactStore
+from service.studies.chains import OpenStudy
+from service.studies.preflight.examine import PreflightResult
+from service.tune.proposing.checkpoints import FILE, PolicyCheckpoints
+from service.tune.searchers.base import SearchSetting
+from service.tune.searchers.hm3 import SAME_WEIGHT, SEARCHER, paths_of
+from service.tune.steps import Step
+from service.types import StudyRecord, StudyState
+
+__all__ = ["PolicyStart", "check_start", "with_start"]
+
+
+@dataclass(frozen=True)
+class PolicyStart:
+    """The policies that a study begins with, in the order of its own: the study that they are of, by id and name, the
+    iteration that each has learned from last, and their checkpoints."""
+
+    study: str
+    name: str
+    iterations: tuple[int, ...]
+    checkpoints: tuple[bytes, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """What is stored with the study: `policies` have the iteration and the checkpoint's sha256."""
+        digests = (hashlib.sha256(content).hexdigest() for content in self.checkpoints)
+        policies = [
+            {"iteration": iteration, "digest": digest}
+            for iteration, digest in zip(self.iterations, digests, strict=True)
+        ]
+        return {"study": self.study, "name": self.name, "policies": policies}
+
+
+def check_start(preflight: PreflightResult, *, open_study: OpenStudy, artifacts_in: Path) -> None:
+    """Raises InvalidStudy if the study names policies to begin with that cannot be had, or that do not fit."""
+    if preflight.study.search.hm3.start is None:
+        return
+    try:
+        _found(preflight, open_study, artifacts_in)
+    except (NotFound, Conflict) as error:
+        raise InvalidStudy((Problem("search.hm3.start", str(error)),)) from error
+
+
+def with_start(
+    preflight: PreflightResult,
+    store: Store,
+    writer: StudyWriter,
+    *,
+    artifacts: ArtifactStore,
+    open_study: OpenStudy,
+) -> PreflightResult:
+    """The study with the policies that it begins with; itself where it names none. They are copied into its own
+    artifacts once. Raises StudyFailed (the study is FAILED with that reason)."""
+    if preflight.study.search.hm3.start is None:
+        return preflight
+    study_id = writer.study_id
+    try:
+        if store.document(study_id, POLICY_START) is None:
+            start = _found(preflight, open_study, artifacts.directory)
+            for number, content in enumerate(start.checkpoints):
+                _keep(artifacts, study_id, number, content)
+            writer.set_document_named(POLICY_START, start.to_json())
+        stored: dict[str, Any] = store.document(study_id, POLICY_START) or {}
+        kept = tuple(
+            _kept(artifacts, study_id, number, policy["digest"]) for number, policy in enumerate(stored["policies"])
+        )
+    except (NotFound, Conflict) as error:
+        reason = f"search.hm3.start: {error}"
+        writer.set_state(StudyState.FAILED, reason)
+        raise StudyFailed(reason) from error
+    return replace(preflight, start=kept)
+
+
+def _slot(number: int) -> str:
+    return f"hm3-start-{number}"
+
+
+def _keep(artifacts: ArtifactStore, study_id: str, number: int, content: bytes) -> None:
+    with TemporaryDirectory() as temporary:
+        (Path(temporary) / FILE).write_bytes(content)
+        artifacts.put(study_id, _slot(number), Path(temporary))
+
+
+def _kept(artifacts: ArtifactStore, study_id: str, number: int, digest: str) -> bytes:
+    with TemporaryDirectory() as temporary:
+        place = artifacts.write_to(artifacts.get(study_id, _slot(number)), Path(temporary) / "policy")
+        content = (place / FILE).read_bytes()
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise Conflict(f"artifact {_slot(number)!r} is not the policy that this study began with ({digest[:12]})")
+    return content
+
+
+def _found(preflight: PreflightResult, open_study: OpenStudy, artifacts_in: Path) -> PolicyStart:
+    """The policies of the study that `preflight` names. Raises NotFound and Conflict."""
+    start = preflight.study.search.hm3.start
+    assert start is not None
+    with open_study(start) as (store, record):
+        _check_searcher(record)
+        other = Study.model_validate(record.document)
+        _check_shapes(preflight, record, other)
+        place = artifacts_in if start.dir is None else artifacts_dir(Path(start.dir))
+        objectives = tuple(spec.name for spec in other.scored_objectives.values())
+        given = other.search.preferences
+        setting = SearchSetting(
+            objectives=objectives,
+            num_samples={},
+            num_baselines=0,
+            options=other.search.gradient,
+            preferences=() if given is None else given.weights(objectives, seed=other.search.seed),
+            policy=other.search.hm3,
+        )
+        steps = [Step.from_json(row.number, row.proposal, row.document) for row in store.steps(record.id)]
+        checkpoints = PolicyCheckpoints(ArtifactStore(store, place), record.id, SEARCHER, setting).load(steps)
+    if not checkpoints:
+        raise Conflict(f"study {record.name!r}: no policy has been learned yet, or its files are gone from {place}")
+    iterations = tuple(_iterations(preflight, record, setting, checkpoints))
+    return PolicyStart(record.id, record.name, iterations, tuple(checkpoints[number] for number in iterations))
+
+
+def _iterations(
+    preflight: PreflightResult, record: StudyRecord, other: SearchSetting, checkpoints: dict[int, bytes]
+) -> list[int]:
+    """For each policy of the study the newest iteration of the other one's that has its preference vector."""
+    if preflight.study.search.hm3.policy == "conditioned":
+        return [max(checkpoints)]
+    known = other.preferences or (_equal(len(other.objectives)),)
+    own = preflight.search_setting(num_baselines=0).preferences or (_equal(len(other.objectives)),)
+    found = []
+    for vector in own:
+        usable = [
+            number
+            for number in checkpoints
+            if all(abs(a - b) < SAME_WEIGHT for a, b in zip(known[number % len(known)], vector, strict=True))
+        ]
+        if not usable:
+            raise Conflict(
+                f"study {record.name!r}: has no policy for the preference vector {_text(vector)} (policy: "
+                f"per_preference); it has those for {'; '.join(map(_text, known))}; give these, or begin with a study "
+                "of policy: conditioned"
+            )
+        found.append(max(usable))
+    return found
+
+
+def _equal(num_objectives: int) -> tuple[float, ...]:
+    return (1 / num_objectives,) * num_objectives
+
+
+def _text(vector: tuple[float, ...]) -> str:
+    return ", ".join(f"{weight:g}" for weight in vector)
+
+
+def _check_searcher(record: StudyRecord) -> None:
+    searcher = record.resolved.algorithm
+    if searcher != "hm3":
+        raise Conflict(f"study {record.name!r}: its searcher is {searcher}; only hm3 trains policies to begin with")
+
+
+def _check_shapes(preflight: PreflightResult, record: StudyRecord, other: Study) -> None:
+    """Raises Conflict if policies of the other study have other inputs or outputs than this one's."""
+    where = f"study {record.name!r}: "
+    ours, theirs = preflight.study.search.hm3, other.search.hm3
+    if not theirs.learns:
+        raise Conflict(
+            f"{where}learns no policy of its own (search.hm3.learns: false); begin with the one it began with"
+        )
+    for name in ("policy", "knows_models"):
+        if getattr(ours, name) != getattr(theirs, name):
+            given, own = (str(getattr(each, name)).lower() for each in (theirs, ours))
+            raise Conflict(f"{where}its networks are of {name}: {given}, those here of {name}: {own}; write {given}")
+    own_layers, layers = preflight.num_layers, record.resolved.num_layers
+    if own_layers != layers:
+        raise Conflict(f"{where}its networks are for models of {layers} layers; these have {own_layers}")
+    known = tuple(spec.name for spec in other.scored_objectives.values())
+    names = tuple(preflight.tasks)
+    if len(known) != len(names):
+        raise Conflict(
+            f"{where}its networks are for {len(known)} objectives ({', '.join(known)}); here are {len(names)} "
+            f"({', '.join(names)})"
+        )
+    if known != names and sorted(known) == sorted(names):
+        raise Conflict(f"{where}its objectives are in the order {', '.join(known)}; write them in that order")
+    if ours.knows_models:
+        _check_models(preflight, record, other, where)
+
+
+def _check_models(preflight: PreflightResult, record: StudyRecord, other: Study, where: str) -> None:
+    """Raises Conflict if networks that have an embedding for each model are not for these models."""
+    space = other.search_space
+    chosen = getattr(space, "models", None) or tuple(other.models.experts)
+    known = (*chosen, MERGED) if getattr(space, "merged", None) is not None else tuple(chosen)
+    own = paths_of(preflight.space.parameters).models
+    before, now = record.resolved.fingerprints, preflight.family.fingerprints
+    if known != own or any(before[name] != now[name] for name in own if name != MERGED):
+        raise Conflict(
+            f"{where}its networks know its own models ({', '.join(known)}) and no others; here are {', '.join(own)}: "
+            "begin with a study of knows_models: false"
+        )
