@@ -3,14 +3,18 @@ and exports take it from here."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from workers.cache import cached
 from workers.errors import InvalidModel
 
-__all__ = ["TOKENIZER_FILES", "load_tokenizer", "stated_directory"]
+__all__ = ["TOKENIZER_FILES", "check_tokenizer", "load_tokenizer", "stated_directory"]
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +28,9 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
+
+# What files end with that say how transformers loads a tokenizer: those above, config.json and further chat templates.
+STATED_IN = (".jinja", ".json", ".model", ".tiktoken", ".txt")
 
 # Texts that tokenizers often treat differently: space, newline, digits, case, non-ASCII text.
 PROBES = (
@@ -45,17 +52,61 @@ def load_tokenizer(directory: str | Path) -> Any:
     InvalidModel if there is none, or if the plain class disagrees too. Never runs code from the folder.
     """
     path = Path(directory)
+    tokenizer, difference = _found(path)
+    _warn(path, difference)
+    return tokenizer
+
+
+def check_tokenizer(directory: str | Path, *, cache: str | Path | None = None) -> tuple[str, ...]:
+    """The names of the tokenizer's chat templates (a single one is "default"), after all that `load_tokenizer` checks
+    of it, with its warning. Raises InvalidModel as that does.
+
+    Importing transformers' tokenizers takes seconds, so what was found is kept between runs, by the contents of the
+    files; `cache` as in `workers.cache.cache_dir`."""
+    path = Path(directory)
+    key = f"tokenizer {_digest(path)} transformers {version('transformers')} tokenizers {version('tokenizers')}"
+    if (record := cached(key, cache=cache)) is not None:
+        difference, names = json.loads(record)
+    else:
+        tokenizer, difference = _found(path)
+        templates = tokenizer.chat_template  # one, or several by name
+        names = list(templates) if isinstance(templates, dict) else ["default"] if templates else []
+        cached(key, json.dumps([difference, names]), cache=cache)
+    _warn(path, difference)
+    return tuple(names)
+
+
+def _digest(path: Path) -> str:
+    """sha256 (hex) of the names and contents of the files in `path` that a tokenizer may be loaded from."""
+    digest = hashlib.sha256()
+    files = [*path.glob("*"), *path.glob("additional_chat_templates/*")]
+    for file in sorted(file for file in files if file.suffix in STATED_IN and file.is_file()):
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise InvalidModel((f"{file}: cannot be read ({error.strerror})",)) from error
+        digest.update(f"{file.relative_to(path)}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
+def _warn(path: Path, difference: str) -> None:
+    if difference:
+        log.warning("%s: %s; the tokenizer is used as tokenizer.json says", path, difference)
+
+
+def _found(path: Path) -> tuple[Any, str]:
+    """The tokenizer that agrees with tokenizer.json, and how that of transformers' choice differs; "" if it does
+    not."""
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise InvalidModel((f"{path}: no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}",))
     tokenizer = _loaded("AutoTokenizer", path)
     difference = _difference(tokenizer, path)
     if not difference:
-        return tokenizer
+        return tokenizer, ""
     plain = _loaded("PreTrainedTokenizerFast", path)
     if remaining := _difference(plain, path):
         raise InvalidModel((f"{path}: {remaining}; expected the same: correct the tokenizer files",))
-    log.warning("%s: %s; the tokenizer is used as tokenizer.json says", path, difference)
-    return plain
+    return plain, difference
 
 
 def stated_directory(directory: str | Path, tokenizer: Any) -> TemporaryDirectory[str] | None:

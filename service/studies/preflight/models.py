@@ -21,7 +21,7 @@ from workers.errors import InvalidModel
 from workers.merging.residual_scales import SCALABLE
 from workers.models.family import LocatedFamily, ResolvedFamily
 from workers.models.hub import named
-from workers.models.tokenizers import load_tokenizer
+from workers.models.tokenizers import check_tokenizer
 
 __all__ = [
     "check_engine",
@@ -74,13 +74,13 @@ def check_models(located: LocatedFamily, study: Study, problems: list[Problem]) 
     try:
         sources = located.resolve(tokenizer=study.models.tokenizer)
         if study.models.tokenizer != "base":
-            load_tokenizer(sources.result_dir)
+            check_tokenizer(sources.result_dir)
         found += filter(None, [sources.lack_of_space])
     except InvalidModel as error:
         found += error.problems
     if located.base_dir is not None:
         try:
-            load_tokenizer(located.base_dir)
+            check_tokenizer(located.base_dir)
         except InvalidModel as error:
             found += map(named, error.problems)
     problems.extend(Problem("models", text) for text in found)

@@ -16,6 +16,7 @@ from workers.errors import InvalidTask
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.tasks import check_task, content_hash
 from workers.file_access import FileAccess
+from workers.models.tokenizers import check_tokenizer
 from workers.types import TaskInfo, TaskSpec
 
 __all__ = ["check_prompts", "check_tasks", "objectives_of"]
@@ -68,8 +69,7 @@ def check_prompts(study: Study, directory: str, problems: list[Problem]) -> None
     `directory` holds the tokenizer and the configuration of the merged model."""
     prompts = Prompts(directory, study.engine.options)
     asked = study.engine.chat_template
-    found = prompts.tokenizer.chat_template  # one, or several by name
-    names = list(found) if isinstance(found, dict) else ["default"] if found else []
+    names = check_tokenizer(directory)
     if asked and ("default" if asked is True else asked) not in names:
         problems.append(
             Problem(

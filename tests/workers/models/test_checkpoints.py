@@ -18,7 +18,7 @@ from workers.models.checkpoints import BY_CONFIG, open_checkpoint
 from workers.models.family import open_family, resolve_family
 from workers.models.fingerprints import content_problems, fingerprint
 from workers.models.hub import locate
-from workers.models.tokenizers import load_tokenizer, stated_directory
+from workers.models.tokenizers import check_tokenizer, load_tokenizer, stated_directory
 from workers.types import Family
 
 CONFIG = {
@@ -452,6 +452,32 @@ def test_a_tokenizer_that_no_class_reads_as_its_file_says_is_refused(
     message = problems_of(lambda: load_tokenizer(tied_family.base.directory))
     assert "transformers (Other) encodes 'Hello world' as [" in message
     assert "; expected the same: correct the tokenizer files" in message
+
+
+def test_what_is_known_of_a_tokenizer_is_kept_until_one_of_its_files_changes(
+    tied_family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from workers.models import tokenizers
+
+    model, cache = tmp_path / "model", tmp_path / "cache"
+    model.mkdir()
+    shutil.copy(Path(tied_family.base.directory) / "config.json", model)
+    character_tokenizer().save_pretrained(model)  # which transformers' class for a Qwen2 reads otherwise
+    load, loads = tokenizers._loaded, []
+    monkeypatch.setattr(tokenizers, "_loaded", lambda name, path: loads.append(name) or load(name, path))
+    assert check_tokenizer(model, cache=cache) == ()
+    assert len(loads) == 2
+    caplog.clear()
+    assert check_tokenizer(model, cache=cache) == ()
+    assert len(loads) == 2
+    assert "the tokenizer is used as tokenizer.json says" in caplog.text
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    assert set(check_tokenizer(model, cache=cache)) == {"default", "tools"}
+    (model / "tokenizer.json").write_text("{}")
+    for _ in range(2):  # nothing is kept of one that is refused
+        assert "its tokenizer cannot be loaded: " in problems_of(lambda: check_tokenizer(model, cache=cache))
 
 
 def test_a_missing_or_broken_tokenizer_is_refused(tied_family: Family, tmp_path: Path) -> None:
