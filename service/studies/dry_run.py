@@ -13,6 +13,7 @@ from service.disk import artifacts_dir, free_bytes, gib
 from service.studies.local_run import DATABASE, as_started, open_run
 from service.studies.policies.start import check_start
 from service.studies.preflight.algorithm import GRADIENT
+from service.studies.preflight.durations import expected_time
 from service.studies.preflight.examine import EXPORT, ExpectedSamples, PreflightResult, examine
 from service.tune.searchers.descents import descents_of
 from service.tune.steps import CHARGES, StepKind
@@ -30,8 +31,8 @@ BOUNDS = {"asha": ("at least ", "at most "), "racing": ("at most ", "at least ")
 
 @dataclass(frozen=True)
 class CheckedPlan:
-    """What running the study will take. `hours` is a rough estimate from this machine's arithmetic speed,
-    `step_samples` what the searcher's gradients will be charged."""
+    """What running the study will take. `hours` and `most_hours` are rough estimates for the least and the most
+    `tokens` of a sample (`ExpectedTime`); `step_samples` is what the searcher's gradients will be charged."""
 
     study: str
     num_models: int
@@ -47,6 +48,8 @@ class CheckedPlan:
     trials: dict[str, int]
     samples: ExpectedSamples
     hours: float
+    most_hours: float
+    tokens: tuple[float, float]
     memory_bytes: dict[str, int]
     disk_bytes: dict[str, int]
     absent_models: tuple[str, ...]
@@ -73,7 +76,9 @@ class CheckedPlan:
                 + (f"about {holdout:,}" if holdout else "none")
                 + " held out"
                 + (f", gradients charged as up to {self.step_samples:,}" if self.step_samples else ""),
-                f"time      very roughly {_duration(self.hours)}, by this machine's arithmetic speed",
+                f"time      very roughly {_range(_duration(self.hours), _duration(self.most_hours))}, by "
+                f"this machine's arithmetic speed and "
+                f"{_range(*(f'{number:.0f}' for number in self.tokens))} tokens a sample",
                 f"memory    {memory['needed']} (source weights {memory['bank']}, {memory['engines']} for engines"
                 + (f", {memory['gradients']} for gradients" if self.memory_bytes["gradients"] else "")
                 + f") of {memory['available']}",
@@ -119,6 +124,8 @@ def _plan(study: Study, preflight: PreflightResult, directory: Path) -> CheckedP
     places = [model.directory for model in preflight.family.models]
     memory = preflight.memory
     samples = preflight.expected_samples()
+    step_samples = _step_samples(preflight)
+    time = expected_time(preflight, step_samples=step_samples)
     return CheckedPlan(
         study=study.name,
         num_models=len(preflight.family.models),
@@ -128,12 +135,14 @@ def _plan(study: Study, preflight: PreflightResult, directory: Path) -> CheckedP
         space=f"{preflight.space.kind}: {preflight.space.describe().text}",
         algorithm=preflight.algorithm.name,
         algorithm_reason=preflight.algorithm.reason,
-        step_samples=_step_samples(preflight),
+        step_samples=step_samples,
         scheduler=study.fidelity.scheduler,
         rungs=tuple(dict(rung) for rung in preflight.rung_samples),
         trials={"extras": len(preflight.baselines()), "search": study.search.max_trials},
         samples=samples,
-        hours=_hours(preflight, samples.search + samples.holdout),
+        hours=time.least_hours,
+        most_hours=time.most_hours,
+        tokens=(time.least_tokens, time.most_tokens),
         memory_bytes={
             "bank": memory.bank_bytes,
             "engines": memory.replicas * memory.engine_bytes,
@@ -151,33 +160,6 @@ def _plan(study: Study, preflight: PreflightResult, directory: Path) -> CheckedP
     )
 
 
-# Assumed tokens of an average sample: a short prompt and a short answer.
-TOKENS_PER_SAMPLE = 256
-
-# The share of its matrix-product speed that a device reaches while it decodes.
-DECODING_EFFICIENCY = 0.15
-
-
-def _hours(preflight: PreflightResult, num_samples: int) -> float:
-    import time
-
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    size = 4096 if device == "cuda" else 512
-    matrix = torch.ones(size, size, dtype=dtype, device=device)
-    best = float("inf")
-    for _ in range(5):
-        started = time.perf_counter()
-        product = matrix @ matrix
-        float(product[0, 0])  # waits for the device
-        best = min(best, time.perf_counter() - started)
-    operations_per_s = 2 * size**3 / best * DECODING_EFFICIENCY
-    operations = 2 * preflight.num_parameters * TOKENS_PER_SAMPLE * num_samples
-    return operations / operations_per_s / 3600 / preflight.study.engine.replicas
-
-
 def _step_samples(preflight: PreflightResult) -> int:
     if preflight.algorithm.name != GRADIENT:
         return 0
@@ -190,6 +172,14 @@ def _step_samples(preflight: PreflightResult) -> int:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _range(least: str, most: str) -> str:
+    """Both with their unit, if they have one: "6 to 8 min"."""
+    if least == most:
+        return least
+    unit = f" {most.rpartition(' ')[2]}" if " " in most else ""
+    return f"{least.removesuffix(unit) if unit else least} to {most}"
 
 
 def _duration(hours: float) -> str:

@@ -7,5 +7,6 @@
 - `metrics`: lm-eval's filters and metrics, applied to answers
 - `metric_process`: the same in a separate process, as metrics that set timers need a main thread
 - `references`: the right answers of a task's samples, as tokens to read
+- `lengths`: how many tokens a task's samples have
 - `lm_eval`: score a task's samples: ask a backend, compute the values
 """

@@ -23,7 +23,7 @@ from workers.evaluation.prompts import Backend, Completion, Continuation, Genera
 from workers.evaluation.tasks import BuiltTask, build_task, documents_of
 from workers.types import SampleResult, Span, TaskInfo, TaskSpec
 
-__all__ = ["BackendLM", "Scored", "TaskEvaluator", "describe"]
+__all__ = ["BackendLM", "Scored", "TaskEvaluator", "describe", "tokenized_requests"]
 
 DEFAULT_MAX_TOKENS = 256  # lm-eval's default
 MAX_KEPT_TOKENS = 50_000_000  # of prompts; about 2 GB, at 36 bytes for a token in a tuple
@@ -317,7 +317,7 @@ class TaskEvaluator:
         prepared = self._prepared.pop(spec.digest, None)
         if prepared is None:
             task = build_task(spec)
-            prepared = _Prepared(task, tuple(self._tokenized(s.task) for s in task.subtasks))
+            prepared = _Prepared(task, tuple(tokenized_requests(self.lm, s.task) for s in task.subtasks))
             self._metrics.open(task, prepared.documents)
         self._prepared[spec.digest] = prepared
         return prepared
@@ -331,29 +331,31 @@ class TaskEvaluator:
             kept -= self._prepared.pop(digest).num_tokens
             self._metrics.close(digest)
 
-    def _tokenized(self, task: Any) -> tuple[tuple[_Request, ...], ...]:
-        options = self.lm.prompts.options
-        task.build_all_requests(
-            system_instruction=options.system_prompt,
-            apply_chat_template=bool(options.chat_template),
-            fewshot_as_multiturn=bool(options.chat_template),
-            chat_template=self.lm.apply_chat_template if options.chat_template else None,
-            tokenizer_name=self.lm.tokenizer_name,
-        )
 
-        def tokenized(instance: Any) -> list[_Request]:
-            request, is_truncated = self.lm.tokenize(instance)
-            if not isinstance(request, Generation):
-                return [_Request(instance, request, is_truncated)]
-            # Each of several draws of one prompt has its own seed.
-            repeats = [replace(request, seed=request.seed * instance.repeats + i) for i in range(instance.repeats)]
-            draws = repeats if request.temperature > 0 else [request] * instance.repeats
-            return [_Request(instance, draw, is_truncated) for draw in draws]
+def tokenized_requests(lm: BackendLM, task: Any, *, limit: int | None = None) -> tuple[tuple[_Request, ...], ...]:
+    """The requests of the first `limit` documents (None: all) of an lm-eval task, by document. Raises InvalidTask."""
+    options = lm.prompts.options
+    task.build_all_requests(
+        limit=limit,
+        system_instruction=options.system_prompt,
+        apply_chat_template=bool(options.chat_template),
+        fewshot_as_multiturn=bool(options.chat_template),
+        chat_template=lm.apply_chat_template if options.chat_template else None,
+        tokenizer_name=lm.tokenizer_name,
+    )
 
-        return tuple(
-            tuple(request for instance in instances for request in tokenized(instance))
-            for instances in documents_of(task)
-        )
+    def tokenized(instance: Any) -> list[_Request]:
+        request, is_truncated = lm.tokenize(instance)
+        if not isinstance(request, Generation):
+            return [_Request(instance, request, is_truncated)]
+        # Each of several draws of one prompt has its own seed.
+        repeats = [replace(request, seed=request.seed * instance.repeats + i) for i in range(instance.repeats)]
+        draws = repeats if request.temperature > 0 else [request] * instance.repeats
+        return [_Request(instance, draw, is_truncated) for draw in draws]
+
+    return tuple(
+        tuple(request for instance in instances for request in tokenized(instance)) for instances in documents_of(task)
+    )
 
 
 def describe(specs: Sequence[TaskSpec], *, directory: str, options: EngineOptions) -> tuple[TaskInfo, ...]:

@@ -17,7 +17,7 @@ from workers.evaluation.prompts import Continuation, Generation
 from workers.evaluation.tasks import Subtask, build_task
 from workers.types import TaskSpec
 
-__all__ = ["Reading", "References", "Target", "lack_of_references"]
+__all__ = ["Reading", "References", "Target", "lack_of_references", "reference_texts"]
 
 CHECKED = 100  # documents of each subtask whose targets are looked at
 
@@ -141,6 +141,11 @@ def lack_of_references(spec: TaskSpec) -> str | None:
         if reason := _lack_of_some(subtask):
             return f"task {subtask.name}: {reason}"
     return None
+
+
+def reference_texts(task: Any, document: Any) -> tuple[str, ...]:
+    """The right answers of a document of a generating lm-eval task; none if it has no reference."""
+    return () if _lack(task, document) else tuple(_texts(task, document))
 
 
 def _lack_of_some(subtask: Subtask) -> str | None:

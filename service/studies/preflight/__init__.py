@@ -8,4 +8,5 @@
 - `tasks`: tasks, objectives and prompts
 - `resources`: GPUs and memory
 - `dtype`: the dtype of a study's engine
+- `durations`: how long a study will take
 """

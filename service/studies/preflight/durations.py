@@ -1,0 +1,131 @@
+"""How long a study will take, before an engine starts: from the tokens of its samples and this machine's speed.
+
+It does not know how often equal merges are proposed, how long merging takes (of small models, less than scoring), and
+what else the machine does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from search_spaces.errors import InvalidStudy, Problem
+from search_spaces.fidelity import bracket_plan
+from service.studies.preflight.examine import PreflightResult
+from workers.engines.vllm.environment import engine_environment
+from workers.errors import InvalidTask
+from workers.evaluation.prompts import Prompts
+from workers.models.family import open_sources
+
+if TYPE_CHECKING:
+    from workers.evaluation.lengths import Lengths
+
+__all__ = ["ExpectedTime", "expected_time"]
+
+# The share of its matrix-product speed that a device reaches while an engine scores (vLLM on CPU, the shipped family).
+EFFICIENCY = 0.15
+
+# Of one engine, and of everything else that an evaluation takes: its swap, its proposal, what is stored (the shipped
+# family on 2 cores, docs/measurements.md).
+ENGINE_START_S = 20.0
+EVALUATION_S = 0.12
+
+MEASURED_S = 0.5  # seconds in which the speed of products is measured
+
+
+@dataclass(frozen=True)
+class ExpectedTime:
+    """Hours, and tokens of a sample, prompt and answer: at least if answers are as long as the references and merges as
+    deep as the base; at most if answers only end at their tasks' limits and merges are as deep as they may be."""
+
+    least_hours: float
+    most_hours: float
+    least_tokens: float
+    most_tokens: float
+
+
+def expected_time(preflight: PreflightResult, *, step_samples: int) -> ExpectedTime:
+    """Of the search, with `step_samples` that gradients are charged, the held-out stage and the engine's start.
+
+    Tokenizes the first samples of each task. Raises InvalidStudy with every task whose prompts cannot be built."""
+    samples = preflight.expected_samples()
+    lengths = _lengths(preflight)
+    searched = _mean(lengths["objectives"], preflight.rung_samples[-1])
+    held_out = _mean(lengths["holdout"], {name: info.num_samples for name, info in preflight.holdout_infos.items()})
+    parts = ((samples.search + step_samples, searched), (samples.holdout, held_out))
+    num_samples = sum(number for number, _ in parts)
+    least_tokens = sum(number * (lengths.read + lengths.answered) for number, lengths in parts)
+    most_tokens = sum(number * (lengths.read + lengths.limit) for number, lengths in parts)
+    deepest = preflight.num_parameters if preflight.size is None else preflight.size.most("parameters")
+    threads = int(engine_environment(preflight.engine_options)["OMP_NUM_THREADS"])
+    speed = operations_per_s(threads) * EFFICIENCY * preflight.study.engine.replicas
+    beside_s = ENGINE_START_S + _num_evaluations(preflight) * EVALUATION_S
+    return ExpectedTime(
+        (beside_s + 2 * preflight.num_parameters * least_tokens / speed) / 3600,
+        (beside_s + 2 * deepest * most_tokens / speed) / 3600,
+        least_tokens / num_samples,
+        most_tokens / num_samples,
+    )
+
+
+def operations_per_s(threads: int) -> float:
+    """Of products of matrices on this machine's accelerator, in bfloat16, or so many threads of its CPU, in float32.
+
+    The best of those that fit into MEASURED_S: other work slows some of them down."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    size = 4096 if device == "cuda" else 512
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    matrix = torch.ones(size, size, dtype=dtype, device=device)
+    best, until = float("inf"), time.perf_counter() + MEASURED_S
+    while (started := time.perf_counter()) < until:
+        product = matrix @ matrix
+        float(product[0, 0])  # waits for the device
+        best = min(best, time.perf_counter() - started)
+    torch.set_num_threads(before)
+    return 2 * size**3 / best
+
+
+def _lengths(preflight: PreflightResult) -> dict[str, dict[str, Lengths]]:
+    """Of each task, by section of the study file and name."""
+    from workers.evaluation.lengths import lengths_of
+
+    prompts = Prompts(open_sources(preflight.family).result_dir, preflight.engine_options)
+    specs = {"objectives": preflight.tasks, "holdout": preflight.holdout_tasks}
+    found: dict[str, dict[str, Lengths]] = {section: {} for section in specs}
+    problems = []
+    for place, objective in preflight.study.with_tasks():
+        section = place.partition(".")[0]
+        try:
+            found[section][objective.name] = lengths_of(specs[section][objective.name], prompts)
+        except InvalidTask as error:
+            problems.append(Problem(f"{place}.{error.field}", str(error)))
+    if problems:
+        raise InvalidStudy(tuple(problems))
+    return found
+
+
+def _mean(lengths: Mapping[str, Lengths], num_samples: Mapping[str, int]) -> Lengths:
+    """Over all tasks, by their numbers of samples."""
+    from workers.evaluation.lengths import Lengths
+
+    total = sum(num_samples[name] for name in lengths)
+    shares = {name: num_samples[name] / total for name in lengths}
+    return Lengths(
+        sum(share * lengths[name].read for name, share in shares.items()),
+        sum(share * lengths[name].answered for name, share in shares.items()),
+        sum(share * lengths[name].limit for name, share in shares.items()),
+    )
+
+
+def _num_evaluations(preflight: PreflightResult) -> int:
+    """Of the search at its rungs, and of the held-out stage as `expected_samples` has it."""
+    num_baselines = len(preflight.baselines())
+    brackets = bracket_plan(preflight.cycle, preflight.study.search.max_trials)
+    search = num_baselines + sum(sum(bracket.sizes) for bracket in brackets)
+    return search + (num_baselines + 4 if preflight.holdout_tasks else 0)

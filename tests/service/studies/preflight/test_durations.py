@@ -1,0 +1,79 @@
+"""How long studies will take: tokens and depths counted right, and the time of a study that was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from search_spaces.errors import InvalidStudy
+from search_spaces.study.file import load_study, parse_study
+from service.studies.dry_run import check
+from service.studies.preflight import durations
+from tests.builders import tiny_family
+
+EXAMPLES = Path(__file__).parents[4] / "docs" / "examples"
+MEASURED_S = 435  # of examples/dis.yaml on one core (docs/measurements.md), whose products ran at PRODUCTS_PER_S
+PRODUCTS_PER_S = 1e11
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("durations")
+    tiny_family(directory, experts=("math",))
+    lines = [json.dumps({"prompt": "abcdef", "answer": "xyz"})] * 3 + [json.dumps({"prompt": "ab", "answer": "x"})] * 3
+    (directory / "data.jsonl").write_text("\n".join(lines) + "\n")
+    return directory
+
+
+def study_of(root: Path, task: Any, metric: str = "exact_match") -> Any:
+    document = {
+        "name": "small",
+        "models": {"base": "base", "experts": {"math": "math"}},
+        "search_space": {"kind": "lfs", "layer_groups": 2},
+        "search": {"algorithm": "random", "max_trials": 2},
+        "fidelity": {"scheduler": "none", "max_samples": 6},
+        "objectives": [{"name": "data", "task": task, "metric": metric}],
+        "engine": {"max_model_len": 64},
+    }
+    return parse_study(document, root)
+
+
+@pytest.fixture
+def speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durations, "operations_per_s", lambda _: PRODUCTS_PER_S)
+
+
+def test_answers_end_where_the_references_do_or_at_the_limit(root: Path, speed: None) -> None:
+    plan = check(study_of(root, {"file": "data.jsonl", "max_tokens": 8}), root)
+    prompts, answers = 1 + (6 + 2) / 2, (3 + 1) / 2 + 1  # characters; one token begins a prompt, one ends an answer
+    assert plan.tokens == pytest.approx((prompts + answers, prompts + 8))
+    assert plan.hours < plan.most_hours
+    assert "min, by this machine's arithmetic speed and 8 to 13 tokens a sample" in plan.to_text()
+
+
+def test_prompts_that_an_engine_would_refuse_are_told_before_one_starts(root: Path) -> None:
+    task = {
+        "task": "beams",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(root / "data.jsonl")}},
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["\n"], "num_beams": 4, "max_gen_toks": 8},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }
+    (root / "beams.yaml").write_text(yaml.safe_dump(task))
+    with pytest.raises(InvalidStudy, match=r"^objectives\.0\.task: generation argument num_beams: beam search is not"):
+        check(study_of(root, "beams.yaml"), root)
+
+
+@pytest.mark.slow
+def test_the_time_of_a_measured_study_is_met_within_a_factor_of_two(root: Path, speed: None) -> None:
+    plan = check(load_study(EXAMPLES / "dis.yaml"), root)
+    assert plan.samples.search == 81_540, "as the study scored"
+    assert MEASURED_S / 2 < plan.hours * 3600 < plan.most_hours * 3600 < 2 * MEASURED_S

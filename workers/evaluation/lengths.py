@@ -1,0 +1,52 @@
+"""How many tokens a task's samples have, before an engine starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from workers.evaluation.lm_eval import BackendLM, tokenized_requests
+from workers.evaluation.prompts import Generation, Prompts
+from workers.evaluation.references import reference_texts
+from workers.evaluation.tasks import build_task
+from workers.types import TaskSpec
+
+__all__ = ["Lengths", "lengths_of"]
+
+LOOKED_AT = 50  # documents of each subtask, its first ones
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Mean tokens of a sample: `read` in its prompts, or in all its options with theirs; `answered` if completions are
+    as long as the reference answers, `limit` if they only end at the task's limit. Where there are no references,
+    `answered` is `limit`."""
+
+    read: float
+    answered: float
+    limit: float
+
+
+def lengths_of(spec: TaskSpec, prompts: Prompts) -> Lengths:
+    """Of the first documents of each subtask. Raises InvalidTask as `TaskEvaluator.describe`, as far as these tell."""
+    lm = BackendLM(None, prompts)
+    read = answered = limit = 0.0
+    built = build_task(spec)
+    for subtask in built.subtasks:
+        documents = tokenized_requests(lm, subtask.task, limit=LOOKED_AT)
+        share = subtask.num_samples / len(built.order) / len(documents)
+        for request in (request for requests in documents for request in requests):
+            tokenized = request.tokenized
+            most = tokenized.max_tokens if isinstance(tokenized, Generation) else 1  # an engine generates one at least
+            read += share * len(tokenized.tokens)
+            answered += share * min(most, _reference_tokens(subtask.task, request.instance.doc, prompts) or most)
+            limit += share * most
+    return Lengths(read, answered, limit)
+
+
+def _reference_tokens(task: Any, document: Any, prompts: Prompts) -> int:
+    """Of the longest right answer, with the token that ends it; 0 without a reference."""
+    if task.OUTPUT_TYPE != "generate_until":
+        return 0
+    texts = reference_texts(task, document)
+    return max((len(prompts.encode(text, special_tokens=False)) + 1 for text in texts), default=0)
