@@ -226,7 +226,157 @@ CORPUS = {
     "parameters: {weight: 0.5, normalize: []}\n",
     "text for numbers": PLAIN + "merge_method: linear\nparameters: {weight: '1e-1', normalize: 'true'}\n",
     "JSON": json.dumps({"models": [{"model": "math"}], "merge_method": "passthrough"}),
+    # As model cards have them.
+    "card: a tower of layers": """
+        # every second block twice
+        dtype: float16
+        merge_method: passthrough
+        slices:
+        - sources:
+          - layer_range: [0, 2]
+            model: math
+        - sources:
+          - layer_range: [1, 2]
+            model: text
+        - sources:
+          - layer_range: [1, 3]
+            model: math
+        - sources:
+          - layer_range: [2, 3]
+            model: text
+        """,
+    "card: repeated layers with weaker attention": """
+        slices:
+          - sources: [{model: math, layer_range: [0, 2]}]
+          - sources:
+              - model: math
+                layer_range: [1, 2]
+                parameters: &weaker
+                  scale:
+                    - {filter: q_proj, value: 0.8408964153}
+                    - {filter: k_proj, value: 0.8408964153}
+                    - {value: 1.0}
+          - sources: [{model: text, layer_range: [1, 3], parameters: *weaker}]
+        merge_method: passthrough
+        dtype: bfloat16
+        """,
+    "card: slerp, one curve for both": """
+        slices:
+          - sources: [{model: math, layer_range: [0, 3]}, {model: text, layer_range: [0, 3]}]
+        merge_method: slerp
+        base_model: math
+        parameters:
+          t:
+            - {filter: self_attn, value: &curve [0, 0.25, 0.75, 1]}
+            - {filter: mlp, value: *curve}
+            - {filter: layernorm, value: 0}
+            - value: 0.4   # the rest
+        """,
+    "card: shared keys": """
+        models:
+          - {model: math, parameters: &shared {weight: 0.5, density: 0.7}}
+          - {model: text, parameters: {<<: *shared, weight: 0.25}}
+        base_model: base
+        merge_method: breadcrumbs_ties
+        parameters: {gamma: 0.01, normalize: true, int8_mask: true}
+        """,
+    "card: dare_ties, parameters at every level": """
+        slices:
+          - sources:
+              - {model: base, layer_range: [0, 2]}
+              - {model: math, layer_range: [0, 2], parameters: {weight: 0.6, density: 1}}
+              - {model: text, layer_range: [0, 2]}
+            parameters: {weight: 0.2}
+          - sources:
+              - {model: base, layer_range: [2, 3]}
+              - {model: math, layer_range: [2, 3]}
+              - {model: text, layer_range: [2, 3], parameters: {weight: [0.1, 0.9]}}
+        merge_method: dare_ties
+        base_model: base
+        parameters: {weight: 0.4, density: 1.0, normalize: true, int8_mask: true, lambda: 0.9}
+        dtype: bfloat16
+        """,
+    "card: ties, curves within filters": """
+        models:
+          - model: math
+            parameters:
+              weight: [{filter: mlp, value: [0, 0.3, 1]}, {filter: o_proj, value: 0.2}, {value: 0.5}]
+              density: [1, 0.7, 0.1]
+          - model: text
+            parameters:
+              weight: {value: 0.4}
+              density: [{filter: self_attn, value: 0.33}, {value: [0.2, 0.8]}]
+        merge_method: ties
+        base_model: base
+        parameters: {normalize: true}
+        """,
+    "card: model_stock of three and the base": """
+        models: [{model: math}, {model: text}, {model: tuned}, {model: base}]
+        merge_method: model_stock
+        base_model: base
+        tokenizer_source: base
+        chat_template: auto
+        """,
+    "card: nuslerp, curves": """
+        slices:
+          - sources:
+              - {model: math, layer_range: [0, 3], parameters: {weight: [0.9, 0.5, 0.1]}}
+              - {model: text, layer_range: [0, 3], parameters: {weight: [0.1, 0.5, 0.9]}}
+        merge_method: nuslerp
+        out_dtype: float32
+        """,
+    "card: della_linear, all kept": (
+        BASED
+        + "merge_method: della_linear\nparameters: {density: 1, epsilon: 0.05, lambda: [0.6, 1.2], normalize: 1}\n"
+    ),
+    "card: sce by filter": """
+        models: [{model: math}, {model: text}, {model: base+lora}]
+        merge_method: sce
+        base_model: base
+        parameters: {select_topk: [{filter: mlp, value: 0.3}, {value: 0.6}]}
+        """,
+    "card: adapters to one base": """
+        models: [{model: base+lora, parameters: {weight: 0.8}}, {model: math, parameters: {weight: [0.2, 0.4]}}]
+        merge_method: task_arithmetic
+        base_model: base
+        chat_template: chatml
+        tokenizer_source: base
+        dtype: bfloat16
+        """,
+    "card: arcee_fusion of slices": """
+        slices:
+          - sources: [{model: math, layer_range: [0, 1]}, {model: text, layer_range: [0, 1]}]
+          - sources: [{model: math, layer_range: [1, 3]}, {model: text, layer_range: [1, 3]}]
+        merge_method: arcee_fusion
+        base_model: math
+        """,
+    "card: breadcrumbs, curves": DENSE
+    + """
+merge_method: breadcrumbs
+parameters:
+  gamma: [{filter: mlp, value: [0.01, 0.1]}, {value: 0.03}]
+  lambda: 0.8
+""",
+    "card: forgetting": (
+        "models: [{model: math, parameters: {weight: 1.3}}, {model: text, parameters: {weight: [-0.4, 0]}}]\n"
+        "merge_method: task_arithmetic\nbase_model: base\nparameters: {normalize: false, lambda: 0.7}\n"
+    ),
+    "card: layers chosen by zeros": (
+        "models: [{model: math, parameters: {weight: [1, 1, 0]}}, {model: text, parameters: {weight: [0, 0, 1]}}]\n"
+        "merge_method: linear\ntokenizer_source: base\nbase_model: math\n"
+    ),
+    "card: keys that no program reads": (
+        "license: apache-2.0\ntags: [merge]\nmodel_name: mine\nrandom_seed: 0\nembed_slerp: true\n"
+        "merge_method: karcher\nparameters: {t: 0.5, weight: 1}\ndtype: bfloat16\n" + THREE
+    ),
     # Refused by both.
+    "card: slices without the base": """
+        slices:
+          - sources: [{model: math, layer_range: [0, 3]}, {model: text, layer_range: [0, 3]}]
+        merge_method: dare_ties
+        base_model: base
+        parameters: {weight: 0.4, density: 1.0}
+        """,
     "linear, nothing to divide by": (
         "models: [{model: math, parameters: {weight: 1}}, {model: text, parameters: {weight: -1}}]\n"
         "merge_method: linear\n"
@@ -242,6 +392,7 @@ CORPUS = {
 
 # What neither program merges, and why not.
 REFUSED = {
+    "card: slices without the base": "base is not among the sources of slices.0; add it, with its layer_range",
     "linear, nothing to divide by": "sum to zero; they must not, as they are divided by their sum",
     "no weights": "parameters.weight: is missing",
     "slerp of three": "slerp has 3 sources; it takes 2",
