@@ -239,3 +239,27 @@ def test_a_search_whose_policies_repeat_themselves_ends(tmp_path: Path) -> None:
     drive(coordinator, search.scorer)
     assert coordinator.end_of_search is not None
     assert "the last 6 proposals were recipes scored already" in coordinator.end_of_search
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_search_begins_with_policies_that_are_given(undisturbed: Search, tmp_path: Path, learns: bool) -> None:
+    artifacts = ArtifactStore(undisturbed.store, undisturbed.directory)
+    searcher = get_searcher("hm3")
+    assert isinstance(searcher, LearningSearcher)
+    kept = PolicyCheckpoints(artifacts, undisturbed.study, searcher, undisturbed.told).load(undisturbed.steps)
+    told = setting(start=(kept[max(kept)],), policy=replace_options(learns=learns))
+    search = Search(tmp_path, told=told).run()
+    # It learns from the first iteration on, or never.
+    assert [bool(step.result.checkpoint) for step in search.steps] == ([True] * 4 if learns else [])
+    proposed = [row for row in search.store.trials(search.study) if row.origin is Origin.SEARCH]
+    assert len(proposed) == MAX_TRIALS
+    if not learns:
+        best = searcher.proposals(  # type: ignore[attr-defined]
+            search.space.parameters,
+            preference=(0.5, 0.5),
+            count=1,
+            seed=0,
+            setting=undisturbed.told,
+            checkpoints=kept,
+        )
+        assert proposed[0].configuration == best[0]
