@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-from workers.evaluation.lm_eval import BackendLM, tokenized_requests
+from workers.cache import cached
 from workers.evaluation.prompts import Generation, Prompts
-from workers.evaluation.references import reference_texts
-from workers.evaluation.tasks import build_task
-from workers.types import TaskSpec
+from workers.models.tokenizers import tokenizer_digest
+from workers.types import TaskSpec, digest_of
 
 __all__ = ["Lengths", "lengths_of"]
 
@@ -27,8 +30,26 @@ class Lengths:
     limit: float
 
 
-def lengths_of(spec: TaskSpec, prompts: Prompts) -> Lengths:
-    """Of the first documents of each subtask. Raises InvalidTask as `TaskEvaluator.describe`, as far as these tell."""
+def lengths_of(spec: TaskSpec, prompts: Prompts, *, cache: str | Path | None = None) -> Lengths:
+    """Of the first documents of each subtask. Raises InvalidTask as `TaskEvaluator.describe`, as far as these tell.
+
+    Importing what tokenizes takes seconds, so those of an inline task, whose content is known, are kept between runs;
+    `cache` as in `workers.cache.cache_dir`."""
+    if spec.content is None or not isinstance(spec.task, Mapping):
+        return _counted(spec, prompts)
+    options = digest_of(prompts.options.document())
+    key = f"lengths {LOOKED_AT} {spec.digest} {options} {tokenizer_digest(prompts.directory)} {version('lm_eval')}"
+    if (record := cached(key, cache=cache)) is not None:
+        return Lengths(*json.loads(record))
+    found = _counted(spec, prompts)
+    cached(key, json.dumps(astuple(found)), cache=cache)
+    return found
+
+
+def _counted(spec: TaskSpec, prompts: Prompts) -> Lengths:
+    from workers.evaluation.lm_eval import BackendLM, tokenized_requests
+    from workers.evaluation.tasks import build_task
+
     lm = BackendLM(None, prompts)
     read = answered = limit = 0.0
     built = build_task(spec)
@@ -46,6 +67,8 @@ def lengths_of(spec: TaskSpec, prompts: Prompts) -> Lengths:
 
 def _reference_tokens(task: Any, document: Any, prompts: Prompts) -> int:
     """Of the longest right answer, with the token that ends it; 0 without a reference."""
+    from workers.evaluation.references import reference_texts
+
     if task.OUTPUT_TYPE != "generate_until":
         return 0
     texts = reference_texts(task, document)

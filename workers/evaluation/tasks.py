@@ -11,7 +11,7 @@ import difflib
 import hashlib
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -127,11 +127,17 @@ def content_hash(file: str | Path) -> str:
 
 
 def _quieten() -> None:
-    """Silence lm-eval's warnings about every default, and the progress bar of every split."""
+    """Silence lm-eval's warnings about every default, and the progress bars of every split and of every task."""
+    import lm_eval.api.task
     from datasets import disable_progress_bars
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     disable_progress_bars()
+    lm_eval.api.task.tqdm = _without_bar
+
+
+def _without_bar(documents: Iterable[Any], **_: Any) -> Iterable[Any]:
+    return documents
 
 
 # Inline tasks

@@ -14,7 +14,7 @@ from typing import Any
 from workers.cache import cached
 from workers.errors import InvalidModel
 
-__all__ = ["TOKENIZER_FILES", "check_tokenizer", "load_tokenizer", "stated_directory"]
+__all__ = ["TOKENIZER_FILES", "check_tokenizer", "load_tokenizer", "stated_directory", "tokenizer_digest"]
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def check_tokenizer(directory: str | Path, *, cache: str | Path | None = None) -
     Importing transformers' tokenizers takes seconds, so what was found is kept between runs, by the contents of the
     files; `cache` as in `workers.cache.cache_dir`."""
     path = Path(directory)
-    key = f"tokenizer {_digest(path)} transformers {version('transformers')} tokenizers {version('tokenizers')}"
+    key = f"tokenizer {tokenizer_digest(path)}"
     if (record := cached(key, cache=cache)) is not None:
         difference, names = json.loads(record)
     else:
@@ -76,9 +76,12 @@ def check_tokenizer(directory: str | Path, *, cache: str | Path | None = None) -
     return tuple(names)
 
 
-def _digest(path: Path) -> str:
-    """sha256 (hex) of the names and contents of the files in `path` that a tokenizer may be loaded from."""
-    digest = hashlib.sha256()
+def tokenizer_digest(directory: str | Path) -> str:
+    """sha256 (hex) of the names and contents of the files that a tokenizer may be loaded from, and of the versions of
+    the libraries that load it. Raises InvalidModel for a file that cannot be read."""
+    path = Path(directory)
+    versions = (f"{name} {version(name)}" for name in ("transformers", "tokenizers"))
+    digest = hashlib.sha256(" ".join(versions).encode())
     files = [*path.glob("*"), *path.glob("additional_chat_templates/*")]
     for file in sorted(file for file in files if file.suffix in STATED_IN and file.is_file()):
         try:

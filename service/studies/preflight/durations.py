@@ -9,18 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.fidelity import bracket_plan
 from service.studies.preflight.examine import PreflightResult
 from workers.engines.vllm.environment import engine_environment
 from workers.errors import InvalidTask
+from workers.evaluation.lengths import Lengths, lengths_of
 from workers.evaluation.prompts import Prompts
 from workers.models.family import open_sources
-
-if TYPE_CHECKING:
-    from workers.evaluation.lengths import Lengths
 
 __all__ = ["ExpectedTime", "expected_time"]
 
@@ -93,8 +90,6 @@ def operations_per_s(threads: int) -> float:
 
 def _lengths(preflight: PreflightResult) -> dict[str, dict[str, Lengths]]:
     """Of each task, by section of the study file and name."""
-    from workers.evaluation.lengths import lengths_of
-
     prompts = Prompts(open_sources(preflight.family).result_dir, preflight.engine_options)
     specs = {"objectives": preflight.tasks, "holdout": preflight.holdout_tasks}
     found: dict[str, dict[str, Lengths]] = {section: {} for section in specs}
@@ -112,8 +107,6 @@ def _lengths(preflight: PreflightResult) -> dict[str, dict[str, Lengths]]:
 
 def _mean(lengths: Mapping[str, Lengths], num_samples: Mapping[str, int]) -> Lengths:
     """Over all tasks, by their numbers of samples."""
-    from workers.evaluation.lengths import Lengths
-
     total = sum(num_samples[name] for name in lengths)
     shares = {name: num_samples[name] / total for name in lengths}
     return Lengths(

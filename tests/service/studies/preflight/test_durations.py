@@ -14,10 +14,11 @@ from search_spaces.study.file import load_study, parse_study
 from service.studies.dry_run import check
 from service.studies.preflight import durations
 from tests.builders import tiny_family
+from workers.evaluation import lengths
 
 EXAMPLES = Path(__file__).parents[4] / "docs" / "examples"
 MEASURED_S = 435  # of examples/dis.yaml on one core (docs/measurements.md), whose products ran at PRODUCTS_PER_S
-PRODUCTS_PER_S = 1e11
+PRODUCTS_PER_S = 1.05e11  # `operations_per_s(1)` there
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,20 @@ def test_answers_end_where_the_references_do_or_at_the_limit(root: Path, speed: 
     assert plan.tokens == pytest.approx((prompts + answers, prompts + 8))
     assert plan.hours < plan.most_hours
     assert "min, by this machine's arithmetic speed and 8 to 13 tokens a sample" in plan.to_text()
+
+
+def test_what_was_counted_of_a_task_is_kept_until_its_data_change(
+    root: Path, tmp_path: Path, speed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, counted = tmp_path / "own.jsonl", []
+    count = lengths._counted
+    monkeypatch.setattr(lengths, "_counted", lambda *arguments: counted.append(1) or count(*arguments))
+    found = []
+    for answer in ("x", "x", "xyz"):
+        data.write_text((json.dumps({"prompt": "ab", "answer": answer}) + "\n") * 6)
+        found.append(check(study_of(root, {"file": str(data), "max_tokens": 8}), root).tokens)
+    assert found == [(3 + 2, 3 + 8), (3 + 2, 3 + 8), (3 + 4, 3 + 8)]
+    assert len(counted) == 2
 
 
 def test_prompts_that_an_engine_would_refuse_are_told_before_one_starts(root: Path) -> None:
