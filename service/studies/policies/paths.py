@@ -15,12 +15,10 @@ from search_spaces.study.file import Study
 from service.errors import Conflict
 from service.store import Store
 from service.store.artifacts import ArtifactStore
+from service.studies.policies.stored import stored_policies
 from service.studies.preflight.files import check_files
 from service.studies.preflight.models import searched_models, with_revisions
-from service.tune.proposing.checkpoints import PolicyCheckpoints
-from service.tune.searchers.base import SearchSetting
 from service.tune.searchers.hm3 import SEARCHER, paths_of
-from service.tune.steps import Step
 from service.types import StudyRecord
 from workers.models.family import resolve_family
 
@@ -81,18 +79,7 @@ def policy_paths(
             preferences=(dict(zip(objectives, vector, strict=True)),),
         )
     )
-    given = study.search.preferences
-    setting = SearchSetting(
-        objectives=objectives,
-        num_samples={},
-        num_baselines=0,
-        options=study.search.gradient,
-        preferences=() if given is None else given.weights(objectives, seed=study.search.seed),
-        policy=study.search.hm3,
-        family=sources.family,
-    )
-    steps = [Step.from_json(row.number, row.proposal, row.document) for row in store.steps(record.id)]
-    checkpoints = PolicyCheckpoints(artifacts, record.id, SEARCHER, setting).load(steps)
+    setting, checkpoints = stored_policies(store, record, study, artifacts, family=sources.family)
     try:
         found = SEARCHER.proposals(
             space.parameters,

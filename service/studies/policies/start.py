@@ -21,11 +21,11 @@ from service.results.load import POLICY_START
 from service.store import Store, StudyWriter
 from service.store.artifacts import ArtifactStore
 from service.studies.chains import OpenStudy
+from service.studies.policies.stored import stored_policies
 from service.studies.preflight.examine import PreflightResult
-from service.tune.proposing.checkpoints import FILE, PolicyCheckpoints
+from service.tune.proposing.checkpoints import FILE
 from service.tune.searchers.base import SearchSetting
-from service.tune.searchers.hm3 import SAME_WEIGHT, SEARCHER, paths_of
-from service.tune.steps import Step
+from service.tune.searchers.hm3 import SAME_WEIGHT, paths_of
 from service.types import StudyRecord, StudyState
 
 __all__ = ["PolicyStart", "check_start", "with_start"]
@@ -119,18 +119,7 @@ def _found(preflight: PreflightResult, open_study: OpenStudy, artifacts_in: Path
         other = Study.model_validate(record.document)
         _check_shapes(preflight, record, other)
         place = artifacts_in if start.dir is None else artifacts_dir(Path(start.dir))
-        objectives = tuple(spec.name for spec in other.scored_objectives.values())
-        given = other.search.preferences
-        setting = SearchSetting(
-            objectives=objectives,
-            num_samples={},
-            num_baselines=0,
-            options=other.search.gradient,
-            preferences=() if given is None else given.weights(objectives, seed=other.search.seed),
-            policy=other.search.hm3,
-        )
-        steps = [Step.from_json(row.number, row.proposal, row.document) for row in store.steps(record.id)]
-        checkpoints = PolicyCheckpoints(ArtifactStore(store, place), record.id, SEARCHER, setting).load(steps)
+        setting, checkpoints = stored_policies(store, record, other, ArtifactStore(store, place))
     if not checkpoints:
         raise Conflict(f"study {record.name!r}: no policy has been learned yet, or its files are gone from {place}")
     iterations = tuple(_iterations(preflight, record, setting, checkpoints))
