@@ -286,8 +286,17 @@ def code_of(algorithm: str) -> str:
     modules = [f"service.tune.searchers.{name}", "service.tune.coordinator"]
     if name == "gradient":
         modules += ["service.tune.proposing.gradient_actor", "workers.training.gradients"]
-    content = "".join(path.read_text() for path in sorted(_closure(modules)))
+    content = "".join(statements_of(path.read_text()) for path in sorted(_closure(modules)))
     return hashlib.sha256(content.encode()).hexdigest()
+
+
+def statements_of(source: str) -> str:
+    """What a module does, without comments, docstrings and layout: prose decides no trial."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False):
+            node.body = node.body[1:]
+    return ast.dump(tree)
 
 
 def _closure(modules: Sequence[str]) -> set[Path]:

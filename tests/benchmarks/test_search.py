@@ -16,7 +16,7 @@ from tests.benchmarks.family_training import SHIPPED
 from tests.benchmarks.one_pass import OnePass
 from tests.benchmarks.search_families import FAMILIES
 from tests.benchmarks.search_intervals import interval, volume_interval, volume_of
-from tests.benchmarks.search_runs import Run, SearchSpec, Trial, code_of
+from tests.benchmarks.search_runs import Run, SearchSpec, Trial, code_of, statements_of
 from workers.engines.transformers.backend import Reference
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Prompts
@@ -109,6 +109,13 @@ def test_stored_searches_are_those_of_the_code_that_runs() -> None:
         path.stem for path in search_runs._closure(["service.tune.coordinator"])
     }
     assert code_of("random") != code_of("gradient") == code_of("auto")
+
+
+def test_stored_searches_outlive_a_change_of_prose_alone() -> None:
+    function = 'def f(x):\n    """{doc}"""\n    return x + {number}  # {comment}\n'
+    before = statements_of('"""Module."""\n' + function.format(doc="Old.", number=1, comment="old"))
+    assert before == statements_of(function.format(doc="New.", number=1, comment="new"))
+    assert before != statements_of(function.format(doc="Old.", number=2, comment="old"))
 
 
 def test_judge_items_are_no_search_items() -> None:
