@@ -2,6 +2,7 @@
 
 - `gradients`: the losses of a recipe on a minibatch, and their derivatives by its coefficients
 - `model`: a transformers model that merges are written into
+- `memory`: freed memory that a process keeps for its next step
 - `losses`: minibatches, and their losses by teacher forcing
 - `finetuning`: experts from data, by one or several processes
 - `hm3`: a policy that builds layer paths, and learns which are good

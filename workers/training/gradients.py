@@ -37,6 +37,7 @@ from workers.merging.materialize import (
 from workers.merging.merged_tensor import MergedTensor
 from workers.merging.residual_scales import ends_a_branch
 from workers.training.losses import minibatches, sample_losses
+from workers.training.memory import keep_freed_memory
 from workers.training.model import Place, TrainableModel
 from workers.training.reduction import derivatives, inner_product, stated_coefficients
 from workers.types import Completions, Family, GradientResult, Placement, TaskSpec
@@ -74,6 +75,8 @@ class CoefficientGradients:
         cache: str | Path | None = None,
     ) -> None:
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if place.type == "cpu":
+            keep_freed_memory()
         if place.type == "cuda":  # else cuBLAS has no deterministic products; it reads this at its first use
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         self.bank = Bank(family, placement, device=place, cache=cache)
