@@ -2,10 +2,10 @@
 
 For each optimizer and seed the experts of the tiny family's retraining are trained: same base, data, batches and number
 of steps (SAM and ASAM also with half as many, which take as long as AdamW's). The learning rate of each optimizer is
-the one whose experts are best on their own skill's search items in a pilot with a seed of its own; MergOPT's b is the
-Laplace scale of the task vectors of the pilot's AdamW experts. A merge method's coefficient is chosen on search items,
-and the merge judged on 1,000 held-out items a skill. No training or merge looks at these. All three experts are
-merged, and each pair of them, which is judged on its own two skills.
+the one whose experts are best on their own skill's search items in a pilot with a seed of its own; MergOPT is compared
+at AdamW's as well. Its b is the Laplace scale of the task vectors of the pilot's AdamW experts. A merge method's
+coefficient is chosen on search items, and the merge judged on 1,000 held-out items a skill. No training or merge looks
+at these. All three experts are merged, and each pair of them, which is judged on its own two skills.
 
 How much b and the learning rate matter (the paper's D.4.3) is seen on the pilot's seed: MergOPT with b halved and
 doubled up to twice, and AdamW and MergOPT with each learning rate of the pilot.
@@ -62,17 +62,25 @@ ALL, PAIR = 3, 2  # experts of a merge
 
 @dataclass(frozen=True)
 class Variant:
-    """An optimizer; with `half`, half of the steps."""
+    """An optimizer; with `half`, half of the steps; with `rate_of`, the learning rate of another optimizer."""
 
     kind: str
     half: bool = False
+    rate_of: str | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.kind}, half the steps" if self.half else self.kind
+        changed = "half the steps" if self.half else f"learning rate of {self.rate_of}" if self.rate_of else None
+        return f"{self.kind}, {changed}" if changed else self.kind
 
 
-VARIANTS = (*map(Variant, ("adamw", "sgd", "sam", "asam", OURS)), Variant("sam", half=True), Variant("asam", half=True))
+BASELINE = "adamw"
+VARIANTS = (
+    *map(Variant, (BASELINE, "sgd", "sam", "asam", OURS)),
+    Variant("sam", half=True),
+    Variant("asam", half=True),
+    Variant(OURS, rate_of=BASELINE),
+)
 
 
 def run() -> dict[str, Any]:
@@ -83,12 +91,17 @@ def run() -> dict[str, Any]:
 
     def compared(num_experts: int) -> dict[str, Any]:
         judged = {
-            variant.name: [judged_merges(variant, rates[variant.kind], scale, seed, num_experts) for seed in seeds]
+            variant.name: [
+                judged_merges(variant, rates[variant.rate_of or variant.kind], scale, seed, num_experts)
+                for seed in seeds
+            ]
             for variant in VARIANTS
         }
+        at_equal_rates = VARIANTS[-1].name
+        pairs = [(OURS, name) for name in judged if name not in (OURS, at_equal_rates)] + [(at_equal_rates, BASELINE)]
         return {
             "rows": [row_of(name, runs) for name, runs in judged.items()],
-            "gains": [{"against": name, **gains(judged[OURS], runs)} for name, runs in judged.items() if name != OURS],
+            "gains": [{"of": of, "against": name, **gains(judged[of], judged[name])} for of, name in pairs],
         }
 
     return {
@@ -107,7 +120,9 @@ def show(result: dict[str, Any]) -> None:
         show_rows(title, compared["rows"])
         for gain in compared["gains"]:
             mean = gain["mean"]
-            print(f"mergopt against {gain['against']}: {mean['value']:+.3f} [{mean['low']:+.3f}, {mean['high']:+.3f}]")
+            print(
+                f"{gain['of']}, against {gain['against']}: {mean['value']:+.3f} [{mean['low']:+.3f}, {mean['high']:+.3f}]"
+            )
     show_rows("sensitivity, held out", result["sensitivity"])
 
 
@@ -122,7 +137,7 @@ def show_rows(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 def sensitivity(scale: float, rate: float) -> list[dict[str, Any]]:
     """A row for each b at MergOPT's learning rate, and for each learning rate at the pilot's b: merges of all experts
     of the pilot's seed."""
-    ours, plain = Variant(OURS), Variant("adamw")
+    ours, plain = Variant(OURS), Variant(BASELINE)
     tried = [(f"{OURS}, b {b:.2g}", ours, rate, b) for b in (factor * scale for factor in B_FACTORS)]
     for variant in (plain, ours):
         tried += [(f"{variant.kind}, learning rate {each:g}", variant, each, scale) for each in DEFAULT_RATES]
@@ -165,7 +180,7 @@ def trained(spec: FinetuneSpec) -> Path:
 def pilot_scale() -> float:
     """MergOPT's b: fitted to experts that AdamW has trained with the pipeline's own learning rate."""
     rate = next(iter(load_pipeline(family_dir() / RETRAIN_FILE).experts.values())).training.learning_rate
-    places = [trained(spec) / EXPERT for spec in specs(Variant("adamw"), rate, 1.0, PILOT_SEED).values()]
+    places = [trained(spec) / EXPERT for spec in specs(Variant(BASELINE), rate, 1.0, PILOT_SEED).values()]
     return float(f"{fit(sample_of(family_dir() / 'base', places)).scale:.2g}")
 
 
