@@ -1,7 +1,7 @@
 """What the defaults of a search rest on: the share of samples that is fitted, and how trials are stopped early.
 
 Everything is as in `bench_search`: trained families, exact match in one pass, judge items that no search saw, and every
-finished search stored in `.bench/search`. All rows of a table may spend the same.
+finished search stored in `.bench/search`.
 
     make bench ONLY=defaults
     DEFAULTS_PARTS=fit_share,schedulers SEARCH_FAMILIES=shipped SEARCH_SEEDS=0-1 make bench ONLY=defaults
@@ -9,21 +9,24 @@ finished search stored in `.bench/search`. All rows of a table may spend the sam
 - `fit_share`: `auto` on the mean of the skills for 8 full evaluations' worth. Of the search items, gradients are of all
   and trials are scored on a part of the same ones; or gradients are of a share, and trials are scored on others.
 - `schedulers`: `auto` (half of the budget for the descent, the rest for the local search after it), SMAC and the (1+1)
-  evolution strategy, with every trial scored in full, and with those that stop trials early.
+  evolution strategy, with every trial scored in full, and with those that stop trials early. What the trials that have
+  begun will cost is not known when the last one begins, so schedulers spend more than the budget, each another amount:
+  a search is compared with that of its seed whose trials were all scored in full, after as many samples.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.benchmarks.bench_search import EVALUATION, NUM_COMPARED, RIVAL_SPACE, done, judge_all, single_spec, summary
 from tests.benchmarks.search_families import FAMILIES
 from tests.benchmarks.search_intervals import interval
-from tests.benchmarks.search_runs import Bench, SearchSpec
+from tests.benchmarks.search_runs import Bench, Run, SearchSpec
 
 BUDGET = 8 * EVALUATION
+LONGEST = 12 * EVALUATION  # of searches whose trials are all scored in full, as long as any other
 BATCH, POINTS = 48, 2
 
 # Of 2,700 search items a share of 0.7 leaves the 810 of an evaluation.
@@ -56,7 +59,8 @@ def scheduler_spec(family: str, seed: int, searcher: str, scheduler: str) -> Sea
         steps = (BUDGET // 2 - NUM_COMPARED - POINTS * EVALUATION) // (3 * BATCH)
         search["gradient"] = {"steps": steps, "batch": BATCH, "points": POINTS}
     space = None if searcher == "auto" else RIVAL_SPACE
-    return SearchSpec(family, "mean", name, seed, search, space, SCHEDULERS[scheduler], BUDGET)
+    budget = LONGEST if scheduler == "none" else BUDGET
+    return SearchSpec(family, "mean", name, seed, search, space, SCHEDULERS[scheduler], budget)
 
 
 def run() -> dict[str, Any]:
@@ -72,27 +76,43 @@ def run() -> dict[str, Any]:
 
 
 def fit_share(families: Sequence[str], seeds: range) -> list[dict[str, Any]]:
-    specs = {f"fit_share {share:g}": [[share_spec(f, s, share) for s in seeds] for f in families] for share in SHARES}
-    return _rows(specs, first="fit_share 1")
+    runs = {
+        f"fit_share {share:g}": [[done(Bench.of(f), share_spec(f, s, share)) for s in seeds] for f in families]
+        for share in SHARES
+    }
+    return _rows(runs, first="fit_share 1")
 
 
 def schedulers(families: Sequence[str], seeds: range) -> list[dict[str, Any]]:
     rows = []
     for searcher in SEARCHERS:
-        specs = {
-            f"{searcher}, {scheduler}": [[scheduler_spec(f, s, searcher, scheduler) for s in seeds] for f in families]
+        runs = {
+            scheduler: [
+                [done(Bench.of(family), scheduler_spec(family, seed, searcher, scheduler)) for seed in seeds]
+                for family in families
+            ]
             for scheduler in SCHEDULERS
         }
-        rows += _rows(specs, first=f"{searcher}, none")
+        in_full = runs["none"]
+        runs["none"] = [[run.cut(BUDGET) for run in each] for each in in_full]
+        for scheduler, found in runs.items():
+            equal = [list(map(after_as_much, each, of)) for each, of in zip(in_full, found, strict=True)]
+            *_, row = _rows({"in full": equal, f"{searcher}, {scheduler}": found}, first="in full")
+            rows.append({**row, "minus_first": None} if scheduler == "none" else row)
     return rows
 
 
-def _rows(specs: dict[str, list[list[SearchSpec]]], *, first: str) -> list[dict[str, Any]]:
+def after_as_much(run: Run, other: Run) -> Run:
+    """`run` after as many samples' worth as all of `other`."""
+    return run.cut(other.spent)
+
+
+def _rows(found_by_name: Mapping[str, list[list[Run]]], *, first: str) -> list[dict[str, Any]]:
     """A row for each name, over families and seeds; differences are from the row named `first`, item by item."""
-    found = {}
-    for name, of_families in specs.items():
-        runs = [[done(Bench.of(spec.family), spec) for spec in each] for each in of_families]
-        found[name] = runs, [judge_all(Bench.of(each[0].spec.family), each) for each in runs]
+    found = {
+        name: (runs, [judge_all(Bench.of(each[0].spec.family), each) for each in runs])
+        for name, runs in found_by_name.items()
+    }
     rows = []
     for name, (runs, judged) in found.items():
         per_family = [summary(values, [r.best().mean for r in each]) for each, values in zip(runs, judged, strict=True)]
@@ -101,7 +121,7 @@ def _rows(specs: dict[str, list[list[SearchSpec]]], *, first: str) -> list[dict[
             "search": [each["search"] for each in per_family],
             "judge": [each["judge"] for each in per_family],
             "spread": [each["spread"] for each in per_family],
-            "spent": max(r.spent for each in runs for r in each),
+            "spent": sum(r.spent for each in runs for r in each) / sum(map(len, runs)),
             "full_trials": [len(r.proposed().trials) for each in runs for r in each],
             "minus_first": None if name == first else interval(judged, found[first][1]),
         })  # fmt: skip
@@ -109,15 +129,17 @@ def _rows(specs: dict[str, list[list[SearchSpec]]], *, first: str) -> list[dict[
 
 
 def show(result: dict[str, Any]) -> None:
-    print(f"seeds {result['seeds']}, at most {BUDGET} samples' worth; judge items, ± over seeds, by family")
+    print(f"seeds {result['seeds']}, a budget of {BUDGET} samples' worth; judge items, ± over seeds, by family")
     for part in ("fit_share", "schedulers"):
         if part not in result:
             continue
-        print("\n| search | search data | judge | trials scored in full | minus the first |\n|---|---|---|---|---|")
+        compared = "minus the first" if part == "fit_share" else "minus trials in full for as many samples"
+        print(f"\n| search | samples' worth | search data | judge | trials scored in full | {compared} |")
+        print("|---|---|---|---|---|---|")
         for row in result[part]:
             judge = ", ".join(f"{v:.3f} ± {s:.3f}" for v, s in zip(row["judge"], row["spread"], strict=True))
             search = ", ".join(f"{value:.3f}" for value in row["search"])
             full = sum(row["full_trials"]) / len(row["full_trials"])
             minus = row["minus_first"]
             shown = "" if minus is None else f"{minus['value']:+.3f} [{minus['low']:+.3f}, {minus['high']:+.3f}]"
-            print(f"| {row['name']} | {search} | {judge} | {full:.1f} | {shown} |")
+            print(f"| {row['name']} | {row['spent']:.0f} | {search} | {judge} | {full:.1f} | {shown} |")

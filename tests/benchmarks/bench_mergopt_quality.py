@@ -119,10 +119,8 @@ def show(result: dict[str, Any]) -> None:
     for title, compared in (("three experts, held out", result), ("pairs, held out", result["pairs"])):
         show_rows(title, compared["rows"])
         for gain in compared["gains"]:
-            mean = gain["mean"]
-            print(
-                f"{gain['of']}, against {gain['against']}: {mean['value']:+.3f} [{mean['low']:+.3f}, {mean['high']:+.3f}]"
-            )
+            value, low, high = (gain["mean"][key] for key in ("value", "low", "high"))
+            print(f"{gain['of']}, against {gain['against']}: {value:+.3f} [{low:+.3f}, {high:+.3f}]")
     show_rows("sensitivity, held out", result["sensitivity"])
 
 

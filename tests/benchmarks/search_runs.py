@@ -96,6 +96,10 @@ class Run:
     def until(self, budget: float) -> tuple[Trial, ...]:
         return tuple(trial for trial in self.trials if trial.spent <= budget)
 
+    def cut(self, budget: float) -> Run:
+        """The search as it was after that many samples' worth. Of searches that score one trial after another."""
+        return replace(self, trials=self.until(budget), spent=max(trial.spent for trial in self.until(budget)))
+
     def proposed(self) -> Run:
         """Without source and published recipes."""
         return replace(self, trials=tuple(trial for trial in self.trials if trial.origin == "search"))

@@ -41,6 +41,7 @@ def test_best_and_front_are_those_of_what_was_spent_so_far() -> None:
     assert bench_search.samples_to_reach(run, reached) == 10
     assert bench_search.samples_to_reach(run, reached + 0.01) == 20
     assert bench_search.samples_to_reach(run, 1.0) is None
+    assert [(cut.spent, len(cut.trials)) for cut in (run.cut(15), run.cut(25))] == [(10, 2), (20, 3)]
 
 
 def test_equal_recipes_are_on_a_front_once() -> None:
