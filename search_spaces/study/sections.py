@@ -262,9 +262,9 @@ class Search(Section):
 
 
 class Fidelity(Section):
-    scheduler: ladders.Scheduler = "hyperband"
-    """hyperband: brackets promote when they are full; asha: rungs promote with every result;
-    racing: a trial goes on while no better one is ahead of it on the same samples; none: one rung."""
+    scheduler: ladders.Scheduler = "racing"
+    """racing: a trial goes on while no better one is ahead of it on the same samples; hyperband: brackets promote when
+    they are full; asha: rungs promote with every result; none: one rung."""
     min_samples: Annotated[int, Field(ge=1)] | None = None
     """Samples of every objective at the first rung."""
     max_samples: Annotated[int, Field(ge=1)] | None = None

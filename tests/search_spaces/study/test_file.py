@@ -238,11 +238,11 @@ def test_a_study_cannot_be_changed():
         ("fidelity.min_samples", 200, "leaves one rung at eta=3; widen the range, or write `scheduler: none`"),
         ("fidelity.max_samples", ..., "30 is given without max_samples; give both, or rungs"),
         ("fidelity.min_samples", ..., "270 is given without min_samples; give both, or rungs"),
-        ("fidelity", {}, "hyperband needs min_samples and max_samples, or rungs; write `scheduler: none`"),
+        ("fidelity", {}, "racing needs min_samples and max_samples, or rungs; write `scheduler: none`"),
         ("fidelity", {"rungs": [30, 30]}, "[30, 30] does not increase"),
         ("fidelity", {"rungs": []}, "is empty; give at least 1"),
         ("fidelity", {"rungs": [0, 30]}, "0 is not accepted; give at least 1"),
-        ("fidelity", {"rungs": [30], "max_samples": 30}, "states the rungs again; leave out one of the two"),
+        ("fidelity", {"rungs": [30, 90], "max_samples": 90}, "states the rungs again; leave out one of the two"),
         ("fidelity", {"scheduler": "none", "min_samples": 3}, "has no effect with scheduler: none, which has one rung"),
         ("fidelity", {"scheduler": "none", "rungs": [1, 2]}, "[1, 2]: scheduler: none has one rung; give [2]"),
         ("fidelity", {"scheduler": "none", "eta": 3}, "has no effect with scheduler: none, which has one rung; leave"),
@@ -547,7 +547,7 @@ def with_rungs(fidelity, *own):
                 "objectives.1.rungs": "differs in length from [2, 1] of objectives.0.rungs",
             },
         ),
-        (with_rungs({}, [1, 2]), {"fidelity": "hyperband needs min_samples and max_samples, or rungs"}),
+        (with_rungs({}, [1, 2]), {"fidelity": "racing needs min_samples and max_samples, or rungs"}),
     ],
 )
 def test_contradictory_fidelity_is_refused_in_all_its_places(document, expected):
@@ -582,7 +582,7 @@ def test_eta_is_3_unless_it_is_given():
     [
         ({"min_samples": 30, "max_samples": 270, "eta": 3}, (30, 90, 270)),
         ({"rungs": [10, 50]}, (10, 50)),
-        ({"rungs": [170]}, (170,)),
+        ({"scheduler": "hyperband", "rungs": [170]}, (170,)),
         ({"scheduler": "asha", "min_samples": 30, "max_samples": 270}, (30, 90, 270)),
         ({"scheduler": "none"}, None),
         ({"scheduler": "none", "max_samples": 40}, (40,)),
