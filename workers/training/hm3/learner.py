@@ -64,7 +64,7 @@ class Learner:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator_of(seed, FIRST_NETWORKS).initial_seed())
             self.networks = Networks(paths, networks, descriptors)
-        self._optimizer = torch.optim.Adam(self.networks.parameters(), lr=options.learning_rate)
+        self._optimizer = torch.optim.Adam(self.networks.parameters(), lr=options.learning_rate, fused=True)
 
     def update(self, episodes: Sequence[Episode], outcomes_BK: Tensor) -> UpdateStatistics:
         """Learn from the episodes of one iteration. `outcomes_BK`: of each, what every objective's part of R was, less

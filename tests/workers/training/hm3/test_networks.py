@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from search_spaces.spaces.layer_paths import LayerPaths
-from workers.training.hm3.episodes import Episode, generator_of, play
+from workers.training.hm3.episodes import Episode, Role, play
 from workers.training.hm3.learner import Batch, Learner, LearnerOptions
 from workers.training.hm3.networks import NetworkOptions, Networks
 from workers.training.hm3.pool import allowed_steps, stop_of
@@ -23,32 +24,50 @@ def networks(paths: LayerPaths = PATHS, seed: int = 0, **options: object) -> Net
 
 
 def played(number: int, net: Networks | None = None, **options: object) -> Episode:
-    chosen: dict[str, object] = {"seed": 1, "k": 3, "exploration": 0.5, "preference": (1.0,), **options}
-    return play(net or networks(), number=number, **chosen)  # type: ignore[arg-type]
+    chosen: dict[str, object] = {"exploration": 0.5, "preference": (1.0,), **options}
+    seed, k = int(str(chosen.pop("seed", 1))), int(str(chosen.pop("k", 3)))
+    return play(net or networks(), [Role(number=number, **chosen)], seed=seed, k=k)[0]  # type: ignore[arg-type]
 
 
 # Wolpertinger.
 
 
+def neighbours(proto: Tensor, allowed: Tensor, *, k: int) -> list[int]:
+    numbers, is_candidate = nearest(proto[None], SQUARE, allowed[None], k=k)
+    return [int(number) for number in numbers[is_candidate]]
+
+
 def test_the_nearest_steps_come_first_and_those_that_are_not_allowed_not_at_all() -> None:
     proto = torch.tensor([0.9, 0.2])
     # Distances: 0.92, 0.22, 1.20, 0.81, 2.11.
-    assert nearest(proto, SQUARE, EVERY, k=3).tolist() == [1, 3, 0]
+    assert neighbours(proto, EVERY, k=3) == [1, 3, 0]
     allowed = torch.tensor([True, False, True, True, False])
-    assert nearest(proto, SQUARE, allowed, k=2).tolist() == [3, 0]
-    assert nearest(proto, SQUARE, allowed, k=9).tolist() == [3, 0, 2]
+    assert neighbours(proto, allowed, k=2) == [3, 0]
+    assert neighbours(proto, allowed, k=9) == [3, 0, 2]
 
 
 def test_of_steps_at_equal_distance_the_first_comes_first() -> None:
-    assert nearest(torch.tensor([0.5, 0.5]), SQUARE, EVERY, k=4).tolist() == [0, 1, 2, 3]
+    assert neighbours(torch.tensor([0.5, 0.5]), EVERY, k=4) == [0, 1, 2, 3]
+
+
+def test_every_episode_has_neighbours_of_its_own() -> None:
+    allowed = torch.tensor([[True] * 5, [False, False, True, False, False]])
+    numbers, is_candidate = nearest(torch.tensor([[0.9, 0.2], [0.9, 0.2]]), SQUARE, allowed, k=2)
+    assert numbers[0].tolist() == [1, 3]
+    assert numbers[1, 0] == 2
+    assert is_candidate.tolist() == [[True, True], [True, False]]
 
 
 def test_the_neighbour_with_the_best_outcome_is_taken_or_one_is_explored() -> None:
-    candidates, outcomes = torch.tensor([7, 2, 5]), torch.tensor([0.1, 0.4, 0.4])
-    generator = generator_of(0, 0)
-    assert choose(candidates, outcomes, explores=False, generator=generator) == 2
-    drawn = [choose(candidates, outcomes, explores=True, generator=generator) for _ in range(300)]
-    assert all(70 < drawn.count(step) < 130 for step in (7, 2, 5))
+    outcomes = torch.tensor([[0.1, 0.4, 0.4, 0.9]])
+    is_candidate = torch.tensor([[True, True, True, False]])  # the last one, though best, is none
+
+    def place(draw: float, *, explores: bool) -> int:
+        return int(choose(outcomes, is_candidate, explores_B=torch.tensor([explores]), draws_B=torch.tensor([draw])))
+
+    assert place(0.9, explores=False) == 1
+    # A third of the draws for each of the three.
+    assert [place(draw, explores=True) for draw in (0.0, 0.33, 0.34, 0.66, 0.67, 0.9999999)] == [0, 0, 1, 1, 2, 2]
 
 
 # What is allowed.
@@ -90,6 +109,17 @@ def test_an_episode_is_a_function_of_seed_number_and_networks() -> None:
     assert torch.equal(before.protos, again.protos)
     assert any(played(3).path != played(number).path for number in range(4, 8))
     assert any(played(number).path != played(number, seed=2).path for number in range(4))
+
+
+def test_episodes_that_are_played_together_are_those_of_each_alone() -> None:
+    net = networks()
+    roles = [Role(number, (1.0,), exploration=0.5) for number in range(8)]
+    for episode in play(net, roles, seed=1, k=3):
+        alone = played(episode.number, net)
+        assert episode.path == alone.path
+        assert torch.equal(episode.steps, alone.steps)
+        assert torch.allclose(episode.protos, alone.protos, atol=1e-5)
+        assert torch.allclose(episode.log_densities, alone.log_densities, atol=1e-4)
 
 
 # Networks.
