@@ -6,8 +6,8 @@ played together. The outcome of an episode is R = sum_k lambda_k f_k - beta_1 T,
 of objective k (a metric in [0, 1] itself) and T the number of layers. A candidate that failed counts with the worst
 result of each objective among those known.
 
-An iteration learns from its own trials alone, whatever else is known: so a search is the same with any number of
-replicas.
+An iteration learns from its own trials and from those that earlier iterations of its policy learned from, whatever else
+is known: so a search is the same with any number of replicas.
 """
 
 from __future__ import annotations

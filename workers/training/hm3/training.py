@@ -214,7 +214,7 @@ class Training:
         if source is not None:
             learner.restore(self.saved[source])
         elif self._start:
-            learner.restore(self._start[self.policy_of(iteration)])
+            learner.restore(self._start[self.policy_of(iteration)], remembers=False)
         return learner
 
     def _exploration(self, turn: int) -> float:

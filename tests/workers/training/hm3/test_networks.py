@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 from torch import Tensor
@@ -195,22 +197,72 @@ def test_gradients_reach_encoder_policy_and_value_network() -> None:
     }
 
 
-def test_the_policy_s_and_the_value_s_loss_each_reach_the_encoder() -> None:
+def test_the_encoder_learns_from_outcomes_and_the_policy_from_its_states() -> None:
     own = learner()
-    episodes = some_episodes(own)
-    batch = Batch.of(episodes, torch.rand(8, 2))
+    batch = Batch.of(some_episodes(own), torch.rand(8, 2))
+    reached = {}
     for name in ("policy", "value"):
         own.networks.zero_grad()
-        getattr(own.losses(batch, torch.randn(batch.steps.shape)), name).backward()
-        reached = {n.split(".")[0] for n, p in own.networks.named_parameters() if p.grad is not None and p.grad.any()}
-        assert {"models", "layers", "start", "gru", name} <= reached
+        losses = own.losses(batch, torch.randn(batch.steps.shape), batch.remembered)
+        getattr(losses, name).backward()
+        reached[name] = {
+            n.split(".")[0] for n, p in own.networks.named_parameters() if p.grad is not None and p.grad.any()
+        }
+    assert reached["value"] == {"models", "layers", "stop", "start", "gru", "value"}
+    assert reached["policy"] == {"policy", "log_std"}
+
+
+def test_the_value_network_learns_from_earlier_iterations_too() -> None:
+    own = learner()
+    first = some_episodes(own)
+    seen = {episode.path for episode in first}
+    later = [played(number, own.networks, preference=(0.25, 0.75)) for number in range(8, 40)]
+    second = [episode for episode in later if episode.path not in seen][:8]
+    assert len(second) == 8
+    own.update(first, torch.zeros(8, 2) + torch.tensor([1.0, 0.0]))
+    for _ in range(3):
+        own.update(second, torch.zeros(8, 2) + torch.tensor([0.0, 1.0]))
+    batch = Batch.of(first, torch.zeros(8, 2))
+    with torch.no_grad():
+        found = own.networks.outcomes(own.networks.states(batch.steps), batch.preferences[:, None])
+    after_the_end = torch.stack([found[row, length] for row, length in enumerate(batch.lengths)])
+    assert after_the_end[:, 0].mean() > 0.7
+    assert after_the_end[:, 1].mean() < 0.3
+
+
+def test_a_learner_without_the_episodes_of_another_search_has_its_networks_alone() -> None:
+    own = learner()
+    episodes, outcomes = some_episodes(own), torch.rand(8, 2, generator=torch.Generator().manual_seed(1))
+    own.update(episodes, outcomes)
+    begun = learner()
+    begun.restore(own.to_bytes(), remembers=False)
+    assert begun.num_remembered == 0
+    again = learner()
+    again.restore(own.to_bytes())
+    assert again.num_remembered == 8
+    for name, value in own.networks.state_dict().items():
+        assert torch.equal(value, begun.networks.state_dict()[name])
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_episodes_and_goes_on() -> None:
+    own = learner()
+    episodes, outcomes = some_episodes(own), torch.rand(8, 2, generator=torch.Generator().manual_seed(1))
+    own.update(episodes, outcomes)
+    state = torch.load(io.BytesIO(own.to_bytes()), weights_only=True)
+    del state["memory"]
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    again = learner()
+    again.restore(buffer.getvalue())
+    again.update(episodes, outcomes)
+    assert again.num_remembered == 8
 
 
 def test_before_the_first_update_the_ratio_is_one_and_the_losses_are_known() -> None:
     own = learner()
     batch = Batch.of(some_episodes(own), torch.full((8, 2), 0.5))
     advantages = torch.ones(batch.steps.shape)
-    losses = own.losses(batch, advantages)
+    losses = own.losses(batch, advantages, batch.remembered)
     assert float(losses.policy) == pytest.approx(-1.0, abs=1e-5)
     assert float(losses.kl) == pytest.approx(0.0, abs=1e-5)
     with torch.no_grad():
