@@ -1,12 +1,13 @@
 """HM3: a policy that builds layer paths, learned from the trials' results (`workers.training.hm3`).
 
 Every trial is an episode. An UPDATE step stands between the iterations; the policies are read from checkpoints, so that
-the searcher keeps no state. The outcome of an episode is R = sum_k lambda_k f_k - beta_1 T, where f_k is 1 - the cost
+the searcher keeps no state. The training of the last call is kept: it has the episodes of its iteration, which are
+played together. The outcome of an episode is R = sum_k lambda_k f_k - beta_1 T, where f_k is 1 - the cost
 of objective k (a metric in [0, 1] itself) and T the number of layers. A candidate that failed counts with the worst
 result of each objective among those known.
 
-An iteration learns from its own trials alone, whatever else is known: so a search is the same with any number of
-replicas.
+An iteration learns from its own trials and from those that earlier iterations of its policy learned from, whatever else
+is known: so a search is the same with any number of replicas.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ SAME_WEIGHT = 1e-6
 class Hm3Searcher:
     """See the module's docstring; `service.tune.searchers.base.LearningSearcher` for the methods."""
 
+    def __init__(self) -> None:
+        self._last: tuple[Parameters, int, SearchSetting, Training] | None = None
+
     def advance(
         self,
         parameters: Parameters,
@@ -49,7 +53,7 @@ class Hm3Searcher:
         setting: SearchSetting,
         checkpoints: Mapping[int, bytes],
     ) -> StepRequest | dict[str, Any]:
-        training = training_of(parameters, seed, setting, checkpoints)
+        training = self._training(parameters, seed, setting, checkpoints)
         episode = number - setting.num_baselines
         num_finished = sum(step.request.kind is StepKind.UPDATE for step in steps)
         if num_finished < training.num_needed(episode):
@@ -70,10 +74,11 @@ class Hm3Searcher:
     ) -> tuple[StepResult, bytes | None]:
         import torch
 
-        training = training_of(parameters, seed, setting, checkpoints)
+        training = self._training(parameters, seed, setting, checkpoints)
         numbers = training.numbers_in(iteration)
         results = _results(observations, [setting.num_baselines + number for number in numbers])
-        lengths = [len(paths_of(parameters).path(configuration)) for configuration, _ in results]
+        paths = [paths_of(parameters).path(configuration) for configuration, _ in results]
+        lengths = [len(path) for path in paths]
         values = np.array([values for _, values in results])
         penalties = setting.policy.length_penalty * np.array(lengths, dtype=np.float64)
         outcomes = values - penalties[:, None]
@@ -83,7 +88,7 @@ class Hm3Searcher:
             "outcome_std": float((outcomes * vectors).sum(axis=1).std()),
             "length": float(np.mean(lengths)),
         }
-        found = training.learn(iteration, torch.tensor(outcomes, dtype=torch.float32))
+        found = training.learn(iteration, torch.tensor(outcomes, dtype=torch.float32), paths=paths)
         if found is None:
             return StepResult(statistics=statistics), None
         statistics |= {
@@ -121,6 +126,17 @@ class Hm3Searcher:
         paths = paths_of(parameters)
         found = training.proposals(checkpoints[max(usable)], preference=preference, count=count)
         return [paths.configuration(path) for path in found]
+
+    def _training(
+        self, parameters: Parameters, seed: int, setting: SearchSetting, checkpoints: Mapping[int, bytes]
+    ) -> Training:
+        """That of the last call with these checkpoints, if it was of the same search."""
+        last = self._last
+        if last is None or last[0] is not parameters or last[1] != seed or last[2] is not setting:
+            last = (parameters, seed, setting, training_of(parameters, seed, setting, checkpoints))
+            self._last = last
+        last[3].saved = dict(checkpoints)
+        return last[3]
 
     def slot(self, iteration: int, *, setting: SearchSetting) -> str:
         num_policies = _num_policies(setting)

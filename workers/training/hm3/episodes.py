@@ -1,19 +1,36 @@
-"""The runner: one episode, that is one path, played with given networks."""
+"""The runner: episodes, each one path, played with given networks.
+
+Axes: B episodes, T steps, A steps of the pool with the end, C candidates, D dimensions of an embedding, H of a state.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from search_spaces.spaces.layer_paths import LayerPaths
 from workers.training.hm3.networks import Networks
 from workers.training.hm3.pool import allowed_steps, stop_of
 from workers.training.hm3.ppo import log_density
 from workers.training.hm3.wolpertinger import choose, nearest
 
-__all__ = ["Episode", "generator_of", "play"]
+__all__ = ["Episode", "Role", "generator_of", "play"]
+
+
+@dataclass(frozen=True)
+class Role:
+    """What an episode is played with. `exploration` is a probability in [0, 1]; `noise` is in deviations. `path`: the
+    one that was taken, where it is known; None: the policy chooses."""
+
+    number: int
+    preference: tuple[float, ...]
+    exploration: float
+    noise: float = 1.0
+    path: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -36,46 +53,81 @@ def generator_of(seed: int, number: int) -> torch.Generator:
 
 
 @torch.no_grad()
-def play(
-    networks: Networks,
-    *,
-    seed: int,
-    number: int,
-    preference: tuple[float, ...],
-    k: int,
-    exploration: float,
-    noise: float = 1.0,
-) -> Episode:
-    """The path of episode `number`. A step is explored with probability `exploration`, and proto-actions have `noise`
-    times the policy's deviation: with neither, the path is that which the policy holds best. Where one step alone is
-    allowed it is taken without the policy; the end of a path of maximal length is such a step and no part of the
-    episode."""
+def play(networks: Networks, roles: Sequence[Role], *, seed: int, k: int) -> list[Episode]:
+    """The paths of some episodes, played side by side. A step is explored with probability `exploration`, and
+    proto-actions have `noise` times the policy's deviation: with neither, the path is that which the policy holds best.
+    Where one step alone is allowed it is taken without the policy; the end of a path of maximal length is such a step
+    and no part of the episode.
+
+    An episode's random numbers are its own. Its rounding is that of all episodes that are played with it, so whoever
+    plays it again plays the same ones."""
     paths = networks.paths
-    generator = generator_of(seed, number)
-    weights = torch.tensor(preference, dtype=torch.float32)
+    noise_BTD, draws_BTE = _random_numbers(networks, roles, seed=seed)
+    weights = torch.tensor([role.preference for role in roles], dtype=torch.float32)
+    exploration = torch.tensor([role.exploration for role in roles])
     table = networks.embeddings()
     std = networks.log_std.exp()
-    state, hidden = networks.gru(torch.nn.functional.normalize(networks.start, dim=0)[None, None])
-    steps: list[int] = []
+    begun = torch.nn.functional.normalize(networks.start, dim=0).expand(len(roles), 1, -1)
+    state, hidden = networks.gru(begun)
+    found: list[list[int]] = [[] for _ in roles]
+    rows = torch.arange(len(roles))
     protos: list[Tensor] = []
     densities: list[Tensor] = []
-    path: list[int] = []
-    while not steps or steps[-1] != stop_of(paths):
-        allowed = allowed_steps(paths, path)
-        if len(path) == paths.longest:
-            break
-        mean = networks.proto(state[0, 0], weights)
-        proto = mean + noise * std * torch.randn(mean.shape, generator=generator)
-        candidates = nearest(proto, table, allowed, k=k)
-        after, hiddens = networks.gru(table[candidates][:, None], hidden.expand(-1, len(candidates), -1).contiguous())
-        outcomes = networks.outcomes(after[:, 0], weights) @ weights
-        explores = bool(torch.rand((), generator=generator) < exploration)
-        step = choose(candidates, outcomes, explores=explores, generator=generator)
-        place = int((candidates == step).nonzero()[0, 0])
-        state, hidden = after[place : place + 1], hiddens[:, place : place + 1].contiguous()
-        steps.append(step)
+    for at in range(paths.longest):
+        allowed = torch.stack([_allowed(paths, steps) for steps in found])
+        mean = networks.proto(state[:, 0], weights)
+        proto = mean + noise_BTD[:, at] * std
+        candidates, is_candidate = nearest(proto, table, allowed, k=k)
+        for row, role in enumerate(roles):
+            if role.path is not None:
+                candidates[row] = [*role.path, stop_of(paths)][min(at, len(role.path))]
+        after, hiddens = _after(networks, hidden, table[candidates])
+        outcomes = (networks.outcomes(after, weights[:, None]) * weights[:, None]).sum(dim=2)
+        explores = draws_BTE[:, at, 0] < exploration
+        places = choose(outcomes, is_candidate, explores_B=explores, draws_B=draws_BTE[:, at, 1])
+        state, hidden = after[rows, places][:, None], hiddens[rows, places][None]
         protos.append(proto)
         densities.append(log_density(proto, mean, networks.log_std))
-        if step != stop_of(paths):
-            path.append(step)
-    return Episode(number, preference, torch.tensor(steps), torch.stack(protos), torch.stack(densities), tuple(path))
+        for steps, step in zip(found, candidates[rows, places].tolist(), strict=True):
+            if not steps or steps[-1] != stop_of(paths):
+                steps.append(step)
+        if all(steps[-1] == stop_of(paths) for steps in found):
+            break
+    protos_BTD, densities_BT = torch.stack(protos, dim=1), torch.stack(densities, dim=1)
+    return [
+        Episode(
+            role.number,
+            role.preference,
+            torch.tensor(steps),
+            protos_BTD[row, : len(steps)],
+            densities_BT[row, : len(steps)],
+            tuple(step for step in steps if step != stop_of(paths)),
+        )
+        for row, (role, steps) in enumerate(zip(roles, found, strict=True))
+    ]
+
+
+def _random_numbers(networks: Networks, roles: Sequence[Role], *, seed: int) -> tuple[Tensor, Tensor]:
+    """[B, T, D] normal, times each episode's noise; [B, T, 2] uniform: whether a step is explored, and which."""
+    longest, size = networks.paths.longest, len(networks.log_std)
+    noise, draws = [], []
+    for role in roles:
+        generator = generator_of(seed, role.number)
+        noise.append(role.noise * torch.randn(longest, size, generator=generator))
+        draws.append(torch.rand(longest, 2, generator=generator))
+    return torch.stack(noise), torch.stack(draws)
+
+
+def _allowed(paths: LayerPaths, steps: Sequence[int]) -> Tensor:
+    """After the end: the end, which is played no more."""
+    if steps and steps[-1] == stop_of(paths):
+        return torch.arange(paths.num_steps + 1) == stop_of(paths)
+    return allowed_steps(paths, steps)
+
+
+def _after(networks: Networks, hidden_1BH: Tensor, steps_BCD: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, C, H] each: the states after each candidate, and what the encoder remembers then."""
+    count, num = steps_BCD.shape[:2]
+    before = hidden_1BH.repeat_interleave(num, dim=1)
+    states, hiddens = networks.gru(steps_BCD.reshape(count * num, 1, -1), before)
+    return states.reshape(count, num, -1), hiddens.reshape(count, num, -1)

@@ -14,7 +14,7 @@ from workers.training.hm3.episodes import Episode, generator_of
 from workers.training.hm3.networks import NetworkOptions, Networks
 from workers.training.hm3.ppo import Losses, gae, log_density, remaining_shares, surrogate
 
-__all__ = ["Batch", "Learner", "LearnerOptions", "UpdateStatistics"]
+__all__ = ["Batch", "Learner", "LearnerOptions", "Memory", "UpdateStatistics"]
 
 # Streams of random numbers beside those of episodes, whose numbers are at least 0.
 FIRST_NETWORKS, MINI_BATCHES = -1, -2
@@ -22,7 +22,8 @@ FIRST_NETWORKS, MINI_BATCHES = -1, -2
 
 @dataclass(frozen=True)
 class LearnerOptions:
-    """Clip, gamma and lambda are those that HM3's authors state; the other numbers are ours."""
+    """Clip, gamma and lambda are those that HM3's authors state; the other numbers are ours. `recalled`: how many
+    episodes of all that were learned from the value network learns from in each mini-batch."""
 
     clip: float = 0.1
     gamma: float = 0.990
@@ -32,6 +33,7 @@ class LearnerOptions:
     learning_rate: float = 3e-3
     epochs: int = 12
     mini_batches: int = 4
+    recalled: int = 64
     max_gradient_norm: float = 0.5
 
 
@@ -60,11 +62,17 @@ class Learner:
         self.options = options
         self.num_updates = 0
         self._seed = seed
+        self._memory: Memory | None = None
         # The first numbers of the networks are a function of the seed, and nobody else's random state moves.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator_of(seed, FIRST_NETWORKS).initial_seed())
             self.networks = Networks(paths, networks, descriptors)
         self._optimizer = torch.optim.Adam(self.networks.parameters(), lr=options.learning_rate)
+
+    @property
+    def num_remembered(self) -> int:
+        """How many episodes the value network learns from."""
+        return 0 if self._memory is None else len(self._memory.lengths)
 
     def update(self, episodes: Sequence[Episode], outcomes_BK: Tensor) -> UpdateStatistics:
         """Learn from the episodes of one iteration. `outcomes_BK`: of each, what every objective's part of R was, less
@@ -73,13 +81,15 @@ class Learner:
         batch = Batch.of(episodes, outcomes_BK)
         if self.num_updates == 0:
             self.networks.measure(outcomes_BK)
+        self._memory = batch.remembered if self._memory is None else self._memory.joined(batch.remembered)
         advantages = self._advantages(batch)
         order = torch.Generator().manual_seed(generator_of(self._seed, MINI_BATCHES - self.num_updates).initial_seed())
         seen: list[Losses] = []
         for _ in range(self.options.epochs):
             shuffled = torch.randperm(len(episodes), generator=order)
             for rows in shuffled.chunk(min(self.options.mini_batches, len(episodes))):
-                losses = self.losses(batch.only(rows), advantages[rows])
+                recalled = torch.randint(len(self._memory.lengths), (self.options.recalled,), generator=order)
+                losses = self.losses(batch.only(rows), advantages[rows], self._memory.only(recalled))
                 self._optimizer.zero_grad()
                 losses.total.backward()  # type: ignore[no-untyped-call]
                 torch.nn.utils.clip_grad_norm_(self.networks.parameters(), self.options.max_gradient_norm)
@@ -92,22 +102,26 @@ class Learner:
 
         return UpdateStatistics(mean("policy"), mean("value"), mean("entropy"), mean("kl"))
 
-    def losses(self, batch: Batch, advantages_BT: Tensor) -> Losses:
-        """PPO's losses of some episodes. The value of a state is the outcome that is expected, times the share of it
-        that is still to be paid: so expected outcomes of states at different places can be compared, and to end now or
-        later is judged by the outcome alone."""
+    def losses(self, batch: Batch, advantages_BT: Tensor, recalled: Memory) -> Losses:
+        """PPO's losses: of the policy over some episodes of this iteration, of the value network over episodes of any.
+        The value of a state is the outcome that is expected, times the share of it that is still to be paid: so
+        expected outcomes of states at different places can be compared, and to end now or later is judged by the
+        outcome alone."""
         options = self.options
         networks = self.networks
-        states = networks.states(batch.steps)
-        weights = batch.preferences[:, None]
-        mean = networks.proto(states[:, :-1], weights)
+        num = len(batch.steps)
+        states = networks.states(_stacked(batch.steps, recalled.steps))
+        length = batch.steps.shape[1]
+        # The encoder is trained by outcomes alone: the policy's noisy gradients would undo what it has learned.
+        mean = networks.proto(states[:num, :length].detach(), batch.preferences[:, None])
         log_ratio = log_density(batch.protos, mean, networks.log_std) - batch.log_densities
         is_step = batch.is_step
         log_ratio = torch.where(is_step, log_ratio, 0.0)
         policy = -surrogate(log_ratio, advantages_BT, clip=options.clip)[is_step].mean()
         # All states count: that after the end too, whose outcome is the episode's.
-        errors = ((networks.outcomes(states, weights) - batch.outcomes[:, None]) / networks.spread) ** 2
-        value = errors[batch.is_state].mean()
+        expected = networks.outcomes(states[num:, : recalled.steps.shape[1] + 1], recalled.preferences[:, None])
+        errors = ((expected - recalled.outcomes[:, None]) / networks.spread) ** 2
+        value = errors[recalled.is_state].mean()
         entropy = networks.log_std.sum() + 0.5 * len(networks.log_std) * (1 + torch.log(torch.tensor(2 * torch.pi)))
         kl = (log_ratio.exp() - 1 - log_ratio)[is_step].mean()
         total = policy + options.value_coefficient * value - options.entropy_coefficient * entropy
@@ -138,13 +152,14 @@ class Learner:
             "networks": self.networks.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "num_updates": self.num_updates,
+            "memory": None if self._memory is None else vars(self._memory),
         }
         torch.save(state, buffer)
         return buffer.getvalue()
 
-    def restore(self, content: bytes) -> None:
-        """Take over what `to_bytes` of a learner with networks of the same shapes gave. Raises ValueError with the
-        shapes for other networks."""
+    def restore(self, content: bytes, *, remembers: bool = True) -> None:
+        """Take over what `to_bytes` of a learner with networks of the same shapes gave; with `remembers` false without
+        its episodes, which are those of another search. Raises ValueError with the shapes for other networks."""
         state = torch.load(io.BytesIO(content), weights_only=True)
         given = {name: list(tensor.shape) for name, tensor in state["networks"].items()}
         own = {name: list(tensor.shape) for name, tensor in self.networks.state_dict().items()}
@@ -156,6 +171,40 @@ class Learner:
         for group in self._optimizer.param_groups:
             group["lr"] = self.options.learning_rate
         self.num_updates = int(state["num_updates"])
+        memory = state.get("memory") if remembers else None
+        self._memory = None if memory is None else Memory(**memory)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Episodes side by side, as far as the value network needs them: B, padded to T steps with step 0; lengths [B],
+    preferences and outcomes [B, K]."""
+
+    steps: Tensor
+    lengths: Tensor
+    preferences: Tensor
+    outcomes: Tensor
+
+    @property
+    def is_state(self) -> Tensor:
+        return torch.arange(self.steps.shape[1] + 1)[None] <= self.lengths[:, None]
+
+    def only(self, rows: Tensor) -> Memory:
+        return Memory(self.steps[rows], self.lengths[rows], self.preferences[rows], self.outcomes[rows])
+
+    def joined(self, other: Memory) -> Memory:
+        return Memory(
+            _stacked(self.steps, other.steps),
+            torch.cat([self.lengths, other.lengths]),
+            torch.cat([self.preferences, other.preferences]),
+            torch.cat([self.outcomes, other.outcomes]),
+        )
+
+
+def _stacked(first_BT: Tensor, second_BT: Tensor) -> Tensor:
+    """The episodes of both, padded to the longer."""
+    longest = max(first_BT.shape[1], second_BT.shape[1])
+    return torch.cat([torch.nn.functional.pad(steps, (0, longest - steps.shape[1])) for steps in (first_BT, second_BT)])
 
 
 @dataclass(frozen=True)
@@ -186,8 +235,8 @@ class Batch:
         return torch.arange(self.steps.shape[1])[None] < torch.tensor(self.lengths)[:, None]
 
     @property
-    def is_state(self) -> Tensor:
-        return torch.arange(self.steps.shape[1] + 1)[None] <= torch.tensor(self.lengths)[:, None]
+    def remembered(self) -> Memory:
+        return Memory(self.steps, torch.tensor(self.lengths), self.preferences, self.outcomes)
 
     def only(self, rows: Tensor) -> Batch:
         return Batch(

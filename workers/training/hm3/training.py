@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from search_spaces.spaces.layer_paths import LayerPaths, Path
-from workers.training.hm3.episodes import Episode, play
+from workers.training.hm3.episodes import Episode, Role, play
 from workers.training.hm3.learner import Learner, LearnerOptions, UpdateStatistics
-from workers.training.hm3.networks import NetworkOptions, Networks
+from workers.training.hm3.networks import NetworkOptions
 
 __all__ = ["Training", "TrainingOptions"]
 
@@ -44,6 +44,14 @@ class TrainingOptions:
     learns: bool = True
     learner: LearnerOptions = field(default_factory=LearnerOptions)
     networks: NetworkOptions = field(default_factory=NetworkOptions)
+
+
+@dataclass(frozen=True)
+class _Played:
+    """The episodes of one iteration by number, and the checkpoint of the policy that played them."""
+
+    by: bytes | None
+    episodes: Mapping[int, Episode]
 
 
 class Training:
@@ -71,8 +79,7 @@ class Training:
             raise ValueError(f"{len(self._start)} policies to begin with; there are {self.num_policies}")
         self._seed = seed
         self._descriptors = descriptors
-        self._played: dict[int, Episode] = {}
-        self._opened: tuple[tuple[int, int | None], Networks] | None = None
+        self._played: dict[int, _Played] = {}
 
     # -- the plan of a search --------------------------------------------------------------------------------------
 
@@ -120,37 +127,58 @@ class Training:
     # -- episodes and updates --------------------------------------------------------------------------------------
 
     def play(self, number: int) -> Episode:
-        """Episode `number`. Raises KeyError if the networks that it needs are not saved."""
-        if number not in self._played:
-            self._played[number] = self._play(number)
-        return self._played[number]
-
-    def _play(self, number: int) -> Episode:
+        """Episode `number`; those of its iteration are played together. Raises KeyError if the networks that they need
+        are not saved."""
         iteration = self.iteration_of(number)
-        is_warm_up = not self._start and not self.is_learned_from(iteration)
-        is_best = not self.options.learns and number < len(self.preferences)
-        if self.options.learns:
-            networks = self._networks(iteration, self.source_of(iteration, newest=iteration - 2))
-        else:
-            networks = self._networks(number % len(self.preferences), None)
-        return play(
-            networks,
-            seed=self._seed,
-            number=number,
-            preference=self.preference_of(number),
-            k=self.paths.num_steps + 1 if is_warm_up else self.options.k,
-            exploration=0.0 if is_best else self._exploration(self.turn_of(iteration)),
-            noise=0.0 if is_best else 1.0,
-        )
+        source = self.source_of(iteration, newest=iteration - 2) if self.options.learns else None
+        by = None if source is None else self.saved[source]
+        played = self._played.get(iteration)
+        if played is None or played.by != by:
+            played = _Played(by, self._play(iteration, source))
+            # Episodes are scored while those of the next iteration are played.
+            kept = {each: old for each, old in self._played.items() if each >= iteration - 1}
+            self._played = {**kept, iteration: played}
+        return played.episodes[number]
 
-    def learn(self, iteration: int, outcomes_BK: Tensor) -> UpdateStatistics | None:
+    def _play(self, iteration: int, source: int | None, *, paths: Sequence[Path] | None = None) -> dict[int, Episode]:
+        numbers = self.numbers_in(iteration)
+        is_warm_up = not self._start and not self.is_learned_from(iteration)
+        k = self.paths.num_steps + 1 if is_warm_up else self.options.k
+        if self.options.learns:
+            networks = self._learner(self.policy_of(iteration), source).networks
+            exploration = self._exploration(self.turn_of(iteration))
+            taken = paths or (None,) * len(numbers)
+            roles = [
+                Role(number, self.preference_of(number), exploration, path=path)
+                for number, path in zip(numbers, taken, strict=True)
+            ]
+            return {each.number: each for each in play(networks, roles, seed=self._seed, k=k)}
+        found: dict[int, Episode] = {}
+        for policy in range(self.num_policies):
+            roles = [self._without_learning(number) for number in numbers if number % self.num_policies == policy]
+            if roles:
+                networks = self._learner(policy, None).networks
+                found |= {each.number: each for each in play(networks, roles, seed=self._seed, k=k)}
+        return found
+
+    def _without_learning(self, number: int) -> Role:
+        if number < len(self.preferences):
+            return Role(number, self.preference_of(number), exploration=0.0, noise=0.0)
+        return Role(number, self.preference_of(number), self.options.exploration)
+
+    def learn(
+        self, iteration: int, outcomes_BK: Tensor, *, paths: Sequence[Path] | None = None
+    ) -> UpdateStatistics | None:
         """Learn from an iteration whose episodes had these outcomes (see `Learner.update`), and save the result; None
-        in the warm-up. Episodes that were played elsewhere are played again, which gives what they were."""
+        in the warm-up. Episodes that were played elsewhere are played again, which gives what they were. `paths`: those
+        that had the outcomes; where one is not the episode's, as in a search that an earlier version of this package
+        began, it is what is learned from."""
         if not self.is_learned_from(iteration):
             return None
         episodes = [self.play(number) for number in self.numbers_in(iteration)]
-        for number in self.numbers_in(iteration):
-            del self._played[number]
+        if paths is not None and any(each.path != path for each, path in zip(episodes, paths, strict=True)):
+            source = self.source_of(iteration, newest=iteration - 2)
+            episodes = list(self._play(iteration, source, paths=paths).values())
         learner = self._learner(iteration, self.source_of(iteration, newest=iteration - 1))
         found = learner.update(episodes, outcomes_BK)
         self.saved[iteration] = learner.to_bytes()
@@ -164,20 +192,15 @@ class Training:
         learner = self._new(0)
         learner.restore(content)
         found: dict[Path, None] = {}
-        for number in range(TRIES * count):
-            played = play(
-                learner.networks,
-                seed=self._seed,
-                number=number,
-                preference=preference,
-                k=self.options.k,
-                exploration=self.options.exploration if number else 0.0,
-                noise=1.0 if number else 0.0,
-            )
-            found[played.path] = None
-            if len(found) == count:
+        best = Role(0, preference, exploration=0.0, noise=0.0)
+        others = [Role(number, preference, self.options.exploration) for number in range(1, TRIES * count)]
+        for start in range(0, len(others) + 1, count):
+            roles = [best, *others][start : start + count]
+            for played in play(learner.networks, roles, seed=self._seed, k=self.options.k):
+                found[played.path] = None
+            if len(found) >= count:
                 break
-        return list(found)
+        return list(found)[:count]
 
     def _new(self, iteration: int) -> Learner:
         """The learner of the iteration's policy before its first update."""
@@ -191,15 +214,8 @@ class Training:
         if source is not None:
             learner.restore(self.saved[source])
         elif self._start:
-            learner.restore(self._start[self.policy_of(iteration)])
+            learner.restore(self._start[self.policy_of(iteration)], remembers=False)
         return learner
-
-    def _networks(self, iteration: int, source: int | None) -> Networks:
-        """Those of the iteration's policy once it has learned from `source`. They are kept for the next episode."""
-        place = (self.policy_of(iteration), source)
-        if self._opened is None or self._opened[0] != place:
-            self._opened = (place, self._learner(iteration, source).networks)
-        return self._opened[1]
 
     def _exploration(self, turn: int) -> float:
         options = self.options

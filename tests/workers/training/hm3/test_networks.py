@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
+from torch import Tensor
 
 from search_spaces.spaces.layer_paths import LayerPaths
-from workers.training.hm3.episodes import Episode, generator_of, play
+from workers.training.hm3.episodes import Episode, Role, play
 from workers.training.hm3.learner import Batch, Learner, LearnerOptions
 from workers.training.hm3.networks import NetworkOptions, Networks
 from workers.training.hm3.pool import allowed_steps, stop_of
@@ -23,32 +26,50 @@ def networks(paths: LayerPaths = PATHS, seed: int = 0, **options: object) -> Net
 
 
 def played(number: int, net: Networks | None = None, **options: object) -> Episode:
-    chosen: dict[str, object] = {"seed": 1, "k": 3, "exploration": 0.5, "preference": (1.0,), **options}
-    return play(net or networks(), number=number, **chosen)  # type: ignore[arg-type]
+    chosen: dict[str, object] = {"exploration": 0.5, "preference": (1.0,), **options}
+    seed, k = int(str(chosen.pop("seed", 1))), int(str(chosen.pop("k", 3)))
+    return play(net or networks(), [Role(number=number, **chosen)], seed=seed, k=k)[0]  # type: ignore[arg-type]
 
 
 # Wolpertinger.
 
 
+def neighbours(proto: Tensor, allowed: Tensor, *, k: int) -> list[int]:
+    numbers, is_candidate = nearest(proto[None], SQUARE, allowed[None], k=k)
+    return [int(number) for number in numbers[is_candidate]]
+
+
 def test_the_nearest_steps_come_first_and_those_that_are_not_allowed_not_at_all() -> None:
     proto = torch.tensor([0.9, 0.2])
     # Distances: 0.92, 0.22, 1.20, 0.81, 2.11.
-    assert nearest(proto, SQUARE, EVERY, k=3).tolist() == [1, 3, 0]
+    assert neighbours(proto, EVERY, k=3) == [1, 3, 0]
     allowed = torch.tensor([True, False, True, True, False])
-    assert nearest(proto, SQUARE, allowed, k=2).tolist() == [3, 0]
-    assert nearest(proto, SQUARE, allowed, k=9).tolist() == [3, 0, 2]
+    assert neighbours(proto, allowed, k=2) == [3, 0]
+    assert neighbours(proto, allowed, k=9) == [3, 0, 2]
 
 
 def test_of_steps_at_equal_distance_the_first_comes_first() -> None:
-    assert nearest(torch.tensor([0.5, 0.5]), SQUARE, EVERY, k=4).tolist() == [0, 1, 2, 3]
+    assert neighbours(torch.tensor([0.5, 0.5]), EVERY, k=4) == [0, 1, 2, 3]
+
+
+def test_every_episode_has_neighbours_of_its_own() -> None:
+    allowed = torch.tensor([[True] * 5, [False, False, True, False, False]])
+    numbers, is_candidate = nearest(torch.tensor([[0.9, 0.2], [0.9, 0.2]]), SQUARE, allowed, k=2)
+    assert numbers[0].tolist() == [1, 3]
+    assert numbers[1, 0] == 2
+    assert is_candidate.tolist() == [[True, True], [True, False]]
 
 
 def test_the_neighbour_with_the_best_outcome_is_taken_or_one_is_explored() -> None:
-    candidates, outcomes = torch.tensor([7, 2, 5]), torch.tensor([0.1, 0.4, 0.4])
-    generator = generator_of(0, 0)
-    assert choose(candidates, outcomes, explores=False, generator=generator) == 2
-    drawn = [choose(candidates, outcomes, explores=True, generator=generator) for _ in range(300)]
-    assert all(70 < drawn.count(step) < 130 for step in (7, 2, 5))
+    outcomes = torch.tensor([[0.1, 0.4, 0.4, 0.9]])
+    is_candidate = torch.tensor([[True, True, True, False]])  # the last one, though best, is none
+
+    def place(draw: float, *, explores: bool) -> int:
+        return int(choose(outcomes, is_candidate, explores_B=torch.tensor([explores]), draws_B=torch.tensor([draw])))
+
+    assert place(0.9, explores=False) == 1
+    # A third of the draws for each of the three.
+    assert [place(draw, explores=True) for draw in (0.0, 0.33, 0.34, 0.66, 0.67, 0.9999999)] == [0, 0, 1, 1, 2, 2]
 
 
 # What is allowed.
@@ -90,6 +111,17 @@ def test_an_episode_is_a_function_of_seed_number_and_networks() -> None:
     assert torch.equal(before.protos, again.protos)
     assert any(played(3).path != played(number).path for number in range(4, 8))
     assert any(played(number).path != played(number, seed=2).path for number in range(4))
+
+
+def test_episodes_that_are_played_together_are_those_of_each_alone() -> None:
+    net = networks()
+    roles = [Role(number, (1.0,), exploration=0.5) for number in range(8)]
+    for episode in play(net, roles, seed=1, k=3):
+        alone = played(episode.number, net)
+        assert episode.path == alone.path
+        assert torch.equal(episode.steps, alone.steps)
+        assert torch.allclose(episode.protos, alone.protos, atol=1e-5)
+        assert torch.allclose(episode.log_densities, alone.log_densities, atol=1e-4)
 
 
 # Networks.
@@ -165,22 +197,72 @@ def test_gradients_reach_encoder_policy_and_value_network() -> None:
     }
 
 
-def test_the_policy_s_and_the_value_s_loss_each_reach_the_encoder() -> None:
+def test_the_encoder_learns_from_outcomes_and_the_policy_from_its_states() -> None:
     own = learner()
-    episodes = some_episodes(own)
-    batch = Batch.of(episodes, torch.rand(8, 2))
+    batch = Batch.of(some_episodes(own), torch.rand(8, 2))
+    reached = {}
     for name in ("policy", "value"):
         own.networks.zero_grad()
-        getattr(own.losses(batch, torch.randn(batch.steps.shape)), name).backward()
-        reached = {n.split(".")[0] for n, p in own.networks.named_parameters() if p.grad is not None and p.grad.any()}
-        assert {"models", "layers", "start", "gru", name} <= reached
+        losses = own.losses(batch, torch.randn(batch.steps.shape), batch.remembered)
+        getattr(losses, name).backward()
+        reached[name] = {
+            n.split(".")[0] for n, p in own.networks.named_parameters() if p.grad is not None and p.grad.any()
+        }
+    assert reached["value"] == {"models", "layers", "stop", "start", "gru", "value"}
+    assert reached["policy"] == {"policy", "log_std"}
+
+
+def test_the_value_network_learns_from_earlier_iterations_too() -> None:
+    own = learner()
+    first = some_episodes(own)
+    seen = {episode.path for episode in first}
+    later = [played(number, own.networks, preference=(0.25, 0.75)) for number in range(8, 40)]
+    second = [episode for episode in later if episode.path not in seen][:8]
+    assert len(second) == 8
+    own.update(first, torch.zeros(8, 2) + torch.tensor([1.0, 0.0]))
+    for _ in range(3):
+        own.update(second, torch.zeros(8, 2) + torch.tensor([0.0, 1.0]))
+    batch = Batch.of(first, torch.zeros(8, 2))
+    with torch.no_grad():
+        found = own.networks.outcomes(own.networks.states(batch.steps), batch.preferences[:, None])
+    after_the_end = torch.stack([found[row, length] for row, length in enumerate(batch.lengths)])
+    assert after_the_end[:, 0].mean() > 0.7
+    assert after_the_end[:, 1].mean() < 0.3
+
+
+def test_a_learner_without_the_episodes_of_another_search_has_its_networks_alone() -> None:
+    own = learner()
+    episodes, outcomes = some_episodes(own), torch.rand(8, 2, generator=torch.Generator().manual_seed(1))
+    own.update(episodes, outcomes)
+    begun = learner()
+    begun.restore(own.to_bytes(), remembers=False)
+    assert begun.num_remembered == 0
+    again = learner()
+    again.restore(own.to_bytes())
+    assert again.num_remembered == 8
+    for name, value in own.networks.state_dict().items():
+        assert torch.equal(value, begun.networks.state_dict()[name])
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_episodes_and_goes_on() -> None:
+    own = learner()
+    episodes, outcomes = some_episodes(own), torch.rand(8, 2, generator=torch.Generator().manual_seed(1))
+    own.update(episodes, outcomes)
+    state = torch.load(io.BytesIO(own.to_bytes()), weights_only=True)
+    del state["memory"]
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    again = learner()
+    again.restore(buffer.getvalue())
+    again.update(episodes, outcomes)
+    assert again.num_remembered == 8
 
 
 def test_before_the_first_update_the_ratio_is_one_and_the_losses_are_known() -> None:
     own = learner()
     batch = Batch.of(some_episodes(own), torch.full((8, 2), 0.5))
     advantages = torch.ones(batch.steps.shape)
-    losses = own.losses(batch, advantages)
+    losses = own.losses(batch, advantages, batch.remembered)
     assert float(losses.policy) == pytest.approx(-1.0, abs=1e-5)
     assert float(losses.kl) == pytest.approx(0.0, abs=1e-5)
     with torch.no_grad():

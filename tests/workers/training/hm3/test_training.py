@@ -17,6 +17,7 @@ from workers.training.hm3.networks import NetworkOptions
 from workers.training.hm3.training import Training, TrainingOptions
 
 PATHS = LayerPaths(("a", "b"), num_layers=3, min_length=2, max_length=4, max_jump=1)
+OTHER = (3, 4, 5)  # no path that the policy plays first
 VECTORS = ((1.0, 0.0), (0.5, 0.5), (0.0, 1.0))
 
 
@@ -97,6 +98,24 @@ def test_a_saved_policy_proposes_paths_for_any_preference() -> None:
 def test_nothing_is_learned_in_the_warm_up() -> None:
     own = training()
     assert [own.learn(i, torch.zeros(4, 2)) is None for i in range(4)] == [True, True, True, False]
+
+
+def test_what_was_scored_is_learned_from_where_it_is_not_the_episode_that_is_played() -> None:
+    outcomes = torch.tensor([[0.1, 0.4], [0.2, 0.3], [0.3, 0.2], [0.4, 0.1]])
+    saved = []
+    for has_others in (False, True):
+        own = training(is_conditioned=True)
+        played = [own.play(number).path for number in own.numbers_in(1)]
+        others = [OTHER, *played[1:]] if has_others else played
+        own.learn(1, outcomes, paths=others)
+        saved.append(own.saved[1])
+        first = own._play(1, None, paths=others)[4]
+        assert first.path == others[0]
+        assert len(first.protos) == len(first.steps) == len(first.path) + (len(first.path) < PATHS.longest)
+    assert saved[0] != saved[1]
+    plain = training(is_conditioned=True)
+    plain.learn(1, outcomes)
+    assert plain.saved[1] == saved[0]
 
 
 # The toy environment.
