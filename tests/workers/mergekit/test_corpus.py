@@ -639,6 +639,31 @@ def test_an_adapter_with_tokens_of_its_own_keeps_their_rows(tmp_path: Path) -> N
         assert where in notes[0]
 
 
+@pytest.mark.slow
+def test_the_angle_between_embeddings_counts_rows_without_a_token_here_and_not_in_mergekit(
+    home: Path, tmp_path: Path
+) -> None:
+    text = "models: [{model: base}, {model: math}]\nbase_model: base\nmerge_method: slerp\nparameters: {t: 0.4}\n"
+    text += "tokenizer_source: base\n"
+    theirs = by_mergekit(text, tmp_path / "theirs")
+    mine = by_us(text, tmp_path / "mine", [])
+    assert theirs is not None
+    name = "model.embed_tokens.weight"
+    first, second = (loaded(home / model)[name].double() for model in ("base", "math"))
+    num_tokens = len(theirs[name])
+    assert num_tokens < len(first) == len(mine[name])
+
+    def merged(num_rows: int) -> torch.Tensor:
+        """By the angle between that many rows."""
+        angle = torch.arccos(torch.cosine_similarity(first[:num_rows].flatten(), second[:num_rows].flatten(), dim=0))
+        found = torch.sin(0.6 * angle) * first + torch.sin(0.4 * angle) * second
+        return (found / torch.sin(angle)).float()
+
+    torch.testing.assert_close(mine[name], merged(len(first)), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(theirs[name], merged(num_tokens)[:num_tokens], rtol=1e-6, atol=1e-6)
+    assert (merged(len(first)) - merged(num_tokens)).abs().max() > 1e-5
+
+
 def test_models_of_other_depths_make_a_model_that_loads(home: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
