@@ -55,7 +55,10 @@ EXPLAINED = {
 }
 
 # As YAML 1.1 and pydantic write them.
-FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+FLAGS = {
+    **dict.fromkeys(("true", "yes", "on", "y", "t", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "n", "f", "0"), False),
+}
 
 PARAMETER_NAMES = {parameter.name for method in MERGEKIT_METHODS.values() for parameter in method.parameters}
 
@@ -279,8 +282,10 @@ class _Reader:
         if name == "float64":
             self.warnings.append(f"{place}: float64 is not kept: merges are computed and written in float32")
             return "float32"
-        if name is None or name in DTYPES:
-            return name
+        if name is None or name == "":
+            return None
+        if name in DTYPES:
+            return str(name)
         self._problem(place, f"{shown(node)} is not supported; give {', '.join(DTYPES)}")
         return None
 
@@ -308,6 +313,8 @@ class _Reader:
             return TokenSource(self._model(source, f"{place}.source"), force=bool(force))
         inner = self._mapping(source, f"{place}.source", ("kind", "model", "token", "token_id"))
         token, number = inner.get("token"), inner.get("token_id")
+        if isinstance(number, str) and number.isdecimal():
+            number = int(number)
         if (
             (token is None) == (number is None)
             or not isinstance(token, str | None)

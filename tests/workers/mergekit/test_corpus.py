@@ -225,6 +225,8 @@ CORPUS = {
     "empty parameters": "models: [{model: math, parameters: {}}, {model: text, parameters: }]\nmerge_method: linear\n"
     "parameters: {weight: 0.5, normalize: []}\n",
     "text for numbers": PLAIN + "merge_method: linear\nparameters: {weight: '1e-1', normalize: 'true'}\n",
+    "flags as letters": PAIR + "merge_method: linear\nparameters: {normalize: n}\n",
+    "flags in quotes": PAIR + "merge_method: linear\nparameters: {normalize: '1'}\nout_dtype: ''\n",
     "JSON": json.dumps({"models": [{"model": "math"}], "merge_method": "passthrough"}),
     # As model cards have them.
     "card: a tower of layers": """

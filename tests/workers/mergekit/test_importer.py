@@ -691,6 +691,12 @@ def test_a_tokenizer_is_the_union_unless_it_says_more(tokenizer: Any, expected: 
     assert read_configuration({**GOOD, "tokenizer": tokenizer}).tokenizer_source == expected
 
 
+def test_a_tokens_number_may_be_text() -> None:
+    source = {"kind": "model_token", "model": "MATH", "token_id": "70"}
+    found = read_configuration({**GOOD, "tokenizer": {"source": "base", "tokens": {"<a>": {"source": source}}}})
+    assert found.tokens["<a>"].id == 70
+
+
 def test_everything_wrong_is_reported_at_once(tied: Bank) -> None:
     both = changed(GOOD, {"dtype": "int8", "parameters.density": "x", f"{FIRST}.model": "a+"})
     assert len(refusal(both, tied).splitlines()) == 3
