@@ -1,98 +1,351 @@
-"""HM3's policy and the other searchers of layer paths on the shipped family: three objectives, the same samples for
-all, real engines.
+"""HM3's policy and other searches on the shipped family: three objectives, 960 merges of 90 samples each, real models.
 
     make bench ONLY=hm3
-    HM3_METHODS=hm3,moead HM3_SEEDS=0-4 HM3_TRIALS=960 make bench ONLY=hm3
+    HM3_PARTS=fronts,ablations,zero_shot HM3_METHODS=hm3,moead HM3_SEEDS=0-4 make bench ONLY=hm3
 
-Each search is `mergesearch run` in a directory of its own, `.bench/hm3/METHOD-SEED-TRIALS`: one that is finished is
-not run again, and one that was interrupted goes on. Of each the hypervolume is reported: of the front that its own
-proposals have on search data, and of its finalists, sources and published recipes among them, on holdout data, as
-pareto.json has it. `hm3_merged` is `hm3` with one more model in the pool, merged by the preference.
+The coordinator, the searchers and the learner are the product's; one teacher-forced pass decides exact match in place
+of engines (`one_pass`), and is first compared with a vLLM engine on paths. A search that is finished is not run again
+(`search_runs`). Samples of proposed trials, losses and gradients count, those of sources and published recipes do not.
+
+- `fronts`: hypervolumes of the front that the proposals of a search have on search data, on search data and on judge
+  items (1,000 a skill, which no search scored), and paired differences from `hm3`. The policy is `conditioned` on 15
+  preference vectors. `hm3`, `moead`, `de`, `es`, `grid` and `random` search the same paths; `hm3_merged` and
+  `moead_merged` have one more model in the pool, merged by a preference vector. `de` and `es` have one objective, the
+  mean, of 90 samples; their front is of the skills, on as many samples of each as the others'. `lfs_dis` is LFS with
+  half of the samples, and DIS with the other half, whose fourth model is the best merge of LFS.
+- `ablations`: the method with and without each of its parts.
+- `zero_shot`: paths proposed for preference vectors that the policy of `hm3` has not seen, against policies that were
+  trained for these alone.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import statistics
-import subprocess
-import sys
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from search_spaces.objectives import hypervolume, non_dominated
-from search_spaces.study.file import load_study
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
-ROOT = Path(__file__).parents[2]
-CACHE = Path(".bench/hm3")
+from search_spaces.recipe import Recipe
+from search_spaces.searchers import SEARCHERS
+from search_spaces.searchers.base import Feature
+from service.tune.searchers.hm3 import SEARCHER
+from tests.benchmarks.bench_search import done, front_of, judged, volume
+from tests.benchmarks.one_pass_check import check_against_engine
+from tests.benchmarks.search_families import FAMILIES, TrainedFamily
+from tests.benchmarks.search_intervals import interval, volume_interval, volume_of
+from tests.benchmarks.search_runs import CACHE, Bench, Run, SearchSpec, Trial
+from workers.export.checkpoint import export
+from workers.merging.bank import Bank as ModelBank
+from workers.types import Placement
 
+FAMILY = "shipped"
+TRIALS, SAMPLES, NUM_SKILLS = 960, 30, 3
+BUDGET = TRIALS * SAMPLES * NUM_SKILLS
 EPISODES = 30
-POLICY = {"policy": "conditioned", "episodes": EPISODES}
-METHODS: Mapping[str, Mapping[str, Any]] = {
-    "hm3": {"algorithm": "hm3", "preferences": {"lattice": 4}},
-    "hm3_merged": {"algorithm": "hm3", "preferences": {"lattice": 4}},
-    "moead": {"algorithm": "moead"},
-    "smac": {"algorithm": "smac"},
-    "grid": {"algorithm": "grid"},
-    "random": {"algorithm": "random"},
+
+PATHS: Mapping[str, Any] = {"kind": "hm3", "min_path_length": 6, "max_path_length": 10}
+MERGED: Mapping[str, Any] = {**PATHS, "merged": {}}
+VECTORS: Mapping[str, Any] = {"preferences": {"lattice": 4}}
+# A third of the policy's iterations explore less and less.
+LEARNING = {"policy": "conditioned", "episodes": EPISODES, "explored": TRIALS // EPISODES // 3}
+POLICY: Mapping[str, Any] = {"algorithm": "hm3", "hm3": LEARNING, **VECTORS}
+GRADIENTS: Mapping[str, Any] = {"algorithm": "auto", "gradient": {"steps": 48, "points": 30}, **VECTORS}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A searcher's section and its space. With `num_objectives` 1 it searches the mean of the skills."""
+
+    search: Mapping[str, Any]
+    space: Mapping[str, Any] | None = None
+
+    @property
+    def goal(self) -> str:
+        return "skills" if Feature.OBJECTIVES in SEARCHERS[self.search["algorithm"]].handles else "mean"
+
+    def spec(self, name: str, seed: int, *, family: str = FAMILY, trials: int = TRIALS) -> SearchSpec:
+        samples = SAMPLES if self.goal == "skills" else SAMPLES * NUM_SKILLS
+        search = {**self.search, "max_trials": trials}
+        fidelity = {"scheduler": "none", "max_samples": samples}
+        budget = BUDGET if self.search["algorithm"] == "auto" else None
+        return SearchSpec(family, self.goal, name, seed, search, space=self.space, fidelity=fidelity, budget=budget)
+
+
+METHODS: Mapping[str, Method] = {
+    "hm3": Method(POLICY, PATHS),
+    "moead": Method({"algorithm": "moead"}, PATHS),
+    "de": Method({"algorithm": "de"}, PATHS),
+    "es": Method({"algorithm": "es"}, PATHS),
+    "grid": Method({"algorithm": "grid"}, PATHS),
+    "random": Method({"algorithm": "random"}, PATHS),
+    "hm3_merged": Method(POLICY, MERGED),
+    "moead_merged": Method({"algorithm": "moead", **VECTORS}, MERGED),
+    "dis": Method({"algorithm": "smac"}, {"kind": "dis", "preset": "d1m3r1"}),
+    "lfs_dis": Method({"algorithm": "smac"}, {"kind": "lfs", "preset": "paper"}),
+    "layerwise": Method(GRADIENTS),
 }
+ABLATIONS: Mapping[str, Method] = {
+    "paths alone": METHODS["hm3"],
+    "paths and merged models": METHODS["hm3_merged"],
+    "paths, alignment: moments": Method(POLICY, {**PATHS, "alignment": "moments"}),
+    "paths, alignment: mlp": Method(POLICY, {**PATHS, "alignment": "mlp"}),
+}
+# Not in the lattice of fourths.
+UNSEEN = ((0.45, 0.45, 0.1), (0.1, 0.3, 0.6))
+NUM_SCORED = 16
 
 
-def study(method: str, seed: int, trials: int) -> dict[str, Any]:
-    """docs/examples/hm3.yaml with another searcher. A third of the policy's iterations explore less and less."""
-    document = load_study(ROOT / "docs" / "examples" / "hm3.yaml").canonical()
-    search: dict[str, Any] = {**METHODS[method], "max_trials": trials, "seed": seed}
-    if search["algorithm"] == "hm3":
-        search["hm3"] = {**POLICY, "explored": max(1, trials // EPISODES // 3)}
-    document["search_space"]["merged"] = {} if method == "hm3_merged" else None
-    return {**document, "name": f"{method}-{seed}", "search": search}
+@dataclass(frozen=True)
+class Found:
+    """The front of a search: its hypervolume on search data, and its merges judged [merges, skills, items]."""
+
+    search: float
+    judged: NDArray[np.bool_]
+    paths: int
+    spent: int
+    seconds: float
 
 
-def run(methods: str = "", seeds: str = "", trials: int = 0) -> dict[str, Any]:
-    chosen = (methods or os.environ.get("HM3_METHODS") or ",".join(METHODS)).split(",")
-    first, _, last = (seeds or os.environ.get("HM3_SEEDS") or "0-4").partition("-")
-    numbers = list(range(int(first), int(last or first) + 1))
-    count = trials or int(os.environ.get("HM3_TRIALS") or 960)
-    found = {method: [_volumes(method, seed, count) for seed in numbers] for method in chosen}
-    return {"trials": count, "seeds": numbers, "volumes": found}
+def run() -> dict[str, Any]:
+    torch.set_num_threads(1)
+    first, _, last = os.environ.get("HM3_SEEDS", "0-4").partition("-")
+    seeds = range(int(first), int(last or first) + 1)
+    parts: Mapping[str, Callable[[range], dict[str, Any]]] = {
+        "fronts": fronts, "ablations": ablations, "zero_shot": zero_shot
+    }  # fmt: skip
+    asked = os.environ.get("HM3_PARTS", ",".join(parts)).split(",")
+    check = check_against_engine(FAMILY, MERGED)
+    return {"seeds": list(seeds), "against_engine": check, **{part: parts[part](seeds) for part in asked}}
 
 
-def _volumes(method: str, seed: int, trials: int) -> dict[str, float]:
-    directory = CACHE / f"{method}-{seed}-{trials}"
-    if not _is_finished(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        file = directory.with_suffix(".json")
-        file.write_text(json.dumps(study(method, seed, trials)))
-        command = [sys.executable, "-m", "service.cli.main", "run", str(file), "--out", str(directory)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    pareto = json.loads((directory / "pareto.json").read_text())
-    rows = [json.loads(line) for line in (directory / "trials.jsonl").read_text().splitlines()]
-    costs = [
-        tuple(1 - value for value in row["values"].values())
-        for row in rows
-        if row["origin"] == "search" and row["state"] == "COMPLETE"
-    ]
-    front = [each for each, is_best in zip(costs, non_dominated(costs), strict=True) if is_best]
-    judged = pareto["holdout_hypervolume"]
+# -- the parts ---------------------------------------------------------------------------------------------------------
+
+
+def fronts(seeds: range) -> dict[str, Any]:
+    names = os.environ.get("HM3_METHODS", ",".join(METHODS)).split(",")
+    found = {name: [found_by(name, seed) for seed in seeds] for name in names}
     return {
-        "search": hypervolume(front),
-        "holdout": judged["value"],
-        "paths": float(len({row["recipe_digest"] for row in rows if row["origin"] == "search"})),
+        "rows": [row_of(name, each) for name, each in found.items()],
+        "hm3_minus": {
+            f"{own} minus {name}": volume_interval([[f.judged for f in found[own]]], [[f.judged for f in each]])
+            for own in ("hm3", "hm3_merged")
+            for name, each in found.items()
+            if own in found and name != own
+        },
     }
 
 
-def _is_finished(directory: Path) -> bool:
-    file = directory / "summary.json"
-    return file.exists() and json.loads(file.read_text())["state"] == "COMPLETE"
+def ablations(seeds: range) -> dict[str, Any]:
+    bench = Bench.of(FAMILY)
+    found = {
+        name: [front_found(bench, done(bench, method.spec(spec_name(name), seed))) for seed in seeds]
+        for name, method in ABLATIONS.items()
+    }
+    found["merged models alone"] = [merged_alone(bench, seed) for seed in seeds]
+    whole = [f.judged for f in found["paths and merged models"]]
+    return {
+        "rows": [row_of(name, each) for name, each in found.items()],
+        "whole_minus": {
+            name: volume_interval([whole], [[f.judged for f in each]])
+            for name, each in found.items()
+            if name != "paths and merged models"
+        },
+    }
+
+
+def zero_shot(seeds: range) -> dict[str, Any]:
+    """Judge items, weighted by the preference: the first path that the policy proposes, the best of NUM_SCORED on
+    search data, and the best of a search for this vector alone, with as many samples as all 15 vectors had."""
+    bench = Bench.of(FAMILY)
+    rows = []
+    for vector in UNSEEN:
+        weights = np.array(vector)[:, None]
+        values: dict[str, list[NDArray[np.float64]]] = {"first": [], "best of 16": [], "trained for it": []}
+        for seed in seeds:
+            spec = METHODS["hm3"].spec("hm3", seed)
+            done(bench, spec)
+            preflight = bench.preflight(spec)
+            configurations = SEARCHER.proposals(
+                preflight.space.parameters,
+                preference=vector,
+                count=NUM_SCORED,
+                seed=seed,
+                setting=preflight.search_setting(num_baselines=len(preflight.baselines())),
+                checkpoints=bench.policy(spec),
+            )
+            recipes = [preflight.space.to_recipe(each) for each in configurations]
+            scores = [searched(bench, recipe, seed) @ vector for recipe in recipes]
+            names = dict(zip(FAMILIES[FAMILY].skills, vector, strict=True))
+            alone = {**METHODS["hm3"].search, "preferences": {"vectors": [names]}}
+            trained = done(bench, Method(alone, PATHS).spec("hm3-for-" + "-".join(map(str, vector)), seed))
+            best = max(trained.proposed().trials, key=lambda trial: np.array(list(trial.values.values())) @ vector)
+            for name, merge in (
+                ("first", bench.judged(recipes[0])),
+                ("best of 16", bench.judged(recipes[int(np.argmax(scores))])),
+                ("trained for it", judged(bench, trained, best)),
+            ):
+                values[name].append(merge * weights * NUM_SKILLS)
+        stacked = {name: np.stack(each) for name, each in values.items()}
+        rows.append({
+            "vector": vector,
+            **{name: by_seed(each) for name, each in stacked.items()},
+            "minus": {n: interval([stacked[n]], [stacked["trained for it"]]) for n in ("first", "best of 16")},
+        })  # fmt: skip
+    return {"rows": rows}
+
+
+# -- searches and what they found --------------------------------------------------------------------------------------
+
+
+def spec_name(name: str) -> str:
+    """Of a method, whose searches of both parts are the same."""
+    return {"paths alone": "hm3", "paths and merged models": "hm3_merged"}.get(name, name.replace(" ", "-"))
+
+
+def found_by(name: str, seed: int) -> Found:
+    if name == "lfs_dis":
+        return chained(seed)
+    bench, method = Bench.of(FAMILY), METHODS[name]
+    found = done(bench, method.spec(name, seed))
+    return front_found(bench, with_skills(bench, found) if method.goal == "mean" else found)
+
+
+def front_found(bench: Bench, found: Run) -> Found:
+    proposed = found.proposed().trials
+    front = front_of(proposed)
+    merges = np.stack([judged(bench, found, trial) for trial in front])
+    return Found(volume(front), merges, len({trial.digest for trial in proposed}), found.spent, found.seconds)
+
+
+def with_skills(bench: Bench, found: Run) -> Run:
+    """A search of the mean with its trials' values of each skill."""
+
+    def scored(trial: Trial) -> Trial:
+        values = searched(bench, bench.recipe(found.spec, trial), found.spec.seed)
+        return replace(trial, values=dict(zip(bench.family.skills, values.tolist(), strict=True)))
+
+    return replace(found, trials=tuple(scored(trial) for trial in found.proposed().trials))
+
+
+def chained(seed: int) -> Found:
+    """LFS, then DIS with the best merge of LFS as a fourth model; the front of both."""
+    bench, lfs = Bench.of(FAMILY), METHODS["lfs_dis"]
+    first = done(bench, lfs.spec("lfs", seed, trials=TRIALS // 2))
+    best = max(first.proposed().trials, key=lambda trial: trial.mean)
+    directory = CACHE / "chained" / best.digest[:16]
+    if not directory.exists():
+        export(bench.recipe(first.spec, best), ModelBank(bench.judge.family, Placement.MAPPED), directory)
+    longer = Bench(ChainedFamily(f"{FAMILY}-lfs-{seed}", FAMILIES[FAMILY].skills, found=str(directory.resolve())))
+    dis = replace(METHODS["dis"], space={"kind": "dis", "depth_granularity": 1})
+    second = done(longer, dis.spec("dis", seed, family=longer.family.name, trials=TRIALS - TRIALS // 2))
+    of_first = {trial.digest for trial in first.proposed().trials}
+    front = front_of([
+        *first.proposed().trials,
+        *(replace(trial, number=trial.number + len(first.trials)) for trial in second.proposed().trials),
+    ])  # fmt: skip
+    merges = []
+    for trial in front:
+        if trial.digest in of_first:
+            merges.append(judged(bench, first, trial))
+        else:
+            merges.append(judged(longer, second, trial))
+    return Found(
+        volume(front),
+        np.stack(merges),
+        len(of_first | {trial.digest for trial in second.proposed().trials}),
+        first.spent + second.spent,
+        first.seconds + second.seconds,
+    )
+
+
+@dataclass(frozen=True)
+class ChainedFamily(TrainedFamily):
+    """The shipped family with a merge as a fourth expert."""
+
+    found: str = ""
+
+    def study(self, goal: str, **sections: Any) -> Any:
+        root = self.directory()
+        experts = {skill: str(root / "experts" / skill) for skill in self.skills}
+        models = {"base": str(root / "base"), "experts": {**experts, "found": self.found}}
+        return super().study(goal, models=models, **sections)
+
+
+def merged_alone(bench: Bench, seed: int) -> Found:
+    """The merged models of the 15 preference vectors, without paths."""
+    preflight = bench.preflight(METHODS["hm3_merged"].spec("hm3_merged", seed))
+    space: Any = preflight.space
+    recipes = [recipe for name, recipe in space.pool.items() if name not in bench.family.skills]
+    values = [searched(bench, recipe, seed) for recipe in recipes]
+    trials = [
+        Trial(number, "search", "", None, recipe.digest, dict(zip(bench.family.skills, each.tolist(), strict=True)), 0)
+        for number, (recipe, each) in enumerate(zip(recipes, values, strict=True))
+    ]
+    front = front_of(trials)
+    merges = np.stack([bench.judged(recipes[trial.number]) for trial in front])
+    return Found(volume(front), merges, len(recipes), len(recipes) * SAMPLES * NUM_SKILLS, 0.0)
+
+
+def searched(bench: Bench, recipe: Recipe, seed: int) -> NDArray[np.float64]:
+    """Of each skill the share of its first SAMPLES search samples in a search with this seed."""
+    means: NDArray[np.float64] = bench.searched(recipe, seed, SAMPLES).mean(axis=1)
+    return means
+
+
+def by_seed(values: NDArray[np.float64]) -> list[float]:
+    return [float(each) for each in values.mean(axis=(1, 2))]
+
+
+def row_of(name: str, found: Sequence[Found]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "search": [each.search for each in found],
+        "judge": [volume_of(each.judged) for each in found],
+        "best_mean": [float(each.judged.mean(axis=(1, 2)).max()) for each in found],
+        "merges": [len(each.judged) for each in found],
+        "paths": [each.paths for each in found],
+        "spent": [each.spent for each in found],
+        "seconds": [each.seconds for each in found],
+    }
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
 
 
 def show(result: dict[str, Any]) -> None:
-    print(f"{result['trials']} trials, seeds {', '.join(map(str, result['seeds']))}; mean (deviation)")
-    print("| method | proposals, search data | finalists, holdout data | different paths |\n|---|---|---|---|")
-    for method, runs in result["volumes"].items():
-        cells = []
-        for name, digits in (("search", 3), ("holdout", 3), ("paths", 0)):
-            values = [each[name] for each in runs]
-            cells.append(f"{statistics.fmean(values):.{digits}f} ({statistics.pstdev(values):.{digits}f})")
-        print(f"| {method} | {' | '.join(cells)} |")
+    check = result["against_engine"]
+    equal, seeds = check["compared"] - check["differing"], result["seeds"]
+    print(f"seeds {seeds[0]} to {seeds[-1]}; vLLM scores {equal:,} of {check['compared']:,} samples alike")
+    for part, minus in (("fronts", "hm3_minus"), ("ablations", "whole_minus")):
+        if part in result:
+            _show_rows(part, result[part]["rows"])
+            for name, found in result[part][minus].items():
+                print(f"{'' if part == 'fronts' else 'paths and merged models minus '}{name}: {_interval(found)}")
+    for row in result.get("zero_shot", {}).get("rows", ()):
+        cells = [f"{name} {_spread(row[name])}" for name in ("first", "best of 16", "trained for it")]
+        print(f"zero-shot {row['vector']}: {', '.join(cells)}")
+        print("  minus trained: " + ", ".join(f"{name} {_interval(each)}" for name, each in row["minus"].items()))
+
+
+def _show_rows(part: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    print(f"{part}: hypervolume of fronts; best mean on judge items; merges of the front; different merges; seconds")
+    print("| search | search data | judge items | best mean | front | merges | samples' worth | s |")
+    for row in rows:
+        print(
+            f"| {row['name']} | {_spread(row['search'])} | {_spread(row['judge'])} | {_spread(row['best_mean'])} | "
+            f"{np.mean(row['merges']):.0f} | {np.mean(row['paths']):.0f} | {np.mean(row['spent']):,.0f} | "
+            f"{np.mean(row['seconds']):.0f} |"
+        )
+
+
+def _spread(values: Sequence[float]) -> str:
+    spread = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+    return f"{np.mean(values):.3f} ± {spread:.3f}"
+
+
+def _interval(found: Mapping[str, float]) -> str:
+    return f"{found['value']:+.3f} [{found['low']:+.3f}, {found['high']:+.3f}]"

@@ -2,8 +2,9 @@
 
 A greedy completion is the reference answer exactly if every token of the answer, and then a token that ends it, is the
 model's first choice after the tokens before it. One forward pass over prompt and answer shows all of that. Merging,
-model and references are those of the product's gradients. What equals the engine is completions that must equal the
-answer as they are (inline tasks whose answers have no white space at their ends); `bench_search` compares both first.
+model and references are those of the product's gradients; a path of another number of layers, or with alignments, is a
+model of its own, as the product's verification makes it. What equals the engine is completions that must equal the
+answer as they are (inline tasks whose answers have no white space at their ends); the benches compare both first.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +20,11 @@ from numpy.typing import NDArray
 
 from search_spaces.recipe import Recipe
 from search_spaces.study.sections import EngineOptions
+from workers.engines.transformers.backend import merged_model
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.references import Reading, References, Target
+from workers.merging.alignments import alignments_before
 from workers.merging.bank import Bank
 from workers.merging.materialize import computations, merge_into, plan_tensors
 from workers.training.losses import minibatches
@@ -92,6 +96,7 @@ class OnePass:
         self._references = References(TaskEvaluator(None, Prompts(self._bank.sources.result_dir, options)))
         self._batches: dict[tuple[str, int, int], list[_Batch]] = {}
         self._held: Mapping[str, Hashable] = {}
+        self._path: tuple[str, Any] | None = None
         self.num_swaps = 0
 
     def score(self, request: ScoreRequest) -> ScoreResult:
@@ -119,8 +124,7 @@ class OnePass:
         """Whether each sample at positions `start` to `stop` - 1 is answered right [stop - start]."""
         file = self._memory / f"{recipe.digest[:32]}-{task.digest[:16]}-{start}-{stop}.npy"
         if not file.exists():
-            self._hold(recipe)
-            found = self._read(self._prepared(task, start, stop), stop - start)
+            found = self._read(self._holding(recipe), self._prepared(task, start, stop), stop - start)
             np.save(file.with_suffix(".part.npy"), found)
             file.with_suffix(".part.npy").rename(file)
         known: NDArray[np.bool_] = np.load(file)
@@ -128,6 +132,15 @@ class OnePass:
 
     def num_samples(self, task: TaskSpec) -> int:
         return len(self._references.targets(task))
+
+    def _holding(self, recipe: Recipe) -> Any:
+        """The transformers model that is this merge."""
+        if len(recipe.layers) == self._bank.layout.num_layers and not any(alignments_before(recipe)):
+            self._hold(recipe)
+            return self._model.module
+        if self._path is None or self._path[0] != recipe.digest:
+            self._path = recipe.digest, merged_model(recipe, self._bank, dtype="float32")
+        return self._path[1]
 
     def _hold(self, recipe: Recipe) -> None:
         plan = plan_tensors(recipe, self._bank)
@@ -151,10 +164,11 @@ class OnePass:
         return self._batches[key]
 
     @torch.inference_mode()
-    def _read(self, batches: Sequence[_Batch], num_samples: int) -> NDArray[np.bool_]:
+    def _read(self, model: Any, batches: Sequence[_Batch], num_samples: int) -> NDArray[np.bool_]:
         is_right = np.zeros(num_samples, dtype=np.bool_)
         for batch in batches:
-            logits = self._model.logits(batch.tokens, batch.last).flatten(0, 1)
+            output = model(input_ids=batch.tokens, use_cache=False, logits_to_keep=batch.last)
+            logits = output.logits[:, -batch.last :].flatten(0, 1)
             chosen = logits.index_select(0, batch.index).argmax(-1)
             is_wrong = (chosen[:, None] != batch.accepted).all(1)
             wrong = torch.zeros(len(batch.tokens)).index_add(0, batch.row, is_wrong.float())

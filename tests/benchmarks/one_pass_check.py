@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,17 @@ from workers.types import ScoreRequest, Span
 
 __all__ = ["check_against_engine"]
 
+NUM_RANDOM = 4
 
-def check_against_engine(name: str) -> dict[str, Any]:
-    """How many samples a vLLM engine scores otherwise, for a few recipes; from its file if it is there. The bench's own
-    values are compared in a process of its own, which starts the engine."""
+
+def check_against_engine(name: str, space: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """How many samples a vLLM engine scores otherwise, for a few recipes of the space (None: a study's default); from
+    its file if it is there. The bench's own values are compared in a process of its own, which starts the engine."""
     bench = Bench.of(name)
-    file = CACHE / "engine" / f"{bench.fingerprint[:16]}-{_code()}.json"
+    section = json.dumps(space, sort_keys=True)
+    file = CACHE / "engine" / f"{bench.fingerprint[:16]}-{_code(section)}.json"
     if not file.exists():
-        command = [sys.executable, "-m", __name__, name]
+        command = [sys.executable, "-m", __name__, name, section]
         # As in a replica: vLLM reads it before torch is imported.
         environment = {**os.environ, **engine_environment(EngineOptions())}
         output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
@@ -40,19 +44,19 @@ def check_against_engine(name: str) -> dict[str, Any]:
     return found
 
 
-def _code() -> str:
-    return hashlib.sha256(Path(one_pass.__file__).read_bytes()).hexdigest()[:8]
+def _code(section: str) -> str:
+    return hashlib.sha256(Path(one_pass.__file__).read_bytes() + section.encode()).hexdigest()[:8]
 
 
-def compare_with_engine(name: str) -> dict[str, Any]:
-    """Of the source and published recipes and two random merges, on the samples of a full evaluation."""
+def compare_with_engine(name: str, space: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Of the source and published recipes and some random merges, on the samples of a full evaluation."""
     from workers.serving.replica import EngineWorker
 
     bench = Bench.of(name)
-    preflight = bench.preflight(SearchSpec(name, "skills", "", 0, {}, fidelity={"scheduler": "none"}))
+    preflight = bench.preflight(SearchSpec(name, "skills", "", 0, {}, space, {"scheduler": "none"}))
     draw = np.random.default_rng(0)
     recipes = [recipe for _, _, recipe in preflight.baselines()]
-    recipes += [preflight.space.to_recipe(preflight.space.parameters.sample(draw)) for _ in range(2)]
+    recipes += [preflight.space.to_recipe(preflight.space.parameters.sample(draw)) for _ in range(NUM_RANDOM)]
     worker = EngineWorker(preflight.family, preflight.engine_options)
     worker.describe(tuple(preflight.tasks.values()))
     spans = tuple(Span(objective, task, 0, FULL) for objective, task in preflight.tasks.items())
@@ -68,4 +72,4 @@ def compare_with_engine(name: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(compare_with_engine(sys.argv[1])))
+    print(json.dumps(compare_with_engine(sys.argv[1], json.loads(sys.argv[2]))))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,13 +23,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from search_spaces.recipe import Recipe
+from search_spaces.spaces.base import AlignedSpace
 from service.store import Store
 from service.studies.preflight.examine import PreflightResult, examine
 from service.tune.coordinator import Coordinator
+from service.tune.proposing.checkpoints import SearcherState
 from service.tune.proposing.completions import SourceCompletions
 from service.tune.proposing.gradient_actor import GradientActor
-from service.tune.searchers import get_searcher
-from service.tune.searchers.base import Observation, SteppingSearcher
+from service.tune.searchers.base import Observation
 from service.tune.steps import Step, StepKind, StepRequest, StepResult
 from service.types import Origin
 from tests.benchmarks.one_pass import OnePass
@@ -38,6 +40,7 @@ from workers.types import ScoreRequest, TaskSpec
 __all__ = ["Bench", "Run", "SearchSpec", "Trial"]
 
 CACHE = Path(".bench/search")
+ALIGNMENTS = CACHE / "alignments"
 ROOT = Path(__file__).parents[2]
 
 # A coordinator's evaluations are scored one at a time, so chunks need not be small.
@@ -113,35 +116,44 @@ class _InProcess:
     """`proposals.Proposer` in the caller's thread."""
 
     def __init__(self, preflight: PreflightResult, actor: GradientActor | None, completions: SourceCompletions) -> None:
-        self._searcher = get_searcher(preflight.algorithm.name)
-        self._parameters = preflight.space.parameters
-        self._setting = preflight.search_setting(num_baselines=len(preflight.baselines()))
+        setting = preflight.search_setting(num_baselines=len(preflight.baselines()))
+        self._searcher = SearcherState(preflight.algorithm.name, preflight.space.parameters, setting, (), {})
         self._seed = preflight.study.search.seed
         self._actor = actor
         self._completions = completions
-        self._steps: list[Step] = []
+        self._num_steps = 0
         self._call: dict[str, Any] = {}
+        self._answer: StepRequest | dict[str, Any] = {}
+        self.checkpoints: dict[int, bytes] = {}
+        """The newest policy's checkpoint, by the iteration that it has learned from last."""
 
     def submit(self, *, number: int, observations: Sequence[Observation], pending: Sequence[Mapping[str, Any]]) -> None:
         self._call = {"number": number, "seed": self._seed, "observations": observations, "pending": pending}
+        self._answer = self._searcher.propose(**self._call)
 
     def result(self, *, timeout_s: float) -> Step | dict[str, Any] | None:
-        if not isinstance(self._searcher, SteppingSearcher):
-            return self._searcher.propose(self._parameters, **self._call)
-        answer = self._searcher.advance(self._parameters, steps=self._steps, setting=self._setting, **self._call)
-        if not isinstance(answer, StepRequest):
-            return answer
-        if answer.kind is StepKind.NOTE:
-            return Step(len(self._steps), self._call["number"], answer, StepResult())
-        assert self._actor is not None
-        if answer.kind is StepKind.COMPLETIONS:
-            found = self._completions.find(answer)
-            self._actor.use_completions(self._completions.read(found.completions))
-            return Step(len(self._steps), self._call["number"], answer, found)
-        return Step(len(self._steps), self._call["number"], answer, self._actor.run(answer))
+        if not isinstance(self._answer, StepRequest):
+            return self._answer
+        return Step(self._num_steps, self._call["number"], self._answer, self._computed(self._answer))
 
     def stored(self, step: Step) -> None:
-        self._steps.append(step)
+        self._num_steps += 1
+        self._answer = self._searcher.propose_after(step, **self._call)
+
+    def _computed(self, request: StepRequest) -> StepResult:
+        if request.kind is StepKind.NOTE:
+            return StepResult()
+        if request.kind is StepKind.UPDATE:
+            result, content = self._searcher.update(request, **self._call)
+            if content is not None:
+                self.checkpoints = {request.iteration: content}
+            return result
+        assert self._actor is not None
+        if request.kind is StepKind.COMPLETIONS:
+            found = self._completions.find(request)
+            self._actor.use_completions(self._completions.read(found.completions))
+            return found
+        return self._actor.run(request)
 
 
 @dataclass(eq=False)
@@ -162,37 +174,49 @@ class Bench:
 
     @cached_property
     def scorer(self) -> OnePass:
-        return OnePass(self.judge.family, self.judge.engine_options, memory=CACHE / "scores")
+        family = replace(self.judge.family, alignments_dir=str(ALIGNMENTS.resolve()))
+        return OnePass(family, self.judge.engine_options, memory=CACHE / "scores")
 
     @property
     def fingerprint(self) -> str:
         return self.judge.family.fingerprint
 
     def preflight(self, spec: SearchSpec) -> PreflightResult:
-        return examine(self.family.study(spec.goal, **spec.document()))
+        return with_alignments(examine(self.family.study(spec.goal, **spec.document())))
 
     def run(self, spec: SearchSpec) -> Run:
         """The search, from its file if it is there."""
-        file = CACHE / "runs" / spec.family / spec.goal / f"{spec.name}-{spec.seed}.json"
-        key = self._key(spec)
+        file, key = self._file(spec), self._key(spec)
         if file.exists() and (stored := json.loads(file.read_text()))["key"] == key:
             trials = tuple(Trial(**trial) for trial in stored["trials"])
             return Run(spec, trials, stored["spent"], tuple(stored["notes"]), stored["seconds"])
-        found = self._search(spec)
-        document = {"key": key, **asdict(found)}
+        found, checkpoints = self._search(spec)
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.with_suffix(".part").write_text(json.dumps(document))
+        for iteration, content in checkpoints.items():
+            file.with_suffix(f".{iteration}.policy").write_bytes(content)
+        file.with_suffix(".part").write_text(json.dumps({"key": key, **asdict(found)}))
         file.with_suffix(".part").rename(file)
         return found
+
+    def policy(self, spec: SearchSpec) -> dict[int, bytes]:
+        """The checkpoint of the policy that a finished search has learned last, by its iteration."""
+        files = self._file(spec).parent.glob(f"{spec.name}-{spec.seed}.*.policy")
+        iterations = {int(file.suffixes[-2][1:]): file for file in files}
+        newest = max(iterations)
+        return {newest: iterations[newest].read_bytes()}
+
+    def _file(self, spec: SearchSpec) -> Path:
+        return CACHE / "runs" / spec.family / spec.goal / f"{spec.name}-{spec.seed}.json"
 
     def judged(self, recipe: Recipe) -> NDArray[np.bool_]:
         """Which judge items the merge answers right: [skills, items]."""
         return np.stack([self._all(recipe, task) for task in self.judge.tasks.values()])
 
-    def searched(self, recipe: Recipe, seed: int) -> NDArray[np.bool_]:
-        """Which search items it answers right, all of every skill."""
+    def searched(self, recipe: Recipe, seed: int, num: int | None = None) -> NDArray[np.bool_]:
+        """Which search items it answers right: all of every skill, or the first `num` of a search with that seed."""
         spec = SearchSpec(self.family.name, "skills", "", seed, {}, fidelity={"scheduler": "none"})
-        return np.stack([self._all(recipe, task) for task in self.preflight(spec).tasks.values()])
+        tasks = self._prepared(spec.goal, json.dumps(spec.document(), sort_keys=True)).tasks.values()
+        return np.stack([self._all(recipe, task, num) for task in tasks])
 
     def recipe(self, spec: SearchSpec, trial: Trial) -> Recipe:
         preflight = self._prepared(spec.goal, json.dumps(spec.document(), sort_keys=True))
@@ -205,17 +229,17 @@ class Bench:
 
     @cache  # noqa: B019  (one bench for each family, which lives as long as the process)
     def _prepared(self, goal: str, document: str) -> PreflightResult:
-        return examine(self.family.study(goal, **json.loads(document)))
+        return with_alignments(examine(self.family.study(goal, **json.loads(document))))
 
-    def _all(self, recipe: Recipe, task: TaskSpec) -> NDArray[np.bool_]:
-        return self.scorer.exact_matches(recipe, task, 0, self.scorer.num_samples(task))
+    def _all(self, recipe: Recipe, task: TaskSpec, num: int | None = None) -> NDArray[np.bool_]:
+        return self.scorer.exact_matches(recipe, task, 0, self.scorer.num_samples(task) if num is None else num)
 
     def _key(self, spec: SearchSpec) -> str:
         """What decides the search: study, models, code."""
         parts = [json.dumps(asdict(spec), sort_keys=True), self.fingerprint, code_of(spec.search["algorithm"])]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
-    def _search(self, spec: SearchSpec) -> Run:
+    def _search(self, spec: SearchSpec) -> tuple[Run, Mapping[int, bytes]]:
         started = time.perf_counter()
         preflight = self.preflight(spec)
         actor = self._actor(preflight)
@@ -228,7 +252,7 @@ class Bench:
 
     def _searched_in(
         self, store: Store, spec: SearchSpec, preflight: PreflightResult, actor: GradientActor | None, started: float
-    ) -> Run:
+    ) -> tuple[Run, Mapping[int, bytes]]:
         resolved = preflight.resolved()
         study = store.create_study(name=spec.name, document=preflight.study.canonical(), resolved=resolved)
 
@@ -237,12 +261,13 @@ class Bench:
             return scored + sum(step.charged for step in store.steps(study.id))
 
         full = sum(preflight.rung_samples[-1].values())
+        proposer = _InProcess(preflight, actor, SourceCompletions(store, study.id, preflight.objectives))
         coordinator = Coordinator(
             replace(preflight.plan(study.id, resolved), holdout_samples={}, chunk_samples=CHUNK_SAMPLES),
             space=preflight.space,
             store=store,
             writer=store.open_attempt(study.id),
-            proposer=_InProcess(preflight, actor, SourceCompletions(store, study.id, preflight.objectives)),
+            proposer=proposer,
             is_out_of_budget=lambda: (
                 "the bench's budget" if spec.budget is not None and spent() + full > spec.budget else None
             ),
@@ -272,7 +297,8 @@ class Bench:
                     )
                 )
         notes = [step.document["request"]["label"] for step in charged if step.document["request"]["kind"] == "note"]
-        return Run(spec, tuple(trials), spent(), tuple(notes), time.perf_counter() - started)
+        found = Run(spec, tuple(trials), spent(), tuple(notes), time.perf_counter() - started)
+        return found, proposer.checkpoints
 
     def _actor(self, preflight: PreflightResult) -> GradientActor | None:
         if preflight.algorithm.name != "gradient":
@@ -282,12 +308,35 @@ class Bench:
         return GradientActor(job)
 
 
+def with_alignments(preflight: PreflightResult) -> PreflightResult:
+    """The study with the alignments that its space needs, learned if they are not known."""
+    space = preflight.space
+    if not isinstance(space, AlignedSpace) or space.alignment == "none":
+        return preflight
+    import ray
+
+    from service.tune.proposing.alignments import alignments_in
+    from workers.training.hm3.activations import positions_of
+    from workers.training.hm3.pairs import AlignmentJob
+
+    positions = positions_of({name: info.num_samples for name, info in preflight.task_infos.items()})
+    job = AlignmentJob(
+        preflight.family, space.pool, preflight.engine_options, dict(preflight.tasks), positions, space.alignment
+    )
+    ray.init(ignore_reinit_error=True, include_dashboard=False)
+    names = alignments_in(ALIGNMENTS, job, space.pairs, before={}, note=lambda text: print(text, file=sys.stderr))
+    family = replace(preflight.family, alignments_dir=str(ALIGNMENTS.resolve()))
+    return replace(preflight, space=space.with_alignments(names), family=family)
+
+
 @cache
 def code_of(algorithm: str) -> str:
     """A digest of the code that decides a search's trials: the searcher's module and the coordinator, and what these
     import of the search."""
     name = "gradient" if algorithm == "auto" else algorithm
     modules = [f"service.tune.searchers.{name}", "service.tune.coordinator"]
+    if name == "hm3":
+        modules += ["service.tune.proposing.checkpoints"]
     if name == "gradient":
         modules += ["service.tune.proposing.gradient_actor", "workers.training.gradients"]
     content = "".join(statements_of(path.read_text()) for path in sorted(_closure(modules)))

@@ -35,11 +35,13 @@ def algorithm_of(
 ) -> Algorithm:
     """The study's searcher. `auto` is `gradient` where coefficients have gradients and all objectives have references,
     as tests/benchmarks/bench_search.py shows best, and otherwise the searcher that `auto` is declared to be.
-    Preference vectors need one that uses them."""
+    Preference vectors need one that uses them, or a space that does."""
     found = _algorithm_of(study, space, tasks, problems)
     declared = SEARCHERS[found.name]
     why = f", and auto is {found.name} here as {found.reason}" if study.search.algorithm == AUTO else ""
-    if study.search.preferences is not None and not declared.uses_preferences:
+    paths = space.parameters.structure
+    is_merged_by_them = isinstance(paths, LayerPaths) and paths.num_preferences > 1
+    if study.search.preferences is not None and not (declared.uses_preferences or is_merged_by_them):
         able = ", ".join(name for name, each in SEARCHERS.items() if each.uses_preferences)
         message = f"{found.name} does not use preference vectors{why}; leave them out; searchers that do: {able}"
         problems.append(Problem("search.preferences", message))

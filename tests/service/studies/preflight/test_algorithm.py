@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from search_spaces.spaces.base import SearchSpace
 from search_spaces.study.file import Study, parse_study
 from service.studies.preflight.algorithm import Algorithm, algorithm_of
 from tests.conftest import write_choices
-from tests.search_spaces.spaces.families import space
+from tests.search_spaces.spaces.families import models, space
 from workers.types import TaskSpec
 
 LFS = space("lfs")
 LAYERWISE = space("layerwise")
+EQUAL = {"sums": 0.5, "choices": 0.5}
 
 
 @pytest.fixture
@@ -93,6 +95,15 @@ def test_preference_vectors_are_refused_by_searchers_that_do_not_use_them(tasks:
         assert [problem.field for problem in problems] == ["search.preferences"] * (not declared.uses_preferences)
     _, (problem,) = chosen("smac", LAYERWISE, tasks, preferences={"lattice": 2})
     assert problem.message == ("smac does not use preference vectors; leave them out; searchers that do: gradient, hm3")
+
+
+def test_every_searcher_of_a_pool_merged_by_preference_vectors_may_have_them(tasks: Any) -> None:
+    family = replace(models(experts=("sums", "choices")), preferences=({"sums": 1.0, "choices": 0.0}, EQUAL))
+    given = {"vectors": [{"sums": 1.0, "choices": 0.0}, EQUAL]}
+    for name in ("moead", "random", "smac", "grid"):
+        assert chosen(name, space("hm3", family, merged={}), tasks, preferences=given)[1] == []
+        _, (problem,) = chosen(name, space("hm3", family), tasks, preferences=given)
+        assert problem.field == "search.preferences"
 
 
 def test_samples_to_fit_are_refused_by_searchers_that_fit_none(tasks: Any) -> None:
