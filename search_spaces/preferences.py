@@ -49,17 +49,19 @@ def simplex_lattice(num_objectives: int, *, max_vectors: int) -> Vectors:
     return lattice(num_objectives, divisions=divisions)
 
 
-def lattice(num_objectives: int, *, divisions: int) -> Vectors:
-    """All vectors whose weights are multiples of 1/divisions, in lexicographic order, the first weights ascending."""
+def lattice(num_objectives: int, *, divisions: int, corners: bool = True) -> Vectors:
+    """All vectors whose weights are multiples of 1/divisions, in lexicographic order, the first weights ascending;
+    without `corners` those that are not one objective alone."""
     # A vector is a way of putting num_objectives - 1 bars between the steps: its weights are the gaps between bars.
     last = divisions + num_objectives - 1
     vectors = [np.diff((-1, *bars, last)) - 1 for bars in itertools.combinations(range(last), num_objectives - 1)]
-    return np.array(vectors, dtype=np.float64) / divisions
+    found = np.array(vectors, dtype=np.float64) / divisions
+    return found if corners else found[found.max(axis=1) < 1]
 
 
-def lattice_size(num_objectives: int, *, divisions: int) -> int:
+def lattice_size(num_objectives: int, *, divisions: int, corners: bool = True) -> int:
     """How many vectors `lattice` gives."""
-    return math.comb(divisions + num_objectives - 1, num_objectives - 1)
+    return math.comb(divisions + num_objectives - 1, num_objectives - 1) - (0 if corners else num_objectives)
 
 
 def dirichlet(num_objectives: int, *, num_vectors: int, rng: np.random.Generator, alpha: float = 1.0) -> Vectors:

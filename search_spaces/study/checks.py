@@ -134,6 +134,10 @@ def _search_contradictions(search: Search, objectives: Sequence[str]) -> Iterato
     if len(given) != 1:
         yield Problem(place, f"has {' and '.join(given) or 'none'} of lattice, dirichlet, vectors; give one of them")
         return
+    if not preferences.corners and (preferences.lattice is None or preferences.lattice < 2):
+        lack = "there is no lattice" if preferences.lattice is None else "lattice 1 has no other vectors"
+        yield Problem(f"{place}.corners", f"false: {lack}; leave it out, or give lattice: 2 or more")
+        return
     if len(objectives) < 2:
         if objectives:
             yield Problem(place, "has no effect with one objective; leave it out")

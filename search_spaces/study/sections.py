@@ -160,11 +160,11 @@ class GradientOptions(Section):
     learning_rate: Annotated[float, Field(gt=0)] = 0.2
     """Adam's, at the first step of a descent; it falls linearly to almost 0."""
     warm_steps: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    """Gradients of each descent after the first, at most `steps`. Default: a quarter of `steps`. Their learning rates
-    are those of the first one's last steps."""
+    """Gradients of each descent after the first, at most `steps`. Default: a quarter of `steps`."""
+    warm_rate: Annotated[float, Field(gt=0)] = 0.6
+    """The learning rate at their first step, in units of `learning_rate`; it falls in the same way."""
     points: Annotated[int, Field(ge=1, le=1000)] = 4
-    """How many points of the descents become trials: shared equally, evenly spaced in each; the last is its end. With
-    more descents than points, the end of each."""
+    """How many points of the descents become trials: shared equally, evenly spaced in each, whose end is always one."""
 
 
 class PolicyOptions(Section):
@@ -214,6 +214,8 @@ class Preferences(Section):
 
     lattice: Annotated[int, Field(ge=1, le=MAX_PREFERENCES)] | None = None
     """All vectors whose weights are multiples of 1/lattice."""
+    corners: bool = True
+    """false: without the vectors of the lattice that are one objective alone, where experts are good already."""
     dirichlet: DirichletOptions | None = None
     """Vectors drawn at random."""
     vectors: Annotated[tuple[dict[Name, float], ...], Field(min_length=1, max_length=MAX_PREFERENCES)] | None = None
@@ -222,7 +224,7 @@ class Preferences(Section):
     def size(self, num_objectives: int) -> int:
         """How many vectors there are."""
         if self.lattice is not None:
-            return preferences.lattice_size(num_objectives, divisions=self.lattice)
+            return preferences.lattice_size(num_objectives, divisions=self.lattice, corners=self.corners)
         return self.dirichlet.count if self.dirichlet is not None else len(self.vectors or ())
 
     def weights(self, objectives: Sequence[str], *, seed: int) -> tuple[tuple[float, ...], ...]:
@@ -230,7 +232,7 @@ class Preferences(Section):
         if self.vectors is not None:
             return tuple(preferences.preference_vector(vector, objectives=objectives) for vector in self.vectors)
         if self.lattice is not None:
-            found = preferences.lattice(len(objectives), divisions=self.lattice)
+            found = preferences.lattice(len(objectives), divisions=self.lattice, corners=self.corners)
         else:
             options = self.dirichlet or DirichletOptions(count=1)
             rng = np.random.default_rng((seed, PREFERENCES))
@@ -252,8 +254,7 @@ class Search(Section):
     preferences: Preferences | None = None
     """How much each objective matters: one descent or policy for each vector. Without it, one at equal weights."""
     fit_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Of algorithm: gradient: the share of each objective's samples that gradients are computed on. Below 1, trials
-    are scored and compared on the others alone; with 1, gradients and scores are of all samples."""
+    """Of algorithm: gradient: the share of each objective's samples for gradients; below 1 the others score trials."""
 
     def num_scored(self, num_samples: int) -> int:
         """How many of an objective's samples trials are scored on: the first ones in the order of the study's seed; the

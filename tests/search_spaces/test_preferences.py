@@ -51,6 +51,9 @@ def test_a_lattice_of_some_divisions_has_all_their_multiples(num_objectives: int
     expected = [[count / divisions for count in each] for each in counts if sum(each) == divisions]
     assert vectors.tolist() == expected
     assert lattice_size(num_objectives, divisions=divisions) == len(expected)
+    inner = lattice(num_objectives, divisions=divisions, corners=False)
+    assert inner.tolist() == [vector for vector in vectors.tolist() if max(vector) < 1]
+    assert lattice_size(num_objectives, divisions=divisions, corners=False) == len(inner)
 
 
 def test_a_large_alpha_draws_near_equal_weights_and_a_small_one_near_single_objectives() -> None:

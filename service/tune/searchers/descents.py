@@ -23,14 +23,14 @@ DECIMALS = 9
 @dataclass(frozen=True)
 class Descent:
     """`num_steps` gradients at one preference vector; `num_points` of its points become trials, evenly spaced, the
-    last is its end. `neighbours` are the earlier descents, the nearest first. `num_skipped` steps of the schedule of
-    learning rates are behind it at its start."""
+    last is its end. `neighbours` are the earlier descents, the nearest first. The learning rate falls linearly from
+    `learning_rate` at the first step."""
 
     preference: tuple[float, ...]
     neighbours: tuple[int, ...]
     num_steps: int
     num_points: int
-    num_skipped: int
+    learning_rate: float
 
     def num_steps_to(self, point: int) -> int:
         """How many gradients lead to its trial `point`, from 0."""
@@ -69,7 +69,7 @@ def _descents(options: GradientOptions, vectors: tuple[tuple[float, ...], ...]) 
             neighbours=neighbours,
             num_steps=warm_steps if number else steps,
             num_points=num_points if number else first_points,
-            num_skipped=steps - warm_steps if number else 0,
+            learning_rate=options.learning_rate * (options.warm_rate if number else 1),
         )
         for number, (vector, neighbours) in enumerate(order)
     )

@@ -200,8 +200,7 @@ class GradientSearcher:
             gradient = np.array(step.result.gradient)
             mean = self.beta1 * mean + (1 - self.beta1) * gradient
             square = self.beta2 * square + (1 - self.beta2) * gradient**2
-            passed = (descent.num_skipped + number) / setting.options.steps
-            rate = setting.options.learning_rate * (1 - passed + self.last_rate)
+            rate = descent.learning_rate * (1 - number / descent.num_steps + self.last_rate)
             direction = mean / (1 - self.beta1 ** (number + 1))
             size = np.sqrt(square / (1 - self.beta2 ** (number + 1))) + self.epsilon
             point = np.clip(point - rate * direction / size, low, high)

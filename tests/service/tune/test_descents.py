@@ -20,7 +20,7 @@ def over_lattice(num_objectives: int, divisions: int, options: GradientOptions =
 
 
 def test_without_preference_vectors_there_is_one_descent_at_equal_weights() -> None:
-    assert descents_of(OPTIONS, num_objectives=4) == (Descent((0.25,) * 4, (), 12, 4, 0),)
+    assert descents_of(OPTIONS, num_objectives=4) == (Descent((0.25,) * 4, (), 12, 4, 0.2),)
 
 
 def test_the_first_is_nearest_to_equal_weights_and_each_other_follows_a_neighbour() -> None:
@@ -59,7 +59,7 @@ def test_every_descent_has_a_point_and_together_they_have_as_many_as_the_study_s
     descents = over_lattice(2, 2, options)
     assert [descent.num_points for descent in descents] == expected
     assert [descent.num_steps for descent in descents] == [12, *[warm_steps or 3] * 2]
-    assert [descent.num_skipped for descent in descents] == [0, *[12 - (warm_steps or 3)] * 2]
+    assert [descent.learning_rate for descent in descents] == pytest.approx([0.2, 0.12, 0.12])
     for descent in descents:
         reached = [descent.num_steps_to(point) for point in range(descent.num_points)]
         assert reached[-1] == descent.num_steps
