@@ -21,6 +21,7 @@ from service.studies.merge_documents import Problems, read_document
 from service.studies.merge_sources import (
     aliases_of,
     chat_template_of,
+    check_own_tokens,
     place_of,
     stored_dtype,
     tokenizer_of,
@@ -32,7 +33,7 @@ from workers.errors import InvalidModel
 from workers.export.model_card import licence, recipe_rows
 from workers.mergekit.config import DTYPES, split_adapter
 from workers.mergekit.importer import to_recipe
-from workers.mergekit.reader import read_configuration
+from workers.mergekit.reader import read_configuration, shown
 from workers.models.family import ResolvedFamily, resolve_family, resolve_model
 from workers.models.hub import named
 from workers.models.merged_files import merged_config
@@ -252,9 +253,9 @@ def _of_recipe(document: Any, directories: Mapping[str, Path], problems: Problem
     recipe = Recipe.from_json(document)
     template = document.get("chat_template")
     if not isinstance(template, str | None):
-        problems.add(f"chat_template: {template!r} is not a text")
+        problems.add(f"chat_template: {shown(template)} is not a text")
     if (stated := document.get("dtype")) not in (*DTYPES, None):
-        problems.add(f"dtype: {stated!r} is not supported; give {', '.join(DTYPES)}")
+        problems.add(f"dtype: {shown(stated)} is not supported; give {', '.join(DTYPES)}")
     if missing := sorted(set(recipe.models) - set(directories)):
         hint = " ".join(f"--model {alias}=DIR" for alias in missing)
         problems.add(f"no directory is given for {', '.join(missing)}; add {hint}")
@@ -311,13 +312,16 @@ def _of_configuration(
     base = aliases.get(configuration.base, "")
     tokenizer = tokenizer_of(configuration, aliases) if is_read else "base"
     vocabulary = vocabulary_of(configuration, aliases) if is_read else {}
-    sources = _opened(base, places, tokenizer, adapted, vocabulary, problems)
+    unmerged = {aliases[model]: place for model, place in configuration.unmerged.items()}
+    sources = _opened(base, places, tokenizer, adapted, vocabulary, problems, unmerged)
     template: str | None = None
     if sources is not None or configuration.chat_template != "auto":
         with problems.collected():
             template = chat_template_of(configuration.chat_template, file, sources)
     if sources is None or not is_read:
         return None
+    with problems.collected():
+        check_own_tokens(configuration, aliases, sources, warn)
     kept = vocabulary_kept(configuration, aliases, sources, warn)
     if kept != tokenizer:
         tokenizer, vocabulary = kept, {**vocabulary, "by_id": True}
@@ -345,16 +349,17 @@ def _opened(
     adapted: Mapping[str, str | Path],
     vocabulary: Mapping[str, Any],
     problems: Problems,
+    unmerged: Mapping[str, str] | None = None,
 ) -> ResolvedFamily | None:
     """As `_resolved`; what is wrong with the models that are there is added to `problems`, and then the result is
-    None."""
+    None. `unmerged` are what messages call the models that are not merged."""
     if base not in places:
         return None
     is_complete = not problems
     with problems.collected():
         if is_complete:
-            return _resolved(base, places, tokenizer, adapted, vocabulary)
-        _resolved(base, places, "base", adapted, {})
+            return _resolved(base, places, tokenizer, adapted, vocabulary, unmerged)
+        _resolved(base, places, "base", adapted, {}, unmerged)
     return None
 
 
@@ -364,6 +369,7 @@ def _resolved(
     tokenizer: str,
     adapted: Mapping[str, str | Path],
     vocabulary: Mapping[str, Any],
+    unmerged: Mapping[str, str] | None = None,
 ) -> ResolvedFamily:
     """The models, `base` first (it may be the only one), with their headers checked; `adapted` are the models that
     adapters change, where that is not the base. Raises InvalidModel."""
@@ -378,6 +384,7 @@ def _resolved(
         adapted=adapted,
         any_depth=True,
         vocabulary=vocabulary,
+        names=unmerged,
     )
 
 

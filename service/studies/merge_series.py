@@ -17,7 +17,7 @@ from service.studies.merge import MergePlan, check_merge, merge_file
 from service.studies.merge_documents import read_documents
 from workers.errors import InvalidModel
 from workers.mergekit.config import split_adapter
-from workers.mergekit.reader import read_configuration
+from workers.mergekit.reader import read_configuration, shown
 
 __all__ = ["check_merges", "intermediate_dir", "merge_all"]
 
@@ -115,7 +115,7 @@ def _series(file: Path, note: Callable[[str], None], *, strict: bool) -> list[_D
     names = [content.get("name") if isinstance(content, Mapping) else None for content in contents]
     for number, (name, content) in enumerate(zip(names, contents, strict=True), start=1):
         if name is not None and not (isinstance(name, str) and NAME.fullmatch(name)):
-            problems.append(f"document {number}: name: {name!r} is not accepted; give letters, digits, . _ and -")
+            problems.append(f"document {number}: name: {shown(name)} is not accepted; give letters, digits, . _ and -")
         elif name is not None and names.count(name) > 1:
             problems.append(f"document {number}: name: {name} is given twice; merges need names of their own")
         if not isinstance(content, Mapping) or "merge_method" not in content:
@@ -162,7 +162,7 @@ def _in_order(file: Path, documents: Sequence[_Document]) -> list[_Document]:
         done = {document.name for document in ordered}
         ready = [document for document in waiting if done.issuperset(document.uses)]
         if not ready:
-            names = ", ".join(str(document.name) for document in waiting)
+            names = ", ".join(document.name or "(without a name)" for document in waiting)
             raise InvalidRecipe(f"{file}: the merges {names} are made from each other; one must come first")
         ready.sort(key=lambda document: document.name is None)
         ordered.append(ready[0])

@@ -16,6 +16,7 @@ from workers.models.hub import HUB_ID
 __all__ = [
     "aliases_of",
     "chat_template_of",
+    "check_own_tokens",
     "place_of",
     "stored_dtype",
     "tokenizer_of",
@@ -104,6 +105,25 @@ def vocabulary_kept(
                 "tokenizer_source: union to keep them"
             )
     return chosen
+
+
+def check_own_tokens(
+    configuration: MergekitConfig, aliases: Mapping[str, str], sources: ResolvedFamily, warn: Callable[[str], None]
+) -> None:
+    """Warn of tokens that are named without a source, which has no effect. Raises InvalidRecipe if a model has no row
+    for one."""
+    problems = []
+    for token in configuration.own_tokens:
+        lacking = [model for model, alias in aliases.items() if token not in sources.tokens_with_rows(alias)]
+        if lacking:
+            problems.append(
+                f"tokenizer.tokens.{token}.source: is missing, and {lacking[0]} has no such token; give a model, "
+                "kind: zero, or kind: model_token"
+            )
+        else:
+            warn(f"tokenizer.tokens.{token} has no effect: it has no source, and every model has a row for the token")
+    if problems:
+        raise InvalidRecipe("\n".join(problems))
 
 
 def _some(tokens: Sequence[str]) -> str:

@@ -23,11 +23,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Condition:
-    """Values, more than one as a gradient over layers, for the tensors whose names contain `filter`."""
+    """Values, more than one as a gradient over layers, for the tensors whose names contain `filter`; `text` is the
+    values as the file has them."""
 
     filter: str
     values: tuple[Scalar, ...]
     place: str
+    text: str
 
     def at(self, t: float) -> Scalar | None:
         """The value at t in [0, 1] of the way through the layers."""
@@ -79,18 +81,22 @@ class MergekitConfig:
     """A validated configuration. Models are named as it names them: directories or hub ids, MODEL+LORA for
     an adapter to a model.
 
-    `tokenizer_source` is "base", "union", a model, or None, which is the base. `stacks_experts`: all experts of a layer
-    are one tensor.
+    `module_settings` come before `settings`. `tokenizer_source` is "base", "union", a model, or None, which is the
+    base; `tokenizer_place` is its key. `own_tokens` are named without a source: every model has a row of its own.
+    `stacks_experts`: all experts of a layer are one tensor.
     """
 
     method: str
     slices: tuple[Slice, ...]
     base_model: str | None = None
     settings: Settings = field(default_factory=dict)
+    module_settings: Settings = field(default_factory=dict)
     dtype: str | None = None
     tokenizer_source: str | None = None
+    tokenizer_place: str = "tokenizer_source"
     chat_template: str | None = None
     tokens: Mapping[str, TokenSource] = field(default_factory=dict)
+    own_tokens: tuple[str, ...] = ()
     pad_to_multiple_of: int | None = None
     stacks_experts: bool = False
 
@@ -105,17 +111,27 @@ class MergekitConfig:
     @property
     def models(self) -> tuple[str, ...]:
         """Every model, the base first."""
+        return tuple(dict.fromkeys((*self._merged, *self.unmerged)))
+
+    @property
+    def _merged(self) -> tuple[str, ...]:
         inputs = (source.model for slice_ in self.slices for source in slice_.inputs)
         bases = (slice_.base for slice_ in self.slices if slice_.base is not None)
-        named = (self.tokenizer_source, *(token.model for token in self.tokens.values()))
-        others = (model for model in named if model not in (None, "base", "union"))
-        return tuple(dict.fromkeys(filter(None, [self.base, *inputs, *bases, *map(str, others)])))
+        return tuple(dict.fromkeys(filter(None, [self.base, *inputs, *bases])))
+
+    @property
+    def unmerged(self) -> Mapping[str, str]:
+        """The models that only the vocabulary needs, with the places that name them."""
+        places = {token.model: f"tokenizer.tokens.{name}.source" for name, token in self.tokens.items()}
+        places |= {self.tokenizer_source: self.tokenizer_place}
+        others = (None, "", "base", "union", *self._merged)
+        return {model: place for model, place in places.items() if model is not None and model not in others}
 
     def conditions(self) -> Iterator[Condition]:
         """Every setting of every parameter, wherever it is given."""
         inputs = (source.settings for slice_ in self.slices for source in slice_.inputs)
         of_slices = (slice_.settings for slice_ in self.slices)
-        for settings in (self.settings, *of_slices, *inputs):
+        for settings in (self.settings, self.module_settings, *of_slices, *inputs):
             for conditions in settings.values():
                 yield from conditions
 

@@ -20,7 +20,6 @@ from search_spaces.methods.mergekit import Parameter, Scalar, Values
 from search_spaces.recipe import COMPONENTS, LayerRecipe, Merge, Recipe, Source
 from workers.mergekit.config import MergekitConfig, ModelInput, Settings, Slice
 from workers.mergekit.methods import MERGEKIT_METHODS, Inputs
-from workers.mergekit.reader import shown
 from workers.models.components import Layout
 
 __all__ = ["to_recipe"]
@@ -122,7 +121,7 @@ class _Builder:
             self._problem(where, f"is missing; {self._configuration.method} needs it")
         for source in inputs:
             num_layers = self._layouts[source.model].num_layers
-            if source.layers and source.layers[1] > num_layers:
+            if source.layers and source.layers[0] < source.layers[1] > num_layers:
                 self._problem(
                     f"{source.place}.layer_range",
                     f"ends at {source.layers[1]}; {source.model} has {num_layers} layers",
@@ -143,10 +142,9 @@ class _Builder:
         of_experts = {parameter.name for parameter in self._method.parameters if parameter.scope == "expert"}
         for source in inputs:
             for name in of_experts & source.settings.keys() if source.model == base else ():
-                values = [list(condition.values) for condition in source.settings[name]]
-                given = values[0][0] if len(values) == 1 and len(values[0]) == 1 else values
+                given = ", ".join(condition.text for condition in source.settings[name])
                 self.warnings.append(
-                    f"{source.place}.parameters.{name}: {shown(given)} has no effect: {base} is the base, and {name} "
+                    f"{source.place}.parameters.{name}: {given} has no effect: {base} is the base, and {name} "
                     "is read of the models that are merged into it"
                 )
 
@@ -167,7 +165,7 @@ class _Builder:
         return common
 
     def _merge(self, suffix: str, slice_: Slice, layers: Sequence[int | None], index: int | None, t: float) -> Merge:
-        above = (slice_.settings, self._configuration.settings)
+        above = (slice_.settings, self._configuration.module_settings, self._configuration.settings)
         name = self._layout.name(suffix, index)
         self._names.add(name)
         is_expert = [self._method.base == "unused" or source.model != slice_.base for source in slice_.inputs]

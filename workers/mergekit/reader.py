@@ -5,11 +5,12 @@ The exception is `int8_mask`, which has long had no effect and is in many files.
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import logging
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from search_spaces.errors import InvalidRecipe
@@ -81,9 +82,30 @@ def read_configuration(
     return configuration
 
 
+class _AsInYaml(reprlib.Repr):
+    """Values as a YAML file has them, cut where they are long."""
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return str(value).lower()
+
+    def repr_NoneType(self, value: None, level: int) -> str:  # noqa: N802  # the name of the type
+        return "null"
+
+    def repr_float(self, value: float, level: int) -> str:
+        if math.isfinite(value):
+            return repr(value)
+        return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
+
+    def repr_date(self, value: datetime.date, level: int) -> str:
+        return value.isoformat()
+
+    def repr_datetime(self, value: datetime.datetime, level: int) -> str:
+        return value.isoformat(" ")
+
+
 def shown(value: Any) -> str:
-    """A value in a message."""
-    return "nothing" if value is None else reprlib.repr(value)
+    """A value in a message, as it stands in the file."""
+    return "nothing" if value is None else _AsInYaml().repr(value)
 
 
 class _Reader:
@@ -97,32 +119,36 @@ class _Reader:
     def configuration(self, document: Any) -> MergekitConfig:
         top = self._mapping(document, "", (*TOP, "modules", "tokenizer", "name", "experts"))
         self._method = self._merge_method(top.get("merge_method"))
-        settings = dict(self._settings(top.get("parameters"), "parameters"))
+        settings = self._settings(top.get("parameters"), "parameters")
+        module_settings: Settings = {}
         if not top.get("modules"):
             slices = self._slices(top, "")
         else:
             if top.get("models") or top.get("slices"):
                 self._problem("", "expected exactly one of models, slices and modules")
-            slices, inner = self._module(top["modules"])
-            settings |= {name: (*conditions, *settings.get(name, ())) for name, conditions in inner.items()}
-        source = top.get("tokenizer_source")
+            slices, module_settings = self._module(top["modules"])
+        source, source_place = top.get("tokenizer_source"), "tokenizer_source"
         tokenizer: Mapping[str, Any] = {}
         if top.get("tokenizer") is not None:
             if source is not None:
                 self._problem("tokenizer", "tokenizer_source is given too; give one of them")
             tokenizer = self._mapping(top["tokenizer"], "tokenizer", ("source", "tokens", "pad_to_multiple_of"))
             # What mergekit's tokenizer is where it says no more.
-            source = tokenizer.get("source", "union")
+            source, source_place = tokenizer.get("source", "union"), "tokenizer.source"
+        tokens = self._tokens(tokenizer.get("tokens"))
         dtypes = [self._dtype(top.get(name), name) for name in ("out_dtype", "dtype")]
         return MergekitConfig(
             method=self._method or "",
             slices=slices,
             base_model=self._optional_model(top.get("base_model"), "base_model"),
             settings=settings,
+            module_settings=module_settings,
             dtype=next((dtype for dtype in dtypes if dtype), None),
-            tokenizer_source=self._optional_model(source, "tokenizer_source"),
+            tokenizer_source=self._optional_model(source, source_place),
+            tokenizer_place=source_place,
             chat_template=self._chat_template(top.get("chat_template")),
-            tokens=self._tokens(tokenizer.get("tokens")),
+            tokens={token: found for token, found in tokens.items() if found is not None},
+            own_tokens=tuple(token for token, found in tokens.items() if found is None),
             pad_to_multiple_of=self._multiple(tokenizer.get("pad_to_multiple_of")),
             stacks_experts=self._stacks_experts(top.get("experts")),
         )
@@ -153,7 +179,21 @@ class _Reader:
         if given == ["models"]:
             return (Slice(self._inputs(node["models"], here, has_layers=False), None, {}, ""),)
         listed = self._list(node["slices"], here)
-        return tuple(self._slice(entry, f"{here}.{i}") for i, entry in enumerate(listed))
+        slices = tuple(self._slice(entry, f"{here}.{i}") for i, entry in enumerate(listed))
+        self._check_depth(slices, here)
+        return slices
+
+    def _check_depth(self, slices: Sequence[Slice], place: str) -> None:
+        """A slice without layers says where the embedding or the head comes from, if it is the first or the last."""
+        ranges = [source.layers for slice_ in slices for source in slice_.inputs if source.layers]
+        if ranges and all(start == stop for start, stop in ranges):
+            self._problem(place, "there is no layer in any layer_range; END is not included")
+            return
+        for slice_ in slices[1:-1]:
+            for source in slice_.inputs:
+                if source.layers and source.layers[0] == source.layers[1]:
+                    reason = "it has no layer, and embedding and head come from the first and the last slice"
+                    self._warn(f"{source.place}.layer_range", list(source.layers), reason)
 
     def _merge_method(self, name: Any) -> str | None:
         if isinstance(name, str) and name in MERGEKIT_METHODS:
@@ -194,7 +234,7 @@ class _Reader:
     def _layer_range(self, node: Any, place: str) -> tuple[int, int]:
         if isinstance(node, list) and len(node) == 2:
             start, stop = (_number(end) for end in node)
-            if start is not None and stop is not None and 0 <= start < stop and start % 1 == stop % 1 == 0:
+            if start is not None and stop is not None and 0 <= start <= stop and start % 1 == stop % 1 == 0:
                 return int(start), int(stop)
         self._problem(place, f"{shown(node)} is not a range of layers; give [START, END] from 0, END not included")
         return 0, 1
@@ -227,7 +267,7 @@ class _Reader:
             return (self._condition(node, place, parameter),)
         if isinstance(node, list) and any(isinstance(entry, Mapping) for entry in node):
             return tuple(self._condition(entry, f"{place}.{i}", parameter) for i, entry in enumerate(node))
-        return (Condition("", self._values(node, place, parameter), place),)
+        return (Condition("", self._values(node, place, parameter), place, shown(node)),)
 
     def _condition(self, node: Any, place: str, parameter: Parameter) -> Condition:
         found = self._mapping(node, place, ("filter", "value"))
@@ -235,8 +275,9 @@ class _Reader:
         if text is not None and not isinstance(text, str):
             self._problem(f"{place}.filter", f"{shown(text)} is not accepted; give a part of a tensor's name")
             text = None
-        values = self._values(found.get("value"), f"{place}.value", parameter)
-        return Condition("" if text in (None, "*") else text, values, place)
+        value = found.get("value")
+        values = self._values(value, f"{place}.value", parameter)
+        return Condition("" if text in (None, "*") else text, values, place, shown(value))
 
     def _values(self, node: Any, place: str, parameter: Parameter) -> tuple[Scalar, ...]:
         entries = node if isinstance(node, list) else [node]
@@ -289,7 +330,7 @@ class _Reader:
         self._problem(place, f"{shown(node)} is not supported; give {', '.join(DTYPES)}")
         return None
 
-    def _tokens(self, node: Any) -> Mapping[str, TokenSource]:
+    def _tokens(self, node: Any) -> Mapping[str, TokenSource | None]:
         place = "tokenizer.tokens"
         if node is None:
             return {}
@@ -298,7 +339,8 @@ class _Reader:
             return {}
         return {str(token): self._token(entry, f"{place}.{token}") for token, entry in node.items()}
 
-    def _token(self, node: Any, place: str) -> TokenSource:
+    def _token(self, node: Any, place: str) -> TokenSource | None:
+        """None without a source."""
         found = self._mapping(node, place, ("source", "force"))
         source, force = found.get("source"), _flag(found.get("force", False))
         if force is None:
@@ -308,8 +350,9 @@ class _Reader:
             return TokenSource(None, force=bool(force))
         if kind != "model_token":
             if source is None:
-                self._problem(f"{place}.source", "is missing; give a model, kind: zero, or kind: model_token")
-                return TokenSource(None)
+                if force or not isinstance(node, Mapping):
+                    self._problem(f"{place}.source", "is missing; give a model, kind: zero, or kind: model_token")
+                return None
             return TokenSource(self._model(source, f"{place}.source"), force=bool(force))
         inner = self._mapping(source, f"{place}.source", ("kind", "model", "token", "token_id"))
         token, number = inner.get("token"), inner.get("token_id")

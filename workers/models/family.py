@@ -83,10 +83,18 @@ class ResolvedFamily:
         known = token_ids(self.checkpoints[self.base_alias].tokenizer_dir) or {}
         checkpoint = self.checkpoints[alias]
         found = token_ids(checkpoint.tokenizer_dir) or {}
-        rows = [tensor.shape[0] for name, tensor in checkpoint.tensors.items() if name.endswith(EMBEDDING_NAMES)]
         new = sorted(found.keys() - known.keys(), key=found.__getitem__)
-        with_rows = tuple(token for token in new if rows and found[token] < rows[0])
-        return with_rows, tuple(token for token in new if token not in with_rows)
+        rows = self.tokens_with_rows(alias)
+        return tuple(token for token in new if token in rows), tuple(token for token in new if token not in rows)
+
+    def tokens_with_rows(self, alias: str) -> Mapping[str, int]:
+        """The tokens for which model `alias` has a row, by their ids; without a tokenizer.json those of the base."""
+        checkpoint = self.checkpoints[alias]
+        found = token_ids(checkpoint.tokenizer_dir)
+        if found is None:
+            found = token_ids(self.checkpoints[self.base_alias].tokenizer_dir) or {}
+        rows = [tensor.shape[0] for name, tensor in checkpoint.tensors.items() if name.endswith(EMBEDDING_NAMES)]
+        return {token: id_ for token, id_ in found.items() if rows and id_ < rows[0]}
 
     @property
     def num_parameters(self) -> int:
@@ -239,13 +247,16 @@ class LocatedFamily:
         vocabulary: Mapping[str, Any] | None = None,
         any_depth: bool = False,
         cache: str | Path | None = None,
+        names: Mapping[str, str] | None = None,
     ) -> ResolvedFamily:
-        """Open and check all models. Raises InvalidModel, as `resolve_family` does."""
+        """Open and check all models. Raises InvalidModel, as `resolve_family` does, with `names` as it has them."""
         base_alias, *experts = self.given
+        names = {alias: f"expert {alias!r}" for alias in experts} | dict(names or {})
+        names[base_alias] = "base model" if experts else ""
         opened: dict[str, Checkpoint] = {}
         problems: list[str] = []
         for alias in self.given:
-            where = f"expert {alias!r}" if alias != base_alias else "base model" if experts else ""
+            where = names[alias]
             try:
                 checkpoint = self._open(alias, opened)
             except InvalidModel as error:
@@ -258,14 +269,17 @@ class LocatedFamily:
             problems += foreign_adapters(own, self.given) if base_alias in own else ()
             if tokenizer in (BASE, UNION, *opened):
                 try:
-                    views, alignment = aligned(opened, tokenizer, Wishes.from_json(vocabulary or {}))
+                    wishes = Wishes.from_json(vocabulary or {})
+                    if unknown := wishes.models - self.given.keys():
+                        raise InvalidModel((f"vocabulary: there are no models {', '.join(sorted(unknown))}",))
+                    if wishes.models <= opened.keys():
+                        views, alignment = aligned(opened, tokenizer, wishes)
                 except InvalidModel as error:
                     problems += error.problems
             base = views[base_alias]
             for alias in [alias for alias in experts if alias in views]:
-                problems += [
-                    f"expert {alias!r}: {problem}" for problem in differences(base, views[alias], any_depth=any_depth)
-                ]
+                found = differences(base, views[alias], any_depth=any_depth)
+                problems += [f"{names[alias]}: {problem}" for problem in found]
         if not problems and alignment is None:
             problems.append(f"tokenizer: {tokenizer!r}; expected {BASE}, {UNION}, or one of {', '.join(experts)}")
         if problems or alignment is None:
@@ -324,18 +338,20 @@ def resolve_family(
     any_depth: bool = False,
     vocabulary: Mapping[str, Any] | None = None,
     cache: str | Path | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> ResolvedFamily:
     """A base and all experts that can be merged with it: whole models or LoRA adapters, directories or hub ids.
 
     Checks that they have the same structure and that their embeddings can be aligned to the vocabulary `tokenizer`.
     Reads configurations, headers and tokenizers only; of hub models that are not here, as metadata-only snapshots.
     `adapted` as in `locate_family`; with `any_depth` the models may have different numbers of layers, and merges must
-    name layers that they have; `vocabulary` as in a recipe. Raises InvalidModel with every problem of every model.
+    name layers that they have; `vocabulary` as in a recipe; `names` are what messages call models that are no experts.
+    Raises InvalidModel with every problem of every model.
     """
     if not experts:
         raise InvalidModel(("models.experts: there are none; name at least one model fine-tuned from the base",))
     located = locate_family(base, experts, base_alias=base_alias, adapted=adapted)
-    return located.resolve(tokenizer=tokenizer, vocabulary=vocabulary, any_depth=any_depth, cache=cache)
+    return located.resolve(tokenizer=tokenizer, vocabulary=vocabulary, any_depth=any_depth, cache=cache, names=names)
 
 
 def resolve_model(

@@ -66,6 +66,11 @@ class Wishes:
     multiple_of: int = 1
     by_id: bool = False
 
+    @property
+    def models(self) -> frozenset[str]:
+        """Those whose rows are wished for."""
+        return frozenset(row.model for row in self.tokens.values() if row.model is not None)
+
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Wishes:
         """Of a recipe's `vocabulary`: {"tokens": {TOKEN: {"model", "token", "id", "force"}}, "multiple_of", "by_id"}.
@@ -155,9 +160,11 @@ def align(models: Mapping[str, Vocabulary], tokenizer: str, wishes: Wishes = NO_
     }
     num_padded = -(-num_rows // wishes.multiple_of) * wishes.multiple_of
     if num_padded > num_rows:
+        # What is added is the mean of the tokens' rows; others may hold anything.
+        num_named = 1 + max(target.values(), default=num_rows - 1)
         for alias, model in models.items():
             found = {name: tensors.get(alias, {}).get(name, model.tensors[name]) for name in names}
-            tensors[alias] = {name: Padded(tensor, num_padded, num_rows) for name, tensor in found.items()}
+            tensors[alias] = {name: Padded(tensor, num_padded, num_named) for name, tensor in found.items()}
         num_rows = num_padded
     return Alignment(num_rows, tensors, tuple(added), num_rows - len(set(target.values())))
 

@@ -362,7 +362,7 @@ def test_models_with_other_tokens_are_brought_to_one_vocabulary(home: Path, caps
             torch.equal(tensor, merged(home / f"again-{out.name}")[name]) for name, tensor in merged(out).items()
         )
     file = written(home / "merge.yml", CONFIGURATION, tokenizer_source="code")
-    assert "expert 'code': code: neither a directory nor a hub model" in refused(capsys, file, "--out", home / "out")
+    assert "tokenizer_source: code: neither a directory nor a hub model" in refused(capsys, file, "--out", home / "out")
     (copy / "tokenizer.json").unlink()
     file = written(home / "merge.yml", CONFIGURATION)
     assert "has 390 rows for tokens, the base 384, and " in refused(capsys, file, "--out", home / "out")

@@ -1,13 +1,14 @@
 """Files as mergekit's users write them, through both programs: what both merge is equal, and a refusal has a reason.
 
-Written after the documentation of each feature. Models are tiny Qwen2 models in float32; random masks, which the two
-programs draw differently, are compared in test_importer.
+Written after the documentation of each feature. Models are tiny Qwen2 models in float32, dense and mixtures; mergekit
+has our random masks.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +23,11 @@ from search_spaces.errors import InvalidRecipe
 from service.studies.merge import MergePlan, check_merge, merge_file
 from service.studies.merge_series import check_merges, merge_all
 from tests.builders import lora_adapter, tiny_family, tiny_llama, tiny_qwen2, with_tokens
+from tests.layouts import layout_family
+from tests.workers.mergekit.masks import draw_our_masks, keys_of_task_vectors
+from tests.workers.merging.test_stacked_experts import stacked
 from workers.errors import InvalidModel
+from workers.merging.masks import keep_each
 from workers.models.vocabulary import token_ids
 
 PAIR = "models: [{model: math, parameters: {weight: 0.6}}, {model: text, parameters: {weight: 0.3}}]\n"
@@ -36,6 +41,14 @@ base_model: base
 """
 PLAIN = "models: [{model: math}, {model: text}]\n"
 THREE = "models: [{model: base}, {model: math}, {model: text}]\n"
+MIXTURE = """
+models:
+  - {model: moe/base}
+  - {model: moe/math, parameters: {weight: 0.6}}
+  - {model: moe/text, parameters: {weight: 0.3}}
+base_model: moe/base
+experts: stacked
+"""
 
 
 def stack(*ranges: tuple[str, int, int], **more: Any) -> str:
@@ -129,11 +142,29 @@ CORPUS = {
         """,
     "ties, modules": "modules:\n  default:\n    models: [{model: math}, {model: text}]\n"
     "base_model: base\nmerge_method: ties\nparameters: {weight: 1.0, density: 0.5}\n",
+    "ties, parameters of a module": "modules:\n  default:\n    models: [{model: math}, {model: text}]\n"
+    "    parameters: {weight: [], density: [{filter: mlp, value: []}, {filter: norm, value: 0.9}], lambda: 0.8}\n"
+    "base_model: base\nmerge_method: ties\nparameters: {weight: 0.6, density: 0.4, lambda: 0.1}\n",
     "dare_ties, all kept": BASED + "merge_method: dare_ties\nparameters: {density: 1}\n",
     "dare_linear, nothing kept": BASED + "merge_method: dare_linear\nparameters: {density: 0.0, rescale: false}\n",
     "della, all kept": BASED + "merge_method: della\nparameters: {density: 1, epsilon: 0.1, lambda: 1.1}\n",
+    "dare_linear, half kept": DENSE + "merge_method: dare_linear\n",
+    "dare_linear, not rescaled": DENSE + "merge_method: dare_linear\nparameters: {rescale: false, lambda: 0.7}\n",
+    "dare_ties, half kept": DENSE + "merge_method: dare_ties\nparameters: {normalize: true}\n",
+    "dare_ties, little kept": BASED + "merge_method: dare_ties\nparameters: {density: [0.05, 0.2]}\n",
+    "della, half kept": DENSE.replace("0.9, 0.4", "0.8, 0.4")
+    + "merge_method: della\nparameters: {epsilon: 0.1, lambda: 1.1}\n",
+    "della, one probability": DENSE + "merge_method: della\nparameters: {epsilon: 0, normalize: false}\n",
+    "della, not rescaled": BASED + "merge_method: della\nparameters: {density: 0.3, rescale: false}\n",
+    "della_linear, half kept": BASED + "merge_method: della_linear\nparameters: {density: [0.5, 0.7]}\n",
     "della_linear, nothing kept": BASED + "merge_method: della_linear\nparameters: {density: 0}\n",
     "breadcrumbs": DENSE + "merge_method: breadcrumbs\nparameters: {gamma: 0.05}\n",
+    "breadcrumbs, less than one element of a norm": (
+        BASED + "merge_method: breadcrumbs\nparameters: {density: 0.02, gamma: [0, 0.01, 0.05]}\n"
+    ),
+    "breadcrumbs_ties, less than one element of a norm": (
+        BASED + "merge_method: breadcrumbs_ties\nparameters: {density: 0.01}\n"
+    ),
     "breadcrumbs, too much": DENSE + "merge_method: breadcrumbs\nparameters: {gamma: 0.5}\n",
     "breadcrumbs_ties": DENSE + "merge_method: breadcrumbs_ties\nparameters: {gamma: 0.02, normalize: yes}\n",
     "breadcrumbs_ties, rescaled": DENSE + "merge_method: breadcrumbs_ties\nparameters: {rescale: true}\n",
@@ -172,6 +203,9 @@ CORPUS = {
         merge_method: passthrough
         parameters:
         """,
+    "no layers, first": stack(("text", 0, 0), ("math", 0, 3)),
+    "no layers, last": stack(("math", 1, 3), ("text", 2, 2)),
+    "no layers, between": stack(("math", 0, 2), ("text", 9, 9), ("math", 2, 3)),
     "averaged, of another depth": """
         slices:
           - sources:
@@ -217,6 +251,20 @@ CORPUS = {
             <zero>: {source: {kind: zero}}
             b: {source: {kind: model_token, model: tool, token: c}, force: true}
         """,
+    "a token without a source": """
+        models: [{model: math, parameters: {weight: 0.5}}, {model: text, parameters: {weight: 0.5}}]
+        merge_method: linear
+        tokenizer: {source: base, tokens: {a: {}, b: {source: null, force: false}}}
+        """,
+    # All experts of a layer as one tensor.
+    "mixture, ties": MIXTURE + "merge_method: ties\nparameters: {density: 0.4}\n",
+    "mixture, breadcrumbs": MIXTURE + "merge_method: breadcrumbs\nparameters: {density: 0.4, gamma: 0.03}\n",
+    "mixture, dare_ties": MIXTURE + "merge_method: dare_ties\nparameters: {density: 0.4}\n",
+    "mixture, della, one probability": MIXTURE + "merge_method: della\nparameters: {density: 0.4, epsilon: 0}\n",
+    "mixture, sce": MIXTURE + "merge_method: sce\nparameters: {select_topk: 0.3}\n",
+    "mixture, model_stock": MIXTURE + "merge_method: model_stock\n",
+    "mixture, nuslerp": MIXTURE + "merge_method: nuslerp\n",
+    "mixture, task_arithmetic": MIXTURE + "merge_method: task_arithmetic\n",
     # Keys and models.
     "a revision of a directory": "models: [{model: math@main, parameters: {weight: 1}}]\nmerge_method: linear\n",
     "a revision, in parts": "models: [{model: {model: {path: math, revision: main}}}]\nmerge_method: passthrough\n",
@@ -390,6 +438,13 @@ parameters:
     "listed twice": "models: [{model: math}, {model: math}]\nmerge_method: karcher\n",
     "depths that differ": "models: [{model: math}, {model: deep}]\nmerge_method: karcher\n",
     "no value": "models: [{model: math, parameters: {weight: }}]\nmerge_method: linear\n",
+    "a new token without a source": (
+        PAIR + "merge_method: linear\ntokenizer: {source: base, tokens: {<new>: {}, <tool>: {force: false}}}\n"
+    ),
+    "a token without a source, forced": (
+        PAIR + "merge_method: linear\ntokenizer: {source: base, tokens: {a: {force: true}}}\n"
+    ),
+    "a tokenizer that is not there": PAIR + "merge_method: linear\ntokenizer_source: what\n",
 }
 
 # What neither program merges, and why not.
@@ -403,6 +458,9 @@ REFUSED = {
     "listed twice": "math is listed twice",
     "depths that differ": "the models have 3 and 5 layers",
     "no value": "nothing is not accepted; give a number",
+    "a new token without a source": "tokenizer.tokens.<new>.source: is missing, and math has no such token; give a ",
+    "a token without a source, forced": "tokenizer.tokens.a.source: is missing; give a model, kind: zero",
+    "a tokenizer that is not there": "tokenizer_source: what: neither a directory nor a hub model",
 }
 
 
@@ -417,6 +475,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with_tokens(place / "base", place / "tool", "<tool>", "<call>", seed=3)
     with_tokens(place / "base", place / "code", "<code>", "<tool>", seed=4)
     with_tokens(place / "base", place / "tuned", seed=5)
+    layout_family(place / "moe", "qwen2_moe")  # mergekit merges no mixtures with dense layers
     before = Path.cwd()
     os.chdir(place)
     yield place
@@ -455,7 +514,7 @@ def by_us(text: str, out: Path, warnings: list[str]) -> dict[str, torch.Tensor]:
 def compare(
     mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], num_tokens: int | None = None
 ) -> None:
-    assert mine.keys() == theirs.keys() - {"lm_head.weight"}
+    assert mine.keys() == theirs.keys() - ({"lm_head.weight"} - mine.keys())  # mergekit writes a tied head, too
     for name, whole in mine.items():
         # With a tokenizer, mergekit drops rows that stand for no token.
         tensor, other = (
@@ -464,26 +523,54 @@ def compare(
         torch.testing.assert_close(tensor, other, rtol=1e-6, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def mask_keys(out: Path, models: str) -> dict[bytes, int]:
+    """The keys of the masks of a merge of experts in the directory `models`."""
+    fingerprints = json.loads((out / "recipe.json").read_text())["models"]
+    base = stacked(loaded(Path(models) / "base"))
+    keys: dict[bytes, int] = {}
+    for alias in ("math", "text"):
+        if alias in fingerprints:
+            keys |= keys_of_task_vectors(base, stacked(loaded(Path(models) / alias)), fingerprints[alias])
+    return keys
+
+
+# Where random masks are drawn.
+RANDOM = {
+    name
+    for name, text in CORPUS.items()
+    if re.search(r"dare|della", text) and not re.search(r"all kept|della_linear, nothing kept|every level", name)
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CORPUS)
-def test_a_file_that_mergekit_merges_merges_here_to_the_same_tensors(home: Path, tmp_path: Path, name: str) -> None:
+def test_a_file_that_mergekit_merges_merges_here_to_the_same_tensors(
+    home: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = CORPUS[name]
-    theirs = by_mergekit(text, tmp_path / "theirs")
     if name in REFUSED:
-        assert theirs is None
+        assert by_mergekit(text, tmp_path / "theirs") is None
         with pytest.raises((InvalidRecipe, InvalidModel)) as caught:
             by_us(text, tmp_path / "ours", [])
         assert REFUSED[name] in str(caught.value)
         assert not (tmp_path / "ours").exists()
         return
-    assert theirs is not None, "mergekit refuses it"
     mine = by_us(text, tmp_path / "ours", [])
+    keys = mask_keys(tmp_path / "ours", "moe" if text.startswith(MIXTURE) else ".")
+    drawn = draw_our_masks(monkeypatch, keys)
+    theirs = by_mergekit(text, tmp_path / "theirs")
+    assert theirs is not None, "mergekit refuses it"
+    assert bool(drawn) == (name in RANDOM)
+    if text.startswith(MIXTURE):
+        mine, theirs = stacked(mine), {tensor: theirs[tensor] for tensor in stacked(mine)}
     ids = token_ids(tmp_path / "theirs")
     compare(mine, theirs, len(ids) if ids and "tokenizer" in text else None)
     assert ids is None or token_ids(tmp_path / "ours") == ids
     if "pad_to_multiple_of" in text:
-        shapes = {len(tensors["model.embed_tokens.weight"]) for tensors in (mine, theirs)}
-        assert shapes == {400}
+        rows = [tensors["model.embed_tokens.weight"] for tensors in (mine, theirs)]
+        assert {len(each) for each in rows} == {400}
+        # Those that are added to the models' 384 rows are the mean of the tokens' rows.
+        torch.testing.assert_close(rows[0][384:], rows[1][384:], rtol=1e-6, atol=2e-6)
 
 
 # What is more than tensors.
@@ -492,14 +579,14 @@ def test_a_file_that_mergekit_merges_merges_here_to_the_same_tensors(home: Path,
 def test_what_has_no_effect_in_a_file_is_warned_of(home: Path, tmp_path: Path) -> None:
     for name, expected in {
         "slerp, curves": ["parameters.t.2.filter: 'modelnorm' has no effect: it is in no tensor's name; did you mean "],
-        "slerp, an embedding curve": ["embed_slerp: True has no effect: unknown key; known keys: merge_method, "],
+        "slerp, an embedding curve": ["embed_slerp: true has no effect: unknown key; known keys: merge_method, "],
         "model_stock, weights": [f"models.{i}.parameters.weight: 0.{6 - 3 * i} has no effect: " for i in (0, 1)],
         "task_arithmetic, a file with every key": ["parameters.int_space: 3 has no effect: task_arithmetic takes no "],
         "ties, misspelled": [
             'parameters.lamda: 0.5 has no effect: ties takes no such parameter; did you mean "lambda"? ',
-            'parameters.normalise: False has no effect: ties takes no such parameter; did you mean "normalize"? ',
+            'parameters.normalise: false has no effect: ties takes no such parameter; did you mean "normalize"? ',
         ],
-        "ties, the base's parameters": ["models.0.parameters.weight: 1.0 has no effect: base is the base"],
+        "ties, the base's parameters": ["models.0.parameters.weight: 1 has no effect: base is the base"],
         "ranges in quotes": ["slices.0.sources.0.revision: 'main' has no effect: write the revision with the "],
         "a revision of a directory": ["math@main: the revision has no effect: math is a directory"],
         "another architecture": ["models.0.model.override_architecture: 'Qwen2ForCausalLM' has no effect: the arch"],
@@ -509,10 +596,36 @@ def test_what_has_no_effect_in_a_file_is_warned_of(home: Path, tmp_path: Path) -
         file = tmp_path / "merge.yml"
         file.write_text(CORPUS[name])
         plan = check_merge(file, {}, tmp_path / "out")
-        found = [warning.removeprefix(f"{file}: ") for warning in plan.warnings if "normalize: True" not in warning]
+        found = [warning.removeprefix(f"{file}: ") for warning in plan.warnings if "normalize: true" not in warning]
         assert len(found) == len(expected), name
         assert all(map(str.startswith, found, expected)), (name, found)
         assert all(warning in plan.to_text() for warning in plan.warnings)
+
+
+def test_models_that_only_the_vocabulary_needs_are_named_by_their_place(home: Path, tmp_path: Path) -> None:
+    for tokenizer, message in {
+        "tokenizer_source: what": "tokenizer_source: what: neither a directory nor a hub model",
+        "tokenizer: {source: what}": "tokenizer.source: what: neither a directory nor a hub model",
+        "tokenizer: {source: base, tokens: {a: {source: what}}}": "tokenizer.tokens.a.source: what: neither",
+    }.items():
+        with pytest.raises(InvalidModel) as caught:
+            by_us(f"{PAIR}merge_method: linear\n{tokenizer}\n", tmp_path / "out", [])
+        assert str(caught.value).startswith(message)
+        assert len(caught.value.problems) == 1
+    merged = PAIR.replace("model: text", "model: what")
+    with pytest.raises(InvalidModel, match="expert 'what': what: neither a directory nor a hub model"):
+        by_us(f"{merged}merge_method: linear\ntokenizer_source: what\n", tmp_path / "out", [])
+
+
+def test_a_recipe_whose_tokens_come_from_a_model_that_it_does_not_have_is_refused(home: Path, tmp_path: Path) -> None:
+    text = PAIR + "merge_method: linear\ntokenizer: {source: base, tokens: {a: {source: text}}}\n"
+    by_us(text, tmp_path / "out", [])
+    recipe = json.loads((tmp_path / "out" / "recipe.json").read_text())
+    recipe["vocabulary"]["tokens"]["a"]["model"] = "other"
+    file = tmp_path / "recipe.json"
+    file.write_text(json.dumps(recipe))
+    with pytest.raises((InvalidRecipe, InvalidModel), match="other"):
+        check_merge(file, {name: home / name for name in ("math", "text")}, tmp_path / "again")
 
 
 def test_a_merge_with_adapters_is_made_again_from_its_recipe_and_its_configuration(home: Path, tmp_path: Path) -> None:
@@ -570,7 +683,9 @@ def test_several_documents_are_merged_one_after_another(home: Path, tmp_path: Pa
     assert again == out
     for text, message in {
         SERIES.replace("name: second", "name: first"): "document 1: name: first is given twice",
-        SERIES.replace("model: math", "model: second"): "the merges first, None, second are made from each other",
+        SERIES.replace(
+            "model: math", "model: second"
+        ): "the merges first, (without a name), second are made from each other",
         SERIES.replace("name: second\n", ""): "the final merge is not clear: documents without a name, or that no oth",
         SERIES.replace("ties", "tie"): "document 2: merge_method: 'tie' is not supported; did you mean",
         SERIES.replace("name: first", "name: ../first"): "document 1: name: '../first' is not accepted",
@@ -664,6 +779,34 @@ def test_the_angle_between_embeddings_counts_rows_without_a_token_here_and_not_i
     torch.testing.assert_close(mine[name], merged(len(first)), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(theirs[name], merged(num_tokens)[:num_tokens], rtol=1e-6, atol=1e-6)
     assert (merged(len(first)) - merged(num_tokens)).abs().max() > 1e-5
+
+
+@pytest.mark.slow
+def test_mergekit_ranks_within_columns_of_stacked_experts_in_della_and_we_within_rows(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "models: [{model: moe/math, parameters: {weight: 0.6, density: 0.4}}]\nbase_model: moe/base\n"
+    text += "merge_method: della_linear\nparameters: {epsilon: 0.3, rescale: false}\nexperts: stacked\n"
+    mine = stacked(by_us(text, tmp_path / "mine", []))
+    keys = mask_keys(tmp_path / "mine", "moe")
+    draw_our_masks(monkeypatch, keys)
+    theirs = by_mergekit(text, tmp_path / "theirs")
+    assert theirs is not None
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    base, expert = (stacked(loaded(home / "moe" / model))[name] for model in ("base", "math"))
+    tau = expert - base
+
+    def merged(dim: int) -> torch.Tensor:
+        """With ranks of magnitudes along that dimension."""
+        ranks = tau.abs().argsort(dim=dim).argsort(dim=dim).double()
+        kept = keep_each(keys[tau.numpy().tobytes()], 0.1 + 0.6 * ranks / (tau.shape[dim] - 1))
+        return base + 0.6 * tau * kept
+
+    torch.testing.assert_close(mine[name], merged(-1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(theirs[name], merged(1), rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(merged(1), merged(-1))
+    for tensor in (each for each in mine if mine[each].dim() < 3):
+        torch.testing.assert_close(mine[tensor], theirs[tensor], rtol=1e-6, atol=2e-6)
 
 
 def test_models_of_other_depths_make_a_model_that_loads(home: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,13 +16,13 @@ from safetensors.torch import load_file
 
 from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import Recipe
+from tests.workers.mergekit.masks import draw_our_masks, keys_of_task_vectors
 from workers.export.checkpoint import export
 from workers.mergekit.exporter import mergekit_config
 from workers.mergekit.importer import to_recipe
 from workers.mergekit.methods import MERGEKIT_METHODS
-from workers.mergekit.reader import read_configuration
+from workers.mergekit.reader import read_configuration, shown
 from workers.merging.bank import Bank
-from workers.merging.masks import keep, keep_each, mask_key
 from workers.merging.materialize import merged_tensors
 from workers.types import Family
 
@@ -400,31 +401,13 @@ IN_FLOAT64 = {"multislerp", "multislerp, weights as they are"}
 
 @pytest.fixture
 def our_masks(tied: Bank, untied: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """mergekit draws our masks: the task vector that it makes sparse tells the model and the tensor."""
-    from mergekit.merge_methods import generalized_task_arithmetic as module
-
     keys: dict[bytes, int] = {}
     for bank in (tied, untied):
+        base = {name: bank.get("base", name) for name in bank.layout.places}
         for expert in bank.family.experts:
-            for name in bank.layout.places:
-                delta = bank.get(expert.alias, name).float() - bank.get("base", name).float()
-                keys[delta.numpy().tobytes()] = mask_key(0, expert.fingerprint, name)
-    current: list[int] = []
-    sparsify = module.sparsify
-
-    def known(delta: torch.Tensor, **settings: Any) -> torch.Tensor:
-        current[:] = [keys.get(delta.numpy().tobytes(), 0)]  # 0: where no mask is drawn
-        return sparsify(delta, **settings)
-
-    def bernoulli(chances: torch.Tensor) -> torch.Tensor:
-        if bool((chances == chances.flatten()[0]).all()):
-            kept = keep(current[0], chances.shape, round(float(chances.flatten()[0]), 6))
-        else:
-            kept = keep_each(current[0], chances.double())
-        return kept.to(chances.dtype)
-
-    monkeypatch.setattr(module, "sparsify", known)
-    monkeypatch.setattr(torch, "bernoulli", bernoulli)
+            tensors = {name: bank.get(expert.alias, name) for name in base}
+            keys |= keys_of_task_vectors(base, tensors, expert.fingerprint)
+    draw_our_masks(monkeypatch, keys)
 
 
 @pytest.mark.usefixtures("our_masks")
@@ -502,7 +485,12 @@ REFUSALS: list[tuple[Mapping[str, Any], str]] = [
     ({"slices": None, "modules": {"default": {}}}, "modules.default: expected exactly one of models and slices"),
     ({"slices": None, "modules": {"default": {"models": 1}}}, "modules.default.models: 1 is not accepted; give a list"),
     ({"chat_template": 5}, "chat_template: 5 is not accepted; give auto, a name, a file or a template"),
-    ({"tokenizer": {"tokens": {"a": {"source": None}}}}, "tokenizer.tokens.a.source: is missing; give a model, kind: "),
+    (
+        {"tokenizer": {"tokens": {"a": {"force": True}}}},
+        "tokenizer.tokens.a.source: is missing; give a model, kind: zero",
+    ),
+    ({"tokenizer": {"tokens": {"a": None}}}, "tokenizer.tokens.a.source: is missing; give a model, kind: zero"),
+    ({"tokenizer": {"source": 5}}, "tokenizer.source: 5 is not a model; "),
     ({"tokenizer": {"tokens": [1]}}, "tokenizer.tokens: [1] is not accepted; give a mapping (token: source)"),
     (
         {"tokenizer": {"tokens": {"a": {"source": {"kind": "model_token", "model": "MATH"}}}}},
@@ -535,6 +523,12 @@ REFUSALS: list[tuple[Mapping[str, Any], str]] = [
         {f"{FIRST}.layer_range": [2, 1]},
         f"{FIRST}.layer_range: [2, 1] is not a range of layers; give [START, END] from 0",
     ),
+    (
+        {f"slices.0.sources.{i}.layer_range": [1, 1] for i in range(3)},
+        "slices: there is no layer in any layer_range; END is not included",
+    ),
+    ({f"{FIRST}.layer_range": [None, True]}, f"{FIRST}.layer_range: [null, true] is not a range of layers; "),
+    ({f"{FIRST}.layer_range": {"to": None}}, f"{FIRST}.layer_range: {{'to': null}} is not a range of layers; "),
     ({f"{FIRST}.layer_range": None}, f"{FIRST}.layer_range: nothing is not a range of layers; "),
     (
         {f"{FIRST}.parameters": {}},
@@ -546,7 +540,7 @@ REFUSALS: list[tuple[Mapping[str, Any], str]] = [
     ),
     ({f"{FIRST}.parameters.weight": [1, None]}, f"{FIRST}.parameters.weight.1: nothing is not accepted; give a number"),
     ({"parameters.density": 2e-7}, "slices.0: ties.density is 0; give a number in [1e-06, 1]"),
-    ({"parameters.density": float("nan")}, "parameters.density: nan is not accepted; give a number"),
+    ({"parameters.density": float("nan")}, "parameters.density: .nan is not accepted; give a number"),
     ({"parameters.normalize": "maybe"}, "parameters.normalize: 'maybe' is not accepted; give true or false"),
     (
         {"parameters.density": {"value": 1, "filter": 3}},
@@ -613,7 +607,7 @@ WARNINGS: list[tuple[Mapping[str, Any], str]] = [
         {"merge_methods": "ties"},
         "merge_methods: 'ties' has no effect: unknown key; did you mean \"merge_method\"? known ",
     ),
-    ({"normalize": True}, "normalize: True has no effect: a parameter is read under parameters only"),
+    ({"normalize": True}, "normalize: true has no effect: a parameter is read under parameters only"),
     ({"out_path": "out"}, "out_path: 'out' has no effect: the result's directory is given by --out"),
     ({"experts": [1]}, "experts: [1] has no effect: mergekit-moe reads it"),
     ({"slices.0.residual_weight": 0.5}, "slices.0.residual_weight: 0.5 has no effect: mergekit accepts it and never "),
@@ -636,8 +630,8 @@ WARNINGS: list[tuple[Mapping[str, Any], str]] = [
         "parameters.density.layers: [0] has no effect: unknown key; known keys: filter, value",
     ),
     (
-        {"slices.0.sources.0.parameters": {"weight": 0.5}},
-        "slices.0.sources.0.parameters.weight: 0.5 has no effect: BASE is the base, and weight is read of the models ",
+        {"slices.0.sources.0.parameters": {"weight": 1}},
+        "slices.0.sources.0.parameters.weight: 1 has no effect: BASE is the base, and weight is read of the models ",
     ),
 ]
 
@@ -689,6 +683,24 @@ def test_models_are_named_in_one_way(tied: Bank) -> None:
 )
 def test_a_tokenizer_is_the_union_unless_it_says_more(tokenizer: Any, expected: str | None) -> None:
     assert read_configuration({**GOOD, "tokenizer": tokenizer}).tokenizer_source == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (True, "true"),
+        (None, "nothing"),
+        ("yes", "'yes'"),
+        (float("inf"), ".inf"),
+        (float("-inf"), "-.inf"),
+        (datetime.date(2024, 1, 31), "2024-01-31"),
+        (datetime.datetime(2024, 1, 31, 5), "2024-01-31 05:00:00"),
+        ([None, {"a": [False, 1.5]}], "[null, {'a': [false, 1.5]}]"),
+    ],
+)
+def test_values_are_shown_as_the_file_has_them(value: Any, text: str) -> None:
+    assert shown(value) == text
+    assert value is None or yaml.safe_load(text) == value
 
 
 def test_a_tokens_number_may_be_text() -> None:

@@ -6,6 +6,8 @@ Each function returns the sparse task vector and may modify its argument. Random
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from workers.merging import masks
@@ -13,6 +15,7 @@ from workers.merging.methods.arithmetic import num_kept, share_of, total
 from workers.merging.order_statistics import Ranked, TieOrder, magnitude_keys, place_of_rank
 
 __all__ = [
+    "CutRanks",
     "cut_both_ends",
     "cut_ranks",
     "dropped",
@@ -41,23 +44,37 @@ def trimmed(tau: torch.Tensor, k: float, order: TieOrder, magnitudes: Ranked | N
 def cut_both_ends(
     tau: torch.Tensor, density: float, gamma: float, order: TieOrder, magnitudes: Ranked | None = None
 ) -> torch.Tensor:
-    """`tau` without its floor(gamma n) largest magnitudes and with the floor(density n) largest of the others, at least
-    one (Model Breadcrumbs, arXiv:2312.06795, where the two percentiles are 1 - gamma and 1 - gamma - density)."""
+    """`tau` without its floor(gamma n) largest magnitudes and with the floor(density n) largest of the others (Model
+    Breadcrumbs, arXiv:2312.06795, where the two percentiles are 1 - gamma and 1 - gamma - density)."""
     ranks = cut_ranks(density, gamma, tau.numel())
     if ranks is None:
         return tau
+    if ranks.is_empty:
+        return tau.zero_()
     sizes = tau.abs()
-    largest, smallest = (place_of_rank(sizes, rank, order, magnitudes) for rank in ranks)
+    largest, smallest = (place_of_rank(sizes, rank, order, magnitudes) for rank in (ranks.largest, ranks.smallest))
     is_cut = ~order.lowest(smallest).reached_by(sizes, order)
     return tau.masked_fill_(is_cut | order.above(largest).reached_by(sizes, order), 0)
 
 
-def cut_ranks(density: float, gamma: float, num_elements: int) -> tuple[int, int] | None:
-    """The ranks of the largest and the smallest magnitude that `cut_both_ends` keeps; None where it keeps all. Fewer
-    are cut at the top where density + gamma exceeds 1."""
-    count = num_kept(density, num_elements)
+@dataclass(frozen=True)
+class CutRanks:
+    """The ranks, from 1, of the largest and the smallest magnitude that `cut_both_ends` keeps."""
+
+    largest: int
+    smallest: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is kept."""
+        return self.smallest < self.largest
+
+
+def cut_ranks(density: float, gamma: float, num_elements: int) -> CutRanks | None:
+    """What `cut_both_ends` keeps; None where it keeps all. Fewer are cut at the top where density + gamma exceeds 1."""
+    count = share_of(density, num_elements)
     num_cut = min(share_of(gamma, num_elements), num_elements - count)
-    return None if count <= 0 or count == num_elements else (num_cut + 1, num_cut + count)
+    return None if count == num_elements else CutRanks(num_cut + 1, num_cut + count)
 
 
 def dropped(tau: torch.Tensor, density: float, key: int) -> torch.Tensor:

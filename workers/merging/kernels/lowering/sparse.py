@@ -87,8 +87,12 @@ def _between(merge: Merge, stored: Operands) -> Between:
     cuts = zip(magnitudes(stored), merge.per_source("density"), merge.per_source("gamma"), strict=True)
     for table, density, gamma in cuts:
         ranks = cut_ranks(density, gamma, stored.tensors[0].numel())
-        top.append(table.trim(ranks[0]) if ranks else NOTHING)
-        bottom.append(table.trim(ranks[1]) if ranks else ALL)
+        if ranks is None or ranks.is_empty:
+            top.append(NOTHING)
+            bottom.append(NOTHING if ranks else ALL)
+        else:
+            top.append(table.trim(ranks.largest))
+            bottom.append(table.trim(ranks.smallest))
     by, top_by = comparisons(bottom, top)
     return Between(by, *bounds(bottom), factors(stored), top_by, *bounds(top))
 
