@@ -44,8 +44,10 @@ __all__ = [
 ]
 
 
-# Elements of all operands of a merge that is small. Importing Numba and loading its kernels takes longer.
+# Elements of all operands of a merge that is small. Importing Numba and loading its kernels takes longer. Weighted sums
+# are one pass for each operand in torch, too, so that the kernels gain little.
 SMALL = 1 << 23
+SUMS, SMALL_SUM = frozenset({"linear", "weighted_sum"}), 1 << 29
 
 
 @dataclass(frozen=True)
@@ -110,9 +112,11 @@ def merged_tensors(
 def is_small(recipe: Recipe | TensorPlan, bank: Bank) -> bool:
     """Whether a process that does only this merge computes it sooner without compiled code. Raises as
     `plan_tensors` does."""
-    tensors = plan_tensors(recipe, bank).tensors
-    num_elements = sum(math.prod(tensor.shape) * (len(_operands(tensor.merge)) + 1) for tensor in tensors)
-    return bank.device.type == "cpu" and num_elements <= SMALL
+    share = 0.0
+    for tensor in plan_tensors(recipe, bank).tensors:
+        num_elements = math.prod(tensor.shape) * (len(_operands(tensor.merge)) + 1)
+        share += num_elements / (SMALL_SUM if tensor.merge.method in SUMS else SMALL)
+    return bank.device.type == "cpu" and share <= 1
 
 
 def merge_into(recipe: Recipe | TensorPlan, bank: Bank, destinations: Mapping[str, torch.Tensor]) -> None:

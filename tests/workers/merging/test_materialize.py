@@ -16,6 +16,7 @@ from tests.builders import opposed_family
 from tests.workers.merging.methods.examples import EXAMPLES
 from tests.workers.recipes import arithmetic, model_stock, num_layers, slerp
 from workers.errors import InvalidModel
+from workers.merging import materialize
 from workers.merging.bank import Bank
 from workers.merging.kernels import FUSED
 from workers.merging.masks import keep, mask_key
@@ -428,3 +429,18 @@ def test_near_the_pole_of_model_stock_the_tensor_is_named_by_every_way(
         assert torch.equal(places[name], tensor)
         torch.testing.assert_close(tensor, expected, rtol=1e-3, atol=1e-3)
         assert f"{name}: the ratio of model_stock is -" in caplog.text
+
+
+def test_a_larger_merge_is_small_where_it_is_a_weighted_sum(untied: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
+    others: dict[str, dict[str, float]] = {"linear": {}, "ties_weighted": {"density": 0.5, "lambda": 1.0}}
+
+    def merged_by(method: str) -> Recipe:
+        return recipe_of(untied.family, lambda layer: Merge(method, sources(layer), {"weight": 0.5, **others[method]}))
+
+    num_elements = 3 * sum(math.prod(shape) for shape in merged_names(merged_by("linear"), untied).values())
+    monkeypatch.setattr(materialize, "SMALL", num_elements - 1)
+    monkeypatch.setattr(materialize, "SMALL_SUM", num_elements)
+    assert materialize.is_small(merged_by("linear"), untied)
+    assert not materialize.is_small(merged_by("ties_weighted"), untied)
+    monkeypatch.setattr(materialize, "SMALL_SUM", num_elements - 1)
+    assert not materialize.is_small(merged_by("linear"), untied)
