@@ -51,32 +51,39 @@ MAX_PAIRS = 10_000
 
 # Of the merge methods of the pool: the strength and the density where the study does not say. Task arithmetic's is the
 # coefficient of every expert under equal weights (Ilharco et al. 2023: 0.3 to 0.5); those of TIES, DARE and PCB-Merging
-# are the publications' lambda, 1, and share of elements.
-STRENGTHS = {"task_arithmetic": 0.4, "ties_weighted": 1.0, "dare_ties_l1": 1.0, "pcb": 1.0}
+# are the publications' lambda, 1, and share of elements. Consensus merging (arXiv:2405.07813) multiplies sums of task
+# vectors too; mask lambdas are the middle of the publication's 0.2 to 0.6, and two models must agree.
+STRENGTHS = {"task_arithmetic": 0.4, "ties_weighted": 1.0, "dare_ties_l1": 1.0, "pcb": 1.0, "consensus_ta": 0.4}
 DENSITIES = {"ties_weighted": 0.2, "dare_ties_l1": 0.5, "pcb": 0.1}
+MASK_LAMBDA, AGREEMENT = 0.4, 2
+UNWEIGHTED = ("pcb", "consensus_ta")
 
 
 class MergedOptions(Section):
-    method: Literal["task_arithmetic", "ties_weighted", "dare_ties_l1", "pcb"] = "task_arithmetic"
+    method: Literal["task_arithmetic", "ties_weighted", "dare_ties_l1", "pcb", "consensus_ta"] = "task_arithmetic"
     """How layers are merged in their parameters."""
     strength: Annotated[float, Field(gt=0, le=5)] | None = None
     """What the task vectors are multiplied by: each expert's coefficient if all objectives are equally important
-    (task_arithmetic), or lambda. Default: 0.4 for task_arithmetic, else 1."""
+    (task_arithmetic, consensus_ta), or lambda. Default: 0.4 for task_arithmetic and consensus_ta, else 1."""
     density: Annotated[float, Field(gt=0, le=1)] | None = None
     """The share of each task vector's elements that are kept. Default: 0.2 for ties_weighted, 0.5 for dare_ties_l1, 0.1
-    for pcb; task_arithmetic keeps all."""
+    for pcb; the other methods have none."""
     experts: dict[str, str] | None = None
     """The expert of each objective, whose weight is that of the objective. Default: the expert of the same name."""
 
     def merge(self, weights: Mapping[str, float]) -> Merge:
-        """Of all layers, where the experts have these weights, which sum to one. PCB-Merging knows no weights: experts
-        with a weight of 0 are left out."""
-        chosen = {alias: weight for alias, weight in weights.items() if weight > 0 or self.method != "pcb"}
+        """Of all layers, where the experts have these weights, which sum to one. PCB-Merging and consensus merging know
+        no weights: experts with a weight of 0 are left out."""
+        chosen = {alias: weight for alias, weight in weights.items() if weight > 0 or self.method not in UNWEIGHTED}
         sources = tuple(map(Source, chosen))
         strength = STRENGTHS[self.method] if self.strength is None else self.strength
         shares = tuple(chosen.values())
         if self.method == "task_arithmetic":
             return Merge("task_arithmetic", sources, {"lambda": tuple(strength * len(weights) * w for w in shares)})
+        if self.method == "consensus_ta":
+            agreed: dict[str, CoefficientValue] = {"lambda": strength * len(weights) / len(chosen)}
+            agreed |= {"mask_lambda": (MASK_LAMBDA,) * len(chosen), "agreement": float(min(AGREEMENT, len(chosen)))}
+            return Merge("consensus_ta", sources, agreed)
         density = DENSITIES[self.method] if self.density is None else self.density
         if self.method == "pcb":
             return Merge("pcb", sources, {"lambda": strength, "density": density})
@@ -120,8 +127,8 @@ class Hm3Section(SpaceSection):
         if longest is not None and shortest is not None and longest < shortest:
             message = f"{longest} is below min_path_length={shortest}; give at least {shortest}"
             yield Problem("search_space.max_path_length", message)
-        if self.merged is not None and self.merged.method == "task_arithmetic" and self.merged.density is not None:
-            message = "task_arithmetic keeps all elements; leave it out, or choose another method"
+        if self.merged is not None and self.merged.method not in DENSITIES and self.merged.density is not None:
+            message = f"{self.merged.method} has none; leave it out, or take one of {', '.join(DENSITIES)}"
             yield Problem("search_space.merged.density", message)
 
     def build(self, models: SearchedModels) -> Hm3Space:

@@ -1,7 +1,7 @@
 """HM3's policy and other searches on the shipped family: three objectives, 960 merges of 90 samples each, real models.
 
     make bench ONLY=hm3
-    HM3_PARTS=fronts,ablations,zero_shot HM3_METHODS=hm3,moead HM3_SEEDS=0-4 make bench ONLY=hm3
+    HM3_PARTS=fronts,ablations,pools,zero_shot,reuse HM3_METHODS=hm3,moead HM3_SEEDS=0-4 make bench ONLY=hm3
 
 The coordinator, the searchers and the learner are the product's; one teacher-forced pass decides exact match in place
 of engines (`one_pass`), and is first compared with a vLLM engine on paths. A search that is finished is not run again
@@ -14,8 +14,11 @@ of engines (`one_pass`), and is first compared with a vLLM engine on paths. A se
   mean, of 90 samples; their front is of the skills, on as many samples of each as the others'. `lfs_dis` is LFS with
   half of the samples, and DIS with the other half, whose fourth model is the best merge of LFS.
 - `ablations`: the method with and without each of its parts.
+- `pools`: PCB-Merging and consensus merging alone and in the pool, as in the authors' answers.
 - `zero_shot`: paths proposed for preference vectors that the policy of `hm3` has not seen, against policies that were
   trained for these alone.
+- `reuse`: 120 paths through the models of another family, whose skills are partly others: proposed by the policy that
+  has learned on this one, with and without learning further, by a new policy, and at random.
 """
 
 from __future__ import annotations
@@ -49,6 +52,10 @@ EPISODES = 30
 
 PATHS: Mapping[str, Any] = {"kind": "hm3", "min_path_length": 6, "max_path_length": 10}
 MERGED: Mapping[str, Any] = {**PATHS, "merged": {}}
+POOLS: Mapping[str, Mapping[str, Any]] = {
+    "PCB-Merging": {**PATHS, "merged": {"method": "pcb"}},
+    "consensus merging": {**PATHS, "merged": {"method": "consensus_ta"}},
+}
 VECTORS: Mapping[str, Any] = {"preferences": {"lattice": 4}}
 # A third of the policy's iterations explore less and less.
 LEARNING = {"policy": "conditioned", "episodes": EPISODES, "explored": TRIALS // EPISODES // 3}
@@ -94,6 +101,9 @@ ABLATIONS: Mapping[str, Method] = {
     "paths, alignment: moments": Method(POLICY, {**PATHS, "alignment": "moments"}),
     "paths, alignment: mlp": Method(POLICY, {**PATHS, "alignment": "mlp"}),
 }
+# A policy that knows models by the statistics of their layers, and those that begin with it elsewhere.
+DESCRIBED: Mapping[str, Any] = {**POLICY, "hm3": {**LEARNING, "knows_models": False}}
+OTHER_FAMILY, REUSE_TRIALS = "letters", 120
 # Not in the lattice of fourths.
 UNSEEN = ((0.45, 0.45, 0.1), (0.1, 0.3, 0.6))
 NUM_SCORED = 16
@@ -115,7 +125,7 @@ def run() -> dict[str, Any]:
     first, _, last = os.environ.get("HM3_SEEDS", "0-4").partition("-")
     seeds = range(int(first), int(last or first) + 1)
     parts: Mapping[str, Callable[[range], dict[str, Any]]] = {
-        "fronts": fronts, "ablations": ablations, "zero_shot": zero_shot
+        "fronts": fronts, "ablations": ablations, "pools": pools, "zero_shot": zero_shot, "reuse": reuse
     }  # fmt: skip
     asked = os.environ.get("HM3_PARTS", ",".join(parts)).split(",")
     check = check_against_engine(FAMILY, MERGED)
@@ -130,12 +140,7 @@ def fronts(seeds: range) -> dict[str, Any]:
     found = {name: [found_by(name, seed) for seed in seeds] for name in names}
     return {
         "rows": [row_of(name, each) for name, each in found.items()],
-        "hm3_minus": {
-            f"{own} minus {name}": volume_interval([[f.judged for f in found[own]]], [[f.judged for f in each]])
-            for own in ("hm3", "hm3_merged")
-            for name, each in found.items()
-            if own in found and name != own
-        },
+        "minus": differences(found, [own for own in ("hm3", "hm3_merged") if own in found]),
     }
 
 
@@ -145,16 +150,27 @@ def ablations(seeds: range) -> dict[str, Any]:
         name: [front_found(bench, done(bench, method.spec(spec_name(name), seed))) for seed in seeds]
         for name, method in ABLATIONS.items()
     }
-    found["merged models alone"] = [merged_alone(bench, seed) for seed in seeds]
-    whole = [f.judged for f in found["paths and merged models"]]
+    found["merged models alone"] = [merged_alone(bench, MERGED, seed) for seed in seeds]
     return {
         "rows": [row_of(name, each) for name, each in found.items()],
-        "whole_minus": {
-            name: volume_interval([whole], [[f.judged for f in each]])
-            for name, each in found.items()
-            if name != "paths and merged models"
-        },
+        "minus": differences(found, ["paths and merged models"]),
     }
+
+
+def pools(seeds: range) -> dict[str, Any]:
+    bench = Bench.of(FAMILY)
+    found: dict[str, list[Found]] = {}
+    minus: dict[str, Any] = {}
+    for name, space in POOLS.items():
+        with_it = f"paths, {name} in the pool"
+        specs = [Method(POLICY, space).spec(f"hm3-{space['merged']['method']}", seed) for seed in seeds]
+        pair = {
+            with_it: [front_found(bench, done(bench, spec)) for spec in specs],
+            f"{name} alone": [merged_alone(bench, space, seed) for seed in seeds],
+        }
+        found |= pair
+        minus |= differences(pair, [with_it])
+    return {"rows": [row_of(name, each) for name, each in found.items()], "minus": minus}
 
 
 def zero_shot(seeds: range) -> dict[str, Any]:
@@ -196,6 +212,30 @@ def zero_shot(seeds: range) -> dict[str, Any]:
             "minus": {n: interval([stacked[n]], [stacked["trained for it"]]) for n in ("first", "best of 16")},
         })  # fmt: skip
     return {"rows": rows}
+
+
+def reuse(seeds: range) -> dict[str, Any]:
+    bench, other = Bench.of(FAMILY), Bench.of(OTHER_FAMILY)
+    trained = [Method(DESCRIBED, PATHS).spec("hm3-described", seed) for seed in seeds]
+    for spec in trained:
+        done(bench, spec)
+
+    def learned(seed: int, **options: Any) -> Method:
+        start = {"dir": str(bench.file(trained[seed - seeds[0]]).with_suffix("").resolve())}
+        return Method({**DESCRIBED, "hm3": {**DESCRIBED["hm3"], "start": start, **options}}, PATHS)
+
+    methods: Mapping[str, Callable[[int], Method]] = {
+        "learned on the other, learning": learned,
+        "learned on the other, as it is": lambda seed: learned(seed, learns=False),
+        "new policy": lambda seed: Method(DESCRIBED, PATHS),
+        "random": lambda seed: METHODS["random"],
+    }
+    found: dict[str, list[Found]] = {}
+    for name, method in methods.items():
+        short = f"reuse-{name.replace(' ', '-').replace(',', '')}"
+        specs = [method(seed).spec(short, seed, family=OTHER_FAMILY, trials=REUSE_TRIALS) for seed in seeds]
+        found[name] = [front_found(other, done(other, spec)) for spec in specs]
+    return {"rows": [row_of(name, each) for name, each in found.items()], "minus": differences(found, list(found)[:2])}
 
 
 # -- searches and what they found --------------------------------------------------------------------------------------
@@ -275,11 +315,21 @@ class ChainedFamily(TrainedFamily):
         return super().study(goal, models=models, **sections)
 
 
-def merged_alone(bench: Bench, seed: int) -> Found:
-    """The merged models of the 15 preference vectors, without paths."""
-    preflight = bench.preflight(METHODS["hm3_merged"].spec("hm3_merged", seed))
-    space: Any = preflight.space
-    recipes = [recipe for name, recipe in space.pool.items() if name not in bench.family.skills]
+def differences(found: Mapping[str, Sequence[Found]], of: Sequence[str]) -> dict[str, Any]:
+    """Of hypervolumes on judge items, between each of these and every other."""
+    return {
+        f"{own} minus {name}": volume_interval([[f.judged for f in found[own]]], [[f.judged for f in each]])
+        for own in of
+        for name, each in found.items()
+        if name != own
+    }
+
+
+def merged_alone(bench: Bench, space: Mapping[str, Any], seed: int) -> Found:
+    """The merged models of the 15 preference vectors in the pool of this space, without paths."""
+    searched_in: Any = bench.preflight(Method(POLICY, space).spec("pool", seed)).space
+    merged = {name: recipe for name, recipe in searched_in.pool.items() if name not in bench.family.skills}
+    recipes = list({recipe.digest: recipe for recipe in merged.values()}.values())
     values = [searched(bench, recipe, seed) for recipe in recipes]
     trials = [
         Trial(number, "search", "", None, recipe.digest, dict(zip(bench.family.skills, each.tolist(), strict=True)), 0)
@@ -320,11 +370,11 @@ def show(result: dict[str, Any]) -> None:
     check = result["against_engine"]
     equal, seeds = check["compared"] - check["differing"], result["seeds"]
     print(f"seeds {seeds[0]} to {seeds[-1]}; vLLM scores {equal:,} of {check['compared']:,} samples alike")
-    for part, minus in (("fronts", "hm3_minus"), ("ablations", "whole_minus")):
+    for part in ("fronts", "ablations", "pools", "reuse"):
         if part in result:
             _show_rows(part, result[part]["rows"])
-            for name, found in result[part][minus].items():
-                print(f"{'' if part == 'fronts' else 'paths and merged models minus '}{name}: {_interval(found)}")
+            for name, found in result[part]["minus"].items():
+                print(f"{name}: {_interval(found)}")
     for row in result.get("zero_shot", {}).get("rows", ()):
         cells = [f"{name} {_spread(row[name])}" for name in ("first", "best of 16", "trained for it")]
         print(f"zero-shot {row['vector']}: {', '.join(cells)}")

@@ -49,7 +49,8 @@ CHUNK_SAMPLES = 100_000
 
 @dataclass(frozen=True)
 class SearchSpec:
-    """A study of a family: everything that decides its trials. It ends after `search.max_trials`, or when the next
+    """A study of a family: everything that decides its trials; `search.hm3.start.dir` is here the file of another
+    search, without its suffix, whose policy it begins with. It ends after `search.max_trials`, or when the next
     trial would exceed the `budget`: samples' worth of proposed trials and steps."""
 
     family: str
@@ -182,11 +183,13 @@ class Bench:
         return self.judge.family.fingerprint
 
     def preflight(self, spec: SearchSpec) -> PreflightResult:
-        return with_alignments(examine(self.family.study(spec.goal, **spec.document())))
+        found = with_alignments(examine(self.family.study(spec.goal, **spec.document())))
+        start = found.study.search.hm3.start
+        return found if start is None else replace(found, start=(_newest_policy(Path(str(start.dir)))[1],))
 
     def run(self, spec: SearchSpec) -> Run:
         """The search, from its file if it is there."""
-        file, key = self._file(spec), self._key(spec)
+        file, key = self.file(spec), self._key(spec)
         if file.exists() and (stored := json.loads(file.read_text()))["key"] == key:
             trials = tuple(Trial(**trial) for trial in stored["trials"])
             return Run(spec, trials, stored["spent"], tuple(stored["notes"]), stored["seconds"])
@@ -200,12 +203,10 @@ class Bench:
 
     def policy(self, spec: SearchSpec) -> dict[int, bytes]:
         """The checkpoint of the policy that a finished search has learned last, by its iteration."""
-        files = self._file(spec).parent.glob(f"{spec.name}-{spec.seed}.*.policy")
-        iterations = {int(file.suffixes[-2][1:]): file for file in files}
-        newest = max(iterations)
-        return {newest: iterations[newest].read_bytes()}
+        newest, content = _newest_policy(self.file(spec).with_suffix(""))
+        return {newest: content}
 
-    def _file(self, spec: SearchSpec) -> Path:
+    def file(self, spec: SearchSpec) -> Path:
         return CACHE / "runs" / spec.family / spec.goal / f"{spec.name}-{spec.seed}.json"
 
     def judged(self, recipe: Recipe) -> NDArray[np.bool_]:
@@ -306,6 +307,13 @@ class Bench:
         job = preflight.gradient_job()
         assert job is not None
         return GradientActor(job)
+
+
+def _newest_policy(run: Path) -> tuple[int, bytes]:
+    """Of a finished search, whose file this is without its suffix: the iteration and the checkpoint."""
+    iterations = {int(file.suffixes[-2][1:]): file for file in run.parent.glob(f"{run.name}.*.policy")}
+    newest = max(iterations)
+    return newest, iterations[newest].read_bytes()
 
 
 def with_alignments(preflight: PreflightResult) -> PreflightResult:

@@ -6,6 +6,7 @@ Importing this package imports no library that proposes: neither SMAC, scikit-le
 - `descents`: which descents a search by gradients makes, in which order
 - `encoding`: configurations as rows of numbers
 - `history`: each trial at its highest rung, and which of two is better
+- `midpoints`: points halfway between two trials of a front
 - `optuna_study`: proposals by Optuna's samplers
 """
 

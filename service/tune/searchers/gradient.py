@@ -1,16 +1,17 @@
-"""Gradient descent on the coefficients of a merge, then a local search from the best point found.
+"""Gradient descent on the coefficients of a merge; then points between those found, or a local search from the best.
 
 The loss is that of teacher forcing on reference answers (`workers.training.gradients`): all coefficients are improved
 at once by a few forward and backward passes. AdaMerging (Yang et al., "AdaMerging: Adaptive Model Merging for
 Multi-Task Learning", 2024) learns coefficients by gradients too, of the entropy of predictions. Adam is Kingma and Ba's
 (2015), algorithm 1.
 
-A descent starts at the defaults of the space's parameters, and some of its points become trials. A study with
-preference vectors has one for each (`descents`); the local search then works for one vector after the other. Before the
-descents, the losses of the sources and published recipes that the space contains are compared with their scores. Where
-a lower loss does not go with a better score (as with bare answers as references of a task that is reasoned about), the
-sources' own correct completions are tried as references; where these say nothing either, a descent would not help, and
-SMAC proposes all trials. All known recipes are compared, as the searcher waits for baselines.
+A descent starts at the defaults of the space's parameters, and some of its points become trials; a local search from
+the best one follows. A study with preference vectors has a descent for each (`descents`); then come points halfway
+between trials of the front (`midpoints`), and where none would add to it, a local search for one vector after the
+other. Before the descents, the losses of the sources and published recipes that the space contains are compared with
+their scores. Where a lower loss does not go with a better score (as with bare answers as references of a task that is
+reasoned about), the sources' own correct completions are tried as references; where these say nothing either, a descent
+would not help, and SMAC proposes all trials. All known recipes are compared, as the searcher waits for baselines.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from search_spaces.parameters import Float, Parameters
 from service.tune.searchers.base import Observation, SearchSetting
 from service.tune.searchers.descents import Descent, descents_of, place_of
 from service.tune.searchers.es import SEARCHER as LOCAL_SEARCH
+from service.tune.searchers.midpoints import midpoint
 from service.tune.searchers.random import proposal_generator
 from service.tune.searchers.smac import SEARCHER as WITHOUT_GRADIENTS
 from service.tune.steps import Step, StepKind, StepRequest
@@ -44,7 +46,7 @@ USED, NOT_USED = "gradient", "smac"
 
 @dataclass(frozen=True)
 class GradientSearcher:
-    """Descents, then local search."""
+    """Descents, then midpoints or local search."""
 
     beta1: float = 0.9
     beta2: float = 0.999
@@ -82,6 +84,10 @@ class GradientSearcher:
             found = self._descend(parameters, *place, seed, steps, setting)
             if found is not None:
                 return found
+        elif setting.preferences:
+            between = midpoint(parameters, observations=observations, pending=pending)
+            if between is not None:
+                return between
         return LOCAL_SEARCH.propose(parameters, observations=_scalar(observations, number, setting), **call)
 
     # -- whether losses say anything about scores ------------------------------------------------------------------

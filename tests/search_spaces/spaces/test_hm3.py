@@ -243,6 +243,7 @@ def test_the_embedding_and_the_head_follow_the_path_into_the_merged_model() -> N
         ("ties_weighted", {"weight": (0.25, 0.25, 0.5), "density": 0.2}),
         ("dare_ties_l1", {"weight": (0.25, 0.25, 0.5), "density": 0.5}),
         ("pcb", {"lambda": 1.0, "density": 0.1}),
+        ("consensus_ta", {"lambda": 0.4, "mask_lambda": 0.4, "agreement": 2.0}),
     ],
 )
 def test_coefficients_come_from_the_vector(method: str, coefficients: dict[str, Any]) -> None:
@@ -254,8 +255,11 @@ def test_coefficients_come_from_the_vector(method: str, coefficients: dict[str, 
     assert merge.seed == (0 if method == "dare_ties_l1" else None)
 
 
-def test_pcb_leaves_experts_without_weight_out_and_strength_and_density_are_options() -> None:
+def test_methods_without_weights_leave_experts_out_and_strength_and_density_are_options() -> None:
     assert [source.model for source in merged_by("pcb", 1).layers[0].mlp.sources] == ["code"]
+    alone = merged_by("consensus_ta", 1).layers[0].mlp
+    assert [source.model for source in alone.sources] == ["code"]
+    assert (alone.number("lambda"), alone.number("agreement")) == (pytest.approx(1.2), 1.0), "it has the others' shares"
     merge = merged_by("ties_weighted", strength=1.5, density=0.3).layers[0].mlp
     assert (merge.number("lambda"), merge.per_source("density")) == (1.5, (0.3, 0.3, 0.3))
 

@@ -329,15 +329,30 @@ def test_after_a_descent_that_failed_others_start_at_the_next_nearest_one() -> N
     assert gradients(steps, 1)[0].request.point == (0.5,) * 6
 
 
-def test_the_local_search_works_for_one_preference_vector_after_the_other() -> None:
+def test_after_the_descents_come_midpoints_of_the_front() -> None:
     steps: list[Step] = []
     ends = points_of(steps)
-    costs = [(0.5, 0.5), (0.2, 0.9), (0.1, 1.3), (1.3, 0.1)]
+    costs = [(0.3, 0.3), (0.2, 0.5), (0.1, 0.7), (0.9, 0.1)]
     trials = [
         Observation(point, 1.0, cost, number=NUM_BASELINES + index, rung=0)
         for index, (point, cost) in enumerate(zip(ends, costs, strict=True))
     ]
-    known = [replace(o, costs=(2.0, 2.0)) for o in baselines()]
+    known = [replace(o, costs=(1.0, 1.0)) for o in baselines()]
+    found = propose(NUM_BASELINES + 4, steps, known=[*known, *trials], setting=SEVERAL)
+    between = [(ends[0][name] + ends[3][name]) / 2 for name in found]
+    np.testing.assert_allclose(list(found.values()), between, err_msg="across the widest gap")
+    assert propose(NUM_BASELINES + 4, steps, known=[*known, *trials], setting=SETTING) != found
+
+
+def test_where_no_midpoint_adds_the_local_search_works_for_one_preference_vector_after_the_other() -> None:
+    steps: list[Step] = []
+    ends = points_of(steps)
+    costs = [(2.5, 2.5), (2.2, 2.9), (2.1, 3.3), (3.3, 2.1)]  # beyond the reference point of hypervolumes
+    trials = [
+        Observation(point, 1.0, cost, number=NUM_BASELINES + index, rung=0)
+        for index, (point, cost) in enumerate(zip(ends, costs, strict=True))
+    ]
+    known = [replace(o, costs=(4.0, 4.0)) for o in baselines()]
     for turn in range(4):
         mutant = propose(NUM_BASELINES + 4 + turn, steps, known=[*known, *trials], setting=SEVERAL)
         kept = [sum(mutant[name] == pytest.approx(end[name]) for name in mutant) for end in ends]

@@ -1,0 +1,62 @@
+"""Points halfway between two trials of a front.
+
+Coefficients between those of two good compromises are mostly a good compromise between the two: merges are averages of
+models, and losses of models that were fine-tuned from one base change smoothly along the line between them (linear mode
+connectivity: Frankle et al., ICML 2020; of fronts: Rame et al., "Rewarded soups", NeurIPS 2023). So where a front has a
+gap, a trial in its middle costs one evaluation, and no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from search_spaces.objectives import Candidate, constrained_front, hypervolume
+from search_spaces.parameters import Parameters
+from service.tune.searchers.base import Observation
+from service.tune.searchers.encoding import Encoding
+from service.tune.searchers.history import by_trial, known_configurations, violation
+
+__all__ = ["midpoint"]
+
+# Between more trials than this, those with the lowest numbers, no pair is looked for: proposals stay fast.
+MAX_PARENTS = 64
+
+
+def midpoint(
+    parameters: Parameters, *, observations: Sequence[Observation], pending: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any] | None:
+    """Of all pairs of trials on the front, the middle of the one that would add most to its hypervolume if costs there
+    were the mean of the pair's; None if no pair is left whose middle would add anything.
+
+    The front is that of the trials at the highest rung that any has reached. All parameters are numbers."""
+    encoding = Encoding(parameters)
+    known = encoding.encode(known_configurations(observations, pending))
+    taken = set(encoding.keys(known))
+    parents = _front(observations)[:MAX_PARENTS]
+    costs = [parent.costs for parent in parents if parent.costs is not None]
+    rows = encoding.encode(parent.configuration for parent in parents)
+    pairs = list(combinations(range(len(parents)), 2))
+    middles = encoding.normalise(np.array([(rows[a] + rows[b]) / 2 for a, b in pairs]).reshape(-1, len(parameters)))
+    expected = [tuple(((np.array(costs[a]) + np.array(costs[b])) / 2).tolist()) for a, b in pairs]
+    keys = encoding.keys(middles)
+    # A middle whose trial runs counts as if it had turned out as expected.
+    waiting = set(encoding.keys(encoding.encode(pending)))
+    costs += [cost for cost, key in zip(expected, keys, strict=True) if key in waiting]
+    reached = hypervolume(costs)
+    gains = [
+        0.0 if key in taken else hypervolume([*costs, cost]) - reached for cost, key in zip(expected, keys, strict=True)
+    ]
+    best = int(np.argmax(gains)) if gains else None
+    return None if best is None or gains[best] <= 0 else encoding.decode(middles[best])
+
+
+def _front(observations: Iterable[Observation]) -> list[Observation]:
+    scored = [trial for trial in by_trial(observations) if trial.costs is not None]
+    highest = max((trial.rung for trial in scored), default=0)
+    compared = [trial for trial in scored if trial.rung == highest]
+    candidates = [Candidate(trial.number, trial.costs, violation(trial)) for trial in compared]
+    return [trial for trial, is_on in zip(compared, constrained_front(candidates), strict=True) if is_on]

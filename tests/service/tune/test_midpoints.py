@@ -1,0 +1,62 @@
+"""Which two trials of a front the next one is halfway between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from search_spaces.parameters import Float, Parameters
+from service.tune.searchers import Observation
+from service.tune.searchers.midpoints import midpoint
+
+PARAMETERS = Parameters([Float("a", -0.5, 1.5), Float("b", 0.0, 1.0)])
+
+
+def trial(number: int, a: float, costs: Sequence[float] | None, *, rung: int = 0, excess: float = 0.0) -> Observation:
+    """At (a, a / 2)."""
+    known = None if costs is None else tuple(costs)
+    return Observation({"a": a, "b": a / 2}, 1.0, known, number=number, rung=rung, constraints=(excess,))
+
+
+# Halfway between the first two a front has more to gain than between the last two.
+FRONT = [trial(0, 0.0, (0.1, 0.9)), trial(1, 0.4, (0.5, 0.3)), trial(2, 1.0, (0.6, 0.2))]
+
+
+def place(observations: Sequence[Observation], pending: Sequence[dict[str, Any]] = ()) -> float | None:
+    found = midpoint(PARAMETERS, observations=observations, pending=pending)
+    if found is None:
+        return None
+    assert found["b"] == pytest.approx(found["a"] / 2)
+    return round(found["a"], 9)
+
+
+def test_the_widest_gap_of_the_front_comes_first() -> None:
+    assert place(FRONT) == 0.2
+    assert place([*FRONT, trial(3, 0.9, (0.7, 0.95))]) == 0.2, "a dominated trial is no parent"
+
+
+def test_no_midpoint_is_proposed_twice() -> None:
+    assert place([*FRONT, trial(3, 0.2, (0.9, 0.9))]) == 0.5, "of the first and the last"
+    assert place([*FRONT, trial(3, 0.2, None)]) == 0.5, "one that failed"
+    assert place([*FRONT, trial(3, 0.2, (0.3, 0.6)), trial(4, 0.5, (0.9, 0.9))]) == 0.1, "of the front as it is now"
+
+
+def test_one_that_is_scored_now_counts_as_if_it_had_turned_out_as_expected() -> None:
+    """What the middle of the first and the last could add is beside the pending one, and little."""
+    front = [trial(0, 0.0, (0.1, 0.9)), trial(1, 0.4, (0.5, 0.5)), trial(2, 1.0, (0.9, 0.1))]
+    assert place(front, [{"a": 0.2, "b": 0.1}]) == 0.7
+    assert place(front, [{"a": 0.2, "b": 0.1}, {"a": 0.7, "b": 0.35}]) is None
+
+
+def test_parents_keep_to_the_constraints_and_have_reached_the_highest_rung() -> None:
+    assert place([trial(0, 0.0, (0.1, 0.9), excess=0.1), *FRONT[1:]]) == 0.7
+    assert place([trial(0, 0.0, (0.1, 0.9)), *(trial(n, a, c, rung=1) for n, a, c in ((1, 0.4, (0.5, 0.3)),))]) is None
+
+
+def test_where_nothing_is_to_be_gained_there_is_none() -> None:
+    assert place([]) is None
+    assert place(FRONT[:1]) is None
+    assert place([trial(0, 0.0, (0.5, 0.5)), trial(1, 1.0, (0.5, 0.5))]) is None, "two that are alike"
+    assert place([trial(0, 0.0, (1.2, 1.5)), trial(1, 1.0, (1.5, 1.2))]) is None, "worse than worthless"
