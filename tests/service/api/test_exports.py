@@ -7,14 +7,18 @@ import json
 import tarfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from search_spaces.study.file import load_study
 from service.api.export_queue import Tar, export_id
+from service.disk import alignments_dir, study_dir
 from service.results.load import run_record
 from service.results.preference import choices
 from service.store import Store
@@ -31,6 +35,10 @@ from service.types import (
     TrialState,
 )
 from tests.service.api.harness import FAMILY, ApiServer, finished_study, stored_study
+from tests.workers.recipes import aligned, path, random_alignment
+from workers.engines.transformers.backend import merged_model
+from workers.merging.alignments import unaligned, write_alignment
+from workers.merging.bank import Bank
 
 pytestmark = pytest.mark.slow  # exports are written
 
@@ -69,6 +77,34 @@ def contents(archive: bytes) -> dict[str, bytes]:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
     with ApiServer(tmp_path_factory.mktemp("api")) as server:
         yield server
+
+
+def test_a_trial_with_alignments_is_downloaded_as_a_checkpoint_with_its_model_class(
+    http: httpx.Client, server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    record = family_study(server.store)
+    place = alignments_dir(study_dir(server.data_dir, record.id))
+    family = replace(examine(load_study(FAMILY / "study.yaml")).family, alignments_dir=str(place))
+    hidden = int(AutoConfig.from_pretrained(FAMILY / "base").hidden_size)
+    steps = [("math", 0), ("text", 1), *(("text", layer) for layer in range(2, 8))]
+    recipe = aligned(path(family, steps), write_alignment(str(place), random_alignment("projection", hidden)))
+    writer = server.store.open_attempt(record.id)
+    number = len(server.store.trials(record.id))
+    writer.add_trial(TrialRecord(number, Origin.SEARCH, "", TrialState.WAITING, recipe))
+    export = wait(http, http.post(f"/v1/studies/{record.id}/exports", json={"trial": number}).json()["links"]["self"])
+    assert (export["state"], export["reason"]) == ("COMPLETE", None)
+    with tarfile.open(fileobj=io.BytesIO(http.get(export["links"]["download"]).content)) as tar:
+        tar.extractall(tmp_path / "model", filter="data")
+    (directory,) = {file.parent for file in (tmp_path / "model").rglob("config.json")}
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, trust_remote_code=True).eval()
+    tokens = torch.arange(1, 13)[None]
+    bank = Bank(family)
+    with torch.inference_mode():
+        downloaded = model(tokens).logits
+        torch.testing.assert_close(downloaded, merged_model(recipe, bank, dtype="float32")(tokens).logits)
+        plain = merged_model(unaligned(recipe), bank, dtype="float32")(tokens).logits
+    assert (downloaded - plain).abs().max() > 0.01, "the alignment matters"
 
 
 def test_the_best_trial_is_downloaded_as_export_writes_it(
