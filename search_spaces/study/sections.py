@@ -180,13 +180,13 @@ class PolicyOptions(Section):
     episodes: Annotated[int, Field(ge=2, le=10_000)] = 16
     """Episodes, that is trials, of one iteration, after which a policy is improved."""
     warm_up: Annotated[int, Field(ge=1, le=1000)] = 1
-    """Iterations of each policy that are drawn at random before it is improved for the first time."""
+    """Iterations of each policy in which all paths are drawn at random, before it is improved for the first time."""
     neighbours: Annotated[int, Field(ge=1)] = 12
     """Of so many steps nearest to the proto-action the best is taken: Wolpertinger's k."""
     exploration: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """How often one of these steps is taken at random instead, in the end; in the beginning always."""
+    """How often one of these steps is taken at random instead."""
     explored: Annotated[int, Field(ge=0, le=100_000)] = 10
-    """Iterations of each policy over which the exploration falls to that."""
+    """Iterations of each policy after those over which fewer and fewer paths are drawn at random, in the end none."""
     length_penalty: Annotated[float, Field(ge=0)] = 0.001
     """What each layer of a path takes off its outcome: beta_1."""
     learning_rate: Annotated[float, Field(gt=0)] = 3e-3

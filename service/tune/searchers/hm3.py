@@ -187,6 +187,7 @@ def training_of(
             k=options.neighbours,
             exploration=options.exploration,
             explored=options.explored,
+            draws_paths=True,
             is_conditioned=is_conditioned,
             learns=options.learns,
             learner=LearnerOptions(

@@ -94,9 +94,10 @@ def test_a_trial_with_alignments_is_downloaded_as_a_checkpoint_with_its_model_cl
     writer.add_trial(TrialRecord(number, Origin.SEARCH, "", TrialState.WAITING, recipe))
     export = wait(http, http.post(f"/v1/studies/{record.id}/exports", json={"trial": number}).json()["links"]["self"])
     assert (export["state"], export["reason"]) == ("COMPLETE", None)
-    with tarfile.open(fileobj=io.BytesIO(http.get(export["links"]["download"]).content)) as tar:
-        tar.extractall(tmp_path / "model", filter="data")
-    (directory,) = {file.parent for file in (tmp_path / "model").rglob("config.json")}
+    directory = tmp_path / "model"
+    directory.mkdir()
+    for name, content in contents(http.get(export["links"]["download"]).content).items():
+        (directory / Path(name).name).write_bytes(content)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, trust_remote_code=True).eval()
     tokens = torch.arange(1, 13)[None]
     bank = Bank(family)

@@ -13,8 +13,9 @@ best, without noise.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 from torch import Tensor
 
 from search_spaces.spaces.layer_paths import LayerPaths, Path
@@ -32,14 +33,17 @@ TRIES = 16
 class TrainingOptions:
     """`episodes` of an iteration. `warm_up`: iterations of each policy that nothing is learned from, in which every
     step is drawn from all that are allowed. `k`: neighbours of a proto-action. Exploration falls linearly from 1 to
-    `exploration` over the `explored` iterations of a policy after its warm-up. With `learns` false, the policies that a
-    search begins with play all episodes, and the vectors take turns."""
+    `exploration` over the `explored` iterations of a policy after its warm-up. With `draws_paths` whole paths are
+    explored, drawn as the space draws: all in the warm-up, and fewer and fewer over the `explored` iterations; steps
+    are explored as rarely as in the end. With `learns` false, the policies that a search begins with play all episodes,
+    and the vectors take turns."""
 
     episodes: int = 16
     warm_up: int = 1
     k: int = 12
     exploration: float = 0.1
     explored: int = 10
+    draws_paths: bool = False
     is_conditioned: bool = False
     learns: bool = True
     learner: LearnerOptions = field(default_factory=LearnerOptions)
@@ -146,12 +150,9 @@ class Training:
         k = self.paths.num_steps + 1 if is_warm_up else self.options.k
         if self.options.learns:
             networks = self._learner(self.policy_of(iteration), source).networks
-            exploration = self._exploration(self.turn_of(iteration))
-            taken = paths or (None,) * len(numbers)
-            roles = [
-                Role(number, self.preference_of(number), exploration, path=path)
-                for number, path in zip(numbers, taken, strict=True)
-            ]
+            roles = [self._learning(number) for number in numbers]
+            if paths is not None:
+                roles = [replace(role, path=path) for role, path in zip(roles, paths, strict=True)]
             return {each.number: each for each in play(networks, roles, seed=self._seed, k=k)}
         found: dict[int, Episode] = {}
         for policy in range(self.num_policies):
@@ -160,6 +161,15 @@ class Training:
                 networks = self._learner(policy, None).networks
                 found |= {each.number: each for each in play(networks, roles, seed=self._seed, k=k)}
         return found
+
+    def _learning(self, number: int) -> Role:
+        exploration = self._exploration(self.turn_of(self.iteration_of(number)))
+        preference, least = self.preference_of(number), self.options.exploration
+        if not self.options.draws_paths:
+            return Role(number, preference, exploration)
+        rng = np.random.default_rng((self._seed, number))
+        is_drawn = rng.random() * (1 - least) < exploration - least
+        return Role(number, preference, least, path=self.paths.path(self.paths.sample(rng)) if is_drawn else None)
 
     def _without_learning(self, number: int) -> Role:
         if number < len(self.preferences):

@@ -45,7 +45,8 @@ def paths_of(own: Training, num: int, *, runners: int = 1, restarts: bool = Fals
                 own.learn(num_finished, outcomes)
                 num_finished += 1
                 if restarts:
-                    own = training(saved=own.saved, is_conditioned=own.options.is_conditioned)
+                    options = {"is_conditioned": own.options.is_conditioned, "draws_paths": own.options.draws_paths}
+                    own = training(saved=own.saved, **options)
             if num_finished < own.num_needed(number):
                 break
             waiting.append(number)
@@ -59,10 +60,12 @@ def paths_of(own: Training, num: int, *, runners: int = 1, restarts: bool = Fals
 @pytest.mark.parametrize("is_conditioned", [False, True])
 def test_a_search_is_the_same_with_any_number_of_runners_and_after_restarts(is_conditioned: bool) -> None:
     num = 48 if not is_conditioned else 28
-    expected = paths_of(training(is_conditioned=is_conditioned), num)
-    for runners in (2, 4):
-        assert paths_of(training(is_conditioned=is_conditioned), num, runners=runners) == expected
-    assert paths_of(training(is_conditioned=is_conditioned), num, restarts=True) == expected
+    for draws_paths in (False, True):
+        options = {"is_conditioned": is_conditioned, "draws_paths": draws_paths}
+        expected = paths_of(training(**options), num)
+        for runners in (2, 4):
+            assert paths_of(training(**options), num, runners=runners) == expected
+        assert paths_of(training(**options), num, restarts=True) == expected
 
 
 def test_policies_take_turns_and_a_conditioned_one_plays_every_vector() -> None:
@@ -75,6 +78,23 @@ def test_policies_take_turns_and_a_conditioned_one_plays_every_vector() -> None:
     assert [conditioned.preference_of(n) for n in range(4)] == [*VECTORS, VECTORS[0]]
     assert conditioned.num_policies == 1
     assert [conditioned.source_of(i, newest=i - 2) for i in range(5)] == [None, None, None, 1, 2]
+
+
+def test_at_first_whole_paths_are_drawn_as_the_space_draws() -> None:
+    """All in the warm-up, half of them halfway to the end of the exploration, none after it."""
+    own = training(is_conditioned=True, draws_paths=True, episodes=40, explored=4)
+    roles = [own._learning(number) for number in range(240)]
+    drawn = [sum(role.path is not None for role in roles[40 * i : 40 * (i + 1)]) for i in range(6)]
+    assert drawn[0] == drawn[1] == 40
+    assert 10 <= drawn[3] <= 30
+    assert drawn[5] == 0
+    assert {role.exploration for role in roles} == {own.options.exploration}
+    paths = [role.path for role in roles if role.path is not None]
+    assert len(set(paths)) > 10
+    assert all(PATHS.contains(path) for path in paths)
+    assert [own.play(number).path for number in range(40)] == paths[:40]
+    again = training(is_conditioned=True, draws_paths=True, episodes=40, explored=4)
+    assert [again._learning(number) for number in range(240)] == roles
 
 
 def test_what_is_saved_is_what_is_needed() -> None:
