@@ -1,4 +1,5 @@
-"""HM3's policy and other searches on the shipped family: three objectives, 960 merges of 90 samples each, real models.
+"""HM3's policy and other searches on the shipped family: three objectives, 86,400 samples (960 merges of 90 samples
+each), real models.
 
     make bench ONLY=hm3
     HM3_PARTS=fronts,ablations,pools,zero_shot,reuse HM3_METHODS=hm3,moead HM3_SEEDS=0-4 make bench ONLY=hm3
@@ -47,7 +48,6 @@ from workers.types import Placement
 
 FAMILY = "shipped"
 TRIALS, SAMPLES, NUM_SKILLS = 960, 30, 3
-BUDGET = TRIALS * SAMPLES * NUM_SKILLS
 EPISODES = 30
 
 PATHS: Mapping[str, Any] = {"kind": "hm3", "min_path_length": 6, "max_path_length": 10}
@@ -76,9 +76,11 @@ class Method:
 
     def spec(self, name: str, seed: int, *, family: str = FAMILY, trials: int = TRIALS) -> SearchSpec:
         samples = SAMPLES if self.goal == "skills" else SAMPLES * NUM_SKILLS
-        search = {**self.search, "max_trials": trials}
+        # A policy repeats itself, and paths that were scored before cost nothing.
+        repeats = 2 if self.search["algorithm"] == "hm3" else 1
+        search = {**self.search, "max_trials": repeats * trials}
         fidelity = {"scheduler": "none", "max_samples": samples}
-        budget = BUDGET if self.search["algorithm"] == "auto" else None
+        budget = trials * SAMPLES * NUM_SKILLS if self.search["algorithm"] in ("auto", "hm3") else None
         return SearchSpec(family, self.goal, name, seed, search, space=self.space, fidelity=fidelity, budget=budget)
 
 
