@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from search_spaces.objectives import Candidate, constrained_front, hypervolume
+from search_spaces.objectives import Candidate, constrained_front, crowding_distances, hypervolume
 from search_spaces.parameters import Parameters
 from service.tune.searchers.base import Observation
 from service.tune.searchers.encoding import Encoding
@@ -22,8 +22,9 @@ from service.tune.searchers.history import by_trial, known_configurations, viola
 
 __all__ = ["midpoint"]
 
-# Between more trials than this, those with the lowest numbers, no pair is looked for: proposals stay fast.
-MAX_PARENTS = 64
+# Of more trials than this the least crowded are paired, so that proposals stay fast. Hypervolumes of many objectives
+# take long.
+MAX_PARENTS, MAX_PARENTS_OF_MANY, MANY_OBJECTIVES = 64, 12, 6
 
 
 def midpoint(
@@ -36,7 +37,7 @@ def midpoint(
     encoding = Encoding(parameters)
     known = encoding.encode(known_configurations(observations, pending))
     taken = set(encoding.keys(known))
-    parents = _front(observations)[:MAX_PARENTS]
+    parents = _parents(observations)
     costs = [parent.costs for parent in parents if parent.costs is not None]
     rows = encoding.encode(parent.configuration for parent in parents)
     pairs = list(combinations(range(len(parents)), 2))
@@ -54,9 +55,14 @@ def midpoint(
     return None if best is None or gains[best] <= 0 else encoding.decode(middles[best])
 
 
-def _front(observations: Iterable[Observation]) -> list[Observation]:
+def _parents(observations: Iterable[Observation]) -> list[Observation]:
     scored = [trial for trial in by_trial(observations) if trial.costs is not None]
     highest = max((trial.rung for trial in scored), default=0)
     compared = [trial for trial in scored if trial.rung == highest]
     candidates = [Candidate(trial.number, trial.costs, violation(trial)) for trial in compared]
-    return [trial for trial, is_on in zip(compared, constrained_front(candidates), strict=True) if is_on]
+    front = [trial for trial, is_on in zip(compared, constrained_front(candidates), strict=True) if is_on]
+    costs = [trial.costs for trial in front if trial.costs is not None]
+    crowding = dict(zip((trial.number for trial in front), crowding_distances(costs), strict=True))
+    most = MAX_PARENTS if not costs or len(costs[0]) < MANY_OBJECTIVES else MAX_PARENTS_OF_MANY
+    kept = sorted(front, key=lambda trial: (-crowding[trial.number], trial.number))[:most]
+    return sorted(kept, key=lambda trial: trial.number)

@@ -60,3 +60,13 @@ def test_where_nothing_is_to_be_gained_there_is_none() -> None:
     assert place(FRONT[:1]) is None
     assert place([trial(0, 0.0, (0.5, 0.5)), trial(1, 1.0, (0.5, 0.5))]) is None, "two that are alike"
     assert place([trial(0, 0.0, (1.2, 1.5)), trial(1, 1.0, (1.5, 1.2))]) is None, "worse than worthless"
+
+
+def test_of_many_trials_the_least_crowded_are_paired(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ends of a front always are."""
+    crowd = [trial(number, 0.01 * number, (0.1 + 0.01 * number, 0.9 - 0.01 * number)) for number in range(10)]
+    front = [*crowd, trial(10, 1.0, (0.9, 0.1))]
+    monkeypatch.setattr("service.tune.searchers.midpoints.MAX_PARENTS", 3)
+    assert place(front) == pytest.approx((0.09 + 1.0) / 2)
+    monkeypatch.setattr("service.tune.searchers.midpoints.MAX_PARENTS", 2)
+    assert place(front) == 0.5
