@@ -181,9 +181,9 @@ class PolicyOptions(Section):
     """Episodes, that is trials, of one iteration, after which a policy is improved."""
     warm_up: Annotated[int, Field(ge=1, le=1000)] = 1
     """Iterations of each policy in which all paths are drawn at random, before it is improved for the first time."""
-    neighbours: Annotated[int, Field(ge=1)] = 12
+    neighbours: Annotated[int, Field(ge=1)] = 6
     """Of so many steps nearest to the proto-action the best is taken: Wolpertinger's k."""
-    exploration: Annotated[float, Field(ge=0, le=1)] = 0.1
+    exploration: Annotated[float, Field(ge=0, le=1)] = 0.03
     """How often one of these steps is taken at random instead."""
     explored: Annotated[int, Field(ge=0, le=100_000)] = 10
     """Iterations of each policy after those over which fewer and fewer paths are drawn at random, in the end none."""

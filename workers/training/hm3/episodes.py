@@ -57,7 +57,8 @@ def play(networks: Networks, roles: Sequence[Role], *, seed: int, k: int) -> lis
     """The paths of some episodes, played side by side. A step is explored with probability `exploration`, and
     proto-actions have `noise` times the policy's deviation: with neither, the path is that which the policy holds best.
     Where one step alone is allowed it is taken without the policy; the end of a path of maximal length is such a step
-    and no part of the episode.
+    and no part of the episode. The proto-actions of a given path are the embeddings of its steps, to which they lead
+    for certain: so the policy learns from it which steps were good.
 
     An episode's random numbers are its own. Its rounding is that of all episodes that are played with it, so whoever
     plays it again plays the same ones."""
@@ -65,6 +66,7 @@ def play(networks: Networks, roles: Sequence[Role], *, seed: int, k: int) -> lis
     noise_BTD, draws_BTE = _random_numbers(networks, roles, seed=seed)
     weights = torch.tensor([role.preference for role in roles], dtype=torch.float32)
     exploration = torch.tensor([role.exploration for role in roles])
+    is_given = torch.tensor([role.path is not None for role in roles])
     table = networks.embeddings()
     std = networks.log_std.exp()
     begun = torch.nn.functional.normalize(networks.start, dim=0).expand(len(roles), 1, -1)
@@ -85,6 +87,8 @@ def play(networks: Networks, roles: Sequence[Role], *, seed: int, k: int) -> lis
         outcomes = (networks.outcomes(after, weights[:, None]) * weights[:, None]).sum(dim=2)
         explores = draws_BTE[:, at, 0] < exploration
         places = choose(outcomes, is_candidate, explores_B=explores, draws_B=draws_BTE[:, at, 1])
+        taken = table[candidates[rows, places]]
+        proto = torch.where(is_given[:, None], taken, proto)
         state, hidden = after[rows, places][:, None], hiddens[rows, places][None]
         protos.append(proto)
         densities.append(log_density(proto, mean, networks.log_std))

@@ -40,8 +40,8 @@ class TrainingOptions:
 
     episodes: int = 16
     warm_up: int = 1
-    k: int = 12
-    exploration: float = 0.1
+    k: int = 6
+    exploration: float = 0.03
     explored: int = 10
     draws_paths: bool = False
     is_conditioned: bool = False

@@ -13,6 +13,7 @@ from workers.training.hm3.episodes import Episode, Role, play
 from workers.training.hm3.learner import Batch, Learner, LearnerOptions
 from workers.training.hm3.networks import NetworkOptions, Networks
 from workers.training.hm3.pool import allowed_steps, stop_of
+from workers.training.hm3.ppo import log_density
 from workers.training.hm3.wolpertinger import choose, nearest
 
 PATHS = LayerPaths(("a", "b"), num_layers=4, min_length=3, max_length=6, max_jump=1)
@@ -122,6 +123,21 @@ def test_episodes_that_are_played_together_are_those_of_each_alone() -> None:
         assert torch.equal(episode.steps, alone.steps)
         assert torch.allclose(episode.protos, alone.protos, atol=1e-5)
         assert torch.allclose(episode.log_densities, alone.log_densities, atol=1e-4)
+
+
+def test_the_proto_actions_of_a_given_path_are_the_embeddings_of_its_steps() -> None:
+    net = networks()
+    free = played(3, net)
+    other = next(played(number, net) for number in range(4, 40) if played(number, net).path != free.path)
+    given, beside = play(net, [Role(3, (1.0,), 0.5, path=other.path), Role(7, (1.0,), 0.5)], seed=1, k=3)
+    assert given.path == other.path
+    with torch.no_grad():
+        embedded = net.embeddings()[given.steps]
+        means = net.proto(net.states(given.steps[None])[0, :-1], torch.tensor([1.0]))
+        densities = log_density(embedded, means, net.log_std)
+    assert torch.equal(given.protos, embedded)
+    assert torch.allclose(given.log_densities, densities, atol=1e-5)
+    assert torch.allclose(beside.protos, played(7, net).protos, atol=1e-5)
 
 
 # Networks.

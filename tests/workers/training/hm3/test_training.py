@@ -22,7 +22,7 @@ VECTORS = ((1.0, 0.0), (0.5, 0.5), (0.0, 1.0))
 
 
 def training(*, saved: dict[int, bytes] | None = None, **options: object) -> Training:
-    chosen: dict[str, object] = {"episodes": 4, "warm_up": 1, "explored": 2, **options}
+    chosen: dict[str, object] = {"episodes": 4, "warm_up": 1, "explored": 2, "exploration": 0.1, **options}
     networks = NetworkOptions(num_objectives=2, hidden_size=8, sees_preference=bool(options.get("is_conditioned")))
     return Training(PATHS, TrainingOptions(networks=networks, **chosen), seed=7, preferences=VECTORS, saved=saved)  # type: ignore[arg-type]
 
