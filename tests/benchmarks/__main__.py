@@ -24,6 +24,8 @@ def main(names: list[str]) -> int:
         print(f"no benchmark {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)
         return 2
     OUT.mkdir(exist_ok=True)
+    # A bar for each model that is loaded would bury what a benchmark says about its progress.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     status = 0
     for name in names or known:
         module = importlib.import_module(f"tests.benchmarks.bench_{name}")

@@ -113,10 +113,12 @@ NUM_SCORED = 16
 
 @dataclass(frozen=True)
 class Found:
-    """The front of a search: its hypervolume on search data, and its merges judged [merges, skills, items]."""
+    """The front of a search: its hypervolume on search data, and its merges judged [merges, skills, items]; `late` is
+    the mean on search data of the last third of all different proposals, good or bad."""
 
     search: float
     judged: NDArray[np.bool_]
+    late: float
     paths: int
     spent: int
     seconds: float
@@ -260,7 +262,9 @@ def front_found(bench: Bench, found: Run) -> Found:
     proposed = found.proposed().trials
     front = front_of(proposed)
     merges = np.stack([judged(bench, found, trial) for trial in front])
-    return Found(volume(front), merges, len({trial.digest for trial in proposed}), found.spent, found.seconds)
+    return Found(
+        volume(front), merges, late_of(proposed), len({trial.digest for trial in proposed}), found.spent, found.seconds
+    )
 
 
 def with_skills(bench: Bench, found: Run) -> Run:
@@ -298,6 +302,7 @@ def chained(seed: int) -> Found:
     return Found(
         volume(front),
         np.stack(merges),
+        late_of([*first.proposed().trials, *second.proposed().trials]),
         len(of_first | {trial.digest for trial in second.proposed().trials}),
         first.spent + second.spent,
         first.seconds + second.seconds,
@@ -339,7 +344,12 @@ def merged_alone(bench: Bench, space: Mapping[str, Any], seed: int) -> Found:
     ]
     front = front_of(trials)
     merges = np.stack([bench.judged(recipes[trial.number]) for trial in front])
-    return Found(volume(front), merges, len(recipes), len(recipes) * SAMPLES * NUM_SKILLS, 0.0)
+    return Found(volume(front), merges, late_of(trials), len(recipes), len(recipes) * SAMPLES * NUM_SKILLS, 0.0)
+
+
+def late_of(trials: Sequence[Trial]) -> float:
+    different = list({trial.digest: trial for trial in trials}.values())
+    return float(np.mean([trial.mean for trial in different[-max(len(different) // 3, 1) :]]))
 
 
 def searched(bench: Bench, recipe: Recipe, seed: int) -> NDArray[np.float64]:
@@ -357,6 +367,7 @@ def row_of(name: str, found: Sequence[Found]) -> dict[str, Any]:
         "name": name,
         "search": [each.search for each in found],
         "judge": [volume_of(each.judged) for each in found],
+        "late": [each.late for each in found],
         "best_mean": [float(each.judged.mean(axis=(1, 2)).max()) for each in found],
         "merges": [len(each.judged) for each in found],
         "paths": [each.paths for each in found],
@@ -384,13 +395,16 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _show_rows(part: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    print(f"{part}: hypervolume of fronts; best mean on judge items; merges of the front; different merges; seconds")
-    print("| search | search data | judge items | best mean | front | merges | samples' worth | s |")
+    print(
+        f"{part}: hypervolume of fronts; best mean on judge items; mean of the last third of the different "
+        "proposals on search data; merges of the front; different merges; seconds"
+    )
+    print("| search | search data | judge items | best mean | late mean | front | merges | samples' worth | s |")
     for row in rows:
         print(
             f"| {row['name']} | {_spread(row['search'])} | {_spread(row['judge'])} | {_spread(row['best_mean'])} | "
-            f"{np.mean(row['merges']):.0f} | {np.mean(row['paths']):.0f} | {np.mean(row['spent']):,.0f} | "
-            f"{np.mean(row['seconds']):.0f} |"
+            f"{_spread(row['late'])} | {np.mean(row['merges']):.0f} | {np.mean(row['paths']):.0f} | "
+            f"{np.mean(row['spent']):,.0f} | {np.mean(row['seconds']):.0f} |"
         )
 
 

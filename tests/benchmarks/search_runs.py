@@ -194,6 +194,8 @@ class Bench:
             trials = tuple(Trial(**trial) for trial in stored["trials"])
             return Run(spec, trials, stored["spent"], tuple(stored["notes"]), stored["seconds"])
         found, checkpoints = self._search(spec)
+        what = f"{spec.family}, {spec.name}, seed {spec.seed}"
+        print(f"{what}: {len(found.trials)} trials in {found.seconds:.0f} s", file=sys.stderr)
         file.parent.mkdir(parents=True, exist_ok=True)
         for iteration, content in checkpoints.items():
             file.with_suffix(f".{iteration}.policy").write_bytes(content)
@@ -331,7 +333,8 @@ def with_alignments(preflight: PreflightResult) -> PreflightResult:
     job = AlignmentJob(
         preflight.family, space.pool, preflight.engine_options, dict(preflight.tasks), positions, space.alignment
     )
-    ray.init(ignore_reinit_error=True, include_dashboard=False)
+    if not ray.is_initialized():
+        ray.init(include_dashboard=False)
     names = alignments_in(ALIGNMENTS, job, space.pairs, before={}, note=lambda text: print(text, file=sys.stderr))
     family = replace(preflight.family, alignments_dir=str(ALIGNMENTS.resolve()))
     return replace(preflight, space=space.with_alignments(names), family=family)
