@@ -2,7 +2,7 @@
 each), real models.
 
     make bench ONLY=hm3
-    HM3_PARTS=fronts,ablations,pools,zero_shot,reuse HM3_METHODS=hm3,moead HM3_SEEDS=0-4 make bench ONLY=hm3
+    HM3_PARTS=fronts,growth,ablations,pools,zero_shot,reuse HM3_METHODS=hm3,moead HM3_SEEDS=0-4 make bench ONLY=hm3
 
 The coordinator, the searchers and the learner are the product's; one teacher-forced pass decides exact match in place
 of engines (`one_pass`), and is first compared with a vLLM engine on paths. A search that is finished is not run again
@@ -14,6 +14,7 @@ of engines (`one_pass`), and is first compared with a vLLM engine on paths. A se
   `moead_merged` have one more model in the pool, merged by a preference vector. `de` and `es` have one objective, the
   mean, of 90 samples; their front is of the skills, on as many samples of each as the others'. `lfs_dis` is LFS with
   half of the samples, and DIS with the other half, whose fourth model is the best merge of LFS.
+- `growth`: how the hypervolume on search data grows with the number of different paths, up to twice as many.
 - `ablations`: the method with and without each of its parts.
 - `pools`: PCB-Merging and consensus merging alone and in the pool, as in the authors' answers.
 - `zero_shot`: paths proposed for preference vectors that the policy of `hm3` has not seen, against policies that were
@@ -97,6 +98,8 @@ METHODS: Mapping[str, Method] = {
     "lfs_dis": Method({"algorithm": "smac"}, {"kind": "lfs", "preset": "paper"}),
     "layerwise": Method(GRADIENTS),
 }
+GROWTH = ("hm3", "es", "random")
+NUM_DIFFERENT = (120, 240, 480, 960, 1440, 1920)
 ABLATIONS: Mapping[str, Method] = {
     "paths alone": METHODS["hm3"],
     "paths and merged models": METHODS["hm3_merged"],
@@ -129,7 +132,8 @@ def run() -> dict[str, Any]:
     first, _, last = os.environ.get("HM3_SEEDS", "0-4").partition("-")
     seeds = range(int(first), int(last or first) + 1)
     parts: Mapping[str, Callable[[range], dict[str, Any]]] = {
-        "fronts": fronts, "ablations": ablations, "pools": pools, "zero_shot": zero_shot, "reuse": reuse
+        "fronts": fronts, "growth": growth, "ablations": ablations, "pools": pools, "zero_shot": zero_shot,
+        "reuse": reuse,
     }  # fmt: skip
     asked = os.environ.get("HM3_PARTS", ",".join(parts)).split(",")
     check = check_against_engine(FAMILY, MERGED)
@@ -145,6 +149,25 @@ def fronts(seeds: range) -> dict[str, Any]:
     return {
         "rows": [row_of(name, each) for name, each in found.items()],
         "minus": differences(found, [own for own in ("hm3", "hm3_merged") if own in found]),
+    }
+
+
+def growth(seeds: range) -> dict[str, Any]:
+    bench = Bench.of(FAMILY)
+    found: dict[str, list[Found]] = {}
+    volumes: dict[str, list[list[float]]] = {}
+    for name in GROWTH:
+        specs = [METHODS[name].spec(f"{name}-longer", seed, trials=2 * TRIALS) for seed in seeds]
+        runs = [done(bench, spec) for spec in specs]
+        runs = [with_skills(bench, each) if METHODS[name].goal == "mean" else each for each in runs]
+        found[name] = [front_found(bench, each) for each in runs]
+        different = [list({trial.digest: trial for trial in each.proposed().trials}.values()) for each in runs]
+        volumes[name] = [[volume(front_of(each[:number])) for number in NUM_DIFFERENT] for each in different]
+    return {
+        "rows": [row_of(name, each) for name, each in found.items()],
+        "minus": differences(found, ["hm3"]),
+        "numbers": NUM_DIFFERENT,
+        "volumes": volumes,
     }
 
 
@@ -383,9 +406,12 @@ def show(result: dict[str, Any]) -> None:
     check = result["against_engine"]
     equal, seeds = check["compared"] - check["differing"], result["seeds"]
     print(f"seeds {seeds[0]} to {seeds[-1]}; vLLM scores {equal:,} of {check['compared']:,} samples alike")
-    for part in ("fronts", "ablations", "pools", "reuse"):
+    for part in ("fronts", "growth", "ablations", "pools", "reuse"):
         if part in result:
             _show_rows(part, result[part]["rows"])
+            for name, volumes in result[part].get("volumes", {}).items():
+                points = zip(result[part]["numbers"], np.mean(volumes, axis=0), strict=True)
+                print(f"{name}, after different paths: " + ", ".join(f"{num} {mean:.3f}" for num, mean in points))
             for name, found in result[part]["minus"].items():
                 print(f"{name}: {_interval(found)}")
     for row in result.get("zero_shot", {}).get("rows", ()):
