@@ -36,9 +36,8 @@ RANDOM = NUM_ACTIONS**NUM_STEPS // 2
 
 MAX_EPISODES, MAX_ES = 12_000, 3000
 
-# For a search of thousands of episodes: larger iterations, and 2,560 episodes of exploration; all actions
-# are neighbours.
-OPTIONS = TrainingOptions(episodes=64, explored=40, k=NUM_ACTIONS, exploration=0.1)
+# For a search of thousands of episodes: larger iterations, and 2,560 episodes of exploration.
+OPTIONS = TrainingOptions(episodes=64, explored=40, exploration=0.1)
 
 
 class Toy:
