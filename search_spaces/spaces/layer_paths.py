@@ -185,6 +185,28 @@ class LayerPaths:
             drawn[PREFERENCE] = int(rng.integers(self.num_preferences))
         return self.repair(drawn)
 
+    def passthrough(self, num_blocks: int, rng: np.random.Generator) -> dict[str, Any] | None:
+        """A path of that many blocks, each of consecutive layers of one model, as passthrough merges are written by
+        hand; None where what was drawn does not fit."""
+        length = int(rng.integers(self.shortest, self.longest + 1))
+        if num_blocks > length:
+            return None
+        begins = {0, *(1 + rng.choice(length - 1, num_blocks - 1, replace=False)).tolist()}
+        path: list[int] = []
+        for at in range(length):
+            allowed = self.next_layers(path, max_length=length)
+            if at in begins:
+                step = self.step(int(rng.integers(len(self.models))), int(rng.choice(allowed)))
+            else:
+                step = path[-1] + 1
+            goes_on = at > 0 and step == path[-1] + 1 and self.layer_of(step) > 0
+            if goes_on == (at in begins) or self.layer_of(step) not in allowed:
+                return None
+            path.append(step)
+        if not self.may_end(path):
+            return None
+        return self.configuration(path, preference=int(rng.integers(self.num_preferences)))
+
 
 def _model(at: int) -> str:
     return f"step{at + 1}.model"

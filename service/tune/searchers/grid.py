@@ -1,6 +1,8 @@
 """Grid search: every combination of a few values, in an order drawn by the seed, then of more values.
 
-Parameters of one role share their value, so a space of many layer groups is searched as if it had one.
+Parameters of one role share their value, so a space of many layer groups is searched as if it had one. In the
+space HM3 the grid is that of passthrough merges: of one block of a model's consecutive layers, then of two blocks, and
+so on, each as long as a few draws find a new one.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from search_spaces.parameters import Parameters
+from search_spaces.parameters import Configuration, Parameters
+from search_spaces.spaces.layer_paths import LayerPaths
 from service.tune.searchers.base import Observation
 from service.tune.searchers.encoding import Encoding, Rows
 from service.tune.searchers.history import known_configurations
@@ -20,7 +23,7 @@ from service.tune.searchers.random import proposal_generator, sample_unseen
 
 __all__ = ["SEARCHER", "GridSearcher"]
 
-# Points of a large grid that are drawn for a proposal.
+# Points of a large grid that are drawn for a proposal, and passthrough merges of each number of blocks.
 _NUM_DRAWN = 64
 
 
@@ -43,6 +46,8 @@ class GridSearcher:
     ) -> dict[str, Any]:
         known = known_configurations(observations, pending)
         rng = proposal_generator(seed=seed, number=number)
+        if isinstance(parameters.structure, LayerPaths):
+            return _passthrough(parameters.structure, rng, known) or sample_unseen(parameters, rng, known)
         encoding = Encoding(parameters)
         known_rows = encoding.encode(known)
         for halvings in range(self.finer + 1):
@@ -65,6 +70,15 @@ class GridSearcher:
             picks = np.column_stack(np.unravel_index(indices, shape))
         columns = [options[pick] for options, pick in zip(values, picks.T, strict=True)]
         return encoding.tied(np.column_stack(columns))
+
+
+def _passthrough(paths: LayerPaths, rng: np.random.Generator, known: Sequence[Configuration]) -> dict[str, Any] | None:
+    for num_blocks in range(1, paths.longest + 1):
+        for _ in range(_NUM_DRAWN):
+            found = paths.passthrough(num_blocks, rng)
+            if found is not None and found not in known:
+                return found
+    return None
 
 
 SEARCHER = GridSearcher()

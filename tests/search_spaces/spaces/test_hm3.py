@@ -107,6 +107,24 @@ def test_draws_are_near_the_models() -> None:
     assert {len(path) for path in drawn} >= {7, 8, 9}
 
 
+@shapes
+def test_passthrough_merges_have_that_many_blocks(paths: LayerPaths) -> None:
+    def num_blocks(path: tuple[int, ...]) -> int:
+        goes_on = [b == a + 1 and paths.layer_of(b) > 0 for a, b in itertools.pairwise(path)]
+        return 1 + goes_on.count(False)
+
+    every = every_path(paths)
+    rng = np.random.default_rng(0)
+    for wanted in (1, 2, 3):
+        drawn = {paths.path(each) for _ in range(4000) if (each := paths.passthrough(wanted, rng))}
+        every_one = {path for path in every if num_blocks(path) == wanted}
+        assert drawn == every_one if wanted < 3 else drawn <= every_one
+
+
+def test_more_blocks_than_layers_there_are_not() -> None:
+    assert SHAPES[1].passthrough(5, np.random.default_rng(0)) is None
+
+
 def test_the_experts_are_paths_of_the_space() -> None:
     family = models(num_layers=6)
     own = space("hm3", family)

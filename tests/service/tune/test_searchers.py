@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import pkgutil
@@ -20,6 +21,7 @@ import service.tune.searchers
 from search_spaces.parameters import Categorical, Condition, Float, Integer, Parameters
 from search_spaces.searchers import SEARCHERS as DECLARED
 from search_spaces.searchers import Feature, unsupported
+from search_spaces.spaces.layer_paths import LayerPaths
 from search_spaces.study.sections import Search
 from service.errors import NotFound
 from service.tune.searchers import SEARCHERS, STEPPING_SEARCHERS, Observation, Searcher, get_searcher
@@ -154,6 +156,21 @@ def test_proposals_in_a_space_with_a_structure_are_new_when_they_are_repaired(na
         proposed = SEARCHERS[name].propose(PATHS, number=number, seed=0, observations=observations)
         assert PATHS.repair(proposed) == proposed
         assert proposed not in [observation.configuration for observation in observations]
+
+
+def test_the_grid_of_paths_is_that_of_passthrough_merges_the_fewest_blocks_first() -> None:
+    paths = STEPS.structure
+    assert isinstance(paths, LayerPaths)
+    found: list[tuple[int, ...]] = []
+    observations: list[Observation] = []
+    for number in range(60):
+        proposal = SEARCHERS["grid"].propose(STEPS, number=number, seed=0, observations=observations)
+        found.append(paths.path(proposal))
+        observations.append(at_full_budget(proposal, (0.5,), number))
+    assert len(set(found)) == 60
+    blocks = [1 + sum(b != a + 1 or paths.layer_of(b) == 0 for a, b in itertools.pairwise(path)) for path in found]
+    assert blocks == sorted(blocks)
+    assert {1, 2} <= set(blocks)
 
 
 def test_searchers_of_numbers_and_gradients_are_refused_in_a_space_of_paths() -> None:
