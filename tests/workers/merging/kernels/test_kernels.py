@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from search_spaces.methods import METHODS
@@ -21,7 +21,7 @@ from workers.merging.kernels.sorting import ascending_importances, ascending_mag
 from workers.merging.methods.arithmetic import cosine_of, num_kept, total
 from workers.merging.methods.competition import variance
 from workers.merging.methods.plain import PLAIN, Operands
-from workers.merging.order_statistics import MOST_LEFT, SPACING, TieOrder, magnitude_keys, place_of_rank
+from workers.merging.order_statistics import ALL, MOST_LEFT, SPACING, TieOrder, magnitude_keys, place_of_rank
 from workers.merging.statistics import importance_of, inner_products, magnitude_table, row_ranks, variance_table
 
 ORDER = TieOrder(2**63 + 12345)
@@ -282,6 +282,7 @@ def test_ties_keeps_exactly_what_a_full_sort_keeps(data: st.DataObject, size: in
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 5000), st.integers(0, 40), st.integers(0, 2**31), st.floats(0, 1))
+@example(size=16, num_distinct=1, seed=127, share=1.0)  # the first element, whose mark is 0, is zero, and all are kept
 def test_any_rank_is_found_among_fewer_than_the_tables_spacing(
     size: int, num_distinct: int, seed: int, share: float
 ) -> None:
@@ -308,7 +309,10 @@ def test_any_rank_is_found_among_fewer_than_the_tables_spacing(
     below, above = trim.magnitudes
     if not trim.is_tied:
         assert len(ordered[(ordered > below) & (ordered < above)]) <= MOST_LEFT
-    assert int((ordered >= above).sum()) < rank <= int((ordered > below).sum())
+    if trim == ALL:
+        assert int((ordered >= above).sum()) == rank == size
+    else:
+        assert int((ordered >= above).sum()) < rank <= int((ordered > below).sum())
 
 
 def test_sums_are_those_of_torch_in_another_order() -> None:
