@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,7 +14,7 @@ from search_spaces.parameters import Parameters
 from service.errors import Conflict, NotFound
 from service.store.artifacts import ArtifactStore
 from service.tune.searchers import get_searcher
-from service.tune.searchers.base import LearningSearcher, SearchSetting, SteppingSearcher
+from service.tune.searchers.base import LearningSearcher, Observation, SearchSetting, SteppingSearcher
 from service.tune.steps import Step, StepKind, StepRequest, StepResult
 
 __all__ = ["PolicyCheckpoints", "SearcherState"]
@@ -81,9 +82,12 @@ class SearcherState:
         self._setting = setting
         self._steps = list(steps)
         self._checkpoints = dict(checkpoints)
+        self._call: Mapping[str, Any] = {}
+        self._ahead: _Ahead | None = None
 
     def propose(self, **call: Any) -> StepRequest | dict[str, Any]:
         """The configuration of a trial, or the step that is needed for it."""
+        self._call = call
         if isinstance(self._searcher, LearningSearcher):
             self._learn_again(**call)
             return self._searcher.advance(
@@ -107,9 +111,25 @@ class SearcherState:
         self._learn_again(**call)
         return self._learn(request.iteration, call)
 
-    def _learn(self, iteration: int, call: Mapping[str, Any]) -> tuple[StepResult, bytes | None]:
+    def learn_ahead(self) -> None:
+        """Compute the next UPDATE before it is asked for, if all that it depends on was known at the last proposal:
+        then the proposal that needs it does not keep engines waiting."""
+        iteration = len(_stated(self._steps))
+        if not isinstance(self._searcher, LearningSearcher) or not self._call:
+            return
+        if self._ahead is None or self._ahead.iteration != iteration:
+            known = self._known(iteration, self._call)
+            if known is not None:
+                self._ahead = _Ahead(iteration, known, *self._learned(iteration, self._call))
+
+    def _known(self, iteration: int, call: Mapping[str, Any]) -> Sequence[Observation] | None:
+        assert isinstance(self._searcher, LearningSearcher)
+        observations = call["observations"]
+        return self._searcher.learned_from(iteration=iteration, observations=observations, setting=self._setting)
+
+    def _learned(self, iteration: int, call: Mapping[str, Any]) -> tuple[StepResult, bytes | None]:
         assert isinstance(self._searcher, LearningSearcher), "a searcher asks for an update, and does not learn"
-        result, content = self._searcher.learn(
+        return self._searcher.learn(
             self._parameters,
             iteration=iteration,
             seed=call["seed"],
@@ -117,6 +137,15 @@ class SearcherState:
             setting=self._setting,
             checkpoints=self._checkpoints,
         )
+
+    def _learn(self, iteration: int, call: Mapping[str, Any]) -> tuple[StepResult, bytes | None]:
+        assert isinstance(self._searcher, LearningSearcher), "a searcher asks for an update, and does not learn"
+        ahead = self._ahead
+        if ahead is not None and ahead.iteration == iteration and ahead.known == self._known(iteration, call):
+            result, content = ahead.result, ahead.content
+        else:
+            result, content = self._learned(iteration, call)
+        self._ahead = None
         if content is not None:
             self._checkpoints[iteration] = content
             needed = self._searcher.kept(iteration + 1, setting=self._setting)
@@ -133,6 +162,16 @@ class SearcherState:
         self._checkpoints = {}
         for iteration in range(len(stated)):
             self._learn(iteration, call)
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """An UPDATE that was computed before it was asked for, and the observations that it depends on."""
+
+    iteration: int
+    known: Sequence[Observation]
+    result: StepResult
+    content: bytes | None
 
 
 def _stated(steps: Sequence[Step]) -> list[str]:

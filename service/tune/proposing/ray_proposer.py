@@ -107,6 +107,8 @@ class RayProposer:
             return None
         if not isinstance(answer, StepRequest):
             self._num_deaths = 0
+            if self._checkpoints is not None:
+                self._searcher.learn_ahead.remote()
             return answer
         if answer.kind is StepKind.NOTE:
             return self._step(answer, StepResult())

@@ -137,6 +137,12 @@ class LearningSearcher(Protocol):
         """The UPDATE of `iteration`, and its checkpoint; None where nothing is learned from it."""
         ...
 
+    def learned_from(
+        self, *, iteration: int, observations: Sequence[Observation], setting: SearchSetting
+    ) -> Sequence[Observation] | None:
+        """The observations that the UPDATE of `iteration` depends on; None while some of them are not known."""
+        ...
+
     def slot(self, iteration: int, *, setting: SearchSetting) -> str:
         """The name of the artifact that holds the checkpoint of an iteration until it is no longer needed."""
         ...

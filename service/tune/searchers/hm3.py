@@ -100,6 +100,15 @@ class Hm3Searcher:
         content = training.saved[iteration]
         return StepResult(statistics=statistics, checkpoint=hashlib.sha256(content).hexdigest()), content
 
+    def learned_from(
+        self, *, iteration: int, observations: Sequence[Observation], setting: SearchSetting
+    ) -> Sequence[Observation] | None:
+        """As of `LearningSearcher`: all episodes up to the iteration's last, and what is known of the sources."""
+        num_episodes = (iteration + 1) * setting.policy.episodes
+        known = {each.number: each for each in observations if each.number < setting.num_baselines + num_episodes}
+        is_known = sum(number >= setting.num_baselines for number in known) == num_episodes
+        return [known[number] for number in sorted(known)] if is_known else None
+
     def proposals(
         self,
         parameters: Parameters,

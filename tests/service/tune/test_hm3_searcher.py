@@ -17,8 +17,8 @@ from service.store.artifacts import ArtifactStore
 from service.tune.coordinator import Coordinator
 from service.tune.proposing.checkpoints import PolicyCheckpoints, SearcherState
 from service.tune.searchers import get_searcher
-from service.tune.searchers.base import LearningSearcher, SearchSetting
-from service.tune.searchers.hm3 import paths_of
+from service.tune.searchers.base import LearningSearcher, Observation, SearchSetting
+from service.tune.searchers.hm3 import Hm3Searcher, paths_of
 from service.tune.steps import Step, StepKind, StepRequest
 from service.types import Origin
 from tests.search_spaces.spaces.families import models, space
@@ -65,7 +65,9 @@ class LearningProposer(InlineProposer):
     """`proposals.Proposer` for a searcher that learns, in the caller's own thread: what `RayProposer` does on
     actors."""
 
-    def __init__(self, own: SearchSpace, store: Store, study: str, directory: Path, told: SearchSetting) -> None:
+    def __init__(
+        self, own: SearchSpace, store: Store, study: str, directory: Path, told: SearchSetting, learns_ahead: bool
+    ) -> None:
         searcher = get_searcher("hm3")
         assert isinstance(searcher, LearningSearcher)
         self.checkpoints = PolicyCheckpoints(ArtifactStore(store, directory), study, searcher, told)
@@ -73,6 +75,7 @@ class LearningProposer(InlineProposer):
         self._num_steps = len(steps)
         self._state = SearcherState("hm3", own.parameters, told, steps, self.checkpoints.load(steps))
         self._ready: Any = None
+        self._learns_ahead = learns_ahead
 
     def submit(self, *, number: int, observations: Sequence[Any], pending: Sequence[Mapping[str, Any]]) -> None:
         self._call = {"number": number, "seed": 0, "observations": observations, "pending": pending}
@@ -80,6 +83,8 @@ class LearningProposer(InlineProposer):
 
     def result(self, *, timeout_s: float) -> Any:
         if not isinstance(self._ready, StepRequest):
+            if self._learns_ahead:
+                self._state.learn_ahead()
             return self._ready
         assert self._ready.kind is StepKind.UPDATE
         result, content = self._state.update(self._ready, **self._call)
@@ -96,7 +101,13 @@ class Search:
     """A study in a directory, and attempts at it."""
 
     def __init__(
-        self, directory: Path, *, told: SearchSetting | None = None, scorer: Any = None, **options: Any
+        self,
+        directory: Path,
+        *,
+        told: SearchSetting | None = None,
+        scorer: Any = None,
+        learns_ahead: bool = True,
+        **options: Any,
     ) -> None:
         directory.mkdir(exist_ok=True)
         self.directory = directory
@@ -104,9 +115,12 @@ class Search:
         self.told = told or setting()
         self.store, self.study = new_study(directory)
         self.scorer = scorer or FakeScorer()
+        self.learns_ahead = learns_ahead
 
     def attempt(self, observer: Callable[[str], None] = lambda _: None, **plan: Any) -> Coordinator:
-        proposer = LearningProposer(self.space, self.store, self.study, self.directory, self.told)
+        proposer = LearningProposer(
+            self.space, self.store, self.study, self.directory, self.told, learns_ahead=self.learns_ahead
+        )
         chosen: dict[str, Any] = {"scheduler": "none", "max_trials": MAX_TRIALS, "max_duplicates": 1000, **plan}
         return coordinator_of(self.store, self.study, proposer=proposer, observer=observer, space=self.space, **chosen)
 
@@ -165,6 +179,58 @@ def test_the_trials_are_the_same_with_any_number_of_runners(
     other = Search(tmp_path).run(concurrency=concurrency, order_seed=3, max_staleness=concurrency)
     assert other.trials == undisturbed.trials
     assert [step.result.checkpoint for step in other.steps] == [s.result.checkpoint for s in undisturbed.steps]
+
+
+def test_updates_are_computed_before_they_are_asked_for_and_are_the_same(
+    undisturbed: Search, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learned: list[tuple[str, int]] = []
+    learn = Hm3Searcher.learn
+    asked = ["no"]
+
+    def noted(self: Hm3Searcher, *given: Any, iteration: int, **options: Any) -> Any:
+        learned.append((asked[0], iteration))
+        return learn(self, *given, iteration=iteration, **options)
+
+    update = SearcherState.update
+
+    def updated(self: SearcherState, *given: Any, **call: Any) -> Any:
+        asked[0] = "asked"
+        found = update(self, *given, **call)
+        asked[0] = "no"
+        return found
+
+    monkeypatch.setattr(Hm3Searcher, "learn", noted)
+    monkeypatch.setattr(SearcherState, "update", updated)
+    Search(tmp_path / "ahead").run()
+    assert learned == [("no", 0), ("no", 1), ("no", 2), ("no", 3)]
+    learned.clear()
+    waiting = Search(tmp_path / "waiting", learns_ahead=False).run()
+    assert learned == [("asked", 0), ("asked", 1), ("asked", 2), ("asked", 3)]
+    assert waiting.trials == undisturbed.trials
+    assert [step.result.checkpoint for step in waiting.steps] == [s.result.checkpoint for s in undisturbed.steps]
+
+
+def test_an_update_of_other_results_is_computed_again(undisturbed: Search) -> None:
+    told = setting()
+    rows = [trial for trial in undisturbed.store.trials(undisturbed.study) if trial.number < NUM_BASELINES + 10]
+    known = [
+        Observation(
+            row.configuration or {}, 1.0, tuple(1 - value for value in row.values.values()), number=row.number, rung=0
+        )
+        for row in rows
+    ]
+    call = {"seed": 0, "number": NUM_BASELINES + 9, "pending": []}
+
+    def checkpoint(seen: list[Observation], then: list[Observation]) -> bytes | None:
+        state = SearcherState("hm3", undisturbed.space.parameters, told, undisturbed.steps[:1], {})
+        state.propose(observations=seen, **call)
+        state.learn_ahead()
+        return state.update(StepRequest(StepKind.UPDATE, "", iteration=1), observations=then, **call)[1]
+
+    worse = [*known[:-1], replace(known[-1], costs=(1.0, 1.0))]
+    assert checkpoint(known, known) == checkpoint([], known)
+    assert checkpoint(known, worse) == checkpoint(worse, worse) != checkpoint(known, known)
 
 
 def test_killed_at_any_step_a_search_gives_the_undisturbed_trial_list(undisturbed: Search, tmp_path: Path) -> None:
