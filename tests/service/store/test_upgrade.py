@@ -6,8 +6,11 @@ import multiprocessing
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +234,37 @@ def test_processes_that_open_a_database_first_and_together_all_succeed(file: Pat
     assert rows(file, "SELECT version_num FROM alembic_version") == [(schema.REVISION,)]
     assert rows(file, "SELECT version FROM schema_version") == [(schema.SCHEMA_VERSION,)]
     assert len(rows(file, "SELECT id FROM studies")) == studies + NUM_PROCESSES
+
+
+def refused_switches(directory: Path, switch: Callable[[sqlite3.Cursor], object]) -> int:
+    """How many of 6 connections at once could not switch a database to WAL, over 40 databases."""
+    refused = 0
+    for number in range(40):
+        file = directory / f"{number}.db"
+        with closing(sqlite3.connect(file)) as connection:
+            connection.execute("CREATE TABLE some (x)")
+        barrier = threading.Barrier(6)
+
+        def at_once(file: Path = file, barrier: threading.Barrier = barrier) -> bool:
+            with closing(sqlite3.connect(file, isolation_level=None, timeout=60)) as connection:
+                barrier.wait()
+                try:
+                    switch(connection.cursor())
+                except sqlite3.OperationalError:
+                    return True
+            return False
+
+        with ThreadPoolExecutor(6) as pool:
+            refused += sum(future.result() for future in [pool.submit(at_once) for _ in range(6)])
+    return refused
+
+
+def test_connections_that_switch_a_database_to_wal_together_all_succeed(tmp_path: Path) -> None:
+    assert refused_switches(tmp_path, connections._to_wal) == 0
+
+
+def test_sqlite_alone_refuses_some_of_them_at_once(tmp_path: Path) -> None:
+    assert refused_switches(tmp_path, lambda cursor: cursor.execute("PRAGMA journal_mode=WAL")) > 0
 
 
 @pytest.mark.slow
