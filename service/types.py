@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Self
 
@@ -170,6 +170,16 @@ class TrialRecord:
     timings_s: Mapping[str, float] = field(default_factory=dict)
     values: Mapping[str, float] = field(default_factory=dict)
     standard_errors: Mapping[str, float | None] = field(default_factory=dict)
+
+    def after_chunk(self, timings_s: Mapping[str, float], num_scored: int | None) -> Self:
+        """Once a chunk is stored: its timings are added, and the number of samples that were new; None where they are
+        not the search's."""
+        timings = {name: self.timings_s.get(name, 0.0) + seconds for name, seconds in timings_s.items()}
+        found = replace(self, timings_s={**self.timings_s, **timings})
+        if num_scored is None:
+            return found
+        state = TrialState.RUNNING if self.state is TrialState.WAITING else self.state
+        return replace(found, samples_scored=self.samples_scored + num_scored, state=state)
 
 
 @dataclass(frozen=True)

@@ -232,6 +232,14 @@ class ScoreResult:
     evidence: Evidence
     timings_s: Mapping[str, float]
 
+    @property
+    def values(self) -> dict[str, dict[int, float]]:
+        """By objective and position."""
+        found: dict[str, dict[int, float]] = {}
+        for sample in self.samples:
+            found.setdefault(sample.objective, {})[sample.position] = sample.value
+        return found
+
 
 @dataclass(frozen=True)
 class SampleDifference:

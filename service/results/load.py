@@ -139,7 +139,7 @@ def _warnings(
     for split, scored in ((Split.SEARCH, stage.search), (Split.HOLDOUT, stage.holdout)):
         for trial in trials:
             samples = scored.samples.get(trial.recipe.digest, {})
-            values = {name: enumerate(array.tolist()) for name, array in samples.items()}
+            values = {name: dict(enumerate(array.tolist())) for name, array in samples.items()}
             found += out_of_range(trial.number, objectives, split, values)
     by_place = {(warning.trial, warning.objective, warning.split): warning for warning in reversed(found)}
     return tuple(by_place[place] for place in sorted(by_place))

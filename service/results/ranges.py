@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -34,14 +34,14 @@ class OutOfRange:
 
 
 def out_of_range(
-    trial: int, objectives: Sequence[Objective], split: Split, values: Mapping[str, Iterable[tuple[int, float]]]
+    trial: int, objectives: Sequence[Objective], split: Split, values: Mapping[str, Mapping[int, float]]
 ) -> tuple[OutOfRange, ...]:
-    """The objectives of which `values`, (position, value) of a trial's samples by objective, leave the range."""
+    """The objectives of which `values`, of a trial's samples by objective and position, leave the range."""
     found = []
     for objective in objectives:
         low, high = objective.bounds
         room = TOLERANCE * (high - low)
-        for position, value in values.get(objective.name, ()):
+        for position, value in values.get(objective.name, {}).items():
             if not low - room <= value <= high + room:
                 found.append(OutOfRange(trial, objective.name, str(split), _message(objective, split, position, value)))
                 break

@@ -7,7 +7,7 @@ It does not know Ray: `ray_tune` runs its evaluations.
 from __future__ import annotations
 
 import logging
-from collections import deque
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ from service.store import BracketRecord, Store, StudyWriter
 from service.tune.crashes import Crashes
 from service.tune.evaluation import ChunkFailed, Evaluation, FailureKind
 from service.tune.feasibility import Feasibility
-from service.tune.plan import Plan
+from service.tune.plan import PROPOSALS_AHEAD, Plan
 from service.tune.proposing.proposals import Asking, Observations, Proposer, num_duplicates_in_a_row
 from service.tune.provenance import ProvenanceCheck
 from service.tune.rescoring import Rescoring
@@ -71,7 +71,8 @@ class Coordinator:
         self._asking = Asking(proposer, writer)
         # A study that an earlier version began keeps its recipes' format.
         self._keeps_equal = any(trial.recipe.keeps_equal for trial in store.trials(plan.study_id))
-        self._holdout: deque[int] | None = None
+        self.is_holdout_stage = False
+        self._holdout: list[int] = []  # trials to be scored on held-out data
         self._trials: dict[int, TrialRecord] = {}
         self._feasibility = Feasibility(plan.objectives, self._trials)
         self._observations = Observations(space, plan, self._feasibility)
@@ -103,15 +104,11 @@ class Coordinator:
         return len(self._in_flight)
 
     @property
-    def is_holdout_stage(self) -> bool:
-        return self._holdout is not None
-
-    @property
     def is_finished(self) -> bool:
         """True once nothing is left to do."""
         if self._in_flight or self._rescoring.is_pending or not self.table.is_finished:
             return False
-        return not self.plan.holdout_samples or (self._holdout is not None and not self._holdout)
+        return not self.plan.holdout_samples or (self.is_holdout_stage and not self._holdout)
 
     def next_evaluation(self, *, timeout_s: float = 0.0) -> Evaluation | None:
         """The next evaluation, or None if there is none until one in flight finishes.
@@ -120,30 +117,37 @@ class Coordinator:
         starts before they have been scored again."""
         self.look_for_faults(at_once=False)
         if self._rescoring.is_pending:
-            evaluation = self._rescoring.next_evaluation(
-                self._in_flight.values(), trial_of=lambda digest: self._trials[self._digests[digest]]
-            )
-            if evaluation is not None:
-                self._in_flight[evaluation.trial] = evaluation
-            return evaluation
+            in_flight, trial_of = self._in_flight.values(), lambda digest: self._trials[self._digests[digest]]
+            found = self._rescoring.next_evaluation(in_flight, trial_of=trial_of)
+            return None if found is None else self._started(found)
         while True:
             self._maybe_start_holdout()
-            asked = self._ask(timeout_s=0.0)
+            asked = self.ask_ahead()
+            busy = {flying.recipe.digest for flying in self._in_flight.values()}
             for number, rung, split in self._ready():
-                trial = self._trials[number]
-                busy = (flying.recipe.digest == trial.recipe.digest for flying in self._in_flight.values())
-                if number in self._in_flight or any(busy):
+                if self._trials[number].recipe.digest in busy:
                     continue
-                evaluation = self._evaluation(trial, rung, split)
-                self._in_flight[number] = evaluation
+                evaluation = self._evaluation(self._trials[number], rung, split)
                 if evaluation.chunks:
-                    return evaluation
+                    return self._started(evaluation)
                 self._finish(evaluation)
                 break
             else:
-                if asked or (self._asking.proposal is not None and timeout_s > 0 and self._ask(timeout_s=timeout_s)):
-                    continue
-                return None
+                if not asked and (timeout_s == 0 or not self._ask(timeout_s=timeout_s)):
+                    return None
+
+    def ask_ahead(self, *, timeout_s: float = 0.0) -> bool:
+        """Take proposals, for `timeout_s`, until PROPOSALS_AHEAD proposed trials wait for their first evaluation: then
+        engines need not wait for the searcher. Returns True if a trial was added."""
+        deadline, num_before = time.monotonic() + timeout_s, len(self._trials)
+        while not self._rescoring.is_pending and self._num_unstarted() < PROPOSALS_AHEAD:
+            if not self._ask(timeout_s=max(0.0, deadline - time.monotonic())):
+                break
+        return len(self._trials) > num_before
+
+    def _started(self, evaluation: Evaluation) -> Evaluation:
+        self._in_flight[evaluation.trial] = evaluation
+        return evaluation
 
     def on_engine_fault(self, fault: EngineFault) -> None:
         """An engine failed a check: what it scored since its last canary is to be scored again.
@@ -186,13 +190,8 @@ class Coordinator:
         if self._rescoring.is_void(outcome.evidence.replica, outcome.evidence.canaries):
             self._release(evaluation)
             return True
-        result = replace(
-            outcome, evidence=replace(outcome.evidence, prompts=self._provenance.check(evaluation, outcome))
-        )
-        values: dict[str, list[tuple[int, float]]] = {}
-        for sample in result.samples:
-            values.setdefault(sample.objective, []).append((sample.position, sample.value))
-        for warning in out_of_range(trial, self.plan.objectives, evaluation.split, values):
+        result = self._provenance.check(evaluation, outcome)
+        for warning in out_of_range(trial, self.plan.objectives, evaluation.split, result.values):
             self._writer.add_event(EventKind.OUT_OF_RANGE, warning.to_json())
         again, changed = self._rescoring.compare(evaluation, result, self._trials.values())
         known = tuple(s for s in result.samples if (s.objective, s.position) not in changed)
@@ -202,15 +201,10 @@ class Coordinator:
             self._replicas.add(result.evidence.replica)
             replica, engine = result.evidence.replica, result.evidence.engine
             self._writer.add_event(EventKind.REPLICA, {"replica": replica, "engine": engine, "trial": trial})
-        self._samples.add(evaluation.recipe.digest, evaluation.split, result.samples)
-        record = self._trials[trial]
-        if evaluation.split is Split.SEARCH:
-            record = replace(record, samples_scored=record.samples_scored + len(known) - len(again))
-            if record.state is TrialState.WAITING:
-                record = replace(record, state=TrialState.RUNNING)
-        timings = {n: record.timings_s.get(n, 0.0) + s for n, s in result.timings_s.items()}
-        self._trials[trial] = replace(record, timings_s={**record.timings_s, **timings})
-        digest, split = record.recipe.digest, evaluation.split
+        digest, split = evaluation.recipe.digest, evaluation.split
+        self._samples.add(digest, split, result.samples)
+        num_scored = len(known) - len(again) if split is Split.SEARCH else None
+        self._trials[trial] = self._trials[trial].after_chunk(result.timings_s, num_scored)
         if self._rescoring.has_void(digest, split) or self._samples.missing(digest, evaluation.rung, split):
             if not evaluation.ends_with(result):
                 return False
@@ -235,8 +229,6 @@ class Coordinator:
     def _release(self, evaluation: Evaluation) -> None:
         """Take an evaluation back: it starts again with what is then missing."""
         self._in_flight.pop(evaluation.trial, None)
-        if self._holdout is not None and evaluation.split is Split.HOLDOUT and not evaluation.is_again:
-            self._holdout.append(evaluation.trial)
 
     def on_lost(self, evaluation: Evaluation, reason: str) -> None:
         """The trial actor died. Its evaluation starts again after the last stored chunk."""
@@ -298,19 +290,22 @@ class Coordinator:
         self._remember(trial)
 
     def _maybe_start_holdout(self) -> None:
-        if self._holdout is None and self.plan.holdout_samples and self.table.is_finished and not self._in_flight:
-            self._holdout = deque(
+        if self.is_holdout_stage or not self.plan.holdout_samples:
+            return
+        if self.table.is_finished and not self._in_flight:
+            self.is_holdout_stage = True
+            self._holdout = [
                 trial.number
                 for trial in held_out(self.trials, self.plan.objectives)
                 if self._samples.missing(trial.recipe.digest, 0, Split.HOLDOUT)
-            )
+            ]
             self._writer.add_event(EventKind.HOLDOUT_STARTED, {"trials": list(self._holdout)})
 
     # -- proposals -------------------------------------------------------------------------------------------------
 
     def _ask(self, *, timeout_s: float) -> bool:
         """Take the searcher's proposal if it is ready, else request one. Returns True if a trial was added."""
-        if self._holdout is not None or not self._feasibility.is_known():
+        if self.is_holdout_stage or not self._feasibility.is_known():
             return False
         if self._asking.proposal is None:
             self._check_limits()
@@ -353,6 +348,9 @@ class Coordinator:
             )
         )
         self._check_exhausted()
+        repeated = self._evaluation(self._trials[proposal.number], self.table.next_rung(proposal.number), Split.SEARCH)
+        if not repeated.chunks:
+            self._finish(repeated)
 
     def _check_exhausted(self) -> None:
         most = self.plan.max_duplicates
@@ -373,13 +371,17 @@ class Coordinator:
     # -- evaluations -----------------------------------------------------------------------------------------------
 
     def _ready(self) -> list[tuple[int, int, Split]]:
-        if self._holdout is not None:
+        if self.is_holdout_stage:
             return [(number, 0, Split.HOLDOUT) for number in self._holdout]
         return [(number, rung, Split.SEARCH) for number, rung in self.table.ready()]
 
+    def _num_unstarted(self) -> int:
+        """Proposed trials without a result, whose recipe is not in flight either."""
+        busy = {flying.recipe.digest for flying in self._in_flight.values()}
+        new = (self._trials[number] for number, _, split in self._ready() if split is Split.SEARCH)
+        return sum(t.origin is Origin.SEARCH and not t.rungs and t.recipe.digest not in busy for t in new)
+
     def _evaluation(self, trial: TrialRecord, rung: int, split: Split) -> Evaluation:
-        if split is Split.HOLDOUT and self._holdout is not None:
-            self._holdout.remove(trial.number)
         chunks = self._samples.missing_chunks(trial.recipe.digest, rung, split)
         evaluation = Evaluation(self.plan.study_id, trial.number, rung, split, trial.recipe, chunks)
         return replace(evaluation, crashes=self._crashes.count(evaluation))
@@ -391,6 +393,7 @@ class Coordinator:
         if evaluation.is_again:
             return
         if evaluation.split is Split.HOLDOUT:
+            self._holdout.remove(number)
             self._writer.add_event(EventKind.HOLDOUT_SCORED, {"trial": number})
             self._observer("holdout")
             return
@@ -437,6 +440,7 @@ class Coordinator:
         if evaluation.is_again:
             raise StudyFailed(f"trial {number}: void samples cannot be scored again: {reason}")
         if evaluation.split is Split.HOLDOUT:
+            self._holdout.remove(number)
             self._writer.add_event(EventKind.HOLDOUT_FAILED, {"trial": number, "reason": reason})
             return
         self._writer.finish_trials([number], TrialState.FAIL, reason)

@@ -13,7 +13,10 @@ from search_spaces.recipe import Recipe
 from service.types import Origin, TrialRecord
 from workers.types import TaskSpec
 
-__all__ = ["Baseline", "Plan", "baselines_of"]
+__all__ = ["PROPOSALS_AHEAD", "Baseline", "Plan", "baselines_of"]
+
+# So many proposed trials wait while others are in flight.
+PROPOSALS_AHEAD = 2
 
 Baseline: TypeAlias = tuple[Origin, str, Recipe]
 """A source or published recipe: its origin, its label, the recipe."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from service.store import EvidenceRecord
 from service.tune.evaluation import Evaluation
@@ -26,8 +27,8 @@ class ProvenanceCheck:
             self._checksums[row.recipe_digest] = row.weights_checksum
             self._prompts.update(row.prompts)
 
-    def check(self, evaluation: Evaluation, result: ScoreResult) -> dict[str, str]:
-        """Prompt hashes by "split objective[start:stop]". Raises EvidenceMismatch."""
+    def check(self, evaluation: Evaluation, result: ScoreResult) -> ScoreResult:
+        """The result with prompt hashes by "split objective[start:stop]". Raises EvidenceMismatch."""
         evidence, digest = result.evidence, evaluation.recipe.digest
         where = f"trial {evaluation.trial}, replica {evidence.replica}"
         if evidence.recipe_digest != digest:
@@ -43,11 +44,8 @@ class ProvenanceCheck:
                 f"{where}: recipe {digest} was scored with weights of checksum {known} before, now "
                 f"{evidence.weights_checksum}"
             )
-        positions: dict[str, list[int]] = {}
-        for sample in result.samples:
-            positions.setdefault(sample.objective, []).append(sample.position)
         prompts = {}
-        for objective, at in positions.items():
+        for objective, at in result.values.items():
             key = f"{evaluation.split} {objective}[{min(at)}:{max(at) + 1}]"
             prompts[key] = evidence.prompts[objective]
             if self._prompts.setdefault(key, prompts[key]) != prompts[key]:
@@ -55,4 +53,4 @@ class ProvenanceCheck:
                     f"{where}: the prompts of {key} have hash {prompts[key]}, earlier {self._prompts[key]}: "
                     "task data or tokenizer have changed"
                 )
-        return prompts
+        return replace(result, evidence=replace(evidence, prompts=prompts))

@@ -32,8 +32,10 @@ __all__ = ["run_evaluations"]
 
 logger = logging.getLogger(__name__)
 
-# While nothing is in flight the driver can only wait for the searcher; this bounds one wait.
+# While nothing is in flight the driver can only wait for the searcher; this bounds one wait. Else it waits for a
+# proposal that takes a moment: Tune's loop may take 0.1 s until it asks again.
 SEARCHER_WAIT_S = 5.0
+SEARCHER_SOON_S = 0.03
 
 # Chunks wait for further trial actors this long after the last one has started: without a free CPU for one, and with.
 CPU_WAIT_S = 10.0
@@ -119,10 +121,12 @@ class _EvaluationSource(_NotPickled, Searcher):
         # it has set a finished trial's actor aside for reuse.
         coordinator = self._coordinator
         if len(self._evaluations) >= self._concurrency:
+            with self._raised.kept():
+                coordinator.ask_ahead(timeout_s=SEARCHER_SOON_S)
             return None
         idle = coordinator.num_in_flight == 0
         with self._raised.kept():
-            evaluation = coordinator.next_evaluation(timeout_s=SEARCHER_WAIT_S if idle else 0.0)
+            evaluation = coordinator.next_evaluation(timeout_s=SEARCHER_WAIT_S if idle else SEARCHER_SOON_S)
         if evaluation is None:
             return Searcher.FINISHED if coordinator.is_finished else None
         self._evaluations[trial_id] = evaluation

@@ -37,7 +37,7 @@ from service.studies.preflight.models import (
 )
 from service.studies.preflight.resources import MemoryPlan, check_devices, check_memory, plan_memory
 from service.studies.preflight.tasks import check_prompts, check_tasks, objectives_of
-from service.tune.plan import Baseline, Plan
+from service.tune.plan import PROPOSALS_AHEAD, Baseline, Plan
 from service.tune.proposing.gradient_actor import GradientJob
 from service.tune.searchers.base import SearchSetting
 from service.types import ChainedSource, Origin, ResolvedStudy
@@ -51,9 +51,6 @@ logger = logging.getLogger(__name__)
 
 # The directory of a run's exported best merge, within that of the run.
 EXPORT = "export"
-
-# Proposals may run this many trials ahead of the evaluations in flight.
-PROPOSALS_AHEAD = 2
 
 # Samples per request: the most that a crash loses, and that a replica scores before it looks at its queue again.
 CHUNK_SAMPLES = 512
@@ -137,11 +134,13 @@ class PreflightResult:
 
     @property
     def _max_staleness(self) -> int:
-        """A policy learns from all of an iteration once that of the next one is scored."""
+        """A policy learns from all of an iteration once that of the next one is scored, and knows no single results: it
+        proposes half an iteration while repeated paths, which end at once, and an update keep no engine waiting."""
         staleness = self.concurrency + PROPOSALS_AHEAD
         if not SEARCHERS[self.algorithm.name].trains_policy:
             return staleness
-        return min(staleness, self.study.search.hm3.episodes)
+        episodes = self.study.search.hm3.episodes
+        return min(max(staleness, episodes // 2), episodes)
 
     def search_setting(self, *, num_baselines: int) -> SearchSetting:
         """What a searcher that computes steps knows of the study."""

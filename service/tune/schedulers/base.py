@@ -202,6 +202,10 @@ class RungTable(ABC):
         for entry in runnable:
             yield entry.number, entry.next_rung
 
+    def next_rung(self, number: int) -> int:
+        """Where the trial is evaluated next."""
+        return self._entries[number].next_rung
+
     def proposal(self) -> Proposal | None:
         """The next proposal to request, or None if none may be requested yet (or ever: see `is_search_over`)."""
         if self.is_search_over:

@@ -141,7 +141,9 @@ def coordinator_of(
     )
 
 
-def drive(coordinator: Coordinator, scorer: Scorer, *, concurrency: int = 3, order_seed: int = 0) -> None:
+def drive(
+    coordinator: Coordinator, scorer: Scorer, *, concurrency: int = 3, order_seed: int = 0, asks_ahead: bool = True
+) -> None:
     """Run to the end; which of the evaluations in flight finishes its next chunk first is drawn at random."""
     draw = random.Random(order_seed)
     in_flight: list[tuple[Evaluation, int]] = []
@@ -151,6 +153,8 @@ def drive(coordinator: Coordinator, scorer: Scorer, *, concurrency: int = 3, ord
         if not in_flight:
             assert coordinator.is_finished
             return
+        if asks_ahead and len(in_flight) == concurrency:
+            coordinator.ask_ahead()
         evaluation, chunk = in_flight.pop(draw.randrange(len(in_flight)))
         outcome = score(scorer, evaluation, chunk)
         if not coordinator.on_outcome(evaluation, outcome):

@@ -130,18 +130,48 @@ def test_rungs_of_an_objectives_own_decide_how_much_of_it_is_scored(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("concurrency", "order_seed"), [(1, 0), (2, 1), (5, 2)])
+@pytest.mark.parametrize(("concurrency", "order_seed", "asks_ahead"), [(1, 0, True), (2, 1, False), (5, 2, True)])
 @pytest.mark.parametrize(("scheduler", "kind"), SEARCHES)
 def test_the_trial_list_does_not_depend_on_the_order_in_which_results_come(
-    tmp_path: Path, scheduler: Scheduler, kind: str, concurrency: int, order_seed: int
+    tmp_path: Path, scheduler: Scheduler, kind: str, concurrency: int, order_seed: int, asks_ahead: bool
 ) -> None:
     search: dict[str, Any] = {"scheduler": scheduler, "space": space_of(kind)}
     store, study, _ = finished_study(tmp_path / "reference", **search)
     (tmp_path / "other").mkdir()
     other_store, other = new_study(tmp_path / "other")
     coordinator = coordinator_of(other_store, other, **search)
-    drive(coordinator, FakeScorer(), concurrency=concurrency, order_seed=order_seed)
+    drive(coordinator, FakeScorer(), concurrency=concurrency, order_seed=order_seed, asks_ahead=asks_ahead)
     assert trial_list(other_store, other) == trial_list(store, study)
+
+
+class InTheOrderOf(InlineProposer):
+    """Proposal i is draw `order[i]`."""
+
+    def __init__(self, order: tuple[int, ...], *, first: int) -> None:
+        super().__init__(lfs_space(), seed=1)
+        self._order = order
+        self._first = first
+
+    def result(self, *, timeout_s: float) -> dict[str, Any] | None:
+        draw = self._order[self._call["number"] - self._first]
+        self._call = {"number": draw, "observations": (), "pending": ()}
+        return super().result(timeout_s=timeout_s)
+
+
+def test_while_an_engine_works_two_proposed_trials_wait_for_it_and_repeated_ones_end(tmp_path: Path) -> None:
+    store, study = new_study(tmp_path)
+    first = len(make_plan(study).baselines)
+    proposer = InTheOrderOf((0, 1, 0, 0, 0, 2, 3, 4), first=first)
+    search: dict[str, Any] = {"scheduler": "none", "max_trials": 8, "max_staleness": 8}
+    coordinator = coordinator_of(store, study, proposer=proposer, **search)
+    while (evaluation := coordinator.next_evaluation()) is not None and evaluation.trial != first + 1:
+        for chunk in range(len(evaluation.chunks)):
+            coordinator.on_outcome(evaluation, score(FakeScorer(), evaluation, chunk))
+    coordinator.ask_ahead()
+    states = [trial.state for trial in store.trials(study)[first:]]
+    repeated = [TrialState.COMPLETE] * 3
+    assert states == [TrialState.COMPLETE, TrialState.WAITING, *repeated, TrialState.WAITING, TrialState.WAITING]
+    assert coordinator.num_in_flight == 1
 
 
 @pytest.mark.slow
