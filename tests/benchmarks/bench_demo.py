@@ -7,8 +7,8 @@ samples, in the same order, to one engine with the same threads and options in a
 store, no searcher. Study and loop alternate; the ratio is the median of the three pairs' ratios. Tune's own share is
 measured with the fake scorer: the same study with an engine that answers at once.
 
-Quality: held-out means of the trial that was best on search data, and paired differences from it (95 % intervals) to
-the best expert and the best published recipe.
+Quality: held-out means of the trial that was best on search data and of the best that the search proposed, and paired
+differences of the best (95 % intervals) to the latter, the best expert and the best published recipe.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def run() -> dict[str, Any]:
             _output("run", directory, str(seed))
             study, loop = json.loads(_output("study", directory)), json.loads(_output("loop", directory))
             pairs.append({"study": study, "bare_loop": loop, "ratio": study["samples_per_s"] / loop["samples_per_s"]})
-            quality.append({"seed": seed, **_quality(json.loads((directory / "summary.json").read_text()))})
+            quality.append({"seed": seed, **_quality(directory)})
         overhead = json.loads(_output("overhead", Path(temporary) / "overhead"))
     return {
         "seeds": SEEDS,
@@ -50,19 +50,29 @@ def run() -> dict[str, Any]:
     }
 
 
-def _quality(summary: dict[str, Any]) -> dict[str, Any]:
-    """Held-out means of the best trial, the best expert and the best published recipe, and paired differences."""
+def _quality(directory: Path) -> dict[str, Any]:
+    """Held-out means of the best trial, the best proposed one, the best expert and the best published recipe."""
+    summary = json.loads((directory / "summary.json").read_text())
+    trials = [json.loads(line) for line in (directory / "trials.jsonl").read_text().splitlines()]
     rows = {row["trial"]: row for row in summary["holdout"]}
     best = rows[summary["best"]["trial"]]
 
-    def rival(origin: str) -> dict[str, Any]:
-        row = max((r for r in rows.values() if r["origin"] == origin), key=lambda row: row["mean"]["value"])
+    proposed = [t for t in trials if t["origin"] == "search" and t["number"] in rows]
+
+    def rival(row: dict[str, Any]) -> dict[str, Any]:
         return {"label": row["label"], "mean": row["mean"]["value"], "minus_best": row["differences"]["mean"]}
+
+    def best_of(origin: str) -> dict[str, Any]:
+        return rival(max((r for r in rows.values() if r["origin"] == origin), key=lambda row: row["mean"]["value"]))
 
     return {
         "best": {"label": best["label"], "mean": best["mean"]["value"], "ci95": best["mean"]["ci95"]},
-        "source": rival("source"),
-        "published": rival("published"),
+        "proposed": {
+            "samples": sum(t["samples_scored"] for t in trials if t["origin"] == "search"),
+            **rival(rows[max(proposed, key=lambda t: statistics.mean(t["values"].values()))["number"]]),
+        },
+        "source": best_of("source"),
+        "published": best_of("published"),
         "search_s": summary["wall_clock_s"],
         "swap_s": summary["engine"]["swap_s"],
         "verification": {k: summary["verification"][k] for k in ("trials", "samples", "equal")},
@@ -83,12 +93,12 @@ def show(result: dict[str, Any]) -> None:
         f"with an engine that answers at once: {free['seconds']:.1f} s for {free['evaluations']} evaluations, "
         f"{1000 * free['seconds'] / free['evaluations']:.0f} ms each\n"
     )
-    print("seed  best trial             expert   difference              published              difference")
+    print("seed  best on search data         minus proposed               minus expert                 minus published")
     for row in result["quality"]:
+        rivals = (row[name] for name in ("proposed", "source", "published"))
         print(
-            f"{row['seed']:>4}  {row['best']['label']:<12} {row['best']['mean']:.3f}   {row['source']['mean']:.3f}   "
-            f"{_gain(row['source'])}   {row['published']['label'][:16]:<16} {row['published']['mean']:.3f}  "
-            f"{_gain(row['published'])}"
+            f"{row['seed']:>4}  {row['best']['label']:<20} {row['best']['mean']:.3f}  "
+            + "  ".join(f"{rival['mean']:.3f} {_gain(rival)}" for rival in rivals)
         )
 
 
