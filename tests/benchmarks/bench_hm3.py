@@ -105,6 +105,7 @@ ABLATIONS: Mapping[str, Method] = {
     "paths and merged models": METHODS["hm3_merged"],
     "paths, alignment: moments": Method(POLICY, {**PATHS, "alignment": "moments"}),
     "paths, alignment: mlp": Method(POLICY, {**PATHS, "alignment": "mlp"}),
+    "paths and merged models, alignment: mlp": Method(POLICY, {**MERGED, "alignment": "mlp"}),
 }
 # A policy that knows models by the statistics of their layers, and those that begin with it elsewhere.
 DESCRIBED: Mapping[str, Any] = {**POLICY, "hm3": {**LEARNING, "knows_models": False}}
