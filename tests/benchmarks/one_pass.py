@@ -9,6 +9,7 @@ answer as they are (inline tasks whose answers have no white space at their ends
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,8 +126,9 @@ class OnePass:
         file = self._memory / f"{recipe.digest[:32]}-{task.digest[:16]}-{start}-{stop}.npy"
         if not file.exists():
             found = self._read(self._holding(recipe), self._prepared(task, start, stop), stop - start)
-            np.save(file.with_suffix(".part.npy"), found)
-            file.with_suffix(".part.npy").rename(file)
+            part = file.with_suffix(f".{os.getpid()}.npy")  # other processes may score the same
+            np.save(part, found)
+            part.rename(file)
         known: NDArray[np.bool_] = np.load(file)
         return known
 
