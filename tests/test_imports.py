@@ -11,7 +11,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 OURS = ("search_spaces", "workers", "service")
-MAX_LINES = 450
 
 # What takes long to import, or much memory: reasons to import one of our modules in the function that needs it.
 HEAVY = {
@@ -144,8 +143,3 @@ def test_models_of_transformers_are_built_by_its_engine_and_by_training_only() -
     # The model class that exports bring along says how it is loaded.
     others = ("workers.training", "workers.tiny_family", "workers.export.modeling_aligned")
     assert outside(importers, "workers.engines.transformers", *others) == set()
-
-
-def test_no_module_is_longer_than_a_reader_takes_in() -> None:
-    lengths = {module: len(file.read_text().splitlines()) for module, file in FILES.items()}
-    assert {module: length for module, length in lengths.items() if length > MAX_LINES} == {}
