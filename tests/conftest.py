@@ -19,7 +19,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
 import pytest
 
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from tests.builders import tiny_family, tiny_qwen2
 from tests.tiers import LANES, lane, needs_ray_or_engine, starts_nothing
 from workers.cache import CACHE_VARIABLE

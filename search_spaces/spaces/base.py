@@ -24,7 +24,7 @@ __all__ = [
     "SearchedModels",
     "SpaceDescription",
     "SpaceSection",
-    "TensorPlace",
+    "TensorLocation",
     "repeated",
 ]
 
@@ -35,7 +35,7 @@ LayerPair: TypeAlias = tuple[tuple[str, int], tuple[str, int]]
 
 
 @dataclass(frozen=True)
-class TensorPlace:
+class TensorLocation:
     """The part of the model that a tensor belongs to: a component of decoder layer `layer` (0-based), or the embedding
     or head (None). `suffix` is its name within the layer, or its whole name outside layers."""
 
@@ -58,7 +58,7 @@ class SearchedModels:
     experts: tuple[str, ...]
     fingerprints: Mapping[str, str]
     num_layers: int
-    tensors: Mapping[str, TensorPlace]
+    tensors: Mapping[str, TensorLocation]
     tied: Mapping[str, str] = field(default_factory=dict)
     tokenizer: str = "base"
     max_layers: int | None = None

@@ -39,7 +39,7 @@ from search_spaces.spaces.base import (
     repeated,
 )
 from search_spaces.spaces.layer_paths import MERGED, LayerPaths
-from search_spaces.spaces.layers import at_layer, split_layers, with_own_aliases
+from search_spaces.spaces.layers import split_layers, with_own_aliases
 
 __all__ = ["DEPTH_FACTOR", "SPACE", "Hm3Section", "Hm3Space", "MergedOptions"]
 
@@ -296,9 +296,13 @@ class Hm3Space:
         if key not in self._wholes:
             merge = self._merges[key[1]] if name == MERGED else Merge("passthrough", (Source(name),))
             models = self._models
-            each = [at_layer(merge, layer) for layer in range(models.num_layers)]
-            layers = tuple(LayerRecipe(of, of, of) for of in each)
-            whole = Recipe(models.fingerprints, models.base, layers, merge, merge, tokenizer=models.tokenizer)
+            whole = Recipe.uniform(
+                merge,
+                models=models.fingerprints,
+                base=models.base,
+                num_layers=models.num_layers,
+                tokenizer=models.tokenizer,
+            )
             self._wholes[key] = replace(whole.canonical(), models=models.fingerprints)
         return self._wholes[key]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from search_spaces.recipe import COMPONENTS, Component, LayerRecipe, Merge, Recipe, Source
 from search_spaces.spaces.base import LayerGroup, SearchedModels
 
-__all__ = ["at_layer", "path_of_recipe", "recipe_of_path", "shared_merges", "split_layers", "with_own_aliases"]
+__all__ = ["path_of_recipe", "recipe_of_path", "shared_merges", "split_layers", "with_own_aliases"]
 
 
 def split_layers(num_layers: int, num_groups: int) -> tuple[LayerGroup, ...]:
@@ -16,11 +16,6 @@ def split_layers(num_layers: int, num_groups: int) -> tuple[LayerGroup, ...]:
     size, longer = divmod(num_layers, num_groups)
     starts = [i * size + min(i, longer) for i in range(num_groups + 1)]
     return tuple(LayerGroup(f"g{i + 1}", starts[i], starts[i + 1]) for i in range(num_groups))
-
-
-def at_layer(merge: Merge, layer: int | None) -> Merge:
-    """The same merge of the sources' layer `layer`; None: outside layers."""
-    return replace(merge, sources=tuple(Source(source.model, layer) for source in merge.sources))
 
 
 def shared_merges(layers: Sequence[LayerRecipe], *, start: int) -> dict[Component, Merge] | None:
@@ -32,7 +27,7 @@ def shared_merges(layers: Sequence[LayerRecipe], *, start: int) -> dict[Componen
         usual = all(merge.base is None for merge in merges.values())
         if not (own and usual) or recipe.scale != 1 or recipe.alignment is not None:
             return None
-        stripped.append({component: at_layer(merge, None) for component, merge in merges.items()})
+        stripped.append({component: merge.at_layer(None) for component, merge in merges.items()})
     return stripped[0] if all(merges == stripped[0] for merges in stripped) else None
 
 

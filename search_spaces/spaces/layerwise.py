@@ -25,7 +25,7 @@ from search_spaces.spaces.base import (
     SearchedModels,
     SpaceDescription,
     SpaceSection,
-    TensorPlace,
+    TensorLocation,
 )
 from search_spaces.spaces.dis_paths import SCALES
 from search_spaces.spaces.layers import split_layers, with_own_aliases
@@ -220,7 +220,7 @@ class LayerwiseSpace:
         """The scales of all layers but the last, with that option."""
         return self._scales
 
-    def _piece(self, name: str, place: TensorPlace, group_of: Mapping[int, str]) -> str:
+    def _piece(self, name: str, place: TensorLocation, group_of: Mapping[int, str]) -> str:
         """The name of what shares its coefficients with a tensor."""
         if self._granularity == "tensor":
             return name
@@ -265,7 +265,7 @@ def _problems(models: SearchedModels, num_groups: int) -> Iterator[Problem]:
         yield Problem("search_space.layer_groups", message)
 
 
-def _merge_of(recipe: Recipe, name: str, place: TensorPlace) -> Merge:
+def _merge_of(recipe: Recipe, name: str, place: TensorLocation) -> Merge:
     """The merge of one tensor."""
     if name in recipe.tensors:
         return recipe.tensors[name]

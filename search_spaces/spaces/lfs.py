@@ -30,7 +30,7 @@ from search_spaces.methods import METHODS
 from search_spaces.parameters import Categorical, Condition, Configuration, Parameter, Parameters
 from search_spaces.recipe import COMPONENTS, Component, LayerRecipe, Merge, Recipe
 from search_spaces.spaces.base import SearchedModels, SpaceDescription, SpaceSection, repeated
-from search_spaces.spaces.layers import at_layer, shared_merges, split_layers, with_own_aliases
+from search_spaces.spaces.layers import shared_merges, split_layers, with_own_aliases
 from search_spaces.spaces.lfs_methods import DIRECTED, PUBLISHED, ComponentGroup, SearchedMethod
 from search_spaces.spaces.lfs_ranges import SEARCHED_METHODS
 
@@ -154,9 +154,9 @@ class LfsSpace:
         groups = [self._decode_group(group.name, configuration) for group in self._layer_groups]
         layers = tuple(
             LayerRecipe(
-                attention=at_layer(merges["attention"], layer),
-                mlp=at_layer(merges["mlp"], layer),
-                norm=at_layer(merges["norm"], layer),
+                attention=merges["attention"].at_layer(layer),
+                mlp=merges["mlp"].at_layer(layer),
+                norm=merges["norm"].at_layer(layer),
             )
             for group, merges in zip(self._layer_groups, groups, strict=True)
             for layer in range(group.start, group.stop)

@@ -26,9 +26,9 @@ from pydantic import Field
 
 from search_spaces.errors import InvalidConfiguration, InvalidStudy, Problem
 from search_spaces.parameters import Categorical, Condition, Configuration, Float, Parameter, Parameters
-from search_spaces.recipe import COEFFICIENT_DECIMALS, COMPONENTS, LayerRecipe, Merge, Recipe, Source
+from search_spaces.recipe import COEFFICIENT_DECIMALS, COMPONENTS, Merge, Recipe, Source
 from search_spaces.spaces.base import SearchedModels, SpaceDescription, SpaceSection, repeated
-from search_spaces.spaces.layers import at_layer, shared_merges, split_layers, with_own_aliases
+from search_spaces.spaces.layers import shared_merges, split_layers, with_own_aliases
 
 __all__ = ["MAX_ORDERED", "SPACE", "M3Section", "M3Space"]
 
@@ -105,15 +105,12 @@ class M3Space:
 
     def to_recipe(self, configuration: Configuration) -> Recipe:
         self.parameters.check(configuration)
-        merge = self._merge(configuration)
         models = self._models
-        layers = (at_layer(merge, layer) for layer in range(models.num_layers))
-        return Recipe(
-            models.fingerprints,
-            models.base,
-            tuple(LayerRecipe(own, own, own) for own in layers),
-            embedding=merge,
-            head=merge,
+        return Recipe.uniform(
+            self._merge(configuration),
+            models=models.fingerprints,
+            base=models.base,
+            num_layers=models.num_layers,
             tokenizer=models.tokenizer,
         ).canonical()
 

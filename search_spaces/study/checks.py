@@ -12,28 +12,20 @@ from dataclasses import dataclass, field
 from search_spaces.constraints import Constraint, contradictory, parse_constraint
 from search_spaces.errors import InvalidPreference, InvalidStudy, Problem
 from search_spaces.preferences import preference_vector
+from search_spaces.section import LINE, NAME
 from search_spaces.spaces import SPACES
-from search_spaces.study.sections import (
-    LINE,
-    MAX_PREFERENCES,
-    NAME,
-    AnotherStudy,
-    CostSpec,
-    Fidelity,
-    InlineTask,
-    Models,
-    ObjectiveSpec,
-    Search,
-    SearchSpaceSpec,
-)
-from search_spaces.study.validation import Vocabulary
+from search_spaces.study.fidelity import Fidelity
+from search_spaces.study.models import AnotherStudy, Models
+from search_spaces.study.objectives import CostSpec, InlineTask, ObjectiveSpec
+from search_spaces.study.search import MAX_PREFERENCES, Search, SearchSpaceSpec
+from search_spaces.study.validation import MessageHints
 
-__all__ = ["WORDS", "ValidParts", "contradictions", "without_consequences"]
+__all__ = ["HINTS", "ValidParts", "contradictions", "without_consequences"]
 
 # Names that a message lists.
 MAX_NAMES = 20
 
-WORDS = Vocabulary(
+HINTS = MessageHints(
     later_values={
         "engine.backend": ("transformers",),
     },

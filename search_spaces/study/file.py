@@ -16,42 +16,19 @@ from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from search_spaces.errors import InvalidStudy, Problem
-from search_spaces.section import Section
-from search_spaces.study.checks import WORDS, ValidParts, contradictions, without_consequences
-from search_spaces.study.sections import (
-    DEFAULT_SPACE,
-    AnyObjective,
-    Chained,
-    CostSpec,
-    Engine,
-    Fidelity,
-    FromStudy,
-    InlineTask,
-    Limits,
-    Models,
-    Name,
-    ObjectiveSpec,
-    Search,
-    SearchSpaceSpec,
-    Verify,
-)
+from search_spaces.section import Name, Section
+from search_spaces.study.checks import HINTS, ValidParts, contradictions, without_consequences
+from search_spaces.study.engine import Engine
+from search_spaces.study.fidelity import Fidelity
+from search_spaces.study.models import Chained, Models
+from search_spaces.study.objectives import AnyObjective, CostSpec, InlineTask, ObjectiveSpec
+from search_spaces.study.search import DEFAULT_SPACE, Search, SearchSpaceSpec
 from search_spaces.study.validation import at_most, in_file_order, problems_of
 from search_spaces.study.yaml import read_document
 
 __all__ = [
-    "Chained",
-    "CostSpec",
-    "Engine",
-    "Fidelity",
-    "FromStudy",
-    "InlineTask",
     "Limits",
-    "Models",
-    "ObjectiveSpec",
-    "Search",
-    "SearchSpaceSpec",
     "Study",
-    "Verify",
     "load_study",
     "parse_study",
     "resolved_model",
@@ -61,6 +38,14 @@ __all__ = [
 ]
 
 AnySection = TypeVar("AnySection", bound=Section)
+
+
+class Limits(Section):
+    max_gpu_hours: Annotated[float, Field(gt=0)] | None = None
+    max_wall_clock_s: Annotated[float, Field(gt=0)] | None = None
+    max_layers: Annotated[int, Field(ge=1)] | None = None
+    """Layers a merged model may have. Where the space changes layers, no merge has more; default there: 1.25 times the
+    sources'."""
 
 
 class Study(Section):
@@ -127,7 +112,7 @@ def parse_study(document: Mapping[str, Any], directory: Path | None = None) -> S
         study = Study.model_validate_json(text, strict=True)
     except ValidationError as error:
         errors = error.errors(include_url=False)
-    problems = without_consequences(problems_of(errors, study_json_schema() if errors else {}, WORDS))
+    problems = without_consequences(problems_of(errors, study_json_schema() if errors else {}, HINTS))
     found = at_most(contradictions(_valid_parts(document)))
     problems += [problem for problem in found if problem not in problems]
     if problems or study is None:

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from search_spaces.errors import Problem
 
-__all__ = ["MAX_PROBLEMS", "UNKNOWN_KIND", "Vocabulary", "at_most", "in_file_order", "is_tag", "problems_of"]
+__all__ = ["MAX_PROBLEMS", "UNKNOWN_KIND", "MessageHints", "at_most", "in_file_order", "is_tag", "problems_of"]
 
 ACCEPTED = {
     "string_type": "text",
@@ -44,7 +44,7 @@ MAX_PROBLEMS = 100
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class MessageHints:
     """What a schema cannot express. Places have "*" for positions in lists ("objectives.*.cost").
 
     `later_values` are values by place, and `later_keys` messages by place, of what is not available yet; `patterns`
@@ -60,7 +60,7 @@ def is_tag(part: str | int) -> bool:
     return isinstance(part, str) and part.startswith("<") and part.endswith(">")
 
 
-def problems_of(errors: Sequence[ErrorDetails], schema: Mapping[str, Any], words: Vocabulary) -> list[Problem]:
+def problems_of(errors: Sequence[ErrorDetails], schema: Mapping[str, Any], hints: MessageHints) -> list[Problem]:
     """One Problem per error of validating against `schema`, in the errors' order, of the first MAX_PROBLEMS errors.
 
     A last one says how many others there are."""
@@ -75,15 +75,15 @@ def problems_of(errors: Sequence[ErrorDetails], schema: Mapping[str, Any], words
         pattern = ".".join("*" if isinstance(part, int) else part for part in place)
         field = ".".join(map(str, place))
         if error["type"] == "extra_forbidden":
-            message = words.later_keys.get(pattern) or _unknown_key(str(place[-1]), _node(schema, at[:-1]))
+            message = hints.later_keys.get(pattern) or _unknown_key(str(place[-1]), _node(schema, at[:-1]))
         elif error["type"] in ("literal_error", "enum"):
-            message = _unknown_value(error["input"], _choices(_node(schema, at)), words.later_values.get(pattern, ()))
+            message = _unknown_value(error["input"], _choices(_node(schema, at)), hints.later_values.get(pattern, ()))
         elif error["type"] == UNKNOWN_KIND:
-            message = _unknown_kind(error["input"], _nodes(schema, at), words.later_values.get(pattern, ()))
+            message = _unknown_kind(error["input"], _nodes(schema, at), hints.later_values.get(pattern, ()))
         elif error["type"] == "missing":
             message = f"is missing; {_wanted(_node(schema, at))}"
         elif error["type"] == "string_pattern_mismatch":
-            message = f"{_shown(error['input'])} is not accepted; give {words.patterns[error['ctx']['pattern']]}"
+            message = f"{_shown(error['input'])} is not accepted; give {hints.patterns[error['ctx']['pattern']]}"
         else:
             message = _message(error)
         problem = Problem(field, message)

@@ -19,9 +19,8 @@ from typing import Any, TypeAlias
 
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.recipe import COMPONENTS, Component, LayerRecipe, Merge, Recipe, Source
-from search_spaces.spaces.layers import at_layer
-from search_spaces.study.file import FromStudy, Study
-from search_spaces.study.sections import AnotherStudy
+from search_spaces.study.file import Study
+from search_spaces.study.models import AnotherStudy, FromStudy
 from service.errors import Conflict, NotFound
 from service.results.selection import best_trial
 from service.store import Store
@@ -186,7 +185,7 @@ def _path(recipe: Recipe, where: str) -> tuple[dict[Component, int], ...]:
 def _with_path(alias: str, path: tuple[dict[Component, int], ...], fingerprints: Mapping[str, str]) -> Recipe:
     """One model with its own layers in the order of a path."""
     whole = Merge("passthrough", (Source(alias),))
-    merges = ({name: at_layer(whole, layer) for name, layer in each.items()} for each in path)
+    merges = ({name: whole.at_layer(layer) for name, layer in each.items()} for each in path)
     layers = (LayerRecipe(attention=own["attention"], mlp=own["mlp"], norm=own["norm"]) for own in merges)
     return Recipe(fingerprints, BASE, tuple(layers), whole, whole).canonical()
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from search_spaces.study.file import Study, same_but_limits
-from search_spaces.study.sections import AnotherStudy
+from search_spaces.study.models import AnotherStudy
 from service.cluster.session import check_reachable, ray_session
 from service.disk import artifacts_dir, locked
 from service.errors import Conflict, NotFound

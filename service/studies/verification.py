@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from search_spaces.study.sections import Verify
+from search_spaces.study.engine import Verify
 from service.errors import StudyFailed
 from service.results.selection import best_trial, full_budget_trials
 from service.store import JobWriter, Store

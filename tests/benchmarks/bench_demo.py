@@ -157,7 +157,7 @@ def measure_loop(directory: Path) -> dict[str, Any]:
     """The chunks of the run in `directory`, in their order, given to one engine."""
     import os
 
-    from search_spaces.study.sections import EngineOptions
+    from search_spaces.study.engine import EngineOptions
     from workers.engines.vllm.environment import engine_environment
     from workers.types import ScoreRequest, Span
 

@@ -134,7 +134,7 @@ def measure_memory_here(directory: str) -> dict[str, Any]:
 
 
 def opened(family: Any, directory: Path) -> Any:
-    from search_spaces.study.sections import EngineOptions
+    from search_spaces.study.engine import EngineOptions
     from workers.training.gradients import CoefficientGradients
     from workers.types import TaskSpec
 

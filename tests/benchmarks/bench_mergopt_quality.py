@@ -30,10 +30,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from search_spaces.baselines import everywhere
-from search_spaces.recipe import Merge, Source
-from search_spaces.study.file import ObjectiveSpec
-from search_spaces.study.sections import EngineOptions
+from search_spaces.recipe import Merge, Recipe, Source
+from search_spaces.study.engine import EngineOptions
+from search_spaces.study.objectives import ObjectiveSpec
 from tests.benchmarks.one_pass import OnePass
 from tests.benchmarks.search_intervals import interval
 from workers.models.family import open_family
@@ -256,7 +255,7 @@ class Fleet:
         return {method: candidate for method, (_, candidate) in found.items()}
 
     def _answers(self, merge: Merge, of: TaskSpec, num_items: int | None) -> NDArray[np.bool_]:
-        recipe = everywhere(merge, "base", self._fingerprints, num_layers=8)
+        recipe = Recipe.uniform(merge, models=self._fingerprints, base="base", num_layers=8).canonical()
         return self._scorer.exact_matches(recipe, of, 0, num_items or self._scorer.num_samples(of))
 
 

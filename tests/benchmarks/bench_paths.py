@@ -197,7 +197,7 @@ def measure_trials(directory: Path) -> dict[str, Any]:
 
 def measure_restart(directory: Path, seed: str) -> dict[str, Any]:
     """What happens to a candidate without a warm engine: an export, a new process, a new engine."""
-    from search_spaces.study.sections import EngineOptions
+    from search_spaces.study.engine import EngineOptions
     from workers.engines.vllm.environment import engine_environment
     from workers.export.checkpoint import export
     from workers.merging.bank import Bank

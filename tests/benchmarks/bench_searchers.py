@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces.baselines import sources_and_published
+from search_spaces.baselines import all_baselines
 from search_spaces.fidelity import bracket_plan, hyperband_brackets
 from search_spaces.objectives import Candidate, hypervolume, promotion_order
 from search_spaces.recipe import COMPONENTS, Merge, Recipe
@@ -216,7 +216,7 @@ class Search:
 
 def told(space: SearchSpace) -> list[dict[str, Any]]:
     """The source and published recipes that the space contains, as configurations."""
-    recipes = sources_and_published(base="base", experts=EXPERTS, fingerprints=FINGERPRINTS, num_layers=NUM_LAYERS)
+    recipes = all_baselines(base="base", experts=EXPERTS, fingerprints=FINGERPRINTS, num_layers=NUM_LAYERS)
     found = (space.from_recipe(known.recipe) for known in recipes)
     return [configuration for configuration in found if configuration is not None]
 

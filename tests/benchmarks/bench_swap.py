@@ -85,7 +85,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def measure_swaps(directory: Path, *methods: str) -> dict[str, Any]:
-    from search_spaces.study.sections import EngineOptions
+    from search_spaces.study.engine import EngineOptions
     from workers.engines.vllm.engine import Engine, base_recipe
 
     family = merge_family.open_made(directory)
@@ -143,7 +143,7 @@ def _copying(family: Any) -> tuple[int, float]:
 
 def measure_restart(directory: Path) -> dict[str, Any]:
     """A new engine on a merged model: the seconds of its imports, and of its start to the first token."""
-    from search_spaces.study.sections import EngineOptions
+    from search_spaces.study.engine import EngineOptions
     from workers.engines.vllm.environment import engine_environment
 
     started = time.perf_counter()

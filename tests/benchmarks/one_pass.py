@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from search_spaces.recipe import Recipe
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from workers.engines.transformers.backend import merged_model
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Prompts

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from tests.benchmarks import one_pass
 from tests.benchmarks.search_families import FULL
 from tests.benchmarks.search_runs import CACHE, Bench, SearchSpec

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from search_spaces.baselines import sources_and_published
-from search_spaces.study.sections import EngineOptions, Search
+from search_spaces.baselines import all_baselines
+from search_spaces.study.engine import EngineOptions
+from search_spaces.study.search import Search
 from service.tune.searchers.descents import descents_of
 from tests.benchmarks import bench_search, search_intervals, search_runs
 from tests.benchmarks.family_training import SHIPPED
@@ -135,7 +136,7 @@ def test_one_pass_scores_as_greedy_decoding_does(tmp_path: Path) -> None:
     """By transformers, of sources as they are; `bench_search` compares merges with vLLM before it searches."""
     root = family_dir()
     family = open_family(root / "base", {s: root / "experts" / s for s in SHIPPED}, cache=tmp_path)
-    known = sources_and_published(base="base", experts=SHIPPED, fingerprints=family.fingerprints, num_layers=8)
+    known = all_baselines(base="base", experts=SHIPPED, fingerprints=family.fingerprints, num_layers=8)
     options = EngineOptions(max_model_len=64)
     scorer = OnePass(family, options, memory=tmp_path / "scores")
     tasks = {

@@ -1,10 +1,10 @@
-from search_spaces.baselines import sources_and_published
+from search_spaces.baselines import all_baselines
 from search_spaces.spaces.lfs import LfsSpace
 
 
 def known(experts, num_layers=3):
     fingerprints = {alias: f"print of {alias}" for alias in ("base", *experts)}
-    recipes = sources_and_published(base="base", experts=experts, fingerprints=fingerprints, num_layers=num_layers)
+    recipes = all_baselines(base="base", experts=experts, fingerprints=fingerprints, num_layers=num_layers)
     return fingerprints, recipes
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from lm_eval.api.model import TemplateLM  # noqa: TID253  (a base class; this module loads where models are)
 
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from workers.errors import InvalidTask
 from workers.evaluation.metrics import Answers, Documents, LocalMetrics, Metrics
 from workers.evaluation.prompts import Backend, Completion, Continuation, Generation, Prompts

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from search_spaces.recipe import Recipe
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from workers.engines.vllm.environment import engine_environment
 from workers.errors import CrashKind, EngineCrashed, EngineUnavailable, EvidenceMismatch, RequestFailed, WorkerError
 from workers.serving.current_chunk import chunk_id, current_chunk

@@ -24,10 +24,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from search_spaces.baselines import sources_and_published
 from search_spaces.errors import SearchSpaceError
 from search_spaces.recipe import Recipe
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from workers.engines.vllm.engine import Engine, base_recipe
 from workers.errors import (
     EngineCrashed,
@@ -371,14 +370,13 @@ class ScoringReplica:
 
 def _base_alone(recipe: Recipe) -> Recipe:
     """The recipe whose merge is the base of `recipe`."""
-    known = sources_and_published(
+    return Recipe.of_model(
+        recipe.base,
+        models=recipe.models,
         base=recipe.base,
-        experts=[alias for alias in recipe.models if alias != recipe.base] or [recipe.base],
-        fingerprints=recipe.models,
         num_layers=len(recipe.layers),
         tokenizer=recipe.tokenizer,
-    )
-    return known[0].recipe
+    ).canonical()
 
 
 def log_file() -> str:

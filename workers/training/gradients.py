@@ -21,7 +21,7 @@ import torch
 
 from search_spaces.methods.base import Coefficient
 from search_spaces.recipe import Recipe
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from workers.errors import TrialFailed
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Prompts

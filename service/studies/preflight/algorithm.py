@@ -10,7 +10,7 @@ from search_spaces.searchers import SEARCHERS, unsupported
 from search_spaces.spaces.base import DifferentiableSpace, SearchSpace
 from search_spaces.spaces.layer_paths import LayerPaths
 from search_spaces.study.file import Study
-from search_spaces.study.sections import CostSpec
+from search_spaces.study.objectives import CostSpec
 from workers.errors import InvalidTask
 from workers.types import TaskSpec
 

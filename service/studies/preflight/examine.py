@@ -13,15 +13,15 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from search_spaces.baselines import sources_and_published
+from search_spaces.baselines import all_baselines
 from search_spaces.costs import ModelSize
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.fidelity import Bracket, bracket_cycle, bracket_plan
 from search_spaces.objectives import Objective
 from search_spaces.searchers import SEARCHERS
 from search_spaces.spaces.base import AlignedSpace, DifferentiableSpace, LayeredSpace, SearchSpace
+from search_spaces.study.engine import EngineOptions
 from search_spaces.study.file import Study
-from search_spaces.study.sections import EngineOptions
 from service.disk import lack_of_space
 from service.studies.preflight.algorithm import GRADIENT, Algorithm, algorithm_of
 from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
@@ -201,7 +201,7 @@ class PreflightResult:
     def baselines(self) -> tuple[Baseline, ...]:
         """The source and published recipes of a new study, scored before the search."""
         aliases = tuple(expert.alias for expert in self.family.experts)
-        found = sources_and_published(
+        found = all_baselines(
             base=self.family.base.alias,
             experts=aliases,
             fingerprints=self.family.fingerprints,

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from search_spaces.errors import InvalidStudy, Problem
-from search_spaces.study.file import InlineTask, Study
+from search_spaces.study.file import Study
+from search_spaces.study.objectives import InlineTask
 from workers.file_access import FileAccess
 from workers.models.hub import hub_cache
 

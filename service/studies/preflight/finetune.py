@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from search_spaces.errors import InvalidStudy, Problem
-from search_spaces.study.file import InlineTask
+from search_spaces.study.objectives import InlineTask
 from service.studies.preflight.files import (
     FilesRefused,
     file_path_problem,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from search_spaces.costs import ModelSize
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.recipe import COMPONENTS
-from search_spaces.spaces.base import Part, SearchedModels, TensorPlace
+from search_spaces.spaces.base import Part, SearchedModels, TensorLocation
 from search_spaces.study.file import Study
 from service.errors import Conflict
 from service.studies.preflight.dtype import engine_dtype
@@ -139,7 +139,7 @@ def searched_models(
     parts: list[tuple[Part, int | None]] = [("embedding", None)]
     parts += [(component, layer) for layer in range(layout.num_layers) for component in COMPONENTS]
     tensors = {
-        layout.name(suffix, layer): TensorPlace(part, layer, suffix)
+        layout.name(suffix, layer): TensorLocation(part, layer, suffix)
         for part, layer in (*parts, ("head", None))
         for suffix in layout.suffixes(part, layer)
     }

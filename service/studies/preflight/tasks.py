@@ -11,7 +11,8 @@ from search_spaces.constraints import parse_constraint
 from search_spaces.costs import ModelSize
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.objectives import Objective
-from search_spaces.study.file import CostSpec, InlineTask, ObjectiveSpec, Study
+from search_spaces.study.file import Study
+from search_spaces.study.objectives import CostSpec, InlineTask, ObjectiveSpec
 from workers.errors import InvalidTask
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.tasks import check_task, content_hash

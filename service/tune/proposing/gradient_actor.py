@@ -9,7 +9,7 @@ from search_spaces.methods import METHODS
 from search_spaces.parameters import Float
 from search_spaces.recipe import COEFFICIENT_DECIMALS
 from search_spaces.spaces.base import DifferentiableSpace
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from service.tune.steps import StepKind, StepRequest, StepResult
 from workers.errors import TrialFailed
 from workers.types import Completions, Family, GradientResult, TaskSpec

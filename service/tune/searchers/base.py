@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from search_spaces.parameters import Parameters
-from search_spaces.study.sections import GradientOptions, PolicyOptions
+from search_spaces.study.search import GradientOptions, PolicyOptions
 from service.tune.steps import Step, StepRequest, StepResult
 from workers.types import Family
 

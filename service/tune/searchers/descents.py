@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from search_spaces.study.sections import GradientOptions
+from search_spaces.study.search import GradientOptions
 
 __all__ = ["Descent", "descents_of", "place_of"]
 

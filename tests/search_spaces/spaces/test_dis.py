@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search_spaces.baselines import sources_and_published
+from search_spaces.baselines import all_baselines
 from search_spaces.errors import InvalidConfiguration, InvalidStudy
 from search_spaces.parameters import Categorical, Float, Integer
 from search_spaces.spaces.dis import DisSection
@@ -172,7 +172,7 @@ def test_equal_paths_have_one_configuration():
 def test_every_source_is_a_configuration_of_the_space_and_no_published_merge_is(options):
     family = models()
     own = dis(family, **options)
-    for origin, label, recipe in sources_and_published(
+    for origin, label, recipe in all_baselines(
         base="base", experts=family.experts, fingerprints=family.fingerprints, num_layers=4
     ):
         found = own.from_recipe(recipe)
@@ -185,7 +185,7 @@ def test_every_source_is_a_configuration_of_the_space_and_no_published_merge_is(
 def test_a_source_whose_layers_no_block_may_use_is_not_contained():
     family = models()
     own = dis(family, models=("math",))
-    sources = sources_and_published(base="base", experts=family.experts, fingerprints=family.fingerprints, num_layers=4)
+    sources = all_baselines(base="base", experts=family.experts, fingerprints=family.fingerprints, num_layers=4)
     assert [label for _, label, recipe in sources if own.from_recipe(recipe)] == ["base", "expert:math"]
     bare = dis(family, layer_retention=False)
     assert bare.from_recipe(sources[0].recipe) is None

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from search_spaces.baselines import sources_and_published
+from search_spaces.baselines import all_baselines
 from search_spaces.errors import InvalidStudy
 from search_spaces.parameters import Parameters
 from search_spaces.recipe import Recipe, Source
@@ -128,7 +128,7 @@ def test_more_blocks_than_layers_there_are_not() -> None:
 def test_the_experts_are_paths_of_the_space() -> None:
     family = models(num_layers=6)
     own = space("hm3", family)
-    known = sources_and_published(base="base", experts=family.experts, fingerprints=family.fingerprints, num_layers=6)
+    known = all_baselines(base="base", experts=family.experts, fingerprints=family.fingerprints, num_layers=6)
     found = {label: own.from_recipe(recipe) for _, label, recipe in known}
     assert [label for label, configuration in found.items() if configuration] == [
         "expert:math",
@@ -287,7 +287,7 @@ def test_without_vectors_there_is_one_merged_model() -> None:
     assert own.paths.num_preferences == 1
     assert PREFERENCE not in own.parameters.names
     family = models()
-    known = sources_and_published(base="base", experts=family.experts, fingerprints=family.fingerprints, num_layers=4)
+    known = all_baselines(base="base", experts=family.experts, fingerprints=family.fingerprints, num_layers=4)
     labels = [label for _, label, recipe in known if own.from_recipe(recipe) is not None]
     assert labels == ["expert:math", "expert:code", "expert:text", "task arithmetic 0.4"]
 

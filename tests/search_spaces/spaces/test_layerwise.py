@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from search_spaces.baselines import sources_and_published
+from search_spaces.baselines import all_baselines
 from search_spaces.errors import InvalidStudy
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from search_spaces.spaces import layerwise
@@ -69,9 +69,7 @@ def test_every_tensor_is_the_base_and_the_experts_task_vectors_times_its_own_coe
 
 def test_sources_and_task_arithmetic_are_contained_with_equal_digests():
     family = models()
-    known = sources_and_published(
-        base="base", experts=EXPERTS, fingerprints=family.fingerprints, num_layers=family.num_layers
-    )
+    known = all_baselines(base="base", experts=EXPERTS, fingerprints=family.fingerprints, num_layers=family.num_layers)
     for granularity in ("tensor", "component", "layer", "layer_group"):
         searched = space("layerwise", granularity=granularity)
         found = {label: searched.from_recipe(recipe) for _, label, recipe in known}

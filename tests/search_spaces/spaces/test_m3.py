@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from search_spaces.baselines import sources_and_published
+from search_spaces.baselines import all_baselines
 from search_spaces.errors import InvalidStudy
 from search_spaces.recipe import Merge, Source
 from search_spaces.spaces.m3 import dirichlet_quantiles, dirichlet_shares
@@ -138,7 +138,7 @@ def test_experts_averages_and_task_arithmetic_are_contained():
     for experts, larger in ((("math", "code"), set()), (("math", "code", "text"), beyond)):
         family = models(experts)
         searched = space("m3", family)
-        known = sources_and_published(
+        known = all_baselines(
             base="base", experts=experts, fingerprints=family.fingerprints, num_layers=family.num_layers
         )
         lacking = {label for _, label, recipe in known if searched.from_recipe(recipe) is None}

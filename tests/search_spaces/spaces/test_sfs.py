@@ -2,7 +2,7 @@
 
 import pytest
 
-from search_spaces.baselines import sources_and_published
+from search_spaces.baselines import all_baselines
 from search_spaces.errors import InvalidStudy
 from search_spaces.parameters import Float
 from search_spaces.recipe import Merge, Source
@@ -36,7 +36,7 @@ def test_factors_scale_the_weights_of_attention_and_mlp_and_the_output_of_the_la
 
 def test_only_the_scaled_model_is_a_source_in_the_space():
     family = models()
-    known = sources_and_published(base="base", experts=family.experts, fingerprints=family.fingerprints, num_layers=4)
+    known = all_baselines(base="base", experts=family.experts, fingerprints=family.fingerprints, num_layers=4)
     found = {label: sfs(family, model="text").from_recipe(recipe) for _, label, recipe in known}
     contained = {label: configuration for label, configuration in found.items() if configuration is not None}
     assert list(contained) == ["expert:text"]

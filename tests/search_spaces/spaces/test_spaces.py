@@ -1,9 +1,11 @@
 """What every search space must do, run on each of them; a new space is done when it passes."""
 
+import hashlib
 import itertools
 import json
 import pickle
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -96,6 +98,20 @@ few = settings(max_examples=20)
 
 def test_every_kind_of_space_is_an_example_here():
     assert {space.kind for space in BUILT.values()} == set(SPACES)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_recipes_and_digests_do_not_change_between_releases(name):
+    """Stored studies are resumed by their recipes' JSON and digests. The hashes are stored.
+
+    A new example is added to `recipe_hashes.json`; a hash in that file never changes.
+    """
+    hashed = hashlib.sha256()
+    for seed in range(10):
+        recipe = BUILT[name].to_recipe(draw(BUILT[name], seed))
+        hashed.update(json.dumps([recipe.digest, recipe.to_json()], sort_keys=True).encode())
+    known = json.loads(Path(__file__).with_name("recipe_hashes.json").read_text())
+    assert hashed.hexdigest() == known[name]
 
 
 @pytest.mark.parametrize("kind", SPACES)

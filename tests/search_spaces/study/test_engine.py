@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from pydantic.fields import FieldInfo
 
-from search_spaces.study.sections import NOT_OF_ONE_ENGINE, Engine, EngineOptions
+from search_spaces.study.engine import NOT_OF_ONE_ENGINE, Engine, EngineOptions
 
 # A value for each type of option that is no option's default.
 OTHER_VALUES = (7, "other", True)

@@ -11,7 +11,8 @@ from jsonschema import Draft202012Validator
 from search_spaces.errors import InvalidStudy
 from search_spaces.searchers import SEARCHERS
 from search_spaces.spaces import SPACES
-from search_spaces.study.file import Study, Verify, load_study, parse_study, same_but_limits, study_json_schema
+from search_spaces.study.engine import Verify
+from search_spaces.study.file import Study, load_study, parse_study, same_but_limits, study_json_schema
 
 DOCUMENT = yaml.safe_load("""
 name: math-text-lookup

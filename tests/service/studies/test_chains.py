@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from search_spaces.baselines import sources_and_published
+from search_spaces.baselines import all_baselines
 from search_spaces.errors import InvalidStudy
 from search_spaces.recipe import COMPONENTS, LayerRecipe, Merge, Recipe, Source
 from search_spaces.spaces import SPACES
@@ -73,7 +73,7 @@ def finished(tied_family: Family, tmp_path_factory: pytest.TempPathFactory) -> F
     known = searched_models(sources, sources.fingerprints)
     space = SPACES["layerwise"](kind="layerwise", granularity="layer").build(known)
     experts = tuple(expert.alias for expert in tied_family.experts)
-    baselines = sources_and_published(
+    baselines = all_baselines(
         base="base", experts=experts, fingerprints=sources.fingerprints, num_layers=known.num_layers
     )
     store = Store(f"sqlite:///{directory / DATABASE}")

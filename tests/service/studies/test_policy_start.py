@@ -13,7 +13,7 @@ import pytest
 
 from search_spaces.errors import InvalidStudy
 from search_spaces.study.file import Study
-from search_spaces.study.sections import AnotherStudy
+from search_spaces.study.models import AnotherStudy
 from service.disk import artifacts_dir
 from service.errors import StudyFailed
 from service.results.files import summary

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from search_spaces.baselines import sources_and_published
+from search_spaces.baselines import all_baselines
 from search_spaces.fidelity import Scheduler, bracket_cycle
 from search_spaces.objectives import Objective
 from search_spaces.spaces.base import SearchSpace
@@ -69,7 +69,7 @@ def make_plan(study_id: str, *, scheduler: Scheduler = "hyperband", max_trials: 
     names = ("math", "text")
     sizes = (36,) if scheduler == "none" else (4, 12, 36)
     tasks = {name: TaskSpec(task=name, metric="exact_match") for name in names}
-    known = sources_and_published(base="base", experts=names, fingerprints=FINGERPRINTS, num_layers=4)
+    known = all_baselines(base="base", experts=names, fingerprints=FINGERPRINTS, num_layers=4)
     arguments: dict[str, Any] = {
         "study_id": study_id,
         "seed": 0,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from search_spaces.preferences import lattice
-from search_spaces.study.sections import MAX_PREFERENCES, GradientOptions
+from search_spaces.study.search import MAX_PREFERENCES, GradientOptions
 from service.tune.searchers.descents import Descent, descents_of, place_of
 
 OPTIONS = GradientOptions(steps=12, points=4)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from search_spaces.parameters import Float, Parameters
-from search_spaces.study.sections import GradientOptions
+from search_spaces.study.search import GradientOptions
 from service.tune.searchers import Observation, get_searcher
 from service.tune.searchers.base import SearchSetting, SteppingSearcher
 from service.tune.searchers.gradient import rank_correlation

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from search_spaces.spaces.base import SearchSpace
-from search_spaces.study.sections import PolicyOptions
+from search_spaces.study.search import PolicyOptions
 from service.store import Store
 from service.store.artifacts import ArtifactStore
 from service.tune.coordinator import Coordinator

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces.baselines import sources_and_published
+from search_spaces.baselines import all_baselines
 from service.store import Store
 from service.tune.plan import Baseline, baselines_of
 from service.types import Origin, TrialRecord, TrialState
@@ -51,7 +51,7 @@ def test_a_study_of_an_earlier_version_has_the_baselines_of_that_version(tmp_pat
     experts = tuple(alias for alias in record.resolved.fingerprints if alias != "base")
     known = tuple(
         (Origin(origin), label, recipe)
-        for origin, label, recipe in sources_and_published(
+        for origin, label, recipe in all_baselines(
             base="base",
             experts=experts,
             fingerprints=record.resolved.fingerprints,

@@ -22,7 +22,7 @@ from search_spaces.parameters import Categorical, Condition, Float, Integer, Par
 from search_spaces.searchers import SEARCHERS as DECLARED
 from search_spaces.searchers import Feature, unsupported
 from search_spaces.spaces.layer_paths import LayerPaths
-from search_spaces.study.sections import Search
+from search_spaces.study.search import Search
 from service.errors import NotFound
 from service.tune.searchers import SEARCHERS, STEPPING_SEARCHERS, Observation, Searcher, get_searcher
 from service.tune.searchers.encoding import INACTIVE, Encoding

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from tests.builders import tiny_llama
 from tests.workers.judged_tasks import KnownAnswers, write_task
 from workers.errors import InvalidTask

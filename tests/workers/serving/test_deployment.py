@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from search_spaces.study.sections import Engine, EngineOptions
+from search_spaces.study.engine import Engine, EngineOptions
 from tests.conftest import OPTIONS
 from tests.workers.recipes import arithmetic
 from workers.errors import (

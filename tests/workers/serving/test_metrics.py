@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from tests.builders import tiny_llama
 from tests.workers.judged_tasks import (
     MATH_ANSWERS,

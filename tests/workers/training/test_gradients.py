@@ -13,7 +13,7 @@ from torch.func import functional_call
 from search_spaces.errors import InvalidRecipe
 from search_spaces.methods import METHODS
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from tests.benchmarks import bench_gradients, merge_family
 from tests.workers.merging.methods.examples import EXAMPLES
 from tests.workers.recipes import num_layers

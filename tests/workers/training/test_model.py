@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import workers.training.model
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from tests.layouts import LAYOUTS, layout_family
 from tests.workers.recipes import arithmetic
 from workers.engines.transformers.backend import merged_model

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from tests.workers.recipes import num_layers
 from workers.training.gradients import CoefficientGradients
 from workers.types import Family, TaskSpec

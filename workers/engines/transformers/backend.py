@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from search_spaces.recipe import Recipe
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from workers.engines.logits import bad_rows, in_words
 from workers.errors import EvidenceMismatch, InvalidTask
 from workers.evaluation.prompts import Completion, Continuation, Generation, Prompts

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from workers.engines.host_memory import free_host_bytes
 from workers.engines.transformers.backend import Reference, choice_gaps, logprobs, typical_difference, whole_characters
 from workers.errors import InvalidTask

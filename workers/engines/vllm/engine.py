@@ -22,8 +22,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from search_spaces.errors import InvalidRecipe
-from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
-from search_spaces.study.sections import EngineOptions
+from search_spaces.recipe import Recipe
+from search_spaces.study.engine import EngineOptions
 from workers.engines.host_memory import free_host_bytes
 from workers.engines.logits import in_words
 from workers.engines.vllm.engine_errors import engine_errors, not_started
@@ -376,18 +376,11 @@ class Engine:
 
 def base_recipe(family: Family) -> Recipe:
     """The recipe whose merge is the base model itself."""
-    num_layers = int(read_config(family.base.directory)["num_hidden_layers"])
-
-    def copied(layer: int | None) -> Merge:
-        return Merge("passthrough", (Source(family.base.alias, layer),))
-
-    layers = tuple(LayerRecipe(copied(i), copied(i), copied(i)) for i in range(num_layers))
-    return Recipe(
-        family.fingerprints,
+    return Recipe.of_model(
         family.base.alias,
-        layers,
-        embedding=copied(None),
-        head=copied(None),
+        models=family.fingerprints,
+        base=family.base.alias,
+        num_layers=int(read_config(family.base.directory)["num_hidden_layers"]),
         tokenizer=family.tokenizer,
         vocabulary=family.vocabulary,
     )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from search_spaces.study.sections import EngineOptions
+    from search_spaces.study.engine import EngineOptions
 
 __all__ = ["KEEP_WEIGHTS", "PATH_ARCHITECTURE", "engine_environment", "let_llvmlite_be_inspected"]
 

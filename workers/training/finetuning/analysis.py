@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from search_spaces.baselines import everywhere
 from search_spaces.recipe import Merge, Recipe, Source
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from workers.errors import InvalidTask
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Prompts
@@ -150,7 +149,9 @@ class MergeLosses:
 
     def of(self, merge: Merge) -> dict[str, float]:
         """By expert that is merged, the mean loss on its tasks."""
-        recipe = everywhere(merge, self._base, self._fingerprints, self._num_layers)
+        recipe = Recipe.uniform(
+            merge, models=self._fingerprints, base=self._base, num_layers=self._num_layers
+        ).canonical()
         return self._of_recipe(recipe, [source.model for source in merge.sources])
 
     @torch.inference_mode()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from workers.engines.transformers.backend import Reference
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.metric_process import MetricProcess

@@ -17,10 +17,9 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from search_spaces.errors import InvalidStudy, Problem
-from search_spaces.section import Section
-from search_spaces.study.checks import WORDS
+from search_spaces.section import NAME, Section
+from search_spaces.study.checks import HINTS
 from search_spaces.study.file import Study, parse_study
-from search_spaces.study.sections import NAME
 from search_spaces.study.validation import problems_of
 from search_spaces.study.yaml import read_document
 from workers.training.finetuning.spec import FinetuneSpec, parse_spec
@@ -170,7 +169,7 @@ def _analysis(given: Any, problems: list[Problem]) -> Analysis | None:
     try:
         return Analysis.model_validate_json(json.dumps(given), strict=True)
     except ValidationError as error:
-        found = problems_of(error.errors(include_url=False), Analysis.model_json_schema(), WORDS)
+        found = problems_of(error.errors(include_url=False), Analysis.model_json_schema(), HINTS)
         problems += [Problem(".".join(filter(None, (ANALYSIS, p.field))), p.message) for p in found]
         return None
 

@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from search_spaces.errors import InvalidStudy, Problem
-from search_spaces.section import Section
-from search_spaces.study.checks import WORDS
-from search_spaces.study.file import ObjectiveSpec, resolved_model, resolved_objective
-from search_spaces.study.sections import InlineTask, Line, Name
+from search_spaces.section import Line, Name, Section
+from search_spaces.study.checks import HINTS
+from search_spaces.study.file import resolved_model, resolved_objective
+from search_spaces.study.objectives import InlineTask, ObjectiveSpec
 from search_spaces.study.validation import in_file_order, problems_of
 from search_spaces.study.yaml import read_document
 from workers.file_access import FileAccess
@@ -172,7 +172,7 @@ def parse_spec(document: Mapping[str, Any], directory: Path | None = None) -> Fi
     try:
         spec = FinetuneSpec.model_validate_json(json.dumps(document), strict=True)
     except ValidationError as error:
-        problems = problems_of(error.errors(include_url=False), finetune_json_schema(), WORDS)
+        problems = problems_of(error.errors(include_url=False), finetune_json_schema(), HINTS)
         raise InvalidStudy(in_file_order(problems, document)) from error
     if problems := _contradictions(spec):
         raise InvalidStudy(in_file_order(problems, document))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from workers.errors import InvalidModel, TrainingFailed
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.tasks import check_task

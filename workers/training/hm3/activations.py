@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from search_spaces.recipe import Recipe
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from workers.errors import InvalidModel
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Prompts

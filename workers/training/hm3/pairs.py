@@ -16,7 +16,7 @@ from torch import Tensor
 
 from search_spaces.recipe import Recipe
 from search_spaces.spaces.base import LayerPair
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from workers.cache import cache_dir, cached
 from workers.merging.alignments import store_alignment
 from workers.training.hm3.alignment import Aligned, AlignmentOptions, Kind, discrepancy, fit_mlp, fit_moments

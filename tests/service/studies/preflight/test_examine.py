@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.fidelity import Bracket
 from search_spaces.searchers import SEARCHERS
+from search_spaces.study.engine import EngineOptions
 from search_spaces.study.file import Study, parse_study
-from search_spaces.study.sections import EngineOptions
 from service.studies.dry_run import check
 from service.studies.merge import check_merge
 from service.studies.preflight.examine import ExpectedSamples, PreflightResult, examine

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces.baselines import sources_and_published
+from search_spaces.baselines import all_baselines
 from search_spaces.objectives import Objective
 from service.store import JobWriter, Store
 from service.tune.proposing.completions import SourceCompletions
@@ -34,7 +34,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def score(writer: JobWriter, number: int, values: Values, *, split: Split = Split.SEARCH, full: bool = True) -> None:
     """Trial `number`: base, math, text, then published recipes."""
-    known = sources_and_published(base="base", experts=("math", "text"), fingerprints=FINGERPRINTS, num_layers=4)
+    known = all_baselines(base="base", experts=("math", "text"), fingerprints=FINGERPRINTS, num_layers=4)
     origin, label, recipe = known[number]
     writer.add_trial(TrialRecord(number, Origin(origin), label, TrialState.WAITING, recipe))
     samples = tuple(

@@ -14,7 +14,7 @@ import ray
 
 from search_spaces.spaces import SPACES
 from search_spaces.spaces.base import DifferentiableSpace, SearchedModels
-from search_spaces.study.sections import GradientOptions, PolicyOptions
+from search_spaces.study.search import GradientOptions, PolicyOptions
 from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
 from service.studies.preflight.models import searched_models

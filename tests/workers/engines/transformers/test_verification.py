@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from tests.builders import tiny_llama
 from tests.conftest import write_choices
 from workers.engines.transformers.backend import Reference, logprobs

@@ -1,4 +1,4 @@
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from workers.engines.vllm.environment import engine_environment
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from search_spaces.recipe import Merge, Source
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from tests.builders import tiny_llama
 from workers.errors import InvalidTask
 from workers.evaluation.lm_eval import TaskEvaluator

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from tests.builders import tiny_llama
 from workers.errors import InvalidTask
 from workers.evaluation.prompts import Prompts

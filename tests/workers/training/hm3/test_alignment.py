@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from tests.workers.recipes import whole_model
 from workers.cache import CACHE_VARIABLE
 from workers.merging.alignments import Alignment

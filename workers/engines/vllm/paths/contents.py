@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from search_spaces.recipe import Recipe
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from workers.engines.host_memory import free_host_bytes
 from workers.engines.vllm.environment import PATH_ARCHITECTURE
 from workers.engines.vllm.memory import (

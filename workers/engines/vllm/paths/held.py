@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from search_spaces.errors import InvalidRecipe
-from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
+from search_spaces.recipe import LayerRecipe, Merge, Recipe
 from workers.engines.vllm.checksum import checksum, word_sum
 from workers.engines.vllm.held import HeldWeights, Into, Writing
 from workers.engines.vllm.paths.pool import LayerPool, Step
@@ -261,18 +261,12 @@ def _combined(outside: str, path: Iterable[Step], digests: Mapping[int, str], al
 
 def source_recipe(alias: str, bank: Bank) -> Recipe:
     """The recipe whose merge is the model `alias` itself."""
-
-    def copied(layer: int | None) -> Merge:
-        return Merge("passthrough", (Source(alias, layer),))
-
-    layers = tuple(LayerRecipe(copied(i), copied(i), copied(i)) for i in range(bank.layout.num_layers))
     family = bank.family
-    return Recipe(
-        family.fingerprints,
-        family.base.alias,
-        layers,
-        embedding=copied(None),
-        head=copied(None),
+    return Recipe.of_model(
+        alias,
+        models=family.fingerprints,
+        base=family.base.alias,
+        num_layers=bank.layout.num_layers,
         tokenizer=family.tokenizer,
         vocabulary=family.vocabulary,
     )

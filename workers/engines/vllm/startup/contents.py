@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from search_spaces.recipe import Recipe
-from search_spaces.study.sections import EngineOptions
+from search_spaces.study.engine import EngineOptions
 from workers.engines.host_memory import free_host_bytes
 from workers.engines.vllm.memory import (
     EngineMemory,
