@@ -1,4 +1,4 @@
-"""What may be searched and measured. Plain Python, pydantic and NumPy: no torch, no Ray, no vLLM.
+"""Search spaces, merge methods, objectives and study files, without torch, Ray or vLLM: Python, pydantic and NumPy.
 
 - `recipe`: the description of one merged model, the interface between search spaces and all other code
 - `merge`: one merge of a recipe, and its canonical form
@@ -11,8 +11,8 @@
 - `section`: the base class of every section of a study file
 - `objectives`: objectives, costs, Pareto fronts, hypervolume
 - `costs`: how many layers and parameters a merge has, from its recipe
-- `constraints`: bounds on objectives
-- `preferences`: weights of the objectives
+- `constraints`: bounds on the values of objectives
+- `preferences`: preference vectors: how important each objective is
 - `fidelity`: rungs and brackets of successive halving
 - `errors`: the errors of this package
 

@@ -105,7 +105,7 @@ class Merge:
         return self.base or Source(recipe_base, self.sources[0].layer)
 
     def at_layer(self, layer: int | None) -> Self:
-        """The same merge of layer `layer` of its sources; None: of their tensors outside layers."""
+        """The merge applied to layer `layer` of its sources; None: to the sources' tensors outside layers."""
         return replace(self, sources=tuple(Source(source.model, layer) for source in self.sources))
 
     def _default(self, name: str) -> float | None:

@@ -22,5 +22,5 @@ class Section(BaseModel):
 
 
 def one_of(tag_of: Any, accepted: str) -> Discriminator:
-    """The discriminator of a union by the tags that `tag_of` gives; its error message says to give `accepted`."""
+    """The discriminator of a union whose branches are tagged by `tag_of`; the error message names `accepted`."""
     return Discriminator(tag_of, custom_error_type="union", custom_error_message=f"give {accepted}")

@@ -30,47 +30,50 @@ class Engine(Section):
     replicas: Annotated[int, Field(ge=1)] = 1
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """auto: bfloat16 on GPU, float32 on CPU."""
+    """The data type of weights and activations. auto: bfloat16 on GPU, float32 on CPU."""
     max_model_len: Annotated[int, Field(ge=1)] = 2048
-    """Tokens of a prompt and its completion together."""
+    """The largest number of tokens of a prompt and its completion together."""
     add_bos_token: bool | None = None
-    """Default: as the model's own tokenizer does."""
+    """Whether prompts begin with the BOS token. Default: as the model's own tokenizer does."""
     chat_template: Annotated[
         Annotated[bool, Tag("<bool>")] | Annotated[Line, Tag("<name>")],
         one_of(_tag_of_template, "true, false or the name of a template"),
     ] = False
     system_prompt: str | None = None
     rank_cache: bool = False
-    """Keep for DELLA how the magnitudes of each expert's rows are ranked: two bytes of memory for each of its
-    parameters, and no sorting for every candidate."""
+    """Whether the ranks of magnitudes in each expert's rows, which DELLA uses, are kept in memory: two bytes for each
+    parameter, and no sorting for every candidate.
+    """
     verify: Annotated[
         Annotated[Verify, Tag("<on>")] | Annotated[Literal[False], Tag("<off>")],
         one_of(_tag_of_verify, "false or {trials: 3, samples: 16}"),
     ] = Verify()
-    """How many trials are scored again, on how many samples, by plain transformers; false: none."""
+    """How many trials are scored again by plain transformers, on how many samples; false: none."""
 
     @property
     def options(self) -> EngineOptions:
-        """What each engine is started with."""
+        """The options with which each engine is started."""
         return EngineOptions(**{name: value for name, value in self if name not in NOT_OF_ONE_ENGINE})
 
 
-# Fields of the section that do not concern one engine: how many there are, and what is verified after the search.
+# Fields of the section that are not options of one engine: the number of engines, and what is verified after the search.
 NOT_OF_ONE_ENGINE = frozenset({"replicas", "verify"})
 
 
 class EngineOptions(Engine):
-    """How one engine is started: the options of the study file's `engine` section, and those that only programs set.
+    """The options with which one engine is started: those of the section `engine`, and those that only programs set.
 
-    A field added to `Engine` becomes an option of engines without any other declaration."""
+    A field added to `Engine` becomes an option of engines without any other declaration.
+    """
 
     threads: int = 0
-    """Threads for arithmetic on CPU; 0: all cores but one."""
+    """The number of threads for arithmetic on CPU; 0: all cores but one."""
     max_layers: int = 0
-    """Layers of the longest merge, for an engine whose merges may have any number and order of layers; 0: every merge
-    has as many layers as the base."""
+    """The largest number of layers of a merge, for an engine whose merges may have any number and order of layers; 0:
+    every merge has as many layers as the base.
+    """
     seed: int = 0
-    """vLLM's seed."""
+    """The seed of vLLM."""
 
     def document(self) -> dict[str, Any]:
         """The options by name, as plain data. Engines with equal documents are interchangeable."""

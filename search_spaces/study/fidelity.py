@@ -17,8 +17,10 @@ DEFAULT_ERROR_RATE = 0.05
 
 class Fidelity(Section):
     scheduler: ladders.Scheduler = "racing"
-    """racing: a trial goes on while no better one is ahead of it on the same samples; hyperband: brackets promote when
-    they are full; asha: rungs promote with every result; none: one rung."""
+    """The scheduler, which decides which trials are evaluated further. racing: a trial continues as long as no better
+    one is ahead of it on the same samples; hyperband: a bracket promotes when it is full; asha: a rung promotes with
+    every result; none: one rung.
+    """
     min_samples: Annotated[int, Field(ge=1)] | None = None
     """Samples of every objective at the first rung."""
     max_samples: Annotated[int, Field(ge=1)] | None = None
@@ -26,12 +28,13 @@ class Fidelity(Section):
     eta: Annotated[int, Field(ge=2)] | None = None
     """One configuration in eta is promoted, to about eta times the samples. Default: 3."""
     rungs: Rungs | None = None
-    """The rungs written out, instead of min_samples and max_samples."""
+    """The number of samples at each rung, instead of min_samples and max_samples."""
     rule: Literal["behind", "bound"] = "behind"
     """When scheduler: racing stops a trial. behind: as soon as a better one is ahead of it; bound: when it is behind by
-    a bound that holds at all looks."""
+    a margin that holds simultaneously at all looks.
+    """
     error_rate: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Of rule: bound: how likely a trial of the study is stopped wrongly. Default: 0.05."""
+    """With rule: bound, the probability that some trial of the study is stopped wrongly. Default: 0.05."""
 
     @property
     def bound_error_rate(self) -> float | None:
@@ -42,14 +45,15 @@ class Fidelity(Section):
 
     @property
     def reduction_factor(self) -> int:
-        """eta, or its default."""
+        """The reduction factor eta, or its default."""
         return 3 if self.eta is None else self.eta
 
     @property
     def rung_samples(self) -> tuple[int, ...] | None:
-        """Samples at each rung of an objective that defines none itself; None: one rung with all samples of the task.
+        """Samples at each rung of an objective without rungs of its own; None: one rung with all samples of the task.
 
-        Raises ValueError if the section does not define them."""
+        Raises ValueError if the section does not define them.
+        """
         if self.rungs is not None:
             return self.rungs
         if self.scheduler == "none":
@@ -64,5 +68,6 @@ class Fidelity(Section):
     def rungs_of(self, objective: ObjectiveSpec) -> tuple[int | None, ...]:
         """Samples of an objective at each rung; (None,): one rung with all samples of its task.
 
-        Raises ValueError as `rung_samples` does."""
+        Raises ValueError as `rung_samples` does.
+        """
         return objective.rungs or self.rung_samples or (None,)

@@ -13,7 +13,7 @@ __all__ = ["AnotherStudy", "Chained", "FromStudy", "Models"]
 
 
 class AnotherStudy(Section):
-    """A run in a directory, or a study on the same server."""
+    """Another study: a run in a directory, or a study on the same server."""
 
     dir: Line | None = None
     """The directory of a run (`mergesearch run STUDY --out DIR`)."""
@@ -25,7 +25,9 @@ class FromStudy(AnotherStudy):
     """A merged model of another study."""
 
     trial: Literal["best"] | Annotated[int, Field(ge=0)] = "best"
-    """Its trial's number, or best. It stays the one that it was when this study was created."""
+    """The number of the other study's trial, or best. It is determined when this study is created and does not change
+    later.
+    """
 
 
 class Chained(Section):
@@ -55,14 +57,16 @@ class Models(Section):
     base: Line
     """The base model: a directory, or a hub id, which may name a tag or commit: owner/name@commit."""
     experts: Annotated[dict[Name, Expert], Field(min_length=1)]
-    """Models fine-tuned from the base, PEFT LoRA adapters to it, or merges of other studies: alias to directory, hub id
-    or {from_study: {dir: DIR, trial: best}}. The base's alias is "base"."""
+    """Models fine-tuned from the base, PEFT LoRA adapters for it, or merges of other studies: alias to directory, hub
+    id or {from_study: {dir: DIR, trial: best}}. The base's alias is "base".
+    """
     tokenizer: Name = "base"
-    """Whose tokens the merges have, where models have others: base, an expert's alias, or union, which is the base's
-    and what experts have added. Embeddings are aligned by the tokens' strings."""
+    """The tokenizer of the merges, if the models' tokenizers differ: base, an expert's alias, or union, which has the
+    base's tokens and those that experts have added. Embeddings are aligned by the tokens' strings.
+    """
 
     path_of: FromStudy | None = None
-    """The base and the experts get the layers of this merge's path, in its order."""
+    """A merge whose layer path is applied to the base and to every expert: they get its layers in its order."""
 
     @property
     def chained(self) -> dict[str, FromStudy]:
@@ -71,6 +75,8 @@ class Models(Section):
 
     @property
     def named(self) -> dict[str, str]:
-        """The experts that are directories or hub ids: all, once those of other studies have been exported
-        (`service.studies.chains`)."""
+        """The experts that are directories or hub ids.
+
+        Once merges of other studies have been exported (`service.studies.chains`), these are all experts.
+        """
         return {alias: expert for alias, expert in self.experts.items() if isinstance(expert, str)}

@@ -16,14 +16,14 @@ Rungs = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
 
 
 class InlineTask(Section):
-    """Samples in a JSONL file: the whole greedy completion must equal the answer, white space around it aside."""
+    """Samples in a JSONL file: the whole greedy completion must equal the answer, apart from white space around it."""
 
     file: Line
     prompt: Annotated[str, Field(min_length=1)] = "{{prompt}}"
     """Jinja template over a line's keys."""
     answer: Annotated[str, Field(min_length=1)] = "{{answer}}"
     until: tuple[Annotated[str, Field(min_length=1)], ...] = ("\n",)
-    """A completion ends at the first of these, or at the end of text."""
+    """A completion ends at the first of these strings, or at the end of text."""
     max_tokens: Annotated[int, Field(ge=1)] = 64
 
 
@@ -40,15 +40,15 @@ class ObjectiveSpec(Section):
     """An lm-eval task's name, an lm-eval YAML file, or a JSONL file written inline."""
     metric: Line
     filter: Line | None = None
-    """Which of the task's filters; needed where it has several."""
+    """The task's filter that is used; required if the task has several."""
     split: Line | None = None
     num_fewshot: Annotated[int, Field(ge=0)] | None = None
     direction: Literal["maximize", "minimize"] | None = None
-    """Default: as the task's metric says."""
+    """The direction of optimisation. Default: as the task's metric says."""
     range: tuple[float, float] | None = None
-    """The metric's lowest and highest value, where these are not 0 and 1."""
+    """The metric's lowest and highest value, if these are not 0 and 1."""
     rungs: Rungs | None = None
-    """Samples of this objective at each rung, where the numbers of fidelity do not fit; as many rungs."""
+    """Samples of this objective at each rung, if those of fidelity do not fit; the number of rungs is the same."""
 
 
 class CostSpec(Section):
@@ -56,7 +56,7 @@ class CostSpec(Section):
 
     name: Name
     cost: Cost
-    """layers: how many layers the merge has; parameters: how many parameters. In spaces that change them."""
+    """The cost of a merge, in spaces that change it: its number of layers, or its number of parameters."""
 
 
 def _tag_of_objective(value: object) -> str:

@@ -49,7 +49,7 @@ else:
     Algorithm = Literal[tuple(SEARCHERS)]
 
 
-# Preference vectors of one study.
+# The largest number of preference vectors of one study.
 MAX_PREFERENCES = 1000
 
 # The stream of random numbers that preference vectors are drawn from.
@@ -58,47 +58,57 @@ PREFERENCES = 3
 
 class GradientOptions(Section):
     steps: Annotated[int, Field(ge=1, le=100_000)] = 48
-    """Gradients of one descent."""
+    """The number of gradients of one descent."""
     batch: Annotated[int, Field(ge=1)] = 48
-    """Samples of one gradient, shared equally by the objectives; each is charged as three scored samples."""
+    """Samples of one gradient, shared equally by the objectives; each costs as much as three scored samples."""
     learning_rate: Annotated[float, Field(gt=0)] = 0.2
-    """Adam's, at the first step of a descent; it falls linearly to almost 0."""
+    """Adam's learning rate at the first step of a descent; it falls linearly to almost 0."""
     warm_steps: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    """Gradients of each descent after the first, at most `steps`. Default: a quarter of `steps`."""
+    """The number of gradients of each descent after the first, at most `steps`. Default: a quarter of `steps`."""
     warm_rate: Annotated[float, Field(gt=0)] = 0.6
-    """The learning rate at their first step, in units of `learning_rate`; it falls in the same way."""
+    """The learning rate at the first step of each descent after the first, relative to `learning_rate`; it falls
+    linearly to almost 0.
+    """
     points: Annotated[int, Field(ge=1, le=1000)] = 4
-    """How many points of the descents become trials: shared equally, evenly spaced in each, whose end is always one."""
+    """How many points of the descents become trials. Each descent has an equal share, evenly spaced and including its
+    end.
+    """
 
 
 class PolicyOptions(Section):
     start: AnotherStudy | None = None
-    """Begin with the policies of this study, as it has them when this one begins. Default: with new ones."""
+    """The study whose trained policies this study starts with, as they are when this study begins. Default: new
+    policies.
+    """
     learns: bool = True
-    """false: the policies of `start` propose all paths as they are."""
+    """Whether the policies are trained; false: the policies of `start` propose all paths and do not change."""
     policy: Literal["per_preference", "conditioned"] = "per_preference"
-    """per_preference: a policy for each preference vector; conditioned: one that has the vector as an input."""
+    """How policies depend on the preference vector. per_preference: each vector has a policy of its own; conditioned:
+    one policy has the vector as an input.
+    """
     knows_models: bool = True
-    """Whether models have embeddings of their own; false: they are known by the statistics of their layers alone, so
-    that the policy can propose paths through other models of as many layers."""
+    """Whether the policy has a learned embedding for each model; false: it knows models by the statistics of their
+    layers only, so it can propose paths through other models with as many layers.
+    """
     episodes: Annotated[int, Field(ge=2, le=10_000)] = 16
-    """Episodes, that is trials, of one iteration, after which a policy is improved."""
+    """The number of episodes (trials) of one iteration, after which a policy is updated."""
     warm_up: Annotated[int, Field(ge=1, le=1000)] = 1
-    """Iterations of each policy in which all paths are drawn at random, before it is improved for the first time."""
+    """The number of iterations of each policy in which all paths are random, before its first update."""
     neighbours: Annotated[int, Field(ge=1)] = 6
-    """Of so many steps nearest to the proto-action the best is taken: Wolpertinger's k."""
+    """The number of steps nearest to the proto-action among which the best is taken: Wolpertinger's k."""
     exploration: Annotated[float, Field(ge=0, le=1)] = 0.03
-    """How often one of these steps is taken at random instead."""
+    """The probability that a step is drawn from the nearest `neighbours` at random instead of taking the best."""
     explored: Annotated[int, Field(ge=0, le=100_000)] = 10
-    """Iterations of each policy after those over which fewer and fewer paths are drawn at random, in the end none."""
+    """The number of iterations of each policy, after the warm-up, over which the share of random paths decays to zero.
+    """
     length_penalty: Annotated[float, Field(ge=0)] = 0.001
-    """What each layer of a path takes off its outcome: beta_1."""
+    """The reduction of a path's reward for each of its layers: beta_1."""
     learning_rate: Annotated[float, Field(gt=0)] = 3e-3
-    """Adam's."""
+    """Adam's learning rate."""
     epochs: Annotated[int, Field(ge=1, le=1000)] = 12
-    """How often each iteration is learned from."""
+    """The number of passes over an iteration's episodes in one update."""
     mini_batches: Annotated[int, Field(ge=1)] = 4
-    """Into how many parts its episodes are divided for that."""
+    """The number of mini-batches into which an iteration's episodes are divided."""
     clip: Annotated[float, Field(gt=0, lt=1)] = 0.1
     gamma: Annotated[float, Field(ge=0, le=1)] = 0.99
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
@@ -108,31 +118,37 @@ class PolicyOptions(Section):
 
 class DirichletOptions(Section):
     count: Annotated[int, Field(ge=1, le=MAX_PREFERENCES)]
-    """How many vectors are drawn, by the study's seed."""
+    """The number of preference vectors, drawn with the study's seed."""
     alpha: Annotated[float, Field(ge=0.01, le=1000)] = 1.0
-    """1: uniform over all vectors; above, nearer to equal weights; below, nearer to single objectives."""
+    """The concentration of the Dirichlet distribution. 1: uniform over all preference vectors; larger: nearer to equal
+    weights; smaller: nearer to single objectives.
+    """
 
 
 class Preferences(Section):
-    """One of the three."""
+    """The study's preference vectors: a lattice, random vectors or a list of vectors; give one of the three."""
 
     lattice: Annotated[int, Field(ge=1, le=MAX_PREFERENCES)] | None = None
-    """All vectors whose weights are multiples of 1/lattice."""
+    """All preference vectors whose weights are multiples of 1/lattice."""
     corners: bool = True
-    """false: without the vectors of the lattice that are one objective alone, where experts are good already."""
+    """Whether the lattice includes the vectors that weight one objective alone, where experts are good already."""
     dirichlet: DirichletOptions | None = None
-    """Vectors drawn at random."""
+    """Preference vectors drawn at random."""
     vectors: Annotated[tuple[dict[Name, float], ...], Field(min_length=1, max_length=MAX_PREFERENCES)] | None = None
-    """Written out: weights by objective, which sum to one; those left out are 0."""
+    """A list of preference vectors: weights by objective that sum to one; objectives that are left out have weight 0.
+    """
 
     def size(self, num_objectives: int) -> int:
-        """How many vectors there are."""
+        """The number of preference vectors."""
         if self.lattice is not None:
             return preferences.lattice_size(num_objectives, divisions=self.lattice, corners=self.corners)
         return self.dirichlet.count if self.dirichlet is not None else len(self.vectors or ())
 
     def weights(self, objectives: Sequence[str], *, seed: int) -> tuple[tuple[float, ...], ...]:
-        """The vectors, with weights in the order of `objectives`. Raises InvalidPreference for one that is none."""
+        """The preference vectors, with weights in the order of `objectives`.
+
+        Raises InvalidPreference for a written vector whose weights are not accepted.
+        """
         if self.vectors is not None:
             return tuple(preferences.preference_vector(vector, objectives=objectives) for vector in self.vectors)
         if self.lattice is not None:
@@ -147,20 +163,25 @@ class Preferences(Section):
 class Search(Section):
     algorithm: Algorithm = "auto"
     gradient: GradientOptions = GradientOptions()
-    """Of algorithm: gradient, which auto may choose."""
+    """Options of algorithm: gradient, which auto may choose."""
     hm3: PolicyOptions = PolicyOptions()
-    """Of algorithm: hm3."""
+    """Options of algorithm: hm3."""
     max_trials: Annotated[int, Field(ge=1, le=1_000_000)] = 60
-    """Configurations the searcher proposes; sources and published recipes come on top."""
+    """The number of configurations that the searcher proposes; baselines are not counted."""
     constraints: tuple[Line, ...] = ()
-    """Bounds that a merge must keep to: "text >= base - 0.01", "math >= 0.5"."""
+    """Bounds that a merge must meet: "text >= base - 0.01", "math >= 0.5"."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     preferences: Preferences | None = None
-    """How much each objective matters: one descent or policy for each vector. Without it, one at equal weights."""
+    """How important each objective is: one descent or policy for each vector. Default: one vector of equal weights."""
     fit_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Of algorithm: gradient: the share of each objective's samples for gradients; below 1 the others score trials."""
+    """With algorithm: gradient, the share of each objective's samples that gradients use; below 1, trials are scored on
+    the other samples.
+    """
 
     def num_scored(self, num_samples: int) -> int:
-        """How many of an objective's samples trials are scored on: the first ones in the order of the study's seed; the
-        others are fitted. 0 or `num_samples` where `fit_share` leaves one of the two parts without a sample."""
+        """The number of an objective's samples on which trials are scored; gradients use the other ones.
+
+        The scored samples are the first ones in the order of the study's seed. The result is 0 or `num_samples` if
+        `fit_share` leaves one of the two parts without a sample.
+        """
         return num_samples if self.fit_share == 1 else num_samples - round(self.fit_share * num_samples)

@@ -36,7 +36,7 @@ def test_what_is_written_is_read(text: str, expected: Constraint) -> None:
 def test_what_is_no_constraint_is_quoted_with_how_to_write_one(text: str) -> None:
     with pytest.raises(InvalidStudy) as caught:
         parse_constraint(text)
-    assert str(caught.value).startswith(f"{text!r} is no constraint; write OBJECTIVE >= BOUND or OBJECTIVE <= BOUND")
+    assert str(caught.value).startswith(f"{text!r} is not a constraint; write OBJECTIVE >= BOUND or OBJECTIVE <= BOUND")
 
 
 def test_a_value_on_the_bound_keeps_to_it_and_one_beyond_exceeds_it() -> None:
@@ -70,5 +70,5 @@ def test_contradictions_name_both_constraints() -> None:
 def test_unknown_names_are_told_with_the_known_ones() -> None:
     assert problems("code >= 0.5") == [(0, "code is not an objective; give one of math, text")]
     ((_, message),) = problems("math >= expert:m-0.1")
-    assert message.startswith("m-0.1 is not an expert; give one of m, t, and a space around + and -")
+    assert message.startswith("m-0.1 is not an expert; give one of m, t; write spaces around a + or -")
     assert problems("math >= 0.5", "math >=  0.5") == [(1, "math >= 0.5 is also search.constraints.0; give it once")]

@@ -52,14 +52,17 @@ def test_a_parameter_is_inactive_where_its_parent_is():
         ({"method": "linear", "zzz": 1}, "known are method, k, flag, depth"),
         ({}, "'method' is missing; give one of 'ties', 'linear'"),
         ({"method": "tis"}, "method='tis' is not accepted; give one of 'ties', 'linear'"),
-        ({"method": "linear", "k": 0.5}, "'k' is given but does not exist here; it needs method = 'ties'"),
+        ({"method": "linear", "k": 0.5}, "'k' is given but does not exist here; it exists if method = 'ties'"),
         ({"method": "ties", "k": 1.5, "flag": False}, r"k=1.5 is not accepted; give a number in \[0.1, 0.99\]"),
         ({"method": "ties", "k": float("nan"), "flag": False}, "k=nan is not accepted"),
         ({"method": "ties", "k": "0.5", "flag": False}, "k='0.5' is not accepted"),
         ({"method": "ties", "k": 0.5, "flag": 1}, "flag=1 is not accepted; give one of True, False"),
         ({"method": "ties", "k": 0.5, "flag": True, "depth": 2.0}, "depth=2.0 is not accepted; give a whole number"),
         ({"method": "ties", "k": 0.5, "flag": True, "depth": True}, "depth=True is not accepted"),
-        ({"method": "ties", "k": 0.5, "flag": False, "depth": 1}, "it needs flag = True and method = 'ties' or 'lin"),
+        (
+            {"method": "ties", "k": 0.5, "flag": False, "depth": 1},
+            "it exists if flag = True and method = 'ties' or 'lin",
+        ),
     ],
 )
 def test_what_is_no_configuration_is_refused_with_what_would_be(configuration, message):
@@ -76,7 +79,7 @@ def test_both_ends_of_a_range_are_inside():
     ("build", "message"),
     [
         (lambda: Parameters([Float("a", 0, 1), Float("a", 0, 2)]), "'a' is given twice"),
-        (lambda: Parameters([Float("a", 0, 1, conditions=(Condition("b", (1,)),))]), "'b' must stand before it"),
+        (lambda: Parameters([Float("a", 0, 1, conditions=(Condition("b", (1,)),))]), "'b' must come before it"),
         (
             lambda: Parameters([Categorical("b", ("x",)), Float("a", 0, 1, conditions=(Condition("b", ("y",)),))]),
             "'b' is never one of",

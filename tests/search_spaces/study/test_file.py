@@ -137,7 +137,7 @@ def test_a_study_cannot_be_changed():
         ("search_space.component_groups", 2, "2 is not known; available: 1, 3"),
         ("search.hm3.start", {}, "has neither dir nor id; give one of the two"),
         ("search.hm3.start", "runs/first", '"runs/first" is not accepted; give a mapping (key: value)'),
-        ("search.hm3.learns", False, "false: there is no policy that could propose paths; name its study as search"),
+        ("search.hm3.learns", False, "false: there is no trained policy that could propose paths; name"),
         # not available yet
         (
             "fidelity.scheduler",
@@ -152,7 +152,7 @@ def test_a_study_cannot_be_changed():
             "constraints are options of the search; write them as search.constraints",
         ),
         ("search.constraints", "text >= base", '"text >= base" is not accepted; give a list'),
-        ("search.constraints", ["text >= 0.5", "text"], "'text' is no constraint; write OBJECTIVE >= BOUND"),
+        ("search.constraints", ["text >= 0.5", "text"], "'text' is not a constraint; write OBJECTIVE >= BOUND"),
         ("search.constraints", ["general >= 0.5"], "general is not an objective; give one of"),
         ("search.constraints", ["math >= expert:code"], "code is not an expert; give one of math, text"),
         ("search.constraints", ["math >= 0.9", "math <= 0.1"], "no value meets both math >= 0.9 and math <= 0.1"),
@@ -253,7 +253,7 @@ def test_a_study_cannot_be_changed():
         ("fidelity", {"rungs": [30, 30]}, "[30, 30] does not increase"),
         ("fidelity", {"rungs": []}, "is empty; give at least 1"),
         ("fidelity", {"rungs": [0, 30]}, "0 is not accepted; give at least 1"),
-        ("fidelity", {"rungs": [30, 90], "max_samples": 90}, "states the rungs again; leave out one of the two"),
+        ("fidelity", {"rungs": [30, 90], "max_samples": 90}, "is given as well as rungs; leave out one of the two"),
         ("fidelity", {"scheduler": "none", "min_samples": 3}, "has no effect with scheduler: none, which has one rung"),
         ("fidelity", {"scheduler": "none", "rungs": [1, 2]}, "[1, 2]: scheduler: none has one rung; give [2]"),
         ("fidelity", {"scheduler": "none", "eta": 3}, "has no effect with scheduler: none, which has one rung; leave"),
@@ -261,7 +261,11 @@ def test_a_study_cannot_be_changed():
         ("fidelity", {"scheduler": "asha", "rungs": [9]}, "[9]: asha needs two rungs or more; give smaller ones first"),
         ("objectives.0.rungs", [], "is empty; give at least 1"),
         ("objectives.0.rungs", [1, 0, 3], "0 is not accepted; give at least 1"),
-        ("objectives.0.rungs", [1, 3, 2], "[1, 3, 2] does not increase; give each rung more samples than the last"),
+        (
+            "objectives.0.rungs",
+            [1, 3, 2],
+            "[1, 3, 2] does not increase; give each rung more samples than the one before",
+        ),
         ("fidelity.rule", "bound", "bound is a rule of scheduler: racing and has no effect with hyperband; leave"),
         ("fidelity.rule", "sure", '"sure" is not known; available: behind, bound'),
         ("fidelity.error_rate", 0.1, "has no effect with rule: behind; write rule: bound, or leave it out"),
@@ -303,7 +307,7 @@ def test_a_race_by_the_bound_has_no_constraints():
     assert parse_study(race).fidelity.bound_error_rate == 0.05
     assert parse_study(changed("fidelity.error_rate", 0.2, race)).fidelity.bound_error_rate == 0.2
     assert parse_study(changed("fidelity.rule", "behind", race)).fidelity.bound_error_rate is None
-    message = "bound compares objectives and not constraints, which this study has; write behind"
+    message = "bound cannot compare constraints, which this study has; write behind"
     assert problems(changed("search.constraints", ["text >= base"], race)) == [("fidelity.rule", message)]
 
 
@@ -380,8 +384,8 @@ def test_a_cost_objective_is_refused_where_all_merges_have_the_same(cost):
     assert problems(changed("objectives.2", {"name": "depth", "cost": cost})) == [
         (
             "objectives.2.cost",
-            f"{cost}: all merges of the space lfs have the same; leave the objective out, or search a space that "
-            "changes them: dis, hm3",
+            f"{cost}: all merges of the space lfs have the same number; leave the objective out, or search a space "
+            "that changes them: dis, hm3",
         )
     ]
 
@@ -407,7 +411,7 @@ def test_a_cost_objective_is_refused_where_all_merges_have_the_same(cost):
         (
             paths("objectives", [DEPTH]) | {"holdout": []},
             "objectives",
-            "has costs only, which the smallest merge has the least of; add one with a task",
+            "has costs only, which are least for the smallest merge; add one with a task",
         ),
         (
             paths("holdout.0", DEPTH),
@@ -537,9 +541,9 @@ def with_rungs(fidelity, *own):
             with_rungs({"scheduler": "none", "eta": 2, "min_samples": 3, "rungs": [4, 2], "max_samples": 9}, [1, 2]),
             {
                 "fidelity.eta": "has no effect with scheduler: none",
-                "fidelity.min_samples": "states the rungs again",
+                "fidelity.min_samples": "is given as well as rungs",
                 "fidelity.rungs": "does not increase",
-                "fidelity.max_samples": "states the rungs again",
+                "fidelity.max_samples": "is given as well as rungs",
                 "objectives.0.rungs": "[1, 2]: scheduler: none has one rung; give [2]",
             },
         ),
