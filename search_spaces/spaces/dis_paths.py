@@ -278,7 +278,7 @@ class DisPaths:
         return self.configuration(self._tidy(self._fitted(blocks)))
 
     def _sizes(self, num_changed: int, rng: np.random.Generator) -> list[int]:
-        """Random numbers of layers of the changed blocks. Their total is drawn first."""
+        """The number of layers of each changed block, drawn at random. The total is drawn first."""
         least, most = (1 if self.retains else 0), self.num_copies
         room = self.max_layers - self.num_layers
         low = num_changed * (least - self.depth_granularity)

@@ -56,7 +56,7 @@ class Engine(Section):
         return EngineOptions(**{name: value for name, value in self if name not in NOT_OF_ONE_ENGINE})
 
 
-# Fields of the section that are not options of one engine: the number of engines, and what is verified after the search.
+# Fields that are not options of one engine: the number of engines, and the verification after the search.
 NOT_OF_ONE_ENGINE = frozenset({"replicas", "verify"})
 
 

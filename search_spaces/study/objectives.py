@@ -20,8 +20,9 @@ class InlineTask(Section):
 
     file: Line
     prompt: Annotated[str, Field(min_length=1)] = "{{prompt}}"
-    """Jinja template over a line's keys."""
+    """The prompt, as a Jinja template over the keys of a line."""
     answer: Annotated[str, Field(min_length=1)] = "{{answer}}"
+    """The answer, as a Jinja template over the keys of a line."""
     until: tuple[Annotated[str, Field(min_length=1)], ...] = ("\n",)
     """A completion ends at the first of these strings, or at the end of text."""
     max_tokens: Annotated[int, Field(ge=1)] = 64
