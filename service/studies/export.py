@@ -102,7 +102,7 @@ def model_bytes(recipe: Recipe, bank: Bank, out: Path, *, dtype: str, chat_templ
 
     from workers.export.checkpoint import is_written, left_behind_bytes
     from workers.merging.alignments import unaligned
-    from workers.merging.materialize import merged_names
+    from workers.merging.plan import merged_names
 
     num_bytes = sum(map(math.prod, merged_names(unaligned(recipe), bank).values())) * DTYPE_BYTES[dtype]
     try:

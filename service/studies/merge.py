@@ -238,7 +238,7 @@ def _prepared(
 def _check(recipe: Recipe, bank: Bank) -> None:
     """Raise InvalidRecipe if the recipe has no merge of these models, InvalidModel if their tokenizers cannot be
     combined."""
-    from workers.merging.materialize import check_recipe
+    from workers.merging.plan import check_recipe
 
     check_recipe(recipe, bank)
     merged_config(recipe, bank.base, bank.views(recipe.models), dtype="float32")

@@ -27,7 +27,8 @@ from workers.evaluation.prompts import Prompts
 from workers.evaluation.references import Reading, References, Target
 from workers.merging.alignments import alignments_before
 from workers.merging.bank import Bank
-from workers.merging.materialize import computations, merge_into, plan_tensors
+from workers.merging.materialize import merge_into
+from workers.merging.plan import computations, plan_tensors
 from workers.training.losses import minibatches
 from workers.training.model import TrainableModel
 from workers.types import (

@@ -33,7 +33,8 @@ from workers.export.model_card import Score, lineage, model_card, source_name
 from workers.mergekit.exporter import Inexpressible, mergekit_config
 from workers.merging.alignments import unaligned
 from workers.merging.bank import Bank
-from workers.merging.materialize import Scratch, is_small, merged_names, merged_tensors
+from workers.merging.materialize import Scratch, is_small, merged_tensors
+from workers.merging.plan import merged_names
 from workers.models.chat_templates import write_template
 from workers.models.checkpoints import open_checkpoint
 from workers.models.merged_files import merged_config
@@ -328,7 +329,7 @@ def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] 
         parts = (checkpoint,) if checkpoint.base is None else (checkpoint.base, checkpoint)
         held[alias] = "+".join(source_name(part.directory.resolve()) for part in parts)
     directories = {alias: held[bank.alias(content) or alias] for alias, content in recipe.models.items()}
-    alignment, tokenizer = bank.alignment, bank.family.tokenizer
+    alignment, tokenizer = bank.token_alignment, bank.family.tokenizer
     if alignment.tensors and alignment.num_unnamed:
         return f"{alignment.num_unnamed} rows of the embedding stand for no token, which mergekit drops"
     if bank.family.vocabulary.keys() - {"by_id"}:

@@ -16,7 +16,7 @@ import torch
 from workers.errors import InvalidModel
 from workers.merging.masks import mask_key
 from workers.merging.methods.arithmetic import Products, cosine_of
-from workers.merging.methods.averages import Importance
+from workers.merging.methods.fusions import Importance
 from workers.merging.order_statistics import MagnitudeTable, Ranked, TieOrder
 from workers.merging.recent import Recent, recent_bytes
 from workers.merging.statistics import (
@@ -35,7 +35,7 @@ from workers.models.computed_tensors import SourceTensor
 from workers.models.family import ResolvedFamily, open_sources
 from workers.models.headers import TensorInfo
 from workers.models.hub import is_metadata_only
-from workers.models.vocabulary import Alignment
+from workers.models.vocabulary import TokenAlignment
 from workers.types import Family, Placement
 
 __all__ = ["Bank", "Key"]
@@ -110,8 +110,8 @@ class Bank:
         return self.sources.family
 
     @property
-    def alignment(self) -> Alignment:
-        return self.sources.alignment
+    def token_alignment(self) -> TokenAlignment:
+        return self.sources.token_alignment
 
     @property
     def fingerprint(self) -> str:

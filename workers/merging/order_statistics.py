@@ -5,7 +5,7 @@ the key 0) times an odd factor of the source's own, modulo 2^32. Below index 2^3
 no ties: a rank keeps exactly its number of elements, of which no position is preferred. In bfloat16 equal magnitudes
 are the rule: a tenth of all elements may have the magnitude at a threshold.
 
-A table is computed once from the sources. No merge sorts after that: the exact place of a rank is found among the few
+A table is computed once from the sources. No merge sorts after that: the exact threshold of a rank is found among the few
 elements that the table leaves. A single merge needs a rank or two: it selects them without a table (`Selection`), which
 takes less time than sorting. `workers.merging.statistics` computes both.
 """
@@ -28,13 +28,13 @@ __all__ = [
     "NOTHING",
     "SPACING",
     "MagnitudeTable",
-    "Place",
     "Ranked",
     "Selection",
+    "Threshold",
     "TieOrder",
     "Trim",
     "magnitude_keys",
-    "place_of_rank",
+    "threshold_of_rank",
 ]
 
 # The table holds one element in SPACING: 8 bytes for 128 elements, and a rank lies among at most 127 of them.
@@ -46,19 +46,19 @@ LARGEST_MARK = 2**32 - 1
 
 
 @dataclass(frozen=True, order=True)
-class Place:
-    """A place in the order of a tensor's elements: a magnitude, and the mark of an element that has it."""
+class Threshold:
+    """A threshold in the order of a tensor's elements: a magnitude, and the mark of an element that has it."""
 
     magnitude: float
     mark: int
 
     @property
     def key(self) -> int:
-        """The place as one number, as of `magnitude_keys`."""
+        """The threshold as one number, as of `magnitude_keys`."""
         return int(np.float32(self.magnitude).view(np.uint32)) << 32 | self.mark
 
     def reached_by(self, magnitudes: torch.Tensor, order: TieOrder) -> torch.Tensor:
-        """Bool: which elements of a tensor are at this place or above."""
+        """Bool: which elements of a tensor are at this threshold or above."""
         equal = (magnitudes == self.magnitude).flatten()
         reached = (magnitudes > self.magnitude).flatten()
         at = equal.nonzero().flatten()
@@ -83,15 +83,15 @@ class TieOrder:
         """The marks of the elements at these positions: int64 in [0, 2^32)."""
         return (hashes(0, positions) * self.factor) & LARGEST_MARK
 
-    def lowest(self, place: Place) -> Place:
-        """The place from which on elements count, if those at `place` do."""
-        return Place(place.magnitude, 0) if self.keeps_equal else place
+    def lowest(self, threshold: Threshold) -> Threshold:
+        """The threshold from which on elements count, if those at `threshold` do."""
+        return Threshold(threshold.magnitude, 0) if self.keeps_equal else threshold
 
-    def above(self, place: Place) -> Place:
-        """The lowest place above `place`, if elements at `place` count."""
-        if self.keeps_equal or place.mark == LARGEST_MARK:
-            return Place(float(np.nextafter(np.float32(place.magnitude), np.float32(np.inf))), 0)
-        return Place(place.magnitude, place.mark + 1)
+    def above(self, threshold: Threshold) -> Threshold:
+        """The lowest threshold above `threshold`, if elements at `threshold` count."""
+        if self.keeps_equal or threshold.mark == LARGEST_MARK:
+            return Threshold(float(np.nextafter(np.float32(threshold.magnitude), np.float32(np.inf))), 0)
+        return Threshold(threshold.magnitude, threshold.mark + 1)
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class Trim:
 
     `is_tied`: more than `MOST_LEFT` elements may have magnitudes from that of `low` to that of `high`."""
 
-    low: Place
-    high: Place
+    low: Threshold
+    high: Threshold
     num_smaller: int = 0
     is_tied: bool = False
 
@@ -118,13 +118,13 @@ class Trim:
         return float(below), float(np.nextafter(np.float32(self.high.magnitude), np.float32(np.inf)))
 
     @classmethod
-    def at(cls, place: Place, *, is_tied: bool = False) -> Self:
-        return cls(place, place, is_tied=is_tied)
+    def at(cls, threshold: Threshold, *, is_tied: bool = False) -> Self:
+        return cls(threshold, threshold, is_tied=is_tied)
 
 
 # No magnitude is below 0, and none is above infinity: these keep all elements and none.
-ALL = Trim.at(Place(0.0, 0))
-NOTHING = Trim.at(Place(float("inf"), LARGEST_MARK))
+ALL = Trim.at(Threshold(0.0, 0))
+NOTHING = Trim.at(Threshold(float("inf"), LARGEST_MARK))
 
 
 class Ranked(Protocol):
@@ -137,18 +137,18 @@ class Ranked(Protocol):
         """Where the element of the `rank`-th largest magnitude is; ranks are from 1 to the number of elements."""
         ...
 
-    def place(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Place:
-        """The place of the `rank`-th largest of `sizes`, the magnitudes (float32) that are ranked here."""
+    def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
+        """The threshold of the `rank`-th largest of `sizes`, the magnitudes (float32) that are ranked here."""
         ...
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Elements ranked without a table: `select` gives the place of the element that has so many smaller ones, and how
+    """Elements ranked without a table: `select` gives the threshold of the element that has so many smaller ones, and how
     many elements have its magnitude; `num_zeros` counts the elements that are zero."""
 
     num_elements: int
-    select: Callable[[int], tuple[Place, int]]
+    select: Callable[[int], tuple[Threshold, int]]
     num_zeros: Callable[[], int]
 
     @property
@@ -156,11 +156,11 @@ class Selection:
         return self.num_elements - self.num_zeros()
 
     def trim(self, rank: int) -> Trim:
-        """As of `Ranked`: the exact place."""
-        place, num_equal = self.select(self.num_elements - rank)
-        return Trim.at(place, is_tied=num_equal > MOST_LEFT)
+        """As of `Ranked`: the exact threshold."""
+        threshold, num_equal = self.select(self.num_elements - rank)
+        return Trim.at(threshold, is_tied=num_equal > MOST_LEFT)
 
-    def place(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Place:
+    def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
         """As of `Ranked`."""
         return self.trim(rank).high
 
@@ -204,23 +204,23 @@ class MagnitudeTable:
     def trim(self, rank: int) -> Trim:
         """Where the element of the `rank`-th largest magnitude is; ranks are from 1 to the number of elements."""
         cut, after = divmod(self._num_elements - rank, SPACING)
-        low = self._place(cut)
+        low = self._threshold(cut)
         if after == 0:
             return Trim.at(low, is_tied=self._is_tied(cut, cut))
-        high = self._place(cut + 1)
+        high = self._threshold(cut + 1)
         if rank == 1:
             return Trim.at(high, is_tied=self._is_tied(cut + 1, cut + 1))
         return Trim(low, high, after - 1, is_tied=self._is_tied(cut, cut + 1))
 
-    def place(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Place:
-        """The place of the `rank`-th largest of `sizes`, the magnitudes (float32) of which this is the table."""
+    def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
+        """The threshold of the `rank`-th largest of `sizes`, the magnitudes (float32) of which this is the table."""
         trim = self.trim(rank)
         if trim.low == trim.high:
             return trim.high
         flat = sizes.flatten()
         at = ((flat >= trim.low.magnitude) & (flat <= trim.high.magnitude)).nonzero().flatten()
         keys = (flat[at].view(torch.int32).long() << 32) | order.marks_at(at)
-        return _place(int(keys[(keys > trim.low.key) & (keys < trim.high.key)].sort().values[trim.num_smaller]))
+        return _threshold(int(keys[(keys > trim.low.key) & (keys < trim.high.key)].sort().values[trim.num_smaller]))
 
     def _is_tied(self, first: int, last: int) -> bool:
         """Whether an entry beyond these two has the magnitude of one of them."""
@@ -230,27 +230,27 @@ class MagnitudeTable:
             or (last + 1 < len(sizes) and sizes[last + 1] == sizes[last])
         )
 
-    def _place(self, cut: int) -> Place:
-        return Place(float(self._magnitudes[cut]), int(self._marks[cut]))
+    def _threshold(self, cut: int) -> Threshold:
+        return Threshold(float(self._magnitudes[cut]), int(self._marks[cut]))
 
 
-def place_of_rank(sizes: torch.Tensor, rank: int, order: TieOrder, table: Ranked | None = None) -> Place:
-    """The place of the `rank`-th largest of `sizes`, magnitudes in float32, from 1; `table` is their table if known."""
+def threshold_of_rank(sizes: torch.Tensor, rank: int, order: TieOrder, table: Ranked | None = None) -> Threshold:
+    """The threshold of the `rank`-th largest of `sizes`, magnitudes in float32, from 1; `table` is their table if known."""
     if table is not None:
-        return table.place(rank, sizes, order)
+        return table.threshold(rank, sizes, order)
     flat = sizes.flatten()
     magnitude = torch.kthvalue(flat, flat.numel() - rank + 1).values
     at = (flat == magnitude).nonzero().flatten()
     num_larger = int(torch.count_nonzero(flat > magnitude))
     found = order.marks_at(at).sort(descending=True).values[rank - 1 - num_larger]
-    return Place(float(magnitude), int(found))
+    return Threshold(float(magnitude), int(found))
 
 
-# A place as one number: the bits of a float32 that is not negative are ordered as the number is.
+# A threshold as one number: the bits of a float32 that is not negative are ordered as the number is.
 
 
 def magnitude_keys(sizes: torch.Tensor, order: TieOrder) -> torch.Tensor:
-    """The places of all elements as one number each, by their magnitudes in float32: int64, of the shape of `sizes`.
+    """The thresholds of all elements as one number each, by their magnitudes in float32: int64, of the shape of `sizes`.
     With `keeps_equal`, elements of equal magnitude have equal numbers."""
     keys = sizes.float().contiguous().view(torch.int32).long() << 32
     if not order.keeps_equal:
@@ -258,5 +258,5 @@ def magnitude_keys(sizes: torch.Tensor, order: TieOrder) -> torch.Tensor:
     return keys
 
 
-def _place(key: int) -> Place:
-    return Place(float(np.uint32(key >> 32).view(np.float32)), key & LARGEST_MARK)
+def _threshold(key: int) -> Threshold:
+    return Threshold(float(np.uint32(key >> 32).view(np.float32)), key & LARGEST_MARK)

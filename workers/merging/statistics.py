@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from workers.merging.kernels.rules import Whole
-from workers.merging.methods import averages
+from workers.merging.methods import fusions
 from workers.merging.methods.arithmetic import Products, total
 from workers.merging.methods.arithmetic import inner_products as plain_inner_products
-from workers.merging.methods.averages import Importance
 from workers.merging.methods.competition import variance
+from workers.merging.methods.fusions import Importance
 from workers.merging.methods.sparsify import row_width
 from workers.merging.order_statistics import LARGEST_MARK, MagnitudeTable, Ranked, TieOrder, magnitude_keys
 
@@ -50,7 +50,7 @@ def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = 
 
 def importance_of(first: torch.Tensor, second: torch.Tensor) -> Importance:
     """The importance that Arcee Fusion needs, of two tensors on CPU with at least one element."""
-    return averages.importance_of(first, second, _importances_at)
+    return fusions.importance_of(first, second, _importances_at)
 
 
 def magnitude_table(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> MagnitudeTable:
@@ -111,7 +111,7 @@ def row_ranks(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> torc
 def _importances_at(
     places: Sequence[int], first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor
 ) -> list[torch.Tensor]:
-    """`averages.importances_at`, by sorting in pieces: it needs little memory."""
+    """`fusions.importances_at`, by sorting in pieces: it needs little memory."""
     from workers.merging.kernels.sorting import ascending_importances
 
     found: dict[int, torch.Tensor] = {}

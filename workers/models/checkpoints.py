@@ -21,7 +21,7 @@ from workers.models.config import in_common_names
 from workers.models.headers import TensorInfo, read_headers
 from workers.models.hub import is_metadata_only, locate, named
 from workers.models.tokenizers import TOKENIZER_FILES
-from workers.models.vocabulary import NO_WISHES, Alignment, Vocabulary, Wishes, align, token_ids
+from workers.models.vocabulary import NO_WISHES, TokenAlignment, Vocabulary, Wishes, align, token_ids
 
 if TYPE_CHECKING:
     import torch
@@ -145,7 +145,7 @@ def read_expert(directory: Path, base: Checkpoint | None) -> Checkpoint | None:
 
 def aligned(
     checkpoints: Mapping[str, Checkpoint], tokenizer: str, wishes: Wishes = NO_WISHES
-) -> tuple[dict[str, Checkpoint], Alignment]:
+) -> tuple[dict[str, Checkpoint], TokenAlignment]:
     """The checkpoints (by alias, the base first) with embeddings and heads of one vocabulary, as `vocabulary.align`
     says; the base's configuration is that of a model with this vocabulary. Raises InvalidModel."""
     models = {

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from search_spaces.recipe import Component
 from workers.errors import InvalidModel
 
-__all__ = ["EMBEDDING", "IGNORED", "LAYER", "STACKS", "Layout", "Place", "is_output_head", "layout", "some_of"]
+__all__ = ["EMBEDDING", "IGNORED", "LAYER", "STACKS", "Layout", "TensorPlace", "is_output_head", "layout", "some_of"]
 
 # A report names this many tensors of one kind of problem, then counts the rest.
 MAX_NAMED = 5
@@ -41,7 +41,7 @@ IGNORED = re.compile(r"rotary_emb\.inv_freq$|(?:^|\.)(?:self_|cross)?(?:attn|att
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Where a tensor belongs: a component of decoder layer `layer` (0-based), or the embedding or head (None).
 
     `suffix` is the tensor's name within its layer ("self_attn.q_proj.weight"); outside layers it is the whole name.
@@ -59,7 +59,7 @@ class Layout:
     A tied output head is not among `places`: it is the embedding. `tied_head` is its name if a file holds it anyway.
     """
 
-    places: Mapping[str, Place]
+    places: Mapping[str, TensorPlace]
     num_layers: int
     layer_prefix: str
     tied_head: str | None = None
@@ -100,7 +100,7 @@ class Layout:
         places = {name: place for name, place in self.places.items() if name not in parts}
         for name, ((first, *_), *_) in self.stacks.items():
             of = self.places[first]
-            places[name] = Place(of.component, of.layer, name[len(first) - len(of.suffix) :])
+            places[name] = TensorPlace(of.component, of.layer, name[len(first) - len(of.suffix) :])
         return Layout(places, self.num_layers, self.layer_prefix, self.tied_head)
 
     def suffixes(self, component: str, layer: int | None = None) -> tuple[str, ...]:
@@ -121,7 +121,7 @@ def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
     InvalidModel naming the tensors that fit nowhere.
     """
     names = [name for name in names if not IGNORED.search(name)]
-    places: dict[str, Place] = {}
+    places: dict[str, TensorPlace] = {}
     unknown: list[str] = []
     inputs = [name for name in names if OTHER_INPUT.search(name)]
     if inputs:
@@ -132,10 +132,10 @@ def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
             prefix, layer, suffix = match["prefix"], int(match["layer"]), match["suffix"]
             component = _component(suffix)
             prefixes.add(prefix)
-            place = Place(component, layer, suffix) if component else None
+            place = TensorPlace(component, layer, suffix) if component else None
         else:
             part = _part_outside_layers(name)
-            place = Place(part, None, name) if part else None
+            place = TensorPlace(part, None, name) if part else None
         if place is None:
             unknown.append(name)
         else:
@@ -159,7 +159,7 @@ def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
     return Layout(places, len(layers), prefixes.pop(), tied_head)
 
 
-def _assign_final_norm(places: dict[str, Place]) -> None:
+def _assign_final_norm(places: dict[str, TensorPlace]) -> None:
     """Every decoder ends in a norm: if the only norm outside layers is named like the embedding's, it is that."""
     norms = {
         name: place
@@ -168,7 +168,7 @@ def _assign_final_norm(places: dict[str, Place]) -> None:
     }
     if all(place.component == "embedding" for place in norms.values()):
         for name in norms:
-            places[name] = Place("head", None, name)
+            places[name] = TensorPlace("head", None, name)
 
 
 def is_output_head(name: str) -> bool:

@@ -23,7 +23,7 @@ from workers.models.components import Layout
 from workers.models.fingerprints import FileState, content_problems, file_states, fingerprint
 from workers.models.hub import absent_bytes, commit_of, fetched, lack_of_space, locate, named
 from workers.models.merged_files import make_result_dir
-from workers.models.vocabulary import BASE, EMBEDDING_NAMES, UNION, Alignment, Wishes, token_ids
+from workers.models.vocabulary import BASE, EMBEDDING_NAMES, UNION, TokenAlignment, Wishes, token_ids
 from workers.types import Family, ModelSource
 
 __all__ = [
@@ -44,7 +44,7 @@ class ResolvedFamily:
     """Models that can be merged, by alias, the base first; a single model is a base without experts.
 
     `checkpoints` are the models as they are stored, `views` the same with embeddings and output heads in the vocabulary
-    `tokenizer`, as `alignment` says. `given` is what the caller named them: directories or hub ids. `adapted` are the
+    `tokenizer`, as `token_alignment` says. `given` is what the caller named them: directories or hub ids. `adapted` are the
     models that adapters change, by alias, except the base; with `any_depth` the numbers of layers may differ.
     Fingerprints, which need the contents, are computed when first asked for, once; `cache` is that of
     `workers.cache.cache_dir`.
@@ -53,7 +53,7 @@ class ResolvedFamily:
     given: Mapping[str, str]
     checkpoints: Mapping[str, Checkpoint]
     views: Mapping[str, Checkpoint]
-    alignment: Alignment
+    token_alignment: TokenAlignment
     tokenizer: str
     cache: str | Path | None = None
     adapted: Mapping[str, Path] = field(default_factory=dict)
@@ -197,7 +197,7 @@ class ResolvedFamily:
 
     @cached_property
     def _made_result_dir(self) -> TemporaryDirectory[str]:
-        return make_result_dir(self.checkpoints, self.base.config, self.alignment, self.tokenizer)
+        return make_result_dir(self.checkpoints, self.base.config, self.token_alignment, self.tokenizer)
 
     @property
     def absent_bytes(self) -> int:

@@ -17,7 +17,7 @@ from workers.errors import InvalidModel
 from workers.models.checkpoints import Checkpoint
 from workers.models.config import LAYERS_WITHOUT_EXPERTS, of_each_layer
 from workers.models.tokenizers import TOKENIZER_FILES, load_tokenizer
-from workers.models.vocabulary import BASE, UNION, Alignment, added_tokens, token_ids
+from workers.models.vocabulary import BASE, UNION, TokenAlignment, added_tokens, token_ids
 
 __all__ = ["WINDOWED", "make_result_dir", "merged_config"]
 
@@ -34,7 +34,7 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def make_result_dir(
-    sources: Mapping[str, Checkpoint], config: Mapping[str, Any], alignment: Alignment, tokenizer: str
+    sources: Mapping[str, Checkpoint], config: Mapping[str, Any], alignment: TokenAlignment, tokenizer: str
 ) -> TemporaryDirectory[str]:
     """A temporary directory with the files of every merge of `sources`, by alias, the base first, in the vocabulary
     `tokenizer`: config.json (`config`), the tokenizer and generation_config.json. Raises InvalidModel."""

@@ -28,7 +28,7 @@ __all__ = [
     "EMBEDDING_NAMES",
     "NO_WISHES",
     "UNION",
-    "Alignment",
+    "TokenAlignment",
     "TokenRow",
     "Vocabulary",
     "Wishes",
@@ -108,7 +108,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
-class Alignment:
+class TokenAlignment:
     """One vocabulary for all models: `num_rows` rows, and those tensors of each model that change.
 
     `added` are the tokens that a union adds to the base's tokenizer, in the order of their ids; `num_unnamed` rows
@@ -120,7 +120,7 @@ class Alignment:
     num_unnamed: int = 0
 
 
-def align(models: Mapping[str, Vocabulary], tokenizer: str, wishes: Wishes = NO_WISHES) -> Alignment:
+def align(models: Mapping[str, Vocabulary], tokenizer: str, wishes: Wishes = NO_WISHES) -> TokenAlignment:
     """Bring the rows of `models` (by alias, the base first) to the vocabulary `tokenizer`: BASE, UNION or an alias,
     as `wishes` say.
 
@@ -138,7 +138,7 @@ def align(models: Mapping[str, Vocabulary], tokenizer: str, wishes: Wishes = NO_
     is_equal = all(tokens[alias] == tokens[owner] and model.num_rows == num_rows for alias, model in models.items())
     is_equal &= owner == base or tokens[owner] == (models[owner].tokens or tokens[owner])
     if is_equal and not wishes.tokens and num_padded == num_rows:
-        return Alignment(num_rows, {})
+        return TokenAlignment(num_rows, {})
     target, added = dict(tokens[owner]), list[str]()
     if owner != base:  # tokens without a row of their own get one, as the tokenizer has them
         target |= models[owner].tokens or {}
@@ -166,7 +166,7 @@ def align(models: Mapping[str, Vocabulary], tokenizer: str, wishes: Wishes = NO_
             found = {name: tensors.get(alias, {}).get(name, model.tensors[name]) for name in names}
             tensors[alias] = {name: Padded(tensor, num_padded, num_named) for name, tensor in found.items()}
         num_rows = num_padded
-    return Alignment(num_rows, tensors, tuple(added), num_rows - len(set(target.values())))
+    return TokenAlignment(num_rows, tensors, tuple(added), num_rows - len(set(target.values())))
 
 
 def token_ids(directory: Path) -> Mapping[str, int] | None:

@@ -27,14 +27,9 @@ from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.references import References, Target
 from workers.merging.bank import Bank
-from workers.merging.materialize import (
-    TensorPlan,
-    computations,
-    merge_into,
-    plan_as_stated,
-    plan_tensors,
-)
+from workers.merging.materialize import merge_into
 from workers.merging.merged_tensor import MergedTensor
+from workers.merging.plan import TensorPlan, computations, plan_as_stated, plan_tensors
 from workers.merging.residual_scales import ends_a_branch
 from workers.training.losses import minibatches, sample_losses
 from workers.training.memory import keep_freed_memory

@@ -17,10 +17,11 @@ from search_spaces.methods import METHODS
 from search_spaces.methods.base import Coefficient
 from search_spaces.recipe import Merge
 from workers.merging.bank import Bank
-from workers.merging.materialize import TensorPlan, operands_of, sources_of
+from workers.merging.materialize import operands_of, sources_of
 from workers.merging.merged_tensor import MergedTensor
 from workers.merging.methods.averages import linear_weights
 from workers.merging.methods.plain import PLAIN, Operands
+from workers.merging.plan import TensorPlan
 
 __all__ = ["Derivatives", "derivatives", "inner_product", "stated_coefficients"]
 

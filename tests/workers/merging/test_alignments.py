@@ -24,7 +24,7 @@ from workers.merging.alignments import (
     write_alignment,
 )
 from workers.merging.bank import Bank
-from workers.merging.materialize import check_recipe
+from workers.merging.plan import check_recipe
 from workers.types import Family
 
 TOKENS = [7919 * i % 100 for i in range(40)]

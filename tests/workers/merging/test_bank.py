@@ -262,7 +262,7 @@ def test_tables_of_magnitudes_are_made_once_and_counted(untied_family: Family, t
         ordered = tau.abs().flatten().sort().values
         assert table is not None
         for rank in (1, 77, 4000, tau.numel()):
-            assert table.place(rank, tau.abs(), bank.order((alias, NAME))).magnitude == ordered[-rank]
+            assert table.threshold(rank, tau.abs(), bank.order((alias, NAME))).magnitude == ordered[-rank]
 
 
 def subsets(family: Family) -> list[list[tuple[str, str]]]:
@@ -287,7 +287,7 @@ def test_tables_of_many_sets_of_sources_take_no_more_than_their_share_and_are_ma
             assert table is not None
             assert again is not None
             sizes = variance([bank.get(*source) for source in sources], bank.get("base", name))
-            assert again.trim(77).high == table.place(77, sizes, bank.order(("base", name)))
+            assert again.trim(77).high == table.threshold(77, sizes, bank.order(("base", name)))
         largest = max(largest, bank.summary()["statistics_bytes"])
     assert 0.9 * limit < largest <= limit
     assert forgetful.summary()["statistics_bytes"] == 0

@@ -20,17 +20,11 @@ from workers.merging import materialize
 from workers.merging.bank import Bank
 from workers.merging.kernels import FUSED
 from workers.merging.masks import keep, mask_key
-from workers.merging.materialize import (
-    check_recipe,
-    computations,
-    merge_into,
-    merged_names,
-    merged_tensors,
-    plan_tensors,
-)
+from workers.merging.materialize import merge_into, merged_tensors
 from workers.merging.methods.averages import linear
 from workers.merging.methods.plain import PLAIN
 from workers.merging.methods.task_vectors import task_arithmetic, ties
+from workers.merging.plan import check_recipe, computations, merged_names, plan_tensors
 from workers.types import Family
 
 Make = Callable[[int | None], Merge]
@@ -395,7 +389,7 @@ def test_a_plan_stands_for_its_recipe_and_is_not_made_again(untied: Bank, monkey
     expected = dict(merged_tensors(recipe, untied, torch.float32))
     plan = plan_tensors(recipe, untied)
     wanted = computations(recipe, untied)
-    monkeypatch.setattr("workers.merging.materialize._plan", lambda *_: pytest.fail("planned again"))
+    monkeypatch.setattr("workers.merging.plan._plan", lambda *_: pytest.fail("planned again"))
     assert plan_tensors(plan, untied) is plan
     assert computations(plan, untied) == wanted
     assert merged_names(plan, untied) == {name: tuple(tensor.shape) for name, tensor in expected.items()}

@@ -16,7 +16,8 @@ from tests.layouts import LAYOUTS, layout_family
 from tests.workers.recipes import arithmetic, copied, path
 from workers.engines.transformers.backend import logprobs, merged_model
 from workers.merging.bank import Bank
-from workers.merging.materialize import check_recipe, computations, merge_into, merged_names, merged_tensors
+from workers.merging.materialize import merge_into, merged_tensors
+from workers.merging.plan import check_recipe, computations, merged_names
 from workers.merging.residual_scales import SCALABLE, branch_factors, ends_a_branch
 from workers.models.family import open_family
 from workers.types import Family

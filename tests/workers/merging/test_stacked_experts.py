@@ -19,8 +19,9 @@ from tests.layouts import layout_family
 from tests.workers.recipes import arithmetic, slerp
 from workers.export.checkpoint import export
 from workers.merging.bank import Bank
-from workers.merging.materialize import merge_into, merged_names, merged_tensors
+from workers.merging.materialize import merge_into, merged_tensors
 from workers.merging.methods.task_vectors import ties
+from workers.merging.plan import merged_names
 from workers.types import Family
 
 NUM_LAYERS = 3

@@ -18,7 +18,8 @@ from tests.workers.recipes import arithmetic
 from workers.errors import InvalidModel
 from workers.export.checkpoint import export
 from workers.merging.bank import Bank
-from workers.merging.materialize import check_recipe, merged_tensors
+from workers.merging.materialize import merged_tensors
+from workers.merging.plan import check_recipe
 from workers.models.family import open_family, resolve_family
 from workers.types import Family
 
@@ -135,7 +136,7 @@ def test_equal_vocabularies_are_left_as_they_are(models: Path) -> None:
     with_tokens(models / "wizard", models / "wizard2", seed=5)
     for tokenizer in ("base", "union", "wizard2"):
         bank = bank_of(models, "wizard2", base="wizard", tokenizer=tokenizer)
-        assert not bank.alignment.tensors
+        assert not bank.token_alignment.tensors
         assert torch.equal(bank.get("wizard2", HEAD), rows(models, "wizard2", HEAD))
 
 

@@ -19,8 +19,9 @@ from tests.workers.merging.methods.examples import EXAMPLES
 from tests.workers.recipes import num_layers
 from workers.errors import TrialFailed
 from workers.evaluation.references import Reading
-from workers.merging.materialize import operands_of, plan_as_stated
+from workers.merging.materialize import operands_of
 from workers.merging.methods.plain import PLAIN
+from workers.merging.plan import plan_as_stated
 from workers.training.gradients import CoefficientGradients
 from workers.types import Family, GradientResult, TaskSpec
 

@@ -18,7 +18,8 @@ from workers.engines.logits import bad_rows, in_words
 from workers.errors import EvidenceMismatch, InvalidTask
 from workers.evaluation.prompts import Completion, Continuation, Generation, Prompts
 from workers.merging.alignments import Alignment, alignments_before, read_alignment, unaligned
-from workers.merging.materialize import merged_tensors, plan_tensors
+from workers.merging.materialize import merged_tensors
+from workers.merging.plan import plan_tensors
 from workers.merging.residual_scales import branch_factors
 from workers.models.merged_files import merged_config
 

@@ -21,7 +21,7 @@ from workers.engines.vllm.plugin import IS_PACKED, PACK
 
 if TYPE_CHECKING:
     from workers.merging.bank import Bank
-    from workers.merging.materialize import TensorPlan
+    from workers.merging.plan import TensorPlan
 
 __all__ = ["HeldWeights", "Into", "NotPacked", "Writing"]
 
@@ -76,7 +76,7 @@ class HeldWeights:
     def hold(self, recipe: Recipe, bank: Bank, into: Into) -> Writing:
         """Write the merge. Raises InvalidRecipe, with nothing written, if it cannot be planned, NotPacked, and
         EvidenceMismatch if files of the sources have changed."""
-        from workers.merging.materialize import plan_tensors
+        from workers.merging.plan import plan_tensors
 
         return self._write(plan_tensors(recipe, bank), bank, into)
 
@@ -97,7 +97,7 @@ class HeldWeights:
         return set(parameters)
 
     def _write(self, plan: TensorPlan, bank: Bank, into: Into) -> Writing:
-        from workers.merging.materialize import computations
+        from workers.merging.plan import computations
 
         wanted = computations(plan, bank)
         held, sums = self._computations, self._sums

@@ -22,7 +22,6 @@ result, rounded once, to its place. They receive the sources' statistics and do 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -61,8 +60,11 @@ def merge_stored(merge: Merge, stored: Operands, out: torch.Tensor) -> None:
     `is_fused` must be true of the operands; they have the statistics that the method uses.
     """
     # Imported here because each of the two compilers takes a second to import.
-    backend = importlib.import_module(f"workers.merging.kernels.{out.device.type}")
-    backend.merge(FUSED[merge.method](merge, stored), stored.tensors, stored.base, out)
+    if out.is_cuda:
+        from workers.merging.kernels.cuda import merge as execute
+    else:
+        from workers.merging.kernels.cpu import merge as execute
+    execute(FUSED[merge.method](merge, stored), stored.tensors, stored.base, out)
 
 
 def for_each(function: Callable[[T], None], items: Sequence[tuple[int, T]], device: torch.device) -> None:

@@ -16,7 +16,7 @@ import triton.language as tl
 from workers.merging.kernels import rules
 from workers.merging.kernels.lowering.averages import Nearswap
 from workers.merging.masks import MULTIPLIERS, STEP, hashes
-from workers.merging.order_statistics import LARGEST_MARK, SPACING, Place
+from workers.merging.order_statistics import LARGEST_MARK, SPACING, Threshold
 
 __all__ = ["merge"]
 
@@ -61,24 +61,24 @@ def _ties_of(
     out: torch.Tensor,
 ) -> None:
     """The pass collects undecided elements; they are merged again with the exact thresholds."""
-    lambdas, places = _floats([lambda_], out), _places(sparse, out)
+    lambdas, thresholds = _floats([lambda_], out), _thresholds(sparse, out)
     found = torch.full((len(xs) * SPACING,), -1, dtype=torch.int64, device=out.device)
     most = found.numel()
     count = torch.zeros(1, dtype=torch.int32, device=out.device)
-    _launch(_ties, out.numel(), base, xs, *places, lambdas, out, found, count, most, out.numel(), False)
+    _launch(_ties, out.numel(), base, xs, *thresholds, lambdas, out, found, count, most, out.numel(), False)
     at = found.clamp(min=0)
     exact = []
     for s, tensor in enumerate(xs):
         sizes = (tensor.view(-1)[at].float() - base.view(-1)[at].float()).abs_()
         keys = (sizes.view(torch.int32).long() << 32) | (hashes(0, at) * sparse.factors[s]) & LARGEST_MARK
-        low = Place(sparse.lows[s], sparse.low_marks[s]).key
-        high = Place(sparse.highs[s], sparse.high_marks[s]).key
+        low = Threshold(sparse.lows[s], sparse.low_marks[s]).key
+        high = Threshold(sparse.highs[s], sparse.high_marks[s]).key
         is_between = (found >= 0) & (keys > low) & (keys < high)
         exact.append(keys.masked_fill_(~is_between, high).sort().values[sparse.ranks[s]])
     reached = torch.stack(exact)
     magnitudes, marks = (reached >> 32).int().view(torch.float32), reached & LARGEST_MARK
-    places = (magnitudes, marks, magnitudes, marks, places[-1])
-    _launch(_ties, found.numel(), base, xs, *places, lambdas, out, found, count, most, most, True)
+    thresholds = (magnitudes, marks, magnitudes, marks, thresholds[-1])
+    _launch(_ties, found.numel(), base, xs, *thresholds, lambdas, out, found, count, most, most, True)
 
 
 @triton.jit
@@ -146,7 +146,7 @@ def _ties(  # type: ignore[no-untyped-def]
     base, xs, lows, low_marks, highs, high_marks, factors, lambdas, out, found, count, most, size,
     AT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All elements; the positions of undecided ones are written to `found`, which has `most` places. With `AT` only the
+    """All elements; the positions of undecided ones are written to `found`, which has `most` thresholds. With `AT` only the
     elements at those positions in `found` that are not negative."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < size
@@ -241,7 +241,7 @@ def _floats(numbers: Sequence[float], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.float32, device=like.device)
 
 
-def _places(sparse: rules.Trimmed, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _thresholds(sparse: rules.Trimmed, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The bounds of each source's threshold, as magnitudes and marks, and the factor of marks."""
     low_marks, high_marks, factors = (
         torch.tensor(words, dtype=torch.int64, device=like.device)

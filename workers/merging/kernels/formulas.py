@@ -175,7 +175,7 @@ def _variable_election(rule: Any, base: Any, xs: Any, i: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def _is_variable(rule: Any, base: Any, xs: Any, i: Any) -> Any:
-    return is_at_or_above(rule.by, variance_of(base, xs, i), 0, i, rule.factor, rule.place, rule.mark)
+    return is_at_or_above(rule.by, variance_of(base, xs, i), 0, i, rule.factor, rule.threshold, rule.mark)
 
 
 @numba.njit(**IN_PLACE)

@@ -18,14 +18,13 @@ from workers.merging.kernels import rules
 from workers.merging.kernels.arguments import as_array, as_arrays, typed
 from workers.merging.kernels.compilation import IN_PLACE, compiled
 from workers.merging.kernels.elements import BLOCK, NONE, SOME, either, variance_of, zero_unless
-from workers.merging.kernels.lowering.base import comparisons
 from workers.merging.kernels.operations import ZERO, value
 from workers.merging.kernels.sparsity import is_at_or_above, kept
 from workers.merging.kernels.threads import pieces, run
-from workers.merging.kernels.thresholds import is_between, place_of_variance
+from workers.merging.kernels.thresholds import is_between, variance_threshold
 from workers.merging.methods.arithmetic import BLOCK as SUMMED
 from workers.merging.methods.arithmetic import PARTS
-from workers.merging.order_statistics import MOST_LEFT, Place, TieOrder, Trim
+from workers.merging.order_statistics import MOST_LEFT, Threshold, TieOrder, Trim
 
 __all__ = ["inner_product", "kept_norms", "projections", "shared_counts", "variable_squares", "weighted_words"]
 
@@ -68,26 +67,26 @@ def kept_norms(
 
 def variable_squares(
     trim: Trim, order: TieOrder, tensors: Tensors, base: torch.Tensor
-) -> tuple[rules.Comparison, Place, list[float]]:
-    """The exact place in the order of variances, which lies where `trim` says; by what variances are compared with it,
-    which leaves none undecided; and for each source the sum of tau^2 over the elements at the place or above."""
+) -> tuple[rules.Comparison, Threshold, list[float]]:
+    """The exact threshold in the order of variances, which lies where `trim` says; by what variances are compared with it,
+    which leaves none undecided; and for each source the sum of tau^2 over the elements at the threshold or above."""
     b, xs = as_array(base), as_arrays(tensors)
     sums = np.empty((len(xs), -(-b.size // SUMMED)))
-    (by,) = comparisons([trim])
+    (by,) = rules.comparisons([trim])
     parts = pieces(b.size, SUMMED)
     found = np.empty((len(parts), MOST_LEFT), np.int64)
     spread = _spread(by, trim.low, trim.high, order)
     counts = run(_variable_squares, [(spread, b, xs, sums, row, *part) for row, part in zip(found, parts, strict=True)])
-    place = trim.high
+    threshold = trim.high
     if any(counts):
         positions = np.concatenate([row[:count] for row, count in zip(found, counts, strict=True)])
-        place, is_lowest = place_of_variance(trim, order, b, xs, positions)
+        threshold, is_lowest = variance_threshold(trim, order, b, xs, positions)
         starts = np.unique(positions // SUMMED) * SUMMED
-        exact = _spread(rules.ByMark(), place, place, order)
+        exact = _spread(rules.ByMark(), threshold, threshold, order)
         _variable_squares_at(exact, b, xs, sums, found[0], starts)
         if isinstance(by, rules.ByMagnitude):
-            by = rules.ByMagnitude((place.magnitude,), (place.magnitude,)) if is_lowest else rules.ByMark()
-    return by, place, [math.fsum(row) for row in sums]
+            by = rules.ByMagnitude((threshold.magnitude,), (threshold.magnitude,)) if is_lowest else rules.ByMark()
+    return by, threshold, [math.fsum(row) for row in sums]
 
 
 class _Spread(NamedTuple):
@@ -101,7 +100,7 @@ class _Spread(NamedTuple):
     factor: Any
 
 
-def _spread(by: rules.Comparison, low: Place, high: Place, order: TieOrder) -> _Spread:
+def _spread(by: rules.Comparison, low: Threshold, high: Threshold, order: TieOrder) -> _Spread:
     words = np.uint32(low.mark), np.uint32(high.mark), np.uint32(order.factor)
     return _Spread(typed(by), np.float32(low.magnitude), words[0], np.float32(high.magnitude), *words[1:])
 

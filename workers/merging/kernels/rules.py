@@ -6,10 +6,13 @@ of source s from it. Most rules first make the tau_s sparse, by their field `spa
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
+from workers.merging.order_statistics import Trim
 
 __all__ = [
     "Agreed",
@@ -39,6 +42,8 @@ __all__ = [
     "WeightedSum",
     "Whole",
     "Words",
+    "bounds",
+    "comparisons",
 ]
 
 Numbers = tuple[float, ...]
@@ -67,7 +72,7 @@ Comparison = ByMark | ByMagnitude
 
 
 class Trimmed(NamedTuple):
-    """The elements at a place (`order_statistics.Place`) or above: at `highs` with `high_marks` if `lows` with
+    """The elements at a place (`order_statistics.Threshold`) or above: at `highs` with `high_marks` if `lows` with
     `low_marks` equal it, else at the one of `ranks` (from 0, ascending) of the places strictly between the two, which
     the pass collects. `factors` are those of marks."""
 
@@ -205,7 +210,7 @@ class Variable(NamedTuple):
     at a place or above in the order of variances; else b. `by` leaves none undecided; `factor` is that of marks."""
 
     by: Comparison
-    place: float
+    threshold: float
     mark: int
     factor: int
     weights: Numbers
@@ -215,7 +220,7 @@ class VariableElection(NamedTuple):
     """`Variable`, but + is elected if the sum is zero, and the divisor is at least `least`."""
 
     by: Comparison
-    place: float
+    threshold: float
     mark: int
     factor: int
     weights: Numbers
@@ -232,3 +237,20 @@ class Important(NamedTuple):
 
 # A NamedTuple: one of these, or one that a module of `lowering` defines together with its formula.
 Rule = tuple[Any, ...]
+
+
+def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
+    """By what elements are compared with places, of the same kind for all."""
+    rows = [list(trims) for trims in each]
+    if any(trim.is_tied for row in rows for trim in row):
+        return [ByMark() for _ in rows]
+    return [ByMagnitude(*map(tuple, zip(*(trim.magnitudes for trim in row), strict=True))) for row in rows]
+
+
+def bounds(trims: Iterable[Trim]) -> tuple[Numbers, Words, Numbers, Words, Words]:
+    """Of each source: low, its mark, high, its mark, rank."""
+    rows = [
+        (trim.low.magnitude, trim.low.mark, trim.high.magnitude, trim.high.mark, trim.num_smaller) for trim in trims
+    ]
+    lows, low_marks, highs, high_marks, ranks = zip(*rows, strict=True)
+    return lows, low_marks, highs, high_marks, ranks

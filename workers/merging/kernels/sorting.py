@@ -20,7 +20,7 @@ from workers.merging.kernels.compilation import IN_PLACE, compiled
 from workers.merging.kernels.elements import bits_of, marked, variance_of
 from workers.merging.kernels.operations import value
 from workers.merging.kernels.threads import pieces, run
-from workers.merging.order_statistics import LARGEST_MARK, Place, Selection
+from workers.merging.order_statistics import LARGEST_MARK, Selection, Threshold
 
 __all__ = [
     "ascending_importances",
@@ -100,7 +100,7 @@ def _selection(numbers: Any) -> Selection:
     )
 
 
-def _selected(numbers: Any, num_smaller: int) -> tuple[Place, int]:
+def _selected(numbers: Any, num_smaller: int) -> tuple[Threshold, int]:
     """The place of the element with `num_smaller` smaller ones, and how many elements have its number."""
     parts = pieces(numbers.like.size, 1)
     prefix, shift, count, num_equal = 0, 64, numbers.like.size, 0
@@ -120,7 +120,7 @@ def _selected(numbers: Any, num_smaller: int) -> tuple[Place, int]:
     word = int(np.partition(words, num_smaller)[num_smaller])
     if shift > 32:
         num_equal = int(np.count_nonzero(words >> U64(32) == U64(word >> 32)))
-    return Place(float(np.uint32(word >> 32).view(np.float32)), word & LARGEST_MARK), num_equal
+    return Threshold(float(np.uint32(word >> 32).view(np.float32)), word & LARGEST_MARK), num_equal
 
 
 def _split(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -16,9 +16,9 @@ from workers.merging.kernels import rules
 from workers.merging.kernels.compilation import IN_PLACE, compiled
 from workers.merging.kernels.elements import NONE, SOME, either, marked, passes, reaches, turned_mark, variance_of
 from workers.merging.kernels.operations import value
-from workers.merging.order_statistics import MOST_LEFT, Place, TieOrder, Trim
+from workers.merging.order_statistics import MOST_LEFT, Threshold, TieOrder, Trim
 
-__all__ = ["decided", "is_between", "most_undecided", "place_of_variance", "undecided"]
+__all__ = ["decided", "is_between", "most_undecided", "undecided", "variance_threshold"]
 
 U32, U64 = np.uint32, np.uint64
 
@@ -66,14 +66,14 @@ def is_between(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: 
 
 @overload(is_between, jit_options=IN_PLACE)
 def _between_by(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: Any) -> Any:
-    return _between_magnitudes if by.instance_class is rules.ByMagnitude else _between_places
+    return _between_magnitudes if by.instance_class is rules.ByMagnitude else _between_thresholds
 
 
 def _between_magnitudes(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: Any) -> Any:
     return SOME if (size > by.belows[s]) & (size < by.aboves[s]) else NONE
 
 
-def _between_places(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: Any) -> Any:
+def _between_thresholds(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: Any) -> Any:
     mark = turned_mark(i, factor)
     return SOME if passes(size, mark, low[0], low[1]) & (not reaches(size, mark, high[0], high[1])) else NONE
 
@@ -107,20 +107,20 @@ def decided(rule: Any, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: 
     return rule._replace(sparse=sparse)
 
 
-def place_of_variance(
+def variance_threshold(
     trim: Trim, order: TieOrder, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: np.ndarray
-) -> tuple[Place, bool]:
-    """The place of a rank in the order of variances, and whether all elements of its variance are at it or above; at
+) -> tuple[Threshold, bool]:
+    """The threshold of a rank in the order of variances, and whether all elements of its variance are at it or above; at
     `positions` are all elements strictly between the places of `trim`, and with `trim.magnitudes` all of its
     variance."""
     sizes, marks = _variances_at(base, xs, positions), _marks_at(positions, U32(order.factor))
     bounds = trim.low.magnitude, trim.low.mark, trim.high.magnitude, trim.high.mark, trim.num_smaller
-    place = Place(*_of_rank(sizes, marks, bounds))
-    return place, not np.any((sizes == place.magnitude) & (marks < place.mark))
+    threshold = Threshold(*_of_rank(sizes, marks, bounds))
+    return threshold, not np.any((sizes == threshold.magnitude) & (marks < threshold.mark))
 
 
 def _of_rank(sizes: np.ndarray, marks: np.ndarray, cut: tuple[float, int, float, int, int]) -> tuple[float, int]:
-    """The magnitude and the mark of the place of a rank between two places; the second if they are equal."""
+    """The magnitude and the mark of the threshold of a rank between two places; the second if they are equal."""
     low, low_mark, high, high_mark, rank = cut
     if (low, low_mark) == (high, high_mark):
         return high, high_mark

@@ -11,7 +11,7 @@ from workers.merging.methods import consensus
 from workers.merging.methods.arithmetic import dot, num_kept, share_of, total
 from workers.merging.methods.registry import merges
 from workers.merging.methods.trimming import Magnitudes, Orders, each_order, trimmed_task_vectors
-from workers.merging.order_statistics import Ranked, TieOrder, place_of_rank
+from workers.merging.order_statistics import Ranked, TieOrder, threshold_of_rank
 
 __all__ = [
     "consensus_ta",
@@ -141,7 +141,7 @@ def pcb(
         for other in taus:
             between += _softmax(_unit_range(tau * other))
         beta = within.mul_(between)
-        smallest = order.lowest(place_of_rank(beta, num_kept(density, beta.numel()), order))
+        smallest = order.lowest(threshold_of_rank(beta, num_kept(density, beta.numel()), order))
         betas.append(beta.masked_fill_(~smallest.reached_by(beta, order), 0))
     return _balanced(taus, betas, lambda_, base)
 
@@ -263,7 +263,7 @@ def _most_variable(taus: Sequence[torch.Tensor], share: float, order: TieOrder, 
     count = num_selected(share, int(torch.count_nonzero(variances)))
     if count == 0:
         return torch.zeros_like(variances, dtype=torch.bool)
-    return order.lowest(place_of_rank(variances, count, order, known)).reached_by(variances, order)
+    return order.lowest(threshold_of_rank(variances, count, order, known)).reached_by(variances, order)
 
 
 def _variance(taus: Sequence[torch.Tensor]) -> torch.Tensor:

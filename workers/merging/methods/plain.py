@@ -24,7 +24,7 @@ from search_spaces.methods.base import Coefficient, CoefficientValue, MergeMetho
 from search_spaces.recipe import Merge
 from workers.merging import methods
 from workers.merging.methods.arithmetic import Products
-from workers.merging.methods.averages import Importance
+from workers.merging.methods.fusions import Importance
 from workers.merging.methods.registry import FUNCTIONS
 from workers.merging.order_statistics import Ranked, TieOrder
 

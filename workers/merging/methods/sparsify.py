@@ -12,7 +12,7 @@ import torch
 
 from workers.merging import masks
 from workers.merging.methods.arithmetic import num_kept, share_of, total
-from workers.merging.order_statistics import Ranked, TieOrder, magnitude_keys, place_of_rank
+from workers.merging.order_statistics import Ranked, TieOrder, magnitude_keys, threshold_of_rank
 
 __all__ = [
     "CutRanks",
@@ -37,7 +37,7 @@ def trimmed(tau: torch.Tensor, k: float, order: TieOrder, magnitudes: Ranked | N
     if rank == tau.numel():
         return tau
     sizes = tau.abs()
-    smallest = order.lowest(place_of_rank(sizes, rank, order, magnitudes))
+    smallest = order.lowest(threshold_of_rank(sizes, rank, order, magnitudes))
     return tau.masked_fill_(~smallest.reached_by(sizes, order), 0)
 
 
@@ -52,7 +52,7 @@ def cut_both_ends(
     if ranks.is_empty:
         return tau.zero_()
     sizes = tau.abs()
-    largest, smallest = (place_of_rank(sizes, rank, order, magnitudes) for rank in (ranks.largest, ranks.smallest))
+    largest, smallest = (threshold_of_rank(sizes, rank, order, magnitudes) for rank in (ranks.largest, ranks.smallest))
     is_cut = ~order.lowest(smallest).reached_by(sizes, order)
     return tau.masked_fill_(is_cut | order.above(largest).reached_by(sizes, order), 0)
 

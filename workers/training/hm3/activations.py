@@ -23,7 +23,8 @@ from workers.errors import InvalidModel
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Prompts
 from workers.merging.bank import Bank
-from workers.merging.materialize import merge_into, plan_tensors
+from workers.merging.materialize import merge_into
+from workers.merging.plan import plan_tensors
 from workers.training.model import TrainableModel
 from workers.types import Family, Placement, TaskSpec
 

@@ -34,7 +34,7 @@ from workers.errors import InvalidModel
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.tasks import content_hash
 from workers.merging.bank import Bank
-from workers.merging.materialize import check_recipe
+from workers.merging.plan import check_recipe
 from workers.models.family import locate_family
 from workers.types import Family
 

@@ -16,7 +16,8 @@ from service.studies.preflight.models import searched_models
 from tests.builders import tiny_family, tiny_qwen2
 from tests.layouts import LAYOUTS, layout_family
 from workers.merging.bank import Bank
-from workers.merging.materialize import merged_names, merged_tensors
+from workers.merging.materialize import merged_tensors
+from workers.merging.plan import merged_names
 from workers.models.family import open_sources
 from workers.types import Family
 

@@ -309,15 +309,15 @@ def test_sources_go_where_there_is_room_and_the_summary_says_why(
 def test_a_swap_plans_its_recipe_once(
     extension: Extension, tied_family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import workers.merging.materialize
+    import workers.merging.plan
 
-    plan, planned = workers.merging.materialize._plan, []
+    plan, planned = workers.merging.plan._plan, []
 
     def counted(recipe: Recipe, canonical: Recipe, bank: Bank) -> Any:
         planned.append(recipe.digest)
         return plan(recipe, canonical, bank)
 
-    monkeypatch.setattr(workers.merging.materialize, "_plan", counted)
+    monkeypatch.setattr(workers.merging.plan, "_plan", counted)
     first, second = arithmetic(tied_family, 0.3, 0.5), arithmetic(tied_family, 0.4, 0.5)
     extension.apply(first)
     extension.apply(second)

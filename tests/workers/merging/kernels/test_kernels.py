@@ -21,7 +21,7 @@ from workers.merging.kernels.sorting import ascending_importances, ascending_mag
 from workers.merging.methods.arithmetic import cosine_of, num_kept, total
 from workers.merging.methods.competition import variance
 from workers.merging.methods.plain import PLAIN, Operands
-from workers.merging.order_statistics import ALL, MOST_LEFT, SPACING, TieOrder, magnitude_keys, place_of_rank
+from workers.merging.order_statistics import ALL, MOST_LEFT, SPACING, TieOrder, magnitude_keys, threshold_of_rank
 from workers.merging.statistics import importance_of, inner_products, magnitude_table, row_ranks, variance_table
 
 ORDER = TieOrder(2**63 + 12345)
@@ -300,8 +300,8 @@ def test_any_rank_is_found_among_fewer_than_the_tables_spacing(
     expected = int(keys.sort().values[-rank])
     assert expected == (trim.high.key if trim.low == trim.high else between[trim.num_smaller])
     assert table.num_not_zero == int(torch.count_nonzero(ordered))
-    found = table.place(rank, source.abs(), order)
-    assert found == place_of_rank(source.abs(), rank, order)
+    found = table.threshold(rank, source.abs(), order)
+    assert found == threshold_of_rank(source.abs(), rank, order)
     assert (found.key, found.magnitude) == (expected, ordered[-rank])
     assert int(found.reached_by(source.abs(), order).sum()) == rank
     assert table.num_bytes <= 9 * (size / SPACING + 2)

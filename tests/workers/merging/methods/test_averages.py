@@ -164,29 +164,3 @@ def test_model_stock_by_rows_has_a_ratio_for_each() -> None:
     base = torch.zeros(2, 2)
     experts = [tensor([[1.0, 0.0], [1.0, 0.0]]), tensor([[1.0, 0.0], [0.0, 1.0]])]
     assert averages.model_stock_rows(experts, base).tolist() == [[1.0, 0.0], [0.0, 0.0]]
-
-
-def test_nearswap_moves_each_element_by_at_most_t() -> None:
-    merged = averages.nearswap([tensor([0.0, 0.0, 5.0]), tensor([0.25, -8.0, 5.0])], t=0.5)
-    assert merged.tolist() == [0.25, -0.5, 5.0]
-
-
-def test_nearswap_ends_are_the_models_themselves() -> None:
-    generator = torch.Generator().manual_seed(0)
-    first, second = torch.randn(2, 50, generator=generator)
-    assert torch.equal(averages.nearswap([first, second], t=0.0), first)
-    assert torch.equal(averages.nearswap([first, second], t=100.0), second)
-
-
-def test_arcee_fusion_takes_over_the_outliers_of_importance() -> None:
-    generator = torch.Generator().manual_seed(0)
-    first = torch.randn(6, 8, generator=generator)
-    second = first + 0.01 * torch.randn(6, 8, generator=generator)
-    second[2, 3] += 2.0
-    p, q = second.double().softmax(-1), first.double().softmax(-1)
-    importance = (second - first).abs() * (p * (p / q).log()).sum(-1, keepdim=True)
-    ranked = importance.flatten().sort().values
-    threshold = ranked[23] + 1.5 * (ranked[35] - ranked[11])  # floor(q * 47)
-    merged = averages.arcee_fusion([first, second])
-    torch.testing.assert_close(merged, torch.where(importance >= threshold, second, first))
-    assert (merged != first).sum() < 12

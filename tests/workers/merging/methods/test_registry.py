@@ -96,7 +96,7 @@ def test_every_declared_method_has_exactly_one_plain_function() -> None:
 
 
 def test_a_second_function_for_a_method_and_one_for_no_method_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"nearswap is computed by workers.merging.methods.averages already"):
+    with pytest.raises(ValueError, match=r"nearswap is computed by workers.merging.methods.fusions already"):
         merges("nearswap")
     with pytest.raises(
         ValueError, match="merge method 'fisher' is not declared; declare it in a module of search_spaces/methods"

@@ -22,8 +22,8 @@ from workers.merging.residual_scales import branch_factors
 
 if TYPE_CHECKING:
     from workers.merging.bank import Bank
-    from workers.merging.materialize import TensorPlan
     from workers.merging.merged_tensor import MergedTensor
+    from workers.merging.plan import TensorPlan
 
 __all__ = ["HeldPath"]
 
@@ -279,14 +279,14 @@ def source_recipe(alias: str, bank: Bank) -> Recipe:
 
 
 def _planned(recipe: Recipe, bank: Bank) -> TensorPlan:
-    from workers.merging.materialize import plan_tensors
+    from workers.merging.plan import plan_tensors
 
     return plan_tensors(recipe, bank)
 
 
 def _by_layer(plan: TensorPlan, bank: Bank) -> tuple[list[MergedTensor], list[Hashable], list[list[MergedTensor]]]:
     """The tensors outside layers; and for each layer what it holds without its scale, and its tensors without that."""
-    from workers.merging.materialize import computations
+    from workers.merging.plan import computations
 
     plain = [replace(tensor, factor=1.0) if tensor.factor != 1 else tensor for tensor in plan.tensors]
     found = computations(replace(plan, tensors=tuple(plain)), bank)

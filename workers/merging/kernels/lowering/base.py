@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+import torch
 
 from search_spaces.methods import METHODS
 from search_spaces.recipe import Merge
-from workers.merging.kernels.rules import ByMagnitude, ByMark, Comparison, Numbers, Rule, Trimmed, Words
+from workers.merging.kernels.rules import Rule, Trimmed, Words, bounds, comparisons
 from workers.merging.methods.arithmetic import Products, num_kept
 from workers.merging.methods.plain import Operands
-from workers.merging.order_statistics import Ranked, Trim
+from workers.merging.order_statistics import Ranked
 
 __all__ = [
     "RULES",
     "Fused",
     "Lowering",
-    "bounds",
-    "comparisons",
+    "base",
     "cosine",
     "factors",
     "fuses",
     "magnitudes",
     "products",
-    "reductions",
     "trimmed",
 ]
 
@@ -67,21 +65,9 @@ def trimmed(stored: Operands, shares: Sequence[float]) -> Trimmed:
     return Trimmed(by, *bounds(trims), factors(stored))
 
 
-def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
-    """By what elements are compared with places, of the same kind for all."""
-    rows = [list(trims) for trims in each]
-    if any(trim.is_tied for row in rows for trim in row):
-        return [ByMark() for _ in rows]
-    return [ByMagnitude(*map(tuple, zip(*(trim.magnitudes for trim in row), strict=True))) for row in rows]
-
-
-def bounds(trims: Iterable[Trim]) -> tuple[Numbers, Words, Numbers, Words, Words]:
-    """Of each source: low, its mark, high, its mark, rank."""
-    rows = [
-        (trim.low.magnitude, trim.low.mark, trim.high.magnitude, trim.high.mark, trim.num_smaller) for trim in trims
-    ]
-    lows, low_marks, highs, high_marks, ranks = zip(*rows, strict=True)
-    return lows, low_marks, highs, high_marks, ranks
+def base(stored: Operands) -> torch.Tensor:
+    assert stored.base is not None, "the base was not given"
+    return stored.base
 
 
 def factors(stored: Operands) -> Words:
@@ -104,8 +90,3 @@ def cosine(stored: Operands) -> float:
 def products(stored: Operands) -> Products:
     assert stored.products is not None, "the inner products were not given"
     return stored.products
-
-
-def reductions() -> Any:
-    """The kernels that reduce over elements, imported when they are needed: the compiler takes a second to import."""
-    return importlib.import_module("workers.merging.kernels.reductions")
