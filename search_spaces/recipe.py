@@ -203,8 +203,8 @@ class Recipe:
     final norm and, where untied, the output head. `tensors` are single tensors, by their names in the merged model,
     whose merge differs from their component's. `tokenizer` is the merged model's vocabulary, by which the rows of
     embeddings are aligned: "base", "union", or the alias of another model; `vocabulary` says more about it, as
-    `workers.models.vocabulary.Wishes` reads it. With a vocabulary other than the base's, `models` keeps models that no
-    merge uses, because the vocabulary depends on them.
+    `workers.models.vocabulary.VocabularyOptions` reads it. With a vocabulary other than the base's, `models` keeps
+    models that no merge uses, because the vocabulary depends on them.
     `keeps_equal`: methods that cut at a rank keep all elements of the magnitude at that rank, as in format 1.
     `stacks_experts`: all experts of a layer are merged as one tensor, not each by itself.
     """

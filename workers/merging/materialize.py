@@ -1,4 +1,4 @@
-"""From a recipe to the merged model's tensors, as one stream for the live engine and for exports.
+"""The merged tensors of a recipe, as one stream for the live engine and for exports.
 
 Names are those of the merged model in Hugging Face form.
 """
@@ -27,15 +27,18 @@ from workers.merging.plan import TensorPlan, named_sources, plan_tensors
 __all__ = ["Scratch", "is_small", "merge_into", "merged_tensors", "operands_of", "sources_of"]
 
 
-# Elements of all operands of a merge that is small. Importing Numba and loading its kernels takes longer. Weighted sums
-# are one pass for each operand in torch, too, so that the kernels gain little.
+# A merge with at most this many elements in all operands is small: importing Numba and loading its kernels takes longer
+# than the merge. Weighted sums may be larger: in torch, too, they are one pass over each operand, so kernels gain
+# little.
 SMALL = 1 << 23
 SUMS, SMALL_SUM = frozenset({"linear", "weighted_sum"}), 1 << 29
 
 
 class Scratch:
-    """Memory for one merged tensor at a time: `tensor` is an `into` of `merged_tensors`, for callers that copy each
-    tensor before the next."""
+    """Reused memory for one merged tensor at a time.
+
+    Callers that copy each tensor before they take the next pass `tensor` as `into` to `merged_tensors`.
+    """
 
     def __init__(self, bank: Bank, dtype: torch.dtype) -> None:
         self._memory = torch.empty(0, dtype=dtype, device=bank.device)
@@ -57,15 +60,17 @@ def merged_tensors(
     into: Callable[[str, tuple[int, ...]], torch.Tensor] | None = None,
     compiles: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The merged model, tensor by tensor: embedding, layers in order, head; a tied output head is not emitted. With
-    `names` only these tensors.
+    """Compute the merged model tensor by tensor: embedding, layers in order, head.
 
-    Each is computed in float32 and rounded once, to `dtype`. Equal digests give equal bits. A tensor may share memory
-    with the bank: never write to it. `into` may give memory for a tensor of a name and shape, contiguous, of `dtype`,
-    on the bank's device: allocating memory takes longer than filling it. Where the destinations exist already,
-    `merge_into` is faster. Without `compiles` all methods are the plain ones, which give the same bits, slower but
-    without Numba: for a process that merges no more than `is_small` says. Raises as `plan_tensors` does, before the
-    first tensor.
+    A tied output head is not emitted. With `names`, only these tensors are computed.
+
+    Each tensor is computed in float32 and rounded once, to `dtype`. Equal digests give equal bits. A tensor may share
+    memory with the bank: never write to it. `into` may provide the memory for a tensor of a name and shape: contiguous,
+    of `dtype`, on the bank's device; allocating memory takes longer than filling it. Where the destinations exist
+    already, `merge_into` is faster.
+
+    With `compiles=False` all methods are the plain ones. They give the same bits and are slower, but do not load Numba,
+    which is right for small merges (`is_small`). Raises as `plan_tensors` does, before the first tensor.
     """
     plan = plan_tensors(recipe, bank)
 
@@ -80,8 +85,10 @@ def merged_tensors(
 
 
 def is_small(recipe: Recipe | TensorPlan, bank: Bank) -> bool:
-    """Whether a process that does only this merge computes it sooner without compiled code. Raises as
-    `plan_tensors` does."""
+    """Whether a process that computes only this merge is faster without compiled code.
+
+    Raises as `plan_tensors` does.
+    """
     share = 0.0
     for tensor in plan_tensors(recipe, bank).tensors:
         num_elements = math.prod(tensor.shape) * (len(named_sources(tensor.merge)) + 1)
@@ -90,8 +97,11 @@ def is_small(recipe: Recipe | TensorPlan, bank: Bank) -> bool:
 
 
 def merge_into(recipe: Recipe | TensorPlan, bank: Bank, destinations: Mapping[str, torch.Tensor]) -> None:
-    """Write the merged tensors named in `destinations`, as `merged_tensors` gives them, into this memory: contiguous,
-    of one dtype, on the bank's device. The fastest way: tensors are merged in parallel. Raises the same errors."""
+    """Write the merged tensors named in `destinations` into this memory, several at a time.
+
+    The tensors are those of `merged_tensors`. The memory is contiguous, of one dtype, on the bank's device. This is the
+    fastest way to merge. Raises as `plan_tensors` does.
+    """
     plan = plan_tensors(recipe, bank)
     together = []
 
@@ -120,8 +130,10 @@ def merge_into(recipe: Recipe | TensorPlan, bank: Bank, destinations: Mapping[st
 def sources_of(
     tensor: MergedTensor, plan: TensorPlan, bank: Bank
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-    """The same tensor of each source of a tensor of the plan, and of the base if the method needs it, in their stored
-    dtypes: the operands of a method that uses no statistics."""
+    """The tensor of each source of a planned tensor, and that of the base if the method needs it.
+
+    They have their stored dtypes. They are the operands of methods that use no statistics.
+    """
 
     def get(source: Source) -> torch.Tensor:
         return bank.get(plan.aliases[source.model], bank.layout.name(tensor.suffix, source.layer))
@@ -132,13 +144,13 @@ def sources_of(
 
 
 def operands_of(tensor: MergedTensor, plan: TensorPlan, bank: Bank) -> Operands:
-    """The operands of a tensor of the plan, in their stored dtypes, with the statistics that its method uses."""
+    """The operands of a planned tensor in their stored dtypes, with the statistics that its method uses."""
     return _Computation.of(tensor, plan, bank).operands(bank)
 
 
 @dataclass(frozen=True)
 class _Computation:
-    """A tensor to compute: its operands by name in the bank, and what depends on the sources alone."""
+    """A tensor to compute: the names of its operands in the bank, and the statistics of its sources."""
 
     tensor: MergedTensor
     sources: tuple[Key, ...]
@@ -155,7 +167,7 @@ class _Computation:
 
     @classmethod
     def of(cls, tensor: MergedTensor, plan: TensorPlan, bank: Bank, *, compiles: bool = True) -> Self:
-        """Without `compiles` what depends on the sources alone is left to the plain method."""
+        """The computation of a planned tensor; with `compiles=False` the plain method computes its statistics."""
         recipe, aliases = plan.recipe, plan.aliases
         merge, declared = tensor.merge, METHODS[tensor.merge.method]
         uses = PLAIN[merge.method].uses if compiles else frozenset()
@@ -195,7 +207,7 @@ class _Computation:
     def result(
         self, bank: Bank, dtype: torch.dtype, into: Callable[[str, tuple[int, ...]], torch.Tensor] | None
     ) -> torch.Tensor:
-        """As `merged_tensors` gives it."""
+        """The merged tensor, rounded to `dtype`; in the memory that `into` provides, if it is computed by a kernel."""
         merge, shape = self.tensor.merge, self.tensor.shape
         if self.is_copy:
             return bank.get(*self.sources[0]).to(dtype)
@@ -212,11 +224,11 @@ class _Computation:
         return (merged if factor == 1 else merged * factor).to(dtype)
 
     def _is_fused(self, operands: Operands, dtype: torch.dtype) -> bool:
-        # The kernels cut as format 2 does.
+        # The kernels order equal elements as recipes of format 2 do.
         return self.compiles and is_fused(self.tensor.merge, operands, dtype) and not self.keeps_equal
 
     def operands(self, bank: Bank) -> Operands:
-        # As large as half a source: for one tensor at a time.
+        # Ranks are half as large as a source, so they are read for one tensor at a time.
         uses_ranks = "ranks" in PLAIN[self.tensor.merge.method].uses
         has_ranks = self.base is not None and uses_ranks and math.prod(self.tensor.shape) > 0
         return Operands(
@@ -236,7 +248,7 @@ class _Computation:
         )
 
     def _ranks(self, bank: Bank) -> tuple[torch.Tensor, ...] | None:
-        if self.base is None or self.keeps_equal or not self.compiles:  # the bank's ranks are those of format 2
+        if self.base is None or self.keeps_equal or not self.compiles:  # the bank's ranks are for format 2
             return None
         return bank.ranks(self.sources, self.base)
 

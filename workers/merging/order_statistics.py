@@ -1,13 +1,13 @@
 """Order statistics of a task vector's magnitudes: a small table that narrows any rank to a few elements.
 
-Elements are ordered by magnitude, and equal magnitudes by a mark: the hash of the index (`workers.merging.masks`, with
-the key 0) times an odd factor of the source's own, modulo 2^32. Below index 2^32 no two marks are equal, so there are
-no ties: a rank keeps exactly its number of elements, of which no position is preferred. In bfloat16 equal magnitudes
-are the rule: a tenth of all elements may have the magnitude at a threshold.
+Elements are ordered by magnitude. Equal magnitudes are ordered by a tie-breaking number, the mark: the hash of the
+element's index (`workers.merging.masks`, with the key 0) times an odd factor of the source's own, modulo 2^32. Below
+index 2^32 no two marks are equal, so there are no ties: a rank keeps exactly its number of elements, and no position is
+preferred. In bfloat16 equal magnitudes are common: a tenth of all elements may have the magnitude at a threshold.
 
-A table is computed once from the sources. No merge sorts after that: the exact threshold of a rank is found among the few
-elements that the table leaves. A single merge needs a rank or two: it selects them without a table (`Selection`), which
-takes less time than sorting. `workers.merging.statistics` computes both.
+A table is computed once from the sources. Merges with a table do not sort: they find the exact threshold of a rank
+among the few elements that the table leaves undecided. A single merge needs only a rank or two, and selects them
+without a table (`Selection`), which takes less time than sorting. `workers.merging.statistics` computes both.
 """
 
 from __future__ import annotations
@@ -37,28 +37,29 @@ __all__ = [
     "threshold_of_rank",
 ]
 
-# The table holds one element in SPACING: 8 bytes for 128 elements, and a rank lies among at most 127 of them.
+# The table holds one element in SPACING, 8 bytes for 128 elements. It leaves a rank undecided among at most 127
+# elements.
 SPACING = 128
-# More elements than these cannot have the magnitudes between two entries of a table, these included, where those of the
-# entries before and after differ.
+# The most elements with magnitudes from one entry of a table to the next, if the entries before and after these two
+# have other magnitudes.
 MOST_LEFT = 3 * SPACING
 LARGEST_MARK = 2**32 - 1
 
 
 @dataclass(frozen=True, order=True)
 class Threshold:
-    """A threshold in the order of a tensor's elements: a magnitude, and the mark of an element that has it."""
+    """A position in the order of a tensor's elements: a magnitude, and the mark of an element that has it."""
 
     magnitude: float
     mark: int
 
     @property
     def key(self) -> int:
-        """The threshold as one number, as of `magnitude_keys`."""
+        """The threshold as one number, as in `magnitude_keys`."""
         return int(np.float32(self.magnitude).view(np.uint32)) << 32 | self.mark
 
     def reached_by(self, magnitudes: torch.Tensor, order: TieOrder) -> torch.Tensor:
-        """Bool: which elements of a tensor are at this threshold or above."""
+        """Which elements of a tensor are at this threshold or above: bool, of the shape of `magnitudes`."""
         equal = (magnitudes == self.magnitude).flatten()
         reached = (magnitudes > self.magnitude).flatten()
         at = equal.nonzero().flatten()
@@ -68,8 +69,10 @@ class Threshold:
 
 @dataclass(frozen=True)
 class TieOrder:
-    """How elements of equal magnitude are ordered: by the marks of `key`. With `keeps_equal`, all elements whose
-    magnitude equals that at a rank have the rank: recipes of format 1 are merged so."""
+    """The order of elements of equal magnitude: by the marks of `key`.
+
+    With `keeps_equal`, elements of equal magnitude have the same rank. Recipes of format 1 are merged this way.
+    """
 
     key: int
     keeps_equal: bool = False
@@ -84,11 +87,11 @@ class TieOrder:
         return (hashes(0, positions) * self.factor) & LARGEST_MARK
 
     def lowest(self, threshold: Threshold) -> Threshold:
-        """The threshold from which on elements count, if those at `threshold` do."""
+        """The threshold from which elements are kept, if those at `threshold` are kept."""
         return Threshold(threshold.magnitude, 0) if self.keeps_equal else threshold
 
     def above(self, threshold: Threshold) -> Threshold:
-        """The lowest threshold above `threshold`, if elements at `threshold` count."""
+        """The lowest threshold above all elements that are kept with those at `threshold`."""
         if self.keeps_equal or threshold.mark == LARGEST_MARK:
             return Threshold(float(np.nextafter(np.float32(threshold.magnitude), np.float32(np.inf))), 0)
         return Threshold(threshold.magnitude, threshold.mark + 1)
@@ -96,10 +99,12 @@ class TieOrder:
 
 @dataclass(frozen=True)
 class Trim:
-    """Where a rank lies: at `high` if `low` equals it; else strictly between the two, where fewer than `SPACING`
-    elements are, of which `num_smaller` precede it in ascending order.
+    """The bounds `low` and `high` of a rank's threshold.
 
-    `is_tied`: more than `MOST_LEFT` elements may have magnitudes from that of `low` to that of `high`."""
+    If they are equal, they are the threshold. Otherwise the threshold is strictly between them, where fewer than
+    `SPACING` elements are; `num_smaller` of these precede it in ascending order. `is_tied`: more than `MOST_LEFT`
+    elements may have magnitudes from that of `low` to that of `high`.
+    """
 
     low: Threshold
     high: Threshold
@@ -108,8 +113,12 @@ class Trim:
 
     @property
     def magnitudes(self) -> tuple[float, float]:
-        """Two float32 magnitudes: elements up to the first are below the rank, those from the second on at it or above;
-        between are those that have a magnitude from `low` to `high`. The second is NaN if no element reaches `high`."""
+        """Two float32 magnitudes that decide all elements except those between them.
+
+        Elements up to the first are below the rank; elements from the second on are at the rank or above. Between the
+        two are the elements with a magnitude from that of `low` to that of `high`. The second is NaN if no element
+        reaches `high`.
+        """
         if self == NOTHING:
             return float("inf"), float("nan")
         if self == ALL:
@@ -122,19 +131,19 @@ class Trim:
         return cls(threshold, threshold, is_tied=is_tied)
 
 
-# No magnitude is below 0, and none is above infinity: these keep all elements and none.
+# No magnitude is below 0, and none is above infinity: the first keeps all elements, the second none.
 ALL = Trim.at(Threshold(0.0, 0))
 NOTHING = Trim.at(Threshold(float("inf"), LARGEST_MARK))
 
 
 class Ranked(Protocol):
-    """A tensor's elements in their order: by a table, or selected one by one."""
+    """The elements of a tensor by rank: from a table, or selected one by one."""
 
     @property
     def num_not_zero(self) -> int: ...
 
     def trim(self, rank: int) -> Trim:
-        """Where the element of the `rank`-th largest magnitude is; ranks are from 1 to the number of elements."""
+        """The bounds of the threshold of the `rank`-th largest magnitude, from 1 to the number of elements."""
         ...
 
     def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
@@ -144,8 +153,11 @@ class Ranked(Protocol):
 
 @dataclass(frozen=True)
 class Selection:
-    """Elements ranked without a table: `select` gives the threshold of the element that has so many smaller ones, and how
-    many elements have its magnitude; `num_zeros` counts the elements that are zero."""
+    """The elements of a tensor by rank, selected without a table.
+
+    `select` takes a number of smaller elements. It returns the threshold of the element that has so many, and how many
+    elements have its magnitude. `num_zeros` counts the elements that are zero.
+    """
 
     num_elements: int
     select: Callable[[int], tuple[Threshold, int]]
@@ -156,18 +168,21 @@ class Selection:
         return self.num_elements - self.num_zeros()
 
     def trim(self, rank: int) -> Trim:
-        """As of `Ranked`: the exact threshold."""
+        """The exact threshold of the `rank`-th largest magnitude, as both bounds."""
         threshold, num_equal = self.select(self.num_elements - rank)
         return Trim.at(threshold, is_tied=num_equal > MOST_LEFT)
 
     def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
-        """As of `Ranked`."""
+        """The threshold of the `rank`-th largest magnitude; `sizes` and `order` are not needed."""
         return self.trim(rank).high
 
 
 class MagnitudeTable:
-    """Every 128th element in ascending order, and the last: `magnitudes` and `marks`; of `num_elements`, of which
-    `num_zeros` are zero."""
+    """A table of order statistics: every 128th element of a tensor in ascending order, and the last.
+
+    `magnitudes` and `marks` are those of the elements in the table. The tensor has `num_elements`, of which `num_zeros`
+    are zero.
+    """
 
     def __init__(
         self,
@@ -184,8 +199,11 @@ class MagnitudeTable:
 
     @classmethod
     def of_ascending(cls, ascending: Iterable[tuple[np.ndarray, np.ndarray]]) -> Self:
-        """The table of float32 magnitudes and uint32 marks that come in ascending order, in pieces, equal magnitudes
-        in one piece. There is at least one piece, and none is empty. A piece is not used after the next is taken."""
+        """The table of float32 magnitudes and uint32 marks that are given in ascending order, in pieces.
+
+        Equal magnitudes are in one piece. There is at least one piece, and none is empty. A piece is not used after the
+        next one is taken.
+        """
         columns: list[tuple[np.ndarray, np.ndarray]] = []
         total = num_zeros = 0
         for sizes, marks in ascending:
@@ -202,7 +220,7 @@ class MagnitudeTable:
         return self._magnitudes.nbytes + self._marks.nbytes
 
     def trim(self, rank: int) -> Trim:
-        """Where the element of the `rank`-th largest magnitude is; ranks are from 1 to the number of elements."""
+        """The bounds of the threshold of the `rank`-th largest magnitude, from 1 to the number of elements."""
         cut, after = divmod(self._num_elements - rank, SPACING)
         low = self._threshold(cut)
         if after == 0:
@@ -213,7 +231,7 @@ class MagnitudeTable:
         return Trim(low, high, after - 1, is_tied=self._is_tied(cut, cut + 1))
 
     def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
-        """The threshold of the `rank`-th largest of `sizes`, the magnitudes (float32) of which this is the table."""
+        """The threshold of the `rank`-th largest of `sizes`, the magnitudes (float32) that the table was made from."""
         trim = self.trim(rank)
         if trim.low == trim.high:
             return trim.high
@@ -223,7 +241,7 @@ class MagnitudeTable:
         return _threshold(int(keys[(keys > trim.low.key) & (keys < trim.high.key)].sort().values[trim.num_smaller]))
 
     def _is_tied(self, first: int, last: int) -> bool:
-        """Whether an entry beyond these two has the magnitude of one of them."""
+        """Whether an entry before entry `first` or after entry `last` has the same magnitude as that entry."""
         sizes = self._magnitudes
         return bool(
             (first > 0 and sizes[first - 1] == sizes[first])
@@ -235,7 +253,10 @@ class MagnitudeTable:
 
 
 def threshold_of_rank(sizes: torch.Tensor, rank: int, order: TieOrder, table: Ranked | None = None) -> Threshold:
-    """The threshold of the `rank`-th largest of `sizes`, magnitudes in float32, from 1; `table` is their table if known."""
+    """The threshold of the `rank`-th largest, from 1, of `sizes`, magnitudes in float32.
+
+    `table` is their table, if known.
+    """
     if table is not None:
         return table.threshold(rank, sizes, order)
     flat = sizes.flatten()
@@ -246,12 +267,15 @@ def threshold_of_rank(sizes: torch.Tensor, rank: int, order: TieOrder, table: Ra
     return Threshold(float(magnitude), int(found))
 
 
-# A threshold as one number: the bits of a float32 that is not negative are ordered as the number is.
+# Thresholds as numbers: the bits of float32 numbers that are not negative have the order of the numbers.
 
 
 def magnitude_keys(sizes: torch.Tensor, order: TieOrder) -> torch.Tensor:
-    """The thresholds of all elements as one number each, by their magnitudes in float32: int64, of the shape of `sizes`.
-    With `keeps_equal`, elements of equal magnitude have equal numbers."""
+    """The positions of all elements in their order, as one number each: int64, of the shape of `sizes`.
+
+    Elements are ordered by their magnitudes in float32, and equal magnitudes by their marks. With `keeps_equal`,
+    elements of equal magnitude have equal numbers.
+    """
     keys = sizes.float().contiguous().view(torch.int32).long() << 32
     if not order.keeps_equal:
         keys |= order.marks_at(torch.arange(sizes.numel(), device=sizes.device)).view(sizes.shape)

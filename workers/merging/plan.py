@@ -31,10 +31,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """A recipe that was checked against a bank: every tensor to compute, in order. Functions that take a recipe
-    also take its plan for the same bank, so that a swap of several steps plans once.
+    """A recipe that was checked against a bank: every tensor to compute, in order.
 
-    `aliases` are the bank's, by the recipe's.
+    Functions that take a recipe also take its plan for the same bank, so that a swap of several steps plans once.
+    `aliases` maps the recipe's aliases to the bank's.
     """
 
     recipe: Recipe
@@ -43,12 +43,15 @@ class TensorPlan:
 
 
 def merged_names(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that `merged_tensors` gives, in its order. Raises as it does."""
+    """The name and shape of every merged tensor, in the order of `materialize.merged_tensors`.
+
+    Raises as `plan_tensors` does.
+    """
     return {name: shape for tensor in plan_tensors(recipe, bank).tensors for name, shape in tensor.shapes().items()}
 
 
 def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]:
-    """For every tensor that `merged_tensors` gives, what it is computed from and how: equal values, equal bits."""
+    """For every merged tensor, what it is computed from and how: equal values, equal bits."""
     plan = plan_tensors(recipe, bank)
     return {
         name: (_computation(tensor, plan), part) for tensor in plan.tensors for part, name in enumerate(tensor.shapes())
@@ -56,19 +59,25 @@ def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]
 
 
 def check_recipe(recipe: Recipe, bank: Bank) -> None:
-    """Raise InvalidRecipe, InvalidModel or EvidenceMismatch unless the bank can materialise the recipe."""
+    """Raise InvalidRecipe, InvalidModel or EvidenceMismatch unless the bank can merge the recipe."""
     plan_tensors(recipe, bank)
 
 
 def plan_tensors(recipe: Recipe | TensorPlan, bank: Bank) -> TensorPlan:
-    """Check the recipe and plan its tensors; a plan is returned as it is. Raises InvalidRecipe, InvalidModel, and
-    EvidenceMismatch if files of the sources have changed since they were opened."""
+    """Check the recipe and plan its tensors; a plan is returned as it is.
+
+    Raises InvalidRecipe, InvalidModel, and EvidenceMismatch if files of the sources have changed since they were
+    opened.
+    """
     return recipe if isinstance(recipe, TensorPlan) else _plan(recipe, recipe.canonical(), bank)
 
 
 def plan_as_stated(recipe: Recipe, bank: Bank) -> TensorPlan:
-    """The plan of every merge as the recipe states it, with the sources that have no influence, whose coefficients have
-    gradients too. Merged models are those of `plan_tensors`, whose sums may have another order. Raises as it does."""
+    """Plan every merge as the recipe states it, with sources that have no influence.
+
+    The coefficients of these sources have gradients too. Merged models are those of `plan_tensors`, except that sums
+    may have another order. Raises as `plan_tensors` does.
+    """
     recipe.check()
     return _plan(recipe, recipe, bank)
 
@@ -129,7 +138,7 @@ def _part(
 
 
 def named_sources(merge: Merge) -> tuple[Source, ...]:
-    """The sources, and the base where the merge names its own."""
+    """The sources of a merge, and its base if the merge names one itself."""
     return merge.sources if merge.base is None else (*merge.sources, merge.base)
 
 

@@ -1,19 +1,20 @@
 """Fused kernels of most methods for CPU (Numba), and of those that searches use most for CUDA (Triton).
 
 They compute the same as the plain methods of `workers.merging.methods`, bit for bit on the same kind of device, but in
-one pass over the sources in their stored dtype (two if coefficients depend on what a method drops), and write the
-result, rounded once, to its place. They receive the sources' statistics and do not know where these are kept.
+one pass over the sources in their stored dtype (two if coefficients depend on what a method drops). The result is
+rounded once and written to its destination. Kernels receive the sources' statistics and do not know where these are
+kept.
 
 - `lowering`: the rule of each fused method, from its coefficients and operands.
 - `rules`: the rules, plain numbers that every backend can execute.
 - `cpu`: the pass that executes a rule on CPU.
 - `cuda`: the pass that executes a rule on a CUDA device.
-- `operations`: what formulas are written in.
-- `formulas`: what each of `rules` computes of an element, on CPU.
+- `operations`: the operations in which formulas are written.
+- `formulas`: the formula of each of `rules`, on CPU.
 - `sparsity`: which elements of a task vector each rule keeps, on CPU.
 - `thresholds`: exact thresholds from the elements that a table of magnitudes leaves undecided, on CPU.
 - `elements`: compiled functions on single elements: reading, rounding and storing them, their hashes.
-- `arguments`: tensors and rules as what compiled functions are called with.
+- `arguments`: tensors and rules as arguments of compiled functions.
 - `reductions`: sums and counts over whole tensors, on CPU.
 - `sorting`: sorting in bounded memory, on CPU.
 - `threads`: the threads of the CPU kernels.

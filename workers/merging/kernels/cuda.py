@@ -1,4 +1,4 @@
-"""Fused merge kernels for CUDA: for tensors on one CUDA device.
+"""Fused merge kernels for tensors on one CUDA device.
 
 Multiplications and additions are not contracted, and divisions are rounded correctly, so that the bits are those of the
 plain methods there. The tests marked `gpu` run them on a device; without one they run in Triton's interpreter.
@@ -20,14 +20,17 @@ from workers.merging.order_statistics import LARGEST_MARK, SPACING, Threshold
 
 __all__ = ["merge"]
 
-BLOCK = 1024  # elements of a program
+BLOCK = 1024  # elements of one Triton program
 
 Tensors = Sequence[torch.Tensor]
 WEYL, FIRST, SECOND = tl.constexpr(STEP), tl.constexpr(MULTIPLIERS[0]), tl.constexpr(MULTIPLIERS[1])
 
 
 def merge(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: torch.Tensor) -> None:
-    """As `workers.merging.kernels.cpu.merge`, for the rules of `lowering.ON_CUDA`. Does not wait for the device."""
+    """Write the merge of the operands by a rule of `lowering.ON_CUDA` to `out`, as `cpu.merge` does.
+
+    Does not wait for the device.
+    """
     xs, size = tuple(tensors), out.numel()
     match rule:
         case rules.WeightedSum(weights):
@@ -60,7 +63,7 @@ def _ties_of(
     base: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """The pass collects undecided elements; they are merged again with the exact thresholds."""
+    """Merge by TIES: a pass collects undecided elements, which are merged again with the exact thresholds."""
     lambdas, thresholds = _floats([lambda_], out), _thresholds(sparse, out)
     found = torch.full((len(xs) * SPACING,), -1, dtype=torch.int64, device=out.device)
     most = found.numel()
@@ -104,7 +107,7 @@ def _weighted_task_sum(base, xs, weights, out, size, BLOCK: tl.constexpr):  # ty
 
 @triton.jit
 def _nearswap(first, second, numbers, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`numbers`: t, and the smallest distance by which it is divided."""
+    """Merge by NearSwap; `numbers` are t, and the smallest distance by which it is divided."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < size
     a = tl.load(first + i, mask=is_inside, other=0).to(tl.float32)
@@ -146,8 +149,10 @@ def _ties(  # type: ignore[no-untyped-def]
     base, xs, lows, low_marks, highs, high_marks, factors, lambdas, out, found, count, most, size,
     AT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All elements; the positions of undecided ones are written to `found`, which has `most` thresholds. With `AT` only the
-    elements at those positions in `found` that are not negative."""
+    """Merge all elements by TIES, and write the positions of undecided ones to `found`, which has room for `most`.
+
+    With `AT`, merge only the elements at those positions in `found` that are not negative.
+    """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < size
     if AT:
@@ -217,20 +222,23 @@ def _dare_ties(base, xs, masks, scales, lambdas, out, size, BLOCK: tl.constexpr)
 
 @triton.jit
 def _is_kept(i, mask):  # type: ignore[no-untyped-def]
-    """`workers.merging.masks` for i below 2^32; `mask` points to the key's two words and the threshold less one."""
+    """Whether the mask keeps element i, below 2^32 (`workers.merging.masks`).
+
+    `mask` points to the key's two words and the threshold minus one.
+    """
     return _hashed(i, tl.load(mask).to(tl.uint32), tl.load(mask + 1).to(tl.uint32)) <= tl.load(mask + 2).to(tl.uint32)
 
 
 @triton.jit
 def _marked(i, factor):  # type: ignore[no-untyped-def]
-    """The mark of `workers.merging.order_statistics` for i below 2^32."""
+    """The mark of element i, below 2^32 (`workers.merging.order_statistics`)."""
     zero = tl.cast(0, tl.uint32)
     return _hashed(i, zero, zero) * tl.load(factor).to(tl.uint32)
 
 
 @triton.jit
 def _hashed(i, k0, k1):  # type: ignore[no-untyped-def]
-    """The hash of `workers.merging.masks` for i below 2^32."""
+    """The hash of element i, below 2^32 (`workers.merging.masks`)."""
     x = i.to(tl.uint32) * tl.cast(WEYL, tl.uint32) + k0
     x = (x ^ (x >> 16)) * tl.cast(FIRST, tl.uint32)
     x = ((x ^ (x >> 15)) + k1) * tl.cast(SECOND, tl.uint32)
@@ -242,7 +250,7 @@ def _floats(numbers: Sequence[float], like: torch.Tensor) -> torch.Tensor:
 
 
 def _thresholds(sparse: rules.Trimmed, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The bounds of each source's threshold, as magnitudes and marks, and the factor of marks."""
+    """The bounds of each source's threshold, as magnitudes and marks, and the factors of marks."""
     low_marks, high_marks, factors = (
         torch.tensor(words, dtype=torch.int64, device=like.device)
         for words in (sparse.low_marks, sparse.high_marks, sparse.factors)

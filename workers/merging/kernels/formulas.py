@@ -1,5 +1,6 @@
-"""The formula of each of `rules`: the merged element i, from `value(base[i])` and the sources' `value(xs[s][i])`.
+"""The formula of each rule, which computes a merged element on CPU.
 
+A formula computes element i from `value(base[i])` and the sources' `value(xs[s][i])`.
 The type of the rule selects its formula, which becomes part of the compiled pass.
 """
 

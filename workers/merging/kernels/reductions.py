@@ -1,7 +1,7 @@
 """Sums and counts over tensors on CPU, in one pass, for methods whose coefficients depend on them; and checksums.
 
-Sums are in float64 and in the order of `methods.arithmetic.total`, bit for bit, with any number of threads: a thread
-starts at one of its blocks, and compiled functions write a sum for each block.
+Sums are in float64 and in the order of `methods.arithmetic.total`, bit for bit, with any number of threads: each thread
+starts at the beginning of a block, and compiled functions write a sum for each block.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ Tensors = Sequence[torch.Tensor]
 
 
 def inner_product(first: torch.Tensor, second: torch.Tensor, base: torch.Tensor | None) -> float:
-    """The inner product of two contiguous tensors, or of their differences from `base`, as `methods.inner_products`
-    computes it."""
+    """The inner product of two contiguous tensors; with `base`, of their differences from it.
+
+    The bits are those of `methods.arithmetic.inner_products`.
+    """
     x, y = as_array(first), as_array(second)
     b = x if base is None else as_array(base.contiguous())
     sums = np.empty(-(-x.size // SUMMED))
@@ -44,8 +46,10 @@ def inner_product(first: torch.Tensor, second: torch.Tensor, base: torch.Tensor 
 
 
 def projections(direction: torch.Tensor, tensors: Tensors, base: torch.Tensor) -> list[float]:
-    """The inner products of `direction` and each tensor's difference from `base`, which is rounded to float32; all
-    contiguous, `direction` in a dtype of its own. No difference is held in memory."""
+    """The inner products of `direction` with each tensor's difference from `base`, which is rounded to float32.
+
+    All tensors are contiguous; `direction` has a dtype of its own. No difference is held in memory.
+    """
     *xs, b = as_arrays([*tensors, base])
     sums = np.empty((len(xs), -(-b.size // SUMMED)))
     d = as_array(direction)
@@ -56,7 +60,7 @@ def projections(direction: torch.Tensor, tensors: Tensors, base: torch.Tensor) -
 def kept_norms(
     sparse: rules.Whole | rules.Dropped | rules.Sampled, tensors: Tensors, base: torch.Tensor
 ) -> list[float]:
-    """For each source, the sum of the magnitudes that `sparse` keeps of source - base."""
+    """The sum of the magnitudes that `sparse` keeps of source - base, for each source."""
     fields = sparse._asdict().items()
     alone = tuple(typed(sparse._replace(**{name: (each[s],) for name, each in fields})) for s in range(len(tensors)))
     b, xs = as_array(base), as_arrays(tensors)
@@ -68,8 +72,11 @@ def kept_norms(
 def variable_squares(
     trim: Trim, order: TieOrder, tensors: Tensors, base: torch.Tensor
 ) -> tuple[rules.Comparison, Threshold, list[float]]:
-    """The exact threshold in the order of variances, which lies where `trim` says; by what variances are compared with it,
-    which leaves none undecided; and for each source the sum of tau^2 over the elements at the threshold or above."""
+    """The threshold in the order of variances, and the sum of squares of each source's elements that reach it.
+
+    `trim` has the bounds of the threshold. Returns how variances are compared with the threshold, which leaves none
+    undecided; the exact threshold; and for each source the sum of tau^2 over the elements at the threshold or above.
+    """
     b, xs = as_array(base), as_arrays(tensors)
     sums = np.empty((len(xs), -(-b.size // SUMMED)))
     (by,) = rules.comparisons([trim])
@@ -90,7 +97,7 @@ def variable_squares(
 
 
 class _Spread(NamedTuple):
-    """Between which places in the order of variances the one from which on elements are selected lies."""
+    """The bounds of the threshold in the order of variances from which elements are selected."""
 
     by: Any
     low: Any
@@ -106,7 +113,7 @@ def _spread(by: rules.Comparison, low: Threshold, high: Threshold, order: TieOrd
 
 
 def shared_counts(epsilon: float, tensors: Tensors, base: torch.Tensor) -> list[tuple[int, int]]:
-    """For each source how many elements it changes by more than epsilon, and how many of these no other source does."""
+    """How many elements each source changes by more than epsilon, and how many of these no other source does."""
     b, xs = as_array(base), as_arrays(tensors)
     parts = pieces(b.size, BLOCK)
     counts = np.zeros((len(parts), 2, len(xs)), np.int64)
@@ -116,7 +123,7 @@ def shared_counts(epsilon: float, tensors: Tensors, base: torch.Tensor) -> list[
 
 
 def weighted_words(words: torch.Tensor, weight: int) -> int:
-    """sum_i words[i] * (i * weight | 1) modulo 2^64, of contiguous int64 words."""
+    """The weighted sum sum_i words[i] * (i * weight | 1) modulo 2^64, of contiguous int64 words."""
     array = words.view(-1).numpy().view(np.uint64)
     sums = run(_weighted_words, [(array, U64(weight), *part) for part in pieces(array.size, BLOCK)])
     return sum(map(int, sums)) % 2**64
@@ -149,9 +156,9 @@ def _projections(direction: Any, xs: Any, base: Any, sums: Any, start: int, stop
             sums[s, begin // U64(SUMMED)] = _sum_of(lanes)
 
 
-# Numbers in float32 go to a buffer first, and are added in float64 in a loop of their own: in one loop, as many float32
-# would be computed at a time as there is room for float64. A buffer has one row of lanes, to stay in the first-level
-# cache beside the sources.
+# Numbers in float32 are written to a buffer first, and added in float64 in a loop of their own: one loop for both would
+# compute only as many float32 numbers at a time as float64 numbers fit into a vector register. A buffer has one row of
+# lanes, to stay in the first-level cache beside the sources.
 
 
 @compiled
@@ -173,7 +180,10 @@ def _kept_norms(alone: Any, base: Any, xs: Any, sums: Any, start: int, stop: int
 
 @compiled
 def _variable_squares(spread: Any, base: Any, xs: Any, sums: Any, found: Any, start: int, stop: int) -> int:
-    """Positions of undecided elements are written to `found`. Returns how many."""
+    """Write the sums of squares of each block to `sums`, and the positions of undecided elements to `found`.
+
+    Returns the number of undecided elements.
+    """
     num_found, taus, lanes = 0, np.empty((len(xs), LANES), np.float32), np.empty((len(xs), LANES))
     for begin in range(U64(start), U64(stop), U64(SUMMED)):
         end = min(begin + U64(SUMMED), U64(stop))

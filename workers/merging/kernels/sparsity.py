@@ -19,13 +19,15 @@ HASHES = 2.0**32  # number of different hashes
 
 
 def is_at_or_above(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, low_mark: Any) -> Any:
-    """Whether element i of source s, of this magnitude, is at a place or above. Of elements that are undecided
-    `ByMagnitude` says no. Only in compiled code."""
+    """Whether element i of source s, of this magnitude, is at a threshold or above.
+
+    Of undecided elements `ByMagnitude` says no. Only in compiled code.
+    """
     raise NotImplementedError("only in compiled code")
 
 
 def is_above(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, low_mark: Any) -> Any:
-    """Whether element i of source s is above a place, as `is_at_or_above`. Only in compiled code."""
+    """Whether element i of source s is above a threshold, compared as in `is_at_or_above`. Only in compiled code."""
     raise NotImplementedError("only in compiled code")
 
 
@@ -52,7 +54,7 @@ def _passes_threshold(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any,
 
 
 def kept(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
-    """What `sparse` makes of `tau`, element i of the task vector of source s. Only in compiled code."""
+    """What a sparsity keeps of `tau`, element i of the task vector of source s. Only in compiled code."""
     raise NotImplementedError("only in compiled code")
 
 

@@ -1,4 +1,5 @@
-"""Averages and interpolations of whole models: linear, SLERP and NuSLERP, Model Stock, and two fusions of a pair.
+"""Averages and interpolations of whole models: linear, SLERP and NuSLERP, Model Stock.
+
 Equation numbers are those of "Automated Model Merging", section A.2.
 """
 
@@ -45,7 +46,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-# Beyond this |cos| SLERP interpolates straight, see `slerp`. The value is the customary one.
+# Beyond this |cos| SLERP interpolates straight, see `slerp`. The value is the usual one.
 COLLINEAR = 0.9995
 # NuSLERP is linear only beyond this, where line and circle are equal in float32, see `nuslerp`.
 NUSLERP_COLLINEAR = 1 - 1e-7
@@ -59,7 +60,7 @@ STOCK_ROUNDING = 1e-6
 
 @merges("passthrough")
 def passthrough(tensors: Sequence[torch.Tensor], *, scale: float = 1) -> torch.Tensor:
-    """scale * theta: the one source as it is, or scaled (mergekit's passthrough with `scale`)."""
+    """The one source as it is, or scaled: scale * theta (mergekit's passthrough with `scale`)."""
     is_copy = scale == 1 and not isinstance(scale, torch.Tensor)
     return tensors[0] if is_copy else tensors[0] * scale
 
@@ -76,7 +77,7 @@ def linear(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.T
 
 @merges("weighted_sum")
 def weighted(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """sum_t w_t theta_t with weights as they are (mergekit's linear with `normalize: false`)."""
+    """The weighted sum with weights as they are: sum_t w_t theta_t (mergekit's linear with `normalize: false`)."""
     return weighted_sum(tensors, weights)
 
 
@@ -87,8 +88,10 @@ def linear_weights(weights: Sequence[float]) -> list[float]:
 
 @merges("slerp")
 def slerp(tensors: Sequence[torch.Tensor], *, t: float, cos: float | None = None) -> torch.Tensor:
-    """Spherical interpolation, eq. 10 (Shoemake 1985), with omega the angle between the whole tensors; `cos` is its
-    cosine if known. t = 0 is the first. The tensors keep their norms: their directions determine only the angle.
+    """Spherical interpolation of two tensors, eq. 10 (Shoemake 1985); t = 0 is the first.
+
+    omega is the angle between the whole tensors; `cos` is its cosine, if known. The tensors keep their norms: their
+    directions determine only the angle.
 
     If |cos omega| > 0.9995 it is linear interpolation: the divisor sin omega goes to zero, a float32 angle has few
     significant digits, for nearly equal tensors the two differ by less than 1.3e-4, and between opposite tensors no
@@ -105,11 +108,11 @@ def slerp_weights(t: float, cos: float) -> tuple[float, float]:
 
 @merges("nuslerp")
 def nuslerp(tensors: Sequence[torch.Tensor], *, weights: Sequence[float], cos: float | None = None) -> torch.Tensor:
-    """SLERP, eq. 10, with t = w_2 / (w_1 + w_2); equal shares if the weights sum to zero (mergekit's NuSLERP,
-    `nuslerp_flatten`).
+    """SLERP, eq. 10, with t = w_2 / (w_1 + w_2) (mergekit's NuSLERP with `nuslerp_flatten`).
 
-    Unlike `slerp` it stays on the circle up to |cos omega| = 1 - 1e-7 and is linear beyond: there line and circle of
-    nearly equal tensors agree in float32, and between nearly opposite ones rounding determines the circle.
+    Both tensors have equal shares if the weights sum to zero. Unlike `slerp`, it stays on the circle up to |cos omega|
+    = 1 - 1e-7 and is linear beyond: there, line and circle of nearly equal tensors agree in float32, and between nearly
+    opposite ones rounding determines the circle.
     """
     first, second = tensors
     return weighted_sum(tensors, nuslerp_weights(weights, cosine(first, second) if cos is None else cos))
@@ -149,7 +152,7 @@ def nuslerp_task_vectors(
     weights: Sequence[float],
     products: Products | None = None,
 ) -> torch.Tensor:
-    """theta_pre + `nuslerp` of the task vectors (mergekit's NuSLERP with a base model)."""
+    """The base plus `nuslerp` of the task vectors (mergekit's NuSLERP with a base model)."""
     cos = None if products is None else cosine_of(products, 0, 1)
     return nuslerp([tensor - base for tensor in tensors], weights=weights, cos=cos).add_(base)
 
@@ -158,7 +161,7 @@ def nuslerp_task_vectors(
 def nuslerp_rows_task_vectors(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, weights: Sequence[float]
 ) -> torch.Tensor:
-    """theta_pre + `nuslerp_rows` of the task vectors (mergekit: `nuslerp_flatten: false` with a base model)."""
+    """The base plus `nuslerp_rows` of the task vectors (mergekit: `nuslerp_flatten: false` with a base model)."""
     return nuslerp_rows([tensor - base for tensor in tensors], weights=weights) + base
 
 
@@ -166,7 +169,7 @@ def nuslerp_rows_task_vectors(
 def nuslerp_columns_task_vectors(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, weights: Sequence[float]
 ) -> torch.Tensor:
-    """theta_pre + `nuslerp_columns` of the task vectors (mergekit: also `nuslerp_row_wise: true`)."""
+    """The base plus `nuslerp_columns` of the task vectors (mergekit: also `nuslerp_row_wise: true`)."""
     return nuslerp_columns([tensor - base for tensor in tensors], weights=weights) + base
 
 
@@ -179,12 +182,14 @@ def model_stock(
     products: Products | None = None,
     name: str = "",
 ) -> torch.Tensor:
-    """Model Stock (arXiv:2403.19522), of N models: theta_pre + t * (mean of the task vectors),
-    t = N cos / (1 + (N - 1) cos), cos the mean cosine between task vectors of this tensor.
+    """Model Stock (arXiv:2403.19522): the base plus a share t of the mean task vector of N models.
 
-    A task vector of norm at most 1e-8 counts as orthogonal to the others. If the denominator vanishes the result is
-    the base. Near that pole t is large: raises InvalidRecipe, naming the tensor, if t is not from -N to 1. At -N the
-    result is as far from the base as models at equal distances are. With `unbounded` there is a warning instead.
+    It is theta_pre + t * (mean of the task vectors), with t = N cos / (1 + (N - 1) cos) and cos the mean cosine between
+    task vectors of this tensor.
+
+    A task vector of norm at most 1e-8 counts as orthogonal to the others. If the denominator vanishes the result is the
+    base. Near that pole t is large: raises InvalidRecipe, naming the tensor, if t is not from -N to 1. At -N the result
+    is as far from the base as models at equal distances are. With `unbounded` there is a warning instead.
     """
     taus = [tensor - base for tensor in tensors]
     weights = model_stock_weights(products or inner_products(taus), unbounded=unbounded, name=name)

@@ -15,8 +15,10 @@ __all__ = ["Importance", "ImportancesAt", "arcee_fusion", "importance_of", "impo
 
 @merges("nearswap")
 def nearswap(tensors: Sequence[torch.Tensor], *, t: float) -> torch.Tensor:
-    """The first model, each element moved towards the second's by at most t (mergekit's NearSwap):
-    w theta_2 + (1 - w) theta_1 with w = min(1, t / |theta_1 - theta_2|)."""
+    """The first model, with each element moved towards the second's by at most t (mergekit's NearSwap).
+
+    It is w theta_2 + (1 - w) theta_1 with w = min(1, t / |theta_1 - theta_2|).
+    """
     first, second = tensors
     share = (t / (first - second).abs_().clamp_(min=1e-6)).clamp_(max=1)
     return share * second + (1 - share) * first
@@ -24,14 +26,17 @@ def nearswap(tensors: Sequence[torch.Tensor], *, t: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Importance:
-    """Which elements Arcee Fusion takes over: those whose |difference| times their row's value in `rows`, float32
-    [..., 1], is at least `threshold`, a float32 value."""
+    """Which elements Arcee Fusion takes from the second model.
+
+    Those whose |difference| times their row's value in `rows`, float32 [..., 1], is at least `threshold`, a float32
+    value.
+    """
 
     rows: torch.Tensor
     threshold: float
 
 
-# Returns the elements at given places, from 0, of the importances in ascending order; the third tensor is `rows`.
+# Returns the importances at given indices, from 0, of their ascending order; the third tensor is `rows`.
 ImportancesAt = Callable[[Sequence[int], torch.Tensor, torch.Tensor, torch.Tensor], Sequence[torch.Tensor]]
 
 
@@ -39,9 +44,9 @@ ImportancesAt = Callable[[Sequence[int], torch.Tensor, torch.Tensor, torch.Tenso
 def arcee_fusion(tensors: Sequence[torch.Tensor], *, importance: Importance | None = None) -> torch.Tensor:
     """The first model with the second's most important changes (mergekit's Arcee Fusion).
 
-    Importance is |theta_2 - theta_1| * KL(softmax of theta_2's row | softmax of theta_1's row); elements whose
-    importance is at least median + 1.5 (Q3 - Q1) are taken over. Quartiles are those of the whole tensor, by the
-    element at floor(q (n - 1)) of the sorted ones. `importance` is that of the two tensors if known.
+    Importance is |theta_2 - theta_1| * KL(softmax of theta_2's row | softmax of theta_1's row). Elements whose
+    importance is at least median + 1.5 (Q3 - Q1) are taken from the second. Quartiles are those of the whole tensor, by
+    the element at floor(q (n - 1)) of the sorted ones. `importance` is that of the two tensors, if known.
     """
     first, second = tensors
     delta = second - first
@@ -50,16 +55,18 @@ def arcee_fusion(tensors: Sequence[torch.Tensor], *, importance: Importance | No
 
 
 def importances_at(
-    places: Sequence[int], first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor
+    indices: Sequence[int], first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The elements at `places` of the importances in ascending order, by torch's selection."""
+    """The importances at `indices`, from 0, of their ascending order, by torch's selection."""
     importances = ((second.float() - first.float()).abs_() * rows).flatten()
-    return [torch.kthvalue(importances, place + 1).values for place in places]
+    return [torch.kthvalue(importances, index + 1).values for index in indices]
 
 
 def importance_of(first: torch.Tensor, second: torch.Tensor, select: ImportancesAt = importances_at) -> Importance:
-    """The importance that `arcee_fusion` needs, of two tensors on CPU with at least one element. `select` finds order
-    statistics of the importances."""
+    """The importance that `arcee_fusion` needs, of two tensors on CPU with at least one element.
+
+    `select` finds order statistics of the importances.
+    """
     width = first.shape[-1] if first.dim() else 1
     parts = (torch.split(tensor.reshape(-1, width), max(1, CHUNK // width)) for tensor in (second, first))
     rows = torch.cat([_divergences(p.float(), q.float()) for p, q in zip(*parts, strict=True)])
@@ -70,6 +77,9 @@ def importance_of(first: torch.Tensor, second: torch.Tensor, select: Importances
 
 
 def _divergences(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """KL(softmax of the first's row | softmax of the second's), of each row; rounding leaves none below zero."""
+    """The divergence KL(softmax of the first's row | softmax of the second's) of each row.
+
+    Rounding may make that of nearly equal rows slightly negative.
+    """
     p, q = (torch.softmax(tensor, dim=-1).add_(1e-8) for tensor in (first, second))
     return (p * torch.log(p / q)).sum(dim=-1)

@@ -1,4 +1,4 @@
-"""The decorator by which the rule of a fused method is found, and what rules are computed from."""
+"""The decorator that registers the rule of a fused method, and the statistics that rules are computed from."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Lowering = Callable[[Merge, Operands], Rule]
 
 @dataclass(frozen=True)
 class Fused:
-    """How a method becomes a rule; `is_on_cuda`: there is a kernel of that rule for CUDA."""
+    """How a method becomes a rule; `is_on_cuda`: there is a CUDA kernel for that rule."""
 
     lowering: Lowering
     is_on_cuda: bool
@@ -43,8 +43,10 @@ RULES: dict[str, Fused] = {}
 
 
 def fuses(name: str, *, is_on_cuda: bool = False) -> Callable[[Lowering], Lowering]:
-    """The decorated function gives the rule of the declared method `name`. Raises ValueError for an undeclared method,
-    or one that has a rule."""
+    """Decorator that registers a function as the one that returns the rule of the declared method `name`.
+
+    Raises ValueError for an undeclared method, or one that has a rule.
+    """
     if name not in METHODS:
         raise ValueError(f"merge method {name!r} is not declared; declare it in a module of search_spaces/methods")
     if name in RULES:
@@ -58,7 +60,7 @@ def fuses(name: str, *, is_on_cuda: bool = False) -> Callable[[Lowering], Loweri
 
 
 def trimmed(stored: Operands, shares: Sequence[float]) -> Trimmed:
-    """The elements of largest magnitude of each task vector, of the sources' `shares`."""
+    """Sparsity that keeps the largest magnitudes of each task vector; `shares` has the share of each source."""
     ranks = [num_kept(share, stored.tensors[0].numel()) for share in shares]
     trims = [table.trim(rank) for table, rank in zip(magnitudes(stored), ranks, strict=True)]
     (by,) = comparisons(trims)
@@ -71,7 +73,7 @@ def base(stored: Operands) -> torch.Tensor:
 
 
 def factors(stored: Operands) -> Words:
-    """The factor of each source by which equal magnitudes are ordered."""
+    """The factor of each source's marks, which order equal magnitudes."""
     assert stored.orders is not None, "not given the orders of the sources"
     return tuple(order.factor for order in stored.orders)
 
