@@ -130,7 +130,7 @@ class MergekitConfig:
 
     @property
     def unmerged(self) -> Mapping[str, str]:
-        """The models that only the vocabulary needs, with the keys that name them."""
+        """The models from which only the vocabulary takes rows, with the keys that name them."""
         places = {token.model: f"tokenizer.tokens.{name}.source" for name, token in self.tokens.items()}
         places |= {self.tokenizer_source: self.tokenizer_place}
         others = (None, "", "base", "union", *self._merged)

@@ -285,7 +285,7 @@ def _joined(slices: list[_Slice]) -> list[_Slice]:
 def _compatible(
     first: Mapping[tuple[str, str], Mapping[str, float]], second: Mapping[tuple[str, str], Mapping[str, float]]
 ) -> dict[tuple[str, str], dict[str, float]] | None:
-    """Both settings combined; None if they differ in a component that both have."""
+    """The settings of two slices combined; None if they differ in a component that both have."""
     if first.keys() != second.keys():
         return None
     for owner in first:

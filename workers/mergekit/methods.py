@@ -50,7 +50,7 @@ class MergekitMethod:
         return "unused" if bases == {"none"} else "optional"
 
     def to_merge(self, inputs: Inputs) -> Merge:
-        """The merge of `inputs` by the declared method that computes the same.
+        """The merge of one tensor, by the declared method that computes the same as mergekit's method.
 
         Without sources it is the base, for methods that add task vectors to it. Raises InvalidRecipe if no declared
         method computes the same.

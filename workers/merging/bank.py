@@ -292,7 +292,7 @@ class Bank:
         return tuple(known)
 
     def keep_ranks(self) -> None:
-        """Cache ranks once computed, in host memory.
+        """Cache the ranks of magnitudes from now on, in host memory.
 
         They take two bytes per element of each source; four in rows longer than 65536.
         """
@@ -316,7 +316,7 @@ class Bank:
         return stored if stored.device == self.device else stored.to(self.device, non_blocking=True)
 
     def _on_cpu(self, key: Key) -> torch.Tensor:
-        """The tensor on CPU, where statistics sort it.
+        """A source's tensor on CPU, where it is sorted for statistics.
 
         Sorting on a GPU takes many times the tensor's memory, which an engine does not leave free.
         """

@@ -61,7 +61,7 @@ def threshold(probability: float) -> int:
 
 
 def hashes(key: int, index: torch.Tensor) -> torch.Tensor:
-    """The hashes in [0, 2^32) of the elements at these indices, both int64; below index 2^32 no two are equal."""
+    """The hashes, in [0, 2^32), of elements by their indices, both int64; below index 2^32 no two are equal."""
     k0, k1 = key_words(key)
     first, second = MULTIPLIERS
     x = (index & MASK_32).mul_(STEP - 2**32).add_(k0).bitwise_and_(MASK_32)

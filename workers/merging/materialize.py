@@ -44,7 +44,7 @@ class Scratch:
         self._memory = torch.empty(0, dtype=dtype, device=bank.device)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Memory for a tensor of this shape; the next call reuses it."""
+        """Memory for a tensor of a shape, valid until the next call."""
         size = math.prod(shape)
         if size > self._memory.numel():
             self._memory = self._memory.new_empty(size)
@@ -97,7 +97,7 @@ def is_small(recipe: Recipe | TensorPlan, bank: Bank) -> bool:
 
 
 def merge_into(recipe: Recipe | TensorPlan, bank: Bank, destinations: Mapping[str, torch.Tensor]) -> None:
-    """Write the merged tensors named in `destinations` into this memory, several at a time.
+    """Write the merged tensors named in `destinations` to the memory given there, several at a time.
 
     The tensors are those of `merged_tensors`. The memory is contiguous, of one dtype, on the bank's device. This is the
     fastest way to merge. Raises as `plan_tensors` does.

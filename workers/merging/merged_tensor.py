@@ -42,7 +42,7 @@ class MergedTensor:
     pieces: tuple[Piece, ...] = ()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the model's tensors that this one consists of, by name."""
+        """The shapes of the model's tensors that a merged tensor consists of, by name."""
         if not self.pieces:
             return {self.name: self.shape}
         return {piece.name: (piece.stop - piece.start, *self.shape[2:]) for piece in self.pieces}

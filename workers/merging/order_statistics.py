@@ -59,7 +59,7 @@ class Threshold:
         return int(np.float32(self.magnitude).view(np.uint32)) << 32 | self.mark
 
     def reached_by(self, magnitudes: torch.Tensor, order: TieOrder) -> torch.Tensor:
-        """Which elements of a tensor are at this threshold or above: bool, of the shape of `magnitudes`."""
+        """Which elements of a tensor are at the threshold or above: bool, of the shape of `magnitudes`."""
         equal = (magnitudes == self.magnitude).flatten()
         reached = (magnitudes > self.magnitude).flatten()
         at = equal.nonzero().flatten()
@@ -83,15 +83,15 @@ class TieOrder:
         return int(hashes(self.key, torch.zeros(1, dtype=torch.int64))) | 1
 
     def marks_at(self, positions: torch.Tensor) -> torch.Tensor:
-        """The marks of the elements at these positions: int64 in [0, 2^32)."""
+        """The marks of the elements at given positions: int64 in [0, 2^32)."""
         return (hashes(0, positions) * self.factor) & LARGEST_MARK
 
     def lowest(self, threshold: Threshold) -> Threshold:
-        """The threshold from which elements are kept, if those at `threshold` are kept."""
+        """The lowest threshold of elements that are kept together with those at `threshold`."""
         return Threshold(threshold.magnitude, 0) if self.keeps_equal else threshold
 
     def above(self, threshold: Threshold) -> Threshold:
-        """The lowest threshold above all elements that are kept with those at `threshold`."""
+        """The lowest threshold above all elements that are kept together with those at `threshold`."""
         if self.keeps_equal or threshold.mark == LARGEST_MARK:
             return Threshold(float(np.nextafter(np.float32(threshold.magnitude), np.float32(np.inf))), 0)
         return Threshold(threshold.magnitude, threshold.mark + 1)
@@ -113,7 +113,7 @@ class Trim:
 
     @property
     def magnitudes(self) -> tuple[float, float]:
-        """Two float32 magnitudes that decide all elements except those between them.
+        """Two float32 magnitudes such that only elements between them need their marks compared with the threshold.
 
         Elements up to the first are below the rank; elements from the second on are at the rank or above. Between the
         two are the elements with a magnitude from that of `low` to that of `high`. The second is NaN if no element
@@ -271,7 +271,7 @@ def threshold_of_rank(sizes: torch.Tensor, rank: int, order: TieOrder, table: Ra
 
 
 def magnitude_keys(sizes: torch.Tensor, order: TieOrder) -> torch.Tensor:
-    """The positions of all elements in their order, as one number each: int64, of the shape of `sizes`.
+    """The position of each element in the order of magnitudes, as a number: int64, of the shape of `sizes`.
 
     Elements are ordered by their magnitudes in float32, and equal magnitudes by their marks. With `keeps_equal`,
     elements of equal magnitude have equal numbers.

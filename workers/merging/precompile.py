@@ -41,7 +41,7 @@ SHAPE = (64, 512)
 
 @dataclass(frozen=True)
 class Usual:
-    """A kernel to compile.
+    """A merge whose kernel is compiled in advance.
 
     `is_tied`: many elements have the magnitude at a threshold, which has a kernel of its own.
     """

@@ -35,7 +35,7 @@ class Recent:
         self._lock = Lock()
 
     def value(self, key: Hashable, make: Callable[[], T], num_bytes: Callable[[T], int]) -> T:
-        """The value of `key`, which is made if it is not cached.
+        """The cached value of `key`, which is made if it is not cached.
 
         The values used least recently are dropped to make room for it.
         """

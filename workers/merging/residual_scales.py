@@ -40,7 +40,7 @@ BRANCH_END = re.compile(r"^(?:self_attn\.o_proj|mlp\.down_proj)\.(?:weight|bias)
 
 
 def branch_factors(layers: Sequence[LayerRecipe], *, model_type: str) -> tuple[float, ...]:
-    """The factor 1 / c_t of the last weights of each layer's branches.
+    """The factors that fold the scales of layers into the last weights of each layer's branches: 1 / c_t.
 
     Raises InvalidRecipe, with the layer, for scales that cannot be folded and for alignments.
     """

@@ -60,7 +60,7 @@ class Checkpoint:
 
     @property
     def tokenizer_dir(self) -> Path:
-        """The directory of its tokenizer: an adapter has its own, or that of the model that it adapts."""
+        """The directory of a checkpoint's tokenizer: an adapter has its own, or that of the model that it adapts."""
         has_own = any((self.directory / name).is_file() for name in TOKENIZER_FILES)
         return self.directory if has_own or self.base is None else self.base.directory
 
@@ -72,14 +72,14 @@ class Checkpoint:
         return Stacked(tuple(tuple(self.tensors[part] for part in parts) for parts in stack))
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor `name`. Raises InvalidModel if there is none."""
+        """The value of tensor `name`. Raises InvalidModel if there is none."""
         tensor = self.tensors.get(name)
         if tensor is None:
             raise InvalidModel((f"{self.directory}: no tensor {name!r}; it has {len(self.tensors)} others",))
         return tensor.value(self.read_stored)
 
     def read_stored(self, info: TensorInfo) -> torch.Tensor:
-        """The tensor as it is stored, mapped from its file."""
+        """A stored tensor in its own dtype, mapped from its file."""
         from safetensors import safe_open
 
         if info.file not in self._open:
@@ -91,17 +91,17 @@ class Checkpoint:
 
     @cached_property
     def is_here(self) -> bool:
-        """Whether its weights and its base's can be read; those of a metadata-only snapshot cannot."""
+        """Whether a checkpoint's weights and its base's can be read; those of a metadata-only snapshot cannot."""
         return not is_metadata_only(self.directory) and (self.base is None or self.base.is_here)
 
     @cached_property
     def stored(self) -> frozenset[TensorInfo]:
-        """All stored tensors that its tensors are made of, including those of other models."""
+        """All stored tensors that a checkpoint's tensors are made of, including those of other models."""
         return frozenset(info for tensor in self.tensors.values() for info in tensor.stored())
 
     @property
     def own(self) -> frozenset[TensorInfo]:
-        """The stored tensors in its own files.
+        """The stored tensors in a checkpoint's own files.
 
         Its other tensors are those of the model that it adapts, or rows of other models.
         """

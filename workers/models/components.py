@@ -109,7 +109,7 @@ class Layout:
         return self._groups.get((component, layer), ())
 
     def name(self, suffix: str, layer: int | None) -> str:
-        """The full name of `suffix` in `layer`."""
+        """The full name of the tensor that is called `suffix` within `layer`."""
         return suffix if layer is None else f"{self.layer_prefix}{layer}.{suffix}"
 
 
@@ -176,7 +176,7 @@ def _assign_final_norm(places: dict[str, TensorPlace]) -> None:
 
 
 def is_output_head(name: str) -> bool:
-    """Whether the tensor maps hidden states to the vocabulary."""
+    """Whether a tensor, by its name, maps hidden states to the vocabulary."""
     return OUTPUT_HEAD.search(name) is not None
 
 

@@ -52,9 +52,9 @@ class SourceTensor(Protocol):
         ...
 
     def value(self, read: Read) -> torch.Tensor:
-        """The tensor, contiguous.
+        """The contents of the tensor, contiguous.
 
-        It may be what `read` returned: never write to it.
+        They may be what `read` returned: never write to them.
         """
         ...
 
@@ -311,7 +311,7 @@ class Stacked:
 
 @dataclass(frozen=True, eq=False)
 class Padded:
-    """A tensor with more rows, `num_rows` in all; each new row is the mean of its first `num_averaged` rows."""
+    """A tensor with rows added, `num_rows` in all; each added row is the mean of the first `num_averaged` rows."""
 
     tensor: SourceTensor
     num_rows: int

@@ -258,7 +258,7 @@ class LocatedFamily:
         cache: str | Path | None = None,
         names: Mapping[str, str] | None = None,
     ) -> ResolvedFamily:
-        """Open and check all models.
+        """Open and check all models of a located family.
 
         Raises InvalidModel; the arguments and `names` are those of `resolve_family`.
         """

@@ -41,7 +41,7 @@ class FileState:
         return cls(found.st_size, found.st_mtime_ns, found.st_ino)
 
     def change(self, file: Path) -> str:
-        """How a file has changed since, in words; "" if it has not, or if it cannot be found now."""
+        """How a file has changed since its state was taken, in words; "" if it has not, or cannot be found now."""
         try:
             now = FileState.of(file)
         except OSError:

@@ -194,7 +194,7 @@ def _read_header(file: Path, problems: list[str]) -> dict[str, TensorInfo]:
 
 
 def _entry(name: str, entry: object, file: Path) -> tuple[TensorInfo, tuple[int, int]]:
-    """The header's entry for one tensor.
+    """The description of one tensor in a safetensors header, checked.
 
     Raises ValueError with the rest of a message that begins with the tensor.
     """

@@ -60,7 +60,7 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class VocabularyOptions:
-    """Options of a vocabulary, besides the choice of the model whose vocabulary it is.
+    """Options of a vocabulary: rows of single tokens, the number of rows, the order of added tokens.
 
     `tokens` have rows of their own choice, and are added where they are missing. The number of rows is a multiple of
     `multiple_of`. With `by_id`, a union adds tokens in the order of their ids, not of their names.
@@ -72,7 +72,7 @@ class VocabularyOptions:
 
     @property
     def models(self) -> frozenset[str]:
-        """The models whose rows the options name."""
+        """The models from which the options take rows."""
         return frozenset(row.model for row in self.tokens.values() if row.model is not None)
 
     @classmethod
@@ -97,7 +97,7 @@ NO_OPTIONS = VocabularyOptions()
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A model's directory, its tensors, and the ids of its tokens; None for these without a readable tokenizer.json."""
+    """A model's directory, tensors and token ids; `tokens` is None without a readable tokenizer.json."""
 
     directory: Path
     tensors: Mapping[str, SourceTensor]
@@ -224,9 +224,9 @@ Chosen = Mapping[str, tuple[tuple[str, int] | None, bool]]
 def _chosen_rows(
     models: Mapping[str, Vocabulary], tokens: Mapping[str, Mapping[str, int]], options: VocabularyOptions
 ) -> Chosen:
-    """The chosen row of each token in the options, as (model, row) or None for zero, and whether it is for all models.
+    """The row that the options choose for each token, and whether all models get it.
 
-    Raises InvalidModel.
+    A row is (model, row), or None for zero. Raises InvalidModel.
     """
     found: dict[str, tuple[tuple[str, int] | None, bool]] = {}
     problems = []

@@ -99,7 +99,7 @@ def copied_past_caches(block: Any, out: Any, start: Any, stop: Any) -> None:
 
 @intrinsic
 def bits_of(typing_context: Any, number: Any) -> Any:
-    """The bits of a float32."""
+    """The bits of a float32 number, as uint32."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], context.get_value_type(types.uint32))
@@ -109,7 +109,7 @@ def bits_of(typing_context: Any, number: Any) -> Any:
 
 @intrinsic
 def _float(typing_context: Any, bits: Any) -> Any:
-    """The float32 of these bits."""
+    """The float32 number that has the given bits."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], context.get_value_type(types.float32))
@@ -192,7 +192,7 @@ def variance_of(base: Any, xs: Any, i: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def either(first: Any, second: Any) -> Any:
-    """SOME if one of the two is SOME, else NONE.
+    """SOME if one of two flags is SOME, else NONE.
 
     The result has 32 bits. Numba's `|` gives 64, and a loop with a number of 64 bits computes half as many elements at
     a time.
@@ -202,17 +202,17 @@ def either(first: Any, second: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def zero_unless(condition: Any, number: Any) -> Any:
-    """The float32 if the condition holds, else zero, for numbers that are stored at once.
+    """A float32 number if a condition holds, else zero, without a conditional store.
 
-    Of a conditional expression LLVM would make stores by a mask, which take AMD's processors an order of magnitude
-    longer.
+    For numbers that are stored at once: of a conditional expression LLVM would make stores by a mask, which take AMD's
+    processors an order of magnitude longer.
     """
     return _float(U32(bits_of(number) & U32(U32(0) - U32(condition))))
 
 
 @numba.njit(**IN_PLACE)
 def has_sign_of(number: Any, total: Any) -> Any:
-    """Whether the number is positive, or negative if the total is; a total of zero counts as positive.
+    """Whether a number is positive, or negative if a total is; a total of zero counts as positive.
 
     It flips the number's sign, which takes less time than two comparisons and a choice.
     """
@@ -221,19 +221,25 @@ def has_sign_of(number: Any, total: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def reaches(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
-    """Whether an element of this magnitude and turned mark is at the threshold (low, low_mark) or above."""
+    """Whether an element, given by magnitude and mark, is at a threshold or above.
+
+    The threshold is (low, low_mark); `turned` is the element's mark as `turned_mark` returns it.
+    """
     return size >= (low if turned >= I32(low_mark ^ TOP) else following(low))
 
 
 @numba.njit(**IN_PLACE)
 def passes(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
-    """Whether an element of this magnitude and turned mark is above the threshold (low, low_mark)."""
+    """Whether an element, given by magnitude and mark, is above a threshold.
+
+    The threshold is (low, low_mark); `turned` is the element's mark as `turned_mark` returns it.
+    """
     return size >= (low if turned > I32(low_mark ^ TOP) else following(low))
 
 
 @numba.njit(**IN_PLACE)
 def following(size: Any) -> Any:
-    """The next larger number after one that is not negative; after infinity NaN, which nothing reaches."""
+    """The next larger float32 after a number that is not negative; after infinity NaN, which nothing reaches."""
     return _float(U32(bits_of(size) + U32(1)))
 
 
@@ -254,7 +260,7 @@ def marked(i: Any, factor: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def turned_mark(i: Any, factor: Any) -> Any:
-    """The mark with its top bit flipped, as a signed number.
+    """The mark of element i as a signed number with its top bit flipped, for comparisons.
 
     These signed numbers are ordered as marks are; AVX2 compares only signed numbers. The odd factor leaves a flipped
     top bit flipped, so all sources share this operation too.

@@ -181,7 +181,7 @@ def _is_variable(rule: Any, base: Any, xs: Any, i: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def _elected(sparse: Any, base: Any, xs: Any, i: Any) -> Any:
-    """The sign of the sum of the elements that are kept."""
+    """The sign of the sum, over the sources, of element i of the sparse task vectors."""
     b, total = value(base[i]), ZERO
     for s in range(len(xs)):
         total += kept(sparse, value(xs[s][i]) - b, s, i)

@@ -225,7 +225,7 @@ def _variable_squares_at(spread: Any, base: Any, xs: Any, sums: Any, found: Any,
 
 @compiled
 def _sum_of(lanes: Any) -> Any:
-    """The sum of the lanes, which are overwritten."""
+    """The sum of an array of partial sums, in a fixed order; the array is overwritten."""
     size = U64(LANES // PARTS)
     while size > U64(0):
         for lane in range(U64(0), size):

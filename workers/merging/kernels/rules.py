@@ -54,7 +54,7 @@ Doubles = tuple[np.float64, ...]
 
 
 class Whole(NamedTuple):
-    """Sparsity that keeps every element of every tau_s."""
+    """Sparsity that keeps every element of every task vector."""
 
 
 class ByMark(NamedTuple):
@@ -169,21 +169,27 @@ class Sum(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """The base plus lambda times the mean of the tau_s that have the sign of their sum; b if the sum is zero."""
+    """The base plus lambda times the mean of the task vectors that have the sign of their sum.
+
+    It is the base where the sum is zero.
+    """
 
     sparse: Sparsity
     lambda_: float
 
 
 class AgreeingSum(NamedTuple):
-    """The base plus lambda times the sum of the tau_s that have the sign of their sum; b if the sum is zero."""
+    """The base plus lambda times the sum of the task vectors that have the sign of their sum.
+
+    It is the base where the sum is zero.
+    """
 
     sparse: Sparsity
     lambda_: float
 
 
 class Weighted(NamedTuple):
-    """The base plus lambda times the sum of the w_s tau_s that have the sign of their sum.
+    """The base plus lambda times the sum of the weighted task vectors that have the sign of their sum.
 
     A sum of zero counts as positive. If `normalize` is 1, the sum is divided by the weights of those that agree.
     """
@@ -195,7 +201,7 @@ class Weighted(NamedTuple):
 
 
 class WeightedMean(NamedTuple):
-    """The base plus the weighted sum of the tau_s that have the sign of their sum, divided by their number.
+    """The base plus the weighted sum of the task vectors that have the sign of their sum, divided by their number.
 
     A sum of zero counts as positive.
     """
@@ -205,7 +211,10 @@ class WeightedMean(NamedTuple):
 
 
 class Interpolation(NamedTuple):
-    """`Mean` weighted by w_s / (sum of the weights of those that agree); a single tau_s is kept as it is."""
+    """`Mean` with weights, except that a task vector which alone has the sign is kept as it is.
+
+    The weights are w_s / (sum of the weights of those that agree).
+    """
 
     sparse: Sparsity
     weights: Numbers
@@ -226,7 +235,7 @@ class Agreed(NamedTuple):
 
 
 class SharedOut(NamedTuple):
-    """The base plus the mean of the tau_s of a magnitude above epsilon.
+    """The base plus the mean of the task vectors whose magnitude is above epsilon, element by element.
 
     A tau_s that alone is above epsilon is multiplied by its factor instead.
     """
@@ -236,7 +245,7 @@ class SharedOut(NamedTuple):
 
 
 class Variable(NamedTuple):
-    """The base plus a weighted mean of the tau_s, where the variance of all tau_s is at a threshold or above; else b.
+    """The base plus a weighted mean of task vectors where their variance is at a threshold or above; else the base.
 
     The mean is of the tau_s that have the sign of their sum. `threshold` and `mark` are in the order of variances. `by`
     leaves no element undecided; `factor` is that of marks.
@@ -276,7 +285,7 @@ Rule = tuple[Any, ...]
 
 
 def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
-    """How elements are compared with thresholds: by marks, or by magnitudes alone; the same for all."""
+    """The kind of comparison with thresholds for each list of bounds: by marks for all, or by magnitudes for all."""
     rows = [list(trims) for trims in each]
     if any(trim.is_tied for row in rows for trim in row):
         return [ByMark() for _ in rows]

@@ -128,7 +128,7 @@ def _selected(numbers: Any, num_smaller: int) -> tuple[Threshold, int]:
 
 
 def _split(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers and the marks of sorted words."""
+    """The numbers and the marks in an array of sorted words."""
     return (words >> U64(32)).astype(np.uint32).view(np.float32), words.astype(np.uint32)
 
 
@@ -227,7 +227,10 @@ def _bucket_counts(numbers: Any) -> Any:
 
 @compiled
 def _digit_counts(numbers: Any, prefix: Any, shift: Any, start: int, stop: int) -> Any:
-    """The number of words with each value of the LOWER bits above `shift`, among those with `prefix` above these."""
+    """Count the words that have a prefix by the bits that follow it.
+
+    The bits are the LOWER bits above `shift`, with `prefix` above them. Returns a count for each of their values.
+    """
     counts, mask = np.zeros(1 << LOWER, np.int64), U64((1 << LOWER) - 1)
     above = shift + U64(LOWER)
     for i in range(U64(start), U64(stop)):
@@ -240,7 +243,7 @@ def _digit_counts(numbers: Any, prefix: Any, shift: Any, start: int, stop: int) 
 
 @compiled
 def _collect(numbers: Any, prefix: Any, shift: Any, words: Any, start: int, stop: int) -> Any:
-    """Write the words with `prefix` above their last `shift` bits to `words`, and return their number."""
+    """Write the words that have `prefix` above their last `shift` bits to `words`, and return their number."""
     count = U64(0)
     for i in range(U64(start), U64(stop)):
         if _has_prefix(numbers, i, prefix, shift):
@@ -256,7 +259,7 @@ def _word(numbers: Any, i: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def _has_prefix(numbers: Any, i: Any, prefix: Any, shift: Any) -> Any:
-    """Whether the word has `prefix` above its last `shift` bits, 48 at most.
+    """Whether the word of element i has `prefix` above its last `shift` bits, 48 at most.
 
     For most words the answer is no, and needs no mark.
     """
@@ -277,7 +280,10 @@ def _zeros(numbers: Any, start: int, stop: int) -> int:
 
 @compiled
 def _partition(numbers: Any, first: int, range_of: Any, starts: Any, words: Any) -> Any:
-    """Write the words of the numbers in the buckets from `first` on that have a range to `words`, range by range."""
+    """Write the words of the numbers in a part's buckets to `words`, range by range.
+
+    The buckets are those from `first` on that have a range in `range_of`.
+    """
     places = starts.astype(np.uint64)
     for i in range(U64(0), U64(numbers.like.size)):
         bits = _bits(numbers, i)

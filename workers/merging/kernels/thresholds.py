@@ -112,10 +112,10 @@ def decided(rule: Any, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: 
 def variance_threshold(
     trim: Trim, order: TieOrder, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: np.ndarray
 ) -> tuple[Threshold, bool]:
-    """The threshold of a rank in the order of variances, and whether it is the lowest of its variance.
+    """The threshold of a rank in the order of variances, and whether all elements of equal variance reach it.
 
-    It is the lowest if all elements of its variance are at it or above. `positions` has all elements strictly between
-    the bounds of `trim`; where they were compared by `trim.magnitudes`, also all elements of the threshold's variance.
+    `positions` has all elements strictly between the bounds of `trim`; where they were compared by `trim.magnitudes`,
+    also all elements of the threshold's variance.
     """
     sizes, marks = _variances_at(base, xs, positions), _marks_at(positions, U32(order.factor))
     bounds = trim.low.magnitude, trim.low.mark, trim.high.magnitude, trim.high.mark, trim.num_smaller

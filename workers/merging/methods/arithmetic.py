@@ -50,12 +50,12 @@ def total(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> floa
 
 
 def dot(first: torch.Tensor, second: torch.Tensor) -> float:
-    """The inner product, summed in float64."""
+    """The inner product of two tensors, summed in float64."""
     return total(torch.mul, first, second)
 
 
 def norm(tensor: torch.Tensor) -> float:
-    """The Euclidean norm, summed in float64."""
+    """The Euclidean norm of a tensor, summed in float64."""
     return math.sqrt(dot(tensor, tensor))
 
 

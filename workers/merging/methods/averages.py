@@ -220,7 +220,7 @@ def model_stock_rows(
 
 
 def shares_of(method: str, weights: Sequence[float]) -> list[float]:
-    """The weights divided by their sum. Raises InvalidRecipe if it is zero."""
+    """The weights of a method divided by their sum. Raises InvalidRecipe if the sum is zero."""
     total = scalars.fsum(weights)
     if abs(total) < NO_WEIGHT:
         raise InvalidRecipe(f"{method}: weights {tuple(weights)} sum to {total}; they must not sum to zero")

@@ -82,7 +82,7 @@ def sce_mergekit(
     variances: Ranked | None = None,
     order: TieOrder = ANY_ORDER,
 ) -> torch.Tensor:
-    """`sce` with the corner cases of mergekit.
+    """`sce` as mergekit computes it, with other results for zero sums and small weights.
 
     Weights are equal if mean squares sum to less than 1e-6, + is elected where the sum is zero, and the divisor is at
     least 1e-6.
@@ -266,7 +266,7 @@ def wudi(
 
 
 def sce_mergekit_weights(squares: Sequence[float], num_elements: int) -> list[float]:
-    """The weight of each model in `sce_mergekit`, from the sums of squares of task vectors of this many elements."""
+    """The weight of each model in `sce_mergekit`, from sums of squares of task vectors and the number of elements."""
     whole = math.fsum(squares)
     if whole / max(1, num_elements) < NO_SQUARES:
         return [1 / len(squares)] * len(squares)

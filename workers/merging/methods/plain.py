@@ -93,7 +93,7 @@ class PlainMethod:
         *,
         given: Mapping[str, Sequence[torch.Tensor] | torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """The merged tensor.
+        """Merge operands with the coefficients of a merge.
 
         Coefficients that are `given` as tensors without dimensions, by name, replace the merge's; the result has
         gradients by them. Raises InvalidRecipe for coefficients that the method does not take.

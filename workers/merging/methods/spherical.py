@@ -159,7 +159,10 @@ def karcher_weights(
     max_iter: int = KARCHER_STEPS,
     tol: float = KARCHER_TOLERANCE,
 ) -> list[float]:
-    """The factor of each tensor in `karcher`: m and the steps are sums of the u_t, so only angles are needed."""
+    """The factor of each tensor in `karcher`, from inner products.
+
+    The mean m and the steps are sums of the u_t, so only angles are needed.
+    """
     if len(products) == 1:
         return [1.0]
     shares, norms = shares_of("karcher", weights), _norms(products)

@@ -30,7 +30,7 @@ class Adapter:
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether the directory holds an adapter and no whole model."""
+    """Whether a directory holds an adapter and no whole model."""
     models = ("model.safetensors", "model.safetensors.index.json")
     return (path / ADAPTER_CONFIG).is_file() and not any((path / name).is_file() for name in models)
 

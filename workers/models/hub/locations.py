@@ -97,7 +97,7 @@ def id_of(directory: Path) -> str | None:
 
 
 def _cached(name: str, revision: str) -> Path | None:
-    """The model's directory in the cache if all files that it names are there, else None."""
+    """The directory of a hub model in the cache if all of its files are there, else None."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -111,7 +111,7 @@ def _cached(name: str, revision: str) -> Path | None:
 
 
 def _looked_up(name: str, revision: str) -> Path:
-    """The model as the hub has it now: its directory in the cache, or a metadata-only snapshot."""
+    """A hub model as the hub has it now: its directory in the cache, or a metadata-only snapshot."""
     from huggingface_hub import HfApi
 
     info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=TIMEOUT_S)

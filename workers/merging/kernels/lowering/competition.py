@@ -57,7 +57,7 @@ def _consensus_ties(merge: Merge, stored: Operands) -> Rule:
 
 
 def _variable_squares(merge: Merge, stored: Operands) -> tuple[tuple[Comparison, float, int, int], list[float]]:
-    """The fields of a rule by which SCE selects elements, and the sum of squares of each tau's selected elements."""
+    """The fields of a rule by which SCE selects elements, and the sum of squares of each source's selected elements."""
     from workers.merging.kernels.reductions import variable_squares
 
     select_topk, table = merge.number("select_topk"), stored.variances
