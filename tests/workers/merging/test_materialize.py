@@ -24,7 +24,7 @@ from workers.merging.materialize import merge_into, merged_tensors
 from workers.merging.methods.averages import linear
 from workers.merging.methods.plain import PLAIN
 from workers.merging.methods.task_vectors import task_arithmetic, ties
-from workers.merging.plan import check_recipe, computations, merged_names, plan_tensors
+from workers.merging.plan import computations, merged_names
 from workers.types import Family
 
 Make = Callable[[int | None], Merge]
@@ -320,28 +320,6 @@ def test_single_tensors_have_their_own_merges(untied: Bank) -> None:
         assert torch.equal(merged[name], untied.get(*taken[name]) if name in taken else tensor)
 
 
-@pytest.mark.parametrize(
-    ("name", "make", "message"),
-    [
-        (
-            "model.layers.9.mlp.up_proj.weight",
-            passthrough("text")(2),
-            "tensors: the merged model has no model.layers.9",
-        ),
-        (
-            "model.norm.weight",
-            passthrough("text")(2),
-            "model.norm.weight: source 'text' names layer 2; expected no layer",
-        ),
-        ("model.layers.0.mlp.up_proj.weight", passthrough("text")(7), "source 'text' names layer 7; the models have"),
-        ("model.layers.0.mlp.up_proj.weight", passthrough("text")(None), "names layer None; expected a layer"),
-    ],
-)
-def test_single_tensors_that_cannot_be_merged_are_refused(untied: Bank, name: str, make: Merge, message: str) -> None:
-    with pytest.raises(InvalidRecipe, match=message):
-        check_recipe(replace(arithmetic(untied.family, 0.3, 0.4), tensors={name: make}), untied)
-
-
 def test_some_tensors_are_those_of_the_whole(untied: Bank) -> None:
     recipe = arithmetic(untied.family, 0.3, 0.4)
     whole = dict(merged_tensors(recipe, untied, torch.float32))
@@ -382,22 +360,6 @@ def test_merges_written_in_place_are_those_of_the_stream(untied: Bank) -> None:
             merge_into(recipe, untied, found)
             assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
             assert (left_out == 7).all()
-
-
-def test_a_plan_stands_for_its_recipe_and_is_not_made_again(untied: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = arithmetic(untied.family, 0.3, 0.5)
-    expected = dict(merged_tensors(recipe, untied, torch.float32))
-    plan = plan_tensors(recipe, untied)
-    wanted = computations(recipe, untied)
-    monkeypatch.setattr("workers.merging.plan._plan", lambda *_: pytest.fail("planned again"))
-    assert plan_tensors(plan, untied) is plan
-    assert computations(plan, untied) == wanted
-    assert merged_names(plan, untied) == {name: tuple(tensor.shape) for name, tensor in expected.items()}
-    found = dict(merged_tensors(plan, untied, torch.float32))
-    written = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
-    merge_into(plan, untied, written)
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("method", ["model_stock", "model_stock_rows"])
