@@ -98,7 +98,8 @@ def read_adapter(path: Path, base: AdaptedBase | None, problems: list[str]) -> A
         name = base.name(f"{module}.weight")
         numbers = settings.token_numbers(module)
         if name is None or len(rows.shape) != 2 or rows.shape[1:] != tensors[name].shape[1:]:
-            problems.append(f"{where}: {module}: rows of single tokens that are not the base's")
+            of_base = "has no such tensor" if name is None else f"has {list(tensors[name].shape)}"
+            problems.append(f"{where}: {module}: its rows of single tokens are {list(rows.shape)}; the base {of_base}")
         elif rows.shape[0] != len(numbers) or not all(0 <= n < tensors[name].shape[0] for n in numbers):
             problems.append(
                 f"{where}: {module}: has {rows.shape[0]} rows for the tokens {list(numbers)!r:.80} of "
