@@ -106,7 +106,7 @@ def _always_differs(method: MergeMethod) -> bool:
 def _counterpart_config(
     recipe: Recipe, method: str, layout: Layout, directories: Mapping[str, str], *, dtype: str
 ) -> dict[str, Any]:
-    """The configuration of a recipe whose merges are all by one method with a counterpart."""
+    """The mergekit configuration of a recipe with a single merge method, which mergekit has under a name of its own."""
     counterpart = METHODS[method].mergekit
     assert counterpart is not None
     slices = [_counterpart_slice(recipe, index, METHODS[method], layout) for index in range(len(recipe.layers))]

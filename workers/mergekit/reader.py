@@ -382,7 +382,7 @@ class _Reader:
         return int(number) if number else None
 
     def _stacks_experts(self, node: Any) -> bool:
-        """Whether `experts`, a key that mergekit does not have, says that experts are stacked.
+        """Whether the key `experts`, which is not mergekit's, asks for stacked experts.
 
         Warns if it holds what mergekit-moe reads.
         """

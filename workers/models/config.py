@@ -75,7 +75,7 @@ def _with_all_numbers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache
 def _known(model_type: str) -> tuple[Mapping[str, str], Mapping[str, Any]]:
-    """A model type's own name for each common one, and its defaults.
+    """The own names of a model type for the common configuration fields, and its defaults.
 
     Both are cached between runs, because importing transformers' configurations takes longer than merging a small
     model.

@@ -72,7 +72,7 @@ class VocabularyOptions:
 
     @property
     def models(self) -> frozenset[str]:
-        """The models from which the options take rows."""
+        """The models whose rows are named as sources of token rows."""
         return frozenset(row.model for row in self.tokens.values() if row.model is not None)
 
     @classmethod
