@@ -97,7 +97,7 @@ def variable_squares(
 
 
 class _Spread(NamedTuple):
-    """The bounds of the threshold in the order of variances from which elements are selected."""
+    """The bounds of the threshold that selects elements by variance, in the form that compiled code takes."""
 
     by: Any
     low: Any
