@@ -142,7 +142,7 @@ def test_models_of_transformers_are_built_by_its_engine_and_by_training_only() -
     importers = {module for module in importers_of("transformers") if "AutoModel" in FILES[module].read_text()}
     assert importers
     # The model class that exports bring along says how it is loaded.
-    others = ("workers.training", "workers.tiny_family", "workers.export.modeling_aligned")
+    others = ("workers.training", "workers.tiny_family", "workers.alignments.modeling_aligned")
     assert outside(importers, "workers.engines.transformers", *others) == set()
 
 

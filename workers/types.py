@@ -80,7 +80,7 @@ class ModelSource:
 class Family:
     """A base model and its experts: the models that one engine can merge. `tokenizer` is the vocabulary of every merge:
     "base", "union", or an expert's alias; `vocabulary` says more about it (`workers.models.vocabulary`).
-    `alignments_dir` has the files of the alignments that recipes name (`workers.merging.alignments`), which may be
+    `alignments_dir` has the files of the alignments that recipes name (`workers.alignments`), which may be
     written while engines run; "" if there are none."""
 
     base: ModelSource

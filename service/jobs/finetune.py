@@ -31,6 +31,7 @@ from service.store.artifacts import ArtifactStore
 from service.studies.heartbeat import Heartbeat
 from service.studies.preflight.finetune import check_finetune_files, resolved_finetune
 from service.types import JobKind, JobRecord, JobState
+from workers.directories import write_file
 from workers.errors import InvalidModel, InvalidTask, TrainingFailed
 from workers.file_access import FileAccess
 from workers.training.finetuning.fleet import EXPERTS, Pipeline, parse_pipeline
@@ -324,7 +325,4 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def _write(file: Path, document: Mapping[str, Any]) -> None:
-    """Write the file at once: it is the old one, or the whole new one."""
-    new = file.with_name(f".{file.name}.new")
-    new.write_text(json.dumps(document, indent=2) + "\n")
-    new.replace(file)
+    write_file(file, json.dumps(document, indent=2) + "\n")

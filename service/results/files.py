@@ -6,9 +6,7 @@ Everything is computed from stored records: writing the files again gives the sa
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -50,6 +48,7 @@ from service.schemas.files import (
     VolumeDocument,
 )
 from service.types import ChainedSource, Comparison, Estimate, Origin, TrialRecord, TrialState
+from workers.directories import write_file
 from workers.types import VerificationReport
 
 __all__ = [
@@ -236,7 +235,7 @@ def write_results(directory: Path, run: RunRecord, *, report: str | None = None)
         texts["report.html"] = report
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
-        _write_whole(directory / name, text)
+        write_file(directory / name, text)
     return tuple(directory / name for name in texts)
 
 
@@ -402,20 +401,3 @@ def _verification_document(reports: Sequence[VerificationReport], reason: str | 
 
 def _json(document: Any, indent: int | None = 2) -> str:
     return json.dumps(document, indent=indent, allow_nan=False, ensure_ascii=False)
-
-
-def _write_whole(file: Path, text: str) -> None:
-    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        # Only the owner can read mkstemp's files; results get ordinary permissions.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, file)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -13,10 +13,8 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,11 +27,11 @@ from service.store import schema
 from service.store.attempt_writer import insert
 from service.store.sql import Store
 from service.types import ArtifactRecord
-from workers.directories import appearing, sync
+from workers.directories import appearing, replacing, write_file
 
 __all__ = ["ArtifactStore"]
 
-BLOBS, TEMPORARY, LOCK = "blobs", ".new-", ".lock"
+BLOBS, LOCK = "blobs", ".lock"
 
 
 class ArtifactStore:
@@ -171,34 +169,19 @@ class ArtifactStore:
         """Store a file. Returns its digest and size."""
         digest = _digest_of(file)
         if not self._file(digest).exists():
-            with self._new(digest) as temporary:
-                shutil.copyfile(file, temporary)
-                if _digest_of(temporary) != digest:
+            with replacing(self._file(digest)) as new:
+                shutil.copyfile(file, new)
+                if _digest_of(new) != digest:
                     raise Conflict(f"{file}: changed while it was stored")
         return digest, file.stat().st_size
 
     def _add_bytes(self, content: bytes) -> str:
         digest = hashlib.sha256(content).hexdigest()
-        with self._new(digest) as temporary:
-            temporary.write_bytes(content)
+        write_file(self._file(digest), content)
         return digest
 
     def _file(self, digest: str) -> Path:
         return self._blobs / digest[:2] / digest[2:]
-
-    @contextmanager
-    def _new(self, digest: str) -> Iterator[Path]:
-        """A file to write to, which then gets the name of its digest."""
-        file = self._file(digest)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
-        try:
-            yield temporary
-            sync(temporary)
-            os.replace(temporary, file)
-            sync(file.parent)
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
 def _digest_of(file: Path) -> str:

@@ -66,10 +66,10 @@ def with_alignments(
     if not isinstance(space, AlignedSpace) or space.alignment == "none":
         return preflight
     from service.tune.proposing.alignments import alignments_in
-    from workers.training.hm3.activations import positions_of
-    from workers.training.hm3.pairs import AlignmentJob
+    from workers.alignments.pairs import AlignmentInputs
+    from workers.alignments.samples import positions_of
 
-    job = AlignmentJob(
+    inputs = AlignmentInputs(
         preflight.family,
         space.pool,
         preflight.engine_options,
@@ -79,7 +79,7 @@ def with_alignments(
     )
     before = stored_alignments(store, writer.job_id)
     try:
-        names = alignments_in(directory, job, space.pairs, before=before, note=note)
+        names = alignments_in(directory, inputs, space.pairs, before=before, note=note)
     except (InvalidModel, InvalidTask, StudyFailed) as error:
         writer.set_state(JobState.FAILED, str(error))
         raise StudyFailed(str(error)) from error

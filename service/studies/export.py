@@ -100,8 +100,8 @@ def model_bytes(recipe: Recipe, bank: Bank, out: Path, *, dtype: str, chat_templ
     """Bytes of the merged model. Raises Conflict if something else is at `out`, or if the disk has too little space."""
     import torch
 
+    from workers.alignments.recipes import unaligned
     from workers.export.checkpoint import is_written, left_behind_bytes
-    from workers.merging.alignments import unaligned
     from workers.merging.materialize import merged_names
 
     num_bytes = sum(map(math.prod, merged_names(unaligned(recipe), bank).values())) * DTYPE_BYTES[dtype]

@@ -86,7 +86,8 @@ def show(result: dict[str, Any]) -> None:
 
 def measure_swaps(directory: Path, *methods: str) -> dict[str, Any]:
     from search_spaces.study.sections import EngineOptions
-    from workers.engines.vllm.engine import Engine, base_recipe
+    from workers.engines.source_recipes import base_recipe
+    from workers.engines.vllm.engine import Engine
 
     family = merge_family.open_made(directory)
     rows = []

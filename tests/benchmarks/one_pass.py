@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from search_spaces.recipe import Recipe
 from search_spaces.study.sections import EngineOptions
+from workers.alignments.recipes import alignments_before
 from workers.engines.transformers.backend import merged_model
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.references import Reading, References, Target
-from workers.merging.alignments import alignments_before
 from workers.merging.bank import Bank
 from workers.merging.materialize import computations, merge_into, plan_tensors
 from workers.training.losses import minibatches

@@ -326,16 +326,16 @@ def with_alignments(preflight: PreflightResult) -> PreflightResult:
     import ray
 
     from service.tune.proposing.alignments import alignments_in
-    from workers.training.hm3.activations import positions_of
-    from workers.training.hm3.pairs import AlignmentJob
+    from workers.alignments.pairs import AlignmentInputs
+    from workers.alignments.samples import positions_of
 
     positions = positions_of({name: info.num_samples for name, info in preflight.task_infos.items()})
-    job = AlignmentJob(
+    inputs = AlignmentInputs(
         preflight.family, space.pool, preflight.engine_options, dict(preflight.tasks), positions, space.alignment
     )
     if not ray.is_initialized():
         ray.init(include_dashboard=False)
-    names = alignments_in(ALIGNMENTS, job, space.pairs, before={}, note=lambda text: print(text, file=sys.stderr))
+    names = alignments_in(ALIGNMENTS, inputs, space.pairs, before={}, note=lambda text: print(text, file=sys.stderr))
     family = replace(preflight.family, alignments_dir=str(ALIGNMENTS.resolve()))
     return replace(preflight, space=space.with_alignments(names), family=family)
 

@@ -9,7 +9,7 @@ import torch
 
 from search_spaces.baselines import everywhere
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
-from workers.merging.alignments import Alignment
+from workers.alignments.alignment import Alignment
 from workers.models.config import read_config
 from workers.types import Family
 

@@ -27,11 +27,11 @@ import xxhash
 import yaml
 
 from search_spaces.recipe import Recipe
-from workers.directories import appearing, partial_directories, sync
-from workers.export.aligned import MODELING_FILE, aligned_parts
+from workers.alignments.export import MODELING_FILE, aligned_parts
+from workers.alignments.recipes import unaligned
+from workers.directories import appearing, partial_directories, sync, write_file
 from workers.export.model_card import Score, lineage, model_card, source_name
 from workers.mergekit.exporter import Inexpressible, mergekit_config
-from workers.merging.alignments import unaligned
 from workers.merging.bank import Bank
 from workers.merging.materialize import Scratch, is_small, merged_names, merged_tensors
 from workers.models.chat_templates import write_template
@@ -267,10 +267,7 @@ def _write_shards(
     for shard in missing:
         checksums[shard.file] = _write_shard(directory / shard.file, shard.shapes, dtype, counted)
         sync(directory / shard.file)
-        new_state = state.with_suffix(".new")
-        _write_json(new_state, checksums)
-        sync(new_state)
-        new_state.replace(state)
+        write_file(state, json.dumps(checksums))
     if len(shards) > 1:
         weight_map = {name: shard.file for shard in shards for name in shard.shapes}
         _write_json(

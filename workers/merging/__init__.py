@@ -9,7 +9,6 @@ From the top; each module imports only modules below it:
 - `kernels`: fused kernels for CPU (Numba) and CUDA (Triton), bit for bit the plain methods.
 - `methods`: the merge methods in plain torch, the reference for the kernels.
 - `merged_tensor`: one tensor to merge, and the stacks of experts.
-- `alignments`: modules between layers of a path, as files.
 - `residual_scales`: scales of layers, folded into weights.
 - `recent`: how much of the statistics of several sources is kept.
 - `order_statistics`: the order of a tensor's elements by magnitude, and tables that narrow any rank to a few elements.

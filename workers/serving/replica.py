@@ -28,7 +28,8 @@ from search_spaces.baselines import sources_and_published
 from search_spaces.errors import SearchSpaceError
 from search_spaces.recipe import Recipe
 from search_spaces.study.sections import EngineOptions
-from workers.engines.vllm.engine import Engine, base_recipe
+from workers.engines.source_recipes import base_recipe
+from workers.engines.vllm.engine import Engine
 from workers.errors import (
     EngineCrashed,
     EngineFault,

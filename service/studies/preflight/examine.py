@@ -347,7 +347,7 @@ def _examine_fidelity(
 
 
 def _check_alignments(infos: Mapping[str, TaskInfo], problems: list[Problem]) -> None:
-    from workers.training.hm3.activations import lack_of_samples
+    from workers.alignments.samples import lack_of_samples
 
     if infos and (lack := lack_of_samples({name: info.num_samples for name, info in infos.items()})):
         problems.append(Problem("search_space.alignment", lack))

@@ -36,8 +36,9 @@ from service.types import (
 )
 from tests.service.api.harness import FAMILY, ApiServer, finished_study, stored_study
 from tests.workers.recipes import aligned, path, random_alignment
+from workers.alignments.files import write_alignment
+from workers.alignments.recipes import unaligned
 from workers.engines.transformers.backend import merged_model
-from workers.merging.alignments import unaligned, write_alignment
 from workers.merging.bank import Bank
 
 pytestmark = pytest.mark.slow  # exports are written

@@ -26,11 +26,11 @@ from tests.builders import tiny_family
 from tests.end_to_end.studies import undisturbed, write_small_study
 from tests.service.sums import sums_study, write_sums
 from tests.service.tune.harness import trial_list
+from workers.alignments.pairs import AlignmentInputs
 from workers.cache import CACHE_VARIABLE
 from workers.errors import EngineUnavailable, EvidenceMismatch
 from workers.serving.deployment import deploy_scorer
 from workers.serving.fake import FakeScorer
-from workers.training.hm3.pairs import AlignmentJob
 from workers.types import CanaryReport
 
 UNUSABLE = StudyUnusable("the chat template refuses these messages")
@@ -155,8 +155,8 @@ def test_alignments_are_stored_with_the_study_and_recipes_name_them(
     study = store.create_job(name="a", document=aligned.study.canonical(), resolved=aligned.resolved()).id
     asked: list[Any] = []
 
-    def learned(place: Path, job: AlignmentJob, pairs: Any, *, before: Any, note: Any) -> dict[LayerPair, str]:
-        asked.append((place, job.kind, {*job.pool}, dict(before)))
+    def learned(place: Path, inputs: AlignmentInputs, pairs: Any, *, before: Any, note: Any) -> dict[LayerPair, str]:
+        asked.append((place, inputs.kind, {*inputs.pool}, dict(before)))
         if len(asked) == 3:
             raise StudyFailed("1 of 20 alignments were lost")
         return {pair: str(number) for number, pair in enumerate(pairs)}

@@ -30,8 +30,8 @@ from service.types import Origin, ResolvedStudy
 from tests.service.resolved import resolved_study
 from tests.service.tune.harness import InlineProposer, coordinator_of, drive
 from tests.workers.recipes import aligned, random_alignment
+from workers.alignments.files import write_alignment
 from workers.export.model_card import model_card
-from workers.merging.alignments import write_alignment
 from workers.models.family import open_sources, resolve_family
 from workers.serving.fake import FakeScorer
 from workers.types import Family

@@ -21,7 +21,8 @@ from tests.workers.judged_tasks import (
     KnownAnswers,
     write_task,
 )
-from workers.engines.vllm.engine import SwapReport, base_recipe
+from workers.engines.source_recipes import base_recipe
+from workers.engines.vllm.engine import SwapReport
 from workers.errors import TrialFailed
 from workers.evaluation.lm_eval import BackendLM
 from workers.evaluation.prompts import Prompts

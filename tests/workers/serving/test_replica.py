@@ -6,7 +6,7 @@ import pytest
 
 from tests.workers.judged_tasks import write_task
 from tests.workers.recipes import arithmetic, slerp
-from workers.engines.vllm.engine import base_recipe
+from workers.engines.source_recipes import base_recipe
 from workers.errors import TrialFailed
 from workers.serving.deployment import ServeScorer
 from workers.types import Family, ScoreRequest, Span, TaskSpec

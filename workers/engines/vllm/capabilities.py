@@ -1,7 +1,7 @@
-"""What vLLM reports about models: `python -m workers.engines.vllm.capabilities QUESTIONS ANSWERS`.
+"""The process that asks vLLM about models: `python -m workers.engines.vllm.capabilities QUESTIONS ANSWERS`.
 
-Reads a list of configurations as in config.json, and writes for each the result of `describe` by the engine's dtype. No
-weights are loaded and no device is used. `support` draws the conclusions.
+It reads a list of configurations as in config.json, and writes for each the result of `describe` by the engine's dtype.
+No weights are loaded and no device is used. `support` draws the conclusions.
 """
 
 from __future__ import annotations

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -14,6 +12,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
+from workers.directories import write_file
 from workers.errors import InvalidModel
 from workers.models.hub.errors import HubUnusable, reason_of
 from workers.models.hub.metadata import SnapshotRecord, is_metadata_only, read_record
@@ -132,10 +131,7 @@ def point_to(snapshot: Path, revision: str) -> None:
         return
     with suppress(OSError):  # a cache that cannot be written to
         if not reference.is_file() or reference.read_text() != snapshot.name:
-            reference.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=reference.parent, delete=False) as temporary:
-                temporary.write(snapshot.name)
-            os.replace(temporary.name, reference)
+            write_file(reference, snapshot.name)
 
 
 def _notes(note: Callable[[str], None], total: int) -> type:

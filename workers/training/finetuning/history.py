@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from workers.directories import write_file
+
 __all__ = ["CHECKPOINTS", "EXPERT", "METRICS", "History", "HistoryReader", "Report", "read_history"]
 
 # In the directory of a training: its history, its checkpoints, and the expert.
@@ -74,9 +76,7 @@ class History:
         """Remove what was written after the checkpoint of `step`: it is written again."""
         if self._is_writer:
             kept = [line for line in read_history(self._file) if line["step"] <= step]
-            new = self._file.with_suffix(".new")
-            new.write_text("".join(json.dumps(line) + "\n" for line in kept))
-            new.replace(self._file)
+            write_file(self._file, "".join(json.dumps(line) + "\n" for line in kept))
 
     def last(self, key: str) -> Any:
         """The latest number under `key`, None if there is none."""

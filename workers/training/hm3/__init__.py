@@ -19,7 +19,4 @@ runner plays, whereas episode n here is a function of the seed, n and the networ
 - `learner`: improves networks by the episodes of one iteration; checkpoints
 - `training`: which networks play which episode, with which preference
 - `descriptors`: statistics of each layer's weights
-- `alignment`: a map between two layers that do not follow each other in one model, by moments or a light network
-- `activations`: what each layer receives in its own model, over a tenth of the search samples
-- `pairs`: which layers need an alignment, and alignments kept by pair
 """

@@ -14,9 +14,9 @@ import torch
 
 from search_spaces.recipe import Recipe
 from tests.workers.recipes import arithmetic
+from workers.engines.source_recipes import base_recipe
 from workers.engines.transformers.backend import merged_model
 from workers.engines.vllm.canary import Calibration, calibrate, canary_prompts, read, typical_difference
-from workers.engines.vllm.engine import base_recipe
 from workers.errors import EvidenceMismatch
 from workers.merging.bank import Bank
 from workers.merging.materialize import merged_tensors

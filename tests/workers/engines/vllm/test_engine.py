@@ -14,9 +14,10 @@ import torch
 from search_spaces.recipe import Merge, Recipe, Source
 from tests.conftest import OPTIONS
 from tests.workers.recipes import arithmetic, slerp
+from workers.engines.source_recipes import base_recipe
 from workers.engines.transformers.backend import Reference, logprobs
 from workers.engines.transformers.verification import verify
-from workers.engines.vllm.engine import Engine, base_recipe
+from workers.engines.vllm.engine import Engine
 from workers.engines.vllm.plugin import PACK
 from workers.engines.vllm.worker_extension import family_to_json, open_bank
 from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, TrialFailed

@@ -19,8 +19,9 @@ from search_spaces.recipe import Merge, Recipe, Source
 from tests.builders import opposed_family
 from tests.conftest import OPTIONS
 from tests.workers.recipes import arithmetic, model_stock, slerp
+from workers.engines.source_recipes import base_recipe
 from workers.engines.vllm.checksum import checksum
-from workers.engines.vllm.engine import Engine, base_recipe
+from workers.engines.vllm.engine import Engine
 from workers.engines.vllm.plugin import IS_PACKED, PACK
 from workers.engines.vllm.worker_extension import MergeExtension, family_to_json, open_bank
 from workers.errors import EvidenceMismatch, TrialFailed
@@ -109,7 +110,7 @@ def test_merges_are_written_where_the_loader_was_seen_to_write(extension: Extens
     extension.parameters[moved].data = extension.parameters[moved].detach().clone()
     square = "model.layers.2.self_attn.o_proj.weight"
     extension.transformed = {turned: lambda tensor: tensor * 2, square: lambda tensor: tensor.t()}
-    extension._mergesearch_weights.places = {}
+    extension._mergesearch_weights.destinations = {}
     extension.mergesearch_forget()
     extension.apply(base_recipe(tied_family))
     extension.parameters[moved].data = extension.parameters[moved].detach().clone()

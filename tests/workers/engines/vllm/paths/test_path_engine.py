@@ -17,11 +17,14 @@ from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import Merge, Recipe, Source
 from tests.conftest import OPTIONS
 from tests.workers.recipes import aligned, arithmetic, copied, num_layers, path, random_alignment
+from workers.alignments.files import write_alignment
+from workers.alignments.recipes import alignments_before, unaligned
+from workers.engines.source_recipes import base_recipe
 from workers.engines.transformers.backend import Reference, logprobs, merged_model
 from workers.engines.transformers.verification import verify
-from workers.engines.vllm.engine import Engine, base_recipe
+from workers.engines.vllm.engine import Engine
 from workers.engines.vllm.paths.geometry import PATH_TYPES
-from workers.engines.vllm.paths.pool import Step
+from workers.engines.vllm.paths.pool import Hop
 from workers.engines.vllm.paths.sizes import widest_layer_bytes
 from workers.engines.vllm.plugin import PACK
 from workers.engines.vllm.worker_extension import family_to_json, open_bank
@@ -29,7 +32,6 @@ from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, Tri
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Generation
 from workers.export.checkpoint import export
-from workers.merging.alignments import alignments_before, unaligned, write_alignment
 from workers.serving.replica import EngineWorker
 from workers.types import Family, Span, TaskSpec
 
@@ -223,7 +225,7 @@ def test_an_engine_that_walks_another_path_fails_its_canary(faulty: Engine, what
         if what == "order":
             model.model.path = (last, *middle, first)
         elif what == "factor":
-            model.model.path = (first, *middle, Step(last.layer, 1.1 * last.factor))
+            model.model.path = (first, *middle, Hop(last.layer, 1.1 * last.factor))
         elif what == "alignment":
             held = model.model.alignments[digest]
             assert held.projection is not None

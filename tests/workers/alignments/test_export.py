@@ -15,11 +15,12 @@ from safetensors.torch import load_file
 from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import Merge, Recipe
 from tests.workers.recipes import aligned, path, random_alignment
+from workers.alignments.export import CLASSES, MODELING_FILE
+from workers.alignments.files import write_alignment
+from workers.alignments.recipes import unaligned
 from workers.engines.transformers.backend import merged_model
 from workers.engines.vllm.paths.geometry import PATH_TYPES
-from workers.export.aligned import CLASSES, MODELING_FILE
 from workers.export.checkpoint import export, is_written
-from workers.merging.alignments import unaligned, write_alignment
 from workers.merging.bank import Bank
 
 TOKENS = torch.arange(1, 13)[None]

@@ -1,17 +1,17 @@
-"""What stands between two layers of a path that do not follow each other in one model: a map of the residual stream.
+"""The alignment of a pair of layers, fitted to their activations.
 
-A pair is (the layer that hands on, the layer that receives). X [N, D] are activations after the first in its own model,
-Y [N, D] those before the second in its own, both over the same texts. The map makes the distribution of what is
-handed on that of what is received; activations are not compared token by token.
+A pair is (the layer before the alignment, the layer after it). X [N, D] is the output of the first in its own model, Y
+[N, D] the input of the second in its own model, over the same texts. The map gives X the distribution of Y;
+activations are not compared token by token.
 
-- `moments`: y = scale * x + shift for each channel, by which mean and variance are equal.
-- `mlp`: y = P x + shift, where P = diag(scale) + U V^T is what a light network with two hidden layers gives for the
-  statistics of every channel in X and Y. It begins as `moments` and is improved by the loss of HM3's authors: squared
-  errors of mean and variance, and CORAL of the covariances. Epochs stop early, and the best on held-out rows is kept:
-  there an `mlp` is never worse than `moments`.
+- `moments`: y = scale * x + shift for each channel, so that mean and variance are equal.
+- `mlp`: y = P x + shift, where P = diag(scale) + U V^T is the output of a light network with two hidden layers, given
+  the statistics of every channel in X and Y. It starts as `moments`. Training minimises the loss of HM3's authors:
+  squared errors of mean and variance, and CORAL of the covariances. Training stops early, and the epoch with the least
+  loss on held-out rows is kept: there an `mlp` is never worse than `moments`.
 
-The authors give the losses, two hidden layers and 5 to 15 epochs; the form of P, the statistics that the network sees
-and all other numbers are ours. A dense D x D output would have more weights than the layers between which it stands.
+The authors give the losses, two hidden layers and 5 to 15 epochs. The form of P, the statistics that the network
+receives and all other numbers were chosen here. A dense D x D output would have more weights than the two layers.
 
 Axes: N tokens, D channels of the residual stream, R directions, F statistics of a channel.
 """
@@ -28,14 +28,15 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from workers.merging.alignments import Alignment
+from workers.alignments.alignment import Alignment
 
 __all__ = [
     "KINDS",
-    "Aligned",
-    "AlignmentOptions",
+    "FittedAlignment",
     "Kind",
+    "MlpOptions",
     "discrepancy",
+    "fit_alignment",
     "fit_mlp",
     "fit_moments",
 ]
@@ -43,14 +44,16 @@ __all__ = [
 Kind = Literal["moments", "mlp"]
 KINDS: tuple[Kind, ...] = ("moments", "mlp")
 
-# Of a channel's deviation, as a share of that of all: less is not divided by.
+# Channels whose standard deviation is a smaller share of the root mean square over all channels are only shifted.
 SMALLEST_DEVIATION = 1e-3
 
 
 @dataclass(frozen=True)
-class Aligned:
-    """An alignment, and how far held-out rows are from those that they should be like: as they are, with `moments`, and
-    with this one (`discrepancy`). `epochs`: those that were trained."""
+class FittedAlignment:
+    """An alignment, and the `discrepancy` of held-out rows without it, with `moments` and with it.
+
+    `epochs` is the number of epochs that were trained.
+    """
 
     alignment: Alignment
     before: float
@@ -59,29 +62,32 @@ class Aligned:
     epochs: int = 0
 
     def to_bytes(self) -> bytes:
-        """A safetensors file; equal alignments give equal bytes."""
-        told = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "alignment"}
+        """The content of a safetensors file; equal alignments give equal bytes."""
+        numbers = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "alignment"}
         content: bytes = safetensors.torch.save(
-            self.alignment.tensors(), {"alignment": json.dumps(told, sort_keys=True)}
+            self.alignment.tensors(), {"alignment": json.dumps(numbers, sort_keys=True)}
         )
         return content
 
     @classmethod
-    def from_bytes(cls, content: bytes) -> Aligned:
-        """Raises ValueError for anything else."""
+    def from_bytes(cls, content: bytes) -> FittedAlignment:
+        """Read what `to_bytes` returned. Raises ValueError for other content."""
         try:
             found = safetensors.torch.load(content)
             size = int.from_bytes(content[:8], "little")
-            told = json.loads(json.loads(content[8 : 8 + size])["__metadata__"]["alignment"])
-            return cls(Alignment(**found), **told)
+            numbers = json.loads(json.loads(content[8 : 8 + size])["__metadata__"]["alignment"])
+            return cls(Alignment(**found), **numbers)
         except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not an alignment: {error!r}") from error
 
 
 @dataclass(frozen=True)
-class AlignmentOptions:
-    """Of `mlp`. `rank` is R. An epoch sees all rows once, `batch` at a time; `patience` epochs without improvement on
-    held-out rows end it."""
+class MlpOptions:
+    """Options of `mlp` training.
+
+    `rank` is R. An epoch uses all rows once, `batch` rows at a time. Training ends after `patience` epochs without
+    improvement on held-out rows.
+    """
 
     rank: int = 8
     hidden_size: int = 64
@@ -92,9 +98,11 @@ class AlignmentOptions:
 
 
 def discrepancy(x_ND: Tensor, y_ND: Tensor) -> Tensor:
-    """How far the distribution of rows x is from that of rows y, a number that is 0 for equal moments: the mean squared
-    errors of mean and variance, and CORAL, |C_x - C_y|^2 / (4 D^2) (Sun and Saenko, "Deep CORAL", 2016, equation 1), in
-    units of y's mean variance."""
+    """The distance between the distributions of rows x and rows y, which is 0 for equal moments.
+
+    The sum of the mean squared errors of mean and variance, and CORAL, |C_x - C_y|^2 / (4 D^2) (Sun and Saenko, "Deep
+    CORAL", 2016, equation 1), in units of y's mean variance.
+    """
     unit = y_ND.var(dim=0).mean().clamp(min=torch.finfo(torch.float32).tiny)
     means = ((x_ND.mean(dim=0) - y_ND.mean(dim=0)) ** 2).mean() / unit
     variances = ((x_ND.var(dim=0) - y_ND.var(dim=0)) ** 2).mean() / unit**2
@@ -103,8 +111,10 @@ def discrepancy(x_ND: Tensor, y_ND: Tensor) -> Tensor:
 
 
 def fit_moments(x_ND: Tensor, y_ND: Tensor) -> Alignment:
-    """The map of each channel by which the rows x have the mean and the variance of the rows y. A channel of x that is
-    constant is only shifted."""
+    """The map of each channel that gives rows x the mean and the variance of rows y.
+
+    A channel of x that is constant is only shifted.
+    """
     _check(x_ND, y_ND)
     x, y = x_ND.float(), y_ND.float()
     std_x, std_y = x.std(dim=0), y.std(dim=0)
@@ -113,17 +123,32 @@ def fit_moments(x_ND: Tensor, y_ND: Tensor) -> Alignment:
     return Alignment(scale=scale, shift=y.mean(dim=0) - scale * x.mean(dim=0))
 
 
+def fit_alignment(
+    kind: Kind, x_ND: Tensor, y_ND: Tensor, is_held_out: Tensor, *, options: MlpOptions | None = None
+) -> FittedAlignment:
+    """The alignment of rows x, the output of one layer, to rows y, the input of another, without the held-out rows."""
+    train = (x_ND[~is_held_out], y_ND[~is_held_out])
+    out = (x_ND[is_held_out], y_ND[is_held_out])
+    if kind == "mlp":
+        return fit_mlp(train, out, seed=0, options=options)
+    alignment = fit_moments(*train)
+    after = float(discrepancy(alignment(out[0]), out[1]))
+    return FittedAlignment(alignment, float(discrepancy(*out)), after, after)
+
+
 def fit_mlp(
     train: tuple[Tensor, Tensor],
     held_out: tuple[Tensor, Tensor],
     *,
     seed: int,
-    options: AlignmentOptions | None = None,
-) -> Aligned:
-    """The map that a light network learns from rows (x, y), the best on those held out. Equal arguments give equal bits
-    on one machine with one number of threads."""
+    options: MlpOptions | None = None,
+) -> FittedAlignment:
+    """The map that a light network learns from rows (x, y): the best one on held-out rows.
+
+    Equal arguments give equal bits on one machine with one number of threads.
+    """
     _check(*train)
-    chosen = options or AlignmentOptions()
+    chosen = options or MlpOptions()
     x, y = train[0].float(), train[1].float()
     moments = fit_moments(x, y)
     out_x, out_y = held_out[0].float(), held_out[1].float()
@@ -148,13 +173,13 @@ def fit_mlp(
         else:
             waited += 1
     projection.load_state_dict(best_state)
-    return Aligned(projection.alignment(), before, first, best, epoch)
+    return FittedAlignment(projection.alignment(), before, first, best, epoch)
 
 
 class _Projection(nn.Module):
-    """P and shift, as a network gives them for the statistics of every channel [D, F]. At first they are `moments`."""
+    """A network that computes P and shift from the statistics of every channel [D, F]. It starts as `moments`."""
 
-    def __init__(self, moments: Alignment, statistics: Tensor, options: AlignmentOptions) -> None:
+    def __init__(self, moments: Alignment, statistics: Tensor, options: MlpOptions) -> None:
         super().__init__()
         hidden, rank = options.hidden_size, options.rank
         self.scale: Tensor
@@ -164,7 +189,7 @@ class _Projection(nn.Module):
         self.register_buffer("shift", moments.tensors()["shift"], persistent=False)
         self.register_buffer("statistics", statistics, persistent=False)
         last = nn.Linear(hidden, 2 * rank + 2)
-        # V is something at first and all else 0: so P is diag(scale), and U has a gradient.
+        # Initially V is random and all else is 0, so that P is diag(scale) and U has a gradient.
         nn.init.zeros_(last.weight[: rank + 2])
         nn.init.zeros_(last.bias)
         size = statistics.shape[1]
@@ -191,8 +216,11 @@ class _Projection(nn.Module):
 
 @torch.no_grad()
 def _statistics(x: Tensor, y: Tensor, rank: int) -> Tensor:
-    """[D, F], each standardised: mean, logarithm of the deviation, skewness and kurtosis of every channel in x and in
-    y, and its part in the R directions of largest variance of each."""
+    """Standardised statistics [D, F] of every channel in x and in y.
+
+    Mean, logarithm of the standard deviation, skewness, kurtosis, and the channel's components in the R directions of
+    largest variance.
+    """
     parts = [part for rows in (x, y) for part in (*_of_channels(rows), *_directions(rows, rank).T)]
     found = torch.stack(parts, dim=1)
     return (found - found.mean(dim=0)) / found.std(dim=0).clamp(min=1e-6)
@@ -205,7 +233,7 @@ def _of_channels(rows: Tensor) -> tuple[Tensor, ...]:
 
 
 def _directions(rows: Tensor, rank: int) -> Tensor:
-    """[D, R]: 0 for those that the rows do not have."""
+    """The R directions of largest variance [D, R], filled with 0 if the rows have fewer."""
     size = min(rank, *rows.shape)
     found = torch.zeros(rows.shape[1], rank)
     found[:, :size] = torch.pca_lowrank(rows, q=size)[2]
@@ -213,8 +241,10 @@ def _directions(rows: Tensor, rank: int) -> Tensor:
 
 
 def _batches(num: int, size: int, order: torch.Generator) -> list[Tensor]:
-    """All rows in a random order, in parts of about equal size, none of them above `size` rows unless that leaves less
-    than two."""
+    """All rows in a random order, in batches of about equal size.
+
+    No batch has more than `size` rows, except where `size` is below two.
+    """
     return list(torch.randperm(num, generator=order).chunk(max(1, -(-num // max(size, 2)))))
 
 
