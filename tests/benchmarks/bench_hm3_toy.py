@@ -25,7 +25,7 @@ from search_spaces.parameters import Categorical, Parameters
 from search_spaces.spaces.layer_paths import LayerPaths
 from service.tune.searchers import SEARCHERS
 from service.tune.searchers.base import Observation
-from workers.training.hm3.training import Training, TrainingOptions
+from workers.training.hm3.training import PolicyTraining, PolicyTrainingOptions
 
 NUM_STEPS, NUM_MODELS, NUM_LAYERS = 6, 3, 4
 NUM_ACTIONS = NUM_MODELS * NUM_LAYERS
@@ -37,7 +37,7 @@ RANDOM = NUM_ACTIONS**NUM_STEPS // 2
 MAX_EPISODES, MAX_ES = 12_000, 3000
 
 # For a search of thousands of episodes: larger iterations, and 2,560 episodes of exploration.
-OPTIONS = TrainingOptions(episodes=64, explored=40, exploration=0.1)
+OPTIONS = PolicyTrainingOptions(episodes=64, explored=40, exploration=0.1)
 
 
 class Toy:
@@ -66,11 +66,13 @@ class Toy:
         return float(self.table[tuple(path)])
 
 
-def episodes(toy: Toy, *, seed: int, num_models: int, options: TrainingOptions = OPTIONS) -> Iterator[tuple[int, ...]]:
+def episodes(
+    toy: Toy, *, seed: int, num_models: int, options: PolicyTrainingOptions = OPTIONS
+) -> Iterator[tuple[int, ...]]:
     """The paths that a policy plays in the environment, while it learns."""
     names = tuple(f"model{number}" for number in range(num_models))
     paths = LayerPaths(names, toy.table.shape[0] // num_models, toy.num_steps, toy.num_steps)
-    training = Training(paths, options, seed=seed, preferences=((1.0,),))
+    training = PolicyTraining(paths, options, seed=seed, preferences=((1.0,),))
     scores: list[float] = []
     num_finished = 0
     for number in itertools.count():
@@ -83,7 +85,7 @@ def episodes(toy: Toy, *, seed: int, num_models: int, options: TrainingOptions =
         yield path
 
 
-def by_policy(seed: int, options: TrainingOptions = OPTIONS) -> tuple[int, int] | None:
+def by_policy(seed: int, options: PolicyTrainingOptions = OPTIONS) -> tuple[int, int] | None:
     """Different paths that were scored, and episodes that were played, up to the best path; None: it was not found."""
     toy = Toy(seed)
     seen: set[tuple[int, ...]] = set()

@@ -1,14 +1,14 @@
-"""Models with alignments between their layers: the model class that exports of such merges bring along.
+"""Models with alignments between their layers, for transformers.
 
-This file is copied beside the weights, and needs torch and transformers alone. Load such a checkpoint with
+Exports of such merges have this file beside the weights. It needs only torch and transformers. Load a checkpoint with
 
     AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
 
-Before layer t its alignment maps what it is given, h, to W h + b (a projection) or a * h + b (a scale for each
-channel); b may be missing. `alignments` in the configuration says which layers have one: of each layer's number the
-tensors, and the `factor` of b, which is 1 unless the layers' outputs have scales.
+The alignment before layer t maps the layer's input, h, to W h + b (a projection) or a * h + b (a scale for each
+channel); b is optional. `alignments` in the configuration has, by the number of the layer, the names of the tensors and
+the `factor` of b, which is 1 unless the layers' outputs have scales.
 
-A configuration has a model type of its own, so that it is not loaded as a model without alignments.
+A configuration has its own model type, so that it is not loaded as a model without alignments.
 """
 
 from __future__ import annotations
@@ -41,8 +41,11 @@ __all__ = [
 
 
 class LayerAlignment(nn.Module):
-    """The alignment before one layer. `tensors` are those that it has: `projection` [hidden, hidden] or `scale`
-    [hidden], and perhaps `shift` [hidden]."""
+    """The alignment before one layer.
+
+    `tensors` are the names of its tensors: `projection` [hidden, hidden] or `scale` [hidden], and optionally `shift`
+    [hidden].
+    """
 
     projection: Tensor | None
     scale: Tensor | None
@@ -65,7 +68,7 @@ class LayerAlignment(nn.Module):
 
 
 class _Aligned:
-    """What the model classes have in common. An alignment is a part of the layer that it stands before."""
+    """The common part of the model classes. An alignment is a submodule of the layer that it is before."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]

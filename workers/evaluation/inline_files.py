@@ -52,9 +52,11 @@ def read_inline(task: Mapping[str, Any]) -> list[InlineRow]:
 
 
 class RowTemplates:
-    """Jinja templates for `prompt` and `answer` over a row's fields; messages call the answer `answer_name`. A null is
-    written as None, or refused if `refuse_null`. Raises InvalidTask for a template that is not valid; messages begin
-    with `where`."""
+    """Jinja templates for `prompt` and `answer` over a row's fields.
+
+    Messages call the answer `answer_name`, and begin with `where`. A null is written as None, or refused if
+    `refuse_null`. Raises InvalidTask for an invalid template.
+    """
 
     def __init__(
         self, templates: Mapping[str, str], *, where: str, answer_name: str = "answer", refuse_null: bool = False
@@ -115,7 +117,10 @@ def _environment() -> SandboxedEnvironment:
 
 
 def _undefined(template: str, fields: Mapping[str, Any]) -> str:
-    """What a template uses that a line does not have. Values of the line are not quoted: a template could show any."""
+    """The names in a template that a line does not define.
+
+    Values of the line are not quoted, because a template could show any value.
+    """
     environment = _environment()
     names = meta.find_undeclared_variables(environment.parse(template)) - environment.globals.keys() - fields.keys()
     return f"{min(names)!r} is undefined" if names else "it uses an attribute or item that a value does not have"

@@ -1,5 +1,5 @@
-"""Writing a merge as a Hugging Face checkpoint.
+"""Export of a merge as a Hugging Face checkpoint.
 
-- `checkpoint`: tensors, configuration and tokenizer, resumed after a kill
+- `checkpoint`: tensors, configuration and tokenizer, continued after a kill
 - `model_card`: the README.md: sources, recipe, scores, licences
 """

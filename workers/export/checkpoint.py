@@ -1,8 +1,8 @@
-"""Writing a recipe as an ordinary Hugging Face checkpoint with exactly the tensors that the engine scored.
+"""Export of a recipe as a Hugging Face checkpoint with exactly the tensors that the engine scored.
 
-Tensors are streamed into the files one by one. The directory appears under its name only once it is complete: files
-are first written to a hidden directory next to it, together with the checksums of the finished ones, so that an export
-that was killed continues from them.
+Tensors are streamed into the files one by one. The directory has its name only once it is complete. Until then the
+files are in a hidden directory next to it, together with the checksums of the finished ones, so that an export that was
+killed continues from them.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
-# Methods that look at no more than one element of each source, so that experts may be stacked or not.
+# Methods that compute each element from one element of each source, so that experts may be stacked or not.
 ELEMENT_BY_ELEMENT = {"passthrough", "linear", "weighted_sum", "task_arithmetic", "nearswap"}
 
-# Beside the files of a directory that is not complete: the checksums of those that are.
+# The file, beside an incomplete directory, with the checksums of its complete files.
 STATE = "state.json"
 
-# Against damage by a crash alone: sha256 of a file takes as long as the merge that is written to it.
+# Detects damage by a crash only. sha256 of a file would take as long as merging it.
 CHECKSUM = xxhash.xxh3_128
 
 
@@ -84,10 +84,11 @@ def export(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Path:
-    """Write the merged model to `out_dir`: tensors, config.json, tokenizer, README.md, recipe.json and, where mergekit
-    can express the recipe, mergekit_config.yml. Returns the directory. With alignments it is no ordinary checkpoint: it
-    has their tensors and the file of the model class that computes them, which transformers loads with
-    trust_remote_code.
+    """Write the merged model to the directory `out_dir`, and return it.
+
+    The files are tensors, config.json, tokenizer, README.md, recipe.json and, where mergekit can express the recipe,
+    mergekit_config.yml. A merge with alignments also has their tensors and the file of the model class that computes
+    them, which transformers loads with trust_remote_code.
 
     The tensors are bit for bit those of `merged_tensors` for `dtype`; the tokenizer is that of the bank's family.
     `scores` maps an objective to its held-out value, `study` names the study in the model card; `chat_template`
@@ -144,10 +145,10 @@ def export(
 
 
 def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype, *, chat_template: str | None = None) -> bool:
-    """Whether `out_dir` is a complete export of this recipe in this dtype, with this chat template; False if it is
-    missing or empty.
+    """Whether `out_dir` is a complete export of this recipe, dtype and chat template; False if it is missing or empty.
 
-    Raises FileExistsError if it holds anything else, PermissionError if it cannot be created."""
+    Raises FileExistsError if it contains anything else, PermissionError if it cannot be created.
+    """
     out = Path(out_dir).resolve()
     wanted_export = f"an export of recipe {recipe.digest[:12]} in {_name(dtype)}"
     if not check_place(out, expected=wanted_export):
@@ -164,7 +165,7 @@ def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype, *, chat_
 
 
 def _check_weights(out: Path, recipe: Recipe) -> None:
-    """Raises OSError or ValueError where files of the weights are missing or damaged."""
+    """Check that the files of the weights are present and whole. Raises OSError or ValueError if not."""
     if all(layer.alignment is None for layer in recipe.layers):
         open_checkpoint(out)
         return
@@ -184,9 +185,10 @@ def _check_weights(out: Path, recipe: Recipe) -> None:
 
 
 def check_place(out_dir: str | Path, *, expected: str = "an export") -> bool:
-    """Whether there may be an export at `out_dir`, False if it is missing or empty; `expected` is for the message.
+    """Whether there may be an export at `out_dir`; False if it is missing or empty. `expected` is for the message.
 
-    Raises FileExistsError if something else is there, PermissionError if it cannot be created."""
+    Raises FileExistsError if something else is there, PermissionError if it cannot be created.
+    """
     out = Path(out_dir).resolve()
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         above = next(parent for parent in out.parents if parent.exists())
@@ -214,7 +216,7 @@ class _Shard:
 
 
 def _shards(shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int) -> list[_Shard]:
-    """The tensors in order, as many per file as fit; a tensor larger than `max_bytes` has its own file."""
+    """The shards: as many tensors per file as fit, in order; a tensor larger than `max_bytes` has its own file."""
     parts: list[dict[str, tuple[int, ...]]] = [{}]
     sizes = [0]
     for name, shape in shapes.items():
@@ -242,8 +244,10 @@ def _write_shards(
     *,
     added: Mapping[str, torch.Tensor],
 ) -> None:
-    """Write the shards that do not exist yet, and the index; tensors that are `added` to the merge's come last. A shard
-    is complete once it is on disk and its checksum is in the state file, as long as the file has that checksum."""
+    """Write the shards that do not exist yet, and the index. Tensors that are `added` to the merge's come last.
+
+    A shard is complete once it is on disk and its checksum is in the state file, as long as the file has that checksum.
+    """
     state = directory.parent / STATE
     checksums = _complete_shards(shards, directory, state)
     kept = sum(shard.num_bytes for shard in shards if shard.file in checksums)
@@ -297,8 +301,10 @@ def _write_shard(
     dtype: torch.dtype,
     stream: Iterator[tuple[str, torch.Tensor]],
 ) -> str:
-    """Write the next `len(shapes)` tensors of `stream` as one safetensors file, with one of them in memory at a time.
-    Returns the file's checksum (hex)."""
+    """Write the next `len(shapes)` tensors of `stream` as one safetensors file, and return its checksum (hex).
+
+    Only one of the tensors is in memory at a time.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
@@ -339,7 +345,7 @@ def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] 
         layout = bank.layout.stacked if recipe.stacks_experts else bank.layout
         document = mergekit_config(recipe, layout, directories, dtype=_name(dtype))
         if recipe.stacks_experts:
-            document["experts"] = "stacked"  # mergekit passes over it
+            document["experts"] = "stacked"  # mergekit ignores it
         if alignment.tensors or tokenizer != "base":
             document["tokenizer_source"] = held.get(tokenizer, tokenizer)
         return document
@@ -348,7 +354,7 @@ def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] 
 
 
 def _job(recipe: Recipe, bank: Bank, dtype: torch.dtype, max_shard_bytes: int) -> str:
-    """A digest of what two exports must share for one to continue from the files of the other."""
+    """A digest of what two exports must have in common so that one can continue from the files of the other."""
     return digest_of([recipe.digest, bank.fingerprint, _name(dtype), max_shard_bytes, version("mergesearch")])[:16]
 
 
@@ -357,5 +363,5 @@ def _write_json(file: Path, document: Any) -> None:
 
 
 def _name(dtype: torch.dtype) -> str:
-    """ "float32" and the like, as configurations spell it."""
+    """The name of a dtype in configurations, such as "float32"."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Deploying replicas on Ray Serve, and the handle through which studies score with them."""
+"""Deployment of replicas on Ray Serve, and the handle through which studies score with them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 # 0.5 s.
 MAX_ONGOING_REQUESTS = 3
 
-# A request that fails beside the engine is sent this often; the next replica may have what this one lacks.
+# How often a request that fails outside the engine is sent; another replica may have what this one lacks.
 MAX_TRIES = 3
 
 # Only one process of the cluster at a time starts Serve or deploys; this is the name of the Ray actor that it holds.
@@ -54,7 +54,7 @@ DEPLOYING = "deploying"
 
 
 def app_name(family: Family, options: EngineOptions) -> str:
-    """The Serve application of a family: the same models and options share replicas."""
+    """The name of a family's Serve application: the same models and options share replicas."""
     models = [(model.alias, model.directory, model.fingerprint) for model in family.models]
     others = [family.alignments_dir] if family.alignments_dir else []
     return f"scorer-{digest_of([models, family.tokenizer, options.document(), *others])[:12]}"
@@ -62,10 +62,10 @@ def app_name(family: Family, options: EngineOptions) -> str:
 
 @dataclass(frozen=True)
 class ServeScorer:
-    """The replicas of one Serve application, as workers.types.Scorer. Picklable; connects at the first call.
+    """The replicas of one Serve application, as `workers.types.Scorer`. Picklable; connects at the first call.
 
-    When a replica dies or fails, Serve replaces it and the same request is sent again; if the replica was scoring it
-    and the request counts crashes, EngineCrashed is raised instead. If that fails for `deadline_s` seconds,
+    When a replica dies or fails, Serve replaces it and the same request is sent again. If the replica was scoring the
+    request and the request counts crashes, EngineCrashed is raised instead. If sending fails for `deadline_s` seconds,
     EngineUnavailable gives the reason. Waiting behind other requests does not count as failing. Errors of the candidate
     (TrialFailed, InvalidTask) and a replica's EngineFault are raised as they are.
     """
@@ -95,19 +95,19 @@ class ServeScorer:
 
         try:
             replicas = _num_replicas(self.app_name)
-        except (RayError, RayServeException):  # Serve itself does not answer
+        except (RayError, RayServeException):  # Serve does not answer
             return False
         return not replicas["RUNNING"] and bool(replicas["STARTING"])
 
     def check(self) -> tuple[CanaryReport, ...]:
-        """Starts no replica for it."""
+        """Make a canary in every replica that runs; no replica is started for it."""
         if not _num_replicas(self.app_name)["RUNNING"]:
             return ()
         answers = self._ask_each("check", lambda reports: reports[0].replica)
         return tuple(report for reports in answers.values() for report in reports)
 
     def _ask_each(self, method: str, name_of: Callable[[Any], Any]) -> dict[Any, Any]:
-        """The answers of the replicas that run now, by the name that an answer has."""
+        """The answers of the replicas that run now, by the replica's name, which `name_of` reads from an answer."""
         running = _num_replicas(self.app_name)["RUNNING"]
         found: dict[Any, Any] = {}
         for _ in range(8 * max(running, 1)):  # the router chooses the replica: ask until each has answered
@@ -256,8 +256,10 @@ def deploy_scorer(
 
 @contextmanager
 def serving(family: Family, options: EngineOptions, *, replicas: int = 1) -> Iterator[ServeScorer]:
-    """`replicas` replicas for the length of a block; their application is deleted at its end. Raises EngineUnavailable
-    if one does not start."""
+    """A context with `replicas` replicas, whose application is deleted at its end.
+
+    Raises EngineUnavailable if a replica does not start.
+    """
     from ray import serve
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing Serve sets it to INFO
@@ -292,10 +294,11 @@ def _scaling(replicas: int, options: EngineOptions, keep_idle_s: float | None) -
 
 @contextmanager
 def _deploying(deadline: float) -> Iterator[None]:
-    """A lock across the cluster. If two processes start Serve at once, one fails, and deploying an application a
-    second time restarts its replicas.
+    """A lock across the cluster around deployments.
 
-    The lock is the name of an actor; Ray frees it when the process that holds it ends, however it ends."""
+    If two processes start Serve at once, one fails; and deploying an application a second time restarts its replicas.
+    The lock is the name of an actor. Ray frees it when the process that holds it ends, however it ends.
+    """
     import ray
 
     @ray.remote(num_cpus=0)
@@ -320,7 +323,7 @@ def _deploying(deadline: float) -> Iterator[None]:
 
 
 def _raise_if_scoring(request: ScoreRequest, error: RayActorError) -> None:
-    """Raises EngineCrashed if the replica that died was scoring this very chunk."""
+    """Raise EngineCrashed if the replica that died was scoring this chunk."""
     current = current_chunk(error.actor_id)
     if current is None or current.chunk != chunk_id(request):
         return
@@ -342,7 +345,7 @@ def _handle(name: str) -> Any:
 
 
 def _num_replicas(name: str) -> Counter[str]:
-    """The application's replicas by the state that Serve gives them; none if there is no such application."""
+    """The application's number of replicas by Serve's state; empty if there is no such application."""
     from ray import serve
 
     application = serve.status().applications.get(name)
@@ -353,8 +356,11 @@ def _num_replicas(name: str) -> Counter[str]:
 
 
 def _state(name: str) -> str:
-    """Serve's state of the application. Raises EngineUnavailable if there is none, its deployment failed, or no replica
-    runs because its models cannot be used any more: Serve would try again for ever."""
+    """Serve's state of the application.
+
+    Raises EngineUnavailable if there is no application, its deployment failed, or no replica runs because its models
+    cannot be used any more: Serve would retry without end.
+    """
     from ray import serve
 
     application = serve.status().applications.get(name)

@@ -1,11 +1,11 @@
-"""What one replica does: it owns a warm engine and scores chunks of work with it, one at a time.
+"""The work of one replica, which owns a warm engine and scores chunks of work with it, one at a time.
 
-A replica holds one recipe at a time. One lock spans swap and score of a chunk; chunks that wait for the recipe held go
+A replica holds one recipe at a time. One lock spans swap and score of a chunk; chunks that wait for the held recipe go
 first (`recipe_lock`). The engine runs in its own thread, so that health checks are answered while it works. Serve's
 multiplexing is a routing hint only: it sends work to the replica that already holds the recipe, and it evicts without
 asking. The engine itself states which recipe it holds, before and after scoring.
 
-A replica ends when its engine raises an error or its work is overdue. Any other error fails the request alone.
+A replica ends when its engine raises an error or its work is overdue. Any other error fails only the request.
 """
 
 from __future__ import annotations
@@ -63,13 +63,14 @@ T = TypeVar("T")
 
 
 class Worker(Protocol):
-    """What a replica owns. Used by one thread at a time; FakeScorer implements it too.
+    """The object that a replica owns and one thread at a time uses; FakeScorer implements it too.
 
-    Raises EngineCrashed if it cannot be used any more; after any other error it goes on."""
+    It raises EngineCrashed if it cannot be used any more; after any other error it continues.
+    """
 
     @property
     def name(self) -> str:
-        """As in the evidence of its results."""
+        """The replica's name in the evidence of its results."""
         ...
 
     def score(self, request: ScoreRequest) -> ScoreResult: ...
@@ -91,7 +92,7 @@ class EngineWorker:
     def __init__(self, family: Family, options: EngineOptions) -> None:
         from workers.evaluation.lm_eval import TaskEvaluator
 
-        # Process ids come again; what was scored before a fault must be told from what is scored after it.
+        # Process ids repeat, and samples scored before a fault must be told from those scored after it.
         self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         metrics = MetricProcess()  # it starts while the engine does
         self.engine = Engine(family, options, log_file=log_file(), name=self.name)
@@ -99,8 +100,11 @@ class EngineWorker:
         self.busy_s = 0.0
 
     def score(self, request: ScoreRequest) -> ScoreResult:
-        """Raises TrialFailed (MetricFailed), InvalidTask, or EngineFault if the engine holds another recipe or failed
-        a check."""
+        """Swap to the request's recipe and score its spans.
+
+        Raises TrialFailed (MetricFailed), InvalidTask, or EngineFault if the engine holds another recipe or failed a
+        check.
+        """
         swap = self.engine.swap(request.recipe)
         started = time.perf_counter()
         held = self.engine.held_digest
@@ -132,8 +136,11 @@ class EngineWorker:
         return tuple(map(self.evaluator.describe, tasks))
 
     def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
-        """Export, load with transformers in float32, score again; a path with alignments, which cannot be exported, is
-        built in transformers. A report of 0 samples if that cannot be done."""
+        """Export, load with transformers in float32, and score again.
+
+        A path with alignments, which has no ordinary checkpoint, is built in transformers instead. Returns a report of
+        0 samples if nothing can be compared.
+        """
         import torch
 
         from workers.engines.transformers.backend import merged_model
@@ -184,8 +191,9 @@ class EngineWorker:
 class ReplicaMetrics:
     """A replica's metrics in Ray. Serve tags them with deployment and replica, this class with the study.
 
-    Samples per second is the rate of `mergesearch_samples`. A recipe's digest is not a tag: each new digest would
-    start a time series that is never dropped."""
+    The rate of `mergesearch_samples` is samples per second. A recipe's digest is not a tag: each new digest would start
+    a time series that is never dropped.
+    """
 
     def __init__(self) -> None:
         from ray.serve import metrics
@@ -227,7 +235,8 @@ class ReplicaMetrics:
 class ScoringReplica:
     """The class that Serve deploys. `make_worker` is called once, in the thread that does all the work.
 
-    Raises EngineUnavailable if the worker does not start within `limits.start_s`."""
+    Raises EngineUnavailable if the worker does not start within `limits.start_s`.
+    """
 
     def __init__(self, make_worker: Callable[[], Worker], limits: TimeLimits = TIME_LIMITS) -> None:
         started = time.monotonic()
@@ -246,7 +255,7 @@ class ScoringReplica:
         self._metrics = ReplicaMetrics()
 
     async def hold(self, digest: str) -> str:
-        """Tell Serve's router which recipe this replica serves. Nothing is swapped here, only under the lock."""
+        """Tell Serve's router which recipe this replica serves. The swap itself happens later, under the lock."""
         return digest
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
@@ -281,8 +290,10 @@ class ScoringReplica:
         return {**self._worker.statistics(), "replica": os.getpid(), "log_file": log_file()}
 
     async def check_health(self) -> None:
-        """Runs in the event loop, also during a chunk. Raises once the engine has failed, and while its work is
-        overdue; Serve then replaces the replica."""
+        """Raise once the engine has failed, and while its work is overdue, so that Serve replaces the replica.
+
+        It runs in the event loop, also during a chunk.
+        """
         if self._fault is not None:
             raise RuntimeError(self._fault)
         if (overdue := self._watchdog.overdue()) is not None:
@@ -299,7 +310,7 @@ class ScoringReplica:
     # -- in the engine's thread ------------------------------------------------------------------------------------
 
     def _run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Only an error of the engine ends the replica."""
+        """Run a function in the engine's thread. Only an error of the engine ends the replica."""
         if self._fault is not None:
             raise EngineUnavailable(self._fault)
         try:
@@ -348,13 +359,14 @@ class ScoringReplica:
         return bool(self._scored - {digest})
 
     def _add_scored(self, digest: str) -> None:
-        if len(self._scored) < 2:  # of any recipe, two are enough to know whether another was scored
+        if len(self._scored) < 2:  # two recipes are enough to know whether another was scored
             self._scored.add(digest)
 
     def _try_the_base(self, request: ScoreRequest) -> None:
         """Score one sample of the base: if the engine crashes with the chunk after that, the chunk is the cause.
 
-        Raises EngineUnavailable if it crashes now."""
+        Raises EngineUnavailable if it crashes now.
+        """
         recipe = _base_alone(request.recipe)
         if recipe.digest == request.recipe.digest:
             return
@@ -383,7 +395,7 @@ def _base_alone(recipe: Recipe) -> Recipe:
 
 
 def log_file() -> str:
-    """Where this process's output, vLLM's log included, goes: the file behind its standard output."""
+    """The file behind this process's standard output, which has its output and vLLM's log."""
     return _file_behind(1) or "the replica's standard output"
 
 

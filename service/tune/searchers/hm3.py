@@ -27,7 +27,7 @@ from workers.types import Family
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from workers.training.hm3.training import Training
+    from workers.training.hm3.training import PolicyTraining
 
 __all__ = ["SEARCHER", "Hm3Searcher", "paths_of", "training_of"]
 
@@ -39,7 +39,7 @@ class Hm3Searcher:
     """See the module's docstring; `service.tune.searchers.base.LearningSearcher` for the methods."""
 
     def __init__(self) -> None:
-        self._last: tuple[Parameters, int, SearchSetting, Training] | None = None
+        self._last: tuple[Parameters, int, SearchSetting, PolicyTraining] | None = None
 
     def advance(
         self,
@@ -138,7 +138,7 @@ class Hm3Searcher:
 
     def _training(
         self, parameters: Parameters, seed: int, setting: SearchSetting, checkpoints: Mapping[int, bytes]
-    ) -> Training:
+    ) -> PolicyTraining:
         """That of the last call with these checkpoints, if it was of the same search."""
         last = self._last
         if last is None or last[0] is not parameters or last[1] != seed or last[2] is not setting:
@@ -164,7 +164,7 @@ def paths_of(parameters: Parameters) -> LayerPaths:
     return parameters.structure
 
 
-def _is_for(training: Training, iteration: int, preference: tuple[float, ...]) -> bool:
+def _is_for(training: PolicyTraining, iteration: int, preference: tuple[float, ...]) -> bool:
     own = training.preference_of(training.numbers_in(iteration)[0])
     return all(abs(a - b) < SAME_WEIGHT for a, b in zip(own, preference, strict=True))
 
@@ -180,17 +180,17 @@ def _num_policies(setting: SearchSetting) -> int:
 
 def training_of(
     parameters: Parameters, seed: int, setting: SearchSetting, checkpoints: Mapping[int, bytes]
-) -> Training:
+) -> PolicyTraining:
     from workers.training.hm3.learner import LearnerOptions
     from workers.training.hm3.networks import NetworkOptions
-    from workers.training.hm3.training import Training, TrainingOptions
+    from workers.training.hm3.training import PolicyTraining, PolicyTrainingOptions
 
     paths, options = paths_of(parameters), setting.policy
     descriptors = None if setting.family is None else _descriptors(setting.family, paths)
     is_conditioned = options.policy == "conditioned"
-    return Training(
+    return PolicyTraining(
         paths,
-        TrainingOptions(
+        PolicyTrainingOptions(
             episodes=options.episodes,
             warm_up=options.warm_up,
             k=options.neighbours,
@@ -235,7 +235,7 @@ def _descriptors(family: Family, paths: LayerPaths) -> Tensor:
     return torch.cat([found, found.mean(dim=0, keepdim=True)]) if MERGED in paths.models else found
 
 
-def _request(training: Training, iteration: int, setting: SearchSetting) -> StepRequest:
+def _request(training: PolicyTraining, iteration: int, setting: SearchSetting) -> StepRequest:
     label = f"iteration {iteration}"
     if training.num_policies == 1:
         return StepRequest(StepKind.UPDATE, label, iteration=iteration)

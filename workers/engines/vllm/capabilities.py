@@ -66,7 +66,7 @@ def describe(config: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
 
 
 def model_config(directory: str, *, dtype: str) -> Any:
-    """vLLM's configuration of the model in `directory`. Raises whatever vLLM raises."""
+    """VLLM's configuration of the model in `directory`. Raises whatever vLLM raises."""
     return ModelConfig(
         model=directory, dtype=dtype, skip_tokenizer_init=True, generation_config="vllm", trust_remote_code=False
     )

@@ -1,4 +1,4 @@
-"""What trained experts are like: the distribution of their task vectors, and the losses of their merges.
+"""Properties of trained experts: the distribution of their task vectors, and the losses of their merges.
 
 Paper: "MergOPT: A merge-aware optimizer for robust model merging", table 10 (how well a distribution fits the task
 vectors), figure 2 (the joint loss over two coefficients), table 1 (merge methods by optimizer). Losses are those of the
@@ -49,26 +49,30 @@ __all__ = [
 ]
 
 BINS = 61
-# The histogram ends at this many times the Laplace scale on both sides: exp(-8) of the fitted mass is beyond.
+# The histogram ends at this many Laplace scales on both sides: exp(-8) of the fitted mass is outside.
 REACH = 8.0
 
-# Figure 2: coefficients of both experts.
+# The coefficients of both experts in figure 2.
 GRID = tuple(round(0.1 * i, 1) for i in range(11))
 TASK_ARITHMETIC = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 TIES_SCALES = (0.3, 0.5, 0.7, 1.0)
 TIES_KEEP = 0.2
 DARE_DENSITY = 0.5
 
-# Of so many of a fleet's experts all pairs are merged too.
+# The number of a fleet's first experts of which all pairs are merged too.
 IN_PAIRS = 4
 
-MAX_TOKENS = 4096  # of one forward pass
+MAX_TOKENS = 4096  # in one forward pass
 
 
 @dataclass(frozen=True)
 class TaskVector:
-    """An expert minus its base. `density` are the shares of elements in bins between `edges` (one more), divided by
-    the bins' width; exact zeros, `fits[0].zeros` of all, are left out of it. `fits` are Laplace's and Gauss'."""
+    """The distribution of a task vector's elements: an expert minus its base.
+
+    `density` has the shares of elements in bins between `edges` (one more), divided by the bins' width. It leaves out
+    elements that are exactly zero, a share of `fits[0].zeros` of all. `fits` are those of Laplace's and Gauss'
+    distributions.
+    """
 
     expert: str
     fits: tuple[Fit, ...]
@@ -78,8 +82,10 @@ class TaskVector:
 
 @dataclass(frozen=True)
 class Landscape:
-    """The sum of both experts' losses where the base moved by `coefficients`[i] of the first task vector and [j] of the
-    second: losses[i][j]."""
+    """The sum of both experts' losses over two coefficients.
+
+    In losses[i][j] the base moved by `coefficients`[i] of the first task vector and by [j] of the second.
+    """
 
     experts: tuple[str, str]
     coefficients: tuple[float, ...]
@@ -87,8 +93,10 @@ class Landscape:
 
 
 class Candidate(NamedTuple):
-    """A merge of experts by a published method. `coefficient` is what varies within `method`, None where nothing
-    does."""
+    """A merge of experts by a published method.
+
+    `coefficient` is the value that varies within `method`; None if none varies.
+    """
 
     method: str
     coefficient: float | None
@@ -97,9 +105,12 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class MergeLoss:
-    """Merges of `num_experts` experts by a method, all sets of so many, at the coefficient with the lowest mean loss
-    over the merged experts' tasks: `losses` by expert, `mean`; and `spread`, the standard deviation of the means over
-    all coefficients of the method."""
+    """The losses of merges of `num_experts` experts by one method.
+
+    They are means over all sets of so many experts, at the coefficient with the lowest mean loss over the merged
+    experts' tasks: `losses` by expert, and their `mean`. `spread` is the standard deviation of the means over all
+    coefficients of the method.
+    """
 
     method: str
     num_experts: int
@@ -110,7 +121,10 @@ class MergeLoss:
 
 
 def task_vector(alias: str, base: Path, expert: Path) -> TaskVector:
-    """Of one expert, from about a million of its elements. Raises InvalidModel, and ValueError if it is 0."""
+    """The distribution of one expert's task vector, from about a million of its elements.
+
+    Raises InvalidModel, and ValueError if the task vector is 0.
+    """
     elements = sample_of(base, [expert])
     changed = elements[elements != 0].double()
     fits = (fit(elements, "laplace"), fit(elements, "gaussian"))
@@ -122,9 +136,10 @@ def task_vector(alias: str, base: Path, expert: Path) -> TaskVector:
 
 
 class MergeLosses:
-    """Measures merges of experts in `directories` on the first `samples` of each one's `tasks`.
+    """Measures merges of experts in `directories` on the first `samples` samples of each expert's `tasks`.
 
-    Raises InvalidModel, and InvalidTask for a sample without reference answer."""
+    Raises InvalidModel, and InvalidTask for a sample without reference answer.
+    """
 
     def __init__(
         self,
@@ -149,7 +164,7 @@ class MergeLosses:
         self._units = {alias: [references.unit(task) for task in own] for alias, own in tasks.items()}
 
     def of(self, merge: Merge) -> dict[str, float]:
-        """By expert that is merged, the mean loss on its tasks."""
+        """The mean loss on its tasks of each expert that is merged."""
         recipe = everywhere(merge, self._base, self._fingerprints, self._num_layers)
         return self._of_recipe(recipe, [source.model for source in merge.sources])
 
@@ -173,8 +188,10 @@ class MergeLosses:
 def lack_of_losses(
     experts: Mapping[str, FinetuneSpec], *, access: FileAccess | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Why the losses of the merges of a fleet's experts could not be measured: an alias and a reason each. Those of a
-    single expert are not."""
+    """Why the losses of merges of a fleet's experts cannot be measured: an alias and a reason each.
+
+    The losses of a single expert are never measured.
+    """
     for alias, spec in experts.items() if len(experts) > 1 else ():
         if spec.evaluation is None:
             yield alias, "has no evaluation, whose reference answers would give the losses of merges"
@@ -198,7 +215,10 @@ def losses_of_experts(
     samples: int,
     access: FileAccess | None = None,
 ) -> MergeLosses:
-    """Of the merges of a fleet's experts. Raises InvalidTask if one has no evaluation, and as MergeLosses."""
+    """A measure of merges of a fleet's experts.
+
+    Raises InvalidTask if an expert has no evaluation, and as MergeLosses.
+    """
     tasks = {}
     for alias, spec in experts.items():
         if spec.evaluation is None:
@@ -212,7 +232,7 @@ def losses_of_experts(
 def landscape(
     measure: Callable[[Merge], Mapping[str, float]], experts: tuple[str, str], *, grid: Sequence[float] = GRID
 ) -> Landscape:
-    """Figure 2 of two experts; `measure` gives the losses of a merge by expert."""
+    """The landscape of two experts (figure 2); `measure` returns the losses of a merge by expert."""
     sources = tuple(Source(alias) for alias in experts)
 
     def joint(first: float, second: float) -> float:
@@ -224,7 +244,7 @@ def landscape(
 
 
 def candidates(experts: Sequence[str], *, seed: int = 0) -> Iterator[Candidate]:
-    """Merges by the paper's four methods, with the coefficients that are tried."""
+    """Merges by the paper's four methods, with all coefficients that are compared."""
     sources = tuple(Source(alias) for alias in experts)
     yield Candidate("weight averaging", None, Merge("linear", sources, {"weight": 1 / len(experts)}))
     for lambda_ in TASK_ARITHMETIC:
@@ -239,7 +259,7 @@ def candidates(experts: Sequence[str], *, seed: int = 0) -> Iterator[Candidate]:
 def merge_table(
     measure: Callable[[Merge], Mapping[str, float]], experts: Sequence[str], *, seed: int = 0
 ) -> tuple[MergeLoss, ...]:
-    """A row for each method and number of experts: all, and before them pairs of the first IN_PAIRS."""
+    """A row for each method and number of experts: pairs of the first IN_PAIRS experts, then all experts."""
     sets = [[tuple(experts)]]
     if len(experts) > 2:
         sets.insert(0, list(combinations(experts[:IN_PAIRS], 2)))
@@ -249,7 +269,7 @@ def merge_table(
 def _rows(
     measure: Callable[[Merge], Mapping[str, float]], sets: Sequence[tuple[str, ...]], *, seed: int
 ) -> Iterator[MergeLoss]:
-    """By method, of `sets` of experts of one size."""
+    """A row for each method, over `sets` of experts of one size."""
     found: dict[str, list[tuple[float | None, Mapping[str, float], float]]] = {}
     for same in zip(*(candidates(experts, seed=seed) for experts in sets), strict=True):
         measured = [measure(candidate.merge) for candidate in same]

@@ -149,7 +149,7 @@ class FinetuneSpec(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
 
     def canonical(self) -> dict[str, Any]:
-        """As plain data with all defaults written out; `parse_spec` returns the same specification from it."""
+        """Plain data with all defaults; `parse_spec` returns the same specification from it."""
         return self.model_dump(mode="json")
 
 
@@ -159,8 +159,10 @@ def finetune_json_schema() -> dict[str, Any]:
 
 
 def load_spec(file: Path | str) -> FinetuneSpec:
-    """The specification in a YAML or JSON file; relative paths are relative to its directory. Raises InvalidStudy with
-    every problem found."""
+    """The specification in a YAML or JSON file; relative paths are relative to its directory.
+
+    Raises InvalidStudy with every problem found.
+    """
     file = Path(file)
     return parse_spec(read_document(file), file.absolute().parent)
 
@@ -168,7 +170,8 @@ def load_spec(file: Path | str) -> FinetuneSpec:
 def parse_spec(document: Mapping[str, Any], directory: Path | None = None) -> FinetuneSpec:
     """The specification that `document` describes. Relative paths are resolved against `directory`; None leaves them.
 
-    Raises InvalidStudy with every problem found."""
+    Raises InvalidStudy with every problem found.
+    """
     try:
         spec = FinetuneSpec.model_validate_json(json.dumps(document), strict=True)
     except ValidationError as error:
@@ -180,7 +183,10 @@ def parse_spec(document: Mapping[str, Any], directory: Path | None = None) -> Fi
 
 
 def task_of(objective: ObjectiveSpec, *, seed: int, access: FileAccess | None = None) -> TaskSpec:
-    """An objective's task as it is built while training. `access` limits the files that are read; None: no limit."""
+    """The task of an objective, as it is built while training.
+
+    `access` limits the files that are read; None: no limit.
+    """
     return TaskSpec(
         task=objective.task.model_dump(mode="json") if isinstance(objective.task, InlineTask) else objective.task,
         metric=objective.metric,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from search_spaces.spaces.layer_paths import LayerPaths
 from workers.training.hm3.episodes import Episode, Role, play
-from workers.training.hm3.learner import Batch, Learner, LearnerOptions
+from workers.training.hm3.learner import EpisodeBatch, Learner, LearnerOptions
 from workers.training.hm3.networks import NetworkOptions, Networks
 from workers.training.hm3.pool import allowed_steps, stop_of
 from workers.training.hm3.ppo import log_density
@@ -215,7 +215,7 @@ def test_gradients_reach_encoder_policy_and_value_network() -> None:
 
 def test_the_encoder_learns_from_outcomes_and_the_policy_from_its_states() -> None:
     own = learner()
-    batch = Batch.of(some_episodes(own), torch.rand(8, 2))
+    batch = EpisodeBatch.of(some_episodes(own), torch.rand(8, 2))
     reached = {}
     for name in ("policy", "value"):
         own.networks.zero_grad()
@@ -238,7 +238,7 @@ def test_the_value_network_learns_from_earlier_iterations_too() -> None:
     own.update(first, torch.zeros(8, 2) + torch.tensor([1.0, 0.0]))
     for _ in range(3):
         own.update(second, torch.zeros(8, 2) + torch.tensor([0.0, 1.0]))
-    batch = Batch.of(first, torch.zeros(8, 2))
+    batch = EpisodeBatch.of(first, torch.zeros(8, 2))
     with torch.no_grad():
         found = own.networks.outcomes(own.networks.states(batch.steps), batch.preferences[:, None])
     after_the_end = torch.stack([found[row, length] for row, length in enumerate(batch.lengths)])
@@ -276,7 +276,7 @@ def test_a_checkpoint_of_an_earlier_version_has_no_episodes_and_goes_on() -> Non
 
 def test_before_the_first_update_the_ratio_is_one_and_the_losses_are_known() -> None:
     own = learner()
-    batch = Batch.of(some_episodes(own), torch.full((8, 2), 0.5))
+    batch = EpisodeBatch.of(some_episodes(own), torch.full((8, 2), 0.5))
     advantages = torch.ones(batch.steps.shape)
     losses = own.losses(batch, advantages, batch.remembered)
     assert float(losses.policy) == pytest.approx(-1.0, abs=1e-5)

@@ -14,24 +14,26 @@ import torch
 from search_spaces.spaces.layer_paths import LayerPaths
 from tests.benchmarks.bench_hm3_toy import LURE, NUM_ACTIONS, NUM_STEPS, Toy, episodes
 from workers.training.hm3.networks import NetworkOptions
-from workers.training.hm3.training import Training, TrainingOptions
+from workers.training.hm3.training import PolicyTraining, PolicyTrainingOptions
 
 PATHS = LayerPaths(("a", "b"), num_layers=3, min_length=2, max_length=4, max_jump=1)
 OTHER = (3, 4, 5)  # no path that the policy plays first
 VECTORS = ((1.0, 0.0), (0.5, 0.5), (0.0, 1.0))
 
 
-def training(*, saved: dict[int, bytes] | None = None, **options: object) -> Training:
+def training(*, saved: dict[int, bytes] | None = None, **options: object) -> PolicyTraining:
     chosen: dict[str, object] = {"episodes": 4, "warm_up": 1, "explored": 2, "exploration": 0.1, **options}
     networks = NetworkOptions(num_objectives=2, hidden_size=8, sees_preference=bool(options.get("is_conditioned")))
-    return Training(PATHS, TrainingOptions(networks=networks, **chosen), seed=7, preferences=VECTORS, saved=saved)  # type: ignore[arg-type]
+    return PolicyTraining(
+        PATHS, PolicyTrainingOptions(networks=networks, **chosen), seed=7, preferences=VECTORS, saved=saved
+    )  # type: ignore[arg-type]
 
 
 def outcome(path: tuple[int, ...]) -> list[float]:
     return [sum(step < 3 for step in path) / len(path), 1 / len(path)]
 
 
-def paths_of(own: Training, num: int, *, runners: int = 1, restarts: bool = False) -> list[tuple[int, ...]]:
+def paths_of(own: PolicyTraining, num: int, *, runners: int = 1, restarts: bool = False) -> list[tuple[int, ...]]:
     """The paths of a search whose episodes arrive in an order of their own, as of several runners."""
     found: dict[int, tuple[int, ...]] = {}
     num_finished = 0
@@ -157,7 +159,7 @@ def test_the_optimum_of_the_toy_deceives() -> None:
 @pytest.mark.slow
 def test_a_policy_learns_in_a_small_toy() -> None:
     toy = Toy(0, num_steps=4, num_actions=6, num_lures=2)
-    options = TrainingOptions(episodes=16, explored=8)
+    options = PolicyTrainingOptions(episodes=16, explored=8)
     paths = list(itertools.islice(episodes(toy, seed=0, num_models=2, options=options), 36 * 16))
     scores = [toy.score(path) for path in paths]
     assert statistics.fmean(scores[-48:]) > statistics.fmean(scores[:48]) + 0.1
@@ -170,9 +172,9 @@ def trained() -> bytes:
     return own.saved[max(own.saved)]
 
 
-def begun(start: bytes, *, saved: dict[int, bytes] | None = None, learns: bool = True) -> Training:
+def begun(start: bytes, *, saved: dict[int, bytes] | None = None, learns: bool = True) -> PolicyTraining:
     options = replace(training(is_conditioned=True).options, learns=learns)
-    return Training(PATHS, options, seed=7, preferences=VECTORS, saved=saved, start=(start,))
+    return PolicyTraining(PATHS, options, seed=7, preferences=VECTORS, saved=saved, start=(start,))
 
 
 def test_policies_that_are_given_play_and_learn_from_the_first_iteration_on() -> None:
@@ -204,10 +206,10 @@ def test_policies_of_another_shape_or_number_are_refused_with_their_sizes() -> N
     start = trained()
     other = LayerPaths(("a", "b", "c"), num_layers=3, min_length=2, max_length=4, max_jump=1)
     options = training(is_conditioned=True).options
-    own = Training(other, options, seed=7, preferences=VECTORS, start=(start,))
+    own = PolicyTraining(other, options, seed=7, preferences=VECTORS, start=(start,))
     with pytest.raises(ValueError, match=r"networks of other shapes: models\.weight \[2, 16\] instead of \[3, 16\]"):
         own.play(0)
     with pytest.raises(ValueError, match="1 policies to begin with; there are 3"):
-        Training(PATHS, training().options, seed=7, preferences=VECTORS, start=(start,))
+        PolicyTraining(PATHS, training().options, seed=7, preferences=VECTORS, start=(start,))
     with pytest.raises(ValueError, match="0 policies to begin with; there are 1"):
         training(is_conditioned=True, learns=False)

@@ -59,7 +59,7 @@ class WeightContents:
         return self.prompts.config
 
     def model_options(self) -> dict[str, Any]:
-        """vLLM's options for the model that it runs."""
+        """VLLM's options for the model that it runs."""
         # The first swap overwrites what is loaded. Weights with another vocabulary than the base's cannot be loaded.
         is_base = self.prompts.directory == str(self.sources.base.directory)
         return {
@@ -75,7 +75,7 @@ class WeightContents:
         return f"the recipe has {len(recipe.layers)} layers, the model {layers}"
 
     def options_by_device(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """vLLM's options for the available memory, and the arguments of `MergeExtension.mergesearch_open`."""
+        """VLLM's options for the available memory, and the arguments of `MergeExtension.mergesearch_open`."""
         opening: dict[str, Any] = {"keeps_ranks": self.options.rank_cache}
         if self.is_cpu:
             from workers.engines.vllm.capabilities import model_config
