@@ -27,7 +27,7 @@ from workers.types import Family, TaskSpec
 
 if TYPE_CHECKING:
     from workers.engines.vllm.engine import Engine
-    from workers.serving.deployment import ServeScorer
+    from workers.serving.serve_scorer import ServeScorer
 
 ENGINE_STARTS: list[tuple[str, float]] = []  # of this process and, where pytest-xdist runs, of its workers
 MAX_ENGINE_STARTS = 12

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self, TextIO
 from service.results.format import duration
 
 if TYPE_CHECKING:
-    from workers.export.checkpoint import Progress
+    from workers.export.shards import Progress
 
 __all__ = ["ExportView"]
 

@@ -172,7 +172,7 @@ def measure_loop(directory: Path) -> dict[str, Any]:
         rows = _search_evidence(store, study.id)
         recipes: dict[str, Recipe] = {trial.recipe.digest: trial.recipe for trial in store.trials(study.id)}
         preflight = examine(Study.model_validate(study.document))
-    from workers.serving.replica import EngineWorker
+    from workers.serving.engine_worker import EngineWorker
 
     worker = EngineWorker(preflight.family, preflight.engine_options)
     worker.describe(tuple(preflight.tasks.values()))

@@ -38,9 +38,9 @@ from tests.benchmarks.one_pass import OnePass
 from tests.benchmarks.search_intervals import interval
 from workers.models.family import open_family
 from workers.tiny_family import RETRAIN_FILE, family_dir
-from workers.training.finetuning.analysis import Candidate, candidates
 from workers.training.finetuning.fleet import load_pipeline
 from workers.training.finetuning.history import EXPERT
+from workers.training.finetuning.merge_losses import Candidate, candidates
 from workers.training.finetuning.spec import FinetuneSpec, task_of
 from workers.training.finetuning.trainer import train
 from workers.training.mergopt.fit import fit, sample_of

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from search_spaces.recipe import Recipe
 from search_spaces.study.sections import EngineOptions
 from workers.alignments.recipes import alignments_before
-from workers.engines.transformers.backend import merged_model
+from workers.engines.transformers.merged_models import merged_model
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.references import Reading, References, Target

@@ -50,7 +50,7 @@ def _code(section: str) -> str:
 
 def compare_with_engine(name: str, space: Mapping[str, Any] | None) -> dict[str, Any]:
     """Of the source and published recipes and some random merges, on the samples of a full evaluation."""
-    from workers.serving.replica import EngineWorker
+    from workers.serving.engine_worker import EngineWorker
 
     bench = Bench.of(name)
     preflight = bench.preflight(SearchSpec(name, "skills", "", 0, {}, space, {"scheduler": "none"}))

@@ -26,7 +26,7 @@ from typing import Any
 
 import service.studies.local_run
 import service.studies.preflight.examine
-import workers.export.checkpoint
+import workers.export.shards
 from search_spaces.study.file import load_study
 from service.cli.main import main
 from service.studies.preflight.examine import PreflightResult, examine
@@ -68,7 +68,7 @@ def run_once(options: dict[str, Any], *arguments: str) -> int:
 
     observer = _killer(step, number)
     if step == "export":
-        workers.export.checkpoint.merged_tensors = _dying(workers.export.checkpoint.merged_tensors, observer)
+        workers.export.shards.merged_tensors = _dying(workers.export.shards.merged_tensors, observer)
     service.studies.local_run.run_study = functools.partial(
         service.studies.local_run.run_study, open_scorer=fake_scorer, observer=observer
     )

@@ -29,7 +29,7 @@ from tests.end_to_end.studies import undisturbed
 from tests.service.tune.harness import trial_list
 from workers.engines.transformers.backend import Reference
 from workers.evaluation.prompts import Generation
-from workers.serving.deployment import ServeScorer
+from workers.serving.serve_scorer import ServeScorer
 from workers.types import Family
 
 START_S = 300.0  # Ray, Serve and an engine, on two busy cores

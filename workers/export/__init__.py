@@ -1,5 +1,6 @@
 """Export of a merge as a Hugging Face checkpoint.
 
-- `checkpoint`: tensors, configuration and tokenizer, continued after a kill
+- `checkpoint`: the directory with tensors, configuration, tokenizer and recipe
+- `shards`: the files of tensors, continued after a kill
 - `model_card`: the README.md: sources, recipe, scores, licences
 """

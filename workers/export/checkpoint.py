@@ -1,75 +1,44 @@
 """Export of a recipe as a Hugging Face checkpoint with exactly the tensors that the engine scored.
 
-Tensors are streamed into the files one by one. The directory has its name only once it is complete. Until then the
-files are in a hidden directory next to it, together with the checksums of the finished ones, so that an export that was
-killed continues from them.
+The directory has its name only once it is complete. Until then the files are in a hidden directory next to it, together
+with the checksums of the finished ones, so that an export that was killed continues from them.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
-import itertools
 import json
-import math
 import os
 import shutil
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 import yaml
 
 from search_spaces.recipe import Recipe
 from workers.alignments.export import MODELING_FILE, aligned_parts
 from workers.alignments.recipes import unaligned
-from workers.directories import appearing, partial_directories, sync, write_file
+from workers.directories import appearing, partial_directories
 from workers.export.model_card import Score, lineage, model_card, source_name
+from workers.export.shards import DTYPES, Progress, plan_shards, write_shards
 from workers.mergekit.exporter import Inexpressible, mergekit_config
 from workers.merging.bank import Bank
-from workers.merging.materialize import Scratch, is_small, merged_names, merged_tensors
+from workers.merging.materialize import merged_names
 from workers.models.chat_templates import write_template
 from workers.models.checkpoints import open_checkpoint
 from workers.models.merged_files import merged_config
 from workers.models.tokenizers import TOKENIZER_FILES
 from workers.types import digest_of
 
-__all__ = [
-    "MAX_SHARD_BYTES",
-    "Progress",
-    "check_place",
-    "export",
-    "is_written",
-    "left_behind_bytes",
-]
+__all__ = ["MAX_SHARD_BYTES", "check_place", "export", "is_written", "left_behind_bytes"]
 
 MAX_SHARD_BYTES = 5 * 10**9
 
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-
 # Methods that compute each element from one element of each source, so that experts may be stacked or not.
 ELEMENT_BY_ELEMENT = {"passthrough", "linear", "weighted_sum", "task_arithmetic", "nearswap"}
-
-# The file, beside an incomplete directory, with the checksums of its complete files.
-STATE = "state.json"
-
-# Detects damage by a crash only. sha256 of a file would take as long as merging it.
-CHECKSUM = xxhash.xxh3_128
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Bytes of tensors: `written` of `total`, of which `kept` were written by an earlier export that was killed."""
-
-    written: int
-    kept: int
-    total: int
 
 
 def export(
@@ -104,12 +73,12 @@ def export(
     added = {} if aligned is None else aligned.tensors()
     plain = unaligned(recipe)
     shapes = merged_names(plain, bank) | {name: tuple(tensor.shape) for name, tensor in added.items()}
-    shards = _shards(shapes, dtype.itemsize, max_shard_bytes)
+    shards = plan_shards(shapes, dtype.itemsize, max_shard_bytes)
     config = merged_config(plain, bank.base, bank.views(recipe.models), dtype=_name(dtype))
     if is_written(recipe, out, dtype, chat_template=chat_template):
         return out
     with appearing(out, _job(recipe, bank, dtype, max_shard_bytes)) as directory:
-        _write_shards(shards, plain, bank, dtype, directory, progress, added=added)
+        write_shards(shards, plain, bank, dtype, directory, progress, added=added)
         bank.sources.check_unchanged()  # a file may have changed while it was read
         _write_json(directory / "config.json", config if aligned is None else aligned.config(config))
         if aligned is not None:
@@ -206,122 +175,6 @@ def left_behind_bytes(out_dir: str | Path) -> int:
     """Bytes on the disk left by killed exports to `out_dir`; the next export continues from them or removes them."""
     places = partial_directories(Path(out_dir).resolve())
     return sum(file.stat().st_size for place in places for file in place.rglob("*") if file.is_file())
-
-
-@dataclass(frozen=True)
-class _Shard:
-    file: str
-    shapes: Mapping[str, tuple[int, ...]]
-    num_bytes: int
-
-
-def _shards(shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int) -> list[_Shard]:
-    """The shards: as many tensors per file as fit, in order; a tensor larger than `max_bytes` has its own file."""
-    parts: list[dict[str, tuple[int, ...]]] = [{}]
-    sizes = [0]
-    for name, shape in shapes.items():
-        num_bytes = math.prod(shape) * itemsize
-        if parts[-1] and sizes[-1] + num_bytes > max_bytes:
-            parts.append({})
-            sizes.append(0)
-        parts[-1][name] = shape
-        sizes[-1] += num_bytes
-    if len(parts) == 1:
-        return [_Shard("model.safetensors", parts[0], sizes[0])]
-    return [
-        _Shard(f"model-{number:05}-of-{len(parts):05}.safetensors", part, size)
-        for number, (part, size) in enumerate(zip(parts, sizes, strict=True), start=1)
-    ]
-
-
-def _write_shards(
-    shards: Sequence[_Shard],
-    recipe: Recipe,
-    bank: Bank,
-    dtype: torch.dtype,
-    directory: Path,
-    progress: Callable[[Progress], None],
-    *,
-    added: Mapping[str, torch.Tensor],
-) -> None:
-    """Write the shards that do not exist yet, and the index. Tensors that are `added` to the merge's come last.
-
-    A shard is complete once it is on disk and its checksum is in the state file, as long as the file has that checksum.
-    """
-    state = directory.parent / STATE
-    checksums = _complete_shards(shards, directory, state)
-    kept = sum(shard.num_bytes for shard in shards if shard.file in checksums)
-    current = Progress(kept, kept, sum(shard.num_bytes for shard in shards))
-    progress(current)
-    missing = [shard for shard in shards if shard.file not in checksums]
-    wanted = {name for shard in missing for name in shard.shapes}
-    memory, compiles = Scratch(bank, dtype), not is_small(recipe, bank)
-    stream = merged_tensors(recipe, bank, dtype, names=wanted - {*added}, into=memory.tensor, compiles=compiles)
-
-    rest = ((name, tensor) for name, tensor in added.items() if name in wanted)
-
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        nonlocal current
-        for name, tensor in itertools.chain(stream, rest):
-            current = replace(current, written=current.written + tensor.nbytes)
-            progress(current)
-            yield name, tensor
-
-    counted = tensors()
-    for shard in missing:
-        checksums[shard.file] = _write_shard(directory / shard.file, shard.shapes, dtype, counted)
-        sync(directory / shard.file)
-        write_file(state, json.dumps(checksums))
-    if len(shards) > 1:
-        weight_map = {name: shard.file for shard in shards for name in shard.shapes}
-        _write_json(
-            directory / "model.safetensors.index.json",
-            {"metadata": {"total_size": current.total}, "weight_map": weight_map},
-        )
-
-
-def _complete_shards(shards: Sequence[_Shard], directory: Path, state: Path) -> dict[str, str]:
-    """The checksums of the files that an earlier export finished and that are unchanged."""
-    try:
-        checksums = dict(json.loads(state.read_text()))
-    except (OSError, ValueError, TypeError):
-        return {}
-    complete = {}
-    for name in [shard.file for shard in shards if shard.file in checksums]:
-        with suppress(OSError), (directory / name).open("rb") as file:
-            checksum = hashlib.file_digest(file, CHECKSUM).hexdigest()
-            if checksum == checksums[name]:
-                complete[name] = checksum
-    return complete
-
-
-def _write_shard(
-    file: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
-    stream: Iterator[tuple[str, torch.Tensor]],
-) -> str:
-    """Write the next `len(shapes)` tensors of `stream` as one safetensors file, and return its checksum (hex).
-
-    Only one of the tensors is in memory at a time.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors must start at a multiple of eight bytes
-    beginning = struct.pack("<Q", len(text)) + text
-    checksum = CHECKSUM(beginning)
-    with file.open("wb") as output:
-        output.write(beginning)
-        for expected, (name, tensor) in zip(shapes, stream, strict=False):
-            assert (name, tuple(tensor.shape)) == (expected, shapes[expected]), f"got {name}, expected {expected}"
-            content = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data
-            output.write(content)
-            checksum.update(content)
-    return checksum.hexdigest()
 
 
 def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] | str:

@@ -25,7 +25,7 @@ from workers.training.finetuning.spec import FinetuneSpec
 
 if TYPE_CHECKING:
     from search_spaces.recipe import Merge
-    from workers.training.finetuning.analysis import MergeLosses
+    from workers.training.finetuning.merge_losses import MergeLosses
 
 __all__ = [
     "ANALYSIS_FILE",
@@ -59,7 +59,8 @@ def analyse(
 
     Raises Conflict if they differ in experts or base, or an expert is its base; InvalidTask without reference answers,
     InvalidModel."""
-    from workers.training.finetuning.analysis import landscape, losses_of_experts, merge_table, task_vector
+    from workers.training.finetuning.merge_losses import landscape, losses_of_experts, merge_table
+    from workers.training.finetuning.task_vectors import task_vector
 
     (first, _), *_ = fleets
     for experts, places in fleets:
@@ -91,7 +92,7 @@ def analyse(
 
 def lack_of_losses(pipeline: Pipeline, *, access: FileAccess | None = None) -> tuple[Problem, ...]:
     """Why the analysis of these experts could not be computed once they are trained."""
-    from workers.training.finetuning.analysis import lack_of_losses
+    from workers.training.finetuning.merge_losses import lack_of_losses
 
     return tuple(
         Problem(pipeline.field_of(alias, "evaluation"), reason)

@@ -38,7 +38,7 @@ from tests.service.api.harness import FAMILY, ApiServer, finished_study, stored_
 from tests.workers.recipes import aligned, path, random_alignment
 from workers.alignments.files import write_alignment
 from workers.alignments.recipes import unaligned
-from workers.engines.transformers.backend import merged_model
+from workers.engines.transformers.merged_models import merged_model
 from workers.merging.bank import Bank
 
 pytestmark = pytest.mark.slow  # exports are written

@@ -244,7 +244,7 @@ def test_a_disk_that_fills_meanwhile_is_told(
     def full(*_: Any) -> str:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("workers.export.checkpoint._write_shard", full)
+    monkeypatch.setattr("workers.export.shards._write_shard", full)
     before = sorted(home.iterdir())
     found = refused(capsys, written(home / "merge.yml", CONFIGURATION), "--out", home / "out")
     assert found.startswith(f"{home / 'out'}: No space left on device: what was written is removed; make room")

@@ -18,7 +18,7 @@ from tests.workers.recipes import aligned, path, random_alignment
 from workers.alignments.export import CLASSES, MODELING_FILE
 from workers.alignments.files import write_alignment
 from workers.alignments.recipes import unaligned
-from workers.engines.transformers.backend import merged_model
+from workers.engines.transformers.merged_models import merged_model
 from workers.engines.vllm.paths.geometry import PATH_TYPES
 from workers.export.checkpoint import export, is_written
 from workers.merging.bank import Bank

@@ -16,7 +16,8 @@ from tests.workers.recipes import aligned, path, random_alignment
 from workers.alignments.alignment import Alignment
 from workers.alignments.files import write_alignment
 from workers.alignments.recipes import alignments_before, unaligned
-from workers.engines.transformers.backend import logprobs, merged_model
+from workers.engines.transformers.backend import logprobs
+from workers.engines.transformers.merged_models import merged_model
 from workers.merging.bank import Bank
 from workers.merging.materialize import check_recipe
 from workers.types import Family

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from tests.workers.recipes import arithmetic, slerp
-from workers.export.checkpoint import Progress, export, is_written, left_behind_bytes
+from workers.export.checkpoint import export, is_written, left_behind_bytes
+from workers.export.shards import Progress
 from workers.merging.bank import Bank
 from workers.merging.materialize import merged_tensors
 from workers.models.checkpoints import open_checkpoint

@@ -14,7 +14,8 @@ from search_spaces.recipe import LayerRecipe, Recipe
 from tests.builders import tiny_family, tiny_llama, tiny_qwen2
 from tests.layouts import LAYOUTS, layout_family
 from tests.workers.recipes import arithmetic, copied, path
-from workers.engines.transformers.backend import logprobs, merged_model
+from workers.engines.transformers.backend import logprobs
+from workers.engines.transformers.merged_models import merged_model
 from workers.merging.bank import Bank
 from workers.merging.materialize import check_recipe, computations, merge_into, merged_names, merged_tensors
 from workers.merging.residual_scales import SCALABLE, branch_factors, ends_a_branch

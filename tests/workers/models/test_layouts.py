@@ -16,7 +16,7 @@ from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from tests.layouts import LAYOUTS, layout_family
 from tests.workers.recipes import arithmetic, slerp
-from workers.engines.transformers.backend import merged_model
+from workers.engines.transformers.merged_models import merged_model
 from workers.errors import InvalidModel
 from workers.export.checkpoint import export
 from workers.merging.bank import Bank

@@ -24,8 +24,9 @@ from workers.errors import (
     InvalidTask,
     TrialFailed,
 )
-from workers.serving.deployment import ServeScorer, app_name, deploy_scorer
+from workers.serving.deployment import app_name, deploy_scorer
 from workers.serving.fake import FakeScorer
+from workers.serving.serve_scorer import ServeScorer
 from workers.serving.watchdog import TimeLimits
 from workers.types import Family, ModelSource, ScoreRequest, Span, TaskSpec
 

@@ -8,7 +8,7 @@ from tests.workers.judged_tasks import write_task
 from tests.workers.recipes import arithmetic, slerp
 from workers.engines.source_recipes import base_recipe
 from workers.errors import TrialFailed
-from workers.serving.deployment import ServeScorer
+from workers.serving.serve_scorer import ServeScorer
 from workers.types import Family, ScoreRequest, Span, TaskSpec
 
 

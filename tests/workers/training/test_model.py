@@ -12,7 +12,7 @@ import workers.training.model
 from search_spaces.study.sections import EngineOptions
 from tests.layouts import LAYOUTS, layout_family
 from tests.workers.recipes import arithmetic
-from workers.engines.transformers.backend import merged_model
+from workers.engines.transformers.merged_models import merged_model
 from workers.errors import InvalidModel
 from workers.merging.bank import Bank
 from workers.training.gradients import CoefficientGradients

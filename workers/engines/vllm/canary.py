@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from search_spaces.recipe import Recipe
-from workers.engines.transformers.backend import logprobs, merged_model, typical_difference
+from workers.engines.transformers.backend import logprobs, typical_difference
+from workers.engines.transformers.merged_models import merged_model
 from workers.engines.vllm.worker_extension import family_to_json, open_bank
 from workers.errors import EvidenceMismatch, TrialFailed
 from workers.evaluation.prompts import LOGPROB_TOLERANCE

@@ -9,6 +9,7 @@
 - `history`: the numbers of every update and evaluation
 - `checkpoints`: the state of a training on disk, complete or absent
 - `evaluation`: the tasks of studies, scored while training
-- `analysis`: the distribution of task vectors, and the losses of merges
+- `task_vectors`: the distribution of a trained expert's task vector
+- `merge_losses`: the losses of merges of trained experts
 - `result`: the trained model as a directory, with a model card
 """

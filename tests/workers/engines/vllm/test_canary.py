@@ -15,7 +15,7 @@ import torch
 from search_spaces.recipe import Recipe
 from tests.workers.recipes import arithmetic
 from workers.engines.source_recipes import base_recipe
-from workers.engines.transformers.backend import merged_model
+from workers.engines.transformers.merged_models import merged_model
 from workers.engines.vllm.canary import Calibration, calibrate, canary_prompts, read, typical_difference
 from workers.errors import EvidenceMismatch
 from workers.merging.bank import Bank

@@ -20,7 +20,8 @@ from tests.workers.recipes import aligned, arithmetic, copied, num_layers, path,
 from workers.alignments.files import write_alignment
 from workers.alignments.recipes import alignments_before, unaligned
 from workers.engines.source_recipes import base_recipe
-from workers.engines.transformers.backend import Reference, logprobs, merged_model
+from workers.engines.transformers.backend import Reference, logprobs
+from workers.engines.transformers.merged_models import merged_model
 from workers.engines.transformers.verification import verify
 from workers.engines.vllm.engine import Engine
 from workers.engines.vllm.paths.geometry import PATH_TYPES
@@ -32,7 +33,7 @@ from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, Tri
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Generation
 from workers.export.checkpoint import export
-from workers.serving.replica import EngineWorker
+from workers.serving.engine_worker import EngineWorker
 from workers.types import Family, Span, TaskSpec
 
 MAX_LAYERS = 9

@@ -1,8 +1,8 @@
-"""Properties of trained experts: the distribution of their task vectors, and the losses of their merges.
+"""The losses of merges of trained experts.
 
-Paper: "MergOPT: A merge-aware optimizer for robust model merging", table 10 (how well a distribution fits the task
-vectors), figure 2 (the joint loss over two coefficients), table 1 (merge methods by optimizer). Losses are those of the
-reference answers of the experts' evaluation tasks, in nats per token of an answer, in float32.
+Paper: "MergOPT: A merge-aware optimizer for robust model merging", figure 2 (the joint loss over two coefficients),
+table 1 (merge methods by optimizer). Losses are those of the reference answers of the experts' evaluation tasks, in
+nats per token of an answer, in float32.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from workers.models.family import open_family
 from workers.models.hub import locate
 from workers.training.finetuning.spec import FinetuneSpec, task_of
 from workers.training.losses import minibatches, sample_losses
-from workers.training.mergopt.fit import Fit, fit, sample_of
 from workers.training.model import TrainableModel
 from workers.types import Placement, TaskSpec
 
@@ -39,18 +38,12 @@ __all__ = [
     "Landscape",
     "MergeLoss",
     "MergeLosses",
-    "TaskVector",
     "candidates",
     "lack_of_losses",
     "landscape",
     "losses_of_experts",
     "merge_table",
-    "task_vector",
 ]
-
-BINS = 61
-# The histogram ends at this many Laplace scales on both sides: exp(-8) of the fitted mass is outside.
-REACH = 8.0
 
 # The coefficients of both experts in figure 2.
 GRID = tuple(round(0.1 * i, 1) for i in range(11))
@@ -63,21 +56,6 @@ DARE_DENSITY = 0.5
 IN_PAIRS = 4
 
 MAX_TOKENS = 4096  # in one forward pass
-
-
-@dataclass(frozen=True)
-class TaskVector:
-    """The distribution of a task vector's elements: an expert minus its base.
-
-    `density` has the shares of elements in bins between `edges` (one more), divided by the bins' width. It leaves out
-    elements that are exactly zero, a share of `fits[0].zeros` of all. `fits` are those of Laplace's and Gauss'
-    distributions.
-    """
-
-    expert: str
-    fits: tuple[Fit, ...]
-    edges: tuple[float, ...]
-    density: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -118,21 +96,6 @@ class MergeLoss:
     losses: Mapping[str, float]
     mean: float
     spread: float
-
-
-def task_vector(alias: str, base: Path, expert: Path) -> TaskVector:
-    """The distribution of one expert's task vector, from about a million of its elements.
-
-    Raises InvalidModel, and ValueError if the task vector is 0.
-    """
-    elements = sample_of(base, [expert])
-    changed = elements[elements != 0].double()
-    fits = (fit(elements, "laplace"), fit(elements, "gaussian"))
-    reach = REACH * (float(changed.abs().mean()) if len(changed) else 1.0)
-    edges = torch.linspace(-reach, reach, BINS + 1, dtype=torch.float64)
-    counts = torch.histogram(changed, edges).hist
-    density = counts / (len(elements) * float(edges[1] - edges[0]))
-    return TaskVector(alias, fits, tuple(edges.tolist()), tuple(density.tolist()))
 
 
 class MergeLosses:

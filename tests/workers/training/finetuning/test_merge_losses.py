@@ -19,15 +19,9 @@ from workers.errors import InvalidTask
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.references import References
-from workers.training.finetuning.analysis import (
-    MergeLosses,
-    candidates,
-    landscape,
-    losses_of_experts,
-    merge_table,
-    task_vector,
-)
+from workers.training.finetuning.merge_losses import MergeLosses, candidates, landscape, losses_of_experts, merge_table
 from workers.training.finetuning.spec import FinetuneSpec, parse_spec, task_of
+from workers.training.finetuning.task_vectors import task_vector
 
 SCALE = 0.002
 ITEMS = 6
