@@ -160,7 +160,11 @@ class Merge:
 
 @dataclass(frozen=True)
 class LayerRecipe:
-    """One layer of the merged model. `scale` multiplies the residual stream after the layer (1 = unchanged)."""
+    """One layer of the merged model.
+
+    `scale` multiplies the residual stream after the layer (1 = unchanged). `alignment` is the digest of the file of the
+    alignment between this layer and the next (`workers.alignments`); None: no alignment.
+    """
 
     attention: Merge
     mlp: Merge

@@ -83,7 +83,7 @@ class EngineUnavailable(WorkerError, RuntimeError):
 
 
 class CrashKind(StrEnum):
-    """How an engine crashed.
+    """The way in which an engine crashed.
 
     ERROR: it raised the error of the message, or a fatal signal (SIGSEGV, SIGABRT) ended its process. HANG: it made no
     progress. EXIT: its process ended without a trace, for example because it was killed from outside or by the kernel

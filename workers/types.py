@@ -189,7 +189,7 @@ class ScoreRequest:
 
 @dataclass(frozen=True)
 class SampleResult:
-    """One scored sample.
+    """The value and answer of one scored sample.
 
     `document` is its index in the task's data, `position` in the permutation; `value` is the metric on this sample;
     `response` is the model's answer: the completion, or the options' log-probabilities (JSON). `tokens` are the ids of

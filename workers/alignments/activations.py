@@ -1,4 +1,4 @@
-"""What each layer of a model receives while the model reads prompts.
+"""The input of each layer of a model, recorded while the model reads prompts.
 
 The first token of each text is left out. In trained models its activations are larger than all others by orders of
 magnitude (Sun et al., "Massive Activations in Large Language Models", 2024), so that they would dominate the alignment.

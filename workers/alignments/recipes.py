@@ -50,7 +50,7 @@ def alignments_before(recipe: Recipe) -> tuple[str | None, ...]:
 
 
 def _follow(layer: LayerRecipe, after: LayerRecipe) -> bool:
-    """Whether `after` is the same merge of the models' next layers."""
+    """Whether `after` merges the next layers of the same models in the same way as `layer`."""
 
     def next_to(source: Source) -> Source:
         return source if source.layer is None else Source(source.model, source.layer + 1)

@@ -74,7 +74,7 @@ class RowTemplates:
                 raise InvalidTask(f"{where}: {self._of(key)} is not valid: {error.message}") from error
 
     def row(self, fields: Mapping[str, Any], *, where: str) -> InlineRow:
-        """The row that `fields` give. Raises InvalidTask, beginning with `where`."""
+        """The prompt and answer that the templates give for `fields`. Raises InvalidTask, beginning with `where`."""
         rendered = {}
         for key, template in self._compiled.items():
             try:

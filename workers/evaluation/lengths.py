@@ -1,4 +1,4 @@
-"""How many tokens a task's samples have, before an engine starts."""
+"""Mean numbers of tokens of a task's samples, computed without an engine."""
 
 from __future__ import annotations
 

@@ -362,7 +362,10 @@ def tokenized_requests(lm: BackendLM, task: Any, *, limit: int | None = None) ->
 
 
 def describe(specs: Sequence[TaskSpec], *, directory: str, options: EngineOptions) -> tuple[TaskInfo, ...]:
-    """The `TaskEvaluator.describe` of each task for the model in `directory`. Needs its tokenizer, but no engine."""
+    """Describe each task for the model in `directory`, as `TaskEvaluator.describe`.
+
+    Needs its tokenizer, but no engine.
+    """
     evaluator = TaskEvaluator(None, Prompts(directory, options))
     return tuple(map(evaluator.describe, specs))
 

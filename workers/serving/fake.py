@@ -337,7 +337,7 @@ def _draw(*key: object) -> float:
 
 
 def _quantile(probability: float) -> float:
-    """X with P((u + v)/2 < x) = probability for independent uniform u and v in [0, 1)."""
+    """The number x with P((u + v)/2 < x) = probability, for independent uniform u and v in [0, 1)."""
     if probability < 0.5:
         return math.sqrt(probability / 2)
     return 1 - math.sqrt((1 - probability) / 2)

@@ -219,7 +219,7 @@ class ScoringReplica:
         except Exception as error:
             log.exception("a request failed")
             raise RequestFailed(
-                f"{self._worker.name}: {type(error).__name__}: {error}; the engine goes on; its log is {log_file()}"
+                f"{self._worker.name}: {type(error).__name__}: {error}; the engine continues; its log is {log_file()}"
             ) from error
 
     def _score(self, request: ScoreRequest) -> ScoreResult:

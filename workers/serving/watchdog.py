@@ -75,7 +75,7 @@ class Watchdog:
             self._current = None
 
     def overdue(self) -> str | None:
-        """What has taken longer than its limit and still runs; None if nothing has."""
+        """The work that still runs and has exceeded its time limit; None without such work."""
         if (current := self._current) is None:
             return None
         started, limit_s, what = current

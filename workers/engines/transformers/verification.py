@@ -182,7 +182,7 @@ class _Comparison:
         self.num_logprobs += len(ours)
 
     def difference(self, pair: _Pair) -> SampleDifference | None:
-        """How the two answers differ; None if they are equal. `read` must be called first."""
+        """The difference between the two answers; None if they are equal. `read` must be called first."""
         apart = self.apart.get(pair.key, 0.0)
         is_apart = apart > self.tolerance
         parting = self._parting(pair) if pair.is_completion else None
@@ -208,7 +208,10 @@ class _Comparison:
         )
 
     def _parting(self, pair: _Pair) -> tuple[str, float] | None:
-        """What differs between the completions, and how much the reference preferred its own; None if equal."""
+        """The kind of difference between the completions, and how much the reference preferred its own.
+
+        None if the completions are equal.
+        """
         completions = zip(pair.requests, pair.stored.tokens or (), pair.expected.tokens or (), strict=False)
         for request, ours, theirs in completions:
             if any(a != b for a, b in zip(ours, theirs, strict=False)):

@@ -1,4 +1,7 @@
-"""What a process needs before it starts an engine. It imports little, so that it can run before torch is imported."""
+"""Preparations of a process that starts an engine: environment variables, and a fix for llvmlite.
+
+The module imports little, so that it can run before torch is imported.
+"""
 
 from __future__ import annotations
 

@@ -73,7 +73,10 @@ class HeldWeights:
         self._sums = {}
 
     def fill(self, bank: Bank, into: Into) -> None:
-        """Write what can be written before the first merge is known."""
+        """Write weights before the first merge is known.
+
+        A plain model has none; a path engine writes layers of the sources.
+        """
 
     def hold(self, recipe: Recipe, bank: Bank, into: Into) -> Writing:
         """Write the merge.

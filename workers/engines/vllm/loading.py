@@ -1,4 +1,4 @@
-"""Where vLLM's weight loader writes each tensor, observed while it loads.
+"""An observer of vLLM's weight loader, which records where the loader writes each tensor.
 
 A tensor that the loader only copies, whole, into one part of a parameter can later be written there directly, without
 the loader.

@@ -29,7 +29,7 @@ MESSAGES = "messages"
 
 @dataclass(frozen=True)
 class Document:
-    """A text of `tokens`; `has_loss` says whose loss counts. `origin` is where it comes from, for messages."""
+    """A text of `tokens`, with the tokens whose loss counts (`has_loss`) and its origin, for messages."""
 
     tokens: tuple[int, ...]
     has_loss: tuple[bool, ...]
@@ -54,7 +54,7 @@ class Batch:
 
 
 def read_documents(data: Data, prompts: Prompts) -> list[Document]:
-    """All documents in the order of the data.
+    """All documents of the training data, in its order.
 
     Raises InvalidTask: data missing, malformed or empty (with its line), no completion to learn from, a document longer
     than a row, no end-of-text token.

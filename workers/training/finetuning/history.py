@@ -23,7 +23,7 @@ Report = Callable[[Mapping[str, Any]], None]
 
 
 def read_history(file: Path) -> list[dict[str, Any]]:
-    """All lines, except one that a killed process left incomplete."""
+    """All lines of a history, except one that a killed process left incomplete."""
     try:
         lines = file.read_text().splitlines()
     except FileNotFoundError:

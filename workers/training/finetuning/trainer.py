@@ -177,7 +177,7 @@ class _Ranks:
             dist.barrier()
 
     def total(self, number: float) -> float:
-        """The sum over all ranks."""
+        """The sum of a number over all ranks."""
         if self.size == 1:
             return number
         found = torch.tensor(number, dtype=torch.float64, device=self.device)
@@ -223,10 +223,10 @@ class _Passes:
 
 
 class _Update:
-    """One update's batch.
+    """The batch of one update, and the closure that computes its gradients.
 
-    `gradients` is the optimizer's closure, which may be called more than once; `loss` is the result of its first call.
-    `kept` is the last checkpoint, for messages.
+    `gradients` is the closure, which may be called more than once; `loss` is the result of its first call. `kept` is
+    the last checkpoint, for messages.
     """
 
     def __init__(

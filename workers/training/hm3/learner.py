@@ -165,7 +165,7 @@ class Learner:
         return buffer.getvalue()
 
     def restore(self, content: bytes, *, remembers: bool = True) -> None:
-        """Restore what `to_bytes` of a learner with networks of the same shapes returned.
+        """Restore the state that `to_bytes` returned, of a learner with networks of the same shapes.
 
         With `remembers` false its episodes, which are those of another search, are left out. Raises ValueError with the
         shapes for other networks.

@@ -75,7 +75,7 @@ class SharpnessAware(OptimizerWrapper):
 
 
 class _Moved:
-    """A context in which something is added to parameters, which are restored afterwards, bit for bit."""
+    """A context in which offsets are added to parameters; afterwards these are restored, bit for bit."""
 
     def __init__(self, steps: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._steps = steps

@@ -34,7 +34,7 @@ LAYERS = "model.layers."
 
 
 class HeldPath(HeldWeights):
-    """The pool, the path through it with its alignments, and the parameters outside layers."""
+    """The weights of a path engine: the pool of layers, the path with its alignments, and the other parameters."""
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
         super().__init__(model, dtype)
@@ -155,7 +155,7 @@ class HeldPath(HeldWeights):
 
 
 class _Checked:
-    """What the layers of earlier recipes hold, so that a path of known layers needs no plan.
+    """The contents of layers of earlier recipes, so that a path of known layers needs no plan.
 
     Recipes with merges of single tensors are not recorded.
     """
@@ -170,7 +170,7 @@ class _Checked:
         self._contents: dict[tuple[Merge, ...], Hashable] = {}
 
     def contents(self, recipe: Recipe) -> list[Hashable] | None:
-        """What each layer holds; None if it has to be planned."""
+        """The content of each layer of a recipe; None if it has to be planned."""
         if not _is_known_by_layers(recipe) or _of(recipe) != self._of:
             return None
         if not recipe.models.items() <= self._models.items():
@@ -191,7 +191,7 @@ class _Checked:
 
 @dataclass(frozen=True)
 class _Between:
-    """What a path has besides layers.
+    """The scale factors and alignments of a path.
 
     For each hop a factor, and the digest of the alignment before it; the alignments by digest.
     """
@@ -244,7 +244,7 @@ def _outside(recipe: Recipe) -> Hashable:
 
 
 def _of(recipe: Recipe) -> Hashable:
-    """What the result of a recipe's merges depends on, besides the merges themselves."""
+    """The parts of a recipe, besides its merges, that the merges' results depend on."""
     return recipe.base, recipe.keeps_equal
 
 

@@ -1,4 +1,4 @@
-"""What each layer of the pool holds.
+"""The content of each layer of the pool.
 
 The layers of a path stay; the others are replaced, least recently used first.
 """
