@@ -160,17 +160,13 @@ class Merge:
 
 @dataclass(frozen=True)
 class LayerRecipe:
-    """One layer of the merged model.
-
-    `scale` multiplies the residual stream after the layer (1 = unchanged). `alignment` is the digest of the file of the
-    alignment between this layer and the next (`workers.alignments`); None: no alignment.
-    """
+    """One layer of the merged model. `scale` multiplies the residual stream after the layer (1 = unchanged)."""
 
     attention: Merge
     mlp: Merge
     norm: Merge
     scale: float = 1.0
-    alignment: str | None = None
+    alignment: str | None = None  # digest of the alignment after this layer (workers.alignments)
 
     def component(self, name: Component) -> Merge:
         merge: Merge = getattr(self, name)
