@@ -21,9 +21,14 @@ def test_a_file_is_written_to_a_new_directory_and_replaced(tmp_path: Path) -> No
 def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
     file = tmp_path / "state.json"
     write_file(file, "old")
-    with pytest.raises(OSError, match="full"), replacing(file) as new:
-        new.write_text("half")
-        raise OSError("full")
+
+    def fail() -> None:
+        with replacing(file) as new:
+            new.write_text("half")
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        fail()
     assert file.read_text() == "old"
     assert list(tmp_path.iterdir()) == [file]
 

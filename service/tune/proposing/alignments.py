@@ -99,8 +99,8 @@ def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[La
     """Start the tasks for these pairs, and return references to the fitted alignments."""
     # Engines start later, so that a GPU is free.
     num_gpus = 1 if ray.available_resources().get("GPU", 0) >= 1 else 0
-    read: Any = ray.remote(_read).options(num_cpus=TASK_CPUS, num_gpus=num_gpus)
-    fit: Any = ray.remote(_fit).options(num_cpus=TASK_CPUS)
+    read: Any = ray.remote(num_cpus=TASK_CPUS, num_gpus=num_gpus)(_read)
+    fit: Any = ray.remote(num_cpus=TASK_CPUS)(_fit)
     needed: dict[str, set[int]] = {}
     for (first, layer), (second, after) in pairs:
         needed.setdefault(first, set()).add(layer + 1)

@@ -25,9 +25,11 @@ from workers.engines.source_recipes import base_recipe
 from workers.engines.vllm.engine import SwapReport
 from workers.errors import TrialFailed
 from workers.evaluation.lm_eval import BackendLM
+from workers.evaluation.metric_process import MetricProcess
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.tasks import build_task
-from workers.serving import replica as replicas
+from workers.serving import engine_worker
+from workers.serving.replica import ScoringReplica
 from workers.types import Family, ModelSource, ScoreRequest, Span, TaskSpec
 
 pytestmark = pytest.mark.slow  # a process that imports lm-eval takes 5 s
@@ -54,10 +56,9 @@ class Replica:
         self.family = Family(ModelSource("base", directory, "fingerprint"), ())
         self.prompts = Prompts(directory, OPTIONS)
         self.engine = KnownEngine(self.prompts, {})
-        patch.setattr(replicas, "Engine", lambda family, options, **_: self.engine)
-        if hasattr(replicas, "MetricProcess"):
-            patch.setattr(replicas, "MetricProcess", partial(replicas.MetricProcess, sample_limit_s=2.0))
-        self.replica = replicas.ScoringReplica(partial(replicas.EngineWorker, self.family, OPTIONS))
+        patch.setattr(engine_worker, "Engine", lambda family, options, **_: self.engine)
+        patch.setattr(engine_worker, "MetricProcess", partial(MetricProcess, sample_limit_s=2.0))
+        self.replica = ScoringReplica(partial(engine_worker.EngineWorker, self.family, OPTIONS))
 
     def score(self, spec: TaskSpec, answers: dict[str, str]) -> dict[str, float] | Exception:
         """The values by document, or what scoring raises."""
