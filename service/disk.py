@@ -79,7 +79,8 @@ def free_bytes(directory: Path) -> int:
 
 def lack_of_space(directory: Path, num_bytes: int) -> str | None:
     """Why a model of `num_bytes` cannot be written to `directory`. None if it can, or if the directory is not empty:
-    then it holds that model, or the writer refuses to touch it."""
+    then it holds that model, or the writer refuses to touch it.
+    """
     if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
         return None
     needed, free = num_bytes + MARGIN_BYTES, free_bytes(directory)

@@ -1,5 +1,6 @@
 """Parses the stream of server-sent events of a study or fine-tuning (WHATWG HTML, section 9.2) and resumes it after a
-lost connection, from the last event received. No input or output here."""
+lost connection, from the last event received. No input or output here.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class Event:
     """An event of a study or fine-tuning: its kind, its time (RFC 3339) and its payload.
 
     Events without an id and a time describe the current state and are not part of the history: "progress" (its payload
-    is a ProgressDocument) and "end", the last one."""
+    is a ProgressDocument) and "end", the last one.
+    """
 
     kind: str
     id: int | None

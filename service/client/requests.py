@@ -120,7 +120,8 @@ def respond(call: Call) -> Flow[Response]:
     """The response to a request, with a status of 2xx. The request is retried if the connection was lost or a proxy
     could not reach the server.
 
-    A server that is unreachable at the first attempt is reported immediately."""
+    A server that is unreachable at the first attempt is reported immediately.
+    """
     pauses_s = iter(RETRY_PAUSES_S)
     is_first = True
     while True:

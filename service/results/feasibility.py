@@ -37,7 +37,8 @@ def sources_of(trials: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
 
 def reference_of(constraint: Constraint, objective: Objective, trials: Sequence[TrialRecord]) -> TrialRecord | None:
     """The source model that the constraint's bound is relative to: of `trials` at full budget, None where it is none of
-    them, or the bound is a number. The best expert is the one with the best value there, the first of equals."""
+    them, or the bound is a number. The best expert is the one with the best value there, the first of equals.
+    """
     scored = [t for t in trials if t.origin is Origin.SOURCE and objective.name in t.values]
     if constraint.reference == BEST_EXPERT:
         experts = [trial for trial in scored if trial.label.startswith(EXPERT)]
@@ -52,7 +53,8 @@ def excesses(
     """By how much `values` violate each constraint, in the metric's unit; it holds where this is at most 0.
 
     `reference` gives the values of what a bound is relative to, on the same samples; None: they are not known, and the
-    constraint is left out."""
+    constraint is left out.
+    """
     found = {}
     for objective in objectives:
         for constraint in objective.constraints:
@@ -72,7 +74,8 @@ def violations(
     """The constraints that `values` violate, as written, each with the excess in the metric's unit.
 
     `trials` are the study's, or at least its source models; `values_of` gives theirs on the same samples, by default
-    those at full budget."""
+    those at full budget.
+    """
 
     def reference(constraint: Constraint, objective: Objective) -> Values | None:
         found = reference_of(constraint, objective, trials)

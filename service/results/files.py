@@ -352,7 +352,8 @@ def _holdout_document(row: Comparison, run: RunRecord) -> HoldoutDocument:
 
 def _search_minus_holdout(run: RunRecord, best: TrialRecord | None) -> dict[str, Estimate]:
     """Search value minus held-out value of the best trial, by objective: different samples, so no pairing. Costs of the
-    recipe are the same on both."""
+    recipe are the same on both.
+    """
     row = next((row for row in run.holdout if best is not None and row.trial == best.number), None)
     if row is None or best is None:
         return {}

@@ -36,7 +36,8 @@ class RivalTest:
 
     The rival is the best of its kind on the holdout data themselves: its luck there works against the merges.
     `differences` are finalist minus rival by trial, the best on search data first; larger is better, and their
-    intervals hold together at 95 %."""
+    intervals hold together at 95 %.
+    """
 
     origin: Origin
     rival: int
@@ -70,7 +71,8 @@ def rival_tests(
     Objectives without holdout data are left out.
 
     `rows` are the samples of each trial on the holdout data, the same samples for all; objectives with equal
-    `documents` were scored on the same documents, and `bounds` are the ranges that no sample leaves."""
+    `documents` were scored on the same documents, and `bounds` are the ranges that no sample leaves.
+    """
     objectives = [o for o in objectives if all(o.name in samples for samples in rows.values())]
     proposed = [t.number for t in finalists if t.origin in (Origin.SEARCH, Origin.USER) and t.number in rows]
     ranked = [o for o in objectives if o.name in accuracy_objectives(objectives)] or list(objectives)

@@ -33,7 +33,8 @@ Samples = Mapping[str, NDArray[np.float64]]
 class Scored:
     """What was scored on one split: samples by recipe digest, and the data of each objective.
 
-    Objectives with equal `documents` were scored on the same documents, position by position."""
+    Objectives with equal `documents` were scored on the same documents, position by position.
+    """
 
     samples: Mapping[str, Samples] = field(default_factory=dict)
     documents: Mapping[str, str] = field(default_factory=dict)
@@ -160,7 +161,8 @@ def _complete(
 def _bounds(objectives: Sequence[Objective], samples: Collection[Samples]) -> dict[str, tuple[float, float]]:
     """The range of each objective, unless a sample is outside it: then no bound is known.
 
-    Single samples have no interval without bounds: then they are a range's width beyond the values seen."""
+    Single samples have no interval without bounds: then they are a range's width beyond the values seen.
+    """
     found = {}
     for objective in objectives:
         values = [of_recipe[objective.name] for of_recipe in samples if objective.name in of_recipe]
@@ -184,7 +186,8 @@ def _selection_bias(
     """`selection_bias` and `split_difference` of `HeldOut`.
 
     The best trial's lead over the mean of the baselines is taken sample by sample on each split, so that what makes a
-    sample easy for all of them cancels."""
+    sample easy for all of them cancels.
+    """
     best = best_trial(trials, objectives)
     if best is None or best.number not in rows:
         return {}, {}

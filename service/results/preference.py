@@ -36,7 +36,8 @@ class Choices:
     def preferred(self, weights: Mapping[str, float]) -> PreferredDocument:
         """The trial that `weights` of the objectives pick; of equal ones the first.
 
-        Raises InvalidPreference (see `preference_vector`), and NotFound if no trial has reached the full budget."""
+        Raises InvalidPreference (see `preference_vector`), and NotFound if no trial has reached the full budget.
+        """
         vector = preference_vector(weights, objectives=[objective.name for objective in self.objectives])
         if not self.values:
             raise NotFound("no trial has reached the full budget yet, so there is none to prefer")
@@ -58,7 +59,8 @@ class Choices:
 def choices(run: RunRecord) -> Choices:
     """The front, with held-out values where its trials have them; else with those on search data.
 
-    Of a front with more trials than are scored on the holdout data, only those may be picked."""
+    Of a front with more trials than are scored on the holdout data, only those may be picked.
+    """
     front = pareto_front(run.trials, run.objectives)
     names = {objective.name for objective in run.objectives}
     rows = {row.trial: {name: e.value for name, e in row.values.items()} for row in run.holdout}

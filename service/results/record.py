@@ -23,7 +23,8 @@ class EngineFigures:
     (None if not measured).
 
     `samples_not_checked` counts the samples that were scored after the last canary that their engine passed, None
-    before the study's end; `skipped` are the reasons of canaries that could not be made then."""
+    before the study's end; `skipped` are the reasons of canaries that could not be made then.
+    """
 
     starts: int = 0
     kinds: tuple[str, ...] = ()
@@ -37,7 +38,8 @@ class EngineFigures:
 class SearchFigures:
     """The searcher of a study, why it was chosen (None in early studies), what it noted on the way, and the steps that
     it computed for its proposals: `charges` is what they are charged, in samples, by the trial that they were computed
-    for. `start` says which policies of another study it began with (`service.studies.policies.start`)."""
+    for. `start` says which policies of another study it began with (`service.studies.policies.start`).
+    """
 
     algorithm: str | None = None
     reason: str | None = None
@@ -56,7 +58,8 @@ class SearchFigures:
 class GradientRecord:
     """A gradient that the searcher computed: the losses of its batch by objective, and the weights by which they are
     summed. `descent` names what it belongs to, `proposal` the trial that it was computed for; `preference` is the
-    preference vector, empty without one. A `failure` says why there is no loss."""
+    preference vector, empty without one. A `failure` says why there is no loss.
+    """
 
     descent: str
     proposal: int
@@ -69,7 +72,8 @@ class GradientRecord:
 @dataclass(frozen=True)
 class UpdateRecord:
     """An iteration that a policy has learned from: its statistics by name, and the preference vector of the policy,
-    empty where there is one policy. `proposal` is the trial that came next."""
+    empty where there is one policy. `proposal` is the trial that came next.
+    """
 
     iteration: int
     proposal: int

@@ -80,7 +80,8 @@ def full_budget_trials(trials: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]
 def best_trial(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) -> TrialRecord | None:
     """The trial with the highest mean of the accuracy objectives on search data (without any: the lowest mean cost of
     those that are scored), the first of equals. Where no trial keeps to all constraints, the one that violates them
-    least. None before a trial has reached the full budget."""
+    least. None before a trial has reached the full budget.
+    """
     trials = full_budget_trials(trials)
     violation = _violations(trials, objectives)
     return min(trials, key=lambda trial: (violation[trial.number], *_merit(trial, objectives)), default=None)
@@ -95,7 +96,8 @@ def finalists(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) ->
 def pareto_front(trials: Iterable[TrialRecord], objectives: Sequence[Objective]) -> tuple[TrialRecord, ...]:
     """Full-budget trials that none dominates, by number; of trials with the same recipe only the first.
 
-    Only trials that keep to all constraints, or where there are none, those that violate them least."""
+    Only trials that keep to all constraints, or where there are none, those that violate them least.
+    """
     found = candidates(trials, objectives)
     on_front = constrained_front([candidate for _, candidate in found])
     return tuple(trial for trial, _ in itertools.compress(found, on_front))

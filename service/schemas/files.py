@@ -370,7 +370,8 @@ TEMPLATE = "#/$defs/{model}"
 
 def pipeline_schemas(template: str) -> dict[str, dict[str, Any]]:
     """JSON Schemas by name of what may be submitted as a fine-tuning: Finetuning, and what it refers to; `template` is
-    how references are written."""
+    how references are written.
+    """
     spec = FinetuneSpec.model_json_schema(ref_template=template)
     analysis: dict[str, Any] = {
         ANALYSIS: {

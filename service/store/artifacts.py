@@ -103,7 +103,8 @@ class ArtifactStore:
     def write_to(self, record: ArtifactRecord, out: Path) -> Path:
         """Copy the artifact to the new directory `out`, which appears once it is complete. Returns `out`.
 
-        Raises Conflict if a stored file is missing or has another content than when it was stored."""
+        Raises Conflict if a stored file is missing or has another content than when it was stored.
+        """
         with appearing(out, f"artifact-{record.digest[:16]}") as place:
             for path, entry in self._manifest(record).items():
                 target = place / path
@@ -121,7 +122,8 @@ class ArtifactStore:
 
     def collect(self) -> int:
         """Delete files that no artifact has, as those of studies that were deleted; none while something is stored.
-        Returns how many bytes that freed."""
+        Returns how many bytes that freed.
+        """
         try:
             with self._locked(fcntl.LOCK_EX | fcntl.LOCK_NB):
                 return self._collect()

@@ -37,7 +37,8 @@ def _prepare_sqlite(connection: Any, _: Any) -> None:
 
 def _to_wal(cursor: Any) -> None:
     """Where several connections switch a file at once, SQLite refuses all but one, whatever its timeout is: each would
-    wait for the others to stop reading."""
+    wait for the others to stop reading.
+    """
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     while True:
         try:

@@ -33,7 +33,8 @@ class _Marks:
 def upgrade(engine: sa.Engine) -> None:
     """Create or migrate the database's tables. On SQLite the engine's transactions must begin with the write lock.
 
-    Raises Conflict if another version of the program created it, SQLAlchemy's DatabaseError if it is not a database."""
+    Raises Conflict if another version of the program created it, SQLAlchemy's DatabaseError if it is not a database.
+    """
     with engine.execution_options(read_only=True).connect() as connection:
         marks = _marks(connection)
     if marks.revision == schema.REVISION and marks.version == schema.SCHEMA_VERSION:
@@ -49,7 +50,8 @@ def upgrade(engine: sa.Engine) -> None:
 def migrate(connection: sa.Connection, *, revision: str = schema.REVISION) -> None:
     """Run the migrations up to `revision` that the database lacks, in the connection's transaction.
 
-    Raises Conflict if the database is at a revision that is not among them."""
+    Raises Conflict if the database is at a revision that is not among them.
+    """
     from alembic import command
     from alembic.config import Config
     from alembic.script import ScriptDirectory

@@ -84,7 +84,8 @@ class Levels(Scale):
 def nice_scale(values: Iterable[float], *, count: int = 5, bounds: tuple[float, float] | None = None) -> Scale:
     """The scale of about `count` round steps (1, 2 or 5 times a power of ten) that holds all `values`.
 
-    It does not reach beyond `bounds`, unless values do. Without values it runs from 0 to 1."""
+    It does not reach beyond `bounds`, unless values do. Without values it runs from 0 to 1.
+    """
     finite = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(finite), max(finite)
     if high - low < MIN_RANGE:
@@ -199,7 +200,8 @@ class Plot:
 @dataclass(frozen=True)
 class Cell:
     """A cell of a heatmap: `share` in [-1, 1] is its colour, from one extreme over none to the other. It spans `span`
-    columns."""
+    columns.
+    """
 
     column: int
     share: float
@@ -263,7 +265,8 @@ def forest(
 ) -> Markup:
     """One row per interval: its label, a line from low to high, a dot at the value; with a dashed line at `reference`.
 
-    `with_bars` draws a bar from the left end of the scale to each value."""
+    `with_bars` draws a bar from the left end of the scale to each value.
+    """
     height = ROW * len(rows) + 26
     base = height - 24
 

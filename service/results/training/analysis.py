@@ -58,7 +58,8 @@ def analyse(
     `progressed` is called after every merge; `access` limits the files that tasks lead to (None: no limit).
 
     Raises Conflict if they differ in experts or base, or an expert is its base; InvalidTask without reference answers,
-    InvalidModel."""
+    InvalidModel.
+    """
     from workers.training.finetuning.analysis import landscape, losses_of_experts, merge_table, task_vector
 
     (first, _), *_ = fleets
@@ -102,7 +103,8 @@ def lack_of_losses(pipeline: Pipeline, *, access: FileAccess | None = None) -> t
 def joined(analyses: Mapping[str, tuple[Pipeline, AnalysisDocument]]) -> AnalysisDocument:
     """Several analyses as one, in their order; the keys are what messages call them.
 
-    Raises Conflict if they are not of the same experts, base and samples."""
+    Raises Conflict if they are not of the same experts, base and samples.
+    """
     names = list(analyses)
     (first, _), *_ = analyses.values()
     samples = next(iter(analyses.values()))[1]["samples"]
@@ -271,7 +273,8 @@ def _histogram(vector: Mapping[str, Any]) -> Any:
 
 def _landscape(found: Mapping[str, Any], low: float, high: float) -> Any:
     """Rows are coefficients of the first expert, the largest at the top; colours go from the lowest loss of all fleets
-    to the highest, by logarithms."""
+    to the highest, by logarithms.
+    """
     first, second = found["experts"]
     width = math.log(high / low) or 1.0
     rows = []

@@ -28,7 +28,8 @@ def render_training(
     analysis: AnalysisDocument | None = None,
 ) -> str:
     """The page as one HTML document, at any stage of the training. `state` and `reason` are as of a study, `analysis`
-    is that of the experts, if there was one."""
+    is that of the experts, if there was one.
+    """
     experts = curves["experts"]
     names = sorted({name for expert in experts for point in expert["evaluations"] for name in point["values"]})
     rows = [

@@ -35,7 +35,8 @@ pytestmark = pytest.mark.slow  # each starts an HTTP server
 
 class Scripted:
     """An application that answers each request with the next of `answers`: (status, headers, body), the last one for
-    ever; `requests` are those it got."""
+    ever; `requests` are those it got.
+    """
 
     def __init__(self, *answers: tuple[int, dict[str, str], bytes]) -> None:
         self._answers = list(answers)
