@@ -20,7 +20,7 @@ from starlette.staticfiles import StaticFiles
 
 from search_spaces.study.file import Study
 from service.schemas.api import EndDocument, ProblemDocument, ProgressDocument, TrainingProgressDocument
-from service.schemas.files import pipeline_schemas
+from service.schemas.json_schemas import pipeline_schemas
 
 __all__ = ["EXPORT_REQUEST", "install_docs", "install_openapi"]
 

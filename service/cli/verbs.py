@@ -77,8 +77,8 @@ def finetune(options: argparse.Namespace) -> int:
 
 def _run_in(study: Any, directory: Path, *, export_best: bool, as_json: bool) -> int:
     from service.cli.progress import ProgressStyle, ProgressView
-    from service.results.files import pareto as pareto_document
-    from service.results.files import summary
+    from service.results.documents import pareto as pareto_document
+    from service.results.summary import summary
     from service.studies.local_run import run_study
     from service.studies.preflight.examine import EXPORT
 
@@ -228,7 +228,7 @@ def trials(options: argparse.Namespace) -> int:
         with _on_server(options) as server:
             return server.trials(options.run)
     from service.cli.tables import trials_table
-    from service.results.files import trial_documents
+    from service.results.documents import trial_documents
 
     result = _read(Path(options.run))
     documents = trial_documents(result)
@@ -244,7 +244,7 @@ def pareto(options: argparse.Namespace) -> int:
         with _on_server(options) as server:
             return server.pareto(options.run, prefer=options.prefer)
     from service.cli.tables import pareto_table
-    from service.results.files import pareto as pareto_document
+    from service.results.documents import pareto as pareto_document
 
     result = _read(Path(options.run))
     document = pareto_document(result)
@@ -275,7 +275,7 @@ def propose(options: argparse.Namespace) -> int:
 
 
 def schema(options: argparse.Namespace) -> int:
-    from service.schemas.files import schemas
+    from service.schemas.json_schemas import schemas
 
     print_json(schemas()[options.name])
     return 0

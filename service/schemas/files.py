@@ -8,15 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 # pydantic reads typing's own TypedDict only from Python 3.12 on.
 from typing_extensions import TypedDict
-
-from search_spaces.study.file import Study
-from service.schemas.recipe import RecipeDocument
-from workers.training.finetuning.fleet import ANALYSIS, OPTIONAL_SECTIONS, SECTIONS, Analysis
-from workers.training.finetuning.spec import FinetuneSpec
 
 __all__ = [
     "ConstraintDocument",
@@ -31,8 +26,6 @@ __all__ = [
     "TrialDocument",
     "VerificationDocument",
     "VolumeDocument",
-    "pipeline_schemas",
-    "schemas",
 ]
 
 Values = Annotated[dict[str, float], Field(description="By objective, in the metric's own unit.")]
@@ -362,50 +355,3 @@ class ParetoDocument(TypedDict):
     ]
     front: list[FrontDocument]
     preferred: NotRequired[Annotated[PreferredDocument, Field(description="Where weights were given.")]]
-
-
-DRAFT = "https://json-schema.org/draft/2020-12/schema"
-TEMPLATE = "#/$defs/{model}"
-
-
-def pipeline_schemas(template: str) -> dict[str, dict[str, Any]]:
-    """JSON Schemas by name of what may be submitted as a fine-tuning: Finetuning, and what it refers to; `template` is
-    how references are written.
-    """
-    spec = FinetuneSpec.model_json_schema(ref_template=template)
-    analysis: dict[str, Any] = {
-        ANALYSIS: {
-            "anyOf": [Analysis.model_json_schema(), {"type": "null"}],
-            "description": "Of what was trained.",
-        }
-    }
-    # Sections may be given in part: what is left out may be an expert's own.
-    sections: dict[str, dict[str, Any]] = {name: {"type": "object"} for name in SECTIONS}
-    sections |= {name: {"type": ["object", "null"]} for name in OPTIONAL_SECTIONS}
-    fleet = {
-        "type": "object",
-        "description": "What is different for each expert is laid over the other sections. `study` then merges them.",
-        "properties": {
-            **spec["properties"],
-            **sections,
-            "experts": {"type": "object", "minProperties": 1, "additionalProperties": {"type": "object"}},
-            "study": {"type": ["object", "null"], "description": "A study without models, which are the experts."},
-            **analysis,
-        },
-        "required": ["name", "base", "experts"],
-    }
-    spec["properties"] |= analysis
-    references = [{"$ref": template.format(model=name)} for name in ("FinetuneSpec", "Fleet")]
-    return {**spec.pop("$defs", {}), "FinetuneSpec": spec, "Fleet": fleet, "Finetuning": {"anyOf": references}}
-
-
-def schemas() -> dict[str, dict[str, Any]]:
-    """JSON Schemas by name: study, finetune, trial (a line of trials.jsonl), summary, pareto, recipe."""
-    return {
-        "study": Study.model_json_schema(),
-        "finetune": {"$schema": DRAFT, "$ref": "#/$defs/Finetuning", "$defs": pipeline_schemas(TEMPLATE)},
-        "trial": TypeAdapter(TrialDocument).json_schema(),
-        "summary": TypeAdapter(SummaryDocument).json_schema(),
-        "pareto": TypeAdapter(ParetoDocument).json_schema(),
-        "recipe": TypeAdapter(RecipeDocument).json_schema(),
-    }

@@ -14,11 +14,12 @@ from service.api.dependencies import MAX_NUMBER, PAGE_HEADERS, Context, Services
 from service.api.presenters import study_path
 from service.api.problems import Json, Refusal, refusals
 from service.errors import NotFound
+from service.results.documents import pareto, trial_document
 from service.results.feasibility import has_constraints
-from service.results.files import pareto, summary, trial_document
 from service.results.preference import choices
 from service.results.report import render_report
 from service.results.series import CHARTS
+from service.results.summary import summary
 from service.schemas.api import PlotsDocument, TrialsDocument
 from service.schemas.files import ParetoDocument, SummaryDocument, TrialDocument
 from service.schemas.recipe import RecipeDocument

@@ -11,7 +11,6 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from service.results.files import summary
 from service.results.format import duration, sample_count, search_sentences
 from service.results.record import RunRecord
 from service.results.report.charts import Bar, stacked_bar
@@ -27,6 +26,7 @@ from service.results.report.recipe_picture import recipe_picture
 from service.results.report.texts import headline, key_figures, number_text, trial_name
 from service.results.selection import best_trial
 from service.results.series.budget import budget
+from service.results.summary import summary
 from service.schemas.files import ConstraintDocument
 from service.types import Origin
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from service.results.files import samples_document
+from service.results.documents import samples_document
 from service.results.record import RunRecord
 from service.results.series.base import chart
 from service.schemas.files import Number

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from service.results.documents import pareto
 from service.results.feasibility import sources_of, violations
-from service.results.files import pareto
 from service.results.record import RunRecord
 from service.results.selection import best_trial, full_budget_trials
 from service.results.series.base import chart

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from service.results.files import holdout_documents
+from service.results.documents import holdout_documents
 from service.results.record import RunRecord
 from service.results.series.base import chart
 from service.schemas.files import HoldoutDocument

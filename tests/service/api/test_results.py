@@ -13,13 +13,14 @@ import pytest
 
 from search_spaces.constraints import parse_constraint
 from search_spaces.study.file import Study
-from service.results.files import pareto, summary, trial_document, trial_documents
+from service.results.documents import pareto, trial_document, trial_documents
 from service.results.load import run_record
 from service.results.preference import choices
 from service.results.report import render_report
 from service.results.selection import accuracy_objectives, best_trial, full_budget_trials
 from service.results.series import CHARTS
-from service.schemas.files import schemas
+from service.results.summary import summary
+from service.schemas.json_schemas import schemas
 from service.types import EventKind, JobRecord, JobState, TrialState
 from tests.service.api.harness import ApiServer, document, finished_study, resolved, rung, stored_study, write_trial
 from tests.service.paths_study import plain_study

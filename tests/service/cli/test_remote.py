@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from service.cli.remote import DEFAULT_SERVER, SERVER_VARIABLE
-from service.results.files import pareto, trial_document
+from service.results.documents import pareto, trial_document
 from service.results.load import run_record
 from service.types import JobState, Origin, TrialRecord, TrialState
 from tests.service.api.harness import ApiServer

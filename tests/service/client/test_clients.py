@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 import time
@@ -24,9 +25,10 @@ from service.client import (
     flows,
 )
 from service.errors import Conflict, NotFound
-from service.results.files import pareto, summary, trial_document
+from service.results.documents import pareto, trial_document
 from service.results.load import run_record
 from service.results.report import render_report
+from service.results.summary import summary
 from service.types import ExportRecord, ExportState, JobState, Origin
 from tests.service.client.asker import Asker
 from tests.service.http_server import HttpServer
@@ -361,8 +363,15 @@ def test_both_clients_have_the_same_methods_with_their_documentation() -> None:
     assert blocking == awaited
     for kind in (Client, AsyncClient):
         for name in blocking:
-            assert getattr(kind, name).__doc__, name
-            assert getattr(kind, name).__name__ == name
+            method = getattr(kind, name)
+            signature = inspect.signature(method)
+            assert (method.__module__, method.__qualname__) == (kind.__module__, f"{kind.__name__}.{name}")
+            documentation = inspect.getdoc(method) or ""
+            assert "\nExamples:\n    >>> " in documentation, name
+            for parameter in [*signature.parameters.values()][1:]:
+                assert f"\n    {parameter.name}: " in documentation, name
+                assert parameter.annotation is not inspect.Parameter.empty, name
+            assert signature.return_annotation is not inspect.Signature.empty, name
 
 
 def test_many_threads_may_use_one_client(site: Site, finished: str) -> None:

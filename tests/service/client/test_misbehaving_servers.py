@@ -22,8 +22,8 @@ from service.client import (
     ExportFailed,
     InvalidAnswer,
     ServerUnreachable,
-    clients,
     requests,
+    transport,
 )
 from service.errors import NotFound
 from tests.service.client.asker import Asker
@@ -196,7 +196,7 @@ def test_a_server_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_stream_that_falls_silent_is_taken_up_again(site: Site, ask: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "SILENCE_S", 0.3)
+    monkeypatch.setattr(transport, "SILENCE_S", 0.3)
     event = b'id: 4\nevent: note\ndata: {"time": "2031-05-04T12:00:00Z", "payload": {}}\n\n'
     asked: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -15,13 +15,15 @@ from rich.console import Console
 
 from search_spaces.objectives import hypervolume
 from service.cli.tables import holdout_table, pareto_table
-from service.results.files import pareto, summary, write_results
+from service.results.documents import pareto
+from service.results.files import write_results
 from service.results.load import run_record
 from service.results.record import RunRecord
 from service.results.report import render_report
 from service.results.selection import best_trial, costs_of, finalists
 from service.results.series import CHARTS
-from service.schemas.files import schemas
+from service.results.summary import summary
+from service.schemas.json_schemas import schemas
 from service.types import ChainedSource, Origin, TrialState
 from tests.service.paths_study import MAX_LAYERS, OBJECTIVES, SIZE, paths_study
 

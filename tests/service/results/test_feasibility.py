@@ -14,13 +14,15 @@ from rich.table import Table
 from search_spaces.constraints import parse_constraint
 from search_spaces.objectives import Objective
 from service.cli.tables import holdout_table, pareto_table, trials_table
+from service.results.documents import pareto, trial_documents
 from service.results.feasibility import total_violation, violations
-from service.results.files import pareto, summary, trial_documents, trials_jsonl
+from service.results.files import trials_jsonl
 from service.results.record import RunRecord
 from service.results.report import render_report
 from service.results.selection import best_trial, criteria, finalists, full_budget_trials, pareto_front
 from service.results.series.history import history
-from service.schemas.files import schemas
+from service.results.summary import summary
+from service.schemas.json_schemas import schemas
 from service.types import Origin, TrialRecord, TrialState
 from tests.service.results.test_holdout import recipe
 from tests.service.synthetic_run import run_record

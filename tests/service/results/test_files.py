@@ -12,10 +12,12 @@ from rich.console import Console
 
 from search_spaces.objectives import Objective, non_dominated_ranks
 from service.cli.tables import holdout_table, pareto_table, search_line, trials_table, verification_line
-from service.results.files import pareto, summary, trials_jsonl, write_results
+from service.results.documents import pareto
+from service.results.files import trials_jsonl, write_results
 from service.results.record import EngineFigures, SearchFigures
 from service.results.selection import best_trial, costs_of, finalists, full_budget_trials, pareto_front
-from service.schemas.files import schemas
+from service.results.summary import summary
+from service.schemas.json_schemas import schemas
 from service.types import Origin, TrialState
 from tests.service.synthetic_run import RUNGS, run_record
 from workers.types import VerificationReport

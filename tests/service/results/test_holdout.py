@@ -16,11 +16,13 @@ import pytest
 
 from search_spaces.objectives import Objective
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
-from service.results.files import pareto, summary, trials_jsonl
+from service.results.documents import pareto
+from service.results.files import trials_jsonl
 from service.results.load import run_record
 from service.results.report import render_report
 from service.results.selection import criteria
-from service.schemas.files import schemas
+from service.results.summary import summary
+from service.schemas.json_schemas import schemas
 from service.store import JobWriter, Store
 from service.types import EventKind, Origin, RungRecord, TrialRecord, TrialState
 from tests.service.resolved import resolved_study

@@ -16,9 +16,9 @@ from search_spaces.study.file import Study
 from search_spaces.study.sections import AnotherStudy
 from service.disk import artifacts_dir
 from service.errors import StudyFailed
-from service.results.files import summary
 from service.results.format import search_sentences
 from service.results.load import POLICY_START, run_record
+from service.results.summary import summary
 from service.store import Store
 from service.store.artifacts import ArtifactStore
 from service.studies.chains import on_server

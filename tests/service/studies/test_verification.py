@@ -18,9 +18,9 @@ import pytest
 from search_spaces.recipe import Recipe
 from search_spaces.study.file import load_study
 from service.errors import StudyFailed
-from service.results.files import summary
 from service.results.load import run_record
 from service.results.selection import best_trial
+from service.results.summary import summary
 from service.store import Store
 from service.store.artifacts import ArtifactStore
 from service.studies.attempt import Heartbeat, execute

@@ -8,11 +8,11 @@ import pytest
 
 from search_spaces.objectives import Objective
 from search_spaces.recipe import Merge, Source
-from service.results.files import summary
 from service.results.record import EngineFigures, SearchFigures
 from service.results.report import render_report
 from service.results.report.marks import MAX_POINTS
 from service.results.selection import best_trial
+from service.results.summary import summary
 from service.types import JobState, Origin, TrialState
 from tests.service.synthetic_run import gradients, run_record
 

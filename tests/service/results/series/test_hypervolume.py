@@ -8,7 +8,7 @@ import pytest
 
 from search_spaces.constraints import parse_constraint
 from search_spaces.objectives import Objective
-from service.results.files import pareto
+from service.results.documents import pareto
 from service.results.record import RunRecord, SearchFigures
 from service.results.report.hypervolume import hypervolume_picture
 from service.results.series.hypervolume import hypervolume

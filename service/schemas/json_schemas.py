@@ -1,0 +1,61 @@
+"""JSON Schemas of what users submit (studies, fine-tunings) and of the result files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from search_spaces.study.file import Study
+from service.schemas.files import ParetoDocument, SummaryDocument, TrialDocument
+from service.schemas.recipe import RecipeDocument
+from workers.training.finetuning.fleet import ANALYSIS, OPTIONAL_SECTIONS, SECTIONS, Analysis
+from workers.training.finetuning.spec import FinetuneSpec
+
+__all__ = ["pipeline_schemas", "schemas"]
+
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
+TEMPLATE = "#/$defs/{model}"
+
+
+def pipeline_schemas(template: str) -> dict[str, dict[str, Any]]:
+    """JSON Schemas by name of what may be submitted as a fine-tuning: Finetuning, and what it refers to; `template` is
+    how references are written.
+    """
+    spec = FinetuneSpec.model_json_schema(ref_template=template)
+    analysis: dict[str, Any] = {
+        ANALYSIS: {
+            "anyOf": [Analysis.model_json_schema(), {"type": "null"}],
+            "description": "Of what was trained.",
+        }
+    }
+    # Sections may be given in part: what is left out may be an expert's own.
+    sections: dict[str, dict[str, Any]] = {name: {"type": "object"} for name in SECTIONS}
+    sections |= {name: {"type": ["object", "null"]} for name in OPTIONAL_SECTIONS}
+    fleet = {
+        "type": "object",
+        "description": "What is different for each expert is laid over the other sections. `study` then merges them.",
+        "properties": {
+            **spec["properties"],
+            **sections,
+            "experts": {"type": "object", "minProperties": 1, "additionalProperties": {"type": "object"}},
+            "study": {"type": ["object", "null"], "description": "A study without models, which are the experts."},
+            **analysis,
+        },
+        "required": ["name", "base", "experts"],
+    }
+    spec["properties"] |= analysis
+    references = [{"$ref": template.format(model=name)} for name in ("FinetuneSpec", "Fleet")]
+    return {**spec.pop("$defs", {}), "FinetuneSpec": spec, "Fleet": fleet, "Finetuning": {"anyOf": references}}
+
+
+def schemas() -> dict[str, dict[str, Any]]:
+    """JSON Schemas by name: study, finetune, trial (a line of trials.jsonl), summary, pareto, recipe."""
+    return {
+        "study": Study.model_json_schema(),
+        "finetune": {"$schema": DRAFT, "$ref": "#/$defs/Finetuning", "$defs": pipeline_schemas(TEMPLATE)},
+        "trial": TypeAdapter(TrialDocument).json_schema(),
+        "summary": TypeAdapter(SummaryDocument).json_schema(),
+        "pareto": TypeAdapter(ParetoDocument).json_schema(),
+        "recipe": TypeAdapter(RecipeDocument).json_schema(),
+    }
