@@ -1,4 +1,4 @@
-"""Directories that the service writes to: a lock for the process that uses one, and checks of its disk's free space."""
+"""Directories that the service writes to: their places, locks and free space."""
 
 from __future__ import annotations
 
@@ -31,28 +31,32 @@ LOCK_FILE = ".lock"
 
 
 def job_dir(data_dir: Path, study_id: str) -> Path:
-    """Where the drivers of a study keep their files, in a server's data directory."""
+    """Directory of a job's drivers, in a server's data directory."""
     return data_dir / "studies" / study_id
 
 
 def artifacts_dir(data_dir: Path) -> Path:
-    """Where the files of artifacts are, in a server's data directory or in that of a run."""
+    """Directory of the files of artifacts, in a server's data directory or in that of a run."""
     return data_dir / "artifacts"
 
 
 def alignments_dir(directory: Path) -> Path:
-    """Where the files of a study's alignments are, in that of a run or of a study on a server."""
+    """Directory of a study's alignments, below `directory`, that of its run or of its job on a server."""
     return directory / "alignments"
 
 
 def data_dir_of(work_dir: Path) -> Path:
-    """The data directory in which `work_dir` is a study's."""
+    """Server's data directory that holds the job directory `work_dir`."""
     return work_dir.parents[1]
 
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Lock `directory` for this process, until it exits at the latest. Raises InUse if another process has it."""
+    """Lock `directory` for this process, until it exits at the latest.
+
+    Raises:
+        InUse: Another process holds the lock.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK_FILE).open("a+") as file:
         try:
@@ -78,8 +82,9 @@ def free_bytes(directory: Path) -> int:
 
 
 def lack_of_space(directory: Path, num_bytes: int) -> str | None:
-    """Why a model of `num_bytes` cannot be written to `directory`. None if it can, or if the directory is not empty:
-    then it holds that model, or the writer refuses to touch it.
+    """Reason why a model of `num_bytes` cannot be written to `directory`; None if it can.
+
+    A directory that is not empty counts as sufficient: it holds that model, or the writer refuses to touch it.
     """
     if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
         return None
@@ -93,4 +98,5 @@ def lack_of_space(directory: Path, num_bytes: int) -> str | None:
 
 
 def gib(num_bytes: int) -> str:
+    """Size as text in GiB."""
     return f"{num_bytes / 2**30:.1f} GiB"

@@ -1,4 +1,4 @@
-"""Counts for Prometheus: requests by route, studies by state."""
+"""Metrics for Prometheus: requests by route, studies by state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ METHODS = frozenset(("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
 
 
 class RequestCounter:
-    """Requests by method, route template (unlike paths, there are few) and status. Thread-safe."""
+    """Number of requests by method, route template and status.
+
+    Route templates are counted rather than paths, of which there is no end. The counter is thread-safe.
+    """
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str, int]] = Counter()
@@ -32,7 +35,7 @@ class RequestCounter:
 
 
 class CountRequests:
-    """ASGI middleware that counts responses as they begin."""
+    """ASGI middleware that counts responses when they begin."""
 
     def __init__(self, app: ASGIApp, counter: RequestCounter) -> None:
         self._app = app
@@ -49,7 +52,7 @@ class CountRequests:
 
 
 def prometheus_text(studies: Iterable[JobRecord], counter: RequestCounter, *, is_ready: bool) -> str:
-    """The text format, version 0.0.4."""
+    """Metrics in Prometheus' text format, version 0.0.4."""
     states = Counter(study.state for study in studies)
     lines = [
         "# HELP mergesearch_studies Studies by state.",

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from service.cli.tables import id_digits, local_time, state_text, titled
 from service.results.format import duration
-from service.results.training.analysis import merge_text, num_experts
+from service.results.training.pictures import merge_text, num_experts
 
 if TYPE_CHECKING:
     from service.schemas.api import AnalysisDocument, ExpertDocument, FinetuneDocument

@@ -62,7 +62,7 @@ class Response:
 
 @dataclass(frozen=True)
 class TransportError:
-    """Missing response, with the reason.
+    """Request without a complete response, with the reason.
 
     `was_cut` says that the connection was lost before the response was complete.
     """

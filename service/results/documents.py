@@ -34,7 +34,13 @@ __all__ = [
 def trial_document(
     trial: TrialRecord, *, objectives: Sequence[Objective] = (), sources: Sequence[TrialRecord] = ()
 ) -> TrialDocument:
-    """A trial of a study with `objectives`; `sources` are its trials, or at least those of its source models."""
+    """Describe a trial.
+
+    Args:
+        trial: The trial.
+        objectives: Objectives of the study.
+        sources: Trials of the study, or at least its source models, which constraints may be relative to.
+    """
     return {
         "number": trial.number,
         "origin": trial.origin.value,
@@ -63,13 +69,13 @@ def trial_document(
 
 
 def trial_documents(run: RunRecord) -> list[TrialDocument]:
-    """The trials by number."""
+    """Describe the trials of a run by number."""
     trials = sorted(run.trials, key=lambda trial: trial.number)
     return [trial_document(trial, objectives=run.objectives, sources=sources_of(trials)) for trial in trials]
 
 
 def samples_document(run: RunRecord) -> SamplesDocument:
-    """How many samples the trials took, and how many scoring every distinct recipe in full would have taken."""
+    """Describe how many samples the trials took, and how many scoring every distinct recipe in full takes."""
     recipes = {trial.recipe.digest for trial in run.trials if trial.state is not TrialState.FAIL}
     scored = sum(trial.samples_scored for trial in run.trials)
     full_budget = len(recipes) * sum(run.full_budget.values())
@@ -83,6 +89,7 @@ def samples_document(run: RunRecord) -> SamplesDocument:
 
 
 def estimate_document(estimate: Estimate) -> EstimateDocument:
+    """Describe an estimate."""
     return {
         "value": estimate.value,
         "ci95": list(estimate.ci95),
@@ -92,10 +99,12 @@ def estimate_document(estimate: Estimate) -> EstimateDocument:
 
 
 def estimate_documents(estimates: Mapping[str, Estimate]) -> dict[str, EstimateDocument]:
+    """Describe estimates by name."""
     return {name: estimate_document(estimate) for name, estimate in estimates.items()}
 
 
 def holdout_documents(run: RunRecord) -> list[HoldoutDocument]:
+    """Describe the rows of the held-out stage."""
     return [_holdout_document(row, run) for row in run.holdout]
 
 
@@ -121,6 +130,7 @@ def _holdout_document(row: Comparison, run: RunRecord) -> HoldoutDocument:
 
 
 def pareto(run: RunRecord) -> ParetoDocument:
+    """Build the content of pareto.json."""
     front = pareto_front(run.trials, run.objectives)
     return {
         "objectives": [_objective_document(objective) for objective in run.objectives],

@@ -19,15 +19,20 @@ __all__ = ["trials_jsonl", "write_results"]
 
 
 def trials_jsonl(run: RunRecord) -> str:
-    """One JSON object per line, by trial number."""
+    """Build the content of trials.jsonl: one JSON object per line, by trial number."""
     return "".join(_json(document, indent=None) + "\n" for document in trial_documents(run))
 
 
 def write_results(directory: Path, run: RunRecord, *, report: str | None = None) -> tuple[Path, ...]:
     """Write trials.jsonl, summary.json, pareto.json and, if given, report.html into `directory`.
 
-    Each file appears complete or not at all (a temporary file, then renamed). Raises ValueError on numbers that JSON
-    does not allow (NaN, inf); nothing is written then.
+    Each file appears complete or not at all (a temporary file, then renamed).
+
+    Returns:
+        Paths of the files.
+
+    Raises:
+        ValueError: A number is one that JSON does not allow (NaN, inf). Nothing is written then.
     """
     texts = {
         "trials.jsonl": trials_jsonl(run),

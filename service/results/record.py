@@ -1,4 +1,4 @@
-"""The record of a run: everything that result files, report and API are made of."""
+"""Record of a run: the data that result files, report and API are computed from."""
 
 from __future__ import annotations
 
@@ -18,12 +18,18 @@ __all__ = ["EngineFigures", "GradientRecord", "RunRecord", "SearchFigures", "Upd
 
 @dataclass(frozen=True)
 class EngineFigures:
-    """What the engines of a run were (program, dtype, size and place of the source weights) and did: starts, recipe
-    swaps with the seconds of each, and the share of the search's wall-clock in which an engine was scoring or swapping
-    (None if not measured).
+    """Engines of a run, and what they did.
 
-    `samples_not_checked` counts the samples that were scored after the last canary that their engine passed, None
-    before the study's end; `skipped` are the reasons of canaries that could not be made then.
+    Attributes:
+        starts: Number of engine starts, of engines that were killed too.
+        kinds: Program, dtype, and the size and place of the source weights, of each kind of engine.
+        swap_s: Seconds of each recipe swap.
+        busy_fraction: Share of the search's wall-clock in which an engine was scoring or swapping; None if not
+            measured.
+        samples_not_checked: Samples that were scored after the last canary that their engine passed; None before the
+            study
+            has ended.
+        skipped: Reasons of canaries that could not be run at the end.
     """
 
     starts: int = 0
@@ -36,9 +42,15 @@ class EngineFigures:
 
 @dataclass(frozen=True)
 class SearchFigures:
-    """The searcher of a study, why it was chosen (None in early studies), what it noted on the way, and the steps that
-    it computed for its proposals: `charges` is what they are charged, in samples, by the trial that they were computed
-    for. `start` says which policies of another study it began with (`service.studies.policies.start`).
+    """The searcher of a study and the cost of its steps.
+
+    Attributes:
+        algorithm: Name of the searcher; None in studies of early versions.
+        reason: Reason why it was chosen; None in studies of early versions.
+        notes: Notes that the searcher stored during the study.
+        start: Policies of another study that the searcher started with (`service.studies.policies.start`).
+        steps: Number of steps that the searcher computed for its proposals.
+        charges: Samples that steps are charged, by the trial that they were computed for.
     """
 
     algorithm: str | None = None
@@ -50,15 +62,21 @@ class SearchFigures:
 
     @property
     def step_samples(self) -> int:
-        """What all steps are charged, in samples."""
+        """Samples that all steps are charged."""
         return sum(self.charges.values())
 
 
 @dataclass(frozen=True)
 class GradientRecord:
-    """A gradient that the searcher computed: the losses of its batch by objective, and the weights by which they are
-    summed. `descent` names what it belongs to, `proposal` the trial that it was computed for; `preference` is the
-    preference vector, empty without one. A `failure` says why there is no loss.
+    """Gradient that the searcher computed.
+
+    Attributes:
+        descent: Name of the descent that it belongs to.
+        proposal: Number of the trial that it was computed for.
+        losses: Mean loss of the batch by objective.
+        weights: Weights of the losses in their sum, by objective.
+        preference: Preference vector; empty without one.
+        failure: Reason why there is no loss.
     """
 
     descent: str
@@ -71,8 +89,13 @@ class GradientRecord:
 
 @dataclass(frozen=True)
 class UpdateRecord:
-    """An iteration that a policy has learned from: its statistics by name, and the preference vector of the policy,
-    empty where there is one policy. `proposal` is the trial that came next.
+    """Update of a policy from the trials of one iteration.
+
+    Attributes:
+        iteration: Number of the iteration, counted over all policies.
+        proposal: Number of the trial that was proposed next.
+        statistics: Statistics of the update by name.
+        preference: Preference vector of the policy; empty where one policy serves all preferences.
     """
 
     iteration: int
@@ -83,12 +106,16 @@ class UpdateRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Everything that result files and report are made of.
+    """Data that result files and report are computed from.
 
-    `full_budget` is the sample count per objective at the last rung; `samples_per_second` is of the search, None if
-    nothing was scored, `tokens_per_second` of the held-out stage, by recipe digest. `holdout` are the rows of that
-    stage, with differences "this row minus `holdout_reference`"; these and what follows from the same samples are
-    described in `service.results.holdout`. `verification_reason` says why no trial was to be verified.
+    The held-out stage's fields are described in `service.results.holdout.HeldOut`.
+
+    Attributes:
+        full_budget: Samples per objective at the last rung.
+        holdout: Rows of the held-out stage, with differences "this row minus `holdout_reference`".
+        verification_reason: Reason why no trial was verified.
+        samples_per_second: Rate of the search; None if nothing was scored.
+        tokens_per_second: Rate of the held-out stage by recipe digest.
     """
 
     study: JobRecord

@@ -1,4 +1,4 @@
-"""summary.json: what a run found, what it cost, and how far its numbers are checked."""
+"""The summary of a run: results, costs and the outcome of checks."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ __all__ = ["summary"]
 
 
 def summary(run: RunRecord) -> SummaryDocument:
+    """Build the content of summary.json."""
     best = best_trial(run.trials, run.objectives)
     bias = _search_minus_holdout(run, best)
     rules = criteria(run.objectives)
@@ -163,8 +164,9 @@ def _finding_document(run: RunRecord, best: TrialRecord | None) -> FindingDocume
 
 
 def _search_minus_holdout(run: RunRecord, best: TrialRecord | None) -> dict[str, Estimate]:
-    """Search value minus held-out value of the best trial, by objective: different samples, so no pairing. Costs of the
-    recipe are the same on both.
+    """Search value minus held-out value of the best trial, by objective.
+
+    The samples differ, so the estimates are independent. Costs of the recipe are left out: they are equal on both.
     """
     row = next((row for row in run.holdout if best is not None and row.trial == best.number), None)
     if row is None or best is None:
@@ -183,7 +185,11 @@ def _search_minus_holdout(run: RunRecord, best: TrialRecord | None) -> dict[str,
 
 
 def _verification_document(reports: Sequence[VerificationReport], reason: str | None) -> VerificationDocument:
-    """Reports of nothing count as not verified; the reason is that of the first trial with samples left out."""
+    """Describe how samples compare with those of plain transformers.
+
+    A report without samples counts as not verified. `reason` of the result is that of the first trial with samples left
+    out.
+    """
     compared = [report for report in reports if report.num_samples]
     beyond = sum(report.num_beyond for report in compared)
     samples, equal = sum(r.num_samples for r in compared), sum(r.num_equal for r in compared)

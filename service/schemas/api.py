@@ -54,7 +54,7 @@ class ProgressDocument(TypedDict):
     study: str
     stage: Literal["searching", "held-out"]
     trials: Annotated[dict[str, int], Field(description="Trials by state.")]
-    max_trials: Annotated[int, Field(description="Planned number of trials, sources and published recipes included.")]
+    max_trials: Annotated[int, Field(description="Planned number of trials, baselines included.")]
     bracket: int | None
     num_brackets: int | None
     rung: int | None

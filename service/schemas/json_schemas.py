@@ -1,4 +1,4 @@
-"""JSON Schemas of what users submit (studies, fine-tunings) and of the result files."""
+"""JSON Schemas of result files, and of what users submit: studies and fine-tunings."""
 
 from __future__ import annotations
 
@@ -19,27 +19,32 @@ TEMPLATE = "#/$defs/{model}"
 
 
 def pipeline_schemas(template: str) -> dict[str, dict[str, Any]]:
-    """JSON Schemas by name of what may be submitted as a fine-tuning: Finetuning, and what it refers to; `template` is
-    how references are written.
+    """JSON Schemas by name of what may be submitted as a fine-tuning.
+
+    They are "Finetuning" and the schemas that it refers to; `template` is the format of the references.
     """
     spec = FinetuneSpec.model_json_schema(ref_template=template)
     analysis: dict[str, Any] = {
         ANALYSIS: {
             "anyOf": [Analysis.model_json_schema(), {"type": "null"}],
-            "description": "Of what was trained.",
+            "description": "Analysis of the trained experts; null for none.",
         }
     }
-    # Sections may be given in part: what is left out may be an expert's own.
+    # Sections may be incomplete: an expert may give the rest.
     sections: dict[str, dict[str, Any]] = {name: {"type": "object"} for name in SECTIONS}
     sections |= {name: {"type": ["object", "null"]} for name in OPTIONAL_SECTIONS}
     fleet = {
         "type": "object",
-        "description": "What is different for each expert is laid over the other sections. `study` then merges them.",
+        "description": "Fine-tuning of several experts. The options of each expert are laid over the other sections; "
+        "`study` then merges the experts.",
         "properties": {
             **spec["properties"],
             **sections,
             "experts": {"type": "object", "minProperties": 1, "additionalProperties": {"type": "object"}},
-            "study": {"type": ["object", "null"], "description": "A study without models, which are the experts."},
+            "study": {
+                "type": ["object", "null"],
+                "description": "A study file without `models`; its models are the trained experts.",
+            },
             **analysis,
         },
         "required": ["name", "base", "experts"],

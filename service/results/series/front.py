@@ -1,4 +1,4 @@
-"""The trials at full budget, and the Pareto front among them."""
+"""Trials at full budget, and the Pareto front among them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FrontPoint:
 
 @dataclass(frozen=True)
 class FrontPlot:
-    """The trials at full budget."""
+    """Trials at full budget, and the hypervolume of the front among them."""
 
     plot: Literal["front"]
     objectives: list[ObjectiveDocument]
@@ -41,7 +41,7 @@ class FrontPlot:
 
 @chart(place=2)
 def front(run: RunRecord) -> FrontPlot:
-    """Trials at full budget, and which of them no other one dominates."""
+    """Trials at full budget, with those on the Pareto front marked."""
     document = pareto(run)
     numbers = {row["trial"] for row in document["front"]}
     best = best_trial(run.trials, run.objectives)

@@ -1,4 +1,4 @@
-"""The held-out stage: an estimate with its interval for each row and objective."""
+"""Estimates of the held-out stage, with an interval for each row and objective."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ class HoldoutPlot:
 
 @chart(place=3)
 def holdout(run: RunRecord) -> HoldoutPlot:
-    """Held-out estimates with their intervals; none before that stage."""
+    """Held-out estimates with 95 % intervals; no rows before the held-out stage."""
     return HoldoutPlot("holdout", holdout_documents(run))

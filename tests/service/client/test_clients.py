@@ -339,7 +339,7 @@ def test_weights_pick_the_trial_that_is_exported(site: Site, finished: str, ask:
 
 
 def test_what_cannot_be_exported_is_refused(site: Site, finished: str, ask: Asker, tmp_path: Path) -> None:
-    running = site.begin(site.new_name()).study_id
+    running = site.begin(site.new_name()).job_id
     for study, trial, dtype, status, message in (
         (finished, 99, None, 422, "trial: 99 is not accepted"),
         (finished, "bset", None, 422, "trial: 'bset' is not accepted"),

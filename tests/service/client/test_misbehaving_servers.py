@@ -34,8 +34,9 @@ pytestmark = pytest.mark.slow  # each starts an HTTP server
 
 
 class Scripted:
-    """An application that answers each request with the next of `answers`: (status, headers, body), the last one for
-    ever; `requests` are those it got.
+    """Application that answers each request with the next of `answers`: (status, headers, body).
+
+    The last answer is repeated. `requests` are those received.
     """
 
     def __init__(self, *answers: tuple[int, dict[str, str], bytes]) -> None:

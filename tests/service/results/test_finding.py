@@ -159,8 +159,9 @@ def test_two_metrics_of_the_same_documents_are_paired_by_document() -> None:
 
 
 def share_of_claims(num_finalists: int, *, num_studies: int = 400, size: int = 200) -> tuple[float, float]:
-    """Of studies in which all candidates are equally good: the share in which some merge is called better, with the
-    correction, and with the intervals of single comparisons.
+    """Share of studies in which some merge is called better, although all candidates are equally good.
+
+    The first share is with the correction, the second with the intervals of single comparisons.
     """
     draw = np.random.default_rng(num_finalists)
     corrected = uncorrected = 0

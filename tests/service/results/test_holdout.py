@@ -1,5 +1,6 @@
-"""The held-out stage from stored samples: what is shown when something is missing, odd or scored twice, and what the
-figures mean. Studies are in a real database, as a driver would have written them.
+"""The held-out stage from stored samples, some of them missing, odd or scored twice.
+
+Studies are in a real database, as a driver would have written them.
 """
 
 from __future__ import annotations
@@ -226,8 +227,9 @@ def test_one_sample_of_a_metric_that_is_not_binary_has_an_interval_and_no_standa
 
 
 def uneven_splits(store: Store, *, luck: float) -> Study:
-    """Four baselines, and a best trial that is as good as on holdout data plus `luck` on search data. The search data
-    are easier by 0.1 for all.
+    """Four baselines, and a best trial that is better by `luck` on search data than on holdout data.
+
+    The search data are easier by 0.1 for all.
     """
     study = Study(store, (MATH, TEXT))
     for number in range(4):

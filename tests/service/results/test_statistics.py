@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom, multinomial
 
+from service.results.comparison import compare
 from service.results.statistics import (
     bootstrap,
-    compare,
     correlations,
     estimate,
     independent_difference,
@@ -187,21 +187,6 @@ def _rate_of_mixture(b):
     """P(0.7 U + 0.3 V < b) of independent uniform U and V."""
     area = 0.5 * (b**2 - max(b - 0.7, 0) ** 2 - max(b - 0.3, 0) ** 2)
     return area / (0.7 * 0.3)
-
-
-def test_compare_holds_values_and_differences_from_the_reference():
-    row = {"math": binary(30, 100), "text": binary(80, 100)}
-    best = {"math": binary(50, 100), "text": binary(85, 100)}
-    got = compare("expert:text", 3, row, reference=best, mean_over=("math", "text"))
-    assert {name: e.value for name, e in got.values.items()} == {"math": 0.3, "text": 0.8}
-    assert {name: pytest.approx(e.value) for name, e in got.differences.items()} == {
-        "math": -0.2,
-        "text": -0.05,
-        "mean": -0.125,
-    }
-    assert got.differences["mean"].ci95[1] < 0
-    assert compare("base", 0, row).differences == {}
-    assert "mean" not in compare("base", 0, row, reference=best, mean_over=("code",)).differences
 
 
 def test_correlated_means_of_two_tasks_have_zou_and_donners_limits():

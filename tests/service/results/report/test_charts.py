@@ -6,20 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from service.results.report.charts import (
-    Bar,
-    Cell,
-    Interval,
-    Legend,
-    Levels,
-    Plot,
-    Scale,
-    forest,
-    heatmap,
-    legend,
-    nice_scale,
-    stacked_bar,
-)
+from service.results.report.charts import Bar, Cell, Interval, Legend, Plot, forest, heatmap, legend, stacked_bar
+from service.results.report.scales import Levels, Scale, nice_scale
 
 
 @pytest.mark.parametrize(

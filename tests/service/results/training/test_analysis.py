@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from service.errors import Conflict
-from service.results.training.analysis import analyse, analysis_context, joined, merge_text
+from service.results.training.analysis import analyse, joined
+from service.results.training.pictures import analysis_context, merge_text
 from service.schemas.api import AnalysisDocument, MergeLossDocument
 from tests.service.api.harness import analysed_fleet as fleet
 from tests.service.api.harness import finetuning
