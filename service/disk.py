@@ -23,7 +23,7 @@ __all__ = [
     "locked",
 ]
 
-# For configuration, tokenizer, model card, and what other programs write meanwhile.
+# Room for configuration, tokenizer, model card, and files that other programs write meanwhile.
 MARGIN_BYTES = 64 * 2**20
 
 # Holds the id of the process that last locked the directory.

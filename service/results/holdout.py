@@ -25,7 +25,7 @@ from workers.types import Split
 
 __all__ = ["FrontVolume", "HeldOut", "Samples", "Scored", "held_out_results"]
 
-# The values of one recipe's samples by objective, in the order of their positions.
+# Values of one recipe's samples by objective, in the order of their positions.
 Samples = Mapping[str, NDArray[np.float64]]
 
 

@@ -176,7 +176,7 @@ def _search_minus_holdout(run: RunRecord, best: TrialRecord | None) -> dict[str,
     for name, value in best.values.items():
         if name in row.values and name not in costs:
             error = best.standard_errors.get(name, 0.0)
-            if error is None:  # of one sample: as uncertain as the range allows
+            if error is None:  # a single sample: as uncertain as the range allows
                 low, high = next(o.bounds for o in run.objectives if o.name == name)
                 error = (high - low) / 2
             on_search = Estimate(value, error, run.full_budget.get(name, 0), (value - Z * error, value + Z * error))

@@ -35,11 +35,11 @@ Shape = Literal["circle", "diamond", "square", "cross"]
 # Outlines around (0, 0) of the shapes that are not circles.
 OUTLINES = {"diamond": "M-5.5 0 0-5.5 5.5 0 0 5.5Z", "square": "M-4-4H4V4H-4Z", "cross": "M-3-3 3 3M-3 3 3-3"}
 
-# Pixels: room for tick labels and axis title under a plot, for tick labels left of it, and above its highest point.
+# Room under a plot for tick labels and axis title, left of it for tick labels, and above its highest point, in pixels.
 BOTTOM, LEFT, TOP = 40, 46, 10
 ROW = 26
 
-# Letters of a heatmap's column names that are shown.
+# Maximum length of a heatmap's column names.
 MAX_HEAD = 13
 
 

@@ -15,7 +15,7 @@ __all__ = ["coefficients_picture"]
 # A heatmap paints at most this many layers, and a report this many heatmaps.
 MAX_LAYERS, MAX_EXPERTS = 128, 16
 
-# Pixels: of a row, and of all rows of a heatmap together.
+# Height of a row, and the largest height of all rows of a heatmap together, in pixels.
 ROW, MAX_HEIGHT = 18, 560
 
 

@@ -18,10 +18,10 @@ from service.results.series.descents import DescentSeries, DescentStep, descents
 __all__ = ["descents_section"]
 
 
-# A loss is drawn as the mean of so many gradients: batches differ.
+# Number of gradients over which losses are averaged, since batches differ.
 WINDOW = 4
 
-# Points of a line, and descents that the chart names.
+# Maximum number of points of all lines together, and of descents that the chart names.
 MAX_STEPS, MAX_NAMED = 600, 24
 
 

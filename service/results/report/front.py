@@ -21,7 +21,7 @@ from service.types import Origin
 
 __all__ = ["front_section"]
 
-# Charts of at most this many pairs of objectives.
+# Maximum number of pairs of objectives that have a chart.
 MAX_PAIRS = 10
 
 
@@ -76,7 +76,7 @@ def _ranking_chart(points: Sequence[FrontPoint], objective: Objective) -> Markup
 
 def _pair_chart(points: Sequence[FrontPoint], x: Objective, y: Objective) -> Markup:
     shown = _thinned(points)
-    # Wide intervals of marks at the rim would shrink the rest: the scales hold every interval of the front only.
+    # The scales hold the intervals of the front only: wide intervals of other points would shrink the rest.
     scales = [
         nice_scale(
             [point.values[o.name] for point in shown]
@@ -114,7 +114,7 @@ def _ends(point: FrontPoint, objective: Objective) -> tuple[float, float]:
     """Ends of the point's 95 % interval, inside the objective's range."""
     value, error = point.values[objective.name], point.standard_errors.get(objective.name, 0.0)
     low, high = objective.bounds
-    if error is None:  # of one sample, which leaves all values possible
+    if error is None:  # a single sample leaves all values possible
         return min(low, value), max(high, value)
     return max(low, value - Z * error), min(high, value + Z * error)
 

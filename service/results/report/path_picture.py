@@ -11,10 +11,10 @@ from service.results.series.path import PathPlot, PathStep, path
 
 __all__ = ["path_picture"]
 
-# Pixels of a cell, and above the first row.
+# Width and height of a cell, and room above the first row, in pixels.
 WIDTH, HEIGHT, TOP = 24, 26, 18
 
-# Scales this far from 1 have the full colour: the ends of the ranges that are searched.
+# Distance from 1 at which a scale has the full colour: the searched ranges end there.
 FAR = 0.5
 
 MERGED = "merged"

@@ -17,7 +17,7 @@ from service.results.series.policies import PolicySeries, policies
 __all__ = ["policies_section"]
 
 
-# Points of a line.
+# Maximum number of points of a line.
 MAX_STEPS = 600
 
 

@@ -75,7 +75,7 @@ def analyse(
             raise Conflict(f"analysis of {name}: {error}") from error
         fleet: dict[str, Any] = {"name": name, "task_vectors": vectors, "landscape": None, "merges": []}
         if len(models) > 1:
-            # Of all fleets on the same samples, those of the first.
+            # All fleets are scored on the samples of the first one.
             losses = losses_of_experts(first, models, samples=samples, access=access)
 
             def measure(merge: Merge, losses: MergeLosses = losses) -> Mapping[str, float]:

@@ -14,7 +14,7 @@ from workers.training.finetuning.history import METRICS, read_history
 
 __all__ = ["MAX_POINTS", "directory_curves", "stored_curves"]
 
-# Of one curve; more are averaged over neighbours.
+# Maximum number of points of one curve; more are averaged over neighbours.
 MAX_POINTS = 1000
 
 

@@ -16,7 +16,7 @@ __all__ = ["analysis_context", "merge_text", "num_experts"]
 
 # Height of a cell of a heatmap, in pixels.
 CELL = 22
-# Losses below this are drawn as this: colours are by logarithms.
+# Smaller losses get the colour of this one, since colours are by logarithms.
 LEAST = 1e-6
 
 

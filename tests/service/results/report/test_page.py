@@ -195,7 +195,7 @@ def test_every_stage_of_a_run_can_be_rendered(run):
     assert "the engine did not start" in Page(render_report(replace(nothing, study=failed))).text
     searching = replace(run, holdout=(), verifications=(), trials=run.trials[:20])
     text = Page(render_report(searching)).text
-    assert "No held-out stage yet" in text
+    assert "There are no held-out results yet" in text
     assert "Not verified: nothing was scored again by plain transformers." in text
 
 

@@ -61,7 +61,7 @@ def test_the_report_draws_every_step_of_the_series(run):
         "position 3: text, layer 2",
         "position 4: math, layer 3",
     ]
-    assert "3 are not at their own position" in html
+    assert "3 layers are not at their own position" in html
     assert 'class="cell minus" style="--v:50%"' in html
     assert 'class="cell plus" style="--v:100%"' in html
 
