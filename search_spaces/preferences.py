@@ -19,6 +19,7 @@ __all__ = [
     "Vectors",
     "augmented_chebyshev",
     "dirichlet",
+    "equal_preference",
     "lattice",
     "lattice_size",
     "parse_preference",
@@ -34,6 +35,11 @@ AUGMENTATION = 0.05
 # How far the sum of the weights that a user gives may be from one: 0.33, 0.33 and 0.34 are exact, three times 0.333
 # are not.
 TOLERANCE = 0.005
+
+
+def equal_preference(num_objectives: int) -> tuple[float, ...]:
+    """The preference vector of equal weights."""
+    return (1 / num_objectives,) * num_objectives
 
 
 def simplex_lattice(num_objectives: int, *, max_vectors: int) -> Vectors:

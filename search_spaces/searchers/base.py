@@ -40,6 +40,11 @@ class SearcherDeclaration:
     uses_preferences: bool = False
     trains_policy: bool = False
 
+    @property
+    def proposes_at_once(self) -> bool:
+        """Whether the searcher answers with a configuration whenever it is asked, without steps or options."""
+        return not (self.computes_steps or self.trains_policy)
+
 
 def needed_features(parameters: Parameters, *, num_objectives: int, num_constraints: int) -> frozenset[Feature]:
     """What a searcher must handle to search this space. Pending proposals are always needed: the driver asks for

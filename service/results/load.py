@@ -14,9 +14,10 @@ import numpy as np
 from search_spaces.objectives import Objective
 from service.results.holdout import HeldOut, Samples, Scored, held_out_results
 from service.results.ranges import OutOfRange, out_of_range
-from service.results.record import EngineFigures, GradientRecord, RunRecord, SearchFigures, UpdateRecord
+from service.results.record import EngineFigures, RunRecord, SearchFigures
 from service.results.selection import best_trial, held_out
-from service.store import EvidenceRecord, StepRecord, Store
+from service.store import EvidenceRecord, Store
+from service.store.steps import GradientStep, Step, UpdateStep
 from service.types import Estimate, EventKind, JobRecord, Origin, TrialRecord
 from workers.types import SampleDifference, Split, VerificationReport
 
@@ -61,8 +62,8 @@ def run_record(store: Store, study_id: str) -> RunRecord:
             canaries=store.document(study_id, "canaries") or {},
         ),
         search=_search(store, study, steps),
-        gradients=_gradients(steps),
-        updates=_updates(steps),
+        gradients=tuple(step for step in steps if isinstance(step, GradientStep)),
+        updates=tuple(step for step in steps if isinstance(step, UpdateStep)),
         wall_clock_s=study.wall_clock_s,
         samples_per_second=_rate(searched),
         tokens_per_second=_tokens_per_second(store, study_id, evidence),
@@ -176,11 +177,11 @@ def _engine(
     )
 
 
-def _search(store: Store, study: JobRecord, steps: Sequence[StepRecord]) -> SearchFigures:
-    charged = [step for step in steps if step.charged]  # notes cost nothing
+def _search(store: Store, study: JobRecord, steps: Sequence[Step]) -> SearchFigures:
+    charged = [step for step in steps if step.request.num_charged]  # notes cost nothing
     charges = Counter[int]()
     for step in charged:
-        charges[step.proposal] += step.charged
+        charges[step.proposal] += step.request.num_charged
     return SearchFigures(
         algorithm=study.resolved.algorithm,
         reason=study.resolved.algorithm_reason,
@@ -188,36 +189,6 @@ def _search(store: Store, study: JobRecord, steps: Sequence[StepRecord]) -> Sear
         start=store.document(study.id, POLICY_START),
         steps=len(charged),
         charges=dict(charges),
-    )
-
-
-def _gradients(steps: Sequence[StepRecord]) -> tuple[GradientRecord, ...]:
-    """The steps that are gradients, as `service.tune.steps` stores them."""
-    gradients = [step for step in steps if step.document.get("request", {}).get("kind") == "gradient"]
-    return tuple(
-        GradientRecord(
-            descent=step.document["request"]["label"],
-            proposal=step.proposal,
-            losses=step.document["result"]["losses"],
-            weights=step.document["request"]["weights"],
-            preference=step.document["request"].get("preference", {}),
-            failure=step.document["result"]["failure"],
-        )
-        for step in gradients
-    )
-
-
-def _updates(steps: Sequence[StepRecord]) -> tuple[UpdateRecord, ...]:
-    """The steps that policies have learned in."""
-    return tuple(
-        UpdateRecord(
-            iteration=step.document["request"]["iteration"],
-            proposal=step.proposal,
-            statistics=step.document["result"]["statistics"],
-            preference=step.document["request"]["preference"],
-        )
-        for step in steps
-        if step.document.get("request", {}).get("kind") == "update"
     )
 
 

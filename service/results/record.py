@@ -10,10 +10,11 @@ from search_spaces.objectives import Objective
 from service.results.finding import RivalTest
 from service.results.holdout import FrontVolume
 from service.results.ranges import OutOfRange
+from service.store.steps import GradientStep, UpdateStep
 from service.types import Comparison, Estimate, JobRecord, TrialRecord
 from workers.types import VerificationReport
 
-__all__ = ["EngineFigures", "GradientRecord", "RunRecord", "SearchFigures", "UpdateRecord"]
+__all__ = ["EngineFigures", "RunRecord", "SearchFigures"]
 
 
 @dataclass(frozen=True)
@@ -53,31 +54,6 @@ class SearchFigures:
 
 
 @dataclass(frozen=True)
-class GradientRecord:
-    """A gradient that the searcher computed: the losses of its batch by objective, and the weights by which they are
-    summed. `descent` names what it belongs to, `proposal` the trial that it was computed for; `preference` is the
-    preference vector, empty without one. A `failure` says why there is no loss."""
-
-    descent: str
-    proposal: int
-    losses: Mapping[str, float]
-    weights: Mapping[str, float]
-    preference: Mapping[str, float] = field(default_factory=dict)
-    failure: str | None = None
-
-
-@dataclass(frozen=True)
-class UpdateRecord:
-    """An iteration that a policy has learned from: its statistics by name, and the preference vector of the policy,
-    empty where there is one policy. `proposal` is the trial that came next."""
-
-    iteration: int
-    proposal: int
-    statistics: Mapping[str, float]
-    preference: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class RunRecord:
     """Everything that result files and report are made of.
 
@@ -103,8 +79,8 @@ class RunRecord:
     verification_reason: str | None = None
     engine: EngineFigures = field(default_factory=EngineFigures)
     search: SearchFigures = field(default_factory=SearchFigures)
-    gradients: tuple[GradientRecord, ...] = ()
-    updates: tuple[UpdateRecord, ...] = ()
+    gradients: tuple[GradientStep, ...] = ()
+    updates: tuple[UpdateStep, ...] = ()
     wall_clock_s: float = 0.0
     samples_per_second: float | None = None
     tokens_per_second: Mapping[str, float] = field(default_factory=dict)

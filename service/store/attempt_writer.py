@@ -11,7 +11,8 @@ import sqlalchemy as sa
 
 from service.errors import StaleAttempt
 from service.store import schema
-from service.store.records import BracketRecord, StepRecord, tokens_text
+from service.store.records import BracketRecord, tokens_text
+from service.store.steps import Step, step_document
 from service.store.void import void_samples
 from service.types import EventKind, JobState, RungRecord, TrialRecord, TrialState
 from workers.types import SampleResult, ScoreResult, Split
@@ -246,13 +247,13 @@ class JobWriter:
                     connection, EventKind.TRIAL_STATE, {"trial": trial, "state": state.value, "reason": reason}
                 )
 
-    def add_step(self, step: StepRecord) -> None:
+    def add_step(self, step: Step) -> None:
         with self._transaction() as connection:
             row = {
                 "number": step.number,
                 "proposal": step.proposal,
-                "charged": step.charged,
-                "document": dict(step.document),
+                "charged": step.request.num_charged,
+                "document": step_document(step),
                 "time": time.time(),
             }
             self._insert_once(connection, schema.search_steps, [row])

@@ -18,7 +18,6 @@ __all__ = [
     "EngineFaultRecord",
     "EventRecord",
     "EvidenceRecord",
-    "StepRecord",
     "VoidSample",
     "job_record",
     "num_tokens",
@@ -47,16 +46,6 @@ class EventRecord:
     time: float
     kind: str
     payload: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """A step of the searcher (`service.tune.steps.Step` as JSON), and its cost in samples."""
-
-    number: int
-    proposal: int
-    charged: int
-    document: Mapping[str, Any]
 
 
 @dataclass(frozen=True)

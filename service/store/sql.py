@@ -25,13 +25,13 @@ from service.store.records import (
     EngineFaultRecord,
     EventRecord,
     EvidenceRecord,
-    StepRecord,
     VoidSample,
     job_record,
     num_tokens,
     sample_result,
     trial_record,
 )
+from service.store.steps import Step, read_step
 from service.store.upgrade import upgrade
 from service.store.void import void_samples
 from service.types import (
@@ -374,12 +374,12 @@ class Store:
             rows = connection.execute(sa.select(table).where(table.c.study == study_id).order_by(table.c.id))
             return tuple(EvidenceRecord(**row) for row in rows.mappings())
 
-    def steps(self, study_id: str) -> tuple[StepRecord, ...]:
+    def steps(self, study_id: str) -> tuple[Step, ...]:
         """The searcher's steps, in order."""
         table = schema.search_steps
         with self._reads.connect() as connection:
             rows = connection.execute(sa.select(table).where(table.c.study == study_id).order_by(table.c.number))
-            return tuple(StepRecord(row.number, row.proposal, row.charged, row.document) for row in rows)
+            return tuple(read_step(row.number, row.proposal, row.document) for row in rows)
 
     def engine_faults(self, *, after: int = 0) -> tuple[EngineFaultRecord, ...]:
         """Engines that failed a check, in whatever study, with an id greater than `after`, in order."""

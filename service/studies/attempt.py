@@ -31,7 +31,6 @@ from service.tune.proposing.checkpoints import PolicyCheckpoints
 from service.tune.proposing.completions import SourceCompletions
 from service.tune.searchers import get_searcher
 from service.tune.searchers.base import LearningSearcher, SearchSetting
-from service.tune.steps import Step
 from service.types import JobRecord, JobState, Origin, TrialRecord, TrialState
 from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, InvalidModel, InvalidTask
 from workers.types import CanaryReport, Scorer
@@ -133,7 +132,7 @@ def execute(
                 parameters=preflight.space.parameters,
                 seed=preflight.study.search.seed,
                 setting=setting,
-                steps=[Step.from_json(row.number, row.proposal, row.document) for row in store.steps(study_id)],
+                steps=store.steps(study_id),
                 job=preflight.gradient_job(),
                 completions=SourceCompletions(store, study_id, preflight.objectives),
                 checkpoints=_checkpoints(algorithm, artifacts, study_id, setting),

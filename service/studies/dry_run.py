@@ -10,13 +10,13 @@ from typing import Any
 
 from search_spaces.study.file import Study
 from service.disk import artifacts_dir, free_bytes, gib
+from service.store.steps import GradientRequest
 from service.studies.local_run import DATABASE, as_started, open_run
 from service.studies.policies.start import check_start
 from service.studies.preflight.algorithm import GRADIENT
 from service.studies.preflight.durations import expected_time
 from service.studies.preflight.examine import EXPORT, ExpectedSamples, PreflightResult, examine
 from service.tune.searchers.descents import descents_of
-from service.tune.steps import CHARGES, StepKind
 from workers.models.hub import is_metadata_only, named
 
 __all__ = ["CheckedPlan", "check"]
@@ -165,9 +165,9 @@ def _step_samples(preflight: PreflightResult) -> int:
         return 0
     setting = preflight.search_setting(num_baselines=len(preflight.baselines()))
     options = setting.options
-    descents = descents_of(options, num_objectives=len(setting.objectives), preferences=setting.preferences)
+    descents = descents_of(options, setting.vectors)
     num_steps = sum(descent.num_steps for descent in descents)
-    return num_steps * options.batch * CHARGES[StepKind.GRADIENT]
+    return num_steps * options.batch * GradientRequest.charge
 
 
 def _count(number: int, noun: str) -> str:

@@ -23,8 +23,8 @@ import torch
 
 from search_spaces.parameters import Categorical, Parameters
 from search_spaces.spaces.layer_paths import LayerPaths
-from service.tune.searchers import SEARCHERS
-from service.tune.searchers.base import Observation
+from service.tune.searchers.base import Observation, ProposalContext
+from service.tune.searchers.es import SEARCHER as ES
 from workers.training.hm3.training import Training, TrainingOptions
 
 NUM_STEPS, NUM_MODELS, NUM_LAYERS = 6, 3, 4
@@ -101,7 +101,7 @@ def by_evolution(seed: int, *, max_evaluations: int = MAX_ES) -> int | None:
     parameters = Parameters(Categorical(f"step{step}", tuple(range(NUM_ACTIONS))) for step in range(NUM_STEPS))
     trials: list[Observation] = []
     for number in range(max_evaluations):
-        found = SEARCHERS["es"].propose(parameters, number=number, seed=seed, observations=trials)
+        found = ES.advance(ProposalContext(parameters, number=number, seed=seed, observations=trials))
         path = tuple(found.values())
         if path == toy.best:
             return number + 1

@@ -28,7 +28,8 @@ from search_spaces.recipe import COMPONENTS, Merge, Recipe
 from search_spaces.searchers import SEARCHERS as DECLARED
 from search_spaces.searchers import unsupported
 from search_spaces.spaces.base import SearchSpace
-from service.tune.searchers import SEARCHERS, Observation, Searcher
+from service.tune.searchers import SEARCHERS
+from service.tune.searchers.base import Observation, ProposalContext, Searcher
 from service.tune.searchers.smac import SmacSearcher
 from tests.search_spaces.spaces import families
 
@@ -109,7 +110,8 @@ class Scenario:
         able = (
             name
             for name in SEARCHERS
-            if DECLARED[name].alias_of is None
+            if DECLARED[name].proposes_at_once
+            and DECLARED[name].alias_of is None
             and not unsupported(name, parameters, num_objectives=self.num_objectives)
             and len(parameters) <= MAX_PARAMETERS.get(name, len(parameters))
         )
@@ -184,10 +186,13 @@ class Search:
         self, number: int, observations: list[Observation], pending: Sequence[Mapping[str, Any]] = ()
     ) -> dict[str, Any]:
         start = time.process_time()
-        configuration = self.searcher.propose(
-            self.space.parameters, number=number, seed=self.seed, observations=observations, pending=pending
+        configuration = self.searcher.advance(
+            ProposalContext(
+                self.space.parameters, number=number, seed=self.seed, observations=observations, pending=pending
+            )
         )
         self.ask_s.append(time.process_time() - start)
+        assert isinstance(configuration, dict)
         return configuration
 
     def observe(

@@ -25,13 +25,23 @@ from numpy.typing import NDArray
 from search_spaces.recipe import Recipe
 from search_spaces.spaces.base import AlignedSpace
 from service.store import Store
+from service.store.steps import (
+    CompletionsRequest,
+    NoteRequest,
+    NoteResult,
+    NoteStep,
+    Step,
+    StepRequest,
+    StepResult,
+    UpdateRequest,
+    step_of,
+)
 from service.studies.preflight.examine import PreflightResult, examine
 from service.tune.coordinator import Coordinator
-from service.tune.proposing.checkpoints import SearcherState
 from service.tune.proposing.completions import SourceCompletions
 from service.tune.proposing.gradient_actor import GradientActor
+from service.tune.proposing.searcher_state import SearcherState
 from service.tune.searchers.base import Observation
-from service.tune.steps import Step, StepKind, StepRequest, StepResult
 from service.types import Origin
 from tests.benchmarks.one_pass import OnePass
 from tests.benchmarks.search_families import FAMILIES, TrainedFamily
@@ -133,24 +143,24 @@ class _InProcess:
         self._answer = self._searcher.propose(**self._call)
 
     def result(self, *, timeout_s: float) -> Step | dict[str, Any] | None:
-        if not isinstance(self._answer, StepRequest):
+        if isinstance(self._answer, dict):
             return self._answer
-        return Step(self._num_steps, self._call["number"], self._answer, self._computed(self._answer))
+        return step_of(self._num_steps, self._call["number"], self._answer, self._computed(self._answer))
 
     def stored(self, step: Step) -> None:
         self._num_steps += 1
         self._answer = self._searcher.propose_after(step, **self._call)
 
     def _computed(self, request: StepRequest) -> StepResult:
-        if request.kind is StepKind.NOTE:
-            return StepResult()
-        if request.kind is StepKind.UPDATE:
+        if isinstance(request, NoteRequest):
+            return NoteResult()
+        if isinstance(request, UpdateRequest):
             result, content = self._searcher.update(request, **self._call)
             if content is not None:
                 self.checkpoints = {request.iteration: content}
             return result
         assert self._actor is not None
-        if request.kind is StepKind.COMPLETIONS:
+        if isinstance(request, CompletionsRequest):
             found = self._completions.find(request)
             self._actor.use_completions(self._completions.read(found.completions))
             return found
@@ -261,7 +271,7 @@ class Bench:
 
         def spent() -> int:
             scored = sum(t.samples_scored for t in coordinator.trials if t.origin is Origin.SEARCH)
-            return scored + sum(step.charged for step in store.steps(study.id))
+            return scored + sum(step.request.num_charged for step in store.steps(study.id))
 
         full = sum(preflight.rung_samples[-1].values())
         proposer = _InProcess(preflight, actor, SourceCompletions(store, study.id, preflight.objectives))
@@ -285,7 +295,7 @@ class Bench:
         for trial in coordinator.trials:
             if trial.origin is Origin.SEARCH:
                 so_far += trial.samples_scored
-            steps = sum(step.charged for step in charged if step.proposal <= trial.number)
+            steps = sum(step.request.num_charged for step in charged if step.proposal <= trial.number)
             if trial.values:
                 is_searched = trial.origin is Origin.SEARCH
                 trials.append(
@@ -299,7 +309,7 @@ class Bench:
                         so_far + steps if is_searched else 0,
                     )
                 )
-        notes = [step.document["request"]["label"] for step in charged if step.document["request"]["kind"] == "note"]
+        notes = [step.request.label for step in charged if isinstance(step, NoteStep)]
         found = Run(spec, tuple(trials), spent(), tuple(notes), time.perf_counter() - started)
         return found, proposer.checkpoints
 

@@ -95,7 +95,7 @@ def test_autos_searches_of_a_front_use_up_their_budgets() -> None:
         search = Search.model_validate(bench_search.front_spec("shipped", 0, evaluations).search)
         assert search.preferences is not None
         vectors = search.preferences.weights(("math", "text", "lookup"), seed=0)
-        descents = descents_of(search.gradient, num_objectives=3, preferences=vectors)
+        descents = descents_of(search.gradient, vectors)
         assert sum(descent.num_points for descent in descents) == len(descents) < search.max_trials, "then midpoints"
         steps = sum(descent.num_steps for descent in descents)
         spent = 3 * search.gradient.batch * steps + search.max_trials * bench_search.EVALUATION

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ import yaml
 from search_spaces.study.file import load_study
 from service.jobs.search import DATABASE
 from service.store import Store
+from service.store.steps import GradientStep, Step
 from service.types import JobState
 from tests.end_to_end.server import Server, drivers, processes_of_ray, replicas, serving
 from tests.end_to_end.studies import undisturbed, write_small_study
@@ -150,10 +151,10 @@ class _Studies:
 def results_of(store: Store, study: str) -> Results:
     """What a study that was disturbed must share with another one."""
 
-    def step(document: Mapping[str, Any]) -> dict[str, Any]:
-        return {**document, "result": {**document["result"], "seconds": None}}
+    def without_seconds(step: Step) -> Step:
+        return replace(step, result=replace(step.result, seconds=0.0)) if isinstance(step, GradientStep) else step
 
-    steps = [(row.number, row.proposal, row.charged, step(row.document), "a step") for row in store.steps(study)]
+    steps = [(without_seconds(step), "a step") for step in store.steps(study)]
     return [*trial_list(store, study), *steps]
 
 
@@ -221,9 +222,7 @@ def run_chaos(
         for study in studies.ids:
             server.wait_until_ended(study, timeout_s=RECOVERY_S)
         differing = studies.differing()
-        gradients = [
-            sum(row.document["request"]["kind"] == "gradient" for row in store.steps(study)) for study in studies.ids
-        ]
+        gradients = [sum(isinstance(step, GradientStep) for step in store.steps(study)) for study in studies.ids]
         store.close()
         server.stop()
     return {

@@ -11,8 +11,9 @@ import numpy as np
 from search_spaces.objectives import Objective
 from search_spaces.recipe import COMPONENTS, LayerRecipe, Merge, Recipe, Source
 from service.results.holdout import Scored, held_out_results
-from service.results.record import EngineFigures, GradientRecord, RunRecord
+from service.results.record import EngineFigures, RunRecord
 from service.results.selection import finalists, held_out
+from service.store.steps import GradientRequest, GradientResult, GradientStep
 from service.types import JobRecord, JobState, Origin, RungRecord, TrialRecord, TrialState
 from tests.service.resolved import resolved_study
 from workers.types import SampleDifference, VerificationReport
@@ -114,7 +115,7 @@ def run_record(
     )
 
 
-def gradients(*, num_descents: int = 1, first_trial: int = 9, seed: int = 0) -> tuple[GradientRecord, ...]:
+def gradients(*, num_descents: int = 1, first_trial: int = 9, seed: int = 0) -> tuple[GradientStep, ...]:
     """Losses that fall, with the noise of batches: 48 gradients and 4 trials; later descents have 12 and 1, and the
     last of them is for the first expert alone."""
     rng = np.random.default_rng(seed)
@@ -128,15 +129,16 @@ def gradients(*, num_descents: int = 1, first_trial: int = 9, seed: int = 0) -> 
                 name: of - 0.12 * preference[name] * (of - 0.2) + 0.01 * (number > 0) for name, of in level.items()
             }
             used = [name for name in EXPERTS if preference[name] > 0]
-            found.append(
-                GradientRecord(
-                    descent=f"descent {number}",
-                    proposal=trial,
-                    losses={name: scales[name] * level[name] * rng.lognormal(0, 0.15) for name in used},
-                    weights={name: preference[name] / scales[name] for name in used},
-                    preference=preference if num_descents > 1 else {},
-                )
+            request = GradientRequest(
+                label=f"descent {number}",
+                descent=number,
+                point=(),
+                positions={},
+                weights={name: preference[name] / scales[name] for name in used},
+                preference=preference if num_descents > 1 else {},
             )
+            losses = {name: scales[name] * level[name] * rng.lognormal(0, 0.15) for name in used}
+            found.append(GradientStep(len(found), trial, request, GradientResult(losses=losses)))
             trial += step % 12 == 11
     return tuple(found)
 

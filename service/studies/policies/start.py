@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from search_spaces.errors import InvalidStudy, Problem
@@ -23,7 +22,7 @@ from service.store.artifacts import ArtifactStore
 from service.studies.chains import OpenStudy
 from service.studies.policies.stored import stored_policies
 from service.studies.preflight.examine import PreflightResult
-from service.tune.proposing.checkpoints import FILE
+from service.tune.proposing.checkpoints import read_policy, store_policy
 from service.tune.searchers.base import SearchSetting
 from service.tune.searchers.hm3 import SAME_WEIGHT, paths_of
 from service.types import JobRecord, JobState
@@ -78,11 +77,12 @@ def with_start(
         if store.document(study_id, POLICY_START) is None:
             start = _found(preflight, open_study, artifacts.directory)
             for number, content in enumerate(start.checkpoints):
-                _keep(artifacts, study_id, number, content)
+                store_policy(artifacts, study_id, _artifact(number), content)
             writer.set_document_named(POLICY_START, start.to_json())
         stored: dict[str, Any] = store.document(study_id, POLICY_START) or {}
         kept = tuple(
-            _kept(artifacts, study_id, number, policy["digest"]) for number, policy in enumerate(stored["policies"])
+            read_policy(artifacts, study_id, _artifact(number), digest=policy["digest"])
+            for number, policy in enumerate(stored["policies"])
         )
     except (NotFound, Conflict) as error:
         reason = f"search.hm3.start: {error}"
@@ -91,23 +91,8 @@ def with_start(
     return replace(preflight, start=kept)
 
 
-def _slot(number: int) -> str:
+def _artifact(number: int) -> str:
     return f"hm3-start-{number}"
-
-
-def _keep(artifacts: ArtifactStore, study_id: str, number: int, content: bytes) -> None:
-    with TemporaryDirectory() as temporary:
-        (Path(temporary) / FILE).write_bytes(content)
-        artifacts.put(study_id, _slot(number), Path(temporary))
-
-
-def _kept(artifacts: ArtifactStore, study_id: str, number: int, digest: str) -> bytes:
-    with TemporaryDirectory() as temporary:
-        place = artifacts.write_to(artifacts.get(study_id, _slot(number)), Path(temporary) / "policy")
-        content = (place / FILE).read_bytes()
-    if hashlib.sha256(content).hexdigest() != digest:
-        raise Conflict(f"artifact {_slot(number)!r} is not the policy that this study began with ({digest[:12]})")
-    return content
 
 
 def _found(preflight: PreflightResult, open_study: OpenStudy, artifacts_in: Path) -> PolicyStart:
@@ -132,8 +117,8 @@ def _iterations(
     """For each policy of the study the newest iteration of the other one's that has its preference vector."""
     if preflight.study.search.hm3.policy == "conditioned":
         return [max(checkpoints)]
-    known = other.preferences or (_equal(len(other.objectives)),)
-    own = preflight.search_setting(num_baselines=0).preferences or (_equal(len(other.objectives)),)
+    known = other.vectors
+    own = preflight.search_setting(num_baselines=0).vectors
     found = []
     for vector in own:
         usable = [
@@ -149,10 +134,6 @@ def _iterations(
             )
         found.append(max(usable))
     return found
-
-
-def _equal(num_objectives: int) -> tuple[float, ...]:
-    return (1 / num_objectives,) * num_objectives
 
 
 def _text(vector: tuple[float, ...]) -> str:

@@ -8,7 +8,6 @@ from service.store.artifacts import ArtifactStore
 from service.tune.proposing.checkpoints import PolicyCheckpoints
 from service.tune.searchers.base import SearchSetting
 from service.tune.searchers.hm3 import SEARCHER
-from service.tune.steps import Step
 from service.types import JobRecord
 from workers.types import Family
 
@@ -31,5 +30,4 @@ def stored_policies(
         policy=study.search.hm3,
         family=family,
     )
-    steps = [Step.from_json(row.number, row.proposal, row.document) for row in store.steps(record.id)]
-    return setting, PolicyCheckpoints(artifacts, record.id, SEARCHER, setting).load(steps)
+    return setting, PolicyCheckpoints(artifacts, record.id, SEARCHER, setting).load(store.steps(record.id))

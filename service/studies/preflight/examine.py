@@ -18,6 +18,7 @@ from search_spaces.costs import ModelSize
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.fidelity import Bracket, bracket_cycle, bracket_plan
 from search_spaces.objectives import Objective
+from search_spaces.preferences import equal_preference
 from search_spaces.searchers import SEARCHERS
 from search_spaces.spaces.base import AlignedSpace, DifferentiableSpace, LayeredSpace, SearchSpace
 from search_spaces.study.file import Study
@@ -357,7 +358,7 @@ def _preferences(study: Study) -> tuple[Mapping[str, float], ...]:
     """The vectors by objective with a task; one of equal weights where the study has none."""
     names = tuple(spec.name for spec in study.scored_objectives.values())
     given = study.search.preferences
-    vectors = ((1 / len(names),) * len(names),) if given is None else given.weights(names, seed=study.search.seed)
+    vectors = (equal_preference(len(names)),) if given is None else given.weights(names, seed=study.search.seed)
     return tuple(dict(zip(names, vector, strict=True)) for vector in vectors)
 
 

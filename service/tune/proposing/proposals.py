@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from search_spaces.spaces.base import SearchSpace
-from service.store import JobWriter, StepRecord
+from service.store import JobWriter
+from service.store.steps import NoteStep, Step
 from service.tune.feasibility import Feasibility
 from service.tune.plan import Plan
 from service.tune.schedulers.base import Proposal
 from service.tune.searchers.base import Observation
-from service.tune.steps import Step, StepKind
 from service.types import EventKind, Origin, TrialRecord
 
 __all__ = ["Asking", "Observations", "Proposer", "num_duplicates_in_a_row"]
@@ -57,7 +57,7 @@ class Asking:
         assert self.proposal is not None
         deadline = time.monotonic() + timeout_s
         answer = self._proposer.result(timeout_s=timeout_s)
-        while isinstance(answer, Step):
+        while answer is not None and not isinstance(answer, dict):
             self._store(answer)
             self._proposer.stored(answer)
             answer = self._proposer.result(timeout_s=max(0.0, deadline - time.monotonic()))
@@ -67,8 +67,8 @@ class Asking:
         return proposal, answer, time.monotonic() - self._asked_at
 
     def _store(self, step: Step) -> None:
-        self._writer.add_step(StepRecord(step.number, step.proposal, step.request.num_charged, step.to_json()))
-        if step.request.kind is StepKind.NOTE:
+        self._writer.add_step(step)
+        if isinstance(step, NoteStep):
             self._writer.add_event(EventKind.SEARCH_NOTE, {"trial": step.proposal, "text": step.request.label})
 
 

@@ -9,17 +9,15 @@ reached.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from search_spaces.parameters import Parameters
-from service.tune.searchers.base import Observation
+from service.tune.searchers.base import Observation, ProposalContext
 from service.tune.searchers.encoding import Encoding, Rows
-from service.tune.searchers.history import by_trial, known_configurations, merit
-from service.tune.searchers.random import proposal_generator, sample_unseen
+from service.tune.searchers.history import by_trial, merit
 
 __all__ = ["SEARCHER", "CmaEsSearcher"]
 
@@ -37,26 +35,18 @@ class CmaEsSearcher:
     first_sigma: float = 0.1
     max_full: int = 100  # parameters up to which all correlations are learned
 
-    def propose(
-        self,
-        parameters: Parameters,
-        *,
-        number: int,
-        seed: int,
-        observations: Sequence[Observation],
-        pending: Sequence[Mapping[str, Any]] = (),
-    ) -> dict[str, Any]:
-        rng = proposal_generator(seed=seed, number=number)
-        known = known_configurations(observations, pending)
-        encoding = Encoding(parameters)
-        strategy = self._replay(encoding, by_trial(observations), num_parameters=len(parameters))
+    def advance(self, context: ProposalContext) -> dict[str, Any]:
+        rng = context.generator()
+        num_parameters = len(context.parameters)
+        encoding = Encoding(context.parameters)
+        strategy = self._replay(encoding, by_trial(context.observations), num_parameters=num_parameters)
         strategy.reseed_rng(int(rng.integers(2**32)))
-        known_rows = encoding.encode(known)
+        known_rows = encoding.encode(context.known_configurations())
         for _ in range(_MAX_DRAWS):
-            row = encoding.normalise(strategy.ask()[np.newaxis, : len(parameters)])
+            row = encoding.normalise(strategy.ask()[np.newaxis, :num_parameters])
             if encoding.first_unknown(row, known_rows) is not None:
                 return encoding.decode(row[0])
-        return sample_unseen(parameters, rng, known)
+        return context.sample_unseen(rng)
 
     def _replay(self, encoding: Encoding, trials: Sequence[Observation], *, num_parameters: int) -> Any:
         told = [trial for trial in trials if trial.is_proposed]

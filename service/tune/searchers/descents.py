@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from search_spaces.preferences import equal_preference
 from search_spaces.study.sections import GradientOptions
 
 __all__ = ["Descent", "descents_of", "place_of"]
@@ -37,27 +38,11 @@ class Descent:
         return -(-self.num_steps * (point + 1) // self.num_points)
 
 
-def descents_of(
-    options: GradientOptions, *, num_objectives: int, preferences: Sequence[Sequence[float]] = ()
-) -> tuple[Descent, ...]:
-    """The descents in their order; without preference vectors, one at equal weights.
-
-    `options.points` are shared equally, the rest are the first descent's; each has one at least."""
-    vectors = tuple(map(tuple, preferences)) or ((1 / num_objectives,) * num_objectives,)
-    return _descents(options, vectors)
-
-
-def place_of(index: int, descents: Sequence[Descent]) -> tuple[int, int] | None:
-    """Which descent, and which of its points, proposal `index` is; None if it comes after all."""
-    for number, descent in enumerate(descents):
-        if index < descent.num_points:
-            return number, index
-        index -= descent.num_points
-    return None
-
-
 @lru_cache(maxsize=8)
-def _descents(options: GradientOptions, vectors: tuple[tuple[float, ...], ...]) -> tuple[Descent, ...]:
+def descents_of(options: GradientOptions, vectors: tuple[tuple[float, ...], ...]) -> tuple[Descent, ...]:
+    """The descents in their order, one for each preference vector.
+
+    `options.points` are shared equally, and the first descent has the remainder; each has at least one."""
     steps, count = options.steps, len(vectors)
     warm_steps = max(1, steps // 4) if options.warm_steps is None else options.warm_steps
     num_points = min(max(1, options.points // count), warm_steps)
@@ -75,12 +60,23 @@ def _descents(options: GradientOptions, vectors: tuple[tuple[float, ...], ...]) 
     )
 
 
+def place_of(index: int, descents: Sequence[Descent]) -> tuple[int, int] | None:
+    """Which descent, and which of its points, proposal `index` is; None if it comes after all."""
+    for number, descent in enumerate(descents):
+        if index < descent.num_points:
+            return number, index
+        index -= descent.num_points
+    return None
+
+
 def _order(vectors: np.ndarray) -> list[tuple[int, tuple[int, ...]]]:
     """Each vector's index in the order of descents, and the places in this order of those before it, nearest first;
     of equally near ones, the one with the lower place."""
     apart = np.linalg.norm(vectors[:, None] - vectors[None], axis=2).round(DECIMALS)
-    equal = np.full(vectors.shape[1], 1 / vectors.shape[1])
-    nearest = np.linalg.norm(vectors - equal, axis=1).round(DECIMALS)  # to equal weights, then to those in the order
+    equal = equal_preference(vectors.shape[1])
+    nearest = np.linalg.norm(vectors - np.array(equal), axis=1).round(
+        DECIMALS
+    )  # to equal weights, then to those in the order
     order: list[int] = []
     found: list[tuple[int, tuple[int, ...]]] = []
     for _ in vectors:

@@ -8,17 +8,15 @@ their order for every proposal; each counts with the highest rung that it has re
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from search_spaces.parameters import Parameters
-from service.tune.searchers.base import Observation
+from service.tune.searchers.base import Observation, ProposalContext
 from service.tune.searchers.encoding import Encoding
-from service.tune.searchers.history import by_trial, known_configurations, merit
-from service.tune.searchers.random import proposal_generator, sample_unseen
+from service.tune.searchers.history import by_trial, merit
 
 __all__ = ["SEARCHER", "EvolutionStrategy"]
 
@@ -36,26 +34,18 @@ class EvolutionStrategy:
     largest_step: float = 0.5
     success_factor: float = math.exp(0.8)  # one success in five keeps the step: four failures undo it
 
-    def propose(
-        self,
-        parameters: Parameters,
-        *,
-        number: int,
-        seed: int,
-        observations: Sequence[Observation],
-        pending: Sequence[Mapping[str, Any]] = (),
-    ) -> dict[str, Any]:
-        rng = proposal_generator(seed=seed, number=number)
-        known = known_configurations(observations, pending)
-        parent, step = self._replay(by_trial(observations))
+    def advance(self, context: ProposalContext) -> dict[str, Any]:
+        rng = context.generator()
+        parent, step = self._replay(by_trial(context.observations))
         if parent is not None:
-            encoding = Encoding(parameters)
+            encoding = Encoding(context.parameters)
             rate = np.where(encoding.is_categorical, step, self.rate)
             rows = np.repeat(encoding.encode([parent.configuration]), _NUM_MUTANTS, axis=0)
             mutants = encoding.mutate(rows, rng, rate=rate, step=step)
-            if (mutant := encoding.first_unknown(mutants, encoding.encode(known))) is not None:
+            known = encoding.encode(context.known_configurations())
+            if (mutant := encoding.first_unknown(mutants, known)) is not None:
                 return encoding.decode(mutant)
-        return sample_unseen(parameters, rng, known)
+        return context.sample_unseen(rng)
 
     def _replay(self, trials: Iterable[Observation]) -> tuple[Observation | None, float]:
         """The best trial, None if all have failed, and the step size after all of them."""

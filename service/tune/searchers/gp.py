@@ -6,12 +6,10 @@ Jones et al., J. Global Optimization 13, 1998; Ament et al., "Unexpected improve
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from search_spaces.parameters import Parameters
-from service.tune.searchers.base import Observation
+from service.tune.searchers.base import ProposalContext
 
 __all__ = ["SEARCHER", "GpSearcher"]
 
@@ -22,15 +20,7 @@ class GpSearcher:
 
     num_initial: int = 10  # trials with results before the process is used
 
-    def propose(
-        self,
-        parameters: Parameters,
-        *,
-        number: int,
-        seed: int,
-        observations: Sequence[Observation],
-        pending: Sequence[Mapping[str, Any]] = (),
-    ) -> dict[str, Any]:
+    def advance(self, context: ProposalContext) -> dict[str, Any]:
         from optuna.samplers import GPSampler
 
         from service.tune.searchers.optuna_study import propose
@@ -38,15 +28,7 @@ class GpSearcher:
         def sampler_of(seed: int) -> GPSampler:
             return GPSampler(n_startup_trials=self.num_initial, warn_independent_sampling=False, seed=seed)
 
-        return propose(
-            sampler_of,
-            parameters,
-            number=number,
-            seed=seed,
-            observations=observations,
-            pending=pending,
-            num_initial=self.num_initial,
-        )
+        return propose(sampler_of, context, num_initial=self.num_initial)
 
 
 SEARCHER = GpSearcher()

@@ -3,12 +3,12 @@ it is and do not learn how rungs differ."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable
+from typing import TypeAlias
 
 from service.tune.searchers.base import Observation
 
-__all__ = ["Merit", "by_trial", "known_configurations", "merit", "violation"]
+__all__ = ["Merit", "by_trial", "merit", "violation"]
 
 # Smaller is better, compared from left to right.
 Merit: TypeAlias = tuple[int, float, float]
@@ -21,13 +21,6 @@ def by_trial(observations: Iterable[Observation]) -> tuple[Observation, ...]:
     for observation in sorted(observations, key=lambda o: (o.number, o.costs is None, o.rung)):
         newest[observation.number] = observation
     return tuple(newest.values())
-
-
-def known_configurations(
-    observations: Iterable[Observation], pending: Sequence[Mapping[str, Any]]
-) -> list[Mapping[str, Any]]:
-    """What need not be proposed again: each trial's configuration once, then the pending ones."""
-    return [*{o.number: o.configuration for o in observations}.values(), *pending]
 
 
 def violation(observation: Observation) -> float:

@@ -20,8 +20,8 @@ import numpy as np
 
 from search_spaces.parameters import Parameters
 from search_spaces.spaces.layer_paths import MERGED, LayerPaths
-from service.tune.searchers.base import Observation, SearchSetting
-from service.tune.steps import Step, StepKind, StepRequest, StepResult
+from service.store.steps import StepRequest, UpdateRequest, UpdateResult, UpdateStep
+from service.tune.searchers.base import Observation, ProposalContext, SearchSetting
 from workers.types import Family
 
 if TYPE_CHECKING:
@@ -36,48 +36,28 @@ SAME_WEIGHT = 1e-6
 
 
 class Hm3Searcher:
-    """See the module's docstring; `service.tune.searchers.base.LearningSearcher` for the methods."""
+    """A `LearningSearcher`; see the module's docstring."""
 
     def __init__(self) -> None:
         self._last: tuple[Parameters, int, SearchSetting, Training] | None = None
 
-    def advance(
-        self,
-        parameters: Parameters,
-        *,
-        number: int,
-        seed: int,
-        observations: Sequence[Observation],
-        pending: Sequence[Mapping[str, Any]] = (),
-        steps: Sequence[Step] = (),
-        setting: SearchSetting,
-        checkpoints: Mapping[int, bytes],
-    ) -> StepRequest | dict[str, Any]:
-        training = self._training(parameters, seed, setting, checkpoints)
-        episode = number - setting.num_baselines
-        num_finished = sum(step.request.kind is StepKind.UPDATE for step in steps)
+    def advance(self, context: ProposalContext) -> StepRequest | dict[str, Any]:
+        training = self._training_of(context)
+        episode = context.number - context.setting.num_baselines
+        num_finished = sum(isinstance(step, UpdateStep) for step in context.steps)
         if num_finished < training.num_needed(episode):
-            return _request(training, num_finished, setting)
-        played = training.play(episode)
-        vector = training.preferences.index(played.preference) if paths_of(parameters).num_preferences > 1 else 0
-        return paths_of(parameters).configuration(played.path, preference=vector)
+            return _request(training, num_finished, context.setting)
+        played, paths = training.play(episode), paths_of(context.parameters)
+        vector = training.preferences.index(played.preference) if paths.num_preferences > 1 else 0
+        return paths.configuration(played.path, preference=vector)
 
-    def learn(
-        self,
-        parameters: Parameters,
-        *,
-        iteration: int,
-        seed: int,
-        observations: Sequence[Observation],
-        setting: SearchSetting,
-        checkpoints: Mapping[int, bytes],
-    ) -> tuple[StepResult, bytes | None]:
+    def learn(self, context: ProposalContext, *, iteration: int) -> tuple[UpdateResult, bytes | None]:
         import torch
 
-        training = self._training(parameters, seed, setting, checkpoints)
+        setting, training = context.setting, self._training_of(context)
         numbers = training.numbers_in(iteration)
-        results = _results(observations, [setting.num_baselines + number for number in numbers])
-        paths = [paths_of(parameters).path(configuration) for configuration, _ in results]
+        results = _results(context.observations, [setting.num_baselines + number for number in numbers])
+        paths = [paths_of(context.parameters).path(configuration) for configuration, _ in results]
         lengths = [len(path) for path in paths]
         values = np.array([values for _, values in results])
         penalties = setting.policy.length_penalty * np.array(lengths, dtype=np.float64)
@@ -90,7 +70,7 @@ class Hm3Searcher:
         }
         found = training.learn(iteration, torch.tensor(outcomes, dtype=torch.float32), paths=paths)
         if found is None:
-            return StepResult(statistics=statistics), None
+            return UpdateResult(statistics=statistics), None
         statistics |= {
             "policy_loss": found.policy_loss,
             "value_loss": found.value_loss,
@@ -98,16 +78,18 @@ class Hm3Searcher:
             "kl": found.kl,
         }
         content = training.saved[iteration]
-        return StepResult(statistics=statistics, checkpoint=hashlib.sha256(content).hexdigest()), content
+        return UpdateResult(statistics=statistics, checkpoint=hashlib.sha256(content).hexdigest()), content
 
-    def learned_from(
-        self, *, iteration: int, observations: Sequence[Observation], setting: SearchSetting
-    ) -> Sequence[Observation] | None:
-        """As of `LearningSearcher`: all episodes up to the iteration's last, and what is known of the sources."""
+    def learned_from(self, context: ProposalContext, *, iteration: int) -> Sequence[Observation] | None:
+        """All episodes up to the iteration's last, and what is known of the baselines; None while one is not known."""
+        setting = context.setting
         num_episodes = (iteration + 1) * setting.policy.episodes
-        known = {each.number: each for each in observations if each.number < setting.num_baselines + num_episodes}
+        known = {o.number: o for o in context.observations if o.number < setting.num_baselines + num_episodes}
         is_known = sum(number >= setting.num_baselines for number in known) == num_episodes
         return [known[number] for number in sorted(known)] if is_known else None
+
+    def num_policies(self, setting: SearchSetting) -> int:
+        return 1 if setting.policy.policy == "conditioned" else len(setting.vectors)
 
     def proposals(
         self,
@@ -136,23 +118,15 @@ class Hm3Searcher:
         found = training.proposals(checkpoints[max(usable)], preference=preference, count=count)
         return [paths.configuration(path) for path in found]
 
-    def _training(
-        self, parameters: Parameters, seed: int, setting: SearchSetting, checkpoints: Mapping[int, bytes]
-    ) -> Training:
-        """That of the last call with these checkpoints, if it was of the same search."""
+    def _training_of(self, context: ProposalContext) -> Training:
+        """The training with the context's checkpoints: that of the last call, if it was of the same search."""
+        parameters, seed, setting = context.parameters, context.seed, context.setting
         last = self._last
         if last is None or last[0] is not parameters or last[1] != seed or last[2] is not setting:
-            last = (parameters, seed, setting, training_of(parameters, seed, setting, checkpoints))
+            last = (parameters, seed, setting, training_of(parameters, seed, setting, context.checkpoints))
             self._last = last
-        last[3].saved = dict(checkpoints)
+        last[3].saved = dict(context.checkpoints)
         return last[3]
-
-    def slot(self, iteration: int, *, setting: SearchSetting) -> str:
-        num_policies = _num_policies(setting)
-        return f"hm3-policy-{iteration % num_policies}-{iteration // num_policies % 2}"
-
-    def kept(self, num_finished: int, *, setting: SearchSetting) -> range:
-        return range(max(0, num_finished - 2 * _num_policies(setting)), num_finished)
 
 
 SEARCHER = Hm3Searcher()
@@ -167,15 +141,6 @@ def paths_of(parameters: Parameters) -> LayerPaths:
 def _is_for(training: Training, iteration: int, preference: tuple[float, ...]) -> bool:
     own = training.preference_of(training.numbers_in(iteration)[0])
     return all(abs(a - b) < SAME_WEIGHT for a, b in zip(own, preference, strict=True))
-
-
-def _preferences(setting: SearchSetting) -> tuple[tuple[float, ...], ...]:
-    num = len(setting.objectives)
-    return setting.preferences or ((1 / num,) * num,)
-
-
-def _num_policies(setting: SearchSetting) -> int:
-    return 1 if setting.policy.policy == "conditioned" else len(_preferences(setting))
 
 
 def training_of(
@@ -217,7 +182,7 @@ def training_of(
             ),
         ),
         seed=seed,
-        preferences=_preferences(setting),
+        preferences=setting.vectors,
         descriptors=descriptors,
         saved=checkpoints,
         start=setting.start,
@@ -235,13 +200,13 @@ def _descriptors(family: Family, paths: LayerPaths) -> Tensor:
     return torch.cat([found, found.mean(dim=0, keepdim=True)]) if MERGED in paths.models else found
 
 
-def _request(training: Training, iteration: int, setting: SearchSetting) -> StepRequest:
+def _request(training: Training, iteration: int, setting: SearchSetting) -> UpdateRequest:
     label = f"iteration {iteration}"
     if training.num_policies == 1:
-        return StepRequest(StepKind.UPDATE, label, iteration=iteration)
+        return UpdateRequest(label=label, iteration=iteration)
     preference = training.preference_of(training.numbers_in(iteration)[0])
     shares = dict(zip(setting.objectives, preference, strict=True))
-    return StepRequest(StepKind.UPDATE, label, preference=shares, iteration=iteration)
+    return UpdateRequest(label=label, preference=shares, iteration=iteration)
 
 
 def _results(

@@ -8,17 +8,16 @@ gap, a trial in its middle costs one evaluation, and no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 
 from search_spaces.objectives import Candidate, constrained_front, crowding_distances, hypervolume
-from search_spaces.parameters import Parameters
-from service.tune.searchers.base import Observation
+from service.tune.searchers.base import Observation, ProposalContext
 from service.tune.searchers.encoding import Encoding
-from service.tune.searchers.history import by_trial, known_configurations, violation
+from service.tune.searchers.history import by_trial, violation
 
 __all__ = ["midpoint"]
 
@@ -27,25 +26,25 @@ __all__ = ["midpoint"]
 MAX_PARENTS, MAX_PARENTS_OF_MANY, MANY_OBJECTIVES = 64, 12, 6
 
 
-def midpoint(
-    parameters: Parameters, *, observations: Sequence[Observation], pending: Sequence[Mapping[str, Any]] = ()
-) -> dict[str, Any] | None:
+def midpoint(context: ProposalContext) -> dict[str, Any] | None:
     """Of all pairs of trials on the front, the middle of the one that would add most to its hypervolume if costs there
     were the mean of the pair's; None if no pair is left whose middle would add anything.
 
     The front is that of the trials at the highest rung that any has reached. All parameters are numbers."""
-    encoding = Encoding(parameters)
-    known = encoding.encode(known_configurations(observations, pending))
+    encoding = Encoding(context.parameters)
+    known = encoding.encode(context.known_configurations())
     taken = set(encoding.keys(known))
-    parents = _parents(observations)
+    parents = _parents(context.observations)
     costs = [parent.costs for parent in parents if parent.costs is not None]
     rows = encoding.encode(parent.configuration for parent in parents)
     pairs = list(combinations(range(len(parents)), 2))
-    middles = encoding.normalise(np.array([(rows[a] + rows[b]) / 2 for a, b in pairs]).reshape(-1, len(parameters)))
+    middles = encoding.normalise(
+        np.array([(rows[a] + rows[b]) / 2 for a, b in pairs]).reshape(-1, len(context.parameters))
+    )
     expected = [tuple(((np.array(costs[a]) + np.array(costs[b])) / 2).tolist()) for a, b in pairs]
     keys = encoding.keys(middles)
     # A middle whose trial runs counts as if it had turned out as expected.
-    waiting = set(encoding.keys(encoding.encode(pending)))
+    waiting = set(encoding.keys(encoding.encode(context.pending)))
     costs += [cost for cost, key in zip(expected, keys, strict=True) if key in waiting]
     reached = hypervolume(costs)
     gains = [

@@ -6,12 +6,10 @@ trials that fill it, in their order; the generations are rebuilt for every propo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from search_spaces.parameters import Parameters
-from service.tune.searchers.base import Observation
+from service.tune.searchers.base import ProposalContext
 
 __all__ = ["SEARCHER", "NsgaSearcher"]
 
@@ -23,15 +21,7 @@ class NsgaSearcher:
     sampler: Literal["NSGAIISampler", "NSGAIIISampler"]
     population_size: int = 20
 
-    def propose(
-        self,
-        parameters: Parameters,
-        *,
-        number: int,
-        seed: int,
-        observations: Sequence[Observation],
-        pending: Sequence[Mapping[str, Any]] = (),
-    ) -> dict[str, Any]:
+    def advance(self, context: ProposalContext) -> dict[str, Any]:
         import optuna.samplers
         from optuna.samplers.nsgaii import PolynomialMutation, SBXCrossover
 
@@ -47,15 +37,7 @@ class NsgaSearcher:
             )
             return sampler
 
-        return propose(
-            sampler_of,
-            parameters,
-            number=number,
-            seed=seed,
-            observations=observations,
-            pending=pending,
-            num_initial=self.population_size,
-        )
+        return propose(sampler_of, context, num_initial=self.population_size)
 
 
 SEARCHER = NsgaSearcher("NSGAIISampler")

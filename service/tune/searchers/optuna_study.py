@@ -20,10 +20,9 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from search_spaces.parameters import Categorical, Float, Integer, Parameter, Parameters
-from service.tune.searchers.base import Observation
+from service.tune.searchers.base import Observation, ProposalContext
 from service.tune.searchers.encoding import Encoding
-from service.tune.searchers.history import by_trial, known_configurations
-from service.tune.searchers.random import proposal_generator, sample_unseen
+from service.tune.searchers.history import by_trial
 
 __all__ = ["propose"]
 
@@ -33,30 +32,26 @@ _TIME = datetime(2000, 1, 1)
 
 def propose(
     sampler_of: Callable[[int], BaseSampler],
-    parameters: Parameters,
+    context: ProposalContext,
     *,
-    number: int,
-    seed: int,
-    observations: Sequence[Observation],
-    pending: Sequence[Mapping[str, Any]],
     num_initial: int,
 ) -> dict[str, Any]:
-    """A sampler's proposal, or a random one where it proposes what is known. `sampler_of` makes a sampler with the
-    seed given to it, which learns from `num_initial` trials or more."""
-    rng = proposal_generator(seed=seed, number=number)
-    known = known_configurations(observations, pending)
-    trials = by_trial(observations)
+    """A sampler's proposal, or a random one where the sampler proposes a known configuration.
+
+    `sampler_of` makes a sampler from a seed; the sampler learns once there are `num_initial` trials."""
+    rng, parameters = context.generator(), context.parameters
+    trials = by_trial(context.observations)
     # Samplers draw uniformly at first; a space with a structure has draws of its own.
     is_first = parameters.structure is not None and len(trials) < num_initial
     if is_first or all(trial.costs is None for trial in trials):
-        return sample_unseen(parameters, rng, known)
+        return context.sample_unseen(rng)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        configuration = _ask(sampler_of(int(rng.integers(2**32))), parameters, trials, pending)
+        configuration = _ask(sampler_of(int(rng.integers(2**32))), parameters, trials, context.pending)
     configuration = dict(parameters.repair(configuration))
     rows = Encoding(parameters)
-    is_known = rows.first_unknown(rows.encode([configuration]), rows.encode(known)) is None
-    return sample_unseen(parameters, rng, known) if is_known else configuration
+    is_known = rows.first_unknown(rows.encode([configuration]), rows.encode(context.known_configurations())) is None
+    return context.sample_unseen(rng) if is_known else configuration
 
 
 def _ask(

@@ -12,19 +12,17 @@ points, and it can never change a method, because that changes which parameters 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from search_spaces.parameters import Parameters
 from search_spaces.preferences import augmented_chebyshev, simplex_lattice
-from service.tune.searchers.base import Observation
+from service.tune.searchers.base import Observation, ProposalContext
 from service.tune.searchers.encoding import Encoding, Rows
 from service.tune.searchers.history import violation
-from service.tune.searchers.random import proposal_generator, sample_unseen
 
 __all__ = ["SEARCHER", "SmacSearcher"]
 
@@ -54,23 +52,15 @@ class SmacSearcher:
     mutation_rate: float = 0.1
     mutation_step: float = 0.15
 
-    def propose(
-        self,
-        parameters: Parameters,
-        *,
-        number: int,
-        seed: int,
-        observations: Sequence[Observation],
-        pending: Sequence[Mapping[str, Any]] = (),
-    ) -> dict[str, Any]:
-        rng = proposal_generator(seed=seed, number=number)
-        known = [*(observation.configuration for observation in observations), *pending]
-        encoding = Encoding(parameters)
+    def advance(self, context: ProposalContext) -> dict[str, Any]:
+        rng, observations = context.generator(), context.observations
+        known = [*(observation.configuration for observation in observations), *context.pending]
+        encoding = Encoding(context.parameters)
         known_rows = encoding.encode(known)
         known_keys = encoding.keys(known_rows)
         scored = {key for key, o in zip(known_keys, observations, strict=False) if o.costs is not None}
         if len(scored) < self.num_initial or rng.random() < self.random_share:
-            return sample_unseen(parameters, rng, known)
+            return context.sample_unseen(rng)
         rows = known_rows[: len(observations)]
         fidelities = np.array([observation.fidelity for observation in observations])
         costs = self._scalarise(observations, rng)

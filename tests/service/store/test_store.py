@@ -17,7 +17,8 @@ import sqlalchemy as sa
 
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from service.errors import Conflict, NotFound, StaleAttempt
-from service.store import BracketRecord, JobWriter, StepRecord, Store, schema
+from service.store import BracketRecord, JobWriter, Store, schema
+from service.store.steps import LossesRequest, LossesResult, LossesStep
 from service.types import EventKind, ExportRecord, ExportState, JobState, Origin, RungRecord, TrialRecord, TrialState
 from tests.service.resolved import resolved_study
 from workers.types import Evidence, SampleResult, ScoreResult, Split
@@ -254,10 +255,15 @@ def test_events_and_values_of_some_kinds_and_recipes_are_those(store: Store, wri
     assert set(store.sample_values(writer.job_id, Split.SEARCH, recipes=("other", RECIPE.digest))) == {RECIPE.digest}
 
 
+def losses_step(number: int, *, loss: float = 0.5) -> LossesStep:
+    request = LossesRequest(label="trial 0", point=(0.5,), positions={"math": (0, 1)})
+    return LossesStep(number, 3, request, LossesResult(losses={"math": loss}))
+
+
 def test_steps_of_a_searcher_are_stored_once(store: Store, writer: JobWriter) -> None:
     assert store.steps(writer.job_id) == ()
-    steps = (StepRecord(0, 3, 144, {"loss": 0.1}), StepRecord(1, 3, 48, {"loss": 1 / 3}))
-    for step in (*steps, replace(steps[0], document={"loss": 9.0})):
+    steps = (losses_step(0, loss=0.1), losses_step(1, loss=1 / 3))
+    for step in (*steps, losses_step(0, loss=9.0)):
         writer.add_step(step)
     assert store.steps(writer.job_id) == steps
 
@@ -375,7 +381,7 @@ WRITES: dict[str, Callable[[JobWriter], None]] = {
     "set_document_named": lambda w: w.set_document_named("holdout", {}),
     "record_engine_fault": lambda w: w.record_engine_fault("replica-1", 0, "x"),
     "add_event": lambda w: w.add_event("x", {}),
-    "add_step": lambda w: w.add_step(StepRecord(0, 3, 144, {"x": 1})),
+    "add_step": lambda w: w.add_step(losses_step(0)),
 }
 
 
@@ -480,7 +486,7 @@ def test_a_stored_chunk_is_a_result_too(store: Store, writer: JobWriter) -> None
 def test_a_stored_step_of_the_searcher_is_a_result_too(store: Store, writer: JobWriter) -> None:
     for number in range(4):
         attempt = store.open_attempt(writer.job_id)
-        attempt.add_step(StepRecord(number, 9, 48, {}))
+        attempt.add_step(losses_step(number))
         assert store.consecutive_failures(writer.job_id) == 0
     store.open_attempt(writer.job_id)
     store.open_attempt(writer.job_id)

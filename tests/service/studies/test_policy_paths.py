@@ -19,15 +19,15 @@ from search_spaces.study.file import load_study
 from service.cli.main import main
 from service.disk import artifacts_dir
 from service.errors import Conflict
-from service.store import StepRecord, Store
+from service.store import Store
 from service.store.artifacts import ArtifactStore
+from service.store.steps import UpdateRequest, UpdateResult, UpdateStep
 from service.studies.local_run import DATABASE, read_run
 from service.studies.policies.paths import PolicyPath, policy_paths
 from service.studies.preflight.models import searched_models
 from service.tune.proposing.checkpoints import PolicyCheckpoints
 from service.tune.searchers.base import SearchSetting
 from service.tune.searchers.hm3 import SEARCHER, training_of
-from service.tune.steps import Step, StepKind, StepRequest, StepResult
 from tests.docs.pages import ROOT
 from tests.service.resolved import resolved_study
 from workers.models.family import resolve_family
@@ -89,9 +89,8 @@ class Trained:
             if content is not None:
                 checkpoints.put(iteration, content)
             digest = "" if content is None else hashlib.sha256(content).hexdigest()
-            request = StepRequest(StepKind.UPDATE, f"iteration {iteration}", iteration=iteration)
-            step = Step(iteration, 0, request, StepResult(checkpoint=digest))
-            writer.add_step(StepRecord(step.number, step.proposal, 0, step.to_json()))
+            request = UpdateRequest(label=f"iteration {iteration}", iteration=iteration)
+            writer.add_step(UpdateStep(iteration, 0, request, UpdateResult(checkpoint=digest)))
 
     def propose(self, preference: Mapping[str, float], **options: Any) -> tuple[PolicyPath, ...]:
         with read_run(self.directory) as (store, record):

@@ -21,12 +21,13 @@ from service.results.format import search_sentences
 from service.results.load import POLICY_START, run_record
 from service.store import Store
 from service.store.artifacts import ArtifactStore
+from service.store.steps import UpdateStep
 from service.studies.chains import on_server
 from service.studies.local_run import DATABASE, open_run, read_run
 from service.studies.policies.start import check_start, with_start
 from service.studies.preflight.examine import PreflightResult
 from service.studies.preflight.models import searched_models
-from service.tune.searchers.base import SearchSetting
+from service.tune.searchers.base import ProposalContext, SearchSetting
 from service.tune.searchers.hm3 import SEARCHER
 from service.types import JobState
 from tests.service.resolved import resolved_study
@@ -100,7 +101,7 @@ def test_a_study_begins_with_the_newest_policy_and_keeps_it(trained: Trained, tm
     began = with_start(preflight, store, store.open_attempt(study), **place)
     (content,) = began.start
     with read_run(copy) as (first, record):
-        stated = [step.document["result"]["checkpoint"] for step in first.steps(record.id)]
+        stated = [step.result.checkpoint for step in first.steps(record.id) if isinstance(step, UpdateStep)]
     digest = hashlib.sha256(content).hexdigest()
     assert digest == stated[-1]
     start = {"study": record.id, "name": "paths", "policies": [{"iteration": len(stated) - 1, "digest": digest}]}
@@ -108,8 +109,7 @@ def test_a_study_begins_with_the_newest_policy_and_keeps_it(trained: Trained, tm
     # The first episode of a preference is the path that the policy proposes for it.
     setting = began.search_setting(num_baselines=0)
     parameters = began.space.parameters
-    call: dict[str, Any] = {"seed": 0, "observations": (), "setting": setting, "checkpoints": {}}
-    found = SEARCHER.advance(parameters, number=0, **call)
+    found = SEARCHER.advance(ProposalContext(parameters, number=0, seed=0, setting=setting))
     vector = setting.preferences[0]
     (proposed,) = trained.propose(dict(zip(setting.objectives, vector, strict=True)))
     assert isinstance(found, dict)

@@ -12,15 +12,16 @@ from typing import Any
 from search_spaces.baselines import sources_and_published
 from search_spaces.fidelity import Scheduler, bracket_cycle
 from search_spaces.objectives import Objective
+from search_spaces.parameters import Parameters
 from search_spaces.spaces.base import SearchSpace
 from search_spaces.spaces.lfs import LfsSpace
 from service.store import Store
+from service.store.steps import Step
 from service.tune.coordinator import Coordinator
 from service.tune.evaluation import ChunkFailed, Crash, Evaluation, FailureKind
 from service.tune.plan import Plan
 from service.tune.searchers import get_searcher
-from service.tune.searchers.base import Searcher, SteppingSearcher
-from service.tune.steps import Step
+from service.tune.searchers.base import ProposalContext, Searcher
 from service.types import Origin
 from tests.search_spaces.spaces.families import models, space
 from tests.service.resolved import resolved_study
@@ -90,15 +91,20 @@ def make_plan(study_id: str, *, scheduler: Scheduler = "hyperband", max_trials: 
     return Plan(**{**arguments, **changes})
 
 
+def propose(searcher: Searcher, parameters: Parameters, **context: Any) -> dict[str, Any]:
+    """The configuration that a searcher without steps proposes; `context` as for `ProposalContext`."""
+    answer = searcher.advance(ProposalContext(parameters, **context))
+    assert isinstance(answer, dict)
+    return answer
+
+
 class InlineProposer:
     """`proposals.Proposer` in the caller's own thread: the draws of a random search with that seed; with None another
     draw whatever the observations are."""
 
     def __init__(self, space: SearchSpace, *, seed: int | None = None) -> None:
         self._seed = seed
-        searcher = get_searcher("random")
-        assert not isinstance(searcher, SteppingSearcher)
-        self._searcher: Searcher = searcher
+        self._searcher = get_searcher("random")
         self._parameters = space.parameters
         self._call: Mapping[str, Any] = {}
 
@@ -110,7 +116,7 @@ class InlineProposer:
 
     def result(self, *, timeout_s: float) -> dict[str, Any] | None:
         told = zlib.crc32(repr(self._call).encode())
-        return self._searcher.propose(self._parameters, seed=told if self._seed is None else self._seed, **self._call)
+        return propose(self._searcher, self._parameters, seed=told if self._seed is None else self._seed, **self._call)
 
 
 def new_study(directory: Path) -> tuple[Store, str]:

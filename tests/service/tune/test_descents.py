@@ -9,18 +9,21 @@ import pytest
 
 from search_spaces.preferences import lattice
 from search_spaces.study.sections import MAX_PREFERENCES, GradientOptions
+from service.tune.searchers.base import SearchSetting
 from service.tune.searchers.descents import Descent, descents_of, place_of
 
 OPTIONS = GradientOptions(steps=12, points=4)
 
 
 def over_lattice(num_objectives: int, divisions: int, options: GradientOptions = OPTIONS) -> tuple[Descent, ...]:
-    vectors = lattice(num_objectives, divisions=divisions).tolist()
-    return descents_of(options, num_objectives=num_objectives, preferences=vectors)
+    vectors = tuple(map(tuple, lattice(num_objectives, divisions=divisions).tolist()))
+    return descents_of(options, vectors)
 
 
 def test_without_preference_vectors_there_is_one_descent_at_equal_weights() -> None:
-    assert descents_of(OPTIONS, num_objectives=4) == (Descent((0.25,) * 4, (), 12, 4, 0.2),)
+    assert descents_of(OPTIONS, SearchSetting(objectives=("a", "b", "c", "d")).vectors) == (
+        Descent((0.25,) * 4, (), 12, 4, 0.2),
+    )
 
 
 def test_the_first_is_nearest_to_equal_weights_and_each_other_follows_a_neighbour() -> None:
@@ -36,8 +39,8 @@ def test_the_first_is_nearest_to_equal_weights_and_each_other_follows_a_neighbou
 
 
 def test_equally_near_vectors_come_in_the_order_in_which_they_are_given() -> None:
-    vectors = [(1.0, 0.0), (0.0, 1.0), (0.5, 0.5)]
-    found = descents_of(OPTIONS, num_objectives=2, preferences=vectors)
+    vectors = ((1.0, 0.0), (0.0, 1.0), (0.5, 0.5))
+    found = descents_of(OPTIONS, vectors)
     assert [descent.preference for descent in found] == [(0.5, 0.5), (1.0, 0.0), (0.0, 1.0)]
     assert [descent.neighbours for descent in found] == [(), (0,), (0, 1)]
 

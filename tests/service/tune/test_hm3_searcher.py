@@ -14,12 +14,13 @@ from search_spaces.spaces.base import SearchSpace
 from search_spaces.study.sections import PolicyOptions
 from service.store import Store
 from service.store.artifacts import ArtifactStore
+from service.store.steps import Step, UpdateRequest, UpdateStep, step_of
 from service.tune.coordinator import Coordinator
-from service.tune.proposing.checkpoints import PolicyCheckpoints, SearcherState
+from service.tune.proposing.checkpoints import PolicyCheckpoints
+from service.tune.proposing.searcher_state import SearcherState
 from service.tune.searchers import get_searcher
 from service.tune.searchers.base import LearningSearcher, Observation, SearchSetting
 from service.tune.searchers.hm3 import Hm3Searcher, paths_of
-from service.tune.steps import Step, StepKind, StepRequest
 from service.types import Origin
 from tests.search_spaces.spaces.families import models, space
 from tests.service.tune.harness import (
@@ -56,7 +57,6 @@ def setting(**changes: Any) -> SearchSetting:
         objectives=("math", "text"),
         num_samples={"math": 36, "text": 36},
         num_baselines=NUM_BASELINES,
-        options=None,  # type: ignore[arg-type]
     )
     return replace(plain, **options)
 
@@ -71,7 +71,7 @@ class LearningProposer(InlineProposer):
         searcher = get_searcher("hm3")
         assert isinstance(searcher, LearningSearcher)
         self.checkpoints = PolicyCheckpoints(ArtifactStore(store, directory), study, searcher, told)
-        steps = [Step.from_json(row.number, row.proposal, row.document) for row in store.steps(study)]
+        steps = store.steps(study)
         self._num_steps = len(steps)
         self._state = SearcherState("hm3", own.parameters, told, steps, self.checkpoints.load(steps))
         self._ready: Any = None
@@ -82,15 +82,15 @@ class LearningProposer(InlineProposer):
         self._ready = self._state.propose(**self._call)
 
     def result(self, *, timeout_s: float) -> Any:
-        if not isinstance(self._ready, StepRequest):
+        if isinstance(self._ready, dict):
             if self._learns_ahead:
                 self._state.learn_ahead()
             return self._ready
-        assert self._ready.kind is StepKind.UPDATE
+        assert isinstance(self._ready, UpdateRequest)
         result, content = self._state.update(self._ready, **self._call)
         if content is not None:
             self.checkpoints.put(self._ready.iteration, content)
-        return Step(self._num_steps, self._call["number"], self._ready, result)
+        return step_of(self._num_steps, self._call["number"], self._ready, result)
 
     def stored(self, step: Step) -> None:
         self._num_steps += 1
@@ -134,9 +134,11 @@ class Search:
         return trial_list(self.store, self.study)
 
     @property
-    def steps(self) -> list[Step]:
-        rows = self.store.steps(self.study)
-        return [Step.from_json(row.number, row.proposal, row.document) for row in rows]
+    def steps(self) -> list[UpdateStep]:
+        steps = self.store.steps(self.study)
+        found = [step for step in steps if isinstance(step, UpdateStep)]
+        assert len(found) == len(steps)
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +228,7 @@ def test_an_update_of_other_results_is_computed_again(undisturbed: Search) -> No
         state = SearcherState("hm3", undisturbed.space.parameters, told, undisturbed.steps[:1], {})
         state.propose(observations=seen, **call)
         state.learn_ahead()
-        return state.update(StepRequest(StepKind.UPDATE, "", iteration=1), observations=then, **call)[1]
+        return state.update(UpdateRequest(label="", iteration=1), observations=then, **call)[1]
 
     worse = [*known[:-1], replace(known[-1], costs=(1.0, 1.0))]
     assert checkpoint(known, known) == checkpoint([], known)

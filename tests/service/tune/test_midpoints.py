@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from search_spaces.parameters import Float, Parameters
-from service.tune.searchers import Observation
+from service.tune.searchers.base import Observation, ProposalContext
 from service.tune.searchers.midpoints import midpoint
 
 PARAMETERS = Parameters([Float("a", -0.5, 1.5), Float("b", 0.0, 1.0)])
@@ -25,7 +25,7 @@ FRONT = [trial(0, 0.0, (0.1, 0.9)), trial(1, 0.4, (0.5, 0.3)), trial(2, 1.0, (0.
 
 
 def place(observations: Sequence[Observation], pending: Sequence[dict[str, Any]] = ()) -> float | None:
-    found = midpoint(PARAMETERS, observations=observations, pending=pending)
+    found = midpoint(ProposalContext(PARAMETERS, number=0, seed=0, observations=observations, pending=pending))
     if found is None:
         return None
     assert found["b"] == pytest.approx(found["a"] / 2)

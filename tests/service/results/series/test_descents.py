@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from service.results.record import GradientRecord
 from service.results.series.descents import descents
+from service.store.steps import GradientRequest, GradientResult, GradientStep
 from tests.service.synthetic_run import EXPERTS, gradients, run_record
 
 RUN = run_record(num_trials=12)
@@ -17,8 +17,10 @@ def test_a_descent_has_its_losses_in_units_of_the_baselines_and_their_weighted_s
     losses, preference = {"math": 3.0, "text": 0.5}, {"math": 0.75, "text": 0.25}
     # The baselines' mean losses are 2 and 0.5.
     weights = {"math": 0.75 / 2, "text": 0.25 / 0.5}
-    record = GradientRecord("descent 0", 9, losses, weights, preference)
-    (found,) = descents(replace(RUN, gradients=(record,))).descents
+    request = GradientRequest(label="", descent=3, point=(), positions={}, weights=weights, preference=preference)
+    gradient = GradientStep(0, 9, request, GradientResult(losses=losses))
+    (found,) = descents(replace(RUN, gradients=(gradient,))).descents
+    assert found.name == "descent 3"
     (step,) = found.steps
     assert step.losses == losses
     assert step.relative == pytest.approx({"math": 1.5, "text": 1.0})
@@ -44,7 +46,7 @@ def test_descents_follow_each_other_and_lack_what_does_not_matter() -> None:
 
 def test_a_descent_that_failed_says_why_and_has_the_points_before() -> None:
     records = list(gradients()[:14])
-    records[-1] = replace(records[-1], losses={}, failure="the loss is nan")
+    records[-1] = replace(records[-1], result=GradientResult(failure="the loss is nan"))
     (found,) = descents(replace(RUN, gradients=tuple(records))).descents
     assert found.failure == "the loss is nan"
     assert len(found.steps) == 13

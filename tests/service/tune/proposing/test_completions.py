@@ -10,8 +10,8 @@ import pytest
 from search_spaces.baselines import sources_and_published
 from search_spaces.objectives import Objective
 from service.store import JobWriter, Store
+from service.store.steps import CompletionsRequest
 from service.tune.proposing.completions import SourceCompletions
-from service.tune.steps import StepKind, StepRequest
 from service.types import Origin, RungRecord, TrialRecord, TrialState
 from tests.service.resolved import resolved_study
 from tests.service.tune.harness import FINGERPRINTS
@@ -60,7 +60,7 @@ def test_the_first_source_that_is_correct_has_the_reference(store: Store) -> Non
     score(writer, 3, {"math": {4: (1.0, ((1,),))}})
     score(writer, 2, {"math": {4: (1.0, ((1,),))}}, full=False)
     completions = SourceCompletions(store, writer.job_id, OBJECTIVES)
-    found = completions.find(StepRequest(StepKind.COMPLETIONS, "", completions=("math", "text"))).completions
+    found = completions.find(CompletionsRequest(label="", completions=("math", "text"))).completions
     assert found == {"math": ((0, 1), (1, 0)), "text": ((0, 0),)}
     assert completions.read(found) == {"math": {0: (5, 2), 1: (8, 2)}, "text": {0: (4,)}}
     assert completions.read({"math": ((1, 1),)}) == {"math": {1: (6, 2)}}, "what was decided, not what would be now"
@@ -71,6 +71,6 @@ def test_options_several_completions_and_samples_without_tokens_are_no_reference
     score(writer, 0, {"quiz": {0: (1.0, None)}, "math": {0: (1.0, ((5,), (6,))), 1: (1.0, ((),)), 2: (1.0, ((7,),))}})
     score(writer, 1, {"math": {0: (1.0, ((1,),))}}, split=Split.HOLDOUT)
     found = SourceCompletions(store, writer.job_id, OBJECTIVES).find(
-        StepRequest(StepKind.COMPLETIONS, "", completions=("math", "quiz"))
+        CompletionsRequest(label="", completions=("math", "quiz"))
     )
     assert found.completions == {"math": ((2, 0),), "quiz": ()}

@@ -17,15 +17,31 @@ from search_spaces.spaces.base import DifferentiableSpace, SearchedModels
 from search_spaces.study.sections import GradientOptions, PolicyOptions
 from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
+from service.store.steps import (
+    CompletionsRequest,
+    CompletionsResult,
+    CompletionsStep,
+    GradientRequest,
+    GradientResult,
+    GradientStep,
+    LossesRequest,
+    LossesResult,
+    LossesStep,
+    NoteRequest,
+    NoteResult,
+    Step,
+    StepRequest,
+    StepResult,
+    step_of,
+)
 from service.studies.preflight.models import searched_models
 from service.tune.coordinator import Coordinator
 from service.tune.proposing.checkpoints import PolicyCheckpoints
 from service.tune.proposing.gradient_actor import GradientJob
 from service.tune.proposing.ray_proposer import RayProposer
-from service.tune.searchers.base import Observation, SearchSetting
+from service.tune.searchers.base import Observation, ProposalContext, SearchSetting
 from service.tune.searchers.gradient import SEARCHER
 from service.tune.searchers.hm3 import SEARCHER as HM3
-from service.tune.steps import Step, StepKind, StepRequest, StepResult
 from service.types import EventKind
 from tests.conftest import OPTIONS
 from tests.search_spaces.spaces.families import models
@@ -43,10 +59,6 @@ def differentiable(known: SearchedModels) -> DifferentiableSpace:
     space = SPACES["layerwise"](kind="layerwise", granularity="component").build(known)
     assert isinstance(space, DifferentiableSpace)
     return space
-
-
-def stored_steps(store: Store, study: str) -> list[Step]:
-    return [Step.from_json(row.number, row.proposal, row.document) for row in store.steps(study)]
 
 
 class Stepper:
@@ -75,23 +87,28 @@ class Stepper:
         self._call = call
 
     def result(self, *, timeout_s: float) -> Step | dict[str, Any] | None:
-        answer = SEARCHER.advance(self._parameters, seed=0, steps=self._steps, setting=self._setting, **self._call)
-        if not isinstance(answer, StepRequest):
+        context = ProposalContext(self._parameters, seed=0, steps=self._steps, setting=self._setting, **self._call)
+        answer = SEARCHER.advance(context)
+        if isinstance(answer, dict):
             return answer
         self._observer("step")
         self._log.append(len(self._steps))
-        return Step(len(self._steps), self._call["number"], answer, self._computed(answer))
+        return step_of(len(self._steps), self._call["number"], answer, self._computed(answer))
 
     def stored(self, step: Step) -> None:
         self._observer("stored")
         self._steps.append(step)
 
     def _computed(self, request: StepRequest) -> StepResult:
-        if request.kind is StepKind.NOTE:
-            return StepResult()
-        slope = 2 * (np.array(request.point) - 0.6 * request.preference.get("math", 1.0))
+        if isinstance(request, NoteRequest):
+            return NoteResult()
+        assert isinstance(request, (LossesRequest, GradientRequest))
+        preference = request.preference if isinstance(request, GradientRequest) else {}
+        slope = 2 * (np.array(request.point) - 0.6 * preference.get("math", 1.0))
         losses = dict.fromkeys(NAMES, float((slope**2).sum()))
-        return StepResult(losses, tuple(slope.tolist()) if request.kind is StepKind.GRADIENT else ())
+        if isinstance(request, LossesRequest):
+            return LossesResult(losses=losses)
+        return GradientResult(losses=losses, gradient=tuple(slope.tolist()))
 
 
 @pytest.mark.parametrize(
@@ -104,18 +121,18 @@ def test_a_study_that_is_killed_at_any_step_ends_as_if_undisturbed_and_computes_
 
     def attempt(store: Store, study: str, log: list[int], observer: Any = lambda _: None) -> None:
         plan = make_plan(study, max_trials=5, waits_for_baselines=True)
-        proposer = Stepper(space, stored_steps(store, study), len(plan.baselines), log, observer, preferences)
+        proposer = Stepper(space, store.steps(study), len(plan.baselines), log, observer, preferences)
         writer: JobWriter = store.open_attempt(study)
         drive(Coordinator(plan, space=space, store=store, writer=writer, proposer=proposer), FakeScorer())
 
     (tmp_path / "undisturbed").mkdir()
     expected_store, expected = new_study(tmp_path / "undisturbed")
     attempt(expected_store, expected, [])
-    steps = stored_steps(expected_store, expected)
-    compared = [step for step in steps if step.request.kind is StepKind.LOSSES]
+    steps = expected_store.steps(expected)
+    compared = [step for step in steps if isinstance(step, LossesStep)]
     known = [recipe for _, _, recipe in make_plan(expected).baselines if space.from_recipe(recipe) is not None]
     assert len(compared) == len(known) > 4, "it is compared on all baselines that the space contains"
-    assert sum(step.request.kind is StepKind.GRADIENT for step in steps) == num_steps
+    assert sum(isinstance(step, GradientStep) for step in steps) == num_steps
     (note,) = expected_store.events(expected, kinds=[EventKind.SEARCH_NOTE])
     assert note.payload["text"].startswith("gradients are")
 
@@ -131,7 +148,7 @@ def test_a_study_that_is_killed_at_any_step_ends_as_if_undisturbed_and_computes_
             continue
         break
     assert num_kills > len(steps)
-    assert stored_steps(store, study) == steps
+    assert store.steps(study) == steps
     assert trial_list(store, study) == trial_list(expected_store, expected)
 
 
@@ -149,7 +166,7 @@ def job(untied_family: Family, tmp_path: Path) -> GradientJob:
 
 def steps_and_proposals(
     job: GradientJob, *, kill_after: int | None = None, before: Sequence[Step] = (), completions: Any = None
-) -> tuple[list[Step], list[dict[str, Any]]]:
+) -> tuple[list[Any], list[dict[str, Any]]]:
     """Two proposals of a study with the steps `before`; the gradient actor is killed after so many more."""
     proposer = RayProposer(
         algorithm="gradient",
@@ -160,16 +177,16 @@ def steps_and_proposals(
         job=job,
         completions=completions,
     )
-    steps: list[Step] = []
+    steps: list[Any] = []
     proposals = []
     for number in range(2):
         proposer.submit(number=number, observations=(), pending=())
-        while isinstance(answer := proposer.result(timeout_s=120.0), Step):
+        while not isinstance(answer := proposer.result(timeout_s=120.0), dict):
+            assert answer is not None
             steps.append(answer)
             if len(steps) == kill_after:
                 ray.kill(proposer._gradients)
             proposer.stored(answer)
-        assert answer is not None
         proposals.append(answer)
     return steps, proposals
 
@@ -177,7 +194,7 @@ def steps_and_proposals(
 class KnownCompletions:
     """`SourceCompletions` of a study whose sources answer "9" to the first samples of math."""
 
-    def find(self, request: StepRequest) -> StepResult:
+    def find(self, request: CompletionsRequest) -> CompletionsResult:
         raise AssertionError("they were found before")
 
     def read(self, chosen: Mapping[str, Sequence[tuple[int, int]]]) -> dict[str, dict[int, tuple[int, ...]]]:
@@ -186,10 +203,10 @@ class KnownCompletions:
 
 def test_gradients_on_ray_are_the_same_again_and_after_the_actor_has_died(ray_cluster: None, job: GradientJob) -> None:
     """With completions that the study had found before it went on."""
-    found = StepResult(completions={"math": tuple((position, position % 2) for position in range(10))})
-    before = [Step(0, 0, StepRequest(StepKind.COMPLETIONS, "", completions=("math",)), found)]
+    found = CompletionsResult(completions={"math": tuple((position, position % 2) for position in range(10))})
+    before = [CompletionsStep(0, 0, CompletionsRequest(label="", completions=("math",)), found)]
     steps, proposals = steps_and_proposals(job, before=before, completions=KnownCompletions())
-    assert [step.request.kind for step in steps] == [StepKind.NOTE] + [StepKind.GRADIENT] * 4
+    assert [step.request.kind for step in steps] == ["note"] + ["gradient"] * 4
     assert [step.number for step in steps] == [1, 2, 3, 4, 5]
     assert all(step.request.completions == ("math",) for step in steps[1:])
     assert all(max(step.request.positions["math"]) < 10 for step in steps[1:])
@@ -198,7 +215,7 @@ def test_gradients_on_ray_are_the_same_again_and_after_the_actor_has_died(ray_cl
         (step.request, step.result.losses, step.result.gradient) for step in steps
     ]
     assert same == proposals
-    gradients = [step.result for step in steps if step.request.kind is StepKind.GRADIENT]
+    gradients = [step.result for step in steps if isinstance(step, GradientStep)]
     assert all(any(result.gradient) and result.bank == job.family.fingerprint for result in gradients)
     assert len({result.recipe for result in gradients}) == len(gradients)
 
@@ -208,7 +225,7 @@ def test_an_actor_reads_completions_only_where_a_step_asks_for_them(job: Gradien
 
     actor = GradientActor(job)
     point = (0.5,) * len(job.space.parameters)
-    request = StepRequest(StepKind.LOSSES, "d", point, {"math": (0, 3), "text": (1,)})
+    request = LossesRequest(label="", point=point, positions={"math": (0, 3), "text": (1,)})
     expected = actor.run(request).losses
     actor.use_completions({"math": {0: (57,), 3: (60, 61)}})
     assert actor.run(request).losses == expected
@@ -225,14 +242,19 @@ def test_models_and_tasks_that_the_actor_cannot_use_are_named_and_not_tried_agai
         steps_and_proposals(job)
 
 
+def gradient(actor: Any, point: tuple[float, ...], positions: Any, weights: Any) -> tuple[float, ...]:
+    found = actor.run(GradientRequest(label="", descent=0, point=point, positions=positions, weights=weights))
+    assert isinstance(found, GradientResult)
+    return found.gradient
+
+
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_coefficients_of_zero_have_derivatives(job: GradientJob, value: float) -> None:
     """A range that ends at 0 would keep them there; one expert at 1 and the others at 0 is that expert as it is."""
     from service.tune.proposing.gradient_actor import GradientActor
 
     point = tuple(value if name.endswith("math") else 0.0 for name in job.space.parameters.names)
-    request = StepRequest(StepKind.GRADIENT, "d", point, {"math": (0, 3)}, {"math": 1.0})
-    found = GradientActor(job).run(request).gradient
+    found = gradient(GradientActor(job), point, {"math": (0, 3)}, {"math": 1.0})
     assert all(found)
 
 
@@ -244,19 +266,19 @@ def test_the_gradient_is_that_of_finite_differences(job: GradientJob) -> None:
     point = [0.5] * len(job.space.parameters)
     positions = {"math": (0, 3, 5), "text": (1, 2)}
     weights = {"math": 0.7, "text": 0.3}
-    found = actor.run(StepRequest(StepKind.GRADIENT, "d", tuple(point), positions, weights)).gradient
+    found = gradient(actor, tuple(point), positions, weights)
     place = max(range(len(point)), key=lambda i: abs(found[i]))
 
     def loss(value: float) -> float:
         there = tuple(value if i == place else number for i, number in enumerate(point))
-        losses = actor.run(StepRequest(StepKind.LOSSES, "d", there, positions)).losses
+        losses = actor.run(LossesRequest(label="", point=there, positions=positions)).losses
         return sum(weights[name] * losses[name] for name in NAMES)
 
     step = 0.02
     assert found[place] == pytest.approx((loss(0.5 + step) - loss(0.5 - step)) / (2 * step), rel=0.05)
 
 
-def policy_proposals(directory: Path, *, kill_after: int | None = None) -> tuple[list[Step], list[dict[str, Any]]]:
+def policy_proposals(directory: Path, *, kill_after: int | None = None) -> tuple[list[Any], list[dict[str, Any]]]:
     """The first proposals of a policy's search; its process is killed after so many steps."""
     family = replace(models(experts=NAMES, num_layers=4), fingerprints=FINGERPRINTS)
     parameters = SPACES["hm3"](kind="hm3").build(family).parameters
@@ -266,16 +288,16 @@ def policy_proposals(directory: Path, *, kill_after: int | None = None) -> tuple
     store, study = new_study(directory)
     checkpoints = PolicyCheckpoints(ArtifactStore(store, directory), study, HM3, setting)
     proposer = RayProposer(algorithm="hm3", parameters=parameters, seed=3, setting=setting, checkpoints=checkpoints)
-    steps: list[Step] = []
+    steps: list[Any] = []
     found: list[Observation] = []
     for number in range(13):
         proposer.submit(number=number, observations=tuple(found[: number - 2]), pending=())
-        while isinstance(answer := proposer.result(timeout_s=120.0), Step):
+        while not isinstance(answer := proposer.result(timeout_s=120.0), dict):
+            assert answer is not None
             steps.append(answer)
             if len(steps) == kill_after:
                 ray.kill(proposer._searcher)
             proposer.stored(answer)
-        assert answer is not None
         found.append(Observation(answer, 1.0, (1 / len(answer), 0.5), number=number, rung=0))
     store.close()
     return steps, [dict(observation.configuration) for observation in found]
