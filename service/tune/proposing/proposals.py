@@ -17,7 +17,7 @@ from service.tune.schedulers.base import Proposal
 from service.tune.searchers.base import Observation
 from service.types import EventKind, Origin, TrialRecord
 
-__all__ = ["Asking", "Observations", "Proposer", "num_duplicates_in_a_row"]
+__all__ = ["Asking", "Observations", "Proposer"]
 
 
 class Proposer(Protocol):
@@ -113,15 +113,3 @@ class Observations:
         if trial.number not in self._baselines:
             self._baselines[trial.number] = self._space.from_recipe(replace(trial.recipe, keeps_equal=False))
         return self._baselines[trial.number]
-
-
-def num_duplicates_in_a_row(trials: Sequence[TrialRecord], first: Mapping[str, int]) -> int:
-    """How many of the newest `trials` are proposals whose recipe an earlier trial has.
-
-    `first` is the number of the first trial of each recipe's digest."""
-    count = 0
-    for trial in reversed(trials):
-        if trial.origin is not Origin.SEARCH or first[trial.recipe.digest] == trial.number:
-            break
-        count += 1
-    return count

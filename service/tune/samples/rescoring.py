@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from service.errors import StudyFailed
 from service.store import EngineFaultRecord, JobWriter, Store
 from service.tune.evaluation import Evaluation
-from service.tune.sample_cache import SampleCache
+from service.tune.samples.sample_cache import SampleCache
 from service.types import EventKind, TrialRecord
 from workers.errors import EngineFault
 from workers.types import ScoreResult, Split

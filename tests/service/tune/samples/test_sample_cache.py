@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from search_spaces.recipe import Recipe
-from service.tune.sample_cache import SampleCache
+from service.tune.samples.sample_cache import SampleCache
 from tests.service.tune.harness import make_plan, new_study
 from workers.types import SampleResult, Span, Split
 

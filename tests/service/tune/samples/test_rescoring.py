@@ -13,8 +13,8 @@ import pytest
 from service.errors import StudyFailed
 from service.store import Store
 from service.studies.attempt import _check_engines, _is_closed
-from service.tune import rescoring
 from service.tune.coordinator import Coordinator
+from service.tune.samples import rescoring
 from service.types import EventKind, JobState, TrialState
 from tests.service.tune.harness import coordinator_of, drive, make_plan, new_study, score, trial_list
 from workers.errors import EngineFault
