@@ -65,7 +65,8 @@ class _Request:
 class _Measurement(_Request):
     """A request for losses at `point` on the samples at `positions`.
 
-    `completions` names the objectives whose references are the sources' own correct completions."""
+    `completions` names the objectives whose references are the sources' own correct completions.
+    """
 
     point: tuple[float, ...]
     positions: Mapping[str, tuple[int, ...]]
@@ -92,7 +93,8 @@ class GradientRequest(_Measurement):
     """A request for losses, and for the derivatives of their sum times `weights`.
 
     `descent` is the number of the descent that the gradient belongs to, from 0. `preference` is the preference vector
-    of that descent by objective, empty where the study has none."""
+    of that descent by objective, empty where the study has none.
+    """
 
     descent: int
     weights: Mapping[str, float]
@@ -121,7 +123,8 @@ class NoteRequest(_Request):
 class UpdateRequest(_Request):
     """A request to learn from the trials of `iteration`.
 
-    `preference` is the preference vector of the policy that learns, by objective; empty where there is one policy."""
+    `preference` is the preference vector of the policy that learns, by objective; empty where there is one policy.
+    """
 
     iteration: int
     preference: Mapping[str, float] = field(default_factory=dict)
@@ -138,7 +141,8 @@ StepRequest: TypeAlias = LossesRequest | GradientRequest | CompletionsRequest | 
 class LossesResult:
     """Mean losses by objective; `failure` is the reason where there are none.
 
-    `recipe` is the digest of the merge at the point, `bank` the fingerprint of its sources."""
+    `recipe` is the digest of the merge at the point, `bank` the fingerprint of its sources.
+    """
 
     losses: Mapping[str, float] = field(default_factory=dict)
     recipe: str = ""

@@ -164,7 +164,7 @@ def _step_samples(preflight: PreflightResult) -> int:
     if preflight.algorithm.name != GRADIENT:
         return 0
     setting = preflight.search_setting(num_baselines=len(preflight.baselines()))
-    options = setting.options
+    options = setting.options.gradient
     descents = descents_of(options, setting.vectors)
     num_steps = sum(descent.num_steps for descent in descents)
     return num_steps * options.batch * GradientRequest.charge

@@ -122,7 +122,8 @@ class Coordinator:
         """The next evaluation, or None if there is none until one in flight finishes.
 
         Waits up to `timeout_s` for the searcher if there is nothing else to do. Void samples come first: nothing new
-        starts before they have been scored again."""
+        starts before they have been scored again.
+        """
         self.look_for_faults(at_once=False)
         if self._chunks.is_rescoring:
             found = self._chunks.next_rescoring(self._in_flight.values())
@@ -147,7 +148,8 @@ class Coordinator:
     def ask_ahead(self, *, timeout_s: float = 0.0) -> bool:
         """Take proposals, for `timeout_s`, until PROPOSALS_AHEAD proposed trials wait for their first evaluation.
 
-        Engines then need not wait for the searcher. Returns True if a trial was added."""
+        Engines then need not wait for the searcher. Returns True if a trial was added.
+        """
         deadline, num_before = time.monotonic() + timeout_s, len(self._trials)
         while not self._chunks.is_rescoring and self._num_unstarted() < PROPOSALS_AHEAD:
             if not self._ask(timeout_s=max(0.0, deadline - time.monotonic())):
@@ -222,7 +224,8 @@ class Coordinator:
     def on_engine_fault(self, fault: EngineFault) -> None:
         """An engine failed a check: what it scored since its last canary is to be scored again.
 
-        Raises StudyFailed if too many engines did."""
+        Raises StudyFailed if too many engines did.
+        """
         logger.warning("%s", fault)
         self._chunks.report_fault(fault)
 

@@ -14,7 +14,8 @@ __all__ = ["Trials"]
 class Trials(Mapping[int, TrialRecord]):
     """Every trial in its present state, by number, ascending. A change is stored before it is visible.
 
-    `stored` are the trials of earlier attempts."""
+    `stored` are the trials of earlier attempts.
+    """
 
     def __init__(self, stored: Sequence[TrialRecord], writer: JobWriter) -> None:
         self._writer = writer

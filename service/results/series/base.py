@@ -20,7 +20,8 @@ Series = TypeVar("Series")
 class Chart(Generic[Series]):
     """Calling a chart with a run computes its series: a frozen dataclass, whose fields are the keys of the API's JSON.
 
-    `place` orders the charts in lists."""
+    `place` orders the charts in lists.
+    """
 
     compute: Callable[[RunRecord], Series]
     place: int

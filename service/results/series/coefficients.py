@@ -32,7 +32,8 @@ class Coefficient:
 @dataclass(frozen=True)
 class CoefficientsPlot:
     """What each expert's task vector, or for averages its weights, are multiplied with in the best trial. Merges
-    without such a number, as SLERP, are left out."""
+    without such a number, as SLERP, are left out.
+    """
 
     plot: Literal["coefficients"]
     trial: int | None

@@ -97,7 +97,8 @@ def layer_runs(layers: Sequence[LayerRecipe]) -> Iterator[tuple[int, int, LayerR
 
 def model_shares(merge: Merge) -> dict[str, float]:
     """Each model's share in a merge, summing to 1: proportional to the size of its coefficient, equal without one. For
-    methods on task vectors it is the share of the change; the base, which all start from, is not counted."""
+    methods on task vectors it is the share of the change; the base, which all start from, is not counted.
+    """
     if merge.method == "slerp":
         t = merge.number("t")
         weights: tuple[float, ...] = (1 - t, t)

@@ -25,9 +25,8 @@ def stored_policies(
         objectives=objectives,
         num_samples={},
         num_baselines=0,
-        options=study.search.gradient,
+        options=study.search,
         preferences=() if given is None else given.weights(objectives, seed=study.search.seed),
-        policy=study.search.hm3,
         family=family,
     )
     return setting, PolicyCheckpoints(artifacts, record.id, SEARCHER, setting).load(store.steps(record.id))

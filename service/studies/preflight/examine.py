@@ -151,10 +151,9 @@ class PreflightResult:
             objectives=tuple(self.tasks),
             num_samples={name: info.num_samples for name, info in self.task_infos.items()},
             num_baselines=num_baselines,
-            options=self.study.search.gradient,
+            options=self.study.search,
             preferences=() if given is None else given.weights(tuple(self.tasks), seed=self.study.search.seed),
             first_fitted=scored if self.study.search.fit_share < 1 else {},
-            policy=self.study.search.hm3,
             family=self.family if SEARCHERS[self.algorithm.name].trains_policy else None,
             start=self.start,
         )

@@ -1,4 +1,4 @@
-"""Alignments between layers, learned by Ray tasks: one that reads the texts for each model, one for each pair."""
+"""Alignments between layers, learned by Ray tasks: a task for each model reads texts, one for each pair fits."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from workers.training.hm3.pairs import AlignmentJob, file_of, fit, found, keep
 
 __all__ = ["alignments_in", "learn_alignments"]
 
-# What Ray reserves for a task on a CPU, which has one thread.
+# CPUs that Ray reserves for a task, which has one thread.
 TASK_CPUS = 1
 
-# Between two notes of progress.
+# Seconds between two notes of progress.
 NOTE_S = 5.0
 
 
@@ -34,8 +34,11 @@ def alignments_in(
     before: Mapping[LayerPair, str],
     note: Callable[[str], None] = lambda _: None,
 ) -> dict[LayerPair, str]:
-    """As `learn_alignments`, with a copy of every file in `directory`. Those that were there `before`, by name, are not
-    learned again. Raises StudyFailed where one of them was lost, and another is learned in its place."""
+    """Learn alignments as `learn_alignments` does, and copy their files to `directory`.
+
+    Alignments in `before`, whose names are given, are not learned again where their files exist. Raises StudyFailed
+    where a file was lost and learning again gives another alignment.
+    """
     whole = {name for name in set(before.values()) if is_stored(directory, name)}
     kept = {pair: name for pair, name in before.items() if name in whole}
     learned = learn_alignments(job, [pair for pair in pairs if pair not in kept], note=note)
@@ -54,9 +57,11 @@ def alignments_in(
 def learn_alignments(
     job: AlignmentJob, pairs: Iterable[LayerPair], *, note: Callable[[str], None] = lambda _: None
 ) -> dict[LayerPair, str]:
-    """The name of each pair's alignment (`workers.training.hm3.pairs.file_of`). Those that were learned before are
-    read; models of which nothing is missing are not opened. `note` gets how many there are. Raises InvalidModel and
-    InvalidTask if models or task data cannot be used, EngineUnavailable where processes die."""
+    """The name of each pair's alignment (`workers.training.hm3.pairs.file_of`), learned where it is not known yet.
+
+    Only models of missing alignments are opened. `note` gets messages about the progress. Raises InvalidModel and
+    InvalidTask if models or task data cannot be used, EngineUnavailable where processes die.
+    """
     every = tuple(pairs)
     names = {pair: before[0] for pair in every if (before := found(job, pair)) is not None}
     missing = [pair for pair in every if pair not in names]
@@ -64,7 +69,7 @@ def learn_alignments(
         return names
     known = f", {len(names)} are known" if names else ""
     note(f"Learning {len(missing)} alignments between layers{known} ...")
-    # Engines start later, so that a GPU is free.
+    # Engines start later, so a GPU is free.
     num_gpus = 1 if ray.available_resources().get("GPU", 0) >= 1 else 0
     read: Any = ray.remote(_read)
     fitted: Any = ray.remote(_fit).options(num_cpus=TASK_CPUS)
@@ -81,7 +86,7 @@ def learn_alignments(
         }
         for alias in aliases
     }
-    # Each place is an object of its own, so that a task fetches the two that it needs.
+    # The activations before each layer are an object of their own, so that a task fetches the two that it needs.
     rows = {
         alias: read.options(num_cpus=TASK_CPUS, num_gpus=num_gpus, num_returns=len(wanted) + 1).remote(
             job, alias, tuple(wanted)
@@ -111,7 +116,7 @@ def learn_alignments(
 
 
 def _read(job: AlignmentJob, alias: str, places: tuple[int, ...]) -> list[Any]:
-    """The activations before each of these layers, as arrays, and which rows are held out."""
+    """The activations before each of the layers in `places`, as arrays, and the mask of the held-out rows."""
     from workers.training.hm3.activations import prompts_of, read_activations
 
     _one_thread()
@@ -130,7 +135,7 @@ def _fit(kind: Any, x: Any, y: Any, is_held_out: Any) -> bytes:
 
 
 def _one_thread() -> None:
-    """As many as Ray reserves, and equal bits whatever the machine has."""
+    """Use one thread: as many as Ray reserves, and the same bits on machines with any number of CPUs."""
     import torch
 
     torch.set_num_threads(TASK_CPUS)

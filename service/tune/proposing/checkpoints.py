@@ -25,7 +25,8 @@ class PolicyCheckpoints:
     """The checkpoints of one study's policies, as artifacts.
 
     The last two checkpoints of each policy are kept, in artifacts of their own: an attempt that ends after it has
-    stored a checkpoint, and before it has stored its step, leaves the checkpoint before it."""
+    stored a checkpoint, and before it has stored its step, leaves the checkpoint before it.
+    """
 
     def __init__(
         self, artifacts: ArtifactStore, study_id: str, searcher: LearningSearcher, setting: SearchSetting
@@ -41,7 +42,8 @@ class PolicyCheckpoints:
     def load(self, steps: Sequence[Step]) -> dict[int, bytes]:
         """The checkpoints that are needed after these steps, by iteration.
 
-        A checkpoint that is missing, or differs from the one that its step states, is left out: it is learned again."""
+        A checkpoint that is missing, or differs from the one that its step states, is left out: it is learned again.
+        """
         digests = checkpoint_digests(steps)
         found = {}
         for iteration in kept_iterations(len(digests), self._num_policies):
@@ -83,7 +85,8 @@ def store_policy(
 def read_policy(artifacts: ArtifactStore, study_id: str, name: str, *, digest: str) -> bytes:
     """The checkpoint in the artifact `name` of a study, whose sha256 is `digest`.
 
-    Raises NotFound where there is no such artifact, Conflict where it has other content."""
+    Raises NotFound where there is no such artifact, Conflict where it has other content.
+    """
     with TemporaryDirectory() as temporary:
         place = artifacts.write_to(artifacts.get(study_id, name), Path(temporary) / "policy")
         content = (place / FILE).read_bytes()

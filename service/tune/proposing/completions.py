@@ -1,6 +1,7 @@
 """The sources' own correct completions among the stored samples: references of gradients.
 
-They are used where losses on a task's reference answers do not go with its metric."""
+They are used where losses on a task's reference answers do not go with its metric.
+"""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ class GradientJob:
 class GradientActor:
     """Holds the model and the bank, and computes one step at a time.
 
-    Equal requests have equal results, on one device with one number of threads."""
+    Equal requests have equal results, on one device with one number of threads.
+    """
 
     def __init__(self, job: GradientJob) -> None:
         self._job = job
@@ -48,7 +49,8 @@ class GradientActor:
     def run(self, request: LossesRequest | GradientRequest) -> LossesResult | GradientResult:
         """Mean losses, and for a gradient the derivatives by every parameter. A loss that is not finite is a failure.
 
-        Raises InvalidModel and InvalidTask if models or task data cannot be used."""
+        Raises InvalidModel and InvalidTask if models or task data cannot be used.
+        """
         return self._losses(request) if isinstance(request, LossesRequest) else self._gradient(request)
 
     def _losses(self, request: LossesRequest) -> LossesResult:
@@ -86,7 +88,8 @@ class GradientActor:
         """The model, opened by the first step.
 
         Ray reports an error of an actor's constructor as the death of its process, and nothing reads the result of
-        `use_completions`."""
+        `use_completions`.
+        """
         if self._opened is None:
             import torch
 
@@ -120,7 +123,8 @@ def _with_stated_coefficients(space: DifferentiableSpace, point: tuple[float, ..
     """The nearest point at which a recipe states every coefficient, so that all have derivatives.
 
     A source at 0, and a shared coefficient at its default, are not part of a recipe's canonical form: these numbers are
-    moved by the smallest step that recipes resolve."""
+    moved by the smallest step that recipes resolve.
+    """
     declared = METHODS[space.method].coefficient(space.coefficient)
     left_out = 0.0
     if declared is not None and not declared.per_model and declared.default is not None:

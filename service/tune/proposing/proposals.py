@@ -1,5 +1,4 @@
-"""Proposals: the results that one may use, the protocol of what computes them while the driver works, and the storing
-of the steps that it computes for them."""
+"""Proposals as the driver sees them: what they may know, who computes them, and how their steps are stored."""
 
 from __future__ import annotations
 
@@ -28,17 +27,19 @@ class Proposer(Protocol):
         ...
 
     def result(self, *, timeout_s: float) -> Step | dict[str, Any] | None:
-        """The submitted proposal's configuration, a step that was computed for it, or None if neither is ready within
-        `timeout_s`. After a step, it goes on when `stored` is called."""
+        """The submitted proposal's configuration, or a step that was computed for it; None if neither is ready.
+
+        After a step, the computation continues when `stored` is called.
+        """
         ...
 
     def stored(self, step: Step) -> None:
-        """The step that `result` returned is stored."""
+        """Continue after a step, which is stored now."""
         ...
 
 
 class Asking:
-    """The proposal that the searcher works on, if there is one."""
+    """The proposal that the searcher is computing, if any."""
 
     def __init__(self, proposer: Proposer, writer: JobWriter) -> None:
         self._proposer = proposer
@@ -53,7 +54,8 @@ class Asking:
     def result(self, *, timeout_s: float) -> tuple[Proposal, dict[str, Any], float] | None:
         """The proposal, its configuration and the seconds it took; None if it is not ready within `timeout_s`.
 
-        Steps that are ready are stored. Raises StaleAttempt."""
+        Steps that are ready are stored. Raises StaleAttempt.
+        """
         assert self.proposal is not None
         deadline = time.monotonic() + timeout_s
         answer = self._proposer.result(timeout_s=timeout_s)
@@ -73,7 +75,7 @@ class Asking:
 
 
 class Observations:
-    """The results that a proposal may know."""
+    """Builds the observations of a proposal from the stored trials."""
 
     def __init__(self, space: SearchSpace, plan: Plan, feasibility: Feasibility) -> None:
         self._space = space
@@ -83,7 +85,7 @@ class Observations:
         self._baselines: dict[int, Mapping[str, Any] | None] = {}
 
     def of(self, proposal: Proposal, trials: Mapping[int, TrialRecord]) -> tuple[Observation, ...]:
-        """Without trials that the space cannot express."""
+        """The observations that a proposal may know, without trials that the space cannot express."""
         plan, found = self._plan, []
         for number, rung in proposal.visible:
             trial = trials[number]
@@ -109,7 +111,7 @@ class Observations:
         return tuple(found)
 
     def _of_baseline(self, trial: TrialRecord) -> Mapping[str, Any] | None:
-        """The configuration of a recipe that was not proposed, found once."""
+        """The configuration of a baseline, None if the space cannot express it; computed once."""
         if trial.number not in self._baselines:
             self._baselines[trial.number] = self._space.from_recipe(replace(trial.recipe, keeps_equal=False))
         return self._baselines[trial.number]

@@ -18,7 +18,8 @@ __all__ = ["SearcherState"]
 class SearcherState:
     """A searcher with the state of its study: parameters, setting, steps, and checkpoints by iteration.
 
-    `call` is what differs between proposals: `number`, `seed`, `observations` and `pending` of `ProposalContext`."""
+    `call` is what differs between proposals: `number`, `seed`, `observations` and `pending` of `ProposalContext`.
+    """
 
     def __init__(
         self,
@@ -57,7 +58,8 @@ class SearcherState:
     def learn_ahead(self) -> None:
         """Compute the next update early, if the last proposal knew all that it depends on.
 
-        The proposal that needs the update then does not keep engines waiting."""
+        The proposal that needs the update then does not keep engines waiting.
+        """
         iteration = len(checkpoint_digests(self._steps))
         if not isinstance(self._searcher, LearningSearcher) or not self._last_call:
             return

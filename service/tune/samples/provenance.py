@@ -14,7 +14,7 @@ __all__ = ["ProvenanceCheck"]
 
 
 class ProvenanceCheck:
-    """Compares every new result with the weight checksums and prompt hashes of the results before it.
+    """Compares each result with the weight checksums and prompt hashes of the results before it.
 
     `stored` is the evidence of earlier attempts.
     """
@@ -28,7 +28,7 @@ class ProvenanceCheck:
             self._prompts.update(row.prompts)
 
     def check(self, evaluation: Evaluation, result: ScoreResult) -> ScoreResult:
-        """The result with prompt hashes by "split objective[start:stop]". Raises EvidenceMismatch."""
+        """The result, with its prompt hashes named "split objective[start:stop]". Raises EvidenceMismatch."""
         evidence, digest = result.evidence, evaluation.recipe.digest
         where = f"trial {evaluation.trial}, replica {evidence.replica}"
         if evidence.recipe_digest != digest:

@@ -1,7 +1,7 @@
-"""What engines scored that failed a check: taken out of the sample cache, scored again, and compared.
+"""Samples of engines that failed a check: taken out of the sample cache, scored again, and compared.
 
-An engine's fault is stored once, for all studies of the database, by the driver that hears of it. The driver of every
-other study looks for new faults while it runs, and before its study ends.
+The driver that is told of an engine's fault stores it once, for all studies of the database. The drivers of other
+studies look for new faults while they run, and before their study ends.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from workers.types import ScoreResult, Split
 
 __all__ = ["Rescoring"]
 
-# Seconds between looks at the faults in the store.
+# Seconds between queries for faults in the store.
 LOOK_S = 1.0
 
-# A study fails when this many engines have failed a check while they scored for one attempt at it: the next would, too.
+# A study fails when this many engines have failed a check during one attempt at it: the next one would fail too.
 MAX_FAULTS = 3
 
-# Positions that a message names, per recipe, split and objective.
+# Largest number of positions that a message lists, per recipe, split and objective.
 NAMED_POSITIONS = 20
 
 Key = tuple[str, int]  # objective, position
@@ -35,8 +35,8 @@ Key = tuple[str, int]  # objective, position
 class Rescoring:
     """The void samples of one study.
 
-    Their old values stay in the store until a sample with the same value replaces them. Samples that have another value
-    are never stored: a study that failed for them fails again when it is resumed.
+    Their old values stay in the store until a sample with the same value replaces them. A sample with another value is
+    never stored: a study that failed because of it fails again when it is resumed.
     """
 
     def __init__(self, study_id: str, store: Store, writer: JobWriter, samples: SampleCache) -> None:
@@ -45,7 +45,7 @@ class Rescoring:
         self._writer = writer
         self._samples = samples
         self._void: dict[tuple[str, Split], dict[Key, float]] = {}
-        # The trials of each sample that has another value now.
+        # The trials of each sample that has another value when scored again.
         self._changed: dict[tuple[str, Split, Key], tuple[int, ...]] = {}
         self._faults: dict[str, EngineFaultRecord] = {}
         self._reported: set[str] = set()
@@ -59,7 +59,7 @@ class Rescoring:
         return bool(self._void)
 
     def is_void(self, replica: str, canaries: int | None) -> bool:
-        """Whether a known fault makes void what a replica scored after it had passed `canaries`."""
+        """Whether a known fault makes the samples void that `replica` scored after `canaries` passed canaries."""
         fault = self._faults.get(replica)
         return fault is not None and canaries is not None and canaries >= fault.canaries
 
@@ -69,16 +69,18 @@ class Rescoring:
     def report(self, fault: EngineFault) -> None:
         """Store a fault that an engine reported to this study.
 
-        Raises StudyFailed if it is the last of MAX_FAULTS engines."""
+        Raises StudyFailed once MAX_FAULTS engines have reported one.
+        """
         self._writer.record_engine_fault(fault.replica, fault.canaries, str(fault))
         self._reported.add(fault.replica)
         if len(self._reported) >= MAX_FAULTS:
             raise StudyFailed(f"{len(self._reported)} engines failed their checks; the last: {fault}")
 
     def look(self, *, at_once: bool) -> bool:
-        """Take out what has become void since the last look; without `at_once` no sooner than LOOK_S seconds after it.
+        """Take out the samples that have become void since the last call. Returns whether any study has a new fault.
 
-        Returns whether there was a new fault, in whatever study."""
+        Without `at_once`, a call within LOOK_S seconds of the last one does nothing.
+        """
         if not at_once and time.monotonic() - self._looked_at < LOOK_S:
             return False
         self._looked_at = time.monotonic()
@@ -95,7 +97,7 @@ class Rescoring:
         return True
 
     def _take_out(self) -> tuple[set[str], int]:
-        """The replicas that scored what has become void, and how many samples that is."""
+        """Take out newly void samples. Returns the replicas that scored them, and their number."""
         replicas, num_samples = set(), 0
         for sample in self._store.void_samples(self._study_id):
             held, key = (sample.recipe_digest, sample.split), (sample.objective, sample.position)
@@ -111,7 +113,7 @@ class Rescoring:
     def next_evaluation(
         self, in_flight: Iterable[Evaluation], *, trial_of: Callable[[str], TrialRecord]
     ) -> Evaluation | None:
-        """Void samples of a recipe that is not `in_flight`, of one split, for the trial of its digest; None without."""
+        """Void samples of one recipe and split, for its trial; None if all such recipes are `in_flight`."""
         busy = {evaluation.recipe.digest for evaluation in in_flight}
         for (digest, split), values in self._void.items():
             if digest not in busy:
@@ -126,10 +128,11 @@ class Rescoring:
     def compare(
         self, evaluation: Evaluation, result: ScoreResult, trials: Iterable[TrialRecord]
     ) -> tuple[set[Key], set[Key]]:
-        """Those samples of a result that replace void ones, and those that have another value and must not be stored.
+        """The samples of a result that replace void ones, and those with another value, which must not be stored.
 
-        Raises StudyFailed, naming those of the study's `trials` that have the recipe, objectives and positions, once
-        all void samples have been scored again and some have another value."""
+        Raises StudyFailed once all void samples have been scored again and some have another value. The message names
+        the `trials` that have the recipe, the objectives and the positions.
+        """
         held = evaluation.recipe.digest, evaluation.split
         void = self._void.get(held, {})
         values = {(sample.objective, sample.position): sample.value for sample in result.samples}
@@ -147,7 +150,7 @@ class Rescoring:
         return again.keys() - changed, changed
 
     def _settle(self) -> None:
-        """All void samples have been scored again."""
+        """Conclude: all void samples have been scored again."""
         number, self._num_taken_out = self._num_taken_out, 0
         if self._changed:
             raise StudyFailed(

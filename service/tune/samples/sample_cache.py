@@ -21,14 +21,14 @@ __all__ = ["SampleCache"]
 
 
 class SampleCache:
-    """Stored sample values by recipe, in memory. Trials with equal recipes share them.
+    """Stored sample values by recipe, in memory, shared by trials with equal recipes.
 
     The holdout split has a single rung, of all its samples.
     """
 
     def __init__(self, plan: Plan, store: Store) -> None:
         self._plan = plan
-        self._void: dict[tuple[str, str, int], float] = {}  # of the search, until they are added again
+        self._void: dict[tuple[str, str, int], float] = {}  # of the search split, until they are added again
         self._values = {split: store.sample_values(plan.study_id, split) for split in Split}
         self.num_scored = sum(len(p) for by in self._values.values() for o in by.values() for p in o.values())
 
@@ -46,8 +46,10 @@ class SampleCache:
         self.num_scored -= 1
 
     def missing(self, digest: str, rung: int, split: Split) -> list[Span]:
-        """Spans without stored samples. Chunks are stored whole, so there are holes only where an attempt was
-        interrupted or samples were taken out."""
+        """The spans of a rung without stored samples.
+
+        Chunks are stored whole, so there are holes only where an attempt was interrupted or samples were taken out.
+        """
         samples, tasks = self._targets(rung, split)
         known = self._values[split].get(digest, {})
         missing = {name: [p for p in range(stop) if p not in known.get(name, {})] for name, stop in samples.items()}
@@ -58,19 +60,21 @@ class SampleCache:
         return _chunks(self.missing(digest, rung, split), self._plan.chunk_samples)
 
     def chunks(self, positions: Mapping[str, Sequence[int]], split: Split) -> tuple[tuple[Span, ...], ...]:
-        """These positions, in order, by objective, in chunks of at most the plan's size."""
+        """The given positions by objective, ascending, in chunks of at most the plan's size."""
         return _chunks(_spans(positions, self._targets(-1, split)[1]), self._plan.chunk_samples)
 
     def rung_record(self, recipe: Recipe, rung: int) -> RungRecord:
-        """The estimates of a finished rung of the search, and what follows from the recipe. All its samples must be
-        stored."""
+        """The estimates of a finished rung of the search, and the values that follow from the recipe alone.
+
+        All samples of the rung must be stored.
+        """
         samples = self._plan.rung_samples[rung]
         known = self._values[Split.SEARCH][recipe.digest]
         values: dict[str, float] = {}
         standard_errors: dict[str, float | None] = {}
         for objective, stop in samples.items():
             scored = [known[objective][position] for position in range(stop)]
-            if stop == 1 and scored[0] not in (0.0, 1.0):  # one value of such a metric shows no spread
+            if stop == 1 and scored[0] not in (0.0, 1.0):  # a single value of such a metric shows no spread
                 values[objective], standard_errors[objective] = scored[0], None
             else:
                 found = estimate(scored)
@@ -79,14 +83,17 @@ class SampleCache:
         return RungRecord(rung, dict(samples), values | exact, standard_errors | dict.fromkeys(exact, 0.0))
 
     def differences_of(self, trials: Mapping[int, TrialRecord]) -> Callable[[int, int, int], Sequence[NDArray[Any]]]:
-        """`cost_differences` by the numbers of trial and rival, and the rung."""
+        """`cost_differences` as a function of the numbers of trial, rival and rung."""
         return lambda trial, rival, rung: self.cost_differences(trials[trial].recipe, trials[rival].recipe, rung=rung)
 
     def cost_differences(self, recipe: Recipe, rival: Recipe, *, rung: int) -> tuple[NDArray[np.float64], ...]:
-        """By objective, the cost of a recipe minus that of its `rival` on each sample of a rung [samples], in [-1, 1],
-        and in the order of the samples, all of which both must have. Costs outside [0, 1] count as the nearest of
-        these. Of an objective that follows from the recipe alone it is one number: 1, or -1 if the recipe is better.
-        Samples that were taken out count as they were, as in the decisions that were made with them."""
+        """Differences in cost between a recipe and its `rival`, for each objective, in [-1, 1].
+
+        One array per objective [num_samples]: the cost of the recipe minus that of the rival on each sample of the
+        rung, in the order of the samples, which both must have. Costs are clipped to [0, 1]. For an objective that
+        follows from the recipe alone, the array has one number: -1 if the recipe is better, else 1. Samples that were
+        taken out count with their old values, as in the decisions that were made with them.
+        """
 
         def costs(recipe: Recipe, objective: Objective) -> NDArray[np.float64]:
             known, name = self._values[Split.SEARCH][recipe.digest][objective.name], objective.name
@@ -109,7 +116,7 @@ class SampleCache:
 
 
 def _spans(positions: Mapping[str, Sequence[int]], tasks: Mapping[str, TaskSpec]) -> list[Span]:
-    """Positions in ascending order as spans."""
+    """Positions, which must be ascending, as spans."""
     spans: list[Span] = []
     for objective, left in positions.items():
         while left:

@@ -23,7 +23,8 @@ __all__ = ["ScoredChunks"]
 class ScoredChunks:
     """Stores results of engines, and takes out those of engines that failed a check.
 
-    `observer` is that of `Coordinator`."""
+    `observer` is that of `Coordinator`.
+    """
 
     def __init__(
         self,
@@ -71,7 +72,8 @@ class ScoredChunks:
         """Store a result. Returns False for one that is void.
 
         Raises EvidenceMismatch if it is not of the requested recipe, sources or prompts, StudyFailed if samples have
-        other values when they are scored again."""
+        other values when they are scored again.
+        """
         trial, split = evaluation.trial, evaluation.split
         if self._rescoring.is_void(result.evidence.replica, result.evidence.canaries):
             return False

@@ -1,6 +1,6 @@
 """Search algorithms: one module for each algorithm in `search_spaces.searchers`, which defines SEARCHER.
 
-Importing this package imports no library that proposes: neither SMAC, scikit-learn, Optuna nor cmaes.
+Importing this package does not import the libraries that propose: SMAC, scikit-learn, Optuna and cmaes.
 
 - `base`: the interface, and all that a searcher may know
 - `descents`: the descents of a search by gradients, in their order

@@ -16,7 +16,7 @@ import numpy as np
 
 from search_spaces.parameters import Parameters
 from search_spaces.preferences import equal_preference
-from search_spaces.study.sections import GradientOptions, PolicyOptions
+from search_spaces.study.sections import Search
 from service.store.steps import Step, StepRequest, UpdateResult
 from workers.types import Family
 
@@ -39,7 +39,8 @@ class Observation:
 
     `costs` has one cost per objective, smaller is better; None if the candidate failed. `fidelity` is the rung's share
     of the full budget, in (0, 1]; a failure has that of the last rung. `standard_errors` are those of the costs, None
-    where unknown. A constraint holds where its value is at most 0. `is_proposed` is False for baselines."""
+    where unknown. A constraint holds where its value is at most 0. `is_proposed` is False for baselines.
+    """
 
     configuration: Mapping[str, Any]
     fidelity: float
@@ -54,22 +55,23 @@ class Observation:
 
 @dataclass(frozen=True)
 class SearchSetting:
-    """Facts about the study that only searchers with options of their own read.
+    """What searchers with options of their own know of their study.
 
     `objectives` are the names in order, `num_samples` the search samples of each, `num_baselines` the number of trials
-    before the first proposal. `preferences` are the study's preference vectors, empty where it has none.
-    `first_fitted`: for each objective, the first sample position that losses and gradients may use, where trials are
-    scored on the positions before it. `options` are those of the gradient searcher. `policy` and `family` are for
-    searchers that train a policy: its options, and the models whose weights describe the layers (None: layers are
-    described by their positions alone). `start`: the checkpoint from which each policy starts; empty: new policies."""
+    before the first proposal. `options` is the section `search` of the study file, which has the options of each
+    searcher. `preferences` are the study's preference vectors, empty where it has none. `first_fitted`: for each
+    objective, the first sample position that losses and gradients may use, where trials are scored on the positions
+    before it. `family` and `start` are for searchers that train a policy: the models whose weights describe the layers
+    (None: layers are described by their positions alone), and the checkpoint from which each policy starts (empty: new
+    policies).
+    """
 
     objectives: tuple[str, ...] = ()
     num_samples: Mapping[str, int] = field(default_factory=dict)
     num_baselines: int = 0
-    options: GradientOptions = field(default_factory=GradientOptions)
+    options: Search = field(default_factory=Search)
     preferences: tuple[tuple[float, ...], ...] = ()
     first_fitted: Mapping[str, int] = field(default_factory=dict)
-    policy: PolicyOptions = field(default_factory=PolicyOptions)
     family: Family | None = None
     start: tuple[bytes, ...] = ()
 
@@ -126,7 +128,8 @@ class Searcher(Protocol):
         """The configuration of trial `context.number`, or the next step to compute before it can be proposed.
 
         A configuration is valid in `context.parameters`, with inactive parameters left out. Most searchers need no
-        steps and answer with a configuration at once."""
+        steps and answer with a configuration at once.
+        """
         ...
 
 
@@ -135,7 +138,8 @@ class LearningSearcher(Searcher, Protocol):
     """A search algorithm that trains policies between proposals.
 
     It computes its update steps itself. The checkpoint of iteration i is a function of the seed and of the results of
-    the trials up to that iteration, so a lost checkpoint can be computed again."""
+    the trials up to that iteration, so a lost checkpoint can be computed again.
+    """
 
     def learn(self, context: ProposalContext, /, *, iteration: int) -> tuple[UpdateResult, bytes | None]:
         """The update of `iteration`, and its checkpoint; None where nothing is learned from it."""

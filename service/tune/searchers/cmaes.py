@@ -1,10 +1,9 @@
-"""CMA-ES: the covariance matrix of the search distribution adapts to the best trials. By the package cmaes, which
-Optuna's sampler is made of.
+"""CMA-ES: a search distribution whose covariance matrix adapts to the best trials.
 
 Hansen, "The CMA evolution strategy: a tutorial" (2016); Ros and Hansen, "A simple modification in CMA-ES" (2008) for
-its diagonal form, which spaces of many parameters use. The distribution starts at the best source or published recipe
-and gets all proposed trials, in their order, for every proposal; each counts with the highest rung that it has
-reached.
+its diagonal form, which spaces of many parameters use. The implementation is the package cmaes, on which Optuna's
+sampler is based. The distribution starts at the best baseline. For every proposal it is given all proposed trials
+again, in their order; each counts with its result at the highest rung that it has reached.
 """
 
 from __future__ import annotations
@@ -27,11 +26,14 @@ _MAX_DRAWS = 16
 
 @dataclass(frozen=True)
 class CmaEsSearcher:
-    """One objective, numbers only. A generation is the next trials that make one, whatever generation they were drawn
-    from: proposals may run ahead of results."""
+    """For one objective, and numbers only.
 
-    # As a share of each parameter's range. It starts at a good recipe: with 0.2 its first generations were far worse in
-    # spaces of 18 and 114 parameters (tests/benchmarks/bench_searchers.py).
+    A generation is filled by the next trials in order, also with trials drawn from an earlier one: proposals may run
+    ahead of results.
+    """
+
+    # A share of each parameter's range. The search starts at a good recipe: with 0.2, the first generations were far
+    # worse in spaces of 18 and 114 parameters (tests/benchmarks/bench_searchers.py).
     first_sigma: float = 0.1
     max_full: int = 100  # parameters up to which all correlations are learned
 

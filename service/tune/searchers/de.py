@@ -1,7 +1,7 @@
 """Differential evolution, DE/rand/1/bin: Storn and Price, J. Global Optimization 11, 1997.
 
-Steady state: trial n competes for place n modulo the population's size, whose member is the best trial that did so.
-Each trial counts with the highest rung that it has reached.
+The population is in a steady state: trial n competes for member n modulo the population's size, which is the best trial
+that competed for it. Each trial counts with its result at the highest rung that it has reached.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NUM_CHILDREN = 16
 
 @dataclass(frozen=True)
 class DifferentialEvolution:
-    """One objective. Choices and inactive parameters are places in [0, 1] like numbers are."""
+    """For one objective. Choices and inactive parameters are numbers in [0, 1], as numeric parameters are."""
 
     population_size: int = 20
     scale: float = 0.5  # F in the paper
@@ -46,7 +46,7 @@ class DifferentialEvolution:
         return context.sample_unseen(rng) if child is None else encoding.decode(child)
 
     def _members(self, trials: Sequence[Observation]) -> dict[int, Observation]:
-        """The best trial of each place that has one."""
+        """The member of each place that has one."""
         members: dict[int, Observation] = {}
         for trial in trials:
             place = trial.number % self.population_size

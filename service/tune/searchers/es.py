@@ -2,7 +2,7 @@
 
 Rechenberg's one-fifth rule in the form of Kern et al., "Learning probability distributions in continuous evolutionary
 algorithms" (Natural Computing 3, 2004), section 4. Half of the numbers move in each mutant. The trials are replayed in
-their order for every proposal; each counts with the highest rung that it has reached.
+their order for every proposal; each counts with its result at the highest rung that it has reached.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NUM_MUTANTS = 16
 
 @dataclass(frozen=True)
 class EvolutionStrategy:
-    """One objective. A choice moves with probability `step`: as steps become small, choices are kept."""
+    """For one objective. A choice moves with probability `step`, so choices are kept as steps become small."""
 
     rate: float = 0.5  # the probability that a number moves
     first_step: float = 0.15  # standard deviation of a move, as a share of the parameter's range

@@ -1,7 +1,7 @@
-"""Gaussian process: expected improvement, of the hypervolume where there are several objectives. By Optuna.
+"""Optuna's Gaussian process with expected improvement; of the hypervolume where there are several objectives.
 
 Jones et al., J. Global Optimization 13, 1998; Ament et al., "Unexpected improvements to expected improvement" (NeurIPS
-2023). A process is fitted for every proposal: with hundreds of parameters that takes long.
+2023). A process is fitted for every proposal, which takes long with hundreds of parameters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["SEARCHER", "GpSearcher"]
 
 @dataclass(frozen=True)
 class GpSearcher:
-    """For spaces without conditions. Noise is fitted too; how exact each result is stays unknown to it."""
+    """For spaces without conditions. Noise is fitted too; the standard errors of results are not used."""
 
     num_initial: int = 10  # trials with results before the process is used
 

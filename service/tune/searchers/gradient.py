@@ -122,7 +122,7 @@ SEARCHER = GradientSearcher()
 
 
 def _descents(setting: SearchSetting) -> tuple[Descent, ...]:
-    return descents_of(setting.options, setting.vectors)
+    return descents_of(setting.options.gradient, setting.vectors)
 
 
 def _steps_of(descent: int, steps: Sequence[Step]) -> list[GradientStep]:
@@ -136,9 +136,10 @@ def _numbers(parameters: Parameters) -> list[Float]:
 def _minibatch(context: ProposalContext, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """The next sample positions, ascending, with an equal share for each of the objectives `names`.
 
-    Every sample of an objective is drawn once, over all descents, before one is drawn again."""
+    Every sample of an objective is drawn once, over all descents, before one is drawn again.
+    """
     setting = context.setting
-    share = max(1, setting.options.batch // len(names))
+    share = max(1, setting.options.gradient.batch // len(names))
     completed = reference_completions(context.steps) or {}
     batch = {}
     for index, name in enumerate(setting.objectives):
@@ -163,7 +164,8 @@ def _with_one_cost(context: ProposalContext) -> list[Observation]:
     """The observations with one cost each, for a local search.
 
     The cost is the mean over the objectives. With preference vectors, it is weighted by the vector whose turn it is,
-    and trials of other vectors count as not proposed: they say nothing about the size of steps."""
+    and trials of other vectors count as not proposed: they say nothing about the size of steps.
+    """
     setting = context.setting
     turn = _turn(context.number, setting)
     weights = _descents(setting)[turn].preference if setting.preferences else ()

@@ -1,13 +1,13 @@
 """HM3: a policy that builds layer paths, learned from the trials' results (`workers.training.hm3`).
 
-Every trial is an episode. An UPDATE step stands between the iterations; the policies are read from checkpoints, so that
-the searcher keeps no state. The training of the last call is kept: it has the episodes of its iteration, which are
-played together. The outcome of an episode is R = sum_k lambda_k f_k - beta_1 T, where f_k is 1 - the cost
-of objective k (a metric in [0, 1] itself) and T the number of layers. A candidate that failed counts with the worst
-result of each objective among those known.
+Every trial is an episode, and an update follows each iteration. Policies are read from checkpoints, so that the
+searcher keeps no state that matters; the training of the last call is cached, because the episodes of an iteration are
+played together. The outcome of an episode is R = sum_k lambda_k f_k - beta_1 T, where f_k is 1 - the cost of objective
+k (the metric itself, if it is in [0, 1]) and T the number of layers. A candidate that failed counts with the worst
+known result of each objective.
 
-An iteration learns from its own trials and from those that earlier iterations of its policy learned from, whatever else
-is known: so a search is the same with any number of replicas.
+An iteration learns from its own trials and from those that earlier iterations of its policy learned from, and from no
+other results, so a search is the same with any number of replicas.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SEARCHER", "Hm3Searcher", "paths_of", "training_of"]
 
-# Weights that differ by less are the same.
+# Weights that differ by less than this are equal.
 SAME_WEIGHT = 1e-6
 
 
@@ -60,7 +60,7 @@ class Hm3Searcher:
         paths = [paths_of(context.parameters).path(configuration) for configuration, _ in results]
         lengths = [len(path) for path in paths]
         values = np.array([values for _, values in results])
-        penalties = setting.policy.length_penalty * np.array(lengths, dtype=np.float64)
+        penalties = setting.options.hm3.length_penalty * np.array(lengths, dtype=np.float64)
         outcomes = values - penalties[:, None]
         vectors = np.array([training.preference_of(number) for number in numbers])
         statistics = {
@@ -83,13 +83,13 @@ class Hm3Searcher:
     def learned_from(self, context: ProposalContext, *, iteration: int) -> Sequence[Observation] | None:
         """All episodes up to the iteration's last, and what is known of the baselines; None while one is not known."""
         setting = context.setting
-        num_episodes = (iteration + 1) * setting.policy.episodes
+        num_episodes = (iteration + 1) * setting.options.hm3.episodes
         known = {o.number: o for o in context.observations if o.number < setting.num_baselines + num_episodes}
         is_known = sum(number >= setting.num_baselines for number in known) == num_episodes
         return [known[number] for number in sorted(known)] if is_known else None
 
     def num_policies(self, setting: SearchSetting) -> int:
-        return 1 if setting.policy.policy == "conditioned" else len(setting.vectors)
+        return 1 if setting.options.hm3.policy == "conditioned" else len(setting.vectors)
 
     def proposals(
         self,
@@ -101,8 +101,10 @@ class Hm3Searcher:
         setting: SearchSetting,
         checkpoints: Mapping[int, bytes],
     ) -> list[dict[str, Any]]:
-        """At most `count` configurations that the last checkpoint proposes for a preference vector, the best first,
-        without learning. Raises ValueError where there is none, or where it is for another vector."""
+        """At most `count` configurations for a preference vector from the last checkpoint, the best first.
+
+        Nothing is learned. Raises ValueError where there is no checkpoint, or only for other vectors.
+        """
         training = training_of(parameters, seed, setting, checkpoints)
         usable = [i for i in checkpoints if training.options.is_conditioned or _is_for(training, i, preference)]
         if not checkpoints:
@@ -133,7 +135,7 @@ SEARCHER = Hm3Searcher()
 
 
 def paths_of(parameters: Parameters) -> LayerPaths:
-    """The layer paths that the parameters of a space stand for. Preflight has refused other spaces."""
+    """The layer paths that the parameters of a space encode. Preflight has refused other spaces."""
     assert isinstance(parameters.structure, LayerPaths), "hm3 searches layer paths"
     return parameters.structure
 
@@ -150,7 +152,7 @@ def training_of(
     from workers.training.hm3.networks import NetworkOptions
     from workers.training.hm3.training import Training, TrainingOptions
 
-    paths, options = paths_of(parameters), setting.policy
+    paths, options = paths_of(parameters), setting.options.hm3
     descriptors = None if setting.family is None else _descriptors(setting.family, paths)
     is_conditioned = options.policy == "conditioned"
     return Training(
@@ -190,8 +192,11 @@ def training_of(
 
 
 def _descriptors(family: Family, paths: LayerPaths) -> Tensor:
-    """Of the pool's layers. Merged ones are described by the mean of the models that they stand beside: which vector
-    they are merged by, a policy knows as its preference."""
+    """The descriptors of the pool's layers.
+
+    Merged layers are described by the mean of the models in the pool. The vector by which they are merged is known to a
+    policy as its preference.
+    """
     import torch
 
     from workers.training.hm3.descriptors import layer_descriptors
@@ -212,7 +217,7 @@ def _request(training: Training, iteration: int, setting: SearchSetting) -> Upda
 def _results(
     observations: Sequence[Observation], numbers: Sequence[int]
 ) -> list[tuple[Mapping[str, Any], tuple[float, ...]]]:
-    """The configuration of each of the trials, and the value of each objective, larger is better."""
+    """The configuration of each trial in `numbers`, and the value of each objective, larger is better."""
     known = {observation.number: observation for observation in observations if observation.number <= numbers[-1]}
     scored = [tuple(1 - cost for cost in o.costs) for o in known.values() if o.costs is not None]
     worst = tuple(map(min, zip(*scored, strict=True)))

@@ -39,7 +39,8 @@ def compare(context: ProposalContext) -> LossesRequest | CompletionsRequest | No
     """The next step towards the decision, or the decision itself.
 
     The losses of the baselines are computed on the tasks' reference answers first; then, for the objectives whose
-    losses do not rank like their scores, on the sources' own correct completions."""
+    losses do not rank like their scores, on the sources' own correct completions.
+    """
     setting, steps = context.setting, context.steps
     known = [o for o in context.observations if not o.is_proposed and o.costs is not None]
     first = _comparisons(steps, on_completions=False)
@@ -80,7 +81,8 @@ def compare(context: ProposalContext) -> LossesRequest | CompletionsRequest | No
 def reference_completions(steps: Sequence[Step]) -> Mapping[str, Sequence[int]] | None:
     """Sample positions that have a correct completion, for the objectives whose references are completions.
 
-    None where completions were not asked for."""
+    None where completions were not asked for.
+    """
     for step in steps:
         if isinstance(step, CompletionsStep):
             pairs = step.result.completions
@@ -98,7 +100,8 @@ def mean_loss(name: str, steps: Sequence[Step]) -> float:
 def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
     """Spearman's rank correlation, with equal values at their mean rank.
 
-    0 where one side is constant or has fewer than two values."""
+    0 where one side is constant or has fewer than two values.
+    """
     from scipy.stats import rankdata
 
     if len(left) < 2 or len(set(left)) == 1 or len(set(right)) == 1:

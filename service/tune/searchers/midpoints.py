@@ -1,9 +1,9 @@
 """Points halfway between two trials of a front.
 
-Coefficients between those of two good compromises are mostly a good compromise between the two: merges are averages of
-models, and losses of models that were fine-tuned from one base change smoothly along the line between them (linear mode
-connectivity: Frankle et al., ICML 2020; of fronts: Rame et al., "Rewarded soups", NeurIPS 2023). So where a front has a
-gap, a trial in its middle costs one evaluation, and no gradient.
+Coefficients halfway between those of two good compromises mostly give a good compromise between the two: merges are
+averages of models, and losses of models that were fine-tuned from one base change smoothly along the line between them
+(linear mode connectivity: Frankle et al., ICML 2020; for fronts: Rame et al., "Rewarded soups", NeurIPS 2023). So a
+trial in the middle of a gap of the front costs one evaluation and no gradient.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from service.tune.searchers.history import by_trial, violation
 
 __all__ = ["midpoint"]
 
-# Of more trials than this the least crowded are paired, so that proposals stay fast. Hypervolumes of many objectives
-# take long.
+# Largest numbers of trials that are paired, the least crowded ones, so that proposals stay fast: in general, and from
+# MANY_OBJECTIVES on, where hypervolumes take long.
 MAX_PARENTS, MAX_PARENTS_OF_MANY, MANY_OBJECTIVES = 64, 12, 6
 
 
 def midpoint(context: ProposalContext) -> dict[str, Any] | None:
-    """Of all pairs of trials on the front, the middle of the one that would add most to its hypervolume if costs there
-    were the mean of the pair's; None if no pair is left whose middle would add anything.
+    """The midpoint of two trials of the front that would add most to the front's hypervolume; None if none would add.
 
-    The front is that of the trials at the highest rung that any has reached. All parameters are numbers."""
+    The costs of a midpoint are estimated as the means of the pair's costs.
+    The front is that of the trials at the highest rung that any has reached. All parameters are numbers.
+    """
     encoding = Encoding(context.parameters)
     known = encoding.encode(context.known_configurations())
     taken = set(encoding.keys(known))
@@ -43,7 +44,7 @@ def midpoint(context: ProposalContext) -> dict[str, Any] | None:
     )
     expected = [tuple(((np.array(costs[a]) + np.array(costs[b])) / 2).tolist()) for a, b in pairs]
     keys = encoding.keys(middles)
-    # A middle whose trial runs counts as if it had turned out as expected.
+    # A midpoint whose trial is running counts with its estimated costs.
     waiting = set(encoding.keys(encoding.encode(context.pending)))
     costs += [cost for cost, key in zip(expected, keys, strict=True) if key in waiting]
     reached = hypervolume(costs)

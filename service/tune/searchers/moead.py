@@ -1,8 +1,8 @@
 """MOEA/D-DE: Li and Zhang, IEEE TEC 13(2), 2009.
 
-Each member of the population combines the objectives under weights of its own (Tchebycheff function), and a child
+Each member of the population combines the objectives with weights of its own (Tchebycheff function), and a child
 replaces members whose weights are similar. Trial n is a child of member n modulo the population's size. The trials are
-replayed in their order for every proposal; each counts with the highest rung that it has reached.
+replayed in their order for every proposal; each counts with its result at the highest rung that it has reached.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["SEARCHER", "MoeadSearcher"]
 # Children drawn for a proposal; the first whose configuration is new is proposed.
 _NUM_CHILDREN = 16
 
-# In place of a weight of 0, as is usual: the objective still breaks ties.
+# Used instead of a weight of 0, as is usual: the objective still breaks ties.
 _SMALLEST_WEIGHT = 1e-6
 
 
@@ -32,7 +32,8 @@ _SMALLEST_WEIGHT = 1e-6
 class MoeadSearcher:
     """Population, crossover and mutation as in the baseline that merging papers report; the rest as in the paper.
 
-    Choices and inactive parameters are places in [0, 1] like numbers are."""
+    Choices and inactive parameters are numbers in [0, 1], as numeric parameters are.
+    """
 
     population_size: int = 30
     crossover_rate: float = 0.9  # CR
@@ -69,7 +70,7 @@ class MoeadSearcher:
         every = np.arange(self.population_size)
         members = np.zeros(self.population_size, dtype=np.intp)
         for index, trial in enumerate(scored):
-            # A source or published recipe belongs to no place, nor do the draws that the population starts from.
+            # Baselines belong to no place, nor do the draws that the population starts from.
             is_child = trial.is_proposed and index >= self.population_size
             rng = proposal_generator(seed=seed, number=trial.number)
             is_near = is_child and rng.random() < self.neighbour_share

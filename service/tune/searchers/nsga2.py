@@ -1,7 +1,7 @@
-"""NSGA-II: a genetic algorithm that keeps the front and its spread. By Optuna.
+"""Optuna's NSGA-II: a genetic algorithm that keeps the front and its spread.
 
-Deb et al., IEEE TEC 6(2), 2002, with its simulated binary crossover and polynomial mutation. A generation is the next
-trials that fill it, in their order; the generations are rebuilt for every proposal.
+Deb et al., IEEE TEC 6(2), 2002, with its simulated binary crossover and polynomial mutation. A generation is filled by
+the next trials in order; the generations are rebuilt for every proposal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["SEARCHER", "NsgaSearcher"]
 
 @dataclass(frozen=True)
 class NsgaSearcher:
-    """For spaces without conditions. Choices are crossed uniformly, and mutate to any other."""
+    """For spaces without conditions. Choices are crossed uniformly, and mutate to any other choice."""
 
     sampler: Literal["NSGAIISampler", "NSGAIIISampler"]
     population_size: int = 20

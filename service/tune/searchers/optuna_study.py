@@ -1,7 +1,7 @@
-"""Proposals by Optuna's samplers: for each proposal a study in memory gets all trials anew.
+"""Proposals by Optuna's samplers: for each proposal, a new study in memory is given all trials.
 
-A trial counts with the highest rung that it has reached, a failure as the worst value observed. Samplers see earlier
-proposals without results as running trials. Akiba et al., "Optuna" (KDD 2019).
+A trial counts with its result at the highest rung that it has reached, a failure with the worst observed value.
+Samplers see earlier proposals without results as running trials. Akiba et al., "Optuna" (KDD 2019).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from service.tune.searchers.history import by_trial
 
 __all__ = ["propose"]
 
-# When a trial ran; no sampler used here looks at it.
+# Times of all trials; no sampler that is used here reads them.
 _TIME = datetime(2000, 1, 1)
 
 
@@ -38,10 +38,11 @@ def propose(
 ) -> dict[str, Any]:
     """A sampler's proposal, or a random one where the sampler proposes a known configuration.
 
-    `sampler_of` makes a sampler from a seed; the sampler learns once there are `num_initial` trials."""
+    `sampler_of` makes a sampler from a seed; the sampler learns once there are `num_initial` trials.
+    """
     rng, parameters = context.generator(), context.parameters
     trials = by_trial(context.observations)
-    # Samplers draw uniformly at first; a space with a structure has draws of its own.
+    # Samplers draw uniformly at first; a space with a structure draws in its own way.
     is_first = parameters.structure is not None and len(trials) < num_initial
     if is_first or all(trial.costs is None for trial in trials):
         return context.sample_unseen(rng)
@@ -60,7 +61,7 @@ def _ask(
     trials: Sequence[Observation],
     pending: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    optuna.logging.set_verbosity(optuna.logging.ERROR)  # no word about each study
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # no message about each study
     distributions = {parameter.name: _distribution(parameter) for parameter in parameters}
     costs, constraints = _without_failures(trials)
     storage = optuna.storages.InMemoryStorage()
@@ -92,7 +93,7 @@ def _without_failures(trials: Sequence[Observation]) -> tuple[Any, Any]:
 
 
 class _ToldTrial(FrozenTrial):
-    """A trial that the storage may keep as it is: copying hundreds of parameters would take most of the time."""
+    """A trial that is not copied deeply by the storage: copying hundreds of parameters would take most of the time."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _ToldTrial:
         return copy.copy(self)

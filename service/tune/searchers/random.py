@@ -10,7 +10,7 @@ __all__ = ["SEARCHER", "RandomSearcher"]
 
 
 class RandomSearcher:
-    """Draws uniformly; of the observations it uses only which configurations are known already."""
+    """Uses only which configurations are known already, and no results."""
 
     def advance(self, context: ProposalContext) -> dict[str, Any]:
         return context.sample_unseen(context.generator())

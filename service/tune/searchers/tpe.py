@@ -1,4 +1,4 @@
-"""TPE: candidates that are likely under the good trials and unlikely under the others. By Optuna.
+"""Optuna's TPE: candidates that are likely under the good trials and unlikely under the others.
 
 Bergstra et al., "Algorithms for hyper-parameter optimization" (NeurIPS 2011); Watanabe, arXiv 2304.11127 (2023) for the
 form with all parameters at once; Ozaki et al., GECCO 2020, for several objectives.
@@ -16,7 +16,7 @@ __all__ = ["SEARCHER", "TpeSearcher"]
 
 @dataclass(frozen=True)
 class TpeSearcher:
-    """Parameters that always exist together are drawn together."""
+    """Draws parameters that always exist together jointly."""
 
     num_initial: int = 10  # trials with results before the estimators are used
 

@@ -69,9 +69,8 @@ class Trained:
             objectives=objectives,
             num_samples={},
             num_baselines=0,
-            options=self.study.search.gradient,
+            options=self.study.search,
             preferences=given.weights(objectives, seed=0),
-            policy=self.study.search.hm3,
             family=sources.family,
         )
         space = self.study.search_space.build(searched_models(sources, sources.fingerprints))

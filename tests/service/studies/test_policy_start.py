@@ -67,9 +67,8 @@ class Checked:
             objectives=tuple(self.tasks),
             num_samples={},
             num_baselines=num_baselines,
-            options=self.study.search.gradient,
+            options=self.study.search,
             preferences=() if given is None else given.weights(tuple(self.tasks), seed=0),
-            policy=self.study.search.hm3,
             family=self.family.family,
             start=self.start,
         )

@@ -15,13 +15,14 @@ from search_spaces.objectives import Objective
 from search_spaces.parameters import Parameters
 from search_spaces.spaces.base import SearchSpace
 from search_spaces.spaces.lfs import LfsSpace
+from search_spaces.study.sections import Search
 from service.store import Store
 from service.store.steps import Step
 from service.tune.coordinator import Coordinator
 from service.tune.evaluation import ChunkFailed, Crash, Evaluation, FailureKind
 from service.tune.plan import Plan
 from service.tune.searchers import get_searcher
-from service.tune.searchers.base import ProposalContext, Searcher
+from service.tune.searchers.base import ProposalContext, Searcher, SearchSetting
 from service.types import Origin
 from tests.search_spaces.spaces.families import models, space
 from tests.service.resolved import resolved_study
@@ -99,12 +100,16 @@ def propose(searcher: Searcher, parameters: Parameters, **context: Any) -> dict[
 
 
 class InlineProposer:
-    """`proposals.Proposer` in the caller's own thread: the draws of a random search with that seed; with None another
-    draw whatever the observations are."""
+    """`proposals.Proposer` in the caller's own thread, for searchers without steps; by default a random search.
 
-    def __init__(self, space: SearchSpace, *, seed: int | None = None) -> None:
+    With `seed` None, the seed of each draw is a checksum of all that the proposal knows."""
+
+    def __init__(
+        self, space: SearchSpace, *, seed: int | None = None, algorithm: str = "random", options: Search | None = None
+    ) -> None:
         self._seed = seed
-        self._searcher = get_searcher("random")
+        self._searcher = get_searcher(algorithm)
+        self._setting = SearchSetting(options=options or Search())
         self._parameters = space.parameters
         self._call: Mapping[str, Any] = {}
 
@@ -116,7 +121,8 @@ class InlineProposer:
 
     def result(self, *, timeout_s: float) -> dict[str, Any] | None:
         told = zlib.crc32(repr(self._call).encode())
-        return propose(self._searcher, self._parameters, seed=told if self._seed is None else self._seed, **self._call)
+        seed = told if self._seed is None else self._seed
+        return propose(self._searcher, self._parameters, seed=seed, setting=self._setting, **self._call)
 
 
 def new_study(directory: Path) -> tuple[Store, str]:

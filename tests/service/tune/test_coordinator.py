@@ -15,6 +15,7 @@ from search_spaces.fidelity import Scheduler
 from service.errors import StaleAttempt, StudyFailed
 from service.store import Store
 from service.tune.evaluation import Evaluation
+from service.tune.schedulers import SCHEDULERS
 from service.types import EventKind, Origin, TrialState
 from tests.service.tune.harness import (
     SPACES,
@@ -34,13 +35,11 @@ from workers.errors import EngineUnavailable, EvidenceMismatch, MetricFailed
 from workers.serving.fake import FakeScorer
 from workers.types import ScoreRequest
 
-SCHEDULERS: tuple[Scheduler, ...] = ("hyperband", "asha", "racing", "none")
-
 # Every scheduler in one space, every space under one scheduler, and paths, whose proposals are repaired, under more.
 SEARCHES: tuple[tuple[Scheduler, str], ...] = (
     *((scheduler, "lfs") for scheduler in SCHEDULERS),
     ("hyperband", "layerwise"),
-    *((scheduler, "dis") for scheduler in ("hyperband", "asha", "racing")),
+    *((scheduler, "dis") for scheduler in SCHEDULERS if scheduler != "none"),
     ("hyperband", "sfs"),
 )
 

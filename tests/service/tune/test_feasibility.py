@@ -15,6 +15,7 @@ from service.errors import StudyFailed
 from service.results.feasibility import violations
 from service.store import Store
 from service.tune.coordinator import Coordinator
+from service.tune.schedulers import SCHEDULERS
 from service.tune.searchers.base import Observation
 from service.types import Origin, TrialState
 from tests.service.tune.harness import (
@@ -109,7 +110,7 @@ def test_those_that_keep_to_constraints_are_promoted_first(tmp_path: Path) -> No
     assert coordinator.is_finished
 
 
-@pytest.mark.parametrize("scheduler", ["hyperband", "asha", "racing"])
+@pytest.mark.parametrize("scheduler", [name for name in SCHEDULERS if name != "none"])
 def test_the_trials_do_not_depend_on_the_order_in_which_results_come(tmp_path: Path, scheduler: Scheduler) -> None:
     """Bounds that are relative to source models may not be known later than what is compared with them."""
     first, one, _, _ = finished(tmp_path / "a", *RELATIVE, scheduler=scheduler, concurrency=1)

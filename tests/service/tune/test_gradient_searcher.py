@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from search_spaces.parameters import Float, Parameters
-from search_spaces.study.sections import GradientOptions
+from search_spaces.study.sections import GradientOptions, Search
 from service.store.steps import (
     CompletionsRequest,
     CompletionsResult,
@@ -36,11 +36,12 @@ from service.tune.searchers.loss_comparison import rank_correlation
 PARAMETERS = Parameters([Float(f"w{i}", -0.5, 1.5, default=0.5) for i in range(6)])
 TARGET = np.array([1.2, -0.2, 0.4, 0.9, 0.0, 1.5])
 NUM_BASELINES = 5
+OPTIONS = GradientOptions(steps=12, batch=4, learning_rate=0.2, points=3)
 SETTING = SearchSetting(
     objectives=("math", "text"),
     num_samples={"math": 10, "text": 7},
     num_baselines=NUM_BASELINES,
-    options=GradientOptions(steps=12, batch=4, learning_rate=0.2, points=3),
+    options=Search(gradient=OPTIONS),
 )
 
 
@@ -290,7 +291,7 @@ def test_an_objective_that_does_not_matter_takes_no_samples_and_the_others_all()
     points_of(steps)
     for step in gradients(steps, 2):
         assert step.request.positions.keys() == step.request.weights.keys() == {"math"}
-        assert len(step.request.positions["math"]) == SETTING.options.batch
+        assert len(step.request.positions["math"]) == OPTIONS.batch
     drawn = [
         position
         for step in steps
@@ -320,7 +321,7 @@ def test_short_descents_begin_at_their_own_learning_rate() -> None:
 
 
 def test_points_are_shared_by_descents_and_each_has_its_end() -> None:
-    setting = replace(SEVERAL, options=SETTING.options.model_copy(update={"points": 9, "warm_steps": 4}))
+    setting = replace(SEVERAL, options=Search(gradient=OPTIONS.model_copy(update={"points": 9, "warm_steps": 4})))
     steps: list[Any] = []
     points = points_of(steps, 9, setting=setting)
     proposals = [[step.proposal - NUM_BASELINES for step in gradients(steps, number)] for number in range(4)]

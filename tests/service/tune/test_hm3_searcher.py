@@ -12,6 +12,7 @@ import pytest
 
 from search_spaces.spaces.base import SearchSpace
 from search_spaces.study.sections import PolicyOptions
+from search_spaces.study.sections import Search as SearchSection
 from service.store import Store
 from service.store.artifacts import ArtifactStore
 from service.store.steps import Step, UpdateRequest, UpdateStep, step_of
@@ -52,7 +53,7 @@ def paths_space(**options: Any) -> SearchSpace:
 
 
 def setting(**changes: Any) -> SearchSetting:
-    options: dict[str, Any] = {"policy": POLICY, **changes}
+    options: dict[str, Any] = {"options": SearchSection(hm3=POLICY), **changes}
     plain = SearchSetting(
         objectives=("math", "text"),
         num_samples={"math": 36, "text": 36},
@@ -265,7 +266,7 @@ def test_policies_that_are_gone_or_damaged_are_learned_again(undisturbed: Search
 
 
 def test_a_policy_for_each_preference_takes_its_turn(tmp_path: Path) -> None:
-    told = setting(preferences=VECTORS, policy=replace_options(episodes=3))
+    told = setting(preferences=VECTORS, options=with_policy(episodes=3))
     search = Search(tmp_path, told=told).run(max_staleness=3)
     assert [step.request.preference["math"] for step in search.steps] == [1.0, 0.0] * 3 + [1.0]
     assert [bool(step.result.checkpoint) for step in search.steps] == [False] * 2 + [True] * 5
@@ -274,15 +275,15 @@ def test_a_policy_for_each_preference_takes_its_turn(tmp_path: Path) -> None:
 
 
 def test_a_conditioned_policy_is_one(tmp_path: Path) -> None:
-    told = setting(preferences=VECTORS, policy=replace_options(policy="conditioned"))
+    told = setting(preferences=VECTORS, options=with_policy(policy="conditioned"))
     search = Search(tmp_path, told=told).run()
     assert [step.request.preference for step in search.steps] == [{}] * 4
     slots = {record.name for record in ArtifactStore(search.store, tmp_path).of(search.study)}
     assert slots == {"hm3-policy-0-0", "hm3-policy-0-1"}
 
 
-def replace_options(**changes: Any) -> PolicyOptions:
-    return POLICY.model_copy(update=changes)
+def with_policy(**changes: Any) -> SearchSection:
+    return SearchSection(hm3=POLICY.model_copy(update=changes))
 
 
 class FailingScorer(FakeScorer):
@@ -315,7 +316,7 @@ def test_a_search_begins_with_policies_that_are_given(undisturbed: Search, tmp_p
     searcher = get_searcher("hm3")
     assert isinstance(searcher, LearningSearcher)
     kept = PolicyCheckpoints(artifacts, undisturbed.study, searcher, undisturbed.told).load(undisturbed.steps)
-    told = setting(start=(kept[max(kept)],), policy=replace_options(learns=learns))
+    told = setting(start=(kept[max(kept)],), options=with_policy(learns=learns))
     search = Search(tmp_path, told=told).run()
     # It learns from the first iteration on, or never.
     assert [bool(step.result.checkpoint) for step in search.steps] == ([True] * 4 if learns else [])

@@ -14,7 +14,7 @@ import ray
 
 from search_spaces.spaces import SPACES
 from search_spaces.spaces.base import DifferentiableSpace, SearchedModels
-from search_spaces.study.sections import GradientOptions, PolicyOptions
+from search_spaces.study.sections import GradientOptions, PolicyOptions, Search
 from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
 from service.store.steps import (
@@ -78,7 +78,9 @@ class Stepper:
     ) -> None:
         self._parameters = space.parameters
         self._steps = list(steps)
-        self._setting = SearchSetting(NAMES, dict.fromkeys(NAMES, 36), num_baselines, GRADIENT, preferences)
+        self._setting = SearchSetting(
+            NAMES, dict.fromkeys(NAMES, 36), num_baselines, Search(gradient=GRADIENT), preferences
+        )
         self._log = log
         self._observer = observer
         self._call: Mapping[str, Any] = {}
@@ -172,7 +174,7 @@ def steps_and_proposals(
         algorithm="gradient",
         parameters=job.space.parameters,
         seed=3,
-        setting=SearchSetting(NAMES, dict.fromkeys(NAMES, 40), 0, GRADIENT),
+        setting=SearchSetting(NAMES, dict.fromkeys(NAMES, 40), 0, Search(gradient=GRADIENT)),
         steps=before,
         job=job,
         completions=completions,
@@ -283,7 +285,7 @@ def policy_proposals(directory: Path, *, kill_after: int | None = None) -> tuple
     family = replace(models(experts=NAMES, num_layers=4), fingerprints=FINGERPRINTS)
     parameters = SPACES["hm3"](kind="hm3").build(family).parameters
     options = PolicyOptions(episodes=3, mini_batches=1, epochs=1)
-    setting = SearchSetting(NAMES, dict.fromkeys(NAMES, 40), 0, GRADIENT, policy=options)
+    setting = SearchSetting(NAMES, dict.fromkeys(NAMES, 40), 0, Search(hm3=options))
     directory.mkdir()
     store, study = new_study(directory)
     checkpoints = PolicyCheckpoints(ArtifactStore(store, directory), study, HM3, setting)

@@ -301,7 +301,7 @@ def test_a_bracket_opens_only_when_those_two_before_it_are_closed() -> None:
     assert (proposal.bracket, proposal.opens) == (2, Bracket(3, first_rung=2, num_rungs=3, eta=3))
 
 
-@pytest.mark.parametrize("scheduler", ["hyperband", "asha", "racing", "none"])
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_a_searcher_that_waits_for_baselines_knows_all_of_them(scheduler: Scheduler) -> None:
     def first_known(waits_for_baselines: bool) -> tuple[int, Proposal]:
         """How many baselines have ended when the first proposal may be asked for."""
@@ -335,7 +335,7 @@ def test_only_the_baselines_are_waited_for() -> None:
 
 @pytest.mark.parametrize("waits_for_baselines", [False, True])
 @pytest.mark.parametrize("max_staleness", [1, 2, 5, 9])
-@pytest.mark.parametrize("scheduler", ["hyperband", "asha", "racing"])
+@pytest.mark.parametrize("scheduler", [name for name in SCHEDULERS if name != "none"])
 def test_what_a_proposal_sees_does_not_depend_on_the_order_of_results(
     scheduler: Scheduler, max_staleness: int, waits_for_baselines: bool
 ) -> None:
