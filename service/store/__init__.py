@@ -5,6 +5,7 @@
 - `void`: samples of engines that failed a check
 - `records`: rows as dataclasses
 - `steps`: what searchers computed besides scores, and its JSON
+- `documents`: results of a study's closing stages, and their JSON
 - `artifacts`: what drivers make, stored by content
 - `connection`: how transactions begin
 - `schema`: the tables
