@@ -260,7 +260,7 @@ def test_a_proposal_before_the_baselines_are_added_is_a_programming_error() -> N
         max_trials=1,
         max_staleness=1,
     )
-    with pytest.raises(AssertionError, match="sources and published trials come first"):
+    with pytest.raises(AssertionError, match="baselines come first"):
         table.proposal()
 
 
