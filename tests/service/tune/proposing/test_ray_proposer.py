@@ -203,6 +203,10 @@ class KnownCompletions:
         return {name: {position: (57 + source,) for position, source in pairs} for name, pairs in chosen.items()}
 
 
+def without_seconds(step: Step) -> Step:
+    return replace(step, result=replace(step.result, seconds=0.0)) if isinstance(step, GradientStep) else step
+
+
 def test_gradients_on_ray_are_the_same_again_and_after_the_actor_has_died(ray_cluster: None, job: GradientJob) -> None:
     """With completions that the study had found before it went on."""
     found = CompletionsResult(completions={"math": tuple((position, position % 2) for position in range(10))})
@@ -213,9 +217,7 @@ def test_gradients_on_ray_are_the_same_again_and_after_the_actor_has_died(ray_cl
     assert all(step.request.completions == ("math",) for step in steps[1:])
     assert all(max(step.request.positions["math"]) < 10 for step in steps[1:])
     again, same = steps_and_proposals(job, before=before, completions=KnownCompletions(), kill_after=3)
-    assert [(step.request, step.result.losses, step.result.gradient) for step in again] == [
-        (step.request, step.result.losses, step.result.gradient) for step in steps
-    ]
+    assert list(map(without_seconds, again)) == list(map(without_seconds, steps))
     assert same == proposals
     gradients = [step.result for step in steps if isinstance(step, GradientStep)]
     assert all(any(result.gradient) and result.bank == job.family.fingerprint for result in gradients)
