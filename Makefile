@@ -20,7 +20,7 @@ PYTEST_ARGS ?=
 # One process more than there are cores: many tests wait for a while.
 PARALLEL = $(BIN)/python -m pytest tests --numprocesses $$(( $$(nproc) + 1 )) --dist worksteal
 
-.PHONY: install demo test test-fast lint bench clean
+.PHONY: install demo test test-fast lint docs bench clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -50,6 +50,10 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+# The docs site, in build/site; a test builds it too, so that links that lead nowhere fail.
+docs: install
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --conf-dir docs/site --doctree-dir build/doctrees . build/site
 
 bench: install
 	$(BIN)/python -m tests.benchmarks $(ONLY)

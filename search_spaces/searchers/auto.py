@@ -1,4 +1,4 @@
-"""The default: the searcher that tests/benchmarks/bench_searchers.py shows to be best."""
+"""The default: `gradient` where the study has gradients, otherwise the searcher of `alias_of`."""
 
 from search_spaces.searchers.base import Feature, SearcherDeclaration
 

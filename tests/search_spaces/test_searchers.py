@@ -64,7 +64,7 @@ def test_an_alias_handles_what_its_searcher_does(name: str) -> None:
 
 
 def test_the_table_of_searchers_in_the_docs_is_that_of_the_declarations() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "studies.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "searchers.md").read_text()
     table = page.split("| searcher | conditions |")[1].split("\n\n")[0]
     cells = {row[0].strip("` "): row[1:] for line in table.splitlines()[2:] for row in [line.strip("|").split("|")]}
     shown = {name: [cell.strip() for cell in row[:4]] for name, row in cells.items()}
