@@ -61,5 +61,6 @@ def _described(method: T, flow: Callable[..., Any]) -> T:
     described: Any = method
     described.__name__ = flow.__name__
     described.__doc__ = flow.__doc__
+    described.__annotations__ = {**flow.__annotations__, "return": result}
     described.__signature__ = signature.replace(parameters=parameters, return_annotation=result)
     return method
