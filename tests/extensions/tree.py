@@ -52,6 +52,13 @@ class Tree:
             file.write(text)
         self._touched(path)
 
+    def replace(self, path: str, old: str, new: str) -> None:
+        """Replace the only occurrence of a text."""
+        file = self.root / path
+        assert file.read_text().count(old) == 1, f"{path}: not one occurrence of {old!r}"
+        file.write_text(file.read_text().replace(old, new))
+        self._touched(path)
+
     def run(self, script: str) -> str:
         """Run a Python script in the copy, and return what it printed."""
         return self._ran("-c", script)
