@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from workers.engines.transformers.backend import merged_model
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.references import Reading, References, Target
+from workers.evaluation.tasks import content_hash
 from workers.merging.alignments import alignments_before
 from workers.merging.bank import Bank
 from workers.merging.materialize import computations, merge_into, plan_tensors
@@ -96,6 +97,7 @@ class OnePass:
         self._model = TrainableModel(self._bank, torch.float32, device=self._bank.device)
         self._references = References(TaskEvaluator(None, Prompts(self._bank.sources.result_dir, options)))
         self._batches: dict[tuple[str, int, int], list[_Batch]] = {}
+        self._contents: dict[str, str] = {}
         self._held: Mapping[str, Hashable] = {}
         self._path: tuple[str, Any] | None = None
         self.num_swaps = 0
@@ -123,7 +125,7 @@ class OnePass:
 
     def exact_matches(self, recipe: Recipe, task: TaskSpec, start: int, stop: int) -> NDArray[np.bool_]:
         """Whether each sample at positions `start` to `stop` - 1 is answered right [stop - start]."""
-        file = self._memory / f"{recipe.digest[:32]}-{task.digest[:16]}-{start}-{stop}.npy"
+        file = self._memory / f"{recipe.digest[:32]}-{self._content(task)[:16]}-{start}-{stop}.npy"
         if not file.exists():
             found = self._read(self._holding(recipe), self._prepared(task, start, stop), stop - start)
             part = file.with_suffix(f".{os.getpid()}.npy")  # other processes may score the same
@@ -134,6 +136,15 @@ class OnePass:
 
     def num_samples(self, task: TaskSpec) -> int:
         return len(self._references.targets(task))
+
+    def _content(self, task: TaskSpec) -> str:
+        """Digest of a task by what its file contains, so that scores are found in another clone too."""
+        if task.digest not in self._contents:
+            assert isinstance(task.task, Mapping)
+            rendering = {key: value for key, value in task.task.items() if key != "file"}
+            content = content_hash(task.task["file"])
+            self._contents[task.digest] = replace(task, task=rendering, content=content).digest
+        return self._contents[task.digest]
 
     def _holding(self, recipe: Recipe) -> Any:
         """The transformers model that is this merge."""

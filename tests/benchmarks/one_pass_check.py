@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from search_spaces.study.sections import EngineOptions
 from tests.benchmarks import one_pass
-from tests.benchmarks.search_families import FULL
-from tests.benchmarks.search_runs import CACHE, Bench, SearchSpec
+from tests.benchmarks.arms import kept
+from tests.benchmarks.code_digests import code_digest
+from tests.benchmarks.search_families import FAMILIES, FULL
+from tests.benchmarks.search_runs import Bench, SearchSpec
 from workers.engines.vllm.environment import engine_environment
 from workers.types import ScoreRequest, Span
 
@@ -26,26 +26,29 @@ NUM_RANDOM = 4
 
 
 def check_against_engine(name: str, space: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """How many samples a vLLM engine scores otherwise, for a few recipes of the space (None: a study's default); from
-    its file if it is there. The bench's own values are compared in a process of its own, which starts the engine."""
-    bench = Bench.of(name)
-    section = json.dumps(space, sort_keys=True)
-    file = CACHE / "engine" / f"{bench.fingerprint[:16]}-{_code(section)}.json"
-    if not file.exists():
-        command = [sys.executable, "-m", __name__, name, section]
+    """Count the samples that a vLLM engine scores otherwise, for a few recipes of the space (None: a study's default).
+
+    The bench's own values are compared in a process of its own, which starts the engine. The comparison is an arm.
+    """
+
+    def measure() -> dict[str, Any]:
+        command = [sys.executable, "-m", __name__, name, json.dumps(space, sort_keys=True)]
         # As in a replica: vLLM reads it before torch is imported.
         environment = {**os.environ, **engine_environment(EngineOptions())}
         output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(output.splitlines()[-1])
-    found: dict[str, Any] = json.loads(file.read_text())
+        found: dict[str, Any] = json.loads(output.splitlines()[-1])
+        return found
+
+    found = kept(
+        "search",
+        f"engine/{name}-{'default' if space is None else space['kind']}",
+        {"family": name, "space": space, "random": NUM_RANDOM, "samples": FULL},
+        measure,
+        depends=lambda: {"code": code_digest(one_pass.__name__), "family": FAMILIES[name].digest},
+    )
     if found["differing"]:
         raise AssertionError(f"{name}: the engine scores {found['differing']} of {found['compared']} samples otherwise")
     return found
-
-
-def _code(section: str) -> str:
-    return hashlib.sha256(Path(one_pass.__file__).read_bytes() + section.encode()).hexdigest()[:8]
 
 
 def compare_with_engine(name: str, space: Mapping[str, Any] | None) -> dict[str, Any]:

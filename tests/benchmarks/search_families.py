@@ -7,6 +7,7 @@ the shipped family these are its 1,000 holdout items. No search scores them.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -17,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.code_digests import code_digest
 from tests.benchmarks.family_training import SHIPPED
 from workers.tiny_family import family_dir
+from workers.types import digest_of
 
 __all__ = ["FAMILIES", "FULL", "TrainedFamily"]
 
@@ -60,6 +63,16 @@ class TrainedFamily:
             making.rename(place)
             print(f"trained in {time.perf_counter() - started:.0f} s", file=sys.stderr)
         return place
+
+    @property
+    def digest(self) -> str:
+        """Digest of the family's files, or of the training that makes them where they do not ship."""
+        if self.seed is None:
+            files = sorted(
+                path for path in family_dir().rglob("*") if path.suffix in (".safetensors", ".json", ".jsonl")
+            )
+            return digest_of([hashlib.sha256(file.read_bytes()).hexdigest() for file in files])[:16]
+        return digest_of([self.skills, self.seed, code_digest("tests.benchmarks.family_training")])[:16]
 
     def mixed_file(self) -> Path:
         """The search items of all skills in one file: exact match on it is the mean of the skills, of which it has

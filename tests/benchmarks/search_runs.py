@@ -1,19 +1,18 @@
 """One search of the search benchmark: the product's coordinator, scheduler, searcher and gradient actor in one process,
 with `one_pass` in place of engines. Its trials are those that `mergesearch run` of the same study has.
 
-A finished search is a file in `.bench/search/runs`, and is not run again unless its study, its family or the code of
-its searcher has changed.
+A finished search is a file in `.bench/search/runs`, from which several arms are measured. It is not run again unless
+its study, its family or the code of its searcher has changed, or FRESH=1 asks for it.
 """
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -33,6 +32,8 @@ from service.tune.proposing.gradient_actor import GradientActor
 from service.tune.searchers.base import Observation
 from service.tune.steps import Step, StepKind, StepRequest, StepResult
 from service.types import Origin
+from tests.benchmarks.arms import is_fresh
+from tests.benchmarks.code_digests import code_digest
 from tests.benchmarks.one_pass import OnePass
 from tests.benchmarks.search_families import FAMILIES, TrainedFamily
 from workers.types import ScoreRequest, TaskSpec
@@ -41,7 +42,6 @@ __all__ = ["Bench", "Run", "SearchSpec", "Trial"]
 
 CACHE = Path(".bench/search")
 ALIGNMENTS = CACHE / "alignments"
-ROOT = Path(__file__).parents[2]
 
 # A coordinator's evaluations are scored one at a time, so chunks need not be small.
 CHUNK_SAMPLES = 100_000
@@ -162,6 +162,7 @@ class Bench:
     """The searches of one family, and the judging of what they found. Models are opened once."""
 
     family: TrainedFamily
+    _searched: set[Path] = field(default_factory=set)  # by this process
 
     @classmethod
     @cache
@@ -190,7 +191,8 @@ class Bench:
     def run(self, spec: SearchSpec) -> Run:
         """The search, from its file if it is there."""
         file, key = self.file(spec), self._key(spec)
-        if file.exists() and (stored := json.loads(file.read_text()))["key"] == key:
+        is_wanted = is_fresh() and file not in self._searched
+        if file.exists() and not is_wanted and (stored := json.loads(file.read_text()))["key"] == key:
             trials = tuple(Trial(**trial) for trial in stored["trials"])
             return Run(spec, trials, stored["spent"], tuple(stored["notes"]), stored["seconds"])
         found, checkpoints = self._search(spec)
@@ -201,6 +203,7 @@ class Bench:
             file.with_suffix(f".{iteration}.policy").write_bytes(content)
         file.with_suffix(".part").write_text(json.dumps({"key": key, **asdict(found)}))
         file.with_suffix(".part").rename(file)
+        self._searched.add(file)
         return found
 
     def policy(self, spec: SearchSpec) -> dict[int, bytes]:
@@ -340,47 +343,12 @@ def with_alignments(preflight: PreflightResult) -> PreflightResult:
     return replace(preflight, space=space.with_alignments(names), family=family)
 
 
-@cache
 def code_of(algorithm: str) -> str:
-    """A digest of the code that decides a search's trials: the searcher's module and the coordinator, and what these
-    import of the search."""
+    """Digest of the code that decides a search's trials: its searcher, the coordinator, and what these import."""
     name = "gradient" if algorithm == "auto" else algorithm
     modules = [f"service.tune.searchers.{name}", "service.tune.coordinator"]
     if name == "hm3":
         modules += ["service.tune.proposing.checkpoints"]
     if name == "gradient":
         modules += ["service.tune.proposing.gradient_actor", "workers.training.gradients"]
-    content = "".join(statements_of(path.read_text()) for path in sorted(_closure(modules)))
-    return hashlib.sha256(content.encode()).hexdigest()
-
-
-def statements_of(source: str) -> str:
-    """What a module does, without comments, docstrings and layout: prose decides no trial."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False):
-            node.body = node.body[1:]
-    return ast.dump(tree)
-
-
-def _closure(modules: Sequence[str]) -> set[Path]:
-    found: set[Path] = set()
-    waiting = list(modules)
-    while waiting:
-        place = ROOT / waiting.pop().replace(".", "/")
-        for path in (place.with_suffix(".py"), place / "__init__.py"):
-            if path.exists() and path not in found:
-                found.add(path)
-                waiting += _imports(path)
-    return found
-
-
-def _imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if (
-            isinstance(node, ast.ImportFrom)
-            and node.module
-            and node.module.startswith(("service.tune", "workers.training"))
-        ):
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    return code_digest(*modules)

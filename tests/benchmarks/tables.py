@@ -11,14 +11,27 @@ import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tests.benchmarks.arms import NotKept, files_alone
 
-__all__ = ["BLOCK", "NOT_KEPT", "pages", "rendered", "written"]
+__all__ = ["BLOCK", "NOT_KEPT", "declared", "pages", "rendered", "write_all", "written"]
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^<!-- table: (\w+) (\S+) -->\n(.*?)^<!-- end of table -->$", re.MULTILINE | re.DOTALL)
 NOT_KEPT = re.compile(r"^Recorded at (`[0-9a-f]{7}`(, | and )?)+; arms not kept\.$", re.MULTILINE)
+
+
+def declared() -> Iterator[tuple[str, str]]:
+    """Benchmark and name of every table that a benchmark declares."""
+    for file in sorted(Path(__file__).parent.glob("bench_*.py")):
+        if "\nTABLES" in file.read_text():
+            benchmark = file.stem.removeprefix("bench_")
+            yield from ((benchmark, name) for name in _module(benchmark).TABLES)
+
+
+def _module(benchmark: str) -> Any:
+    return importlib.import_module(f"tests.benchmarks.bench_{benchmark}")
 
 
 def pages() -> Iterator[Path]:
@@ -29,10 +42,9 @@ def pages() -> Iterator[Path]:
 
 def rendered(benchmark: str, name: str) -> str | None:
     """Content of a block, from the arms on file; None if one of them is missing."""
-    module = importlib.import_module(f"tests.benchmarks.bench_{benchmark}")
     try:
         with files_alone() as commits:
-            table = module.TABLES[name]()
+            table = _module(benchmark).TABLES[name]()
     except NotKept:
         return None
     code = " and ".join(f"`{commit}`" for commit in sorted(commits))

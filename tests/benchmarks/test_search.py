@@ -11,12 +11,13 @@ import pytest
 from search_spaces.baselines import sources_and_published
 from search_spaces.study.sections import EngineOptions, Search
 from service.tune.searchers.descents import descents_of
-from tests.benchmarks import bench_search, search_intervals, search_runs
+from tests.benchmarks import bench_search, search_arms, search_intervals
+from tests.benchmarks.code_digests import closure, statements_of
 from tests.benchmarks.family_training import SHIPPED
 from tests.benchmarks.one_pass import OnePass
 from tests.benchmarks.search_families import FAMILIES
 from tests.benchmarks.search_intervals import interval, volume_interval, volume_of
-from tests.benchmarks.search_runs import Run, SearchSpec, Trial, code_of, statements_of
+from tests.benchmarks.search_runs import Run, SearchSpec, Trial, code_of
 from workers.engines.transformers.backend import Reference
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Prompts
@@ -35,9 +36,9 @@ def test_best_and_front_are_those_of_what_was_spent_so_far() -> None:
     trials = (trial(0, 0.5, 0.5, origin="source"), trial(1, 0.9, 0.1, spent=10), trial(2, 0.8, 0.6, spent=20))
     run = Run(SPEC, trials, 20, (), 0.0)
     assert [run.best(budget).number for budget in (0, 10, 20)] == [0, 0, 2]
-    assert [t.number for t in bench_search.front_of(run.until(10))] == [0, 1]
-    assert [t.number for t in bench_search.front_of(run.trials)] == [1, 2]
-    reached = bench_search.volume(run.until(10))
+    assert [t.number for t in search_arms.front_of(run.until(10))] == [0, 1]
+    assert [t.number for t in search_arms.front_of(run.trials)] == [1, 2]
+    reached = search_arms.volume(run.until(10))
     assert bench_search.samples_to_reach(run, reached) == 10
     assert bench_search.samples_to_reach(run, reached + 0.01) == 20
     assert bench_search.samples_to_reach(run, 1.0) is None
@@ -46,7 +47,7 @@ def test_best_and_front_are_those_of_what_was_spent_so_far() -> None:
 
 def test_equal_recipes_are_on_a_front_once() -> None:
     twice = [trial(0, 0.5, 0.5), Trial(1, "search", "1", {}, "0", {"0": 0.5, "1": 0.5}, 1)]
-    assert [t.number for t in bench_search.front_of(twice)] == [0]
+    assert [t.number for t in search_arms.front_of(twice)] == [0]
 
 
 def test_volume_of_judged_merges_is_that_of_their_means() -> None:
@@ -104,11 +105,11 @@ def test_autos_searches_of_a_front_use_up_their_budgets() -> None:
 
 
 def test_stored_searches_are_those_of_the_code_that_runs() -> None:
-    paths = {path.stem for path in search_runs._closure(["service.tune.searchers.gradient"])}
+    paths = {path.stem for path in closure(["service.tune.searchers.gradient"])}
     assert {"gradient", "es", "smac", "random", "steps", "history"} <= paths
     assert "coordinator" not in paths
     assert {"successive_halving", "racing", "proposals"} <= {
-        path.stem for path in search_runs._closure(["service.tune.coordinator"])
+        path.stem for path in closure(["service.tune.coordinator"])
     }
     assert code_of("random") != code_of("gradient") == code_of("auto")
 
