@@ -50,7 +50,7 @@ def main(names: list[str]) -> int:
 
 
 def listing(known: list[str]) -> str:
-    """A line for each benchmark: its name, and the first line of its module's docstring."""
+    """List of the benchmarks, a line each: its name, and the first line of its module's docstring."""
     width = max(map(len, known))
     return "\n".join(f"  {name:<{width}}  {first_line(HERE / f'bench_{name}.py')}" for name in known)
 

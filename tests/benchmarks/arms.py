@@ -37,7 +37,7 @@ _commits: set[str] | None = None  # of the files read; None: arms that are not o
 
 
 class NotKept(LookupError):
-    """An arm that is not on file with these settings: run its benchmark first."""
+    """No arm with these settings is on file: run its benchmark first."""
 
 
 def kept(

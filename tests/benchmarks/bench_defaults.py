@@ -1,4 +1,4 @@
-"""What the defaults of a search rest on: the share of samples that is fitted, and how trials are stopped early.
+"""Search quality by the share of samples that is fitted, and by the scheduler that stops trials early.
 
 Everything is as in `bench_search`: trained families, exact match in one pass, judge items that no search saw, and arms
 that are kept in `tests/benchmarks/results/search`.

@@ -1,4 +1,4 @@
-"""The LFS study of docs/examples with three seeds: how fast it scores, and how good the merges are that it finds.
+"""Speed of scoring and quality of merges in the LFS study of docs/examples, with three seeds.
 
 It is longer than the shipped study and spends its time on scores alone, as the bare loop does.
 
@@ -103,7 +103,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _gain(rival: dict[str, Any]) -> str:
-    """Best minus rival."""
+    """Difference of the best trial from a rival, with its interval."""
     low, high = rival["minus_best"]["ci95"]
     return f"{-rival['minus_best']['value']:+.3f} [{-high:+.3f}, {-low:+.3f}]"
 
@@ -118,7 +118,7 @@ def _output(part: str, directory: Path, *arguments: str) -> str:
 
 
 def run_demo(directory: Path, seed: int) -> dict[str, Any]:
-    """The study with another seed, run as `mergesearch run` runs it."""
+    """Run the study with another seed, as `mergesearch run` runs it."""
     from search_spaces.study.file import load_study
     from service.cli.progress import ProgressStyle, ProgressView
     from service.studies.local_run import run_study
@@ -135,7 +135,7 @@ def _search_evidence(store: Any, study: str) -> list[Any]:
 
 
 def measure_study(directory: Path) -> dict[str, Any]:
-    """What the finished run in `directory` reached."""
+    """Figures of the finished run in `directory`."""
     from service.studies.local_run import read_run
 
     with read_run(directory) as (store, study):
@@ -154,7 +154,7 @@ def measure_study(directory: Path) -> dict[str, Any]:
 
 
 def measure_loop(directory: Path) -> dict[str, Any]:
-    """The chunks of the run in `directory`, in their order, given to one engine."""
+    """Time of a bare loop that gives the run's chunks, in their order, to one engine."""
     import os
 
     from search_spaces.study.sections import EngineOptions
@@ -191,7 +191,7 @@ def measure_loop(directory: Path) -> dict[str, Any]:
 
 
 def measure_overhead(directory: Path) -> dict[str, Any]:
-    """The study with the fake scorer: what Tune, the searcher and the store take by themselves."""
+    """Time that Tune, the searcher and the store take by themselves: the study with the fake scorer."""
     import contextlib
     from collections.abc import Iterator
 

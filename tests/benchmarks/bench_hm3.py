@@ -1,5 +1,6 @@
-"""HM3's policy and other searches on the shipped family: three objectives, 86,400 samples (960 merges of 90 samples
-each), real models.
+"""Fronts that HM3's policy and other searchers find on the shipped family, for equal numbers of samples.
+
+Three objectives, 86,400 samples (960 merges of 90 samples each), real models.
 
     make bench ONLY=hm3
     HM3_PARTS=fronts,growth,ablations,pools,zero_shot,reuse HM3_METHODS=hm3,moead HM3_SEEDS=0-4 make bench ONLY=hm3
@@ -192,10 +193,10 @@ def pools(seeds: range) -> dict[str, Any]:
 
 
 def zero_shot(seeds: range) -> dict[str, Any]:
-    """Answers to judge items weighted by the preference, of paths that the policy proposes without training.
+    """Answers to judge items of paths that the policy proposes without training, weighted by the preference.
 
-    The first path, the best of NUM_SCORED on search data, and the best of a search for this vector alone, with as many
-    samples as all 15 vectors had.
+    Compared are the first path, the best of NUM_SCORED on search data, and the best of a search for this vector alone,
+    with as many samples as all 15 vectors had.
     """
     rows = []
     for vector in UNSEEN:
@@ -270,7 +271,7 @@ def search_of(spec: SearchSpec, *, before: Sequence[SearchSpec] = ()) -> Found:
 
 
 def found_in(name: str, settings: Mapping[str, Any], measure: Callable[[], Found], *specs: SearchSpec) -> Found:
-    """A front as an arm."""
+    """The front that `measure` computes, as an arm."""
 
     def figures() -> dict[str, Any]:
         found = measure()

@@ -1,5 +1,6 @@
-"""HM3's policy on a made-up environment: paths of 6 steps of 12 actions each, scored by a table, with a deceptive
-optimum.
+"""Episodes until HM3's policy finds the best path of a made-up environment with deceptive optima.
+
+Paths have 6 steps of 12 actions each, and are scored by a table.
 
 The best path scores 1, and a path that has m of its steps in place m / 6. Beside it there are six lures, for which it
 is 0.8 m / 6; the score is the largest of the seven. A lure is a local optimum that four exchanged steps do not leave,

@@ -1,4 +1,4 @@
-"""Merges of MergOPT experts against merges of experts from AdamW, SGD, SAM and ASAM, on the shipped skills.
+"""Quality of merges of MergOPT's experts against those of AdamW's, SGD's, SAM's and ASAM's, on the shipped skills.
 
 For each optimizer and seed the experts of the tiny family's retraining are trained: same base, data, batches and number
 of steps (SAM and ASAM also with half as many, which take as long as AdamW's). The learning rate of each optimizer is
@@ -163,8 +163,10 @@ def show_rows(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def sensitivity(scale: float, rate: float) -> list[dict[str, Any]]:
-    """A row for each b at MergOPT's learning rate, and for each learning rate at the pilot's b: merges of all experts
-    of the pilot's seed."""
+    """Rows by b at MergOPT's learning rate, and by learning rate at the pilot's b.
+
+    Merged are all experts of the pilot's seed.
+    """
     ours, plain = Variant(OURS), Variant(BASELINE)
     tried = [(f"{OURS}, b {b:.2g}", ours, rate, b) for b in (factor * scale for factor in B_FACTORS)]
     for variant in (plain, ours):
@@ -193,7 +195,7 @@ def specs(variant: Variant, rate: float, scale: float, seed: int) -> dict[str, F
 
 
 def trained(spec: FinetuneSpec) -> Path:
-    """The directory of an expert; its training goes on from its last checkpoint if it was interrupted."""
+    """The directory of an expert, trained first if it is not there; training continues from its last checkpoint."""
     place = CACHE / "experts" / digest_of(spec.canonical())[:24]
     if not (place / "seconds.json").exists():
         place.mkdir(parents=True, exist_ok=True)
@@ -235,7 +237,7 @@ def own_skill(variant: Variant, rate: float, scale: float) -> float:
 
 
 def judged_merges(variant: Variant, rate: float, scale: float, seed: int, num_experts: int = ALL) -> dict[str, Any]:
-    """Which held-out items the best merge of each method answers, of the experts of one seed.
+    """Answers to held-out items of the best merge of each method, of the experts of one seed.
 
     By method [sets * skills, items]: of every set of `num_experts` experts, for each of its skills.
     """
@@ -294,7 +296,7 @@ def arm(
 
 
 class Fleet:
-    """Trained experts, and what their merges answer."""
+    """Trained experts and the answers of their merges."""
 
     def __init__(self, experts: Mapping[str, FinetuneSpec]) -> None:
         self.places = {alias: trained(spec) for alias, spec in experts.items()}
@@ -310,11 +312,11 @@ class Fleet:
     def answers(
         self, merge: Merge, skills: Sequence[str], split: str, num_items: int | None = None
     ) -> NDArray[np.bool_]:
-        """[skills, items]"""
+        """Answers of a merge, [skills, items]."""
         return np.stack([self._answers(merge, self._tasks[split][skill], num_items) for skill in skills])
 
     def best(self, experts: Sequence[str], *, seed: int) -> dict[str, Candidate]:
-        """By method, the candidate that answers the most search items of the experts' skills."""
+        """The candidate of each method that answers the most search items of the experts' skills."""
         found: dict[str, tuple[float, Candidate]] = {}
         for candidate in candidates(experts, seed=seed):
             value = float(self.answers(candidate.merge, experts, "search", VALIDATION_ITEMS).mean())

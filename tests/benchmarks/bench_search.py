@@ -1,4 +1,4 @@
-"""What searchers find on trained families, for how many samples' worth: `auto` beside black-box searchers.
+"""Quality of what `auto` and black-box searchers find on trained families, by the samples that they cost.
 
 `bench_searchers` compares searchers on families whose accuracies are made up: true values are known, spaces with
 conditions and choices are searched too, and it takes minutes. Here models are trained, so gradients exist and what was

@@ -1,4 +1,4 @@
-"""Which searcher finds the better merges, and how long one proposal takes.
+"""Quality of what each searcher finds on families with made-up accuracies, and time of a proposal.
 
 The search spaces are the product's; only the scores are made up (`MadeUpFamily`): three skills, each with an expert,
 whose layers and components matter to each skill by amounts drawn at random, and experts that disturb each other. A
@@ -42,7 +42,8 @@ class MadeUpFamily:
     """Accuracies of merged models that nobody trained.
 
     A skill grows, with diminishing returns, with its expert's share in each layer's component, and suffers from the
-    square of what the other experts put there; both times weights that differ between skills and places."""
+    square of what the other experts put there; both times weights that differ between skills and places.
+    """
 
     def __init__(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -73,7 +74,7 @@ def _shares(weights: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _shares_of_experts(merge: Merge) -> list[float]:
-    """How much of each expert's task vector is in the merge."""
+    """Share of each expert's task vector in the merge."""
     numbers: Mapping[str, float]
     models = [source.model for source in merge.sources]
     match merge.method:
@@ -104,7 +105,7 @@ class Scenario:
         return families.space(family=family, **self.space)
 
     def searchers(self) -> tuple[str, ...]:
-        """Those that can run this search, random search first."""
+        """Searchers that can run this search, random search first."""
         parameters = self.build_space().parameters
         able = (
             name
@@ -231,8 +232,10 @@ def run(num_seeds: int = 10) -> dict[str, Any]:
 def ask_times(
     layer_groups: int, component_groups: int, *, num_observations: int = 200, num_proposals: int = 20
 ) -> dict[str, Any]:
-    """Processor seconds of one proposal by `smac` with many results known. The first one loads the libraries and is
-    told apart."""
+    """Processor seconds of one proposal by `smac` with many results known.
+
+    The first proposal, which loads the libraries, is given apart.
+    """
     options = {**LFS, "layer_groups": layer_groups, "component_groups": component_groups}
     search = Search(Scenario("ask", options, RUNGS, 0, 3), SmacSearcher(random_share=0.0), seed=0)
     rng = np.random.default_rng(0)
@@ -250,8 +253,10 @@ def ask_times(
 
 
 def compare(scenario: Scenario, seeds: range) -> dict[str, Any]:
-    """Per searcher and seed: true accuracy of the chosen trial, hypervolume of the full-budget trials; and per seed the
-    true accuracy of the best source or published recipe."""
+    """True accuracy of the chosen trial and hypervolume of the full-budget trials, by searcher and seed.
+
+    Also the true accuracy of the best source or published recipe, by seed.
+    """
     outcomes = {
         name: [Search(scenario, SEARCHERS[name], seed).run() for seed in seeds] for name in scenario.searchers()
     }

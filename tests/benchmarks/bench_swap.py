@@ -1,4 +1,4 @@
-"""From a recipe to an engine that serves it, against mergekit's merge and against mergekit and a new engine.
+"""Time from a recipe to an engine that serves it, against mergekit's merge, and that with a new engine.
 
 The models of `merge_family`, in float32; the engine is vLLM on CPU with two threads. A swap is: plan, merge, write in
 place, pack again (CPU only, on its own line), reset the prefix cache, checksum. Every candidate has new coefficients;
@@ -142,7 +142,7 @@ def _copying(family: Any) -> tuple[int, float]:
 
 
 def measure_restart(directory: Path) -> dict[str, Any]:
-    """A new engine on a merged model: the seconds of its imports, and of its start to the first token."""
+    """Time of a new engine on a merged model: the seconds of its imports, and of its start to the first token."""
     from search_spaces.study.sections import EngineOptions
     from workers.engines.vllm.environment import engine_environment
 

@@ -26,7 +26,7 @@ def code_digest(*modules: str) -> str:
 
 
 def statements_of(source: str) -> str:
-    """What a module does, without comments, docstrings and layout: prose decides no trial."""
+    """Statements of a module without comments, docstrings and layout: prose decides no trial."""
     return ast.dump(_WithoutProse().visit(ast.parse(source)))
 
 

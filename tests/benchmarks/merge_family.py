@@ -64,7 +64,7 @@ def model_bytes(family: Any) -> int:
 
 
 def models_moved(spec: Any) -> int:
-    """How many models' bytes a merge by a method reads and writes: its sources, the base if it needs it, the result."""
+    """Number of models whose bytes a merge reads and writes: its sources, the base if it needs it, the result."""
     moved: int = min(len(EXPERTS), spec.max_sources or len(EXPERTS)) + spec.needs_base + 1
     return moved
 
@@ -129,7 +129,7 @@ FIRST_IS_BASE = ("slerp", "nearswap", "arcee_fusion")
 
 
 def mergekit_config(directory: Path, candidate: Any, method: str) -> dict[str, Any]:
-    """mergekit's configuration of the candidate."""
+    """Configuration of the candidate for mergekit."""
     from search_spaces.methods import METHODS
 
     name, settings = PEERS[method]

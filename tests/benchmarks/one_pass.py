@@ -50,8 +50,11 @@ MAX_TOKENS = 4096  # of one forward pass: its activations stay in the processor'
 
 @dataclass(frozen=True)
 class _Batch:
-    """Rows that are read together. Logits are looked at at places `index` of the flattened [rows, last]; each belongs
-    to a row and must choose one of its `accepted` tokens (-1: none)."""
+    """Rows that are read together.
+
+    Logits are read at places `index` of the flattened [rows, last]; each belongs to a row and must choose one of its
+    `accepted` tokens (-1: none).
+    """
 
     samples: NDArray[np.int64]
     tokens: torch.Tensor
@@ -86,9 +89,11 @@ class _Batch:
 
 
 class OnePass:
-    """Implements what a coordinator asks of `workers.types.Scorer`. One merge at a time; float32, on CPU.
+    """A scorer by one teacher-forced pass, as a coordinator asks for (`workers.types.Scorer`).
 
-    What was scored once is read from files in `memory`, so a search that was interrupted is soon where it was."""
+    It holds one merge at a time, in float32 on CPU. What was scored once is read from files in `memory`, so that a
+    search that was interrupted soon continues where it was.
+    """
 
     def __init__(self, family: Family, options: EngineOptions, *, memory: Path) -> None:
         self._memory = memory / family.fingerprint[:16]
@@ -124,7 +129,7 @@ class OnePass:
         return ScoreResult(tuple(samples), evidence, {})
 
     def exact_matches(self, recipe: Recipe, task: TaskSpec, start: int, stop: int) -> NDArray[np.bool_]:
-        """Whether each sample at positions `start` to `stop` - 1 is answered right [stop - start]."""
+        """Whether a merge answers each sample at positions `start` to `stop` - 1 right, [stop - start]."""
         file = self._memory / f"{recipe.digest[:32]}-{self._content(task)[:16]}-{start}-{stop}.npy"
         if not file.exists():
             found = self._read(self._holding(recipe), self._prepared(task, start, stop), stop - start)
@@ -138,7 +143,7 @@ class OnePass:
         return len(self._references.targets(task))
 
     def _content(self, task: TaskSpec) -> str:
-        """Digest of a task by what its file contains, so that scores are found in another clone too."""
+        """Digest of a task by its file's content, so that scores are found in another clone too."""
         if task.digest not in self._contents:
             assert isinstance(task.task, Mapping)
             rendering = {key: value for key, value in task.task.items() if key != "file"}

@@ -1,4 +1,4 @@
-"""Whether a vLLM engine gives the values that `one_pass` gives: the first step of the search benchmark."""
+"""Agreement of `one_pass` with a vLLM engine: the first step of the search benchmark."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check_against_engine(name: str, space: Mapping[str, Any] | None = None) -> d
 
 
 def compare_with_engine(name: str, space: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Of the source and published recipes and some random merges, on the samples of a full evaluation."""
+    """Count samples scored otherwise, over source and published recipes and some random merges."""
     from workers.serving.replica import EngineWorker
 
     bench = Bench.of(name)

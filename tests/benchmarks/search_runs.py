@@ -1,8 +1,8 @@
-"""One search of the search benchmark: the product's coordinator, scheduler, searcher and gradient actor in one process,
-with `one_pass` in place of engines. Its trials are those that `mergesearch run` of the same study has.
+"""One search of the search benchmark, in one process, with `one_pass` in place of engines.
 
-A finished search is a file in `.bench/search/runs`, from which several arms are measured. It is not run again unless
-its study, its family or the code of its searcher has changed, or FRESH=1 asks for it.
+Coordinator, scheduler, searcher and gradient actor are the product's, and the trials are those that `mergesearch run`
+of the same study has. A finished search is a file in `.bench/search/runs`, from which several arms are measured. It is
+not run again unless its study, its family or the code of its searcher has changed, or FRESH=1 asks for it.
 """
 
 from __future__ import annotations
@@ -49,9 +49,12 @@ CHUNK_SAMPLES = 100_000
 
 @dataclass(frozen=True)
 class SearchSpec:
-    """A study of a family: everything that decides its trials; `search.hm3.start.dir` is here the file of another
-    search, without its suffix, whose policy it begins with. It ends after `search.max_trials`, or when the next
-    trial would exceed the `budget`: samples' worth of proposed trials and steps."""
+    """A study of a family: everything that decides its trials.
+
+    `search.hm3.start.dir` is here the file of another search, without its suffix, whose policy it begins with. The
+    search ends after `search.max_trials`, or when the next trial would exceed the `budget`: samples' worth of proposed
+    trials and steps.
+    """
 
     family: str
     goal: str
@@ -71,8 +74,11 @@ class SearchSpec:
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial at full budget. `spent` is what proposed trials and steps had cost once it was scored, in samples' worth;
-    0 for a source or published recipe."""
+    """A trial at full budget.
+
+    `spent` is what proposed trials and steps had cost once it was scored, in samples' worth; 0 for a source or
+    published recipe.
+    """
 
     number: int
     origin: str
@@ -89,7 +95,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished search; `spent` in all, `notes` are the searcher's decisions, and `seconds` is wall-clock time."""
+    """A finished search.
+
+    `spent` is its cost in samples' worth, `notes` are the searcher's decisions, `seconds` is wall-clock time.
+    """
 
     spec: SearchSpec
     trials: tuple[Trial, ...]
@@ -101,15 +110,15 @@ class Run:
         return tuple(trial for trial in self.trials if trial.spent <= budget)
 
     def cut(self, budget: float) -> Run:
-        """The search as it was after that many samples' worth. Of searches that score one trial after another."""
+        """The search as it was after that many samples' worth; only for searches that score one trial after another."""
         return replace(self, trials=self.until(budget), spent=max(trial.spent for trial in self.until(budget)))
 
     def proposed(self) -> Run:
-        """Without source and published recipes."""
+        """The search without source and published recipes."""
         return replace(self, trials=tuple(trial for trial in self.trials if trial.origin == "search"))
 
     def best(self, budget: float = np.inf) -> Trial:
-        """The trial with the best mean on search data by then, a source or published recipe included, as in a study."""
+        """The trial with the best mean on search data by then; a source or published recipe counts, as in a study."""
         return max(self.until(budget), key=lambda trial: (round(trial.mean, 12), -trial.number))
 
 
@@ -215,11 +224,11 @@ class Bench:
         return CACHE / "runs" / spec.family / spec.goal / f"{spec.name}-{spec.seed}.json"
 
     def judged(self, recipe: Recipe) -> NDArray[np.bool_]:
-        """Which judge items the merge answers right: [skills, items]."""
+        """Answers of a merge to judge items, [skills, items]."""
         return np.stack([self._all(recipe, task) for task in self.judge.tasks.values()])
 
     def searched(self, recipe: Recipe, seed: int, num: int | None = None) -> NDArray[np.bool_]:
-        """Which search items it answers right: all of every skill, or the first `num` of a search with that seed."""
+        """Answers to search items: to all of every skill, or to the first `num` of a search with that seed."""
         spec = SearchSpec(self.family.name, "skills", "", seed, {}, fidelity={"scheduler": "none"})
         tasks = self._prepared(spec.goal, json.dumps(spec.document(), sort_keys=True)).tasks.values()
         return np.stack([self._all(recipe, task, num) for task in tasks])
@@ -241,7 +250,7 @@ class Bench:
         return self.scorer.exact_matches(recipe, task, 0, self.scorer.num_samples(task) if num is None else num)
 
     def _key(self, spec: SearchSpec) -> str:
-        """What decides the search: study, models, code."""
+        """Digest of what decides the search: study, models, code."""
         parts = [json.dumps(asdict(spec), sort_keys=True), self.fingerprint, code_of(spec.search["algorithm"])]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -315,7 +324,7 @@ class Bench:
 
 
 def _newest_policy(run: Path) -> tuple[int, bytes]:
-    """Of a finished search, whose file this is without its suffix: the iteration and the checkpoint."""
+    """Last iteration and checkpoint of a finished search's policy; `run` is its file without the suffix."""
     iterations = {int(file.suffixes[-2][1:]): file for file in run.parent.glob(f"{run.name}.*.policy")}
     newest = max(iterations)
     return newest, iterations[newest].read_bytes()

@@ -1,4 +1,4 @@
-"""Arms are measured once, stay small, and say which code produced them; docs' tables are made from them."""
+"""Arms on file and the tables in docs that are made from them."""
 
 from __future__ import annotations
 

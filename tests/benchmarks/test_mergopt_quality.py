@@ -1,4 +1,4 @@
-"""The arithmetic of the comparison of optimizers: who trains what, paired gains, and what is kept."""
+"""Arithmetic of the comparison of optimizers: who trains what, and paired gains."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ METHODS = ("task arithmetic", "TIES", "DARE")
 
 @pytest.fixture(autouse=True)
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Arms of made-up experts are kept apart."""
+    """Folder in which arms of made-up experts are kept apart."""
     monkeypatch.setattr(arms, "RESULTS", tmp_path / "results")
     return tmp_path / "results"
 
@@ -62,7 +62,7 @@ def test_a_row_has_means_over_seeds_and_skills() -> None:
 
 
 class TinyFleet(bench.Fleet):
-    """Whose merges answer an item more for each expert, and one less unless the coefficient is 0.3."""
+    """A fleet whose merges answer an item more for each expert, and one less unless the coefficient is 0.3."""
 
     seconds = 2.0
 

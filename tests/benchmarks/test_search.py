@@ -1,4 +1,4 @@
-"""The search benchmark's own arithmetic: exact match in one pass, what is charged, fronts, paired intervals."""
+"""Arithmetic of the search benchmark: exact match in one pass, what is charged, fronts, paired intervals."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_judge_items_are_no_search_items() -> None:
 
 @pytest.mark.slow
 def test_one_pass_scores_as_greedy_decoding_does(tmp_path: Path) -> None:
-    """By transformers, of sources as they are; `bench_search` compares merges with vLLM before it searches."""
+    """Sources as they are, decoded by transformers; `bench_search` compares merges with vLLM before it searches."""
     root = family_dir()
     family = open_family(root / "base", {s: root / "experts" / s for s in SHIPPED}, cache=tmp_path)
     known = sources_and_published(base="base", experts=SHIPPED, fingerprints=family.fingerprints, num_layers=8)
